@@ -1,0 +1,57 @@
+"""Array libraries: which are here, and how to create, move and measure arrays on each.
+
+    backend = xformer.backends.get("cupy")
+    x = backend.asarray([[1.0, 2.0]], dtype="float32")
+
+Everything that knows one particular library lives in a folder of this package: its `backend`
+function, and the kernels that it registers for the ops.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from xformer.backends.base import Backend, Generator, Memory, Unusable
+
+NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict")
+
+_INSTALL = {
+    "cupy": "pip install 'xformer-array[cuda13]' (or [cuda12])",
+    "torch": "pip install 'xformer-array[torch]'",
+    "jax": "pip install 'xformer-array[jax]'",
+    "array-api-strict": "pip install array-api-strict",
+}
+
+__all__ = ["NAMES", "Backend", "Generator", "Memory", "Unusable", "available", "get", "why_not"]
+
+
+def get(name: str = "numpy", device: str | None = None) -> Backend:
+    """The backend of that name, on `device` (the library's default one unless given).
+
+    Raises ValueError for an unknown name, Unusable (an ImportError) saying why a known one cannot
+    be used here and how to install it.
+    """
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
+    try:
+        module = importlib.import_module(f"xformer.backends.{name.replace('-', '_')}")
+    except ImportError as error:
+        raise Unusable(
+            f"backend {name} cannot be used: {error}. Install it with {_INSTALL[name]}"
+        ) from error
+    backend: Backend = module.backend(device)
+    return backend
+
+
+def available() -> tuple[str, ...]:
+    """Names of the backends that can be used here, in the order of `NAMES`."""
+    return tuple(name for name in NAMES if why_not(name) is None)
+
+
+def why_not(name: str) -> str | None:
+    """Why backend `name` cannot be used here, or None where it can."""
+    try:
+        get(name)
+    except Unusable as error:
+        return str(error)
+    return None

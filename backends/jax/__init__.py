@@ -1,0 +1,64 @@
+"""JAX, as an array library: eager, or under `jax.jit`.
+
+JAX computes in float64 only where the program has enabled it:
+`jax.config.update("jax_enable_x64", True)` before the first array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from xformer.backends.base import Backend, Memory, Unusable, process_memory
+from xformer.backends.jax import erf, in_range, index_add, random_bits
+from xformer.typing import Array
+
+__all__ = ["JaxBackend", "backend", "erf", "in_range", "index_add", "random_bits"]
+
+
+@dataclass(frozen=True)
+class JaxBackend(Backend):
+    """Arrays on JAX's default device or a named one."""
+
+    def synchronize(self) -> None:
+        """Wait until what was dispatched is done: a value is asked from the device."""
+        jax.device_put(np.zeros(()), self.device).block_until_ready()
+        for array in jax.live_arrays():
+            array.block_until_ready()
+
+    def memory(self) -> Memory:
+        """Bytes of the process, or of the accelerator's allocator."""
+        stats = self._device().memory_stats()
+        if not stats:
+            return process_memory()
+        return Memory(stats.get("bytes_in_use"), stats.get("peak_bytes_in_use"))
+
+    def _from_host(self, host: np.ndarray) -> Array:
+        return jax.device_put(jax.numpy.asarray(_narrow(host)), self.device)
+
+    def _device(self) -> Any:
+        return self.device or jax.devices()[0]
+
+    def _device_name(self) -> str:
+        return str(self._device().device_kind)
+
+
+def backend(device: str | None = None) -> Backend:
+    """The JAX backend; device as a platform of JAX: "cpu", "gpu", "tpu"."""
+    try:
+        where = None if device is None else jax.devices(device)[0]
+    except RuntimeError as error:
+        raise Unusable(f"backend jax cannot use {device}: {error}") from error
+    wide = bool(jax.config.jax_enable_x64)
+    dtypes = ("float32", "float64") if wide else ("float32",)
+    return JaxBackend("jax", jax.numpy, where, dtypes, jax.__version__)
+
+
+def _narrow(host: np.ndarray) -> np.ndarray:
+    """int64 as int32 where JAX has no int64, instead of its warning."""
+    if host.dtype == np.int64 and not jax.config.jax_enable_x64:
+        return host.astype(np.int32)
+    return host

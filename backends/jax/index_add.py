@@ -1,0 +1,16 @@
+"""`index_add` by JAX's indexed update."""
+
+from __future__ import annotations
+
+from xformer.dispatch import kernel
+from xformer.ops._checks import require_ids
+from xformer.ops.index_add import IndexAddCache
+from xformer.ops.index_add import index_add as reference
+from xformer.typing import Array
+
+
+@kernel(reference, "jax")
+def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
+    """x.at[ids].add(y), which sums repeated ids."""
+    require_ids("index_add", "ids", ids, x.shape[0], x)
+    return x.at[ids].add(y), IndexAddCache(ids)

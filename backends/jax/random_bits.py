@@ -1,0 +1,35 @@
+"""`random_bits` in uint32, since JAX has int64 only where a program enables it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from xformer.dispatch import kernel
+from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, Key, require_key
+from xformer.ops.random_bits import random_bits as reference
+from xformer.typing import Array
+
+
+@kernel(reference, "jax")
+def random_bits(like: Array, *, key: Key, size: int) -> Array:
+    """Philox4x32-10 on words that wrap by themselves; blocks are counted in 32 bits."""
+    require_key("random_bits", key, size)
+    block = jnp.arange(-(-size // 4), dtype=jnp.uint32)
+    zero = jnp.zeros_like(block)
+    c0, c1, c2, c3 = block, zero, zero + jnp.uint32(key.site), zero + jnp.uint32(key.step)
+    k0, k1 = key.seed & MASK, key.seed >> 32
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ jnp.uint32(k0), low1, high0 ^ c3 ^ jnp.uint32(k1), low0
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return jnp.stack((c0, c1, c2, c3), axis=-1).reshape(-1)[:size]
+
+
+def _multiply(m: int, x: Array) -> tuple[Array, Array]:
+    """High and low word of m * x by 16-bit halves."""
+    m_high, m_low = jnp.uint32(m >> 16), jnp.uint32(m & 0xFFFF)
+    x_high, x_low = x >> 16, x & 0xFFFF
+    cross = m_high * x_low + (m_low * x_low >> 16)  # < 2^32
+    middle = (cross & 0xFFFF) + m_low * x_high  # < 2^32
+    return m_high * x_high + (cross >> 16) + (middle >> 16), jnp.uint32(m) * x

@@ -1,0 +1,18 @@
+"""NumPy: the default backend, on the CPU."""
+
+from __future__ import annotations
+
+import array_api_compat.numpy as xp
+import numpy
+
+from xformer.backends.base import Backend
+from xformer.backends.numpy import index_add
+
+__all__ = ["backend", "index_add"]
+
+
+def backend(device: str | None = None) -> Backend:
+    """The NumPy backend; its only device is "cpu"."""
+    if device not in (None, "cpu"):
+        raise ValueError(f"backend numpy has one device, cpu, got {device!r}")
+    return Backend("numpy", xp, None, ("float32", "float64"), numpy.__version__)

@@ -1,0 +1,54 @@
+"""PyTorch, as an array library: no autograd is used or needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import array_api_compat.torch as xp
+import numpy as np
+import torch
+
+from xformer.backends.base import Backend, Memory, Unusable, process_memory
+from xformer.backends.torch import erf, in_range, index_add
+from xformer.typing import Array
+
+__all__ = ["TorchBackend", "backend", "erf", "in_range", "index_add"]
+
+
+@dataclass(frozen=True)
+class TorchBackend(Backend):
+    """Tensors on the CPU or on a CUDA device."""
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        """The values of a tensor as a NumPy array on the host."""
+        host: np.ndarray = array.detach().cpu().numpy()
+        return host
+
+    def synchronize(self) -> None:
+        """Wait for the CUDA device, where there is one."""
+        if self._on_cuda():
+            torch.cuda.synchronize(self.device)
+
+    def memory(self) -> Memory:
+        """Bytes of the process, or of torch's CUDA allocator."""
+        if not self._on_cuda():
+            return process_memory()
+        return Memory(
+            torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        )
+
+    def _on_cuda(self) -> bool:
+        return self.device is not None and torch.device(self.device).type == "cuda"
+
+    def _from_host(self, host: np.ndarray) -> Array:
+        return torch.tensor(host, device=self.device)  # copies: the host's may be read-only
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self._on_cuda() else "cpu"
+
+
+def backend(device: str | None = None) -> Backend:
+    """The torch backend; device as torch names it: "cpu" (the default), "cuda", "cuda:1"."""
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise Unusable(f"backend torch cannot use {device}: no CUDA device is visible")
+    return TorchBackend("torch", xp, device, ("float32", "float64"), torch.__version__)

@@ -1,0 +1,140 @@
+"""One op, several implementations: the reference, and kernels that backends register for it.
+
+`@overridable` marks a reference written in the array API. `@kernel(op, library)` registers a
+function of the same signature for the arrays of one library. The choice is made once, going
+forward, by the type of the op's first array; the cache that comes back decides who runs backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+Unsupported = Callable[..., str | None]
+
+# Module that defines an array type -> folder under backends/, where the two names differ.
+_FOLDERS = {"jaxlib": "jax"}
+
+_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
+_ops: list[Overridable] = []
+
+
+class Kernel(NamedTuple):
+    """A faster implementation of an op for the arrays of one library."""
+
+    run: Callable[..., Any]
+    library: str
+    unsupported: Unsupported | None  # same arguments -> why it cannot run, or None
+
+
+class Overridable:
+    """A callable op: checks its arguments, then runs the first kernel that can, or the reference.
+
+    Attributes: `reference` (the array API implementation) and `kernels` (library -> kernels).
+    """
+
+    def __init__(self, reference: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, reference)
+        self.reference = reference
+        self.kernels: dict[str, list[Kernel]] = {}
+        self._check: Callable[..., None] | None = getattr(reference, "check", None)
+        self._first = next(iter(inspect.signature(reference).parameters))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._check is not None:
+            self._check(*args, **kwargs)
+        first = args[0] if args else kwargs.get(self._first)
+        kernels = self.kernels.get(library_of(type(first)))
+        if kernels and not _reference_only.get():
+            for kernel in kernels:
+                if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
+                    return kernel.run(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<op {self.__name__}, kernels: {', '.join(sorted(self.kernels)) or 'none'}>"
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # a module-level name: pickled by reference, like a function
+
+    __name__: str
+    __qualname__: str
+
+
+def overridable(reference: Callable[..., Any]) -> Overridable:
+    """Mark `reference` as an op that backends may override with kernels."""
+    op = Overridable(reference)
+    _ops.append(op)
+    return op
+
+
+def kernel(
+    op: Overridable, library: str, *, unsupported: Unsupported | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as `op` for arrays of `library`.
+
+    `unsupported(same arguments)` returns a sentence saying why the kernel cannot run, or None.
+    Of several kernels for one library the last registered is asked first. A kernel's cache is its
+    own class with a `backward`, or the reference's cache, whose backward then runs.
+    """
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        op.kernels.setdefault(library, []).insert(0, Kernel(run, library, unsupported))
+        return run
+
+    return register
+
+
+@functools.cache
+def library_of(array_type: type) -> str:
+    """The name of the library that defines `array_type`; imports its backend at first sight.
+
+    A library without a folder under `backends/` runs the references. A backend that cannot be
+    imported raises: silently slow would be worse.
+    """
+    root = array_type.__module__.partition(".")[0]
+    library = _FOLDERS.get(root, root)
+    if importlib.util.find_spec(f"xformer.backends.{library}") is not None:
+        importlib.import_module(f"xformer.backends.{library}")
+    return library
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Within this context every op runs its reference, whatever kernels are registered."""
+    token = _reference_only.set(True)
+    try:
+        yield
+    finally:
+        _reference_only.reset(token)
+
+
+def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
+    """Say which implementation of `op` these arguments would run, and why the others would not."""
+    first = args[0] if args else kwargs.get(op._first)
+    library = library_of(type(first))
+    lines, chosen = [], None
+    for candidate in op.kernels.get(library, []):
+        name = f"{candidate.run.__module__}.{candidate.run.__name__}"
+        if _reference_only.get():
+            lines.append(f"- {name}: not run, reference_only() is active")
+        elif chosen is not None:
+            lines.append(f"- {name}: not asked, {chosen} comes first")
+        elif candidate.unsupported and (why := candidate.unsupported(*args, **kwargs)):
+            lines.append(f"- {name}: {why}")
+        else:
+            chosen = name
+    if not op.kernels.get(library):
+        lines.append(f"- no kernel is registered for {library}")
+    return "\n".join([f"{op.__name__} on {library}: {chosen or 'the reference'}", *lines])
+
+
+def ops() -> tuple[Overridable, ...]:
+    """Every op defined so far, in order of definition (for tests over the whole registry)."""
+    return tuple(_ops)

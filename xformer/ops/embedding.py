@@ -1,0 +1,43 @@
+"""Embedding: rows of a table, looked up by id."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer.dispatch import overridable
+from xformer.ops._checks import require_ids
+from xformer.ops.index_add import index_add
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("table (V, D)")
+def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
+    """y = table[ids].
+
+    table: (V, D)   ids: (...) integers in [0, V)   y: (..., D). TypeError where ids are not
+    integers, ValueError where one is out of range. Derivation: docs/derivations/embedding.md
+    """
+    require_ids("embedding", "ids", ids, table.shape[0], table)
+    xp = array_namespace(table)
+    flat = xp.reshape(ids, (math.prod(ids.shape),))
+    y = xp.reshape(xp.take(table, flat, axis=0), (*ids.shape, table.shape[1]))
+    return y, EmbeddingCache(flat, table.shape)
+
+
+class EmbeddingCache(NamedTuple):
+    """What `embedding` keeps for its backward: no copy of the table."""
+
+    ids: Array  # (N,)
+    table_shape: tuple[int, int]  # (V, D)
+
+    def backward(self, dy: Array) -> Array:
+        """dtable = zeros with dy added at the rows ids; the gradients of repeated ids sum."""
+        xp = array_namespace(dy)
+        zeros = xp.zeros(self.table_shape, dtype=dy.dtype, device=device(dy))
+        rows = xp.reshape(dy, (self.ids.shape[0], self.table_shape[1]))
+        return index_add(zeros, rows, ids=self.ids)[0]

@@ -1,0 +1,54 @@
+"""Gaussian error linear unit, exact and in its tanh form."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.dispatch import overridable
+from xformer.ops.erf import erf
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+CUBIC = 0.044715
+SCALE = math.sqrt(2 / math.pi)
+
+
+@overridable
+@shapes("x (...)")
+def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
+    """y = x * Phi(x), Phi the normal distribution function (arXiv:1606.08415).
+
+    approximate="none": Phi(x) = (1 + erf(x / sqrt(2))) / 2.
+    approximate="tanh": Phi(x) = (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) / 2.
+
+    x, y: any shape. ValueError for another `approximate`. Derivation: docs/derivations/gelu.md
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'gelu: approximate must be "none" or "tanh", got {approximate!r}')
+    return x * _phi(x, approximate), GeluCache(x, approximate)
+
+
+class GeluCache(NamedTuple):
+    """What `gelu` keeps for its backward."""
+
+    x: Array
+    approximate: str
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * (Phi(x) + x * Phi'(x))."""
+        x, xp = self.x, array_namespace(dy)
+        phi = _phi(x, self.approximate)
+        if self.approximate == "none":
+            density = xp.exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
+        else:  # Phi = (1 + t) / 2, so 1 - t^2 = 4 Phi (1 - Phi)
+            density = 2 * phi * (1 - phi) * SCALE * (1 + 3 * CUBIC * x**2)
+        return dy * (phi + x * density)
+
+
+def _phi(x: Array, approximate: str) -> Array:
+    if approximate == "none":
+        return 0.5 * (1 + erf(x / math.sqrt(2))[0])
+    return 0.5 * (1 + array_namespace(x).tanh(SCALE * (x + CUBIC * x**3)))

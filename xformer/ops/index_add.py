@@ -1,0 +1,57 @@
+"""Adding rows at given indices, repeated ones included."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer.dispatch import overridable
+from xformer.ops._checks import require_ids
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (V, D)  y (N, D)  ids (N)")
+def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
+    """out = x, then out[ids[n]] += y[n] for every n; rows of repeated ids sum.
+
+    x: (V, D)   y: (N, D)   ids: (N,) integers in [0, V)   out: (V, D). The standard has no such
+    function; sums are made in a fixed order, so the result is the same in every run.
+    Derivation: docs/derivations/index_add.md
+    """
+    require_ids("index_add", "ids", ids, x.shape[0], x)
+    xp = array_namespace(x)
+    if ids.shape[0] == 0:
+        return x + 0, IndexAddCache(ids)
+    order = xp.argsort(ids, stable=True)
+    sums = _running_sums(xp.take(y, order, axis=0), xp.take(ids, order))  # (N, D)
+    # The last row of an id's segment holds its whole sum.
+    wanted = xp.arange(x.shape[0], dtype=ids.dtype, device=device(x))
+    end = xp.searchsorted(xp.take(ids, order), wanted, side="right")  # (V,)
+    start = xp.searchsorted(xp.take(ids, order), wanted, side="left")
+    last = xp.where(end > start, end - 1, 0)
+    found = xp.take(sums, last, axis=0)  # (V, D)
+    return x + xp.where((end > start)[:, None], found, 0.0), IndexAddCache(ids)
+
+
+class IndexAddCache(NamedTuple):
+    """What `index_add` keeps for its backward."""
+
+    ids: Array  # (N,)
+
+    def backward(self, dout: Array) -> tuple[Array, Array]:
+        """dx = dout, dy = dout[ids]."""
+        return dout, array_namespace(dout).take(dout, self.ids, axis=0)
+
+
+def _running_sums(y: Array, ids: Array) -> Array:
+    """Row n: the sum of the rows up to n that share its id; ids sorted. log2(N) doublings."""
+    xp = array_namespace(y)
+    step, rows = 1, y.shape[0]
+    while step < rows:
+        same = (ids[step:] == ids[:-step])[:, None]  # sorted: equal ends mean one segment
+        y = xp.concat([y[:step, :], y[step:, :] + xp.where(same, y[:-step, :], 0.0)])
+        step *= 2
+    return y

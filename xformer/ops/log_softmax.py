@@ -1,0 +1,39 @@
+"""Logarithm of the softmax."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.dispatch import overridable
+from xformer.ops._checks import require_axis
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (...)")
+def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, LogSoftmaxCache]:
+    """y = x - max(x) - log(sum(exp(x - max(x)))) along `axis`.
+
+    x, y: any shape with at least one axis. ValueError where `axis` does not exist or is empty.
+    Derivation: docs/derivations/log_softmax.md
+    """
+    require_axis("log_softmax", x, axis)
+    xp = array_namespace(x)
+    shifted = x - xp.max(x, axis=axis, keepdims=True)
+    y = shifted - xp.log(xp.sum(xp.exp(shifted), axis=axis, keepdims=True))
+    return y, LogSoftmaxCache(y, axis)
+
+
+class LogSoftmaxCache(NamedTuple):
+    """What `log_softmax` keeps for its backward."""
+
+    y: Array  # shape of x
+    axis: int
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy - exp(y) * sum(dy)."""
+        xp = array_namespace(dy)
+        return dy - xp.exp(self.y) * xp.sum(dy, axis=self.axis, keepdims=True)

@@ -1,0 +1,35 @@
+"""Mean squared error."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.dispatch import overridable
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (...)  y (...)")
+def mse(x: Array, y: Array) -> tuple[Array, MseCache]:
+    """loss = mean((x - y)^2) over all elements; 0 where there are none.
+
+    x, y: one shape   loss: (). ValueError where shapes differ. Derivation: docs/derivations/mse.md
+    """
+    xp = array_namespace(x)
+    diff = x - y
+    return xp.sum(diff**2) / max(math.prod(x.shape), 1), MseCache(diff)
+
+
+class MseCache(NamedTuple):
+    """What `mse` keeps for its backward."""
+
+    diff: Array  # x - y
+
+    def backward(self, dloss: Array) -> tuple[Array, Array]:
+        """dx = dloss * 2 (x - y) / N, dy = -dx."""
+        dx = dloss * self.diff * (2 / max(math.prod(self.diff.shape), 1))
+        return dx, -dx

@@ -1,0 +1,76 @@
+"""Counter-based random bits, the same on every array library."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer.dispatch import overridable
+from xformer.typing import Array
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round
+MASK = 0xFFFFFFFF
+
+
+class Key(NamedTuple):
+    """Names one stream of random bits: a run's seed, a training step, a site in the model."""
+
+    seed: int  # 64 bits
+    step: int = 0  # 32 bits
+    site: int = 0  # 32 bits
+
+    def at(self, site: int) -> Key:
+        """The stream of another site, counted from this one's."""
+        return self._replace(site=self.site + site)
+
+
+@overridable
+def random_bits(like: Array, *, key: Key, size: int) -> Array:
+    """`size` random words in [0, 2^32) by Philox4x32-10 (Salmon et al., SC 2011), on like's device.
+
+    Element i is word i mod 4 of block i // 4, whose counter is (block low, block high, site, step)
+    under the key (seed low, seed high). Integers, (size,): int64, or uint32 where a library has no
+    int64. ValueError where a part of `key` or `size` is out of range. No gradient.
+    Explanation: docs/derivations/random_bits.md
+    """
+    require_key("random_bits", key, size)
+    xp = array_namespace(like)
+    n_blocks = -(-size // 4)
+    block = xp.arange(n_blocks, dtype=xp.int64, device=device(like))
+    counter = (block & MASK, block >> 32, block * 0 + key.site, block * 0 + key.step)
+    words = philox(counter, (key.seed & MASK, key.seed >> 32))
+    return xp.reshape(xp.stack(words, axis=-1), (4 * n_blocks,))[:size]
+
+
+def require_key(op: str, key: Key, size: int) -> None:
+    """TypeError unless `key` is a Key, ValueError unless its parts and `size` are in range."""
+    if not isinstance(key, Key):
+        raise TypeError(f"{op}: key must be an xformer.Key, got {type(key).__name__}")
+    for name, value, bits in zip(Key._fields, key, (64, 32, 32), strict=True):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{op}: key.{name} must lie in [0, 2^{bits}), got {value}")
+    if size < 0:
+        raise ValueError(f"{op}: size must not be negative, got {size}")
+
+
+def philox(counter: tuple[Array, ...], key: tuple[int, int]) -> tuple[Array, ...]:
+    """Philox4x32-10 on four int64 arrays holding 32-bit words; returns four such arrays."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return c0, c1, c2, c3
+
+
+def _multiply(m: int, x: Array) -> tuple[Array, Array]:
+    """High and low word of m * x, by halves of m: the whole product overflows int64."""
+    low = x * (m & 0xFFFF)  # < 2^48
+    high = x * (m >> 16)  # < 2^48
+    low = low + ((high & 0xFFFF) << 16)
+    return (high >> 16) + (low >> 32), low & MASK

@@ -1,0 +1,32 @@
+"""Rectified linear unit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.dispatch import overridable
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (...)")
+def relu(x: Array) -> tuple[Array, ReluCache]:
+    """y = max(0, x), elementwise; the derivative at 0 is taken as 0.
+
+    x, y: any shape. Derivation: docs/derivations/relu.md
+    """
+    y = array_namespace(x).maximum(x, 0.0)
+    return y, ReluCache(y)
+
+
+class ReluCache(NamedTuple):
+    """What `relu` keeps for its backward: its output, which the next op keeps anyway."""
+
+    y: Array  # shape of x
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy where y > 0, else 0."""
+        return array_namespace(dy).where(self.y > 0, dy, 0.0)

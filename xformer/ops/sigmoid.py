@@ -1,0 +1,39 @@
+"""Logistic sigmoid."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.dispatch import overridable
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (...)")
+def sigmoid(x: Array) -> tuple[Array, SigmoidCache]:
+    """y = 1 / (1 + exp(-x)), elementwise, without overflow for any x.
+
+    x, y: any shape. Derivation: docs/derivations/sigmoid.md
+    """
+    y = stable_sigmoid(x)
+    return y, SigmoidCache(y)
+
+
+class SigmoidCache(NamedTuple):
+    """What `sigmoid` keeps for its backward."""
+
+    y: Array  # shape of x
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * y * (1 - y)."""
+        return dy * self.y * (1 - self.y)
+
+
+def stable_sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x) for x >= 0, e^x / (1 + e^x) below: the exponent is never positive."""
+    xp = array_namespace(x)
+    e = xp.exp(-xp.abs(x))
+    return xp.where(x >= 0, 1.0, e) / (1 + e)

@@ -1,0 +1,39 @@
+"""Softmax."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.dispatch import overridable
+from xformer.ops._checks import require_axis
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (...)")
+def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
+    """y = exp(x - max(x)) / sum(exp(x - max(x))) along `axis`.
+
+    x, y: any shape with at least one axis. ValueError where `axis` does not exist or is empty.
+    Derivation: docs/derivations/softmax.md
+    """
+    require_axis("softmax", x, axis)
+    xp = array_namespace(x)
+    e = xp.exp(x - xp.max(x, axis=axis, keepdims=True))
+    y = e / xp.sum(e, axis=axis, keepdims=True)
+    return y, SoftmaxCache(y, axis)
+
+
+class SoftmaxCache(NamedTuple):
+    """What `softmax` keeps for its backward."""
+
+    y: Array  # shape of x
+    axis: int
+
+    def backward(self, dy: Array) -> Array:
+        """dx = y * (dy - sum(dy * y))."""
+        xp = array_namespace(dy)
+        return self.y * (dy - xp.sum(dy * self.y, axis=self.axis, keepdims=True))

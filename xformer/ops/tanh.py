@@ -1,0 +1,32 @@
+"""Hyperbolic tangent."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.dispatch import overridable
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (...)")
+def tanh(x: Array) -> tuple[Array, TanhCache]:
+    """y = tanh(x), elementwise.
+
+    x, y: any shape. Derivation: docs/derivations/tanh.md
+    """
+    y = array_namespace(x).tanh(x)
+    return y, TanhCache(y)
+
+
+class TanhCache(NamedTuple):
+    """What `tanh` keeps for its backward."""
+
+    y: Array  # shape of x
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * (1 - y^2)."""
+        return dy * (1 - self.y**2)

@@ -1,0 +1,110 @@
+"""Nested NamedTuples of arrays as trees: parameters, gradients, optimiser state, caches.
+
+Inner nodes are NamedTuples, tuples, lists and dicts; everything else is a leaf. None is an absent
+leaf: `map` keeps it, `flatten` leaves it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from array_api_compat import array_namespace, is_array_api_obj
+
+
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001 - used as tree.map
+    """Apply `fn` to the leaves of `tree` and of `rest`, which must have the same structure.
+
+    Returns a tree of that structure. Raises ValueError where structures differ, naming the place.
+    """
+    return _map(fn, (tree, *rest), "")
+
+
+def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
+    first = trees[0]
+    if first is None:
+        if any(t is not None for t in trees):
+            raise ValueError(f"tree.map: {path or 'the root'} is absent in the first tree only")
+        return None
+    names = _names(first)
+    if names is None:
+        if any(t is None or _names(t) is not None for t in trees):
+            raise ValueError(f"tree.map: {path or 'the root'} is an array in the first tree only")
+        return fn(*trees)
+    for other in trees[1:]:
+        if _names(other) != names:
+            raise ValueError(
+                f"tree.map: {path or 'the root'} has parts {', '.join(names)} in the first tree, "
+                f"got {', '.join(_names(other) or ()) or type(other).__name__}"
+            )
+    parts = [
+        _map(fn, tuple(_part(t, i, name) for t in trees), f"{path}.{name}".lstrip("."))
+        for i, name in enumerate(names)
+    ]
+    return _rebuild(first, parts)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Leaves by dotted name, in order: `{"blocks.0.attn.q.w": ..., ...}`; None is left out."""
+    return dict(_walk(tree, ""))
+
+
+def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
+    """The inverse of `flatten`: a tree of the structure of `like` with the given leaves.
+
+    Raises ValueError listing the names that are missing and those that are unexpected.
+    """
+    wanted = flatten(like)
+    missing, extra = sorted(wanted.keys() - leaves.keys()), sorted(leaves.keys() - wanted.keys())
+    if missing or extra:
+        raise ValueError(
+            f"unflatten: missing {', '.join(missing) or 'nothing'}; "
+            f"unexpected {', '.join(extra) or 'nothing'}"
+        )
+    names = iter(wanted)
+    return map(lambda _: leaves[next(names)], like)
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the arrays in `tree`, each array counted once however often it appears."""
+    arrays = {id(leaf): leaf for _, leaf in _walk(tree, "") if is_array_api_obj(leaf)}
+    return sum(math.prod(a.shape) * _itemsize(a) for a in arrays.values())
+
+
+def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    names = _names(tree)
+    if names is not None:
+        for i, name in enumerate(names):
+            yield from _walk(_part(tree, i, name), f"{path}.{name}".lstrip("."))
+    elif tree is not None:
+        yield path, tree
+
+
+def _names(node: Any) -> tuple[str, ...] | None:
+    """Names of the parts of an inner node; None for a leaf."""
+    if isinstance(node, tuple):
+        return getattr(node, "_fields", None) or tuple(str(i) for i in range(len(node)))
+    if isinstance(node, list):
+        return tuple(str(i) for i in range(len(node)))
+    if isinstance(node, dict):
+        return tuple(node)
+    return None
+
+
+def _part(node: Any, index: int, name: str) -> Any:
+    return node[name] if isinstance(node, dict) else node[index]
+
+
+def _rebuild(like: Any, parts: list[Any]) -> Any:
+    if isinstance(like, dict):
+        return dict(zip(like, parts, strict=True))
+    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
+
+
+def _itemsize(array: Any) -> int:
+    xp = array_namespace(array)
+    if xp.isdtype(array.dtype, "bool"):
+        return 1
+    integral = xp.isdtype(array.dtype, "integral")
+    return int((xp.iinfo if integral else xp.finfo)(array.dtype).bits) // 8
