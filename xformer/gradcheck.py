@@ -23,9 +23,11 @@ from xformer import tree
 from xformer.ops.random_bits import Key, random_bits
 from xformer.typing import Array
 
-STEP = 1e-3
+# A long step drowns rounding, a short one stays clear of curvature and kinks nearby: a gradient
+# that is right agrees at one of them, a wrong one at none.
+STEPS = (1e-3, 1e-4, 1e-5)
 # Derivatives below this share of sum(|y * dy|) are compared absolutely: rounding hides them.
-FLOOR = 1e-4
+FLOOR = 1e-3
 
 
 class GradientError(AssertionError):
@@ -111,7 +113,7 @@ def gradcheck(
     grads = _gradients(name, inputs, cache, douts)
     again = _gradients(name, inputs, cache, douts)
 
-    check = _Check(fn, args, inputs, douts, grads)
+    check = _Check(fn, inputs, y, douts, grads, rtol)
     rows = [check.along("all inputs together", tuple(leaves), seed + 1)]
     for i, key in enumerate(leaves):
         rows.append(check.along(key, (key,), seed + 2 + i))
@@ -126,11 +128,17 @@ class _Check:
     """L along lines through the inputs, and the gradients it is compared with."""
 
     def __init__(
-        self, fn: Any, args: Any, inputs: Any, douts: tuple[Array, ...], grads: dict[str, Array]
+        self,
+        fn: Any,
+        inputs: dict[str, Any],
+        y: Any,
+        douts: tuple[Array, ...],
+        grads: dict[str, Array],
+        rtol: float,
     ) -> None:
-        self.fn, self.inputs, self.douts, self.grads = fn, inputs, douts, grads
+        self.fn, self.inputs, self.douts, self.grads, self.rtol = fn, inputs, douts, grads, rtol
         self.leaves = tree.flatten(inputs)
-        terms = [y * dy for y, dy in zip(_as_tuple(fn(*args)[0]), douts, strict=True)]
+        terms = [y * dy for y, dy in zip(_as_tuple(y), douts, strict=True)]
         self.floor = FLOOR * sum(_total(array_namespace(t).abs(t)) for t in terms)
 
     def along(self, name: str, keys: tuple[str, ...], seed: int) -> Row:
@@ -159,12 +167,15 @@ class _Check:
 
     def _row(self, name: str, direction: dict[str, Array]) -> Row:
         analytic = sum(_total(self.grads[k] * v) for k, v in direction.items())
-        numeric = self._difference(direction, STEP)
-        error = self._error(analytic, numeric)
-        remark = ""
-        if error > 1e-7 and self._error(numeric, self._difference(direction, STEP / 2)) > 1e-5:
-            remark = "the function is not smooth here: choose other inputs"
-        return Row(name, analytic, numeric, error, remark)
+        tried = []
+        for h in STEPS:
+            numeric = self._difference(direction, h)
+            tried.append((self._error(analytic, numeric), numeric))
+            if tried[-1][0] <= self.rtol:
+                return Row(name, analytic, numeric, tried[-1][0])
+        error, numeric = min(tried, key=lambda t: math.inf if math.isnan(t[0]) else t[0])
+        steady = self._error(tried[0][1], tried[-1][1]) < 1e-3 or not math.isfinite(error)
+        return Row(name, analytic, numeric, error, "" if steady else "not smooth here, or wrong")
 
     def _difference(self, direction: dict[str, Array], h: float) -> float:
         """(8 (L(h) - L(-h)) - (L(2h) - L(-2h))) / 12h: right to h^4."""
@@ -173,7 +184,9 @@ class _Check:
         return (8 * near - far) / (12 * h)
 
     def _loss(self, direction: dict[str, Array], step: float) -> float:
-        moved = {k: x + step * direction[k] if k in direction else x for k, x in self.leaves.items()}
+        moved = {
+            k: x + step * direction[k] if k in direction else x for k, x in self.leaves.items()
+        }
         y, _ = self.fn(*tree.unflatten(self.inputs, moved).values())
         return sum(_total(a * dy) for a, dy in zip(_as_tuple(y), self.douts, strict=True))
 
@@ -219,7 +232,9 @@ def _random_like(arrays: tuple[Array, ...], seed: int) -> tuple[Array, ...]:
 
 
 def _argument_names(fn: Callable[..., Any], n: int) -> list[str]:
-    names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind <= p.VAR_POSITIONAL]
+    names = [
+        p.name for p in inspect.signature(fn).parameters.values() if p.kind <= p.VAR_POSITIONAL
+    ]
     return names[:n] if len(names) >= n else [f"argument {i}" for i in range(n)]
 
 

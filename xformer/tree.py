@@ -13,7 +13,7 @@ from typing import Any
 from array_api_compat import array_namespace, is_array_api_obj
 
 
-def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001 - used as tree.map
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Apply `fn` to the leaves of `tree` and of `rest`, which must have the same structure.
 
     Returns a tree of that structure. Raises ValueError where structures differ, naming the place.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import array_api_compat.cupy as xp
 import cupy
 import numpy as np
-
 from xformer.backends.base import Backend, Memory, Unusable
 from xformer.backends.cupy import erf, index_add
+
 from xformer.typing import Array
 
 __all__ = ["CupyBackend", "backend", "erf", "index_add"]
@@ -48,7 +48,9 @@ def backend(device: str | None = None) -> Backend:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise Unusable(f"backend cupy cannot be used: no CUDA device is visible ({error})") from None
+        raise Unusable(
+            f"backend cupy cannot be used: no CUDA device is visible ({error})"
+        ) from None
     if count == 0:
         raise Unusable("backend cupy cannot be used: no CUDA device is visible")
     return CupyBackend("cupy", xp, _device(device, count), ("float32", "float64"), cupy.__version__)

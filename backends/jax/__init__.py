@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-
 from xformer.backends.base import Backend, Memory, Unusable, process_memory
 from xformer.backends.jax import erf, in_range, index_add, random_bits
+
 from xformer.typing import Array
 
 __all__ = ["JaxBackend", "backend", "erf", "in_range", "index_add", "random_bits"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array_api_compat.numpy as xp
 import numpy
-
 from xformer.backends.base import Backend
 from xformer.backends.numpy import index_add
 

@@ -78,9 +78,7 @@ class CrossEntropyCache(NamedTuple):
         return dlogits * (dloss * self.weight)[..., None]
 
 
-def _split_ignored(
-    logits: Array, targets: Array, ignore_index: int | None
-) -> tuple[Array, Array]:
+def _split_ignored(logits: Array, targets: Array, ignore_index: int | None) -> tuple[Array, Array]:
     """Targets with 0 in place of ignored ones, and which are kept. Checks the rest."""
     require_integers("cross_entropy", "targets", targets, logits)
     xp = array_namespace(targets)
@@ -95,7 +93,9 @@ def _split_ignored(
 
 def _require_options(label_smoothing: float, reduction: str) -> None:
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"cross_entropy: label_smoothing must lie in [0, 1], got {label_smoothing}")
+        raise ValueError(
+            f"cross_entropy: label_smoothing must lie in [0, 1], got {label_smoothing}"
+        )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
             f'cross_entropy: reduction must be "mean", "sum" or "none", got {reduction!r}'

@@ -1,0 +1,188 @@
+"""Multi-head attention: of a sequence to itself, or to another one (the memory)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer import ops
+from xformer.layers.linear import LinearParams
+from xformer.ops.sdpa import sum_to
+from xformer.typing import Array
+
+
+class KeyValueParams(NamedTuple):
+    """Projections of a sequence to keys and values."""
+
+    k: LinearParams  # (D, G * K)
+    v: LinearParams  # (D, G * M)
+
+
+class AttentionParams(NamedTuple):
+    """Projections of one attention; K and M need not be D / H, M need not be K."""
+
+    q: LinearParams  # (D, H * K)
+    kv: KeyValueParams | None  # None where keys and values come ready from elsewhere
+    o: LinearParams | None  # (H * M, D); None: the heads side by side are the output
+
+
+class KeyValue(NamedTuple):
+    """Keys and values, projected and split into heads."""
+
+    k: Array  # (B, G, S, K)
+    v: Array  # (B, G, S, M)
+
+
+def attention(
+    x: Array,
+    params: AttentionParams,
+    memory: Array | KeyValue | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    memory_pos: Array | None = None,
+    *,
+    n_heads: int,
+    n_kv_heads: int | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ops.Key | None = None,
+) -> tuple[Array, AttentionCache]:
+    """y = concat(heads) w_o + b_o, heads = sdpa(x w_q, memory w_k, memory w_v) (arXiv:1706.03762).
+
+    x: (B, T, D)   y: (B, T, D'). memory: (B, S, D_m) to attend to, None for x itself, or a
+    KeyValue that `key_value` made (shared by several layers). bias, mask, causal, scale, dropout:
+    as in `ops.sdpa`. pos, memory_pos: (T, K), (S, K), added to the queries, and to the keys and
+    values, of every head; memory_pos is pos where memory is x. ValueError where shapes do not fit.
+    """
+    n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+    q, q_cache = _project(x, params.q, pos, n_heads, "q")
+    kv_cache = None
+    if isinstance(memory, KeyValue):
+        kv = memory
+    else:
+        source, source_pos = (x, pos) if memory is None else (memory, memory_pos)
+        if params.kv is None:
+            raise ValueError("attention: params.kv is None, so memory must be a KeyValue")
+        kv, kv_cache = key_value(source, params.kv, source_pos, n_kv_heads=n_kv_heads)
+    ctx, sdpa_cache = ops.sdpa(
+        q,
+        *kv,
+        bias,
+        mask=mask,
+        causal=causal,
+        scale=scale,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
+    y, o_cache = merge_heads(ctx), None
+    if params.o is not None:
+        y, o_cache = ops.linear(y, *params.o)
+    return y, AttentionCache(q_cache, kv_cache, sdpa_cache, o_cache, memory is None)
+
+
+class AttentionCache(NamedTuple):
+    """What `attention` keeps for its backward."""
+
+    q: ProjectCache
+    kv: KeyValueCache | None
+    sdpa: Any  # of the kernel that ran
+    o: Any
+    is_self: bool
+
+    def backward(self, dy: Array) -> tuple[Any, ...]:
+        """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
+        do = None
+        if self.o is not None:
+            dy, *do = self.o.backward(dy)
+            do = LinearParams(*do)
+        dq, dk, dv, dbias = self.sdpa.backward(split_heads(dy, self.q.n_heads))
+        dx, dq_params, dpos = self.q.backward(dq)
+        dkv = dmemory_pos = None
+        dmemory: Any = KeyValue(dk, dv)
+        if self.kv is not None:
+            dmemory, dkv, dmemory_pos = self.kv.backward(dk, dv)
+        if self.is_self:
+            dx = dx + dmemory
+            dpos = None if dpos is None else dpos + dmemory_pos
+            dmemory = dmemory_pos = None
+        return dx, AttentionParams(dq_params, dkv, do), dmemory, dbias, dpos, dmemory_pos
+
+
+def key_value(
+    x: Array, params: KeyValueParams, pos: Array | None = None, *, n_kv_heads: int
+) -> tuple[KeyValue, KeyValueCache]:
+    """Keys and values of a sequence: x w_k + b_k, x w_v + b_v, split into heads, plus pos.
+
+    x: (B, S, D)   pos: (S, K)   k: (B, G, S, K)   v: (B, G, S, M), M = K where pos is given.
+    """
+    k, k_cache = _project(x, params.k, pos, n_kv_heads, "k")
+    v, v_cache = _project(x, params.v, pos, n_kv_heads, "v")
+    return KeyValue(k, v), KeyValueCache(k_cache, v_cache)
+
+
+class KeyValueCache(NamedTuple):
+    """What `key_value` keeps for its backward."""
+
+    k: ProjectCache
+    v: ProjectCache
+
+    def backward(self, dk: Array, dv: Array) -> tuple[Array, KeyValueParams, Array | None]:
+        """Gradients of x, params, pos."""
+        dx_k, dk_params, dpos_k = self.k.backward(dk)
+        dx_v, dv_params, dpos_v = self.v.backward(dv)
+        dpos = None if dpos_k is None else dpos_k + dpos_v
+        return dx_k + dx_v, KeyValueParams(dk_params, dv_params), dpos
+
+
+def _project(
+    x: Array, params: LinearParams, pos: Array | None, n_heads: int, name: str
+) -> tuple[Array, ProjectCache]:
+    """split_heads(x w + b) + pos."""
+    width = params.w.shape[1]
+    if n_heads < 1 or width % n_heads:
+        raise ValueError(
+            f"attention: the {width} columns of {name}.w must split into {n_heads} heads"
+        )
+    y, cache = ops.linear(x, *params)
+    heads = split_heads(y, n_heads)  # (B, H, T, K)
+    if pos is not None:
+        if tuple(pos.shape) != tuple(heads.shape[2:]):
+            raise ValueError(
+                f"attention: positions for {name} must be {tuple(heads.shape[2:])}, "
+                f"got shape {tuple(pos.shape)}"
+            )
+        heads = heads + pos
+    return heads, ProjectCache(cache, n_heads, None if pos is None else tuple(pos.shape))
+
+
+class ProjectCache(NamedTuple):
+    """What a projection to heads keeps for its backward."""
+
+    linear: Any
+    n_heads: int
+    pos_shape: tuple[int, ...] | None
+
+    def backward(self, dheads: Array) -> tuple[Array, LinearParams, Array | None]:
+        """Gradients of x, params, pos."""
+        dpos = None if self.pos_shape is None else sum_to(dheads, self.pos_shape)
+        dx, *dparams = self.linear.backward(merge_heads(dheads))
+        return dx, LinearParams(*dparams), dpos
+
+
+def split_heads(x: Array, n_heads: int) -> Array:
+    """(B, T, H * K) -> (B, H, T, K)."""
+    if x.ndim != 3:
+        raise ValueError(f"attention: sequences must be (B, T, D), got shape {tuple(x.shape)}")
+    xp = array_namespace(x)
+    b, t, width = x.shape
+    return xp.permute_dims(xp.reshape(x, (b, t, n_heads, width // n_heads)), (0, 2, 1, 3))
+
+
+def merge_heads(x: Array) -> Array:
+    """(B, H, T, K) -> (B, T, H * K)."""
+    xp = array_namespace(x)
+    b, h, t, k = x.shape
+    return xp.reshape(xp.permute_dims(x, (0, 2, 1, 3)), (b, t, h * k))

@@ -1,0 +1,89 @@
+"""Adam, and Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer import tree
+from xformer.typing import Array
+
+
+class AdamState(NamedTuple):
+    """Moments of the gradients, and the number of steps taken."""
+
+    step: int
+    m: Any  # tree of the parameters: running mean of the gradients
+    v: Any  # running mean of their squares
+
+
+def adam_init(params: Any) -> AdamState:
+    """State before the first step: moments zero."""
+    zeros = tree.map(lambda p: array_namespace(p).zeros_like(p), params)
+    return AdamState(0, zeros, zeros)
+
+
+adamw_init = adam_init
+
+
+def adam(
+    params: Any,
+    grads: Any,
+    state: AdamState,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> tuple[Any, AdamState]:
+    """p <- p - lr * mhat / (sqrt(vhat) + eps) (arXiv:1412.6980); as torch.optim.Adam.
+
+    mhat = m / (1 - beta1^t), vhat = v / (1 - beta2^t). weight_decay * p is added to the gradient.
+    params, grads: trees of one structure. ValueError for betas outside [0, 1).
+    """
+    if weight_decay:
+        grads = tree.map(lambda p, g: g + weight_decay * p, params, grads)
+    return _step(params, grads, state, lr, betas, eps, keep=1.0)
+
+
+def adamw(
+    params: Any,
+    grads: Any,
+    state: AdamState,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> tuple[Any, AdamState]:
+    """p <- (1 - lr * weight_decay) p, then a step of Adam (arXiv:1711.05101); as torch's AdamW.
+
+    params, grads: trees of one structure. ValueError for betas outside [0, 1).
+    """
+    return _step(params, grads, state, lr, betas, eps, keep=1 - lr * weight_decay)
+
+
+def _step(
+    params: Any,
+    grads: Any,
+    state: AdamState,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    keep: float,
+) -> tuple[Any, AdamState]:
+    beta1, beta2 = betas
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"adam: betas must lie in [0, 1), got {betas}")
+    t = state.step + 1
+    m = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.m, grads)
+    v = tree.map(lambda v, g: beta2 * v + (1 - beta2) * g**2, state.v, grads)
+    rate = lr / (1 - beta1**t)
+    root = math.sqrt(1 - beta2**t)
+
+    def update(p: Array, m: Array, v: Array) -> Array:
+        return keep * p - rate * m / (array_namespace(v).sqrt(v) / root + eps)
+
+    return tree.map(update, params, m, v), AdamState(t, m, v)

@@ -1,0 +1,48 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from xformer import tree
+
+
+class SGDState(NamedTuple):
+    """What SGD remembers between steps."""
+
+    velocity: Any  # tree of the parameters; None before the first step
+
+
+def sgd_init(params: Any) -> SGDState:
+    """State before the first step."""
+    return SGDState(None)
+
+
+def sgd(
+    params: Any,
+    grads: Any,
+    state: SGDState,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> tuple[Any, SGDState]:
+    """p <- p - lr * v, v <- momentum * v + g, g <- grad + weight_decay * p; as torch.optim.SGD.
+
+    Nesterov steps along g + momentum * v. The first velocity is g itself. params, grads: trees of
+    one structure. ValueError where Nesterov is asked for without momentum.
+    """
+    if nesterov and momentum <= 0:
+        raise ValueError(f"sgd: nesterov needs a positive momentum, got {momentum}")
+    if weight_decay:
+        grads = tree.map(lambda p, g: g + weight_decay * p, params, grads)
+    velocity, step = None, grads
+    if momentum:
+        velocity = grads
+        if state.velocity is not None:
+            velocity = tree.map(lambda v, g: momentum * v + g, state.velocity, grads)
+        step = velocity
+        if nesterov:
+            step = tree.map(lambda g, v: g + momentum * v, grads, velocity)
+    return tree.map(lambda p, s: p - lr * s, params, step), SGDState(velocity)
