@@ -69,12 +69,13 @@ class Backend:
 
     def describe(self) -> str:
         """One line: library, version, device, floating types."""
-        return f"{self.name} {self.version} on {self._device_name()}, {', '.join(self.dtypes)}"
+        return f"{self.name} {self.version} on {self.device_name()}, {', '.join(self.dtypes)}"
 
     def _from_host(self, host: np.ndarray) -> Array:
         return self.xp.asarray(host, device=self.device)
 
-    def _device_name(self) -> str:
+    def device_name(self) -> str:
+        """What the device is called."""
         return "cpu" if self.device is None else str(self.device)
 
 

@@ -23,6 +23,7 @@ _FOLDERS = {"jaxlib": "jax"}
 
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _ops: list[Overridable] = []
+_libraries: dict[type, str] = {}
 
 
 class Kernel(NamedTuple):
@@ -91,18 +92,26 @@ def kernel(
     return register
 
 
-@functools.cache
 def library_of(array_type: type) -> str:
     """The name of the library that defines `array_type`; imports its backend at first sight.
 
     A library without a folder under `backends/` runs the references. A backend that cannot be
     imported raises: silently slow would be worse.
     """
-    root = array_type.__module__.partition(".")[0]
-    library = _FOLDERS.get(root, root)
-    if importlib.util.find_spec(f"xformer.backends.{library}") is not None:
-        importlib.import_module(f"xformer.backends.{library}")
+    library = _libraries.get(array_type)
+    if library is None:
+        library = _libraries[array_type] = _find_library(array_type)
     return library
+
+
+def _find_library(array_type: type) -> str:
+    roots = [base.__module__.partition(".")[0] for base in array_type.__mro__]
+    names = [_FOLDERS.get(root, root) for root in roots]
+    for name in names:  # a subclass of your own belongs to the library of its base
+        if importlib.util.find_spec(f"xformer.backends.{name}") is not None:
+            importlib.import_module(f"xformer.backends.{name}")
+            return name
+    return names[0]
 
 
 @contextmanager

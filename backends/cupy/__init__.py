@@ -38,7 +38,8 @@ class CupyBackend(Backend):
         with self.device:
             return cupy.asarray(host)
 
-    def _device_name(self) -> str:
+    def device_name(self) -> str:
+        """What the device is called."""
         name: bytes = cupy.cuda.runtime.getDeviceProperties(self.device.id)["name"]
         return name.decode()
 

@@ -1,7 +1,6 @@
 """JAX, as an array library: eager, or under `jax.jit`.
 
-JAX computes in float64 only where the program has enabled it:
-`jax.config.update("jax_enable_x64", True)` before the first array.
+JAX computes in float64 only where the program has enabled it, before the first array.
 """
 
 from __future__ import annotations
@@ -16,7 +15,15 @@ from xformer.backends.jax import erf, in_range, index_add, random_bits
 
 from xformer.typing import Array
 
-__all__ = ["JaxBackend", "backend", "erf", "in_range", "index_add", "random_bits"]
+__all__ = [
+    "JaxBackend",
+    "backend",
+    "enable_float64",
+    "erf",
+    "in_range",
+    "index_add",
+    "random_bits",
+]
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class JaxBackend(Backend):
     def _device(self) -> Any:
         return self.device or jax.devices()[0]
 
-    def _device_name(self) -> str:
+    def device_name(self) -> str:
+        """What the device is called."""
         return str(self._device().device_kind)
 
 
@@ -55,6 +63,11 @@ def backend(device: str | None = None) -> Backend:
     wide = bool(jax.config.jax_enable_x64)
     dtypes = ("float32", "float64") if wide else ("float32",)
     return JaxBackend("jax", jax.numpy, where, dtypes, jax.__version__)
+
+
+def enable_float64() -> None:
+    """Let JAX compute in float64 and int64 from now on: for the whole process."""
+    jax.config.update("jax_enable_x64", True)
 
 
 def _narrow(host: np.ndarray) -> np.ndarray:

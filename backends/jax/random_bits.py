@@ -5,7 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from xformer.dispatch import kernel
-from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, Key, require_key
+from xformer.ops.random_bits import (
+    MASK,
+    MULTIPLIERS,
+    ROUNDS,
+    WEYL,
+    Key,
+    require_key,
+    require_size,
+)
 from xformer.ops.random_bits import random_bits as reference
 from xformer.typing import Array
 
@@ -13,7 +21,8 @@ from xformer.typing import Array
 @kernel(reference, "jax")
 def random_bits(like: Array, *, key: Key, size: int) -> Array:
     """Philox4x32-10 on words that wrap by themselves; blocks are counted in 32 bits."""
-    require_key("random_bits", key, size)
+    require_key("random_bits", key)
+    require_size("random_bits", size)
     block = jnp.arange(-(-size // 4), dtype=jnp.uint32)
     zero = jnp.zeros_like(block)
     c0, c1, c2, c3 = block, zero, zero + jnp.uint32(key.site), zero + jnp.uint32(key.step)

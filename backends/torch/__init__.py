@@ -43,8 +43,9 @@ class TorchBackend(Backend):
     def _from_host(self, host: np.ndarray) -> Array:
         return torch.tensor(host, device=self.device)  # copies: the host's may be read-only
 
-    def _device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self._on_cuda() else "cpu"
+    def device_name(self) -> str:
+        """What the device is called."""
+        return torch.cuda.getdevice_name(self.device) if self._on_cuda() else "cpu"
 
 
 def backend(device: str | None = None) -> Backend:

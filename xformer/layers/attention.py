@@ -8,7 +8,9 @@ from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.layers.linear import LinearParams
+from xformer.ops._checks import require_positive
 from xformer.ops.sdpa import sum_to
+from xformer.shapes import require_like
 from xformer.typing import Array
 
 
@@ -141,14 +143,16 @@ def _project(
     x: Array, params: LinearParams, pos: Array | None, n_heads: int, name: str
 ) -> tuple[Array, ProjectCache]:
     """split_heads(x w + b) + pos."""
-    width = params.w.shape[1]
-    if n_heads < 1 or width % n_heads:
+    require_positive("attention", n_heads=n_heads)
+    y, cache = ops.linear(x, *params)
+    width = y.shape[-1]
+    if width % n_heads:
         raise ValueError(
             f"attention: the {width} columns of {name}.w must split into {n_heads} heads"
         )
-    y, cache = ops.linear(x, *params)
     heads = split_heads(y, n_heads)  # (B, H, T, K)
     if pos is not None:
+        require_like("attention", f"positions for {name}", pos, heads)
         if tuple(pos.shape) != tuple(heads.shape[2:]):
             raise ValueError(
                 f"attention: positions for {name} must be {tuple(heads.shape[2:])}, "

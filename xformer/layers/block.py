@@ -13,6 +13,7 @@ from xformer.layers.feed_forward import ACTIVATIONS, FeedForwardParams, feed_for
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import LayerNormParams
 from xformer.layers.residual import residual
+from xformer.ops._checks import number, require_positive
 from xformer.typing import Array
 
 SITES = 5  # places in a block where dropout draws
@@ -35,13 +36,21 @@ class BlockConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.d_model, self.n_heads, self.d_ff, self.kv_heads) < 1:
-            raise ValueError("block: d_model, n_heads, d_ff and n_kv_heads must be positive")
+        require_positive(
+            "block",
+            d_model=self.d_model,
+            n_heads=self.n_heads,
+            d_ff=self.d_ff,
+            n_kv_heads=self.kv_heads,
+        )
         if self.d_head is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"block: n_heads = {self.n_heads} must divide d_model = {self.d_model}, "
                 "or d_head be given"
             )
+        require_positive("block", d_head=self.head_width, d_value=self.value_width)
+        number("block", "eps", self.eps, low=0)
+        number("block", "dropout", self.dropout, low=0, high=1)
         if self.n_heads % self.kv_heads:
             raise ValueError(
                 f"block: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"

@@ -12,6 +12,7 @@ from xformer.backends.base import Generator
 from xformer.initial import Draw, normal
 from xformer.layers.linear import LinearParams
 from xformer.layers.positions import sinusoidal
+from xformer.ops._checks import number, require_positive, require_tokens
 from xformer.ops.sdpa import sum_to
 from xformer.typing import Array
 
@@ -34,8 +35,14 @@ class EmbedConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.vocab_size, self.width, self.d_model, self.max_len) < 1:
-            raise ValueError("embed: vocab_size, width, d_model and max_len must be positive")
+        require_positive(
+            "embed",
+            vocab_size=self.vocab_size,
+            width=self.width,
+            d_model=self.d_model,
+            max_len=self.max_len,
+        )
+        number("embed", "dropout", self.dropout, low=0, high=1)
         if self.positions not in ("sinusoidal", "learned", "none"):
             raise ValueError(
                 'embed: positions must be "sinusoidal", "learned" or "none", '
@@ -90,10 +97,10 @@ def embed(
     """x = dropout(project(table[ids] + p)), or with p concatenated, or with p returned as pos.
 
     ids: (B, T), T <= max_len   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. ValueError
-    where ids are out of range or too many.
+    where ids are out of range or too many, or params not those of config.
     """
-    if ids.ndim != 2:
-        raise ValueError(f"embed: ids must be (B, T), got shape {tuple(ids.shape)}")
+    require_tokens("embed", "ids", ids)
+    _require_params(params, config)
     n_batch, n_tokens = ids.shape
     if n_tokens > config.max_len:
         raise ValueError(f"embed: at most max_len = {config.max_len} tokens fit, got {n_tokens}")
@@ -143,6 +150,23 @@ class EmbedCache(NamedTuple):
             zeros = xp.zeros(unused, dtype=dx.dtype, device=device(dx))
             dpositions = xp.concat([dpositions, zeros])
         return EmbedParams(self.table.backward(dx), dpositions, dproject)
+
+
+def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
+    learned = config.positions == "learned"
+    for name, array, shape in (
+        ("table", params.table, (config.vocab_size, config.width)),
+        (
+            "positions",
+            params.positions,
+            (config.max_len, config.position_width) if learned else None,
+        ),
+    ):
+        got = None if array is None else tuple(array.shape)
+        if got != shape:
+            raise ValueError(
+                f"embed: params.{name} must be {shape or 'None'} by config, got {got or 'None'}"
+            )
 
 
 def _positions(params: EmbedParams, config: EmbedConfig, n_tokens: int) -> Array | None:

@@ -14,10 +14,14 @@ from xformer.typing import Array
 def sinusoidal(length: int, width: int, *, like: Array) -> Array:
     """p[t, 2i] = sin(t / 10000^(2i / D)), p[t, 2i+1] = cos of the same (arXiv:1706.03762, 3.5).
 
-    Returns (length, width), of the library, dtype and device of `like`; D = width.
+    Returns (length, width), of the library, dtype and device of `like`; D = width. ValueError for
+    negative sizes.
     """
+    if min(length, width) < 0:
+        raise ValueError(f"sinusoidal: sizes must not be negative, got ({length}, {width})")
     xp = array_namespace(like)
-    return xp.asarray(_table(length, width), dtype=like.dtype, device=device(like))
+    table = xp.asarray(_table(length, width), dtype=like.dtype, device=device(like))
+    return xp.reshape(table, (length, width))  # a list of no rows has lost its width
 
 
 @functools.lru_cache(maxsize=8)

@@ -45,9 +45,7 @@ class GPT:
     def __post_init__(self) -> None:
         if self.n_layers < 0:
             raise ValueError(f"GPT: n_layers must not be negative, got {self.n_layers}")
-        if self.tied and self.embed_config.width != self.d_model:
-            raise ValueError("GPT: a tied head needs embeddings of width d_model")
-        self.block_config  # noqa: B018 - built here for its checks
+        self.block_config, self.embed_config  # noqa: B018 - built here for their checks
 
     @property
     def block_config(self) -> BlockConfig:

@@ -14,6 +14,7 @@ from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.linear import LinearParams
 from xformer.layers.stack import StackParams, stack
 from xformer.models.loss import LossCache, token_loss
+from xformer.ops._checks import require_tokens
 from xformer.typing import Array
 
 
@@ -51,11 +52,17 @@ class Transformer:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.n_encoder_layers, self.n_decoder_layers) < 0:
-            raise ValueError("Transformer: the numbers of layers must not be negative")
+        for name in ("n_encoder_layers", "n_decoder_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"Transformer: {name} must not be negative, got {getattr(self, name)}"
+                )
+        self.block_config, self.src_embed, self.tgt_embed  # noqa: B018 - built for their checks
         if self.tied and self.tgt_embed.width != self.d_model:
-            raise ValueError("Transformer: a tied head needs tgt_width = d_model")
-        self.block_config, self.src_embed  # noqa: B018 - built here for their checks
+            raise ValueError(
+                f"Transformer: a tied head needs tgt_width = d_model = {self.d_model}, "
+                f"got {self.tgt_width}"
+            )
 
     @property
     def block_config(self) -> BlockConfig:
@@ -218,7 +225,18 @@ class Transformer:
     def generate(
         self, params: TransformerParams, src: Array, *, start_id: int, end_id: int, max_new: int
     ) -> Array:
-        """Greedy decoding: (B, up to max_new) ids, each row up to its end token, then padding."""
+        """Greedy decoding: (B, up to max_new) ids, each row up to its end token, then padding.
+
+        ValueError where start_id or end_id is not in the target's vocabulary.
+        """
+        for name, token in (("start_id", start_id), ("end_id", end_id)):
+            if not 0 <= token < self.tgt_vocab_size:
+                raise ValueError(
+                    f"generate: {name} must lie in [0, {self.tgt_vocab_size}), got {token}"
+                )
+        if max_new < 0:
+            raise ValueError(f"generate: max_new must not be negative, got {max_new}")
+        require_tokens("generate", "src", src)
         xp = array_namespace(src)
         (memory, memory_pos), _ = self.encode(params, src)
         tgt = xp.full((src.shape[0], 1), start_id, dtype=src.dtype, device=device(src))
@@ -300,9 +318,8 @@ def _keys(key: ops.Key | None, n_layers: int) -> tuple[ops.Key | None, ops.Key |
 
 
 def _require_batches(src: Array, tgt: Array) -> None:
-    for name, ids in (("src", src), ("tgt", tgt)):
-        if ids.ndim != 2:
-            raise ValueError(f"Transformer: {name} must be (B, T), got shape {tuple(ids.shape)}")
+    require_tokens("Transformer", "src", src)
+    require_tokens("Transformer", "tgt", tgt)
     if src.shape[0] != tgt.shape[0]:
         raise ValueError(
             f"Transformer: src and tgt must have one batch size, got {src.shape[0]} "

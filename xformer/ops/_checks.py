@@ -1,37 +1,44 @@
-"""Checks that shapes alone cannot make, each with one wording for all ops."""
+"""Checks that shapes alone cannot make, each with one wording for all ops, layers and models."""
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Any
 
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import array_namespace
 
-from xformer.dispatch import library_of, overridable
+from xformer.dispatch import overridable
+from xformer.shapes import require_array, require_same_device, require_same_library
 from xformer.typing import Array
 
 
-def require_axis(op: str, x: Array, axis: int) -> None:
+def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:
     """ValueError unless `axis` exists in x and holds at least one element."""
+    if not isinstance(axis, int):
+        raise TypeError(f"{op}: axis must be an integer, got {axis!r}")
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{op}: axis must be one of the {x.ndim} axes of x, got {axis}")
+        raise ValueError(f"{op}: axis must be one of the {x.ndim} axes of {name}, got {axis}")
     if x.shape[axis] == 0:
-        raise ValueError(f"{op}: axis {axis} of x must not be empty, got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{op}: axis {axis} of {name} must not be empty, got shape {tuple(x.shape)}"
+        )
 
 
 def require_integers(op: str, name: str, ids: Any, like: Array) -> None:
     """TypeError unless `ids` is an integer array of the library of `like`."""
-    if not is_array_api_obj(ids):
-        raise TypeError(f"{op}: {name} must be an integer array, got {type(ids).__name__}")
+    require_array(op, name, ids, "an integer array")
     require_same_library(op, name, ids, like)
+    require_same_device(op, name, ids, like)
     if not array_namespace(ids).isdtype(ids.dtype, "integral"):
         raise TypeError(f"{op}: {name} must be an integer array, got dtype {ids.dtype}")
 
 
 def require_mask(op: str, name: str, mask: Any, like: Array) -> None:
     """TypeError unless `mask` is a boolean array of the library of `like`."""
-    if not is_array_api_obj(mask):
-        raise TypeError(f"{op}: {name} must be a boolean array, got {type(mask).__name__}")
+    require_array(op, name, mask, "a boolean array")
     require_same_library(op, name, mask, like)
+    require_same_device(op, name, mask, like)
     if not array_namespace(mask).isdtype(mask.dtype, "bool"):
         raise TypeError(
             f"{op}: {name} must be boolean (True = may attend), got dtype {mask.dtype}; "
@@ -39,11 +46,11 @@ def require_mask(op: str, name: str, mask: Any, like: Array) -> None:
         )
 
 
-def require_same_library(op: str, name: str, array: Array, like: Array) -> None:
-    """TypeError unless both arrays come from one library."""
-    have, wanted = library_of(type(array)), library_of(type(like))
-    if have != wanted:
-        raise TypeError(f"{op}: {name} must be an array of {wanted}, got one of {have}")
+def require_tokens(op: str, name: str, ids: Any) -> None:
+    """TypeError unless `ids` is an array, ValueError unless it is (B, T)."""
+    require_array(op, name, ids, "an integer array")
+    if ids.ndim != 2:
+        raise ValueError(f"{op}: {name} must be (B, T), got shape {tuple(ids.shape)}")
 
 
 def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> None:
@@ -56,9 +63,32 @@ def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> None:
 @overridable
 def in_range(ids: Array, *, size: int) -> bool:
     """Whether all ids lie in [0, size). A backend whose arrays have no values yet says True."""
-    return bool(array_namespace(ids).all((ids >= 0) & (ids < size)))
+    xp = array_namespace(ids)
+    if size == 0:
+        return math.prod(ids.shape) == 0
+    last = min(size - 1, int(xp.iinfo(ids.dtype).max))  # a bound beyond the dtype would wrap
+    return bool(xp.all((ids >= 0) & (ids <= last)))
 
 
 def _span(ids: Array) -> str:
     xp = array_namespace(ids)
     return f"ids from {int(xp.min(ids))} to {int(xp.max(ids))}"
+
+
+def require_positive(op: str, **sizes: Any) -> None:
+    """ValueError unless every size is an int of at least 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{op}: {name} must be a positive int, got {size!r}")
+
+
+def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """`value` as a float: a float64 scalar of NumPy would widen float32 arrays.
+
+    TypeError unless it is a number, ValueError unless it lies in [low, high].
+    """
+    if not isinstance(value, Real):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{op}: {name} must lie in [{low:g}, {high:g}], got {value}")
+    return float(value)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.dispatch import overridable
-from xformer.ops._checks import require_ids, require_integers
+from xformer.ops._checks import number, require_axis, require_ids, require_integers
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -32,22 +32,28 @@ def cross_entropy(
     logits: (..., V)   targets: (...) integers in [0, V)   loss: () or (...). ValueError, TypeError
     where they are not. Derivation: docs/derivations/cross_entropy.md
     """
-    _require_options(label_smoothing, reduction)
+    label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
+    z_loss = number("cross_entropy", "z_loss", z_loss)
+    _require_options(ignore_index, reduction)
+    require_axis("cross_entropy", logits, -1, "logits")
     xp = array_namespace(logits)
     targets, kept = _split_ignored(logits, targets, ignore_index)
-    top = xp.max(logits, axis=-1, keepdims=True)
-    lse = xp.log(xp.sum(xp.exp(logits - top), axis=-1)) + top[..., 0]  # (...)
-    hit = xp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]  # (...)
+    x = logits if kept is None else _where_kept(kept, logits)
+    top = xp.max(x, axis=-1, keepdims=True)
+    lse = xp.log(xp.sum(xp.exp(x - top), axis=-1)) + top[..., 0]  # (...)
+    hit = xp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]  # (...)
     loss = lse - hit
     if label_smoothing:
-        loss = loss + label_smoothing * (hit - xp.mean(logits, axis=-1))
+        loss = loss + label_smoothing * (hit - xp.mean(x, axis=-1))
     if z_loss:
         loss = loss + z_loss * lse**2
-    loss = xp.where(kept, loss, 0.0)
-    weight = xp.astype(kept, logits.dtype)  # d total / d loss of each token
+    weight = xp.ones_like(lse) if kept is None else xp.astype(kept, lse.dtype)
+    loss = loss * weight
     if reduction == "mean":
         weight = weight / xp.maximum(xp.sum(weight), 1.0)
-    cache = CrossEntropyCache(logits, targets, lse, weight, label_smoothing, z_loss, reduction)
+    cache = CrossEntropyCache(
+        logits, targets, kept, lse, weight, label_smoothing, z_loss, reduction
+    )
     if reduction == "none":
         return loss, cache
     return xp.sum(loss * weight), cache
@@ -58,6 +64,7 @@ class CrossEntropyCache(NamedTuple):
 
     logits: Array  # (..., V)
     targets: Array  # (...), ignored ones set to 0
+    kept: Array | None  # (...), boolean; None where all are
     lse: Array  # (...)
     weight: Array  # (...), 0 for ignored tokens
     label_smoothing: float
@@ -67,35 +74,40 @@ class CrossEntropyCache(NamedTuple):
     def backward(self, dloss: Array) -> Array:
         """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
         xp = array_namespace(dloss)
-        n_classes = self.logits.shape[-1]
+        x = self.logits if self.kept is None else _where_kept(self.kept, self.logits)
+        n_classes = x.shape[-1]
         lse = self.lse[..., None]
         classes = xp.arange(n_classes, dtype=self.targets.dtype, device=device(self.targets))
         onehot = xp.astype(classes == self.targets[..., None], dloss.dtype)  # (..., V)
-        dlogits = xp.exp(self.logits - lse) * (1 + 2 * self.z_loss * lse)
+        dlogits = xp.exp(x - lse) * (1 + 2 * self.z_loss * lse)
         dlogits = dlogits - (1 - self.label_smoothing) * onehot
         if self.label_smoothing:
             dlogits = dlogits - self.label_smoothing / n_classes
         return dlogits * (dloss * self.weight)[..., None]
 
 
-def _split_ignored(logits: Array, targets: Array, ignore_index: int | None) -> tuple[Array, Array]:
+def _split_ignored(
+    logits: Array, targets: Array, ignore_index: int | None
+) -> tuple[Array, Array | None]:
     """Targets with 0 in place of ignored ones, and which are kept. Checks the rest."""
     require_integers("cross_entropy", "targets", targets, logits)
-    xp = array_namespace(targets)
-    if ignore_index is None:
-        kept = xp.ones_like(targets, dtype=xp.bool)
-    else:
+    xp, kept = array_namespace(targets), None
+    span = xp.iinfo(targets.dtype)
+    if ignore_index is not None and span.min <= ignore_index <= span.max:
         kept = targets != ignore_index
         targets = xp.where(kept, targets, 0)
     require_ids("cross_entropy", "targets", targets, logits.shape[-1], logits)
     return targets, kept
 
 
-def _require_options(label_smoothing: float, reduction: str) -> None:
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(
-            f"cross_entropy: label_smoothing must lie in [0, 1], got {label_smoothing}"
-        )
+def _where_kept(kept: Array, logits: Array) -> Array:
+    """Zeros for ignored tokens: what stands there, NaN perhaps, must not spread."""
+    return array_namespace(logits).where(kept[..., None], logits, 0.0)
+
+
+def _require_options(ignore_index: int | None, reduction: str) -> None:
+    if not isinstance(ignore_index, int | None):
+        raise TypeError(f"cross_entropy: ignore_index must be an int, got {ignore_index!r}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
             f'cross_entropy: reduction must be "mean", "sum" or "none", got {reduction!r}'

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 
 from xformer.dispatch import overridable
-from xformer.ops.random_bits import Key, random_bits
+from xformer.ops._checks import number
+from xformer.ops.random_bits import Key, random_bits, require_key
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -24,8 +25,7 @@ def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCa
     x, y: any shape. ValueError where rate is outside [0, 1]; TypeError where rate > 0 and key is
     no Key. Derivation: docs/derivations/dropout.md
     """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"dropout: rate must lie in [0, 1], got {rate}")
+    rate = require_rate("dropout", "rate", rate, "key", key)
     return _drop(x, rate, key), DropoutCache(rate, key)
 
 
@@ -40,12 +40,20 @@ class DropoutCache(NamedTuple):
         return _drop(dy, self.rate, self.key)
 
 
+def require_rate(op: str, rate_name: str, rate: float, key_name: str, key: Key | None) -> float:
+    """The rate, in [0, 1]; TypeError where it is not 0 and `key` is no Key."""
+    rate = number(op, rate_name, rate, low=0, high=1)
+    if rate != 0:
+        require_key(op, key, key_name)
+    return rate
+
+
 def _drop(x: Array, rate: float, key: Key | None) -> Array:
     if rate == 0:
         return x
     xp = array_namespace(x)
-    if rate == 1:
+    lowest = round(rate * 2**32)  # of the 2^32 words the lowest that keeps
+    if lowest == 2**32:
         return xp.zeros_like(x)
     bits = random_bits(x, key=key, size=math.prod(x.shape))
-    keep = xp.reshape(bits >= round(rate * 2**32), x.shape)
-    return xp.where(keep, x / (1 - rate), 0.0)
+    return xp.where(xp.reshape(bits >= lowest, x.shape), x / (1 - rate), 0.0)

@@ -57,7 +57,8 @@ def erf(x: Array) -> tuple[Array, ErfCache]:
     x, y: any shape; to rounding in float32 and float64. Derivation: docs/derivations/erf.md
     """
     xp = array_namespace(x)
-    near = x * _polynomial(P, xp.minimum(x**2, 1.0))
+    small = xp.clip(x, -1.0, 1.0)
+    near = small * _polynomial(P, small**2)
     a = xp.clip(xp.abs(x), 1.0, 7.0)  # erf(7) is 1 to rounding
     far = 1 - xp.exp(-(a**2)) * _polynomial(Q, (a - 3) / (a + 3)) / (a + 3)
     return xp.where(xp.abs(x) < 1, near, xp.sign(x) * far), ErfCache(x)
@@ -70,7 +71,9 @@ class ErfCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * 2 / sqrt(pi) * exp(-x^2)."""
-        return dy * (2 / math.sqrt(math.pi)) * array_namespace(dy).exp(-(self.x**2))
+        xp = array_namespace(dy)
+        x = xp.clip(self.x, -30.0, 30.0)  # exp(-900) is 0
+        return dy * (2 / math.sqrt(math.pi)) * xp.exp(-(x**2))
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:

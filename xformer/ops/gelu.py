@@ -14,6 +14,7 @@ from xformer.typing import Array
 
 CUBIC = 0.044715
 SCALE = math.sqrt(2 / math.pi)
+FAR = 100.0  # Phi(-FAR) is 0 and Phi(FAR) is 1, to rounding
 
 
 @overridable
@@ -28,7 +29,9 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'gelu: approximate must be "none" or "tanh", got {approximate!r}')
-    return x * _phi(x, approximate), GeluCache(x, approximate)
+    xp = array_namespace(x)
+    y = xp.maximum(x, -FAR) * _phi(xp.clip(x, -FAR, FAR), approximate)  # 0 at -inf
+    return y, GeluCache(x, approximate)
 
 
 class GeluCache(NamedTuple):
@@ -39,7 +42,8 @@ class GeluCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * (Phi(x) + x * Phi'(x))."""
-        x, xp = self.x, array_namespace(dy)
+        xp = array_namespace(dy)
+        x = xp.clip(self.x, -FAR, FAR)
         phi = _phi(x, self.approximate)
         if self.approximate == "none":
             density = xp.exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
@@ -51,4 +55,4 @@ class GeluCache(NamedTuple):
 def _phi(x: Array, approximate: str) -> Array:
     if approximate == "none":
         return 0.5 * (1 + erf(x / math.sqrt(2))[0])
-    return 0.5 * (1 + array_namespace(x).tanh(SCALE * (x + CUBIC * x**3)))
+    return 0.5 * (1 + array_namespace(x).tanh(SCALE * x * (1 + CUBIC * x**2)))

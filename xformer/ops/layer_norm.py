@@ -7,6 +7,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 
 from xformer.dispatch import overridable
+from xformer.ops._checks import number, require_axis
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -20,9 +21,11 @@ def layer_norm(
 
     rstd = 1 / sqrt(var + eps), the variance biased; with `eps_inside=False` 1 / (sqrt(var) + eps).
 
-    x: (..., D)   w: (D,)   b: (D,) or None   y: (..., D). ValueError where shapes do not fit.
-    Derivation: docs/derivations/layer_norm.md
+    x: (..., D)   w: (D,)   b: (D,) or None   y: (..., D). ValueError where shapes do not fit, D is
+    0 or eps negative. Derivation: docs/derivations/layer_norm.md
     """
+    eps = number("layer_norm", "eps", eps, low=0)
+    require_axis("layer_norm", x, -1)
     xp = array_namespace(x)
     mean = _mean(x)  # (..., 1)
     var = _mean((x - mean) ** 2)  # (..., 1); two passes: E[x^2] - mean^2 would cancel

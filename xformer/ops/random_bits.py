@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
 from xformer.dispatch import overridable
+from xformer.shapes import require_array
 from xformer.typing import Array
 
 ROUNDS = 10
@@ -36,7 +37,9 @@ def random_bits(like: Array, *, key: Key, size: int) -> Array:
     int64. ValueError where a part of `key` or `size` is out of range. No gradient.
     Explanation: docs/derivations/random_bits.md
     """
-    require_key("random_bits", key, size)
+    require_key("random_bits", key)
+    require_size("random_bits", size)
+    require_array("random_bits", "like", like)
     xp = array_namespace(like)
     n_blocks = -(-size // 4)
     block = xp.arange(n_blocks, dtype=xp.int64, device=device(like))
@@ -45,15 +48,22 @@ def random_bits(like: Array, *, key: Key, size: int) -> Array:
     return xp.reshape(xp.stack(words, axis=-1), (4 * n_blocks,))[:size]
 
 
-def require_key(op: str, key: Key, size: int) -> None:
-    """TypeError unless `key` is a Key, ValueError unless its parts and `size` are in range."""
+def require_key(op: str, key: Any, name: str = "key") -> None:
+    """TypeError unless `key` is a Key of ints, ValueError unless they are in range."""
     if not isinstance(key, Key):
-        raise TypeError(f"{op}: key must be an xformer.Key, got {type(key).__name__}")
-    for name, value, bits in zip(Key._fields, key, (64, 32, 32), strict=True):
+        got = "None" if key is None else type(key).__name__
+        raise TypeError(f"{op}: {name} must be an xformer.Key, got {got}")
+    for part, value, bits in zip(Key._fields, key, (64, 32, 32), strict=True):
+        if not isinstance(value, int):
+            raise TypeError(f"{op}: {name}.{part} must be an int, got {value!r}")
         if not 0 <= value < 1 << bits:
-            raise ValueError(f"{op}: key.{name} must lie in [0, 2^{bits}), got {value}")
-    if size < 0:
-        raise ValueError(f"{op}: size must not be negative, got {size}")
+            raise ValueError(f"{op}: {name}.{part} must lie in [0, 2^{bits}), got {value}")
+
+
+def require_size(op: str, size: Any) -> None:
+    """ValueError unless `size` is an int of at least 0."""
+    if not isinstance(size, int) or size < 0:
+        raise ValueError(f"{op}: size must be an int of at least 0, got {size!r}")
 
 
 def philox(counter: tuple[Array, ...], key: tuple[int, int]) -> tuple[Array, ...]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.dispatch import overridable
-from xformer.ops._checks import require_mask
-from xformer.ops.dropout import DropoutCache, dropout
+from xformer.ops._checks import number, require_mask
+from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import Key
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -40,7 +40,9 @@ def sdpa(
     """
     xp = array_namespace(q)
     _require_heads(q, k, bias, mask)
-    scale = k.shape[3] ** -0.5 if scale is None else scale
+    rate = require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key)
+    # Heads of no width score 0 whatever the scale.
+    scale = max(q.shape[3], 1) ** -0.5 if scale is None else number("sdpa", "scale", scale)
     scores = _unfold(_fold(q, k) @ k.mT, q) * scale  # (B, H, T, S)
     if bias is not None:
         scores = scores + bias
@@ -48,7 +50,7 @@ def sdpa(
     if allowed is not None:
         scores = xp.where(allowed, scores, -xp.inf)
     probs = _softmax_or_zero(scores)
-    dropped, drop = dropout(probs, rate=dropout_rate, key=dropout_key)
+    dropped, drop = dropout(probs, rate=rate, key=dropout_key)
     ctx = _unfold(_fold(dropped, k) @ v, q)  # (B, H, T, M)
     return ctx, SdpaCache(q, k, v, probs, scale, None if bias is None else bias.shape, drop)
 

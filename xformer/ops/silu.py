@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from array_api_compat import array_namespace
+
 from xformer.dispatch import overridable
 from xformer.ops.sigmoid import stable_sigmoid
 from xformer.shapes import shapes
 from xformer.typing import Array
+
+FAR = 1000.0  # sigmoid(-FAR) is 0 and sigmoid(FAR) is 1, to rounding
 
 
 @overridable
@@ -17,7 +21,8 @@ def silu(x: Array) -> tuple[Array, SiluCache]:
 
     x, y: any shape. Derivation: docs/derivations/silu.md
     """
-    return x * stable_sigmoid(x), SiluCache(x)
+    y = array_namespace(x).maximum(x, -FAR) * stable_sigmoid(x)  # 0 at -inf
+    return y, SiluCache(x)
 
 
 class SiluCache(NamedTuple):
@@ -27,5 +32,6 @@ class SiluCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * s * (1 + x * (1 - s)), s = sigmoid(x)."""
-        s = stable_sigmoid(self.x)
-        return dy * s * (1 + self.x * (1 - s))
+        x = array_namespace(dy).clip(self.x, -FAR, FAR)
+        s = stable_sigmoid(x)
+        return dy * s * (1 + x * (1 - s))

@@ -1,0 +1,1 @@
+"""Benchmarks: harness, named shapes, one file a question. `python -m benchmarks` runs the step."""

@@ -1,0 +1,68 @@
+"""Document 000, a notebook: one causal block, forward, and backward as far as it is right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from notebooks import B, D, H, T, attention_gradients, block_000
+from printed import Printed, spread
+
+from xformer import layers
+
+PRINTED = Printed("000")
+FORWARD = "x x_rows keys probs ctx merged y y_norm hidden ffn out".split()
+BACKWARD = "dout dffn_b_down dv dw_v dx_v".split()
+# Printed figures that wrong formulas gave: reproduced, with those formulas, in test_errata.py.
+WRONG = "dhidden_1 dffn_b_up ln_sum ln_product ln_factor dln dy".split()
+
+
+def test_every_printed_array_has_its_test() -> None:
+    assert sorted(PRINTED.names) == sorted(FORWARD + BACKWARD + WRONG)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_by_ops(name: str) -> None:
+    s = block_000()
+    ours = s.x.reshape(B * T, D) if name == "x_rows" else getattr(s, name)
+    PRINTED.check(name, ours)
+
+
+def test_forward_by_layers() -> None:
+    s = block_000()
+    linear = layers.LinearParams
+    attn = layers.AttentionParams(
+        linear(s.w_q, None), layers.KeyValueParams(linear(s.w_k, None), linear(s.w_v, None)), None
+    )
+    ffn = layers.FeedForwardParams(linear(s.w_up, s.b_up), linear(s.w_down, s.b_down))
+
+    def attend(x: np.ndarray) -> tuple:
+        return layers.attention(x, attn, n_heads=H, causal=True)
+
+    merged, _ = attend(s.x)
+    PRINTED.check("merged", merged)
+    y, _ = layers.residual(s.x, None, attend)
+    PRINTED.check("y", y)
+    out, _ = layers.residual(
+        y, layers.LayerNormParams(s.gamma, s.beta), lambda x: layers.feed_forward(x, ffn)
+    )
+    PRINTED.check("out", out)
+
+
+def test_backward_of_the_last_bias() -> None:
+    s = block_000()
+    _, _, db = s.down_cache.backward(PRINTED["dout"])
+    PRINTED.check("dffn_b_down", db[None, None, :])
+
+
+def test_backward_to_the_value_projection() -> None:
+    """The gradient that enters attention is itself known by its printed digits alone."""
+    s = block_000()
+
+    def backward(dmerged: np.ndarray) -> tuple[np.ndarray, ...]:
+        grads = attention_gradients(s, dmerged)
+        return grads["dv"], grads["dw_v"][None, :, :], grads["dx_v"]
+
+    error = PRINTED.half_units("dy").max()
+    ours, slack = backward(PRINTED["dy"]), spread(backward, (B, T, D), error)
+    for name, gradient, most in zip(("dv", "dw_v", "dx_v"), ours, slack, strict=True):
+        PRINTED.check(name, gradient, most)

@@ -1,0 +1,51 @@
+"""The array libraries that tests run on: every backend, and stricter forms of two of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from xformer import backends
+from xformer.backends import Backend
+
+# Name in test ids -> name of the backend.
+LIBRARIES = {
+    "numpy": "numpy",
+    "numpy-readonly": "numpy",
+    "array-api-strict": "array-api-strict",
+    "array-api-strict-restricted": "array-api-strict",
+    "array-api-strict-device1": "array-api-strict",
+    "torch": "torch",
+    "jax": "jax",
+    "cupy": "cupy",
+}
+
+
+class ReadOnly(Backend):
+    """NumPy whose arrays cannot be written to: an op that writes to its inputs raises."""
+
+    def _from_host(self, host: np.ndarray) -> np.ndarray:
+        array = host.view()
+        array.flags.writeable = False
+        return array
+
+
+@contextmanager
+def opened(library: str) -> Iterator[Backend]:
+    """The backend of a name in `LIBRARIES`, itself of that name. Raises `backends.Unusable`."""
+    device = "device1" if library.endswith("device1") else None
+    backend = backends.get(LIBRARIES[library], device)
+    backend = dataclasses.replace(backend, name=library)
+    if library == "numpy-readonly":
+        yield ReadOnly(**vars(backend))
+    elif library == "array-api-strict-restricted":
+        from array_api_strict import ArrayAPIStrictFlags
+
+        # What lazy libraries cannot do: shapes that depend on values.
+        with ArrayAPIStrictFlags(boolean_indexing=False, data_dependent_shapes=False):
+            yield backend
+    else:
+        yield backend

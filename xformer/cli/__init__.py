@@ -1,0 +1,36 @@
+"""The command line: `xformer train | generate | check | info`. One file a command.
+
+A command's module has `add_parser(subparsers)`, which sets `run`, and `run(args)`, which returns
+the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import xformer
+from xformer.cli import check, generate, info, train
+
+
+DESCRIPTION = "The transformer, forward and backward, on any array library."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its errors are one line on stderr and exit status 1."""
+    parser = argparse.ArgumentParser(prog="xformer", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"xformer {xformer.__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (train, generate, check, info):
+        command.add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except (ValueError, OSError, ImportError, ArithmeticError, MemoryError) as error:
+        print(f"xformer: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("xformer: interrupted", file=sys.stderr)
+        return 130
+    return status

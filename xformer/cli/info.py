@@ -1,0 +1,35 @@
+"""`xformer info`: the backends, their versions and devices, or why they cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from typing import Any
+
+import xformer
+from xformer import backends
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer info`."""
+    parser = subparsers.add_parser("info", help="show the array libraries that can be used here")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one row a backend."""
+    print(f"xformer {xformer.__version__}, Python {platform.python_version()}")
+    rows = [("backend", "version", "device", "computes in")]
+    for name in backends.NAMES:
+        try:
+            backend = backends.get(name)
+        except backends.Unusable as error:
+            rows.append((name, "-", "-", str(error)))
+        else:
+            computes_in = ", ".join(backend.dtypes)
+            rows.append((name, backend.version, backend.device_name(), computes_in))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print("  ".join([*cells, row[3]]))
+    return 0

@@ -1,0 +1,5 @@
+"""Generating tokens from a language model."""
+
+from xformer.generation.sample import sample
+
+__all__ = ["sample"]
