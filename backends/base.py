@@ -37,20 +37,24 @@ class Backend:
     dtypes: tuple[str, ...]
     version: str
 
+    hint = ""  # what to do about a dtype that is missing
+
     def asarray(self, values: Any, dtype: str | None = None) -> Array:
         """An array of this backend from host data (numbers, sequences, NumPy arrays).
 
         `dtype` is a name of the standard ("float32", "int64"); without it the values' own stays.
-        Raises ValueError for a floating dtype the backend does not compute in.
+        Raises ValueError for a dtype that is neither boolean nor integer nor one of `dtypes`.
         """
         host = np.asarray(values)
-        if dtype is not None:
-            host = host.astype(dtype)
-        if np.issubdtype(host.dtype, np.floating) and host.dtype.name not in self.dtypes:
+        try:
+            kind = host.dtype if dtype is None else np.dtype(dtype)
+        except TypeError:
             raise ValueError(
-                f"backend {self.name} computes in {' and '.join(self.dtypes)}, not {host.dtype}"
-            )
-        return self._from_host(host)
+                f"backend {self.name}: dtype must be a name like float32 or int64, got {dtype!r}"
+            ) from None
+        if kind.kind not in "biu":
+            self._require_dtype(kind.name)
+        return self._from_host(host.astype(kind.newbyteorder("="), copy=False))
 
     def to_numpy(self, array: Array) -> np.ndarray:
         """The values of an array as a NumPy array on the host."""
@@ -64,12 +68,21 @@ class Backend:
         return process_memory()
 
     def generator(self, seed: int, dtype: str = "float32") -> Generator:
-        """Random numbers drawn on the host and transferred: the same on every backend."""
+        """Random numbers drawn on the host and transferred: the same on every backend.
+
+        Raises ValueError for a floating dtype the backend does not compute in.
+        """
+        self._require_dtype(dtype)
         return Generator(self, seed, dtype)
 
     def describe(self) -> str:
         """One line: library, version, device, floating types."""
         return f"{self.name} {self.version} on {self.device_name()}, {', '.join(self.dtypes)}"
+
+    def _require_dtype(self, dtype: str) -> None:
+        if dtype not in self.dtypes:
+            able = " and ".join(self.dtypes)
+            raise ValueError(f"backend {self.name} computes in {able}, not {dtype}{self.hint}")
 
     def _from_host(self, host: np.ndarray) -> Array:
         return self.xp.asarray(host, device=self.device)
@@ -109,13 +122,16 @@ class Generator:
 def process_memory() -> Memory:
     """Resident bytes of this process, now and at most, where the system tells."""
     try:
+        # Not getrusage: on Linux its peak includes that of the process which started this one.
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            fields = dict(line.split(":", 1) for line in status)
+        in_use, peak = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+        return Memory(in_use, peak)
+    except (OSError, KeyError):  # no such file, as on macOS
+        pass
+    try:
         import resource
     except ImportError:  # not a Unix
         return Memory(None, None)
     unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    try:
-        with open("/proc/self/statm") as statm:
-            return Memory(int(statm.read().split()[1]) * resource.getpagesize(), peak)
-    except OSError:  # no /proc
-        return Memory(None, peak)
+    return Memory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -15,16 +15,15 @@ import numpy as np
 
 from benchmarks.shapes import Shape
 from xformer import backends, dispatch, optim, reference_only, tree
-from xformer.backends import Backend
 
-LR = 1e-3
+LR = 3e-4
 PEER = "torch eager"
 
 
 class Contestant(Protocol):
     """What is measured: forward, forward and backward, and a step of AdamW; float32."""
 
-    backend: Backend
+    backend: backends.Backend
 
     def forward(self) -> Any: ...
 
@@ -41,7 +40,7 @@ class Ours:
     def __init__(
         self,
         shape: Shape,
-        backend: Backend,
+        backend: backends.Backend,
         context: Callable[[], AbstractContextManager[None]] = nullcontext,
         dtype: str = "float32",
     ) -> None:
@@ -76,7 +75,7 @@ class Ours:
 class Jitted(Ours):
     """The same under `jax.jit`: each of the three one compiled function."""
 
-    def __init__(self, shape: Shape, backend: Backend) -> None:
+    def __init__(self, shape: Shape, backend: backends.Backend) -> None:
         super().__init__(shape, backend)
         import jax
 

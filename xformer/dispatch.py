@@ -48,6 +48,7 @@ class Overridable:
         self._first = next(iter(inspect.signature(reference).parameters))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op."""
         if self._check is not None:
             self._check(*args, **kwargs)
         first = args[0] if args else kwargs.get(self._first)

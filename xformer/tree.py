@@ -39,15 +39,23 @@ def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
                 f"got {', '.join(_names(other) or ()) or type(other).__name__}"
             )
     parts = [
-        _map(fn, tuple(_part(t, i, name) for t in trees), f"{path}.{name}".lstrip("."))
+        _map(fn, tuple(_part(t, i) for t in trees), f"{path}.{name}".lstrip("."))
         for i, name in enumerate(names)
     ]
     return _rebuild(first, parts)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Leaves by dotted name, in order: `{"blocks.0.attn.q.w": ..., ...}`; None is left out."""
-    return dict(_walk(tree, ""))
+    """Leaves by dotted name, in order: `{"blocks.0.attn.q.w": ..., ...}`; None is left out.
+
+    Raises ValueError where keys with dots make two names equal.
+    """
+    leaves: dict[str, Any] = {}
+    for name, leaf in _walk(tree, ""):
+        if name in leaves:
+            raise ValueError(f"flatten: two leaves are called {name}")
+        leaves[name] = leaf
+    return leaves
 
 
 def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
@@ -76,7 +84,7 @@ def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     names = _names(tree)
     if names is not None:
         for i, name in enumerate(names):
-            yield from _walk(_part(tree, i, name), f"{path}.{name}".lstrip("."))
+            yield from _walk(_part(tree, i), f"{path}.{name}".lstrip("."))
     elif tree is not None:
         yield path, tree
 
@@ -88,12 +96,12 @@ def _names(node: Any) -> tuple[str, ...] | None:
     if isinstance(node, list):
         return tuple(str(i) for i in range(len(node)))
     if isinstance(node, dict):
-        return tuple(node)
+        return tuple(str(key) for key in node)
     return None
 
 
-def _part(node: Any, index: int, name: str) -> Any:
-    return node[name] if isinstance(node, dict) else node[index]
+def _part(node: Any, index: int) -> Any:
+    return list(node.values())[index] if isinstance(node, dict) else node[index]
 
 
 def _rebuild(like: Any, parts: list[Any]) -> Any:
@@ -107,4 +115,5 @@ def _itemsize(array: Any) -> int:
     if xp.isdtype(array.dtype, "bool"):
         return 1
     integral = xp.isdtype(array.dtype, "integral")
-    return int((xp.iinfo if integral else xp.finfo)(array.dtype).bits) // 8
+    parts = 2 if xp.isdtype(array.dtype, "complex floating") else 1
+    return parts * int((xp.iinfo if integral else xp.finfo)(array.dtype).bits) // 8

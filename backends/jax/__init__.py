@@ -30,6 +30,8 @@ __all__ = [
 class JaxBackend(Backend):
     """Arrays on JAX's default device or a named one."""
 
+    hint = "; xformer.backends.jax.enable_float64() lets JAX compute in float64"
+
     def synchronize(self) -> None:
         """Wait until what was dispatched is done: a value is asked from the device."""
         jax.device_put(np.zeros(()), self.device).block_until_ready()
@@ -71,7 +73,10 @@ def enable_float64() -> None:
 
 
 def _narrow(host: np.ndarray) -> np.ndarray:
-    """int64 as int32 where JAX has no int64, instead of its warning."""
-    if host.dtype == np.int64 and not jax.config.jax_enable_x64:
-        return host.astype(np.int32)
-    return host
+    """int64 as int32 where JAX has no int64, instead of its warning. ValueError if it is not."""
+    narrow = {"int64": "int32", "uint64": "uint32"}.get(host.dtype.name)
+    if narrow is None or jax.config.jax_enable_x64:
+        return host
+    if (host.astype(narrow) != host).any():
+        raise ValueError(f"backend jax: values do not fit in {narrow}{JaxBackend.hint}")
+    return host.astype(narrow)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 
 from xformer.dispatch import kernel
-from xformer.ops.random_bits import (
-    MASK,
-    MULTIPLIERS,
-    ROUNDS,
-    WEYL,
-    Key,
-    require_key,
-    require_size,
-)
+from xformer.ops._checks import require_sizes
+from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, Key, require_key
 from xformer.ops.random_bits import random_bits as reference
 from xformer.typing import Array
 
@@ -22,16 +18,21 @@ from xformer.typing import Array
 def random_bits(like: Array, *, key: Key, size: int) -> Array:
     """Philox4x32-10 on words that wrap by themselves; blocks are counted in 32 bits."""
     require_key("random_bits", key)
-    require_size("random_bits", size)
+    require_sizes("random_bits", 0, size=size)
+    seed = jnp.uint32(key.seed & MASK), jnp.uint32(key.seed >> 32)
+    return _words(*seed, jnp.uint32(key.step), jnp.uint32(key.site), size=size)
+
+
+@partial(jax.jit, static_argnames="size")  # 200 small operations otherwise
+def _words(k0: Array, k1: Array, step: Array, site: Array, *, size: int) -> Array:
     block = jnp.arange(-(-size // 4), dtype=jnp.uint32)
     zero = jnp.zeros_like(block)
-    c0, c1, c2, c3 = block, zero, zero + jnp.uint32(key.site), zero + jnp.uint32(key.step)
-    k0, k1 = key.seed & MASK, key.seed >> 32
+    c0, c1, c2, c3 = block, zero, zero + site, zero + step
     for _ in range(ROUNDS):
         high0, low0 = _multiply(MULTIPLIERS[0], c0)
         high1, low1 = _multiply(MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ jnp.uint32(k0), low1, high0 ^ c3 ^ jnp.uint32(k1), low0
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
     return jnp.stack((c0, c1, c2, c3), axis=-1).reshape(-1)[:size]
 
 

@@ -45,11 +45,15 @@ class TorchBackend(Backend):
 
     def device_name(self) -> str:
         """What the device is called."""
-        return torch.cuda.getdevice_name(self.device) if self._on_cuda() else "cpu"
+        return torch.cuda.get_device_name(self.device) if self._on_cuda() else "cpu"
 
 
 def backend(device: str | None = None) -> Backend:
     """The torch backend; device as torch names it: "cpu" (the default), "cuda", "cuda:1"."""
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        kind = "cpu" if device is None else torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"backend torch has no device {device!r}: {error}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
         raise Unusable(f"backend torch cannot use {device}: no CUDA device is visible")
     return TorchBackend("torch", xp, device, ("float32", "float64"), torch.__version__)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from notebooks import B, D, H, T, attention_gradients, block_000
+from notebooks import B, D, F, H, T, attention_gradients, block_000
 from printed import Printed, spread
 
 from xformer import layers
 
 PRINTED = Printed("000")
-FORWARD = "x x_rows keys probs ctx merged y y_norm hidden ffn out".split()
-BACKWARD = "dout dffn_b_down dv dw_v dx_v".split()
+FORWARD = ["x", "x_rows", "keys", "probs", "ctx", "merged", "y", "y_norm", "hidden", "ffn", "out"]
+BACKWARD = ["dout", "dffn_b_down", "dhidden_1", "dffn_b_up", "dv", "dw_v", "dx_v"]
 # Printed figures that wrong formulas gave: reproduced, with those formulas, in test_errata.py.
-WRONG = "dhidden_1 dffn_b_up ln_sum ln_product ln_factor dln dy".split()
+WRONG = ["ln_sum", "ln_product", "ln_factor", "dln", "dy"]
 
 
 def test_every_printed_array_has_its_test() -> None:
@@ -52,6 +52,18 @@ def test_backward_of_the_last_bias() -> None:
     s = block_000()
     _, _, db = s.down_cache.backward(PRINTED["dout"])
     PRINTED.check("dffn_b_down", db[None, None, :])
+
+
+def test_backward_of_the_hidden_layer_but_for_one_element() -> None:
+    """One hidden unit of one token is off; its gradient is printed as if ReLU had let it pass."""
+    s = block_000()
+    off = np.argwhere(s.pre <= 0)
+    assert off.tolist() == [[1, 1, 9]]
+    dhidden, _, _ = s.down_cache.backward(PRINTED["dout"])
+    dpre = s.relu_cache.backward(dhidden)
+    _, _, db_up = s.up_cache.backward(dpre)
+    PRINTED.check("dhidden_1", dpre[1], wrong=(F + 9,))
+    PRINTED.check("dffn_b_up", db_up[None, None, :], wrong=(9,))
 
 
 def test_backward_to_the_value_projection() -> None:

@@ -10,10 +10,24 @@ from printed import Printed, spread
 from xformer import layers, ops
 
 PRINTED = Printed("002")
-FORWARD = "x x_norm x_rows keys probs ctx merge_bias merged y y_norm hidden ffn out".split()
-BACKWARD = "dout dffn_b_down dv dx_v dx_v_again dx_k dx_q dx".split()
+FORWARD = [
+    "x",
+    "x_norm",
+    "x_rows",
+    "keys",
+    "probs",
+    "ctx",
+    "merge_bias",
+    "merged",
+    "y",
+    "y_norm",
+    "hidden",
+    "ffn",
+    "out",
+]
+BACKWARD = ["dout", "dffn_b_down", "dv", "dx_v", "dx_v_again", "dx_k", "dx_q", "dx"]
 # Printed figures that wrong formulas gave: reproduced, with those formulas, in test_errata.py.
-WRONG = "dhidden_1 dffn_b_up ln_sum ln_product ln_factor dln dy dw_v dw_k".split()
+WRONG = ["dhidden_1", "dffn_b_up", "ln_sum", "ln_product", "ln_factor", "dln", "dy", "dw_v", "dw_k"]
 
 
 def test_every_printed_array_has_its_test() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from numerical import TWO_POINT, numerical_gradient, relative_error
 from printed import Printed
 
 import xformer
-from xformer import layers, ops, tree
+from xformer import layers, tree
 
 PRINTED = Printed("003")
 N, T, T_DEC, D, M, H = 3, 2, 4, 4, 3, 3
@@ -101,16 +101,12 @@ def test_example_tokens() -> None:
 # --- the layers' gradients --------------------------------------------------------------------
 
 
-class Layer:
-    """A layer on the document's own input, or on random input of the same shapes.
+class Layer(NamedTuple):
+    """A layer, its arguments in the document, and the largest error that is printed for it."""
 
-    worst: the largest relative error the document prints for it; None where it checks nothing.
-    """
-
-    def __init__(
-        self, run: Callable[..., Any], args: Callable[[], tuple[Any, ...]], worst: float | None
-    ) -> None:
-        self.run, self.args, self.worst = run, args, worst
+    run: Callable[..., Any]
+    args: Callable[[], tuple[Any, ...]]
+    worst: float | None  # None where the document checks nothing
 
 
 def attention(n_heads: int, **options: Any) -> Callable[..., Any]:
@@ -120,19 +116,19 @@ def attention(n_heads: int, **options: Any) -> Callable[..., Any]:
     return run
 
 
-def residual(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, Any]:
-    """x + y, y being a sublayer's output whatever x is: the gradients of both are dout."""
-    return layers.residual(x, None, lambda x: (y, Handed(x)))
+class AroundAttention(NamedTuple):
+    """Cache of `residual`, less the gradient of the norm it does not have."""
+
+    cache: Any
+
+    def backward(self, dy: np.ndarray) -> tuple[Any, ...]:
+        dx, _, *rest = self.cache.backward(dy)
+        return dx, *rest
 
 
-class Handed(tuple):
-    """The cache of a sublayer that ignores its input and hands on the gradient of its output."""
-
-    def __new__(cls, x: np.ndarray) -> Handed:
-        return super().__new__(cls, (x,))
-
-    def backward(self, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros_like(self[0]), dy
+def residual(x: np.ndarray, params: Any) -> tuple[np.ndarray, AroundAttention]:
+    y, cache = layers.residual(x, None, lambda x: layers.attention(x, params, n_heads=H))
+    return y, AroundAttention(cache)
 
 
 def self_args(n: int, n_heads: int) -> Callable[[], tuple[Any, ...]]:
@@ -155,7 +151,7 @@ LAYERS = {
     "masked multi-head": Layer(attention(H, **MASK), self_args(N, H), 8.872991e-09),
     "cross": Layer(attention(1), cross_args(1), 1.397881e-09),
     "multi-head cross": Layer(attention(H), cross_args(H), 3.060167e-08),
-    "residual": Layer(residual, lambda: (draws().x, draws().memory), None),
+    "residual": Layer(residual, self_args(N, H), None),
 }
 
 
@@ -217,7 +213,7 @@ SIZES: dict[str, Any] = {
 # Of 1,200 seeds one whose 220 inputs of ReLU all keep away from 0 (by 0.025), while no derivative
 # that is not 0 is so small (1.1e-5) that it drowns in rounding.
 MODEL_SEED = 577
-MODEL_STEP = 5e-4
+MODEL_STEP = 7e-4
 
 
 def model_and_params(**options: Any) -> tuple[xformer.Transformer, Any]:
@@ -249,12 +245,14 @@ PARAMETERS = tuple(tree.flatten(model_and_params()[1]))
 KEY_BIASES = tuple(name for name in PARAMETERS if name.endswith(".k.b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name not in KEY_BIASES])
 def test_model_gradient(name: str) -> None:
     by_hand, by_numbers = model_gradients()[name]
     assert relative_error(by_hand, by_numbers) < RTOL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEY_BIASES)
 def test_model_gradient_of_a_key_bias_is_zero(name: str) -> None:
     """So only rounding is left, and a relative error says nothing."""
@@ -270,8 +268,9 @@ def test_shared_memory_has_the_documents_parameters() -> None:
     assert {"decoder.memory.k.w", "decoder.memory.v.w"} <= set(PARAMETERS)
 
 
+@pytest.mark.slow
 def test_the_documents_numerical_gradient_was_the_inexact_one() -> None:
-    """Two points 1e-6 away leave 1e-6 to 1e-4 where four points 5e-4 away leave 1e-8."""
+    """Two points 1e-6 away leave 1e-6 to 1e-4 where four points 7e-4 apart leave 1e-8."""
     model, params = model_and_params()
     name = "encoder.blocks.0.attn.q.w"
     by_hand, by_numbers = model_gradients()[name]
@@ -282,9 +281,8 @@ def test_the_documents_numerical_gradient_was_the_inexact_one() -> None:
 
 @pytest.mark.parametrize("mode", ["concat", "add", "qkv"])
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_model_gradients_with_every_kind_of_positions(positions: str, mode: str, norm: str) -> None:
+def test_model_gradients_with_every_kind_of_positions(positions: str, mode: str) -> None:
     d_positions = 2 if mode == "concat" else None
     options = {"positions": positions, "position_mode": mode, "d_positions": d_positions}
-    model, params = model_and_params(norm=norm, **options)
+    model, params = model_and_params(**options)
     xformer.gradcheck(lambda p: model.loss(p, *tokens()), params, elementwise=0).require()

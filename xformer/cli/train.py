@@ -33,7 +33,7 @@ class Preset(NamedTuple):
 
 PRESETS = {
     "tiny": Preset(2, 64, 2, 64, 16, 200, 5e-3),
-    "small": Preset(4, 128, 4, 128, 16, 900, 3e-3),
+    "small": Preset(4, 128, 4, 128, 8, 1500, 4e-3),
     "medium": Preset(6, 384, 6, 256, 12, 3000, 1e-3),
 }
 

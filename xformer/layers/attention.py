@@ -8,7 +8,7 @@ from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.layers.linear import LinearParams
-from xformer.ops._checks import require_positive
+from xformer.ops._checks import require_sizes
 from xformer.ops.sdpa import sum_to
 from xformer.shapes import require_like
 from xformer.typing import Array
@@ -143,7 +143,7 @@ def _project(
     x: Array, params: LinearParams, pos: Array | None, n_heads: int, name: str
 ) -> tuple[Array, ProjectCache]:
     """split_heads(x w + b) + pos."""
-    require_positive("attention", n_heads=n_heads)
+    require_sizes("attention", 1, n_heads=n_heads)
     y, cache = ops.linear(x, *params)
     width = y.shape[-1]
     if width % n_heads:

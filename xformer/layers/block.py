@@ -13,7 +13,7 @@ from xformer.layers.feed_forward import ACTIVATIONS, FeedForwardParams, feed_for
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import LayerNormParams
 from xformer.layers.residual import residual
-from xformer.ops._checks import number, require_positive
+from xformer.ops._checks import number, require_sizes
 from xformer.typing import Array
 
 SITES = 5  # places in a block where dropout draws
@@ -36,8 +36,9 @@ class BlockConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        require_positive(
+        require_sizes(
             "block",
+            1,
             d_model=self.d_model,
             n_heads=self.n_heads,
             d_ff=self.d_ff,
@@ -48,7 +49,7 @@ class BlockConfig:
                 f"block: n_heads = {self.n_heads} must divide d_model = {self.d_model}, "
                 "or d_head be given"
             )
-        require_positive("block", d_head=self.head_width, d_value=self.value_width)
+        require_sizes("block", 1, d_head=self.head_width, d_value=self.value_width)
         number("block", "eps", self.eps, low=0)
         number("block", "dropout", self.dropout, low=0, high=1)
         if self.n_heads % self.kv_heads:

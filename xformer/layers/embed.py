@@ -12,8 +12,9 @@ from xformer.backends.base import Generator
 from xformer.initial import Draw, normal
 from xformer.layers.linear import LinearParams
 from xformer.layers.positions import sinusoidal
-from xformer.ops._checks import number, require_positive, require_tokens
+from xformer.ops._checks import number, require_sizes, require_tokens
 from xformer.ops.sdpa import sum_to
+from xformer.shapes import require_array
 from xformer.typing import Array
 
 
@@ -35,8 +36,9 @@ class EmbedConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        require_positive(
+        require_sizes(
             "embed",
+            1,
             vocab_size=self.vocab_size,
             width=self.width,
             d_model=self.d_model,
@@ -153,20 +155,19 @@ class EmbedCache(NamedTuple):
 
 
 def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
-    learned = config.positions == "learned"
-    for name, array, shape in (
-        ("table", params.table, (config.vocab_size, config.width)),
-        (
-            "positions",
-            params.positions,
-            (config.max_len, config.position_width) if learned else None,
-        ),
-    ):
+    wanted: dict[str, tuple[int, int] | None] = {
+        "table": (config.vocab_size, config.width),
+        "positions": None,
+    }
+    if config.positions == "learned":
+        wanted["positions"] = (config.max_len, config.position_width)
+    for name, shape in wanted.items():
+        array = getattr(params, name)
+        if array is not None:
+            require_array("embed", f"params.{name}", array)
         got = None if array is None else tuple(array.shape)
         if got != shape:
-            raise ValueError(
-                f"embed: params.{name} must be {shape or 'None'} by config, got {got or 'None'}"
-            )
+            raise ValueError(f"embed: params.{name} must be {shape} by config, got {got}")
 
 
 def _positions(params: EmbedParams, config: EmbedConfig, n_tokens: int) -> Array | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from xformer import backends, ops
@@ -13,6 +14,7 @@ from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.linear import LinearParams
 from xformer.layers.stack import StackParams, stack
 from xformer.models.loss import LossCache, token_loss
+from xformer.ops._checks import require_sizes
 from xformer.typing import Array
 
 
@@ -43,8 +45,7 @@ class GPT:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.n_layers < 0:
-            raise ValueError(f"GPT: n_layers must not be negative, got {self.n_layers}")
+        require_sizes("GPT", 0, n_layers=self.n_layers)
         self.block_config, self.embed_config  # noqa: B018 - built here for their checks
 
     @property
@@ -77,15 +78,19 @@ class GPT:
         )
 
     def init(self, seed: int = 0, backend: str = "numpy", dtype: str = "float32") -> GPTParams:
-        """Initial parameters: normal(0, 0.02), residual branches scaled by (2 n_layers)^-1/2."""
+        """Initial parameters: normal of variance 1 / d_model, biases 0, norms 1.
+
+        The weights that end a residual branch are scaled by (2 n_layers)^-1/2, as GPT-2's.
+        """
         rng = backends.get(backend).generator(seed, dtype)
         out_scale = 1 / math.sqrt(max(2 * self.n_layers, 1))
-        embedding = self.embed_config.init(rng, draw=normal)
+        draw = partial(normal, std=self.d_model**-0.5)
+        embedding = self.embed_config.init(rng, draw=draw)
         blocks = StackParams.init(
-            rng, self.block_config, self.n_layers, draw=normal, out_scale=out_scale
+            rng, self.block_config, self.n_layers, draw=draw, out_scale=out_scale
         )
         shape = (self.d_model, self.vocab_size)
-        head = None if self.tied else LinearParams.init(rng, shape, draw=normal, bias=False)
+        head = None if self.tied else LinearParams.init(rng, shape, draw=draw, bias=False)
         return GPTParams(embedding, blocks, head)
 
     def forward(
@@ -121,7 +126,10 @@ class GPT:
         dropout_key: ops.Key | None = None,
         **options: Any,
     ) -> tuple[Array, LossCache]:
-        """Mean cross-entropy in nats; targets (B, T): the token after each. options: `ops.cross_entropy`."""
+        """Mean cross-entropy in nats of targets (B, T), the token after each of tokens.
+
+        options: those of `ops.cross_entropy`.
+        """
         logits, cache = self.forward(params, tokens, dropout_key=dropout_key)
         return token_loss(logits, cache, targets, options)
 

@@ -14,7 +14,7 @@ from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.linear import LinearParams
 from xformer.layers.stack import StackParams, stack
 from xformer.models.loss import LossCache, token_loss
-from xformer.ops._checks import require_tokens
+from xformer.ops._checks import require_sizes, require_tokens
 from xformer.typing import Array
 
 
@@ -52,11 +52,12 @@ class Transformer:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("n_encoder_layers", "n_decoder_layers"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"Transformer: {name} must not be negative, got {getattr(self, name)}"
-                )
+        require_sizes(
+            "Transformer",
+            0,
+            n_encoder_layers=self.n_encoder_layers,
+            n_decoder_layers=self.n_decoder_layers,
+        )
         self.block_config, self.src_embed, self.tgt_embed  # noqa: B018 - built for their checks
         if self.tied and self.tgt_embed.width != self.d_model:
             raise ValueError(
@@ -234,8 +235,7 @@ class Transformer:
                 raise ValueError(
                     f"generate: {name} must lie in [0, {self.tgt_vocab_size}), got {token}"
                 )
-        if max_new < 0:
-            raise ValueError(f"generate: max_new must not be negative, got {max_new}")
+        require_sizes("generate", 0, max_new=max_new)
         require_tokens("generate", "src", src)
         xp = array_namespace(src)
         (memory, memory_pos), _ = self.encode(params, src)

@@ -75,11 +75,11 @@ def _span(ids: Array) -> str:
     return f"ids from {int(xp.min(ids))} to {int(xp.max(ids))}"
 
 
-def require_positive(op: str, **sizes: Any) -> None:
-    """ValueError unless every size is an int of at least 1."""
+def require_sizes(op: str, low: int, **sizes: Any) -> None:
+    """ValueError unless every size is an int of at least `low`."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{op}: {name} must be a positive int, got {size!r}")
+        if not isinstance(size, int) or size < low:
+            raise ValueError(f"{op}: {name} must be an int of at least {low}, got {size!r}")
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.dispatch import overridable
+from xformer.ops._checks import require_sizes
 from xformer.shapes import require_array
 from xformer.typing import Array
 
@@ -38,7 +39,7 @@ def random_bits(like: Array, *, key: Key, size: int) -> Array:
     Explanation: docs/derivations/random_bits.md
     """
     require_key("random_bits", key)
-    require_size("random_bits", size)
+    require_sizes("random_bits", 0, size=size)
     require_array("random_bits", "like", like)
     xp = array_namespace(like)
     n_blocks = -(-size // 4)
@@ -58,12 +59,6 @@ def require_key(op: str, key: Any, name: str = "key") -> None:
             raise TypeError(f"{op}: {name}.{part} must be an int, got {value!r}")
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{op}: {name}.{part} must lie in [0, 2^{bits}), got {value}")
-
-
-def require_size(op: str, size: Any) -> None:
-    """ValueError unless `size` is an int of at least 0."""
-    if not isinstance(size, int) or size < 0:
-        raise ValueError(f"{op}: size must be an int of at least 0, got {size!r}")
 
 
 def philox(counter: tuple[Array, ...], key: tuple[int, int]) -> tuple[Array, ...]:

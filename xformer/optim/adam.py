@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import tree
+from xformer.ops._checks import number
+from xformer.optim._checks import learning_rate, require_gradients
 from xformer.typing import Array
 
 
@@ -40,11 +42,14 @@ def adam(
     """p <- p - lr * mhat / (sqrt(vhat) + eps) (arXiv:1412.6980); as torch.optim.Adam.
 
     mhat = m / (1 - beta1^t), vhat = v / (1 - beta2^t). weight_decay * p is added to the gradient.
-    params, grads: trees of one structure. ValueError for betas outside [0, 1).
+    params, grads: trees of one structure. ValueError for betas outside [0, 1), negative numbers,
+    and gradients whose shapes are not their parameters'.
     """
+    require_gradients("adam", params, grads)
+    weight_decay = number("adam", "weight_decay", weight_decay, low=0)
     if weight_decay:
         grads = tree.map(lambda p, g: g + weight_decay * p, params, grads)
-    return _step(params, grads, state, lr, betas, eps, keep=1.0)
+    return _step("adam", params, grads, state, learning_rate("adam", lr), betas, eps, keep=1.0)
 
 
 def adamw(
@@ -59,12 +64,16 @@ def adamw(
 ) -> tuple[Any, AdamState]:
     """p <- (1 - lr * weight_decay) p, then a step of Adam (arXiv:1711.05101); as torch's AdamW.
 
-    params, grads: trees of one structure. ValueError for betas outside [0, 1).
+    params, grads: trees of one structure. ValueError as `adam`.
     """
-    return _step(params, grads, state, lr, betas, eps, keep=1 - lr * weight_decay)
+    require_gradients("adamw", params, grads)
+    lr = learning_rate("adamw", lr)
+    keep = 1 - lr * number("adamw", "weight_decay", weight_decay, low=0)
+    return _step("adamw", params, grads, state, lr, betas, eps, keep)
 
 
 def _step(
+    op: str,
     params: Any,
     grads: Any,
     state: AdamState,
@@ -73,9 +82,10 @@ def _step(
     eps: float,
     keep: float,
 ) -> tuple[Any, AdamState]:
-    beta1, beta2 = betas
+    beta1, beta2 = (number(op, "betas", beta) for beta in betas)
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ValueError(f"adam: betas must lie in [0, 1), got {betas}")
+        raise ValueError(f"{op}: betas must lie in [0, 1), got {betas}")
+    eps = number(op, "eps", eps, low=0)
     t = state.step + 1
     m = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.m, grads)
     v = tree.map(lambda v, g: beta2 * v + (1 - beta2) * g**2, state.v, grads)

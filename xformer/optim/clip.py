@@ -7,6 +7,7 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer import tree
+from xformer.ops._checks import number
 from xformer.typing import Array
 
 
@@ -19,7 +20,8 @@ def clip_by_global_norm(grads: Any, *, max_norm: float) -> tuple[Any, Array]:
     leaves = list(tree.flatten(grads).values())
     if not leaves:
         raise ValueError("clip_by_global_norm: there are no gradients")
-    if not max_norm > 0:
+    max_norm = number("clip_by_global_norm", "max_norm", max_norm)
+    if max_norm <= 0:
         raise ValueError(f"clip_by_global_norm: max_norm must be positive, got {max_norm}")
     xp = array_namespace(leaves[0])
     norm = xp.sqrt(sum(xp.sum(g**2) for g in leaves))

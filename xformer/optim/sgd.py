@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import tree
+from xformer.ops._checks import number
+from xformer.optim._checks import learning_rate, require_gradients
 
 
 class SGDState(NamedTuple):
@@ -31,9 +33,14 @@ def sgd(
     """p <- p - lr * v, v <- momentum * v + g, g <- grad + weight_decay * p; as torch.optim.SGD.
 
     Nesterov steps along g + momentum * v. The first velocity is g itself. params, grads: trees of
-    one structure. ValueError where Nesterov is asked for without momentum.
+    one structure. ValueError for negative numbers, Nesterov without momentum, and gradients whose
+    shapes are not their parameters'.
     """
-    if nesterov and momentum <= 0:
+    require_gradients("sgd", params, grads)
+    lr = learning_rate("sgd", lr)
+    momentum = number("sgd", "momentum", momentum, low=0)
+    weight_decay = number("sgd", "weight_decay", weight_decay, low=0)
+    if nesterov and momentum == 0:
         raise ValueError(f"sgd: nesterov needs a positive momentum, got {momentum}")
     if weight_decay:
         grads = tree.map(lambda p, g: g + weight_decay * p, params, grads)

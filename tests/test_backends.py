@@ -1,0 +1,377 @@
+"""`xformer.backends`: what is here, arrays there and back, and why something cannot be used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from libraries import LIBRARIES
+from xformer.backends import Backend, Generator, Memory, Unusable
+
+from xformer import backends
+from xformer.dispatch import library_of
+
+DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")
+
+
+def python(code: str, folder: Path, **environment: str) -> str:
+    """What `code` prints in a new interpreter, run in `folder`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ---- Which there are ----
+
+
+def test_available() -> None:
+    here = backends.available()
+    assert set(here) <= set(backends.NAMES)
+    assert {"numpy", "array-api-strict"} <= set(here)
+    assert [name for name in backends.NAMES if name in here] == list(here)
+    for name in backends.NAMES:
+        why_not = backends.why_not(name)
+        assert (why_not is None) == (name in here)
+        assert why_not is None or name in why_not
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "", "NumPy", "array_api_strict", "base"])
+def test_unknown_name(name: str) -> None:
+    message = f"^backend must be one of {', '.join(backends.NAMES)}, got {name!r}$"
+    with pytest.raises(ValueError, match=message):
+        backends.get(name)
+    with pytest.raises(ValueError, match=r"^backend must be one of"):
+        backends.why_not(name)
+
+
+def test_numpy_is_the_default() -> None:
+    assert backends.get().name == "numpy"
+
+
+@pytest.mark.parametrize("name", ["cupy", "torch", "jax", "array-api-strict"])
+def test_missing_library_says_how_to_install_it(name: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules[{name.replace("-", "_")!r}] = None  # importing it raises ImportError
+import xformer.backends
+assert {name!r} not in xformer.backends.available()
+try:
+    xformer.backends.get({name!r})
+except xformer.backends.Unusable as error:
+    assert isinstance(error, ImportError)
+    print(error)
+"""
+    said = python(code, tmp_path)
+    assert said.startswith(f"backend {name} cannot be used: "), said
+    package = "array-api-strict" if name == "array-api-strict" else "xformer-array["
+    assert f"Install it with pip install {package}" in said.replace("'", ""), said
+
+
+# A CuPy without a device, as far as the backend looks at it.
+FAKE_CUPY = """
+import sys, types
+class CUDARuntimeError(RuntimeError):
+    pass
+def count():
+    {answer}
+runtime = types.SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError)
+class Device:
+    def __init__(self, id=0):
+        self.id = id
+cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
+ndarray = type("ndarray", (), {{}})
+fakes = {{
+    "cupy": dict(cuda=cuda, __version__="14.2", ndarray=ndarray),
+    "cupyx": {{}},
+    "cupyx.scipy": dict(special=None),
+    "array_api_compat.cupy": {{}},
+}}
+for name, content in fakes.items():
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(content)
+import xformer.backends
+{use}
+"""
+NO_DEVICE = {
+    "driver": 'raise CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")',
+    "zero": "return 0",
+}
+
+
+@pytest.mark.parametrize("answer", NO_DEVICE)
+def test_cupy_without_a_device(answer: str, tmp_path: Path) -> None:
+    use = "print(xformer.backends.available(), xformer.backends.why_not('cupy'))"
+    said = python(FAKE_CUPY.format(answer=NO_DEVICE[answer], use=use), tmp_path)
+    assert "'cupy'" not in said
+    assert "backend cupy cannot be used: no CUDA device is visible" in said
+    assert ("cudaErrorNoDevice" in said) == (answer == "driver")
+
+
+def test_cupy_devices(tmp_path: Path) -> None:
+    use = """
+for name in (None, "cuda", "cuda:1"):
+    print(xformer.backends.get("cupy", name).device.id)
+for name in ("cuda:2", "cuda:", "cuda:x", "cuda:-1", "cpu"):
+    try:
+        xformer.backends.get("cupy", name)
+    except ValueError as error:
+        print(error)
+"""
+    said = python(FAKE_CUPY.format(answer="return 2", use=use), tmp_path).splitlines()
+    assert said[:3] == ["0", "0", "1"]
+    assert said[3] == "backend cupy has devices cuda:0 to cuda:1, got 'cuda:2'"
+    assert len(said) == 8
+
+
+# ---- Devices ----
+
+
+def test_numpy_has_one_device() -> None:
+    assert backends.get("numpy", "cpu").name == "numpy"
+    with pytest.raises(ValueError, match=r"^backend numpy has one device, cpu, got 'cuda'$"):
+        backends.get("numpy", "cuda")
+
+
+def test_strict_devices() -> None:
+    devices = {backends.get("array-api-strict", d).asarray([1.0]).device for d in (None, "device1")}
+    assert len(devices) == 2
+    message = r"^backend array-api-strict has devices CPU_DEVICE, device1, device2, got 'gpu'$"
+    with pytest.raises(ValueError, match=message):
+        backends.get("array-api-strict", "gpu")
+
+
+def test_torch_devices() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    assert backends.get("torch", "cpu").asarray([1.0]).device.type == "cpu"
+    with pytest.raises(ValueError, match=r"^backend torch has no device 'gpu': "):
+        backends.get("torch", "gpu")
+    if torch.cuda.is_available():
+        assert backends.get("torch", "cuda").asarray([1.0]).device.type == "cuda"
+    else:
+        with pytest.raises(Unusable, match=r"^backend torch cannot use cuda: no CUDA device is vi"):
+            backends.get("torch", "cuda")
+
+
+def test_jax_devices() -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    assert backends.get("jax", "cpu").asarray([1.0]).device.platform == "cpu"
+    with pytest.raises(Unusable, match=r"^backend jax cannot use nowhere: "):
+        backends.get("jax", "nowhere")
+
+
+# ---- Arrays there and back ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip(library: Backend, dtype: str) -> None:
+    for shape in ((), (0,), (3, 0, 2), (2, 3)):
+        host = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+        array = library.asarray(host)
+        assert str(array.dtype).endswith(dtype)
+        back = library.to_numpy(array)
+        assert isinstance(back, np.ndarray)
+        assert (back.dtype, back.shape) == (host.dtype, host.shape)
+        assert np.array_equal(back, host)
+        named = library.to_numpy(library.asarray(host.tolist(), dtype))
+        assert named.dtype == host.dtype
+        assert np.array_equal(named.reshape(shape), host)
+
+
+def test_extreme_values_survive(library: Backend) -> None:
+    for dtype in ("float32", "float64"):
+        info = np.finfo(dtype)
+        host = np.array([info.max, info.min, info.tiny, np.inf, -np.inf, np.nan, -0.0], dtype)
+        back = library.to_numpy(library.asarray(host))
+        assert np.array_equal(back, host, equal_nan=True)
+        assert np.signbit(back[-1])
+    for dtype in ("int32", "int64", "uint8"):
+        limits = np.iinfo(dtype)
+        host = np.array([limits.min, limits.max], dtype)
+        assert np.array_equal(library.to_numpy(library.asarray(host)), host)
+
+
+def test_any_host_memory_is_taken(library: Backend) -> None:
+    base = np.arange(24.0).reshape(4, 6)
+    readonly = base.copy()
+    readonly.flags.writeable = False
+    for host in (
+        base.T,
+        base[::2, ::-3],
+        readonly,
+        base.astype(">f8"),
+        np.broadcast_to(1.0, (3, 2)),
+    ):
+        array = library.asarray(host)
+        assert np.array_equal(library.to_numpy(array), host)
+        assert np.array_equal(library.to_numpy(array + 1), host + 1)  # a native array
+
+
+@pytest.mark.parametrize("dtype", ["float16", "longdouble", "complex64", "complex128"])
+def test_other_types_are_refused(library: Backend, dtype: str) -> None:
+    name = np.dtype(dtype).name
+    able = " and ".join(library.dtypes)
+    message = f"^backend {library.name} computes in {able}, not {name}"
+    with pytest.raises(ValueError, match=message):
+        library.asarray([1.0], dtype)
+    with pytest.raises(ValueError, match=message):
+        library.asarray(np.ones(2, dtype))
+
+
+def test_what_is_no_dtype_is_refused(library: Backend) -> None:
+    for dtype in ("bfloat99", "torch.float32", object()):
+        with pytest.raises(ValueError, match=r": dtype must be a name like float32 or int64, got"):
+            library.asarray([1.0], dtype)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"computes in .*, not str"):
+        library.asarray(["text"])
+    with pytest.raises(ValueError, match=r"computes in .*, not object"):
+        library.asarray([None])
+    with pytest.raises(ValueError, match=r"inhomogeneous"):
+        library.asarray([[1.0], [1.0, 2.0]])
+    for dtype in ("float16", "int64", "bool"):
+        with pytest.raises(ValueError, match=f"computes in .*, not {dtype}"):
+            library.generator(0, dtype)
+
+
+def test_jax_without_float64(tmp_path: Path) -> None:
+    """JAX as it is after importing: no float64, no int64."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    code = """
+import warnings; warnings.simplefilter("error")
+import numpy as np
+import xformer
+from xformer import backends
+b = backends.get("jax")
+assert b.dtypes == ("float32",), b.dtypes
+try:
+    b.asarray([1.0])
+except ValueError as error:
+    print(error)
+assert b.asarray([1, 2]).dtype == "int32"
+assert b.asarray(np.array([1, 2], np.uint64)).dtype == "uint32"
+assert b.to_numpy(b.generator(0).integers((3,), high=2**31)).dtype == "int32"
+try:
+    b.asarray([2**31])
+except ValueError as error:
+    print(error)
+x = b.generator(0).normal((5, 7))
+for rate in (0.3, 0.5, 0.7, 1 - 1e-12):
+    y, cache = xformer.ops.dropout(x, rate=rate, key=xformer.Key(2**64 - 1, 2**32 - 1, 2**32 - 1))
+    host = backends.get("numpy").asarray(np.asarray(x))
+    wanted, _ = xformer.ops.dropout(host, rate=rate, key=xformer.Key(2**64 - 1, 2**32 - 1, 2**32 - 1))
+    assert np.array_equal(np.asarray(y), wanted), rate
+gpt = xformer.GPT(vocab_size=5, n_layers=1, d_model=4, n_heads=2, max_len=3, dropout=0.1)
+tokens = b.asarray([[1, 2, 3]])
+params = gpt.init(backend="jax")
+loss, cache = gpt.loss(params, tokens, tokens, dropout_key=xformer.Key(0), ignore_index=-1)
+cache.backward()
+from xformer.backends.jax import enable_float64
+enable_float64()
+assert backends.get("jax").asarray([1.0]).dtype == "float64"
+"""
+    said = python(code, tmp_path, JAX_PLATFORMS="cpu").splitlines()
+    assert said == [
+        "backend jax computes in float32, not float64; "
+        "xformer.backends.jax.enable_float64() lets JAX compute in float64",
+        "backend jax: values do not fit in int32; "
+        "xformer.backends.jax.enable_float64() lets JAX compute in float64",
+    ]
+
+
+# ---- The rest of what a backend offers ----
+
+
+def test_arrays_belong_to_the_backend(library: Backend) -> None:
+    x = library.asarray([1.0, 2.0], "float32")
+    assert library_of(type(x)) == LIBRARIES[library.name].replace("-", "_")
+    assert library.xp.isdtype(x.dtype, "real floating")
+    assert {"float32", "float64"} == set(library.dtypes)
+
+
+def test_memory_is_plausible(library: Backend) -> None:
+    before = library.memory()
+    assert isinstance(before, Memory)
+    array = library.asarray(np.ones((2**21, 4)), "float64") + 1  # 64 MiB, written to
+    library.synchronize()
+    after = library.memory()
+    for number in (*before, *after):
+        assert number is None or 2**16 < number < 2**40
+    if after.in_use is not None and after.peak is not None:
+        assert after.in_use <= 1.01 * after.peak
+        assert after.peak >= array.shape[0] * 4 * 8
+    if before.in_use is not None and after.in_use is not None:
+        assert after.in_use - before.in_use > 2**25
+
+
+def test_synchronize_waits_for_nothing_twice(library: Backend) -> None:
+    library.synchronize()
+    library.synchronize()
+
+
+def test_describe(library: Backend) -> None:
+    line = library.describe()
+    assert "\n" not in line
+    assert line == (
+        f"{library.name} {library.version} on {library.device_name()}, {', '.join(library.dtypes)}"
+    )
+    assert library.version[0].isdigit()
+    assert library.device_name()
+
+
+# ---- Random numbers ----
+
+
+def draws(rng: Generator) -> list[object]:
+    return [
+        rng.normal((3, 5), mean=1.0, std=2.0),
+        rng.uniform((7,), low=-2.0, high=3.0),
+        rng.integers((2, 3), low=-4, high=9),
+        rng.full((2,), 0.1),
+        rng.normal(()),
+    ]
+
+
+def test_generator_is_the_same_everywhere(library: Backend) -> None:
+    wanted = draws(backends.get("numpy").generator(7, "float64"))
+    for dtype in ("float32", "float64"):
+        drawn = [library.to_numpy(x) for x in draws(library.generator(7, dtype))]
+        for got, exact in zip(drawn, wanted, strict=True):
+            exact = np.asarray(exact)
+            if exact.dtype == np.float64:  # rounded once, from the float64 number
+                exact = exact.astype(dtype)
+            assert got.dtype == exact.dtype
+            assert got.shape == exact.shape
+            assert np.array_equal(got, exact)
+
+
+def test_generator_follows_its_seed() -> None:
+    backend = backends.get("numpy")
+    a, b, c = (backend.generator(seed).normal((5,)) for seed in (1, 1, 2))
+    assert np.array_equal(a, b)
+    assert not np.array_equal(a, c)
+    rng = backend.generator(1)
+    assert not np.array_equal(rng.normal((5,)), rng.normal((5,)))
+
+
+def test_generator_draws_what_it_says() -> None:
+    rng = backends.get("numpy").generator(3, "float64")
+    x = rng.normal((100_000,), mean=3.0, std=0.5)
+    assert abs(x.mean() - 3.0) < 0.01
+    assert abs(x.std() - 0.5) < 0.01
+    u = rng.uniform((100_000,), low=-1.0, high=3.0)
+    assert u.min() >= -1.0
+    assert u.max() < 3.0
+    assert abs(u.mean() - 1.0) < 0.02
+    assert set(rng.integers((1000,), low=-1, high=2).tolist()) == {-1, 0, 1}
+    assert np.array_equal(rng.full((2, 2), 0.5), np.full((2, 2), 0.5))
+    assert rng.normal((0, 3)).shape == (0, 3)

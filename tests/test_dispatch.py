@@ -1,0 +1,267 @@
+"""Which implementation of an op runs, and when the backend of a library is imported."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import array_api_strict
+import numpy as np
+import pytest
+from xformer.backends import Backend
+
+import xformer
+from xformer import dispatch, ops
+from xformer.shapes import shapes
+
+X = np.ones((2, 3))
+
+
+class Cache(NamedTuple):
+    x: Any
+
+    def backward(self, dy: Any) -> Any:
+        return dy
+
+
+@pytest.fixture
+def op() -> Iterator[dispatch.Overridable]:
+    """A new op, which leaves the registry again."""
+
+    @xformer.overridable
+    @shapes("x (N, D)  y (D)")
+    def probe(x: Any, y: Any = None, *, mode: str = "a") -> tuple[Any, Cache]:
+        """Says who ran."""
+        return f"reference {mode}", Cache(x)
+
+    yield probe
+    dispatch._ops.remove(probe)
+
+
+def test_reference_runs_without_kernels(op: Any) -> None:
+    y, cache = op(X, mode="b")
+    assert y == "reference b"
+    assert cache.x is X
+    assert op.__doc__ == "Says who ran."
+    assert repr(op) == "<op probe, kernels: none>"
+    assert op in dispatch.ops()
+
+
+def test_kernel_runs_for_arrays_of_its_library_only(op: Any) -> None:
+    @xformer.kernel(op, "numpy")
+    def fast(x: Any, y: Any = None, *, mode: str = "a") -> tuple[Any, Cache]:
+        return f"kernel {mode}", Cache(x)
+
+    assert op(X, mode="b")[0] == "kernel b"
+    assert op(x=X)[0] == "kernel a"  # also where the first array is given by name
+    assert op(array_api_strict.asarray(X))[0] == "reference a"
+    assert repr(op) == "<op probe, kernels: numpy>"
+    assert op.reference(X)[0] == "reference a"
+
+
+def test_kernels_are_asked_in_order_the_last_registered_first(op: Any) -> None:
+    asked = []
+
+    def kernel(name: str, why_not: str | None) -> None:
+        def unsupported(x: Any, y: Any = None, *, mode: str = "a") -> str | None:
+            asked.append((name, mode))
+            return why_not
+
+        @xformer.kernel(op, "numpy", unsupported=unsupported)
+        def run(x: Any, y: Any = None, *, mode: str = "a") -> tuple[str, Cache]:
+            return name, Cache(x)
+
+    kernel("first", None)
+    kernel("second", None)
+    kernel("third", "too tall")
+    assert op(X, mode="b")[0] == "second"
+    assert asked == [("third", "b"), ("second", "b")]
+
+
+def test_kernel_without_unsupported_takes_everything(op: Any) -> None:
+    @xformer.kernel(op, "numpy", unsupported=lambda x, y=None, mode="a": "never")
+    def older(x: Any) -> tuple[str, Cache]:
+        raise AssertionError("it said that it cannot")
+
+    assert op(X)[0] == "reference a"
+
+    @xformer.kernel(op, "numpy")
+    def newer(x: Any) -> tuple[str, Cache]:
+        return "newer", Cache(x)
+
+    assert op(X)[0] == "newer"
+
+
+def test_bad_shapes_get_the_error_of_the_op_whatever_a_kernel_says(op: Any) -> None:
+    def never_asked(x: Any, y: Any = None, mode: str = "a") -> str | None:
+        raise AssertionError("arguments are checked first")
+
+    @xformer.kernel(op, "numpy", unsupported=never_asked)
+    def fast(x: Any, y: Any = None) -> tuple[str, Cache]:
+        return "kernel", Cache(x)
+
+    with pytest.raises(ValueError, match=r"^probe: y must be \(D,\) with D = 3 \(from x\), got"):
+        op(X, np.ones(4))
+    with pytest.raises(TypeError, match=r"^probe: x must be an array, got list$"):
+        op([[1.0]])
+
+
+def test_reference_only(op: Any) -> None:
+    @xformer.kernel(op, "numpy")
+    def fast(x: Any) -> tuple[str, Cache]:
+        return "kernel", Cache(x)
+
+    with xformer.reference_only():
+        assert op(X)[0] == "reference a"
+        with xformer.reference_only():
+            pass
+        assert op(X)[0] == "reference a"
+        assert "fast: not run, reference_only() is active" in xformer.explain(op, X)
+    assert op(X)[0] == "kernel"
+    with pytest.raises(ZeroDivisionError), xformer.reference_only():
+        raise ZeroDivisionError
+    assert op(X)[0] == "kernel"
+
+
+def test_explain(op: Any) -> None:
+    assert xformer.explain(op, X).splitlines() == [
+        "probe on numpy: the reference",
+        "- no kernel is registered for numpy",
+    ]
+
+    @xformer.kernel(op, "numpy")
+    def third(x: Any, y: Any = None) -> tuple[str, Cache]:
+        return "third", Cache(x)
+
+    @xformer.kernel(op, "numpy")
+    def second(x: Any, y: Any = None) -> tuple[str, Cache]:
+        return "second", Cache(x)
+
+    @xformer.kernel(op, "numpy", unsupported=lambda x, y=None: "x is not square")
+    def first(x: Any, y: Any = None) -> tuple[str, Cache]:
+        return "first", Cache(x)
+
+    here = __name__
+    for text in (xformer.explain(op, X), xformer.explain(op, x=X)):
+        assert text.splitlines() == [
+            f"probe on numpy: {here}.second",
+            f"- {here}.first: x is not square",
+            f"- {here}.third: not asked, {here}.second comes first",
+        ]
+    assert op(X)[0] == "second"  # explain tells what happens
+    assert "on array_api_strict: the reference" in xformer.explain(op, array_api_strict.asarray(X))
+
+
+def test_every_op_says_who_runs(library: Backend) -> None:
+    x = library.asarray(np.ones((2, 3)), "float32")
+    text = xformer.explain(ops.erf, x)
+    kernels = ops.erf.kernels.get(dispatch.library_of(type(x)), [])
+    assert ("the reference" in text) == (not kernels), text
+
+
+def test_ops_and_caches_are_pickled(library: Backend) -> None:
+    for op in dispatch.ops():
+        if not op.__name__.startswith("probe"):
+            assert pickle.loads(pickle.dumps(op)) is op
+    x, w = (library.asarray(np.ones(shape), "float32") for shape in ((2, 3), (3, 4)))
+    y, cache = ops.linear(x, w)
+    copy = pickle.loads(pickle.dumps(cache))
+    assert type(copy) is type(cache)
+    for a, b in zip(cache.backward(y)[:2], copy.backward(y)[:2], strict=True):
+        assert np.array_equal(library.to_numpy(a), library.to_numpy(b))
+
+
+def test_kernel_has_the_signature_of_its_op() -> None:
+    for op in dispatch.ops():
+        wanted = [(p.name, p.kind, p.default) for p in inspect.signature(op).parameters.values()]
+        for kernel in (k for kernels in op.kernels.values() for k in kernels):
+            signature = inspect.signature(kernel.run)
+            got = [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+            if kernel.run.__module__ != __name__:
+                assert got == wanted, kernel.run
+
+
+# ---- Which library, and when its backend is imported ----
+
+
+class Unknown:
+    """An array of a library that has no backend: NumPy behind another name."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.dtype, self.shape, self.ndim = values.dtype, values.shape, values.ndim
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return types.SimpleNamespace(
+            __name__="unknown",
+            tanh=lambda x: Unknown(np.tanh(x.values)),
+        )
+
+
+def test_unknown_library_runs_the_reference() -> None:
+    y, _ = ops.tanh(Unknown(X))
+    assert isinstance(y, Unknown)
+    assert np.array_equal(y.values, np.tanh(X))
+    assert "tanh on test_dispatch: the reference" in xformer.explain(ops.tanh, Unknown(X))
+
+
+def test_subclass_belongs_to_the_library_of_its_base() -> None:
+    class Mine(np.ndarray):
+        pass
+
+    assert dispatch.library_of(Mine) == "numpy"
+    x = X.view(Mine)
+    assert "numpy.index_add" in xformer.explain(ops.index_add, x, X, ids=np.array([0, 1]))
+    assert np.array_equal(ops.linear(x, np.ones((3, 4)))[0], np.full((2, 4), 3.0))
+
+
+def python(code: str, folder: Path) -> Any:
+    """What `code` prints, read as JSON; run in a new interpreter in `folder`."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_backend_is_imported_when_its_arrays_arrive(tmp_path: Path) -> None:
+    code = """
+import json, sys, numpy as np, array_api_strict, xformer
+def loaded():
+    here = [m for m in sys.modules if m.startswith("xformer.backends.") and m.count(".") == 2]
+    big = {"torch", "jax", "cupy"} & {*sys.modules}
+    return sorted(m.rpartition(".")[2] for m in here), sorted(big)
+steps = [loaded()]
+xformer.ops.tanh(np.ones(3))
+steps.append(loaded())
+xformer.ops.tanh(array_api_strict.ones(3))
+steps.append(loaded())
+print(json.dumps(steps))
+"""
+    at_first, numpy, strict = python(code, tmp_path)
+    assert at_first == [["base"], []]
+    assert numpy == [["base", "numpy"], []]
+    assert strict == [["array_api_strict", "base", "numpy"], []]
+
+
+def test_backend_that_cannot_be_imported_raises_every_time(tmp_path: Path) -> None:
+    code = """
+import json, sys, numpy as np, xformer
+sys.modules["xformer.backends.numpy.index_add"] = None  # importing it raises ImportError
+said = []
+for _ in range(2):
+    try:
+        xformer.ops.tanh(np.ones(3))
+    except ImportError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+    said = python(code, tmp_path)
+    assert len(said) == 2
+    assert all("index_add" in text for text in said), said

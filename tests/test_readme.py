@@ -1,0 +1,39 @@
+"""The README's examples run as they stand, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import xformer as xf
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_the_library_example_learns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(EXAMPLES[0], {})
+    assert float(capsys.readouterr().out) < 3.5  # from 5.5, the logarithm of 256
+    assert len(EXAMPLES[0].splitlines()) <= 15
+
+
+def test_the_op_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    x, w, b, dy = (rng.normal(size=s) for s in ((3, 5), (5,), (5,), (3, 5)))
+    exec(EXAMPLES[1], {"xf": xf, "x": x, "w": w, "b": b, "dy": dy})
+    assert "gradients agree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

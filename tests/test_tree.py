@@ -1,0 +1,144 @@
+"""`tree`: map, flatten, unflatten, nbytes over nested containers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import array_api_strict as strict
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xformer.backends import Backend
+
+from xformer import tree
+
+
+class Pair(NamedTuple):
+    w: Any
+    b: Any
+
+
+class Single(NamedTuple):
+    x: Any
+
+
+NESTED = Pair([Single(1), (2, None)], {"c": Pair(3, None), "d": ()})
+
+
+def test_map_keeps_structure_types_and_absent_leaves() -> None:
+    doubled = tree.map(lambda x: 2 * x, NESTED)
+    assert doubled == Pair([Single(2), (4, None)], {"c": Pair(6, None), "d": ()})
+    assert type(doubled.w[0]) is Single
+    assert type(doubled.w[1]) is tuple
+    assert tree.map(lambda x: 2 * x, 3) == 6
+    assert tree.map(lambda x: 2 * x, None) is None
+
+
+def test_map_over_several_trees() -> None:
+    assert tree.map(lambda x, y, z: (x, y, z), Pair(1, [2]), Pair(3, [4]), Pair(5, [6])) == Pair(
+        (1, 3, 5), [(2, 4, 6)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (Pair(1, 2), Single(1), "the root has parts w, b in the first tree, got x"),
+        (Pair(1, Single(2)), Pair(1, 3), "b has parts x in the first tree, got int"),
+        (Pair(1, 3), Pair(1, Single(2)), "b is an array in the first tree only"),
+        (Pair(1, 3), Pair(1, None), "b is an array in the first tree only"),
+        (Pair(1, None), Pair(1, 2), "b is absent in the first tree only"),
+        (Pair(1, Single(2)), Pair(1, None), "b has parts x in the first tree, got NoneType"),
+        ([Single(1)], [Single(1), Single(1)], "the root has parts 0 in the first tree, got 0, 1"),
+        ({"a": {"c": [1]}}, {"a": {"c": 1}}, "a.c has parts 0 in the first tree, got int"),
+        ({1: 1, 2: 2}, {1: 1}, "the root has parts 1, 2 in the first tree, got 1"),
+        (1, (1,), "the root is an array in the first tree only"),
+    ],
+)
+def test_map_names_the_place_where_structures_differ(first: Any, second: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^tree\.map: {message}$"):
+        tree.map(lambda x, y: x, first, second)
+
+
+def test_flatten_names_leaves_in_order() -> None:
+    assert list(tree.flatten(NESTED).items()) == [("w.0.x", 1), ("w.1.0", 2), ("b.c.w", 3)]
+    assert tree.flatten(5) == {"": 5}
+    assert tree.flatten(None) == {}
+    assert tree.flatten(()) == {}
+
+
+def test_flatten_refuses_two_leaves_of_one_name() -> None:
+    with pytest.raises(ValueError, match=r"^flatten: two leaves are called a\.b$"):
+        tree.flatten({"a": {"b": 1}, "a.b": 2})
+
+
+def test_unflatten() -> None:
+    leaves = {name: str(leaf) for name, leaf in tree.flatten(NESTED).items()}
+    rebuilt = tree.unflatten(NESTED, leaves)
+    assert rebuilt == Pair([Single("1"), ("2", None)], {"c": Pair("3", None), "d": ()})
+    backwards = dict(reversed(leaves.items()))  # names count, not their order
+    assert tree.unflatten(NESTED, backwards) == rebuilt
+    with pytest.raises(ValueError, match=r"^unflatten: missing w; unexpected nothing$"):
+        tree.unflatten(Pair(1, 2), {"b": 0})
+    with pytest.raises(ValueError, match=r"^unflatten: missing b, w; unexpected c, d$"):
+        tree.unflatten(Pair(1, 2), {"d": 0, "c": 0})
+
+
+def nests() -> st.SearchStrategy[Any]:
+    names = st.text("abc", min_size=1, max_size=3)
+    return st.recursive(
+        st.integers() | st.none(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(names, inner, max_size=3)
+            | st.builds(Pair, inner, inner)
+            | st.builds(Single, inner)
+        ),
+        max_leaves=12,
+    )
+
+
+def leaf_count(nest: Any) -> int:
+    if isinstance(nest, dict):
+        return sum(map(leaf_count, nest.values()))
+    return sum(map(leaf_count, nest)) if isinstance(nest, tuple | list) else nest is not None
+
+
+@settings(max_examples=150, deadline=None)
+@given(nests())
+def test_round_trip(nest: Any) -> None:
+    leaves = tree.flatten(nest)
+    assert len(leaves) == leaf_count(nest)
+    rebuilt = tree.unflatten(nest, leaves)
+    assert repr(rebuilt) == repr(nest)  # the types too
+    assert tree.map(type, tree.map(lambda x: x, nest)) == tree.map(type, nest)
+    assert tree.flatten(tree.map(lambda x: x + 1, nest)) == {k: x + 1 for k, x in leaves.items()}
+    assert tree.map(lambda x, y: x - y, nest, rebuilt) == tree.map(lambda x: 0, nest)
+
+
+def test_nbytes_counts_each_array_once(library: Backend) -> None:
+    a = library.asarray(np.ones((3, 5)), "float64")  # 120 bytes
+    b = library.asarray(np.ones(7), "float32")  # 28
+    assert tree.nbytes(a) == 120
+    assert tree.nbytes(Pair(a, [b, None, {"c": a}])) == 148
+    assert tree.nbytes(Pair(a, a + 0)) == 240
+    assert tree.nbytes([None, (), 3.0, "text"]) == 0
+    for dtype, size in (("bool", 1), ("uint8", 1), ("int16", 2), ("int32", 4), ("int64", 8)):
+        assert tree.nbytes(library.asarray(np.ones(11), dtype)) == 11 * size, dtype
+    assert tree.nbytes(library.asarray(np.ones((0, 3)), "float32")) == 0
+    assert tree.nbytes(library.asarray(np.ones(()), "float32")) == 4
+
+
+def test_nbytes_of_other_dtypes() -> None:
+    assert tree.nbytes(np.ones(3, np.float16)) == 6
+    assert tree.nbytes(np.ones(3, np.complex64)) == 24
+    assert tree.nbytes(strict.ones(3, dtype=strict.complex128)) == 48
+
+
+def test_map_on_arrays_of_every_library(library: Backend) -> None:
+    a = library.asarray(np.arange(6.0).reshape(2, 3), "float64")
+    rows = tree.map(lambda x, y: x + 2 * y, Pair(a, [a]), Pair(a, [a]))
+    assert np.array_equal(library.to_numpy(rows.b[0]), 3 * np.arange(6.0).reshape(2, 3))
+    assert list(tree.flatten(Pair(a, [a]))) == ["w", "b.0"]
