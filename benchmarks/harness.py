@@ -14,18 +14,20 @@ from typing import Any
 from benchmarks.shapes import Shape
 
 ROOT = Path(__file__).parents[1]
-# A library's idle threads keep spinning for a while, at the cost of whoever comes next.
-SETTLE = 0.03  # seconds
+# Idle threads of BLAS and OpenMP spin for up to 30 ms, at the cost of whoever comes next.
+SETTLE = 0.05  # seconds
 
 
 def interleave(
-    runs: dict[str, Callable[[], Any]], rounds: int, tick: Callable[[], Any]
+    runs: dict[str, Callable[[], Any]], rounds: int, repeats: int, tick: Callable[[], Any]
 ) -> dict[str, list[float]]:
-    """Seconds of each run, of every round; `tick` is called after each.
+    """Seconds of each run, rounds * repeats of them; `tick` is called after each turn.
 
-    In a round everyone runs once, in an order drawn anew (a fixed cycle would give each always the
-    same predecessor), so that all see the same disturbances. One round before the first warms up
-    and is not counted. A run returns when its work is done; freeing what it returns is not timed.
+    In a round everyone has one turn, so that all see the same disturbances, in an order drawn anew
+    (a fixed cycle would give each always the same predecessor). A turn is `repeats` runs on end,
+    as in a training loop: a short run alone would find threads asleep and caches cold. One round
+    before the first warms up and is not counted. A run returns when its work is done; freeing what
+    it returns is not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     shuffle = random.Random(0).shuffle
@@ -34,12 +36,13 @@ def interleave(
         shuffle(order)
         for name in order:
             time.sleep(SETTLE)
-            start = time.perf_counter()
-            result = runs[name]()
-            elapsed = time.perf_counter() - start
-            del result
-            if n:
-                seconds[name].append(elapsed)
+            for _ in range(repeats):
+                start = time.perf_counter()
+                result = runs[name]()
+                elapsed = time.perf_counter() - start
+                del result
+                if n:
+                    seconds[name].append(elapsed)
             tick()
     return seconds
 

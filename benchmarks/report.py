@@ -27,7 +27,7 @@ def header(result: dict[str, Any]) -> str:
 {machine["cpu"]}, {machine["system"]} {machine["architecture"]}; threads: {threads}
 Python {result["python"]}; {"; ".join(result["backends"].values())}
 
-Milliseconds: minimum (median) over the rounds; x: minimum over torch eager's minimum."""
+Milliseconds: minimum (median); x: minimum over torch eager's minimum."""
 
 
 def table(shape: dict[str, Any]) -> str:
@@ -50,8 +50,8 @@ def table(shape: dict[str, Any]) -> str:
     return f"""
 ## {shape["shape"]}: {shape["model"]}
 
-{shape["rounds"]} rounds, {shape["dtype"]}. Error: the largest relative one of loss, gradients and
-loss after a step, against float64 (allowed: {shape["tolerance"]:.0e}).
+{shape["rounds"]} rounds of {shape["repeats"]}, {shape["dtype"]}. Error: the largest relative one of
+loss, gradients and loss after a step, against float64 (allowed: {shape["tolerance"]:.0e}).
 
 {_align(rows)}"""
 

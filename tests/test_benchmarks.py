@@ -173,13 +173,16 @@ def test_an_unusable_backend_says_why(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_rounds_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "SETTLE", 0.0)
-    order: list[str] = []
-    runs = {name: lambda name=name: order.append(name) for name in "abcd"}
+    done: list[str] = []
+    runs = {name: lambda name=name: done.append(name) for name in "abcd"}
     ticks: list[None] = []
-    seconds = harness.interleave(runs, rounds=8, tick=lambda: ticks.append(None))
-    assert [len(seconds[name]) for name in "abcd"] == [8] * 4
-    assert len(ticks) == len(order) == 4 * 9  # one round warms up
-    rounds = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
+    seconds = harness.interleave(runs, rounds=8, repeats=3, tick=lambda: ticks.append(None))
+    assert [len(seconds[name]) for name in "abcd"] == [8 * 3] * 4
+    assert len(ticks) == 4 * 9  # one round warms up
+    assert len(done) == 3 * 4 * 9
+    turns = done[::3]
+    assert all(done[3 * i : 3 * i + 3] == [name] * 3 for i, name in enumerate(turns))
+    rounds = ["".join(turns[i : i + 4]) for i in range(0, len(turns), 4)]
     assert all(sorted(r) == list("abcd") for r in rounds)
     assert len(set(rounds)) > 4
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
-from xformer import layers, ops, tree
+from xformer import backends, layers, ops, tree
 from xformer.backends import Backend, Generator
+from xformer.gradcheck import Report, gradcheck
 from xformer.layers.feed_forward import ACTIVATIONS
 from xformer.models import GPT, Transformer
 from xformer.ops import Key
@@ -49,6 +50,38 @@ class Case:
     def build(self, backend: Backend, dtype: str = "float64") -> tuple[Function, tuple[Any, ...]]:
         """fn and args on a backend: the same values on each, in every run."""
         return self.make(backend.generator(zlib.crc32(self.name.encode()), dtype), backend)
+
+    def check(self, backend: Backend, **options: Any) -> Report:
+        """`gradcheck` of the case on a backend; options are those of `gradcheck`.
+
+        Only fn itself runs there. The comparison is made on the host: JAX would compile it anew
+        for every shape.
+        """
+        fn, _ = self.build(backend)
+        _, args = self.build(backends.get("numpy"))
+
+        def on_backend(*args: Any) -> tuple[Any, Any]:
+            y, cache = fn(*_move(args, backend.asarray))
+            return _move(y, backend.to_numpy), _HostCache(cache, backend)
+
+        update_wrapper(on_backend, fn)
+        on_backend.__name__ = self.name
+        return gradcheck(on_backend, *args, **options)
+
+
+@dataclass(frozen=True)
+class _HostCache:
+    """A cache of a backend, for gradients that are on the host."""
+
+    cache: Any
+    backend: Backend
+
+    def backward(self, *dy: Any) -> Any:
+        return _move(self.cache.backward(*_move(dy, self.backend.asarray)), self.backend.to_numpy)
+
+
+def _move(arrays: Any, mover: Callable[[Any], Any]) -> Any:
+    return tree.map(mover, arrays)
 
 
 def cases() -> tuple[Case, ...]:
@@ -216,7 +249,8 @@ def _losses() -> Iterator[Case]:
     yield case("z_loss", z_loss=0.3)
 
 
-# ---- Layers: B = 2, T = 3, S = 5, D = 7, H = 2, K = 3, M = 3 or 2, F = 11 ----
+# ---- Layers and models: B = 5, T = 4, S = 7, D = 6, H = 2, K = M = 3, F = 11, few shapes in all:
+# JAX compiles anew for each ----
 
 
 def _layer(name: str, make: Make) -> Case:
@@ -253,29 +287,29 @@ def _attention() -> Iterator[Case]:
         **options: Any,
     ) -> Case:
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
-            width = 13 if memory == "array" else 7  # D_m need not be D
+            width = 13 if memory == "array" else 6  # D_m need not be D
             kv = layers.KeyValueParams(
                 _linear_params(rng, width, groups * k, b), _linear_params(rng, width, groups * m, b)
             )
             params = layers.AttentionParams(
-                _linear_params(rng, 7, 2 * k, b),
+                _linear_params(rng, 6, 2 * k, b),
                 None if memory == "ready" else kv,
-                _linear_params(rng, 2 * m, 7, b) if o else None,
+                _linear_params(rng, 2 * m, 6, b) if o else None,
             )
             source = {
                 "self": lambda: None,
-                "array": lambda: rng.normal((2, 5, width)),
+                "array": lambda: rng.normal((5, 7, width)),
                 "ready": lambda: layers.KeyValue(
-                    rng.normal((2, groups, 5, k)), rng.normal((2, groups, 5, m))
+                    rng.normal((5, groups, 7, k)), rng.normal((5, groups, 7, m))
                 ),
             }[memory]()
             args = (
-                rng.normal((2, 3, 7)),
+                rng.normal((5, 4, 6)),
                 params,
                 source,
                 None if bias is None else rng.normal(bias),
-                rng.normal((3, k)) if "q" in pos else None,
-                rng.normal((5, k)) if "k" in pos else None,
+                rng.normal((4, k)) if "q" in pos else None,
+                rng.normal((7, k)) if "k" in pos else None,
             )
             drawn = _drawn(rng, backend, options)
             return partial(layers.attention, n_heads=2, n_kv_heads=groups, **drawn), args
@@ -285,22 +319,22 @@ def _attention() -> Iterator[Case]:
     yield case("self")
     yield case("self, causal", causal=True)
     yield case("self, positions", pos="q")
-    yield case("self, bias and mask", bias=(2, 1, 3), mask=_mask((2, 2, 3, 3), DEAD_QUERY))
+    yield case("self, bias and mask", bias=(2, 1, 4), mask=_mask((5, 2, 4, 4), DEAD_QUERY))
     yield case("memory", memory="array")
     yield case("memory, one key head", memory="array", groups=1)
-    yield case("memory, heads wider than D / H", memory="array", k=5, m=2)
+    yield case("memory, heads of other widths", memory="array", k=5, m=2)
     yield case("memory, positions", memory="array", pos="qk")
     yield case("memory, positions of queries", memory="array", pos="q")
-    yield case("memory, padding", memory="array", mask=_mask((2, 1, 1, 5), DEAD_BATCH))
+    yield case("memory, padding", memory="array", mask=_mask((5, 1, 1, 7), DEAD_BATCH))
     yield case("ready keys and values", memory="ready", m=2)
     yield case("no output projection", o=False, m=2)
     yield case("no biases", b=False)
     yield case("dropout and scale", scale=0.3, dropout_rate=0.3, dropout_key=KEY)
     yield case(
         "all options",
-        **{"memory": "array", "groups": 1, "pos": "qk", "bias": (3, 5)},
+        **{"memory": "array", "groups": 1, "pos": "qk", "bias": (4, 7)},
         causal=True,
-        mask=_mask((2, 1, 1, 5)),
+        mask=_mask((5, 1, 1, 7)),
         scale=0.3,
         dropout_rate=0.3,
         dropout_key=KEY,
@@ -310,8 +344,8 @@ def _attention() -> Iterator[Case]:
 def _key_value() -> Iterator[Case]:
     def case(note: str, m: int, pos: bool) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
-            params = layers.KeyValueParams(_linear_params(rng, 7, 6), _linear_params(rng, 7, 2 * m))
-            args = (rng.normal((2, 5, 7)), params, rng.normal((5, 3)) if pos else None)
+            params = layers.KeyValueParams(_linear_params(rng, 6, 6), _linear_params(rng, 6, 2 * m))
+            args = (rng.normal((5, 7, 6)), params, rng.normal((7, 3)) if pos else None)
             return partial(layers.key_value, n_kv_heads=2), args
 
         return _layer(f"key_value: {note}", make)
@@ -323,8 +357,8 @@ def _key_value() -> Iterator[Case]:
 def _feed_forward() -> Iterator[Case]:
     def case(activation: str, b: bool = True) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
-            up, down = _linear_params(rng, 7, 11, b), _linear_params(rng, 11, 7, b)
-            args = (rng.normal((2, 3, 7)), layers.FeedForwardParams(up, down))
+            up, down = _linear_params(rng, 6, 11, b), _linear_params(rng, 11, 6, b)
+            args = (rng.normal((5, 4, 6)), layers.FeedForwardParams(up, down))
             return partial(layers.feed_forward, activation=activation), args
 
         return _layer(f"feed_forward: {activation}{'' if b else ', no biases'}", make)
@@ -337,14 +371,14 @@ def _feed_forward() -> Iterator[Case]:
 def _residual() -> Iterator[Case]:
     def case(note: str, *, norm: bool = True, **options: Any) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
-            ffn = layers.FeedForwardParams(_linear_params(rng, 7, 11), _linear_params(rng, 11, 7))
-            like = layers.LayerNormParams.init(rng, 7, bias=True)
+            ffn = layers.FeedForwardParams(_linear_params(rng, 6, 11), _linear_params(rng, 11, 6))
+            like = layers.LayerNormParams.init(rng, 6, bias=True)
 
             def fn(x: Array, norm: Any, ffn: Any) -> tuple[Array, Any]:
                 sublayer = lambda x: layers.feed_forward(x, ffn, activation="tanh")  # noqa: E731
                 return layers.residual(x, norm, sublayer, **options)
 
-            return fn, (rng.normal((2, 3, 7)), _random(rng, like) if norm else None, ffn)
+            return fn, (rng.normal((5, 4, 6)), _random(rng, like) if norm else None, ffn)
 
         return _layer(f"residual: {note}", make)
 
@@ -354,7 +388,7 @@ def _residual() -> Iterator[Case]:
     yield case("dropout", dropout_rate=0.3, dropout_key=KEY)
 
 
-SIZES = {"d_model": 7, "n_heads": 2, "d_ff": 11, "d_head": 3, "activation": "gelu"}
+SIZES = {"d_model": 6, "n_heads": 2, "d_ff": 11, "activation": "gelu"}
 
 
 def _blocks(
@@ -381,17 +415,17 @@ def _blocks(
         if not norms:
             params = params._replace(attn_norm=None, cross_norm=None, ffn_norm=None)
         ready = cross == "shared" and not is_stack
-        memory: Any = rng.normal((2, 5, 7)) if cross else None
+        memory: Any = rng.normal((5, 7, 6)) if cross else None
         if ready:
-            k, v = (2, cfg.kv_heads, 5, cfg.head_width), (2, cfg.kv_heads, 5, cfg.value_width)
+            k, v = (5, cfg.kv_heads, 7, cfg.head_width), (5, cfg.kv_heads, 7, cfg.value_width)
             memory = layers.KeyValue(rng.normal(k), rng.normal(v))
         args = (
-            rng.normal((2, 3, 7)),
+            rng.normal((5, 4, 6)),
             _random(rng, params),
             memory,
             None if bias is None else rng.normal(bias),
-            rng.normal((3, 3)) if pos else None,
-            rng.normal((5, 3)) if pos and cross and not ready else None,
+            rng.normal((4, 3)) if pos else None,
+            rng.normal((7, 3)) if pos and cross and not ready else None,
         )
         layer = layers.stack if is_stack else layers.block
         return partial(layer, config=cfg, **_drawn(rng, backend, options)), args
@@ -409,15 +443,15 @@ def _block() -> Iterator[Case]:
     yield _blocks("block: one key head", cross="memory", config={"n_kv_heads": 1})
     yield _blocks("block: positions", cross="memory", pos=True)
     yield _blocks("block: dropout", cross="memory", config={"dropout": 0.3}, dropout_key=KEY)
-    masks = {"mask": _mask((2, 1, 1, 3), DEAD_BATCH), "memory_mask": _mask((2, 1, 3, 5))}
-    yield _blocks("block: bias and masks", cross="memory", bias=(2, 1, 3), **masks)
+    masks = {"mask": _mask((5, 1, 1, 4), DEAD_BATCH), "memory_mask": _mask((5, 1, 4, 7))}
+    yield _blocks("block: bias and masks", cross="memory", bias=(2, 1, 4), **masks)
 
 
 def _stack() -> Iterator[Case]:
     for norm in ("pre", "post"):
         yield _blocks(f"stack: encoder, {norm}", config={"norm": norm, "d_value": 2})
     yield _blocks("stack: decoder", cross="memory", causal=True)
-    yield _blocks("stack: bias and positions", cross="memory", bias=(2, 1, 3), pos=True)
+    yield _blocks("stack: bias and positions", cross="memory", bias=(2, 1, 4), pos=True)
     yield _blocks("stack: shared memory", cross="shared", config={"d_value": 2})
     yield _blocks("stack: shared memory, positions", cross="shared", pos=True)
     yield _blocks("stack: dropout", config={"dropout": 0.3}, dropout_key=KEY)
@@ -426,11 +460,11 @@ def _stack() -> Iterator[Case]:
 
 def _embed() -> Iterator[Case]:
     def case(note: str, dropout_key: Key | None = None, **config: Any) -> Case:
-        sizes = {"vocab_size": 7, "width": 5, "d_model": 5, "max_len": 3}
+        sizes = {"vocab_size": 13, "width": 6, "d_model": 6, "max_len": 4}
         cfg = layers.EmbedConfig(**sizes | config)
 
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
-            ids = rng.integers((2, 3), high=cfg.vocab_size)
+            ids = rng.integers((5, 4), high=cfg.vocab_size)
 
             def fn(params: layers.EmbedParams) -> tuple[Any, Any]:
                 (x, pos), cache = layers.embed(params, ids=ids, config=cfg, dropout_key=dropout_key)
@@ -444,10 +478,10 @@ def _embed() -> Iterator[Case]:
     for positions in ("sinusoidal", "learned"):
         yield case(f"{positions}, added", positions=positions)
         concat = {"positions": positions, "mode": "concat"}
-        yield case(f"{positions}, concatenated", d_model=7, **concat)
-        yield case(f"{positions}, concatenated, projected", d_model=11, d_positions=2, **concat)
+        yield case(f"{positions}, concatenated", d_model=9, **concat)
+        yield case(f"{positions}, concatenated, projected", d_model=11, d_positions=3, **concat)
         if positions == "learned":  # sinusoidal ones, handed on, have no gradient
-            yield case(f"{positions}, for q, k, v", positions=positions, mode="qkv", d_positions=2)
+            yield case(f"{positions}, for q, k, v", positions=positions, mode="qkv", d_positions=3)
     yield case("fewer tokens than max_len", positions="learned", max_len=7)
     yield case("projected", d_model=11)
     yield case("dropout", KEY, dropout=0.3)
@@ -458,11 +492,11 @@ def _embed() -> Iterator[Case]:
 
 def _gpt() -> Iterator[Case]:
     def case(note: str, loss: dict[str, Any] | None = None, **config: Any) -> Case:
-        sizes = {"vocab_size": 11, "n_layers": 1, "d_model": 6, "n_heads": 2, "max_len": 7}
-        model = GPT(**sizes | {"d_ff": 5} | config)
+        sizes = {"vocab_size": 13, "n_layers": 1, "d_model": 6, "n_heads": 2, "max_len": 7}
+        model = GPT(**sizes | {"d_ff": 11} | config)
 
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
-            tokens, targets = rng.integers((2, 5), high=11), rng.integers((2, 5), high=11)
+            tokens, targets = rng.integers((5, 4), high=13), rng.integers((5, 4), high=13)
 
             def fn(params: Any) -> tuple[Array, Any]:
                 return model.loss(params, tokens, targets, **loss or {})
@@ -484,12 +518,12 @@ def _gpt() -> Iterator[Case]:
 
 def _transformer() -> Iterator[Case]:
     def case(note: str, loss: dict[str, Any] | None = None, **config: Any) -> Case:
-        sizes = {"src_vocab_size": 11, "tgt_vocab_size": 13, "d_model": 6, "n_heads": 2}
+        sizes = {"src_vocab_size": 17, "tgt_vocab_size": 13, "d_model": 6, "n_heads": 2}
         depth = {"n_encoder_layers": 1, "n_decoder_layers": 1}
-        model = Transformer(**sizes | depth | {"max_len": 7, "d_ff": 5} | config)
+        model = Transformer(**sizes | depth | {"max_len": 7, "d_ff": 11} | config)
 
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
-            src, tgt = _padded(rng, backend, 5, 11), _padded(rng, backend, 4, 13)
+            src, tgt = _padded(rng, backend, 7, 17), _padded(rng, backend, 5, 13)
 
             def fn(params: Any) -> tuple[Array, Any]:
                 return model.loss(params, src, tgt, **loss or {})
@@ -502,9 +536,9 @@ def _transformer() -> Iterator[Case]:
     yield case("pre-norm, tied", norm="pre", tied=True)
     yield case("two layers each", n_encoder_layers=2, n_decoder_layers=2)
     yield case("two layers each, shared memory", shared_memory=True, n_decoder_layers=2)
-    yield case("free widths, no biases", d_head=5, d_value=2, src_width=5, tgt_width=7, bias=False)
+    yield case("free widths, no biases", d_head=5, d_value=2, src_width=5, tgt_width=9, bias=False)
     yield case("one key head", n_kv_heads=1, activation="silu")
-    concat = {"position_mode": "concat", "src_width": 4, "tgt_width": 3, "d_positions": 2}
+    concat = {"position_mode": "concat", "src_width": 5, "tgt_width": 3, "d_positions": 3}
     yield case("positions: concatenated", **concat)
     yield case("positions: learned", positions="learned")
     qkv = {"positions": "learned", "position_mode": "qkv"}
@@ -516,8 +550,8 @@ def _transformer() -> Iterator[Case]:
 
 
 def _padded(rng: Generator, backend: Backend, length: int, size: int) -> Array:
-    """(3, length) ids: a full row, one that ends in padding (0), one with a single token."""
-    host = backend.to_numpy(rng.integers((3, length), low=1, high=size)).copy()
+    """(5, length) ids: some rows full, one that ends in padding (0), one with a single token."""
+    host = backend.to_numpy(rng.integers((5, length), low=1, high=size)).copy()
     host[1, length - 2 :] = 0
     host[2, 1:] = 0
     return backend.asarray(host)

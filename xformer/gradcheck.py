@@ -148,7 +148,7 @@ class _Check:
         self.fn, self.inputs, self.douts, self.grads, self.rtol = fn, inputs, douts, grads, rtol
         self.leaves, self.y = tree.flatten(inputs), _as_tuple(y)
         self.units = {name: _unit(leaf) for name, leaf in self.leaves.items()}
-        terms = [y * dy for y, dy in zip(self.y, douts, strict=True)]
+        terms = [y * dy for y, dy in zip(self.y, douts, strict=True) if y is not None]
         self.rounding = ROUNDING * sum(_total(array_namespace(t).abs(t)) for t in terms)
 
     def along(self, name: str, keys: tuple[str, ...], seed: int) -> Row:
@@ -173,16 +173,17 @@ class _Check:
 
     def _row(self, name: str, direction: dict[str, Array]) -> Row:
         analytic = sum(_total(self.grads[k] * v) for k, v in direction.items())
-        rows: list[Row] = []
-        for h in STEPS:
+        best = Row(name, analytic, math.nan, math.nan)
+        last = math.nan
+        for h in STEPS if math.isfinite(analytic) else ():
             numeric = self._difference(direction, h)
-            rows.append(Row(name, analytic, numeric, self._error(analytic, numeric, h)))
-            if rows[-1].error <= self.rtol:
-                return rows[-1]
-            if len(rows) > 1 and self._error(rows[-2].numeric, numeric, h) <= self.rtol:
+            row = Row(name, analytic, numeric, self._error(analytic, numeric, h))
+            if row.error <= self.rtol:
+                return row
+            if self._error(last, numeric, h) <= self.rtol:
                 kink = self._is_kink(direction, max(abs(analytic), abs(numeric)))
-                return rows[-1]._replace(remark="not smooth" if kink else "disagrees")
-        best = min(rows, key=_badness)
+                return row._replace(remark="not smooth" if kink else "disagrees")
+            best, last = min(row, best, key=_badness), numeric
         finite = math.isfinite(best.error)
         return best._replace(remark="not smooth, or wrong" if finite else "not finite")
 
@@ -205,7 +206,7 @@ class _Check:
         }
         y, _ = self.fn(*tree.unflatten(self.inputs, moved).values())
         terms = zip(_as_tuple(y), self.y, self.douts, strict=True)
-        return sum(_total((new - old) * dy) for new, old, dy in terms)
+        return sum(_total((new - old) * dy) for new, old, dy in terms if old is not None)
 
     def _error(self, a: float, b: float, h: float) -> float:
         return abs(a - b) / (max(abs(a), abs(b), self.rounding / (h * self.rtol)) or 1.0)
@@ -253,10 +254,13 @@ def _badness(row: Row) -> float:
     return math.inf if math.isnan(row.error) else row.error
 
 
-def _random_like(arrays: tuple[Array, ...], seed: int) -> tuple[Array, ...]:
-    """Numbers uniform in (-1, 1), by the library's own counter-based bits."""
-    out = []
+def _random_like(arrays: tuple[Array | None, ...], seed: int) -> tuple[Array | None, ...]:
+    """Numbers uniform in (-1, 1), by the library's own counter-based bits; None for None."""
+    out: list[Array | None] = []
     for site, like in enumerate(arrays):
+        if like is None:
+            out.append(None)
+            continue
         xp = array_namespace(like)
         n = math.prod(like.shape)
         # Powers of two only: JAX compiles anew for every size.

@@ -14,7 +14,7 @@ from xformer.typing import Array
 @kernel(reference, "cupy")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """cupyx.scatter_add, which sums repeated ids in no fixed order."""
-    require_ids("index_add", "ids", ids, x.shape[0], x)
+    ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     out = x.copy()
     cupyx.scatter_add(out, ids, y)
     return out, IndexAddCache(ids)

@@ -12,5 +12,5 @@ from xformer.typing import Array
 @kernel(reference, "jax")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """x.at[ids].add(y), which sums repeated ids."""
-    require_ids("index_add", "ids", ids, x.shape[0], x)
+    ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     return x.at[ids].add(y), IndexAddCache(ids)

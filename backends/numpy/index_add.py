@@ -14,7 +14,7 @@ from xformer.typing import Array
 @kernel(reference, "numpy")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """Sort the rows by id and sum each run with `add.reduceat`."""
-    require_ids("index_add", "ids", ids, x.shape[0], x)
+    ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     out = x.copy()
     if ids.size:
         order = np.argsort(ids, kind="stable")

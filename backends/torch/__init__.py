@@ -41,7 +41,8 @@ class TorchBackend(Backend):
         return self.device is not None and torch.device(self.device).type == "cuda"
 
     def _from_host(self, host: np.ndarray) -> Array:
-        return torch.tensor(host, device=self.device)  # copies: the host's may be read-only
+        # Copies, since the host's may be read-only; torch knows no negative strides.
+        return torch.tensor(np.asarray(host, order="C"), device=self.device)
 
     def device_name(self) -> str:
         """What the device is called."""

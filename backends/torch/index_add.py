@@ -14,5 +14,5 @@ from xformer.typing import Array
 @kernel(reference, "torch")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """torch.index_add, which sums repeated ids (on CUDA in no fixed order)."""
-    require_ids("index_add", "ids", ids, x.shape[0], x)
-    return torch.index_add(x, 0, ids.to(torch.int64), y), IndexAddCache(ids)
+    ids = require_ids("index_add", "ids", ids, x.shape[0], x)
+    return torch.index_add(x, 0, ids, y), IndexAddCache(ids)

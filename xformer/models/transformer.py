@@ -14,7 +14,7 @@ from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.linear import LinearParams
 from xformer.layers.stack import StackParams, stack
 from xformer.models.loss import LossCache, token_loss
-from xformer.ops._checks import require_sizes, require_tokens
+from xformer.ops._checks import as_indices, require_id, require_sizes, require_tokens
 from xformer.typing import Array
 
 
@@ -63,6 +63,14 @@ class Transformer:
             raise ValueError(
                 f"Transformer: a tied head needs tgt_width = d_model = {self.d_model}, "
                 f"got {self.tgt_width}"
+            )
+        smaller = min(self.src_vocab_size, self.tgt_vocab_size)
+        require_id("Transformer", smaller, pad_id=self.pad_id)
+        block = self.block_config
+        if self.position_mode == "qkv" and block.value_width != block.head_width:
+            raise ValueError(
+                f"Transformer: position_mode 'qkv' needs d_value = d_head = {block.head_width}, "
+                f"got {block.value_width}"
             )
 
     @property
@@ -230,15 +238,12 @@ class Transformer:
 
         ValueError where start_id or end_id is not in the target's vocabulary.
         """
-        for name, token in (("start_id", start_id), ("end_id", end_id)):
-            if not 0 <= token < self.tgt_vocab_size:
-                raise ValueError(
-                    f"generate: {name} must lie in [0, {self.tgt_vocab_size}), got {token}"
-                )
+        require_id("generate", self.tgt_vocab_size, start_id=start_id, end_id=end_id)
         require_sizes("generate", 0, max_new=max_new)
         require_tokens("generate", "src", src)
         xp = array_namespace(src)
         (memory, memory_pos), _ = self.encode(params, src)
+        src = as_indices(src)
         tgt = xp.full((src.shape[0], 1), start_id, dtype=src.dtype, device=device(src))
         done = tgt[:, 0] == end_id
         for _ in range(min(max_new, self.max_len)):
@@ -253,7 +258,7 @@ class Transformer:
 
     def _mask(self, ids: Array) -> Array:
         """Which keys may be attended to: (B, 1, 1, S)."""
-        return (ids != self.pad_id)[:, None, None, :]
+        return (as_indices(ids) != self.pad_id)[:, None, None, :]
 
 
 class TransformerParams(NamedTuple):

@@ -25,13 +25,22 @@ def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:
         )
 
 
-def require_integers(op: str, name: str, ids: Any, like: Array) -> None:
-    """TypeError unless `ids` is an integer array of the library of `like`."""
+def require_integers(op: str, name: str, ids: Any, like: Array) -> Array:
+    """`ids` in the dtype of indices; TypeError unless integers of the library of `like`."""
     require_array(op, name, ids, "an integer array")
     require_same_library(op, name, ids, like)
     require_same_device(op, name, ids, like)
     if not array_namespace(ids).isdtype(ids.dtype, "integral"):
         raise TypeError(f"{op}: {name} must be an integer array, got dtype {ids.dtype}")
+    return as_indices(ids)
+
+
+def as_indices(ids: Array) -> Array:
+    """Integers in the dtype of indices, the only one that some libraries index with."""
+    xp = array_namespace(ids)
+    if ids.dtype == xp.int64:
+        return ids
+    return xp.astype(ids, xp.__array_namespace_info__().default_dtypes()["indexing"])
 
 
 def require_mask(op: str, name: str, mask: Any, like: Array) -> None:
@@ -53,21 +62,18 @@ def require_tokens(op: str, name: str, ids: Any) -> None:
         raise ValueError(f"{op}: {name} must be (B, T), got shape {tuple(ids.shape)}")
 
 
-def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> None:
-    """TypeError unless `ids` are integers of the library of `like`; ValueError out of [0, size)."""
-    require_integers(op, name, ids, like)
+def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> Array:
+    """As `require_integers`, and ValueError for ids outside [0, size)."""
+    ids = require_integers(op, name, ids, like)
     if not in_range(ids, size=size):
         raise ValueError(f"{op}: {name} must lie in [0, {size}), got {_span(ids)}")
+    return ids
 
 
 @overridable
 def in_range(ids: Array, *, size: int) -> bool:
     """Whether all ids lie in [0, size). A backend whose arrays have no values yet says True."""
-    xp = array_namespace(ids)
-    if size == 0:
-        return math.prod(ids.shape) == 0
-    last = min(size - 1, int(xp.iinfo(ids.dtype).max))  # a bound beyond the dtype would wrap
-    return bool(xp.all((ids >= 0) & (ids <= last)))
+    return bool(array_namespace(ids).all((ids >= 0) & (ids < size)))
 
 
 def _span(ids: Array) -> str:
@@ -80,6 +86,13 @@ def require_sizes(op: str, low: int, **sizes: Any) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < low:
             raise ValueError(f"{op}: {name} must be an int of at least {low}, got {size!r}")
+
+
+def require_id(op: str, size: int, **ids: Any) -> None:
+    """ValueError unless every id is an int in [0, size)."""
+    for name, value in ids.items():
+        if not isinstance(value, int) or not 0 <= value < size:
+            raise ValueError(f"{op}: {name} must lie in [0, {size}), got {value!r}")
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:

@@ -90,14 +90,12 @@ def _split_ignored(
     logits: Array, targets: Array, ignore_index: int | None
 ) -> tuple[Array, Array | None]:
     """Targets with 0 in place of ignored ones, and which are kept. Checks the rest."""
-    require_integers("cross_entropy", "targets", targets, logits)
-    xp, kept = array_namespace(targets), None
-    span = xp.iinfo(targets.dtype)
-    if ignore_index is not None and span.min <= ignore_index <= span.max:
+    kept = None
+    if ignore_index is not None:
+        targets = require_integers("cross_entropy", "targets", targets, logits)
         kept = targets != ignore_index
-        targets = xp.where(kept, targets, 0)
-    require_ids("cross_entropy", "targets", targets, logits.shape[-1], logits)
-    return targets, kept
+        targets = array_namespace(targets).where(kept, targets, 0)
+    return require_ids("cross_entropy", "targets", targets, logits.shape[-1], logits), kept
 
 
 def _where_kept(kept: Array, logits: Array) -> Array:

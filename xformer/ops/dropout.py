@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, device
 
 from xformer.dispatch import overridable
 from xformer.ops._checks import number
@@ -56,4 +56,6 @@ def _drop(x: Array, rate: float, key: Key | None) -> Array:
     if lowest == 2**32:
         return xp.zeros_like(x)
     bits = random_bits(x, key=key, size=math.prod(x.shape))
-    return xp.where(xp.reshape(bits >= lowest, x.shape), x / (1 - rate), 0.0)
+    # As an array: JAX takes numbers for int32, where the words are uint32.
+    keep = bits >= xp.full((), lowest, dtype=bits.dtype, device=device(x))
+    return xp.where(xp.reshape(keep, x.shape), x / (1 - rate), 0.0)

@@ -22,7 +22,7 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     table: (V, D)   ids: (...) integers in [0, V)   y: (..., D). TypeError where ids are not
     integers, ValueError where one is out of range. Derivation: docs/derivations/embedding.md
     """
-    require_ids("embedding", "ids", ids, table.shape[0], table)
+    ids = require_ids("embedding", "ids", ids, table.shape[0], table)
     xp = array_namespace(table)
     flat = xp.reshape(ids, (math.prod(ids.shape),))
     y = xp.reshape(xp.take(table, flat, axis=0), (*ids.shape, table.shape[1]))

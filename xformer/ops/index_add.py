@@ -21,7 +21,7 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     function; sums are made in a fixed order, so the result is the same in every run.
     Derivation: docs/derivations/index_add.md
     """
-    require_ids("index_add", "ids", ids, x.shape[0], x)
+    ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     xp = array_namespace(x)
     if ids.shape[0] == 0:
         return x + 0, IndexAddCache(ids)

@@ -130,7 +130,9 @@ def _unfold(x: Array, q: Array) -> Array:
 
 def _require_heads(q: Array, k: Array, bias: Array | None, mask: Array | None) -> None:
     heads, groups = q.shape[1], k.shape[1]
-    if groups == 0 or heads % groups:
+    if groups == 0:
+        raise ValueError(f"sdpa: k must have at least one head, got shape {tuple(k.shape)}")
+    if heads % groups:
         raise ValueError(f"sdpa: the {groups} heads of k must divide the {heads} heads of q")
     if mask is not None:
         require_mask("sdpa", "mask", mask, q)

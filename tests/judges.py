@@ -1,0 +1,109 @@
+"""Who judges a gradient written by hand: other libraries, autograd, float64. By `catalogue` case."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from xformer import backends, tree
+from xformer.backends import Backend
+from xformer.catalogue import Case
+
+Values = dict[str, np.ndarray]
+
+
+def by_hand(case: Case, backend: Backend, dtype: str = "float64") -> Values:
+    """Outputs and gradients as `case` gives them on a backend, by name, on the host."""
+    fn, args = case.build(backend, dtype)
+    y, cache = fn(*args)
+    return named(backend, y, gradients(args, cache.backward(*douts(backend, y, dtype))))
+
+
+@functools.cache
+def on_numpy(case: Case, dtype: str = "float64") -> Values:
+    """The same on NumPy in float64, from inputs and dy rounded to `dtype`."""
+    numpy = backends.get("numpy")
+    fn, args = case.build(numpy, dtype)
+    y, cache = fn(*_wide(args))
+    return named(numpy, y, gradients(args, cache.backward(*_wide(douts(numpy, y, dtype)))))
+
+
+def by_torch_autograd(case: Case, backend: Backend) -> Values:
+    """Gradients by torch's autograd through the same forward code."""
+    import torch
+
+    fn, args = case.build(backend)
+    leaves = tree.flatten({"args": args})
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    y, _ = fn(*args)
+    pairs = zip(outputs(y), douts(backend, y), strict=True)
+    outs, dys = zip(*[(out, dy) for out, dy in pairs if out.requires_grad] or [((), ())])
+    grads: Any = [None] * len(leaves)
+    if outs != ((),):  # else nothing depends on anything: dropout of everything
+        grads = torch.autograd.grad(outs, list(leaves.values()), dys, allow_unused=True)
+    given = {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }
+    return named(backend, y, tree.unflatten({"args": args}, given)["args"])
+
+
+def by_jax(case: Case, backend: Backend) -> Values:
+    """Gradients by JAX's reverse mode through the same forward code."""
+    import jax
+
+    fn, args = case.build(backend)
+    y, pull_back = jax.vjp(lambda *args: outputs(fn(*args)[0]), *args)
+    return named(backend, y, pull_back(douts(backend, y)))
+
+
+def require_close(got: Values, wanted: Values, rtol: float) -> None:
+    """max|got - wanted| <= rtol * max|wanted| for each array.
+
+    To which comes some rounding of the largest number of all, since a gradient may be 0 but for
+    rounding: that of the keys' bias, for instance, to which a softmax is blind.
+    """
+    assert got.keys() == wanted.keys()
+    scale = max((_largest(a) for a in wanted.values()), default=0.0)
+    for name, b in wanted.items():
+        a = got[name]
+        assert a.shape == b.shape, name
+        allowed = rtol * _largest(b) + 16 * np.finfo(a.dtype).eps * scale
+        off = _largest(a - b)
+        assert off <= allowed, f"{name}: off by {off:.1e}, {off / (allowed or 1):.3g} x the limit"
+
+
+def outputs(y: Any) -> tuple[Any, ...]:
+    """The arrays that a function returns beside its cache."""
+    return tuple(y) if isinstance(y, tuple) else (y,)
+
+
+def douts(backend: Backend, y: Any, dtype: str = "float64") -> tuple[Any, ...]:
+    """A random gradient for each output."""
+    rng = backend.generator(1, dtype)
+    return tuple(rng.normal(out.shape) for out in outputs(y))
+
+
+def gradients(args: tuple[Any, ...], returned: Any) -> tuple[Any, ...]:
+    """What `cache.backward` returned, as a tuple in the order of args."""
+    several = isinstance(returned, tuple) and not hasattr(returned, "_fields")
+    return returned[: len(args)] if several else (returned,)
+
+
+def named(backend: Backend, y: Any, grads: tuple[Any, ...]) -> Values:
+    """Outputs and gradients by name, on the host."""
+    leaves = tree.flatten({"y": outputs(y), "grad": grads})
+    return {name: backend.to_numpy(leaf) for name, leaf in leaves.items()}
+
+
+def _wide(arrays: Any) -> Any:
+    return tree.map(lambda a: a.astype(np.float64), arrays)
+
+
+def _largest(a: np.ndarray) -> float:
+    largest = float(np.max(np.abs(a), initial=0.0))
+    return largest if math.isfinite(largest) else math.nan  # NaN is never within a limit

@@ -1,0 +1,1119 @@
+"""Bad input, tried systematically: a message that names op, argument, wanted and got, or the right
+result; never silence, never NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from xformer.backends import Backend
+
+import xformer
+from xformer import backends, dispatch, layers, ops, tree
+from xformer.layers import (
+    AttentionParams,
+    BlockConfig,
+    EmbedConfig,
+    KeyValueParams,
+    LinearParams,
+)
+
+KEY = xformer.Key(3, 1)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(7).normal(size=shape)
+
+
+def raises(error: type[Exception] | tuple[type[Exception], ...], message: str) -> Any:
+    """The whole message must be this, up to a `...` at its end."""
+    whole = re.escape(message.removesuffix("...")) + ("" if message.endswith("...") else "$")
+    return pytest.raises(error, match=f"^{whole}")
+
+
+def as_tuple(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+# ---- Every op: arrays of wrong kind, type, rank and size ----
+
+
+class Call(NamedTuple):
+    """Good arguments of an op: positional arrays by name, and options."""
+
+    arrays: dict[str, np.ndarray]
+    options: dict[str, Any]
+
+    def on(self, library: Backend) -> tuple[dict[str, Any], dict[str, Any]]:
+        def move(x: Any) -> Any:
+            return library.asarray(x) if isinstance(x, np.ndarray) else x
+
+        return {k: move(x) for k, x in self.arrays.items()}, {
+            k: move(x) for k, x in self.options.items()
+        }
+
+
+IDS = np.array([[1, 0, 4], [4, 4, 2]])
+X = numbers(2, 3, 5)
+CALLS = {
+    "linear": Call({"x": X, "w": numbers(5, 7), "b": numbers(7)}, {}),
+    "embedding": Call({"table": numbers(5, 7)}, {"ids": IDS}),
+    "layer_norm": Call({"x": X, "w": numbers(5), "b": numbers(5)}, {}),
+    "softmax": Call({"x": X}, {}),
+    "log_softmax": Call({"x": X}, {}),
+    "relu": Call({"x": X}, {}),
+    "gelu": Call({"x": X}, {}),
+    "silu": Call({"x": X}, {}),
+    "tanh": Call({"x": X}, {}),
+    "sigmoid": Call({"x": X}, {}),
+    "erf": Call({"x": X}, {}),
+    "dropout": Call({"x": X}, {"rate": 0.5, "key": KEY}),
+    "sdpa": Call(
+        {
+            "q": numbers(2, 4, 3, 5),
+            "k": numbers(2, 2, 7, 5),
+            "v": numbers(2, 2, 7, 6),
+            "bias": numbers(4, 1, 7),
+        },
+        {"mask": numbers(2, 1, 3, 7) > 0},
+    ),
+    "cross_entropy": Call({"logits": X}, {"targets": IDS}),
+    "mse": Call({"x": X, "y": numbers(2, 3, 5)}, {}),
+    "index_add": Call({"x": numbers(5, 7), "y": numbers(3, 7)}, {"ids": IDS[0]}),
+}
+
+
+def run(name: str, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    """The output, and the gradients of all arrays."""
+    y, cache = getattr(ops, name)(*arrays.values(), **options)
+    return y, as_tuple(cache.backward(y + 0))
+
+
+def test_every_op_is_tried() -> None:
+    checked = {op.__name__ for op in dispatch.ops() if op._check and op.__module__.startswith("xf")}
+    assert checked == set(CALLS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_good_arguments_are_good(library: Backend, name: str) -> None:
+    arrays, options = CALLS[name].on(library)
+    y, grads = run(name, arrays, options)
+    assert np.isfinite(library.to_numpy(y)).all()
+    for array, grad in zip(arrays.values(), grads, strict=True):
+        assert tuple(grad.shape) == tuple(array.shape)
+        assert grad.dtype == array.dtype
+        assert np.isfinite(library.to_numpy(grad)).all()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_array(library: Backend, name: str) -> None:
+    arrays, options = CALLS[name].on(library)
+    for argument in arrays:
+        for bad in (CALLS[name].arrays[argument].tolist(), 1.5, "x", object(), (1.0, 2.0)):
+            with raises(
+                TypeError, f"{name}: {argument} must be an array, got {type(bad).__name__}"
+            ):
+                run(name, arrays | {argument: bad}, options)
+        if argument not in ("b", "bias"):
+            with raises(TypeError, f"{name}: {argument} must be an array, got None"):
+                run(name, arrays | {argument: None}, options)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_dtypes(library: Backend, name: str) -> None:
+    arrays, options = CALLS[name].on(library)
+    first = next(iter(arrays))
+    for argument, array in arrays.items():
+        for dtype in ("int8", "int64", "uint8", "bool", "complex64", "complex128", "float16"):
+            kind = getattr(library.xp, dtype, None)
+            if kind is None:
+                continue  # array-api-strict has no float16
+            bad = library.xp.astype(array, kind)
+            wanted = "float32 or float64" if argument == first else f"float64 like {first}"
+            with raises(TypeError, f"{name}: {argument} must be {wanted}, got {dtype}"):
+                run(name, arrays | {argument: bad}, options)
+        if len(arrays) > 1:
+            narrow = arrays | {argument: library.xp.astype(array, library.xp.float32)}
+            with raises(TypeError, f"{name}: "):
+                run(name, narrow, options)
+
+
+def raises_either(message: str) -> Any:
+    return raises((ValueError, TypeError), message)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_mixed_libraries(library: Backend, name: str) -> None:
+    other = backends.get("array-api-strict" if "strict" not in library.name else "numpy")
+    arrays, options = CALLS[name].on(library)
+    foreign_arrays, foreign_options = CALLS[name].on(other)
+    both = [(arrays, argument, foreign_arrays) for argument in list(arrays)[1:]]
+    both += [(options, k, foreign_options) for k, v in options.items() if hasattr(v, "shape")]
+    for here, argument, there in both:
+        mixed = here | {argument: there[argument]}
+        call = (mixed, options) if here is arrays else (arrays, mixed)
+        with raises(TypeError, f"{name}: {argument} must be an array of ..."):
+            run(name, *call)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_mixed_devices(name: str) -> None:
+    here, there = (backends.get("array-api-strict", d) for d in ("CPU_DEVICE", "device1"))
+    arrays, options = CALLS[name].on(here)
+    other_arrays, other_options = CALLS[name].on(there)
+    for argument in list(arrays)[1:]:
+        with raises(ValueError, f"{name}: {argument} must be on ..."):
+            run(name, arrays | {argument: other_arrays[argument]}, options)
+    for argument, value in options.items():
+        if hasattr(value, "shape"):
+            with raises(ValueError, f"{name}: {argument} must be on ..."):
+                run(name, arrays, options | {argument: other_options[argument]})
+
+
+def resized(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The array with an axis more, one less, and each size one larger, one smaller, 1, 0."""
+    yield array[None]
+    if array.ndim:
+        yield array[0]
+    for axis, size in enumerate(array.shape):
+        for other in {size + 1, size - 1, 1, 0} - {size}:
+            yield np.resize(array, (*array.shape[:axis], other, *array.shape[axis + 1 :]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("library_name", ["numpy", "array-api-strict"])
+def test_other_shapes_are_refused_or_right(library_name: str, name: str) -> None:
+    """Where another shape is accepted, it is a shape of the op: everything fits and is finite."""
+    library = backends.get(library_name)
+    good = CALLS[name]
+    refused = 0
+    for place, values in (("arrays", good.arrays), ("options", good.options)):
+        for argument, array in values.items():
+            if not isinstance(array, np.ndarray):
+                continue
+            for other in resized(array):
+                call = good._replace(**{place: values | {argument: other}})
+                arrays, options = call.on(library)
+                try:
+                    y, grads = run(name, arrays, options)
+                except ValueError as error:
+                    assert re.match(rf"{name}: \w+( \S+)* must ", str(error)), error
+                    refused += 1
+                    continue
+                assert np.isfinite(library.to_numpy(y)).all()
+                for a, grad in zip(arrays.values(), grads, strict=True):
+                    assert tuple(grad.shape) == tuple(a.shape)
+                    assert np.isfinite(library.to_numpy(grad)).all()
+    assert refused or len(good.arrays) + len(good.options) == 1 or name == "dropout"
+
+
+def test_options_do_not_widen_float32() -> None:
+    """NumPy's float64 scalars, such as 1 / np.sqrt(K), would turn float32 arrays into float64."""
+    half = np.float64(0.5)
+    options = {
+        "layer_norm": {"eps": half},
+        "dropout": {"rate": half},
+        "sdpa": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
+        "cross_entropy": {"label_smoothing": half, "z_loss": half},
+    }
+    for name, call in CALLS.items():
+        arrays = {k: x.astype(np.float32) for k, x in call.arrays.items()}
+        y, grads = run(name, arrays, call.options | options.get(name, {}))
+        assert {y.dtype, *(g.dtype for g in grads)} == {np.dtype("float32")}, name
+
+
+# ---- Ids and targets ----
+
+ID_OPS = {"embedding": "ids", "index_add": "ids", "cross_entropy": "targets"}
+
+
+@pytest.mark.parametrize("name", ID_OPS)
+def test_ids_out_of_range(library: Backend, name: str) -> None:
+    arrays, options = CALLS[name].on(library)
+    argument = ID_OPS[name]
+    good = CALLS[name].options[argument]
+    for bad, span in (
+        (-1, "-1 to 4"),
+        (5, "0 to 5"),
+        (2**40, f"0 to {2**40}"),
+        (-(2**63), "-92..."),
+    ):
+        ids = good.copy().ravel()
+        ids[0] = bad
+        where = library.asarray(ids.reshape(good.shape))
+        with raises(ValueError, f"{name}: {argument} must lie in [0, 5), got ids from {span}"):
+            run(name, arrays, options | {argument: where})
+
+
+@pytest.mark.parametrize("name", ID_OPS)
+def test_ids_of_wrong_type(library: Backend, name: str) -> None:
+    arrays, options = CALLS[name].on(library)
+    argument = ID_OPS[name]
+    good = CALLS[name].options[argument]
+    for dtype in ("float32", "float64", "bool"):
+        bad = library.asarray(good, dtype)
+        with raises(TypeError, f"{name}: {argument} must be an integer array, got dtype ..."):
+            run(name, arrays, options | {argument: bad})
+    for bad in (good.tolist(), 3, None, "1"):
+        got = "None" if bad is None else type(bad).__name__
+        with raises(TypeError, f"{name}: {argument} must be an integer array, got {got}"):
+            run(name, arrays, options | {argument: bad})
+    with pytest.raises(TypeError, match=rf"missing .* '{argument}'"):
+        run(name, arrays, {})
+
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@pytest.mark.parametrize("name", ID_OPS)
+def test_every_integer_type_will_do(library: Backend, name: str) -> None:
+    """With a size, 300, that some of them cannot hold."""
+    argument = ID_OPS[name]
+    good = CALLS[name]
+    shapes = {
+        "embedding": [(300, 2)],
+        "index_add": [(300, 2), (3, 2)],
+        "cross_entropy": [(2, 3, 300)],
+    }
+    arrays = dict(zip(good.arrays, (numbers(*s) for s in shapes[name]), strict=True))
+    wanted = run(name, arrays, good.options)
+    on_library = {k: library.asarray(x) for k, x in arrays.items()}
+    for dtype in INTEGERS:
+        ids = library.asarray(good.options[argument], dtype)
+        y, grads = run(name, on_library, {argument: ids})
+        for got, exact in zip((y, *grads), (wanted[0], *wanted[1]), strict=True):
+            assert np.allclose(library.to_numpy(got), exact, rtol=1e-12, atol=1e-15), dtype
+
+
+def test_ignore_index_beyond_the_type_of_the_targets(library: Backend) -> None:
+    logits = library.asarray(X)
+    wanted, _ = ops.cross_entropy(X, targets=IDS)
+    for dtype in INTEGERS:
+        targets = library.asarray(IDS, dtype)
+        for ignore_index in (-100, 300, -1):
+            loss, _ = ops.cross_entropy(logits, targets=targets, ignore_index=ignore_index)
+            assert float(loss) == pytest.approx(float(wanted), rel=1e-12), (dtype, ignore_index)
+    bytes_ = library.asarray(np.where(IDS == 4, 255, IDS), "uint8")
+    loss, _ = ops.cross_entropy(logits, targets=bytes_, ignore_index=255)
+    wanted, _ = ops.cross_entropy(X, targets=IDS, ignore_index=4)
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-12)
+
+
+def test_repeated_ids_sum_and_no_ids_give_zero(library: Backend) -> None:
+    table = library.asarray(numbers(5, 7))
+    y, cache = ops.embedding(table, ids=library.asarray(np.full((4,), 2)))
+    dtable = library.to_numpy(cache.backward(library.xp.ones_like(y)))
+    assert dtable.tolist() == [[0.0] * 7] * 2 + [[4.0] * 7] + [[0.0] * 7] * 2
+    y, cache = ops.embedding(table, ids=library.asarray(np.zeros((2, 0), int)))
+    assert tuple(y.shape) == (2, 0, 7)
+    assert not library.to_numpy(cache.backward(y)).any()
+
+
+# ---- Masks and biases ----
+
+
+def test_masks_of_wrong_type(library: Backend) -> None:
+    arrays, options = CALLS["sdpa"].on(library)
+    mask = CALLS["sdpa"].options["mask"]
+    additive = np.where(mask, 0.0, -np.inf)
+    for bad in (additive, np.full(mask.shape, np.nan), mask.astype(int), mask.astype("float32")):
+        with raises(TypeError, "sdpa: mask must be boolean (True = may attend), got dtype ..."):
+            run("sdpa", arrays, {"mask": library.asarray(bad)})
+    for bad in (mask.tolist(), True, "causal"):
+        with raises(TypeError, f"sdpa: mask must be a boolean array, got {type(bad).__name__}"):
+            run("sdpa", arrays, {"mask": bad})
+    with raises(TypeError, "sdpa: bias must be float64 like q, got bool"):
+        run("sdpa", arrays | {"bias": options["mask"]}, {})
+
+
+def test_masks_and_biases_of_wrong_shape(library: Backend) -> None:
+    arrays, _ = CALLS["sdpa"].on(library)  # B = 2, H = 4, T = 3, S = 7
+    for shape in ((7, 3), (2, 3, 7), (3, 1, 3, 7), (1, 2, 4, 3, 7), (2, 2, 3, 7), (6,), (0,)):
+        wanted = f"must broadcast to (B, H, T, S) = (2, 4, 3, 7), got shape {shape}"
+        with raises(ValueError, f"sdpa: mask {wanted}"):
+            run("sdpa", arrays, {"mask": library.asarray(np.ones(shape, bool))})
+        with raises(ValueError, f"sdpa: bias {wanted}"):
+            run("sdpa", arrays | {"bias": library.asarray(np.ones(shape))}, {})
+    for shape in ((), (7,), (1,), (3, 1), (4, 3, 7), (2, 1, 1, 7)):
+        y, grads = run("sdpa", arrays, {"mask": library.asarray(np.zeros(shape, bool))})
+        assert not library.to_numpy(y).any()  # nothing to attend to: 0, and gradient 0
+        for grad in grads:
+            assert not library.to_numpy(grad).any()
+
+
+def test_bias_of_minus_infinity_is_a_mask(library: Backend) -> None:
+    arrays, options = CALLS["sdpa"].on(library)
+    zero = {"bias": library.asarray(np.zeros((2, 1, 3, 7)))}
+    forbid = {"bias": library.asarray(np.where(CALLS["sdpa"].options["mask"], 0.0, -np.inf))}
+    masked, biased = run("sdpa", arrays | zero, options), run("sdpa", arrays | forbid, {})
+    for a, b in zip((masked[0], *masked[1]), (biased[0], *biased[1]), strict=True):
+        assert np.allclose(library.to_numpy(a), library.to_numpy(b), rtol=1e-13, atol=1e-16)
+    nothing = {"bias": library.asarray(np.full((1, 7), -np.inf))}
+    y, grads = run("sdpa", arrays | nothing, {})
+    assert not any(library.to_numpy(a).any() for a in (y, *grads))
+
+
+def test_heads() -> None:
+    q, k, v = numbers(1, 4, 3, 5), numbers(1, 3, 7, 5), numbers(1, 3, 7, 5)
+    with raises(ValueError, "sdpa: the 3 heads of k must divide the 4 heads of q"):
+        ops.sdpa(q, k, v)
+    with raises(ValueError, "sdpa: k must have at least one head, got shape (1, 0, 7, 5)"):
+        ops.sdpa(q, k[:, :0], v[:, :0])
+    with raises(
+        ValueError, "sdpa: v must be (B, G, S, M) with B = 1 (from q), G = 3 (from k), S..."
+    ):
+        ops.sdpa(q, k, v[:, :1])
+
+
+# ---- Nothing at all ----
+
+EMPTY = {
+    "linear": [[(0, 3), (3, 4), (4,)], [(2, 0), (0, 4), (4,)], [(2, 3), (3, 0), (0,)]],
+    "layer_norm": [[(0, 3), (3,), (3,)], [(2, 0, 3), (3,), (3,)], [(2, 1), (1,), (1,)]],
+    "softmax": [[(0, 3)], [(2, 0, 3)], [(3, 1)]],
+    "log_softmax": [[(0, 3)], [(2, 0, 3)], [(3, 1)]],
+    **{name: [[(0,)], [(2, 0, 3)], [()]] for name in ("relu", "gelu", "silu", "tanh", "sigmoid")},
+    "erf": [[(0,)], [(2, 0, 3)], [()]],
+    "dropout": [[(0,)], [(2, 0, 3)], [()]],
+    "mse": [[(0,), (0,)], [(2, 0), (2, 0)], [(), ()]],
+    "embedding": [[(0, 7)], [(5, 0)]],
+    "index_add": [[(5, 7), (0, 7)], [(5, 0), (0, 0)], [(0, 7), (0, 7)]],
+    "sdpa": [
+        [(b, h, t, k), (b, g, s, k), (b, g, s, m)]
+        for b, h, g, t, s, k, m in (
+            *((0, 4, 2, 3, 5, 6, 7), (2, 0, 1, 3, 5, 6, 7), (2, 4, 2, 0, 5, 6, 7)),
+            *((2, 4, 2, 3, 0, 6, 7), (2, 4, 2, 3, 5, 0, 7), (2, 4, 2, 3, 5, 6, 0)),
+            *((2, 4, 4, 0, 0, 6, 7), (2, 4, 1, 1, 5, 6, 7), (2, 4, 1, 5, 1, 6, 7)),
+        )
+    ],
+    "cross_entropy": [[(0, 5)], [(2, 0, 5)]],
+}
+
+
+def empty_cases() -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    for name, cases in EMPTY.items():
+        for shapes in cases:
+            yield name, shapes
+
+
+@pytest.mark.parametrize(("name", "shapes"), list(empty_cases()), ids=str)
+def test_empty_arrays(library: Backend, name: str, shapes: list[tuple[int, ...]]) -> None:
+    """Right results and zero gradients: every sum over nothing is 0."""
+    arrays = [library.asarray(numbers(*shape)) for shape in shapes]
+    options = dict(CALLS[name].options)
+    if name in ID_OPS:
+        n = shapes[1][0] if name == "index_add" else shapes[0][:-1]
+        options = {ID_OPS[name]: library.asarray(np.zeros(0 if name == "embedding" else n, int))}
+    variants: list[dict[str, Any]] = [options]
+    if name == "sdpa":
+        variants = [{}, {"causal": True}, {"dropout_rate": 0.5, "dropout_key": KEY}]
+    if name == "cross_entropy":
+        extra = {"label_smoothing": 0.1, "z_loss": 0.1, "ignore_index": 0}
+        variants = [options | extra | {"reduction": r} for r in ("mean", "sum", "none")]
+    for variant in variants:
+        y, cache = getattr(ops, name)(*arrays, **variant)
+        assert np.isfinite(library.to_numpy(y)).all()
+        ones = library.xp.ones_like(y)
+        grads = as_tuple(cache.backward(ones))[: len(arrays)]
+        empty = 0 in y.shape or (name == "cross_entropy" and float(library.xp.sum(y)) == 0)
+        for array, grad in zip(arrays, grads, strict=True):
+            assert tuple(grad.shape) == tuple(array.shape)
+            values = library.to_numpy(grad)
+            assert np.isfinite(values).all()
+            assert not empty or not values.any()
+
+
+def test_empty_results() -> None:
+    y, _ = ops.linear(np.ones((2, 0)), np.ones((0, 3)), np.array([1.0, 2.0, 3.0]))
+    assert y.tolist() == [[1.0, 2.0, 3.0]] * 2  # an empty sum, plus b
+    assert float(ops.mse(np.ones((0, 2)), np.ones((0, 2)))[0]) == 0.0
+    ctx, cache = ops.sdpa(numbers(1, 1, 3, 4), np.ones((1, 1, 0, 4)), np.ones((1, 1, 0, 2)))
+    assert ctx.tolist() == [[[[0.0, 0.0]] * 3]]  # nothing to attend to
+    assert not cache.backward(ctx + 1)[0].any()
+    one, cache = ops.sdpa(numbers(1, 2, 3, 4), numbers(1, 1, 1, 4), np.full((1, 1, 1, 2), 5.0))
+    assert np.allclose(one, 5.0)  # one key gets all
+    assert not cache.backward(one)[0].any()
+    v = numbers(1, 1, 5, 2)
+    mean, _ = ops.sdpa(np.ones((1, 1, 3, 0)), np.ones((1, 1, 5, 0)), v)
+    assert np.allclose(mean, v.mean(axis=2, keepdims=True))  # heads of no width cannot choose
+
+
+def test_what_nothing_has_no_answer_for(library: Backend) -> None:
+    def empty(*shape: int) -> Any:
+        return library.asarray(np.ones(shape))
+
+    for name in ("softmax", "log_softmax"):
+        with raises(ValueError, f"{name}: axis -1 of x must not be empty, got shape (3, 0)"):
+            getattr(ops, name)(empty(3, 0))
+        with raises(ValueError, f"{name}: axis must be one of the 0 axes of x, got -1"):
+            getattr(ops, name)(empty())
+    with raises(ValueError, "layer_norm: axis -1 of x must not be empty, got shape (2, 0)"):
+        ops.layer_norm(empty(2, 0), empty(0))
+    targets = library.asarray(np.zeros(2, int))
+    with raises(ValueError, "cross_entropy: axis -1 of logits must not be empty, got shape (2, 0)"):
+        ops.cross_entropy(empty(2, 0), targets=targets)
+    with raises(ValueError, "embedding: ids must lie in [0, 0), got ids from 0 to 0"):
+        ops.embedding(empty(0, 3), ids=targets)
+
+
+# ---- Options ----
+
+NAN = float("nan")
+BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("softmax", {"axis": 3}, ValueError, "axis must be one of the 3 axes of x, got 3"),
+    ("softmax", {"axis": -4}, ValueError, "axis must be one of the 3 axes of x, got -4"),
+    ("softmax", {"axis": 1.0}, TypeError, "axis must be an integer, got 1.0"),
+    ("softmax", {"axis": None}, TypeError, "axis must be an integer, got None"),
+    ("log_softmax", {"axis": (0, 1)}, TypeError, "axis must be an integer, got (0, 1)"),
+    ("log_softmax", {"axis": 3}, ValueError, "axis must be one of the 3 axes of x, got 3"),
+    (
+        "gelu",
+        {"approximate": "exact"},
+        ValueError,
+        'approximate must be "none" or "tanh", got \'e...',
+    ),
+    ("gelu", {"approximate": True}, ValueError, 'approximate must be "none" or "tanh", got True'),
+    ("gelu", {"approximate": None}, ValueError, 'approximate must be "none" or "tanh", got None'),
+    ("layer_norm", {"eps": -1e-5}, ValueError, "eps must lie in [0, inf], got -1e-05"),
+    ("layer_norm", {"eps": NAN}, ValueError, "eps must lie in [0, inf], got nan"),
+    ("layer_norm", {"eps": "0"}, TypeError, "eps must be a number, got str"),
+    ("dropout", {"rate": -0.1}, ValueError, "rate must lie in [0, 1], got -0.1"),
+    ("dropout", {"rate": 1.1}, ValueError, "rate must lie in [0, 1], got 1.1"),
+    ("dropout", {"rate": NAN}, ValueError, "rate must lie in [0, 1], got nan"),
+    ("dropout", {"rate": None}, TypeError, "rate must be a number, got NoneType"),
+    ("dropout", {"key": None}, TypeError, "key must be an xformer.Key, got None"),
+    ("dropout", {"key": 7}, TypeError, "key must be an xformer.Key, got int"),
+    ("dropout", {"key": xformer.Key(-1)}, ValueError, "key.seed must lie in [0, 2^64), got -1"),
+    ("sdpa", {"dropout_rate": 2}, ValueError, "dropout_rate must lie in [0, 1], got 2"),
+    ("sdpa", {"dropout_rate": 0.1}, TypeError, "dropout_key must be an xformer.Key, got None"),
+    ("sdpa", {"scale": "1"}, TypeError, "scale must be a number, got str"),
+    ("sdpa", {"scale": NAN}, ValueError, "scale must lie in [-inf, inf], got nan"),
+    (
+        "cross_entropy",
+        {"reduction": "avg"},
+        ValueError,
+        'reduction must be "mean", "sum" or "non...',
+    ),
+    (
+        "cross_entropy",
+        {"reduction": None},
+        ValueError,
+        'reduction must be "mean", "sum" or "none...',
+    ),
+    (
+        "cross_entropy",
+        {"label_smoothing": 1.5},
+        ValueError,
+        "label_smoothing must lie in [0, 1]...",
+    ),
+    (
+        "cross_entropy",
+        {"label_smoothing": -0.1},
+        ValueError,
+        "label_smoothing must lie in [0, 1...",
+    ),
+    (
+        "cross_entropy",
+        {"label_smoothing": NAN},
+        ValueError,
+        "label_smoothing must lie in [0, 1]...",
+    ),
+    (
+        "cross_entropy",
+        {"label_smoothing": None},
+        TypeError,
+        "label_smoothing must be a number, ...",
+    ),
+    ("cross_entropy", {"z_loss": NAN}, ValueError, "z_loss must lie in [-inf, inf], got nan"),
+    ("cross_entropy", {"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0"),
+    ("cross_entropy", {"ignore_index": "pad"}, TypeError, "ignore_index must be an int, got 'pad'"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "error", "message"), BAD_OPTIONS)
+def test_bad_options(name: str, options: dict[str, Any], error: Any, message: str) -> None:
+    with raises(error, f"{name}: {message}"):
+        run(name, CALLS[name].arrays, CALLS[name].options | options)
+
+
+# ---- Values that are not finite ----
+
+
+def test_ignored_tokens_may_hold_anything(library: Backend) -> None:
+    logits = numbers(4, 5)
+    targets = np.array([1, 9, 9, 3])
+    spoiled = logits.copy()
+    spoiled[1] = np.nan
+    spoiled[2] = [np.inf, -np.inf, np.nan, 1e300, 0.0]
+    for reduction, smoothing, z in itertools.product(("mean", "sum", "none"), (0, 0.1), (0, 0.2)):
+        options = {
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+            "z_loss": z,
+            "ignore_index": 9,
+            "targets": library.asarray(targets),
+        }
+        good = run("cross_entropy", {"logits": library.asarray(logits)}, options)
+        bad = run("cross_entropy", {"logits": library.asarray(spoiled)}, options)
+        for a, b in ((good[0], bad[0]), (good[1][0], bad[1][0])):
+            assert np.array_equal(library.to_numpy(a), library.to_numpy(b))
+        assert not library.to_numpy(bad[1][0])[1:3].any()
+
+
+def test_nothing_kept(library: Backend) -> None:
+    logits, targets = library.asarray(numbers(4, 5)), library.asarray(np.full(4, 9))
+    for reduction in ("mean", "sum", "none"):
+        y, (dlogits,) = run(
+            "cross_entropy",
+            {"logits": logits},
+            {"targets": targets, "ignore_index": 9, "reduction": reduction},
+        )
+        assert not library.to_numpy(y).any()
+        assert not library.to_numpy(dlogits).any()
+
+
+LIMITS: dict[str, tuple[Callable[..., Any], list[float], list[float]]] = {
+    # op, values at -inf, -big, big, inf, slopes there; big is 1e30 in float32 and 1e300 in float64
+    "relu": (ops.relu, [0, 0, 1, np.inf], [0, 0, 1, 1]),
+    "gelu": (ops.gelu, [0, 0, 1, np.inf], [0, 0, 1, 1]),
+    "gelu tanh": (
+        lambda x: ops.gelu(x, approximate="tanh"),
+        [0, 0, 1, np.inf],
+        [0, 0, 1, 1],
+    ),
+    "silu": (ops.silu, [0, 0, 1, np.inf], [0, 0, 1, 1]),
+    "tanh": (ops.tanh, [-1, -1, 1, 1], [0, 0, 0, 0]),
+    "sigmoid": (ops.sigmoid, [0, 0, 1, 1], [0, 0, 0, 0]),
+    "erf": (ops.erf, [-1, -1, 1, 1], [0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", LIMITS)
+def test_limits_of_activations(library: Backend, case: str, dtype: str) -> None:
+    op, values, slopes = LIMITS[case]
+    big = 1e30 if dtype == "float32" else 1e300
+    x = np.array([-np.inf, -big, big, np.inf], dtype)
+    y, cache = op(library.asarray(x))
+    wanted = np.array(values)
+    if values[3] == np.inf:
+        wanted[2] = x[2]
+    assert np.array_equal(library.to_numpy(y), wanted)
+    dy = library.asarray(np.full(4, 3.0, dtype))
+    assert np.array_equal(library.to_numpy(cache.backward(dy)), 3 * np.array(slopes))
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_nan_stays_nan(library: Backend, case: str) -> None:
+    y, _ = LIMITS[case][0](library.asarray([NAN, 0.5]))
+    assert np.isnan(library.to_numpy(y)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("case", ["gelu", "gelu tanh", "silu"])
+def test_clipping_changes_no_digit(case: str) -> None:
+    """Where the formulas are clipped, they have reached their limits."""
+    op = LIMITS[case][0]
+    for dtype in (np.float32, np.float64):
+        far = np.array([39.0, 99.0, 101.0, 745.0, 999.0, 1001.0, 1e4], dtype)
+        y, cache = op(far)
+        assert np.array_equal(y, far)
+        assert np.array_equal(cache.backward(np.ones_like(far)), np.ones_like(far))
+        y, cache = op(-far[1:])
+        assert np.abs(y).max() < 1e-40
+        assert np.abs(cache.backward(np.ones_like(y))).max() < 1e-40
+
+
+# ---- Layers ----
+
+D, H, W = 6, 2, 3
+LINEAR = LinearParams(numbers(D, D), numbers(D))
+ATTENTION = AttentionParams(LINEAR, KeyValueParams(LINEAR, LINEAR), LINEAR)
+SEQUENCE = numbers(2, 5, D)
+
+
+def attend(x: Any = SEQUENCE, params: Any = ATTENTION, *args: Any, **options: Any) -> Any:
+    return layers.attention(x, params, *args, **({"n_heads": H} | options))
+
+
+ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "heads do not divide": (
+        lambda: attend(n_heads=4),
+        ValueError,
+        "attention: the 6 columns of q.w must split into 4 heads",
+    ),
+    "key heads do not divide": (
+        lambda: attend(n_heads=6, n_kv_heads=4),
+        ValueError,
+        "attention: the 6 columns of k.w must split into 4 heads",
+    ),
+    "key heads do not divide heads": (
+        lambda: attend(n_heads=2, n_kv_heads=3),
+        ValueError,
+        "sdpa: k must be (B, G, S, K) with B = 2 (from q), K = 3 (from q), got shape (2, 3, 5, 2)",
+    ),
+    "no heads": (
+        lambda: attend(n_heads=0),
+        ValueError,
+        "attention: n_heads must be an int of at least 1, got 0",
+    ),
+    "float heads": (
+        lambda: attend(n_heads=2.0),
+        ValueError,
+        "attention: n_heads must be an int of at least 1, got 2.0",
+    ),
+    "two axes": (
+        lambda: attend(SEQUENCE[0]),
+        ValueError,
+        "attention: sequences must be (B, T, D), got shape (5, 6)",
+    ),
+    "wrong width": (
+        lambda: attend(numbers(2, 5, 7)),
+        ValueError,
+        "linear: w must be (I, O) with I = 7 (from x), got shape (6, 6)",
+    ),
+    "list": (lambda: attend(SEQUENCE.tolist()), TypeError, "linear: x must be an array, got list"),
+    "batch of the memory": (
+        lambda: attend(SEQUENCE, ATTENTION, numbers(3, 4, D)),
+        ValueError,
+        "sdpa: k must be (B, G, S, K) with B = 2 (from q), K = 3 (from q), got shape (3, 2, 4, 3)",
+    ),
+    "no key projection": (
+        lambda: attend(SEQUENCE, ATTENTION._replace(kv=None)),
+        ValueError,
+        "attention: params.kv is None, so memory must be a KeyValue",
+    ),
+    "positions of wrong length": (
+        lambda: attend(SEQUENCE, ATTENTION, None, None, numbers(4, 3)),
+        ValueError,
+        "attention: positions for q must be (5, 3), got shape (4, 3)",
+    ),
+    "positions that would broadcast": (
+        lambda: attend(SEQUENCE, ATTENTION, None, None, numbers(1, 3)),
+        ValueError,
+        "attention: positions for q must be (5, 3), got shape (1, 3)",
+    ),
+    "positions of another dtype": (
+        lambda: attend(SEQUENCE, ATTENTION, None, None, numbers(5, 3).astype("f4")),
+        TypeError,
+        "attention: positions for q must be float64, got float32",
+    ),
+    "positions in a list": (
+        lambda: attend(SEQUENCE, ATTENTION, None, None, [[1.0] * 3] * 5),
+        TypeError,
+        "attention: positions for q must be an array, got list",
+    ),
+    "float mask": (
+        lambda: attend(mask=np.zeros((5, 5))),
+        TypeError,
+        "sdpa: mask must be boolean (True = may attend), got dtype float64; an ad...",
+    ),
+    "mask of one axis too few": (
+        lambda: attend(mask=np.ones((2, 5), bool)),
+        ValueError,
+        "sdpa: mask must broadcast to (B, H, T, S) = (2, 2, 5, 5), got shape (2, 5)",
+    ),
+    "dropout without a key": (
+        lambda: attend(dropout_rate=0.5),
+        TypeError,
+        "sdpa: dropout_key must be an xformer.Key, got None",
+    ),
+    "unknown activation": (
+        lambda: layers.feed_forward(
+            SEQUENCE, layers.FeedForwardParams(LINEAR, LINEAR), activation="swiglu"
+        ),
+        ValueError,
+        "feed_forward: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigm...",
+    ),
+    "unknown place": (
+        lambda: layers.residual(SEQUENCE, None, ops.tanh, place="middle"),
+        ValueError,
+        'residual: place must be "pre" or "post", got \'middle\'',
+    ),
+    "residual without a key": (
+        lambda: layers.residual(SEQUENCE, None, ops.tanh, dropout_rate=0.5),
+        TypeError,
+        "dropout: key must be an xformer.Key, got None",
+    ),
+    "negative length": (
+        lambda: layers.sinusoidal(-1, 4, like=SEQUENCE),
+        ValueError,
+        "sinusoidal: sizes must not be negative, got (-1, 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION_ERRORS)
+def test_layers(case: str) -> None:
+    call, error, message = ATTENTION_ERRORS[case]
+    with raises(error, message):
+        call()
+
+
+def test_blocks_and_their_memory() -> None:
+    config = BlockConfig(d_model=D, n_heads=H, d_ff=7)
+    rng = backends.get().generator(0, "float64")
+    encoder, decoder = config.init(rng), config.init(rng, cross=True)
+    message = "block: memory must be given where params.cross is, got ..."
+    with raises(ValueError, message):
+        layers.block(SEQUENCE, decoder, config=config)
+    with raises(ValueError, message):
+        layers.block(SEQUENCE, encoder, SEQUENCE, config=config)
+    shared = layers.StackParams.init(rng, config, 1, cross=True, shared_memory=True)
+    with raises(ValueError, "stack: memory must be given where params.memory is"):
+        layers.stack(SEQUENCE, shared, config=config)
+
+
+def test_sinusoidal_of_no_positions(library: Backend) -> None:
+    like = library.asarray([0.0])
+    for length, width in ((0, 4), (3, 0), (0, 0), (1, 1)):
+        assert tuple(layers.sinusoidal(length, width, like=like).shape) == (length, width)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("b", "t", "s"), [(0, 5, 4), (2, 0, 4), (2, 5, 0), (2, 1, 1), (0, 0, 0)])
+def test_attention_to_nothing(library: Backend, b: int, t: int, s: int, causal: bool) -> None:
+    params = tree.map(library.asarray, ATTENTION)
+    x, memory = library.asarray(numbers(b, t, D)), library.asarray(numbers(b, s, D))
+    y, cache = layers.attention(x, params, memory, n_heads=H, causal=causal)
+    assert tuple(y.shape) == (b, t, D)
+    dx, dparams, dmemory, *_ = cache.backward(library.xp.ones_like(y))
+    assert tuple(dx.shape) == (b, t, D)
+    assert tuple(dmemory.shape) == (b, s, D)
+    for leaf in tree.flatten(dparams).values():
+        values = library.to_numpy(leaf)
+        assert np.isfinite(values).all()
+        assert b * t or not values.any()
+    if b * t and not s:  # nothing to attend to: the output's bias alone
+        assert np.allclose(library.to_numpy(y), ATTENTION.o.b)
+
+
+# ---- Configurations ----
+
+BLOCK = {"d_model": 8, "n_heads": 4, "d_ff": 16}
+EMBED = {"vocab_size": 11, "width": 8, "d_model": 8, "max_len": 6}
+GPT = {"vocab_size": 11, "n_layers": 1, "d_model": 8, "n_heads": 2, "max_len": 6}
+TRANSFORMER = {
+    "src_vocab_size": 11,
+    "tgt_vocab_size": 13,
+    "d_model": 8,
+    "n_heads": 2,
+    "n_encoder_layers": 1,
+    "n_decoder_layers": 1,
+    "max_len": 6,
+}
+ACTIVATIONS = "block: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigmoid, got 'x'"
+BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
+    *(
+        (BlockConfig, {name: bad}, f"block: {name} must be an int of at least 1, got {bad!r}")
+        for name in ("d_model", "n_heads", "d_ff", "n_kv_heads", "d_head", "d_value")
+        for bad in (0, -1, 2.0, "8")
+    ),
+    (BlockConfig, {"n_heads": 3}, "block: n_heads = 3 must divide d_model = 8, or d_head be given"),
+    (BlockConfig, {"n_kv_heads": 3}, "block: n_kv_heads = 3 must divide 4 heads"),
+    (BlockConfig, {"norm": "both"}, 'block: norm must be "pre" or "post", got \'both\''),
+    (BlockConfig, {"activation": "x"}, ACTIVATIONS),
+    (BlockConfig, {"dropout": 1.5}, "block: dropout must lie in [0, 1], got 1.5"),
+    (BlockConfig, {"eps": -1.0}, "block: eps must lie in [0, inf], got -1.0"),
+    *(
+        (EmbedConfig, {name: bad}, f"embed: {name} must be an int of at least 1, got {bad!r}")
+        for name in ("vocab_size", "width", "d_model", "max_len")
+        for bad in (0, -1, 2.0)
+    ),
+    (
+        EmbedConfig,
+        {"positions": "rotary"},
+        'embed: positions must be "sinusoidal", "learned" or...',
+    ),
+    (EmbedConfig, {"mode": "mul"}, 'embed: mode must be "add", "concat" or "qkv", got \'mul\''),
+    (EmbedConfig, {"dropout": -0.5}, "embed: dropout must lie in [0, 1], got -0.5"),
+    (
+        EmbedConfig,
+        {"mode": "concat"},
+        "embed: positions in mode 'concat' need d_positions, with width = 8 and d_model = 8",
+    ),
+    (
+        EmbedConfig,
+        {"mode": "qkv"},
+        "embed: positions in mode 'qkv' need d_positions, with width = 8 and d_model = 8",
+    ),
+    (xformer.GPT, {"n_layers": -1}, "GPT: n_layers must be an int of at least 0, got -1"),
+    (xformer.GPT, {"n_layers": 1.5}, "GPT: n_layers must be an int of at least 0, got 1.5"),
+    (xformer.GPT, {"n_heads": 3}, "block: n_heads = 3 must divide d_model = 8, or d_head be given"),
+    (xformer.GPT, {"n_heads": 0}, "block: n_heads must be an int of at least 1, got 0"),
+    (
+        xformer.GPT,
+        {"n_heads": 0, "position_mode": "qkv"},
+        "block: n_heads must be an int of at l...",
+    ),
+    (xformer.GPT, {"n_kv_heads": 3}, "block: n_kv_heads = 3 must divide 2 heads"),
+    (xformer.GPT, {"vocab_size": 0}, "embed: vocab_size must be an int of at least 1, got 0"),
+    (xformer.GPT, {"max_len": 0}, "embed: max_len must be an int of at least 1, got 0"),
+    (
+        xformer.GPT,
+        {"max_len": 0, "tied": False},
+        "embed: max_len must be an int of at least 1, g...",
+    ),
+    (xformer.GPT, {"d_ff": 0}, "block: d_ff must be an int of at least 1, got 0"),
+    (xformer.GPT, {"activation": "x"}, ACTIVATIONS),
+    (xformer.GPT, {"norm": None}, 'block: norm must be "pre" or "post", got None'),
+    (
+        xformer.GPT,
+        {"positions": "x"},
+        'embed: positions must be "sinusoidal", "learned" or "none...',
+    ),
+    (
+        xformer.GPT,
+        {"position_mode": "x"},
+        'embed: mode must be "add", "concat" or "qkv", got \'x\'',
+    ),
+    (xformer.GPT, {"dropout": 2}, "block: dropout must lie in [0, 1], got 2"),
+    (
+        xformer.Transformer,
+        {"n_encoder_layers": -1},
+        "Transformer: n_encoder_layers must be an int of at least 0, got -1",
+    ),
+    (
+        xformer.Transformer,
+        {"n_decoder_layers": -1},
+        "Transformer: n_decoder_layers must be an int of at least 0, got -1",
+    ),
+    (
+        xformer.Transformer,
+        {"tied": True, "tgt_width": 6},
+        "Transformer: a tied head needs tgt_width = d_model = 8, got 6",
+    ),
+    (
+        xformer.Transformer,
+        {"src_vocab_size": 0},
+        "embed: vocab_size must be an int of at least ...",
+    ),
+    (
+        xformer.Transformer,
+        {"tgt_vocab_size": 0},
+        "embed: vocab_size must be an int of at least ...",
+    ),
+    (xformer.Transformer, {"src_width": 0}, "embed: width must be an int of at least 1, got 0"),
+    (xformer.Transformer, {"tgt_width": -1}, "embed: width must be an int of at least 1, got -1"),
+    (
+        xformer.Transformer,
+        {"n_heads": 3},
+        "block: n_heads = 3 must divide d_model = 8, or d_head...",
+    ),
+    (xformer.Transformer, {"d_head": 0}, "block: d_head must be an int of at least 1, got 0"),
+    (xformer.Transformer, {"norm": "x"}, 'block: norm must be "pre" or "post", got \'x\''),
+    (xformer.Transformer, {"activation": "x"}, ACTIVATIONS),
+    (xformer.Transformer, {"pad_id": -1}, "Transformer: pad_id must lie in [0, 11), got -1"),
+    (xformer.Transformer, {"pad_id": 11}, "Transformer: pad_id must lie in [0, 11), got 11"),
+    (xformer.Transformer, {"pad_id": None}, "Transformer: pad_id must lie in [0, 11), got None"),
+    (
+        xformer.Transformer,
+        {"position_mode": "qkv", "d_value": 3},
+        "Transformer: position_mode 'qkv' needs d_value = d_head = 4, got 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "message"), BAD_CONFIGS)
+def test_bad_configurations(config: Any, options: dict[str, Any], message: str) -> None:
+    good = {
+        BlockConfig: BLOCK,
+        EmbedConfig: EMBED,
+        xformer.GPT: GPT,
+        xformer.Transformer: TRANSFORMER,
+    }[config]
+    config(**good)
+    with raises(ValueError, message):
+        config(**(good | options))
+
+
+def test_parameters_of_another_configuration() -> None:
+    rng = backends.get().generator(0, "float64")
+    config = EmbedConfig(**EMBED, positions="learned")
+    params = config.init(rng)
+    ids = np.array([[1, 2]])
+
+    def check(params: Any, config: EmbedConfig, message: str) -> None:
+        with raises((TypeError, ValueError), f"embed: params.{message}"):
+            layers.embed(params, ids=ids, config=config)
+
+    fixed = dataclasses.replace(config, positions="sinusoidal")
+    check(params, fixed, "positions must be None by config, got (6, 8)")
+    check(fixed.init(rng), config, "positions must be (6, 8) by config, got None")
+    longer = dataclasses.replace(config, max_len=7)
+    check(params, longer, "positions must be (7, 8) by config, got (6, 8)")
+    larger = dataclasses.replace(config, vocab_size=12)
+    check(params, larger, "table must be (12, 8) by config, got (11, 8)")
+    check(params._replace(table=None), config, "table must be (11, 8) by config, got None")
+    check(params._replace(table=[[1.0]]), config, "table must be an array, got list")
+
+
+# ---- Models ----
+
+
+def gpt() -> tuple[xformer.GPT, Any]:
+    model = xformer.GPT(**GPT)
+    return model, model.init(dtype="float64")
+
+
+def transformer(**options: Any) -> tuple[xformer.Transformer, Any]:
+    model = xformer.Transformer(**(TRANSFORMER | options))
+    return model, model.init(dtype="float64")
+
+
+TOKENS = np.array([[1, 2, 3, 4], [5, 6, 7, 10]])
+GPT_TOKENS: list[tuple[Any, type[Exception], str]] = [
+    (TOKENS.tolist(), TypeError, "embed: ids must be an integer array, got list"),
+    (None, TypeError, "embed: ids must be an integer array, got None"),
+    (TOKENS[0], ValueError, "embed: ids must be (B, T), got shape (4,)"),
+    (TOKENS[None], ValueError, "embed: ids must be (B, T), got shape (1, 2, 4)"),
+    (TOKENS.astype(float), TypeError, "embedding: ids must be an integer array, got dtype float64"),
+    (TOKENS > 2, TypeError, "embedding: ids must be an integer array, got dtype bool"),
+    (TOKENS + 1, ValueError, "embedding: ids must lie in [0, 11), got ids from 2 to 11"),
+    (TOKENS - 2, ValueError, "embedding: ids must lie in [0, 11), got ids from -1 to 8"),
+    (np.ones((2, 7), int), ValueError, "embed: at most max_len = 6 tokens fit, got 7"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "error", "message"), GPT_TOKENS)
+def test_tokens(tokens: Any, error: Any, message: str) -> None:
+    model, params = gpt()
+    with raises(error, message):
+        model.forward(params, tokens)
+    with raises(error, message):
+        model.loss(params, tokens, tokens)
+    network, params = transformer(tgt_vocab_size=11)
+    message = message.replace("embed: ids must be", "Transformer: src must be")
+    with raises(error, message):
+        network.forward(params, tokens, TOKENS)
+    with raises(error, message.replace("src", "tgt")):
+        network.forward(params, TOKENS, tokens)
+    with raises(error, message.replace("Transformer", "generate")):
+        network.generate(params, tokens, start_id=1, end_id=2, max_new=3)
+
+
+def test_targets() -> None:
+    model, params = gpt()
+    for targets, error, message in (
+        (TOKENS.tolist(), TypeError, "targets must be an integer array, got list"),
+        (
+            TOKENS[:, :3],
+            ValueError,
+            "targets must be (...,) with ... = (2, 4) (from logits), got ...",
+        ),
+        (TOKENS + 1, ValueError, "targets must lie in [0, 11), got ids from 2 to 11"),
+        (TOKENS - 2, ValueError, "targets must lie in [0, 11), got ids from -1 to 8"),
+        (TOKENS * 1.0, TypeError, "targets must be an integer array, got dtype float64"),
+    ):
+        with raises(error, f"cross_entropy: {message}"):
+            model.loss(params, TOKENS, targets)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'smoothing'"):
+        model.loss(params, TOKENS, TOKENS, smoothing=0.1)
+
+
+def test_sources_and_targets() -> None:
+    model, params = transformer()
+    with raises(ValueError, "Transformer: src and tgt must have one batch size, got 2 and 1"):
+        model.forward(params, TOKENS, TOKENS[:1])
+    for length in (0, 1):
+        with raises(ValueError, f"loss: tgt must hold at least 2 tokens, got shape (2, {length})"):
+            model.loss(params, TOKENS, TOKENS[:, :length])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start_id": 13}, "start_id must lie in [0, 13), got 13"),
+        ({"start_id": -1}, "start_id must lie in [0, 13), got -1"),
+        ({"end_id": 13}, "end_id must lie in [0, 13), got 13"),
+        ({"end_id": -1}, "end_id must lie in [0, 13), got -1"),
+        ({"start_id": 1.0}, "start_id must lie in [0, 13), got 1.0"),
+        ({"max_new": -1}, "max_new must be an int of at least 0, got -1"),
+        ({"max_new": None}, "max_new must be an int of at least 0, got None"),
+    ],
+)
+def test_generate(options: dict[str, Any], message: str) -> None:
+    model, params = transformer()
+    with raises(ValueError, f"generate: {message}"):
+        model.generate(params, TOKENS, **({"start_id": 1, "end_id": 2, "max_new": 3} | options))
+
+
+def test_generate_nothing(library: Backend) -> None:
+    model, params = transformer()
+    params = tree.map(library.asarray, params)
+    options = {"start_id": 1, "end_id": 2}
+    src = library.asarray(TOKENS)
+    assert tuple(model.generate(params, src, max_new=0, **options).shape) == (2, 0)
+    empty = library.asarray(TOKENS[:0])
+    assert model.generate(params, empty, max_new=3, **options).shape[0] == 0
+    longest = model.generate(params, src, max_new=100, **options)
+    assert longest.shape[1] <= model.max_len
+    padding = library.asarray(np.zeros((2, 3), int))  # a source of padding alone
+    assert model.generate(params, padding, max_new=2, **options).shape[0] == 2
+    no_source = library.asarray(np.zeros((2, 0), int))
+    assert model.generate(params, no_source, max_new=2, **options).shape[0] == 2
+
+
+def test_parameters_of_another_library(library: Backend) -> None:
+    other = backends.get("array-api-strict" if "strict" not in library.name else "numpy")
+    tokens = library.asarray(TOKENS)
+    model, params = gpt()
+    params = tree.map(other.asarray, params)
+    with raises(TypeError, "embedding: ids must be an array of ..."):
+        model.forward(params, tokens)
+    network, params = transformer()
+    params = tree.map(other.asarray, params)
+    with raises(TypeError, "embedding: ids must be an array of ..."):
+        network.forward(params, tokens, tokens)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "none"])
+@pytest.mark.parametrize(("b", "t"), [(0, 3), (2, 0), (0, 0), (2, 1)])
+def test_models_of_nothing(library: Backend, b: int, t: int, positions: str) -> None:
+    """No rows or no tokens: loss 0, all gradients 0; one token is enough."""
+    tokens = library.asarray(np.ones((b, t), int))
+    model, params = gpt()
+    model = dataclasses.replace(model, positions=positions)
+    params = tree.map(library.asarray, model.init(dtype="float64"))
+    logits, _ = model.forward(params, tokens)
+    assert tuple(logits.shape) == (b, t, 11)
+    check_loss(library, model.loss(params, tokens, tokens), params, empty=b * t == 0)
+
+    network, params = transformer(positions=positions)
+    params = tree.map(library.asarray, params)
+    longer = library.asarray(np.ones((b, t + 1), int))
+    if t:
+        loss = network.loss(params, tokens, longer)
+        check_loss(library, loss, params, empty=b == 0)
+    logits, cache = network.forward(params, tokens, longer)  # t = 0: an empty source
+    assert np.isfinite(library.to_numpy(logits)).all()
+    check_gradients(library, cache.backward(logits), params, empty=b == 0)
+
+
+def check_loss(library: Backend, result: tuple[Any, Any], params: Any, empty: bool) -> None:
+    loss, cache = result
+    value = float(library.to_numpy(loss))
+    assert value == 0.0 if empty else 0.0 < value < 10.0
+    check_gradients(library, cache.backward(), params, empty)
+
+
+def check_gradients(library: Backend, grads: Any, params: Any, empty: bool) -> None:
+    grads, params = tree.flatten(grads), tree.flatten(params)
+    assert grads.keys() == params.keys()
+    for name, grad in grads.items():
+        assert tuple(grad.shape) == tuple(params[name].shape), name
+        values = library.to_numpy(grad)
+        assert np.isfinite(values).all(), name
+        assert not empty or not values.any(), name
+
+
+def test_padding_alone_gives_zero(library: Backend) -> None:
+    model, params = transformer()
+    params = tree.map(library.asarray, params)
+    padding = library.asarray(np.zeros((2, 4), int))
+    check_loss(library, model.loss(params, padding, padding), params, empty=True)

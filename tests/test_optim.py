@@ -1,0 +1,332 @@
+"""Optimisers: torch's numbers over 100 steps, the same on every library, nothing written to."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from xformer.backends import Backend
+
+from xformer import backends, optim, tree
+
+STEPS = 100
+
+
+class Params(NamedTuple):
+    w: Any
+    rest: Any
+
+
+def start(backend: Backend, dtype: str) -> Params:
+    """Parameters of several shapes and sizes, one frozen and left out."""
+    rng = backend.generator(1, dtype)
+    return Params(
+        rng.normal((5, 3)), {"b": rng.normal((3,), std=1e-3), "frozen": None, "c": [rng.normal(())]}
+    )
+
+
+def gradient(params: Params) -> Params:
+    """Of sum(p^4) / 4 - sum(p): different at each step, and 0 nowhere for long."""
+    return tree.map(lambda p: p**3 - 1, params)
+
+
+class Case(NamedTuple):
+    init: Callable[..., Any]
+    step: Callable[..., Any]
+    torch_name: str
+    options: dict[str, Any]
+    torch_options: dict[str, Any]
+
+
+def _case(name: str, **options: Any) -> Case:
+    torch_options = dict(options)
+    torch_name = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[name]
+    return Case(
+        getattr(optim, f"{name}_init"), getattr(optim, name), torch_name, options, torch_options
+    )
+
+
+CASES = {
+    "sgd": _case("sgd", lr=0.01),
+    "sgd, weight decay": _case("sgd", lr=0.01, weight_decay=0.1),
+    "sgd, momentum": _case("sgd", lr=0.01, momentum=0.9),
+    "sgd, momentum, weight decay": _case("sgd", lr=0.01, momentum=0.9, weight_decay=0.1),
+    "sgd, nesterov": _case("sgd", lr=0.01, momentum=0.9, nesterov=True),
+    "sgd, nesterov, weight decay": _case(
+        "sgd", lr=0.01, momentum=0.8, nesterov=True, weight_decay=0.1
+    ),
+    "adam": _case("adam", lr=0.02),
+    "adam, options": _case("adam", lr=0.02, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1),
+    "adam, no memory": _case("adam", lr=0.02, betas=(0.0, 0.0)),
+    "adamw": _case("adamw", lr=0.02),
+    "adamw, options": _case("adamw", lr=0.02, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.3),
+    "adamw, no decay": _case("adamw", lr=0.02, weight_decay=0.0),
+}
+
+
+def run(case: Case, backend: Backend, dtype: str, steps: int = STEPS) -> tuple[Params, Any]:
+    params = start(backend, dtype)
+    state = case.init(params)
+    for _ in range(steps):
+        params, state = case.step(params, gradient(params), state, **case.options)
+    return params, state
+
+
+def host(backend: Backend, params: Any) -> dict[str, np.ndarray]:
+    return {name: backend.to_numpy(p) for name, p in tree.flatten(params).items()}
+
+
+def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """The largest relative distance of any element."""
+    assert a.keys() == b.keys()
+    return max(float(np.max(np.abs(a[k] - b[k]) / np.abs(b[k]))) for k in a)
+
+
+# ---- Torch ----
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_torch(case: str, dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    numpy = backends.get()
+    got = host(numpy, run(CASES[case], numpy, dtype)[0])
+
+    leaves = {name: torch.tensor(p) for name, p in tree.flatten(start(numpy, dtype)).items()}
+    optimiser = getattr(torch.optim, CASES[case].torch_name)(
+        [p.requires_grad_() for p in leaves.values()], **CASES[case].torch_options
+    )
+    for _ in range(STEPS):
+        for p in leaves.values():
+            p.grad = p.detach() ** 3 - 1
+        optimiser.step()
+    wanted = {name: p.detach().numpy() for name, p in leaves.items()}
+    # In float32 the order of two multiplications differs: a few units in the last place.
+    assert distance(got, wanted) < (1e-12 if dtype == "float64" else 3e-6)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3])
+def test_clip_equals_torch(max_norm: float) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for dtype, rtol in (("float64", 1e-14), ("float32", 1e-6)):
+        grads = gradient(start(backends.get(), dtype))
+        leaves = [torch.tensor(g) for g in tree.flatten(grads).values()]
+        for leaf in leaves:
+            leaf.grad = leaf.clone()
+        wanted_norm = torch.nn.utils.clip_grad_norm_(leaves, max_norm)
+        clipped, norm = optim.clip_by_global_norm(grads, max_norm=max_norm)
+        assert float(norm) == pytest.approx(float(wanted_norm), rel=rtol)
+        for got, leaf in zip(tree.flatten(clipped).values(), leaves, strict=True):
+            assert np.allclose(got, leaf.grad.numpy(), rtol=rtol, atol=0)
+            assert got.dtype == dtype
+
+
+# ---- Every library ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_on_every_library(library: Backend, case: str) -> None:
+    for dtype, rtol in (("float64", 1e-13), ("float32", 1e-5)):
+        wanted = _on_numpy(case, dtype)
+        params, state = run(CASES[case], library, dtype, steps=10)
+        got = host(library, params)
+        assert distance(got, wanted) < rtol
+        assert {p.dtype for p in got.values()} == {np.dtype(dtype)}
+        assert {str(s.dtype).rpartition(".")[2] for s in _arrays(state)} <= {dtype}
+
+
+@functools.cache
+def _on_numpy(case: str, dtype: str) -> dict[str, np.ndarray]:
+    return host(backends.get(), run(CASES[case], backends.get(), dtype, steps=10)[0])
+
+
+def _arrays(state: Any) -> list[Any]:
+    return [leaf for leaf in tree.flatten(state).values() if hasattr(leaf, "dtype")]
+
+
+def test_clip_on_every_library(library: Backend) -> None:
+    grads = Params(library.asarray([3.0, 0.0], "float32"), [None, library.asarray(4.0, "float32")])
+    clipped, norm = optim.clip_by_global_norm(grads, max_norm=1.0)
+    assert tuple(norm.shape) == ()
+    assert float(norm) == 5.0
+    assert host(library, clipped)["w"] == pytest.approx([0.6, 0.0], rel=1e-6)
+    assert clipped.rest[0] is None
+    unclipped, norm = optim.clip_by_global_norm(grads, max_norm=5.1)
+    assert host(library, unclipped)["rest.1"] == 4.0
+    zero, norm = optim.clip_by_global_norm(tree.map(lambda g: 0 * g, grads), max_norm=1.0)
+    assert float(norm) == 0.0
+    assert host(library, zero)["w"].tolist() == [0.0, 0.0]
+
+
+# ---- Trees ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_state_is_a_tree_and_nothing_is_written_to(case: str) -> None:
+    init, step, _, options, _ = CASES[case]
+    params = start(backends.get(), "float64")
+    state = init(params)
+    for _ in range(3):
+        grads = gradient(params)
+        before = tree.map(lambda x: x + 0, (params, grads, state))
+        for leaf in _arrays((params, grads, state)):
+            if isinstance(leaf, np.ndarray):
+                leaf.flags.writeable = False
+        new, new_state = step(params, grads, state, **options)
+        for name, leaf in tree.flatten(before).items():
+            assert np.array_equal(tree.flatten((params, grads, state))[name], leaf), name
+        assert isinstance(new, Params)
+        assert new.rest["frozen"] is None
+        leaves = tree.flatten(new_state)
+        rebuilt = tree.unflatten(new_state, leaves)
+        assert tree.flatten(rebuilt).keys() == leaves.keys()
+        assert tree.nbytes(new_state) in (0, tree.nbytes(params), 2 * tree.nbytes(params))
+        params = tree.map(np.asarray, new)
+        state = tree.map(lambda s: s if isinstance(s, int) else np.asarray(s), new_state)
+
+
+def test_adam_counts_its_steps() -> None:
+    _, state = run(CASES["adam"], backends.get(), "float32", steps=3)
+    assert state.step == 3
+    assert optim.adamw_init is optim.adam_init
+
+
+def test_single_array_is_a_tree() -> None:
+    w = np.array([1.0, 2.0])
+    new, state = optim.sgd(w, np.array([0.5, 0.5]), optim.sgd_init(w), lr=2.0)
+    assert new.tolist() == [0.0, 1.0]
+    assert state.velocity is None
+
+
+def test_numpy_scalars_do_not_widen_float32() -> None:
+    """np.float64 numbers, as a schedule makes them, would turn float32 arrays into float64."""
+    params = start(backends.get(), "float32")
+    number = np.float64(0.01)
+    sgd = {"lr": number, "momentum": number, "weight_decay": number}
+    adam = {"lr": number, "betas": (number, number), "eps": number, "weight_decay": number}
+    for step, init, options in (
+        (optim.sgd, optim.sgd_init, sgd),
+        (optim.adam, optim.adam_init, adam),
+        (optim.adamw, optim.adamw_init, adam),
+    ):
+        new, state = step(params, params, init(params), **options)
+        new, state = step(new, params, state, **options)
+        assert {leaf.dtype for leaf in _arrays((new, state))} == {np.dtype("float32")}
+    clipped, _ = optim.clip_by_global_norm(params, max_norm=number)
+    assert {leaf.dtype for leaf in _arrays(clipped)} == {np.dtype("float32")}
+
+
+def test_learning_rate_may_be_an_array(library: Backend) -> None:
+    """A schedule may live on the device, or be traced."""
+    w = library.asarray([1.0, 2.0], "float64")
+    for lr in (0.5, library.asarray(0.5, "float64")):
+        new, _ = optim.adamw(w, w, optim.adamw_init(w), lr=lr)
+        assert np.allclose(library.to_numpy(new), [0.495, 1.49], rtol=1e-6)
+
+
+# ---- Bad arguments ----
+
+W = np.ones((2, 3))
+BAD_OPTIONS = {
+    "negative lr": ("sgd", {"lr": -0.1}, "sgd: lr must lie in [0, inf], got -0.1"),
+    "NaN lr": ("adam", {"lr": float("nan")}, "adam: lr must lie in [0, inf], got nan"),
+    "negative momentum": ("sgd", {"lr": 1, "momentum": -1}, "sgd: momentum must lie in [0, inf]"),
+    "negative decay": ("sgd", {"lr": 1, "weight_decay": -1}, "sgd: weight_decay must lie in"),
+    "negative decay of adam": (
+        "adam",
+        {"lr": 1, "weight_decay": -1},
+        "adam: weight_decay must lie",
+    ),
+    "negative decay of adamw": ("adamw", {"lr": 1, "weight_decay": -1}, "adamw: weight_decay must"),
+    "nesterov": (
+        "sgd",
+        {"lr": 1, "nesterov": True},
+        "sgd: nesterov needs a positive momentum, got",
+    ),
+    "beta 1": ("adam", {"lr": 1, "betas": (1.0, 0.9)}, "adam: betas must lie in [0, 1), got (1.0,"),
+    "beta 2": ("adamw", {"lr": 1, "betas": (0.9, -0.1)}, "adamw: betas must lie in [0, 1), got"),
+    "eps": ("adamw", {"lr": 1, "eps": -1e-8}, "adamw: eps must lie in [0, inf], got -1e-08"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options(case: str) -> None:
+    name, options, message = BAD_OPTIONS[case]
+    init, step = getattr(optim, f"{name}_init"), getattr(optim, name)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        step(W, W, init(W), **options)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_options_of_wrong_type(name: str) -> None:
+    init, step = getattr(optim, f"{name}_init"), getattr(optim, name)
+    for lr in ("0.1", None, W, [0.1]):
+        with pytest.raises(TypeError, match=rf"^{name}: lr must be a number, got"):
+            step(W, W, init(W), lr=lr)
+
+
+GRADS = {
+    "missing": (Params(W, None), ValueError, "the gradient of rest is missing"),
+    "other structure": (Params(W, [W]), ValueError, "the gradient of rest is missing"),
+    "broadcast": (
+        Params(W, np.ones((1, 3))),
+        ValueError,
+        "the gradient of rest must have shape (2, 3), got (1, 3)",
+    ),
+    "larger": (
+        Params(np.ones((5, 2, 3)), W),
+        ValueError,
+        "the gradient of w must have shape (2, 3)",
+    ),
+    "dtype": (
+        Params(W, W.astype(np.float32)),
+        TypeError,
+        "the gradient of rest must be float64, got float32",
+    ),
+    "number": (Params(W, 1.0), TypeError, "the gradient of rest must be an array, got float"),
+}
+
+
+@pytest.mark.parametrize("case", GRADS)
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_bad_gradients(name: str, case: str) -> None:
+    grads, error, message = GRADS[case]
+    init, step = getattr(optim, f"{name}_init"), getattr(optim, name)
+    params = Params(W, W)
+    with pytest.raises(error, match=f"^{name}: {re.escape(message)}"):
+        step(params, grads, init(params), lr=0.1)
+
+
+def test_gradient_without_a_parameter() -> None:
+    params = Params(W, None)
+    with pytest.raises(ValueError, match=r"^tree\.map: .* is absent in the first tree only$"):
+        optim.sgd(params, Params(W, W), optim.sgd_init(params), lr=0.1)
+
+
+def test_gradients_of_another_library() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with pytest.raises(TypeError, match=r"^sgd: the gradient of params must be an array of numpy"):
+        optim.sgd(W, torch.ones(2, 3), optim.sgd_init(W), lr=0.1)
+
+
+def test_bad_clipping() -> None:
+    for max_norm in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"^clip_by_global_norm: max_norm must"):
+            optim.clip_by_global_norm(W, max_norm=max_norm)
+    with pytest.raises(TypeError, match=r"^clip_by_global_norm: max_norm must be a number, got No"):
+        optim.clip_by_global_norm(W, max_norm=None)
+    for empty in (None, (), Params(None, [])):
+        with pytest.raises(ValueError, match=r"^clip_by_global_norm: there are no gradients$"):
+            optim.clip_by_global_norm(empty, max_norm=1.0)
+
+
+def test_no_parameters_at_all() -> None:
+    for name in ("sgd", "adam", "adamw"):
+        init, step = getattr(optim, f"{name}_init"), getattr(optim, name)
+        assert step((), (), init(()), lr=0.1)[0] == ()
+        empty = np.ones((0, 3))
+        assert step(empty, empty, init(empty), lr=0.1)[0].shape == (0, 3)
