@@ -6,10 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import machine, report, step
+from benchmarks import contestants, machine, report, step
+from benchmarks.contestants import PEER
 from benchmarks.shapes import BY_NAME, DEFAULT
 from xformer import backends
 
@@ -21,7 +23,9 @@ LEFT_OUT = "array-api-strict"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the tables, write the JSON. Returns 1 where results disagree."""
     args = parse(argv)
-    found = machine.describe(args.backend) | {"threads": machine.share_threads(), "shapes": []}
+    peer = ["torch"] if PEER in contestants.names(args.backend) else []
+    libraries = _unique([*args.backend, *peer])
+    found = machine.describe(libraries) | {"threads": machine.share_threads(), "shapes": []}
     rounds = {name: args.rounds or BY_NAME[name].rounds for name in args.shape}
     total = sum(step.ticks(args.backend, n) for n in rounds.values())
     try:
@@ -35,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(report.text(found))
     out = args.out or RESULTS / default_name(found)
+    out.parent.mkdir(exist_ok=True)
     report.write(found, out)
     print(f"\nWritten: {out}")
     return 0
@@ -75,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def default_name(found: dict) -> str:
+def default_name(found: dict[str, Any]) -> str:
     """By day and commit, so that a result does not replace one of other code."""
     commit = (found["commit"] or "no-commit")[:9] + ("-dirty" if found["dirty"] else "")
     return f"step-{found['date'][:10]}-{commit}.json"

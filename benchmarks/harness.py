@@ -7,11 +7,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.shapes import Shape
+
+K = TypeVar("K", bound=Hashable)
 
 ROOT = Path(__file__).parents[1]
 # Idle threads of BLAS and OpenMP spin for up to 30 ms, at the cost of whoever comes next.
@@ -19,17 +21,17 @@ SETTLE = 0.05  # seconds
 
 
 def interleave(
-    runs: dict[str, Callable[[], Any]], rounds: int, repeats: int, tick: Callable[[], Any]
-) -> dict[str, list[float]]:
+    runs: dict[K, Callable[[], Any]], rounds: int, repeats: int, tick: Callable[[], Any]
+) -> dict[K, list[float]]:
     """Seconds of each run, rounds * repeats of them; `tick` is called after each turn.
 
-    In a round everyone has one turn, so that all see the same disturbances, in an order drawn anew
+    In a round each run has one turn, so that all see the same disturbances, in an order drawn anew
     (a fixed cycle would give each always the same predecessor). A turn is `repeats` runs on end,
     as in a training loop: a short run alone would find threads asleep and caches cold. One round
     before the first warms up and is not counted. A run returns when its work is done; freeing what
     it returns is not timed.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[K, list[float]] = {name: [] for name in runs}
     shuffle = random.Random(0).shuffle
     for n in range(rounds + 1):
         order = list(runs)

@@ -15,7 +15,7 @@ import xformer
 from benchmarks.harness import ROOT
 from xformer import backends
 
-VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "XLA_FLAGS")
+VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def n_cpus() -> int:

@@ -27,7 +27,8 @@ def header(result: dict[str, Any]) -> str:
 {machine["cpu"]}, {machine["system"]} {machine["architecture"]}; threads: {threads}
 Python {result["python"]}; {"; ".join(result["backends"].values())}
 
-Milliseconds: minimum (median); x: minimum over torch eager's minimum."""
+Milliseconds: minimum (median); x: minimum over torch eager's minimum. Error: the largest relative
+one of loss, gradients and loss after a step, against float64. Peak: of a process of its own."""
 
 
 def table(shape: dict[str, Any]) -> str:
@@ -47,11 +48,11 @@ def table(shape: dict[str, Any]) -> str:
         cells.append("-" if peak is None else f"{peak / 1e6:.0f}")
         cells.append(f"{row['error']['numpy float64']:.0e}")
         rows.append(cells)
+    how = f"{shape['dtype']}, {shape['rounds']} rounds of {shape['repeats']}"
     return f"""
 ## {shape["shape"]}: {shape["model"]}
 
-{shape["rounds"]} rounds of {shape["repeats"]}, {shape["dtype"]}. Error: the largest relative one of
-loss, gradients and loss after a step, against float64 (allowed: {shape["tolerance"]:.0e}).
+{how}, error at most {shape["tolerance"]:.0e}
 
 {_align(rows)}"""
 

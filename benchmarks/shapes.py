@@ -76,7 +76,7 @@ SHAPES = (
         batch=4,
         length=32,
         rounds=10,
-        repeats=20,
+        repeats=10,
     ),
     Shape(
         "encdec",
@@ -92,7 +92,7 @@ SHAPES = (
         batch=16,
         length=32,
         rounds=10,
-        repeats=3,
+        repeats=2,
         tolerance=1e-3,  # a ReLU's input that rounds to the other side of 0 alone makes 3e-4
     ),
     Shape(

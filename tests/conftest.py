@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 from libraries import LIBRARIES, opened
-
-from xformer import backends
 from xformer.backends import Backend
 
+from xformer import backends
+
 if importlib.util.find_spec("jax"):
+    # JAX compiles every operation for every shape; small arrays want it done quickly, not well.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     from xformer.backends.jax import enable_float64
 
     enable_float64()
@@ -26,26 +29,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "libraries(*names): run the test on these libraries only")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "library" in metafunc.fixturenames:
-        demanded = metafunc.config.getoption("--backend") or backends.NAMES
-        marker = metafunc.definition.get_closest_marker("libraries")
-        possible = marker.args if marker else LIBRARIES
-        names = [name for name in possible if LIBRARIES[name] in demanded]
-        metafunc.parametrize("library", names, indirect=True, scope="function")
+    names = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    if "library" in metafunc.fixturenames and not any("library" in name for name in names):
+        metafunc.parametrize("library", LIBRARIES, indirect=True)
 
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """The backend of a name in `LIBRARIES`; skips where it cannot run and was not demanded."""
+    demanded = request.config.getoption("--backend")
+    if demanded and LIBRARIES[request.param] not in demanded:
+        pytest.skip(f"{request.param} was not demanded by --backend")
     try:
         with opened(request.param) as backend:
             yield backend
     except backends.Unusable as error:
-        if request.config.getoption("--backend"):
+        if demanded:
             pytest.fail(str(error), pytrace=False)
         pytest.skip(str(error))

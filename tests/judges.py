@@ -1,4 +1,4 @@
-"""Who judges a gradient written by hand: other libraries, autograd, float64. By `catalogue` case."""
+"""Judges of gradients written by hand, by case: other libraries, autograd, float64."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import numpy as np
+from xformer.backends import Backend
 
 from xformer import backends, tree
-from xformer.backends import Backend
 from xformer.catalogue import Case
 
 Values = dict[str, np.ndarray]
@@ -40,10 +40,11 @@ def by_torch_autograd(case: Case, backend: Backend) -> Values:
     for leaf in leaves.values():
         leaf.requires_grad_()
     y, _ = fn(*args)
-    pairs = zip(outputs(y), douts(backend, y), strict=True)
-    outs, dys = zip(*[(out, dy) for out, dy in pairs if out.requires_grad] or [((), ())])
+    pairs = list(zip(outputs(y), douts(backend, y), strict=True))
+    used = [(out, dy) for out, dy in pairs if out.requires_grad]  # none where all is dropped
     grads: Any = [None] * len(leaves)
-    if outs != ((),):  # else nothing depends on anything: dropout of everything
+    if used:
+        outs, dys = zip(*used, strict=True)
         grads = torch.autograd.grad(outs, list(leaves.values()), dys, allow_unused=True)
     given = {
         name: torch.zeros_like(leaf) if grad is None else grad

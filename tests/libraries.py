@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
+from xformer.backends import Backend
 
 from xformer import backends
-from xformer.backends import Backend
 
 # Name in test ids -> name of the backend.
 LIBRARIES = {
@@ -31,6 +32,11 @@ class ReadOnly(Backend):
         array = host.view()
         array.flags.writeable = False
         return array
+
+
+def only(*libraries: str) -> pytest.MarkDecorator:
+    """Run a test that takes `library` on these alone."""
+    return pytest.mark.parametrize("library", libraries, indirect=True)
 
 
 @contextmanager

@@ -27,6 +27,11 @@ from xformer.layers import (
 KEY = xformer.Key(3, 1)
 
 
+def few(library: Backend, cases: Any, n: int = 1) -> list[Any]:
+    """The cases, on JAX only the first: it compiles every op anew for every shape, for seconds."""
+    return list(cases)[:n] if library.name == "jax" else list(cases)
+
+
 def numbers(*shape: int) -> np.ndarray:
     return np.random.default_rng(7).normal(size=shape)
 
@@ -140,12 +145,8 @@ def test_wrong_dtypes(library: Backend, name: str) -> None:
                 run(name, arrays | {argument: bad}, options)
         if len(arrays) > 1:
             narrow = arrays | {argument: library.xp.astype(array, library.xp.float32)}
-            with raises(TypeError, f"{name}: "):
+            with raises(TypeError, f"{name}: ..."):
                 run(name, narrow, options)
-
-
-def raises_either(message: str) -> Any:
-    return raises((ValueError, TypeError), message)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -180,7 +181,7 @@ def resized(array: np.ndarray) -> Iterator[np.ndarray]:
     """The array with an axis more, one less, and each size one larger, one smaller, 1, 0."""
     yield array[None]
     if array.ndim:
-        yield array[0]
+        yield np.asarray(array[0])
     for axis, size in enumerate(array.shape):
         for other in {size + 1, size - 1, 1, 0} - {size}:
             yield np.resize(array, (*array.shape[:axis], other, *array.shape[axis + 1 :]))
@@ -382,7 +383,7 @@ EMPTY = {
     "erf": [[(0,)], [(2, 0, 3)], [()]],
     "dropout": [[(0,)], [(2, 0, 3)], [()]],
     "mse": [[(0,), (0,)], [(2, 0), (2, 0)], [(), ()]],
-    "embedding": [[(0, 7)], [(5, 0)]],
+    "embedding": [[(0, 7)], [(5, 0)], [(5, 7)]],
     "index_add": [[(5, 7), (0, 7)], [(5, 0), (0, 0)], [(0, 7), (0, 7)]],
     "sdpa": [
         [(b, h, t, k), (b, g, s, k), (b, g, s, m)]
@@ -396,37 +397,33 @@ EMPTY = {
 }
 
 
-def empty_cases() -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    for name, cases in EMPTY.items():
-        for shapes in cases:
-            yield name, shapes
-
-
-@pytest.mark.parametrize(("name", "shapes"), list(empty_cases()), ids=str)
-def test_empty_arrays(library: Backend, name: str, shapes: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_arrays(library: Backend, name: str) -> None:
     """Right results and zero gradients: every sum over nothing is 0."""
-    arrays = [library.asarray(numbers(*shape)) for shape in shapes]
-    options = dict(CALLS[name].options)
-    if name in ID_OPS:
-        n = shapes[1][0] if name == "index_add" else shapes[0][:-1]
-        options = {ID_OPS[name]: library.asarray(np.zeros(0 if name == "embedding" else n, int))}
-    variants: list[dict[str, Any]] = [options]
+    for shapes in few(library, EMPTY[name], 2):
+        arrays = [library.asarray(numbers(*shape)) for shape in shapes]
+        for options in few(library, _empty_options(library, name, shapes)):
+            y, cache = getattr(ops, name)(*arrays, **options)
+            assert np.isfinite(library.to_numpy(y)).all()
+            grads = as_tuple(cache.backward(library.xp.ones_like(y)))[: len(arrays)]
+            empty = 0 in y.shape or (name == "cross_entropy" and not library.to_numpy(y).any())
+            for array, grad in zip(arrays, grads, strict=True):
+                assert tuple(grad.shape) == tuple(array.shape)
+                values = library.to_numpy(grad)
+                assert np.isfinite(values).all()
+                assert not empty or not values.any()
+
+
+def _empty_options(library: Backend, name: str, shapes: Any) -> list[dict[str, Any]]:
     if name == "sdpa":
-        variants = [{}, {"causal": True}, {"dropout_rate": 0.5, "dropout_key": KEY}]
+        return [{"causal": True}, {}, {"dropout_rate": 0.5, "dropout_key": KEY}]
     if name == "cross_entropy":
-        extra = {"label_smoothing": 0.1, "z_loss": 0.1, "ignore_index": 0}
-        variants = [options | extra | {"reduction": r} for r in ("mean", "sum", "none")]
-    for variant in variants:
-        y, cache = getattr(ops, name)(*arrays, **variant)
-        assert np.isfinite(library.to_numpy(y)).all()
-        ones = library.xp.ones_like(y)
-        grads = as_tuple(cache.backward(ones))[: len(arrays)]
-        empty = 0 in y.shape or (name == "cross_entropy" and float(library.xp.sum(y)) == 0)
-        for array, grad in zip(arrays, grads, strict=True):
-            assert tuple(grad.shape) == tuple(array.shape)
-            values = library.to_numpy(grad)
-            assert np.isfinite(values).all()
-            assert not empty or not values.any()
+        targets = library.asarray(np.zeros(shapes[0][:-1], int))
+        extra = {"targets": targets, "label_smoothing": 0.1, "z_loss": 0.1, "ignore_index": 0}
+        return [extra | {"reduction": r} for r in ("mean", "sum", "none")]
+    if name in ("embedding", "index_add"):
+        return [{"ids": library.asarray(np.zeros(0, int))}]
+    return [CALLS[name].options]
 
 
 def test_empty_results() -> None:
@@ -775,22 +772,22 @@ def test_sinusoidal_of_no_positions(library: Backend) -> None:
         assert tuple(layers.sinusoidal(length, width, like=like).shape) == (length, width)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("b", "t", "s"), [(0, 5, 4), (2, 0, 4), (2, 5, 0), (2, 1, 1), (0, 0, 0)])
-def test_attention_to_nothing(library: Backend, b: int, t: int, s: int, causal: bool) -> None:
+def test_attention_to_nothing(library: Backend) -> None:
     params = tree.map(library.asarray, ATTENTION)
-    x, memory = library.asarray(numbers(b, t, D)), library.asarray(numbers(b, s, D))
-    y, cache = layers.attention(x, params, memory, n_heads=H, causal=causal)
-    assert tuple(y.shape) == (b, t, D)
-    dx, dparams, dmemory, *_ = cache.backward(library.xp.ones_like(y))
-    assert tuple(dx.shape) == (b, t, D)
-    assert tuple(dmemory.shape) == (b, s, D)
-    for leaf in tree.flatten(dparams).values():
-        values = library.to_numpy(leaf)
-        assert np.isfinite(values).all()
-        assert b * t or not values.any()
-    if b * t and not s:  # nothing to attend to: the output's bias alone
-        assert np.allclose(library.to_numpy(y), ATTENTION.o.b)
+    sizes = [(2, 5, 0), (2, 0, 4), (0, 5, 4), (2, 1, 1), (0, 0, 0)]
+    for (b, t, s), causal in few(library, itertools.product(sizes, (True, False)), 3):
+        x, memory = library.asarray(numbers(b, t, D)), library.asarray(numbers(b, s, D))
+        y, cache = layers.attention(x, params, memory, n_heads=H, causal=causal)
+        assert tuple(y.shape) == (b, t, D)
+        dx, dparams, dmemory, *_ = cache.backward(library.xp.ones_like(y))
+        assert tuple(dx.shape) == (b, t, D)
+        assert tuple(dmemory.shape) == (b, s, D)
+        for leaf in tree.flatten(dparams).values():
+            values = library.to_numpy(leaf)
+            assert np.isfinite(values).all()
+            assert b * t or not values.any()
+        if b * t and not s:  # nothing to attend to: the output's bias alone
+            assert np.allclose(library.to_numpy(y), ATTENTION.o.b)
 
 
 # ---- Configurations ----
@@ -1049,14 +1046,13 @@ def test_generate_nothing(library: Backend) -> None:
     options = {"start_id": 1, "end_id": 2}
     src = library.asarray(TOKENS)
     assert tuple(model.generate(params, src, max_new=0, **options).shape) == (2, 0)
-    empty = library.asarray(TOKENS[:0])
-    assert model.generate(params, empty, max_new=3, **options).shape[0] == 0
-    longest = model.generate(params, src, max_new=100, **options)
-    assert longest.shape[1] <= model.max_len
-    padding = library.asarray(np.zeros((2, 3), int))  # a source of padding alone
-    assert model.generate(params, padding, max_new=2, **options).shape[0] == 2
-    no_source = library.asarray(np.zeros((2, 0), int))
-    assert model.generate(params, no_source, max_new=2, **options).shape[0] == 2
+    no_tokens, padding = np.zeros((2, 0), int), np.zeros((2, 3), int)
+    for tokens in few(library, (no_tokens, padding, TOKENS[:0], TOKENS)):
+        new = model.generate(params, library.asarray(tokens), max_new=1, **options)
+        assert tuple(new.shape) == (len(tokens), 1)
+    for tokens in few(library, (TOKENS, padding), 0):
+        new = model.generate(params, library.asarray(tokens), max_new=100, **options)
+        assert new.shape[1] <= model.max_len
 
 
 def test_parameters_of_another_library(library: Backend) -> None:
@@ -1072,27 +1068,28 @@ def test_parameters_of_another_library(library: Backend) -> None:
         network.forward(params, tokens, tokens)
 
 
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "none"])
-@pytest.mark.parametrize(("b", "t"), [(0, 3), (2, 0), (0, 0), (2, 1)])
-def test_models_of_nothing(library: Backend, b: int, t: int, positions: str) -> None:
+def test_models_of_nothing(library: Backend) -> None:
     """No rows or no tokens: loss 0, all gradients 0; one token is enough."""
-    tokens = library.asarray(np.ones((b, t), int))
-    model, params = gpt()
-    model = dataclasses.replace(model, positions=positions)
-    params = tree.map(library.asarray, model.init(dtype="float64"))
-    logits, _ = model.forward(params, tokens)
-    assert tuple(logits.shape) == (b, t, 11)
-    check_loss(library, model.loss(params, tokens, tokens), params, empty=b * t == 0)
+    sizes = [(2, 0), (0, 3), (0, 0), (2, 1)]
+    for (b, t), positions in few(
+        library, itertools.product(sizes, ("sinusoidal", "learned", "none"))
+    ):
+        tokens = library.asarray(np.ones((b, t), int))
+        model = xformer.GPT(**GPT, positions=positions)
+        params = tree.map(library.asarray, model.init(dtype="float64"))
+        logits, _ = model.forward(params, tokens)
+        assert tuple(logits.shape) == (b, t, 11)
+        check_loss(library, model.loss(params, tokens, tokens), params, empty=b * t == 0)
 
-    network, params = transformer(positions=positions)
-    params = tree.map(library.asarray, params)
-    longer = library.asarray(np.ones((b, t + 1), int))
-    if t:
-        loss = network.loss(params, tokens, longer)
-        check_loss(library, loss, params, empty=b == 0)
-    logits, cache = network.forward(params, tokens, longer)  # t = 0: an empty source
-    assert np.isfinite(library.to_numpy(logits)).all()
-    check_gradients(library, cache.backward(logits), params, empty=b == 0)
+        network, params = transformer(positions=positions)
+        params = tree.map(library.asarray, params)
+        longer = library.asarray(np.ones((b, t + 1), int))
+        if t:
+            loss = network.loss(params, tokens, longer)
+            check_loss(library, loss, params, empty=b == 0)
+        logits, cache = network.forward(params, tokens, longer)  # t = 0: an empty source
+        assert np.isfinite(library.to_numpy(logits)).all()
+        check_gradients(library, cache.backward(logits), params, empty=b == 0)
 
 
 def check_loss(library: Backend, result: tuple[Any, Any], params: Any, empty: bool) -> None:
@@ -1112,8 +1109,7 @@ def check_gradients(library: Backend, grads: Any, params: Any, empty: bool) -> N
         assert not empty or not values.any(), name
 
 
-def test_padding_alone_gives_zero(library: Backend) -> None:
+def test_padding_alone_gives_zero() -> None:
     model, params = transformer()
-    params = tree.map(library.asarray, params)
-    padding = library.asarray(np.zeros((2, 4), int))
-    check_loss(library, model.loss(params, padding, padding), params, empty=True)
+    padding = np.zeros((2, 4), int)
+    check_loss(backends.get(), model.loss(params, padding, padding), params, empty=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from libraries import only
 from xformer.backends import Backend
 
 import xformer
@@ -67,10 +68,8 @@ def test_same_numbers_on_every_library(library: Backend) -> None:
             assert np.array_equal(got, exact.astype(dtype))
 
 
+@only(*backends.NAMES)
 def test_models_start_the_same_on_every_backend(library: Backend) -> None:
-    backend = {"numpy-readonly": "numpy"}.get(library.name, library.name)
-    if backend not in backends.NAMES:
-        pytest.skip(f"{library.name} is a form of another backend, the same to init")
     gpt = xformer.GPT(vocab_size=7, n_layers=2, d_model=4, n_heads=2, max_len=3)
     network = xformer.Transformer(
         src_vocab_size=5,
@@ -83,11 +82,11 @@ def test_models_start_the_same_on_every_backend(library: Backend) -> None:
     )
     for model in (gpt, network):
         wanted = tree.flatten(model.init(seed=1))
-        got = tree.flatten(model.init(seed=1, backend=backend))
+        got = tree.flatten(model.init(seed=1, backend=library.name))
         assert got.keys() == wanted.keys()
         for name, p in got.items():
             assert np.array_equal(library.to_numpy(p), np.asarray(wanted[name])), name
-        other = tree.flatten(model.init(seed=2, backend=backend))
+        other = tree.flatten(model.init(seed=2, backend=library.name))
         assert any(not np.array_equal(library.to_numpy(p), wanted[k]) for k, p in other.items())
 
 

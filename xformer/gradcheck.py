@@ -154,7 +154,7 @@ class _Check:
     def along(self, name: str, keys: tuple[str, ...], seed: int) -> Row:
         """Both derivatives along a random direction in the inputs `keys`."""
         parts = _random_like(tuple(self.leaves[k] for k in keys), seed)
-        direction = {k: self.units[k] * v for k, v in zip(keys, parts, strict=True)}
+        direction = {k: v * self.units[k] for k, v in zip(keys, parts, strict=True)}
         return self._row(name, direction)
 
     def elements(self, key: str) -> Row:
@@ -254,9 +254,9 @@ def _badness(row: Row) -> float:
     return math.inf if math.isnan(row.error) else row.error
 
 
-def _random_like(arrays: tuple[Array | None, ...], seed: int) -> tuple[Array | None, ...]:
+def _random_like(arrays: tuple[Array, ...], seed: int) -> tuple[Array, ...]:
     """Numbers uniform in (-1, 1), by the library's own counter-based bits; None for None."""
-    out: list[Array | None] = []
+    out: list[Array] = []
     for site, like in enumerate(arrays):
         if like is None:
             out.append(None)

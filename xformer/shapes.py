@@ -5,7 +5,7 @@
 Capitals are sizes that must agree between arguments, `...` is any number of leading axes, the same
 for all. Positional arguments are arrays of one library, on one device, of one dtype, float32 or
 float64, or None where that is the default. Keyword-only ones (ids, targets) are checked for shape
-alone.
+alone; the op checks the rest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                     passed.clear()
                 passed.add(kind)
             if len(args) > 1 and library_of(type(args[0])) not in PLACED_BY_LIBRARY:
-                for name, array in zip(names + also, args, strict=False):
+                for name, array in zip(names, args, strict=False):
                     if array is not None:
                         require_same_device(op_name, name, array, args[0])
 

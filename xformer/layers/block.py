@@ -166,16 +166,22 @@ def block(
         )
     rate = 0.0 if dropout_key is None else config.dropout
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
-    heads = {"n_heads": config.n_heads, "n_kv_heads": config.n_kv_heads, "dropout_rate": rate}
-    around = {"place": config.norm, "eps": config.eps, "dropout_rate": rate}
+    heads: dict[str, Any] = {
+        "n_heads": config.n_heads,
+        "n_kv_heads": config.n_kv_heads,
+        "dropout_rate": rate,
+    }
+    around: dict[str, Any] = {"place": config.norm, "eps": config.eps, "dropout_rate": rate}
 
     def attend(x: Array) -> tuple[Array, Any]:
-        options = {"mask": mask, "causal": causal, "dropout_key": keys[0], **heads}
-        return attention(x, params.attn, None, bias, pos, **options)
+        return attention(
+            x, params.attn, None, bias, pos, mask=mask, causal=causal, dropout_key=keys[0], **heads
+        )
 
     def attend_memory(x: Array) -> tuple[Array, Any]:
+        own: Any = params.cross
         options = {"mask": memory_mask, "dropout_key": keys[1], **heads}
-        return attention(x, params.cross, memory, None, pos, memory_pos, **options)
+        return attention(x, own, memory, None, pos, memory_pos, **options)
 
     def feed(x: Array) -> tuple[Array, Any]:
         return feed_forward(x, params.ffn, activation=config.activation)

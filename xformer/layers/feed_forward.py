@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from xformer import ops
 from xformer.layers.linear import LinearParams
 from xformer.typing import Array
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Array], tuple[Array, Any]]] = {
     "relu": ops.relu,
     "gelu": ops.gelu,
     "gelu_tanh": partial(ops.gelu, approximate="tanh"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from array_api_compat import array_namespace
+
 from xformer import ops, tree
 from xformer.backends.base import Generator
 from xformer.initial import Draw, xavier_uniform
@@ -71,6 +73,10 @@ def stack(
         source, memory_cache = key_value(
             memory, params.memory, memory_pos, n_kv_heads=config.kv_heads
         )
+        memory_pos = None  # it is in the keys and values
+    unread = None
+    if not params.blocks:
+        unread = tree.map(_zeros_like, (source, bias, pos, memory_pos))
     caches = []
     for i, block_params in enumerate(params.blocks):
         key = None if dropout_key is None else dropout_key.at(SITES * i)
@@ -91,7 +97,7 @@ def stack(
     norm_cache = None
     if params.norm is not None:
         x, norm_cache = ops.layer_norm(x, *params.norm, eps=config.eps)
-    return x, StackCache(tuple(caches), norm_cache, memory_cache)
+    return x, StackCache(tuple(caches), norm_cache, memory_cache, unread)
 
 
 class StackCache(NamedTuple):
@@ -100,6 +106,7 @@ class StackCache(NamedTuple):
     blocks: tuple[Any, ...]
     norm: Any
     memory: Any
+    unread: Any  # without blocks: zeros, the gradients of what nothing has read
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
@@ -107,12 +114,12 @@ class StackCache(NamedTuple):
         if self.norm is not None:
             dy, *dnorm = self.norm.backward(dy)
             dnorm = LayerNormParams(*dnorm)
-        dx, dblocks, shared = dy, [], None
+        dx, dblocks, shared = dy, [], self.unread
         for cache in reversed(self.blocks):
             dx, dblock, *dshared = cache.backward(dx)
             dblocks.append(dblock)
             shared = dshared if shared is None else add(shared, dshared)
-        dmemory, dbias, dpos, dmemory_pos = shared or (None,) * 4
+        dmemory, dbias, dpos, dmemory_pos = shared
         dmemory_params = None
         if self.memory is not None:
             dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
@@ -123,3 +130,7 @@ class StackCache(NamedTuple):
 def add(a: Any, b: Any) -> Any:
     """The sum of two trees of gradients."""
     return tree.map(lambda x, y: x + y, a, b)
+
+
+def _zeros_like(x: Array) -> Array:
+    return array_namespace(x).zeros_like(x)

@@ -102,6 +102,7 @@ def number(op: str, name: str, value: Any, low: float = -math.inf, high: float =
     """
     if not isinstance(value, Real):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if not low <= value <= high:
+    plain = float(value)
+    if not low <= plain <= high:
         raise ValueError(f"{op}: {name} must lie in [{low:g}, {high:g}], got {value}")
-    return float(value)
+    return plain

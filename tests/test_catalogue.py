@@ -1,0 +1,112 @@
+"""The catalogue holds every op, layer and model with every option; `xformer check` runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+
+from xformer import GPT, Transformer, backends, layers, models, ops
+from xformer.catalogue import Case, cases
+from xformer.cli import check, main
+
+NUMPY = backends.get("numpy")
+BUILT = [(case, *case.build(NUMPY)) for case in cases()]
+# Not differentiable, or without options and tested where they stand.
+NO_CASE = {"Key", "random_bits", "sinusoidal"}
+
+
+def of(function: Any) -> Iterator[tuple[partial[Any], tuple[Any, ...]]]:
+    """fn and args of the cases of an op or a layer."""
+    return ((fn, args) for case, fn, args in BUILT if case.subject == function.__name__)
+
+
+def public(room: Any) -> list[Any]:
+    """The functions and models that a room exports."""
+    things = [getattr(room, name) for name in room.__all__ if name not in NO_CASE]
+    return [thing for thing in things if not is_data(thing)]
+
+
+def is_data(thing: Any) -> bool:
+    return inspect.isclass(thing) and not hasattr(thing, "loss")
+
+
+def test_names_are_unique() -> None:
+    assert Counter(case.name for case in cases()).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("room", [ops, layers, models], ids=lambda room: room.__name__)
+def test_everything_has_a_case(room: Any) -> None:
+    subjects = {case.subject for case in cases() if case.room == room.__name__.split(".")[1]}
+    assert subjects == {thing.__name__ for thing in public(room)}
+
+
+@pytest.mark.parametrize("function", public(ops) + public(layers), ids=lambda f: f.__name__)
+def test_every_option_of_a_function_is_used(function: Callable[..., Any]) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    for i, p in enumerate(p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD):
+        if p.default is None:
+            given = {args[i] is not None for _, args in of(function) if i < len(args)}
+            assert True in given, f"{p.name} is never given"
+    for p in (p for p in parameters if p.kind is p.KEYWORD_ONLY):
+        values = [fn.keywords.get(p.name, p.default) for fn, _ in of(function)]
+        assert any(v is not p.default for v in values), f"{p.name} is never other than its default"
+
+
+def configs(kind: type) -> list[Any]:
+    """The configurations of a kind in all cases: options of a layer, or the model itself."""
+    found = [[fn.keywords.get("config"), getattr(fn.func, "__self__", None)] for _, fn, _ in BUILT]
+    return [config for pair in found for config in pair if isinstance(config, kind)]
+
+
+@pytest.mark.parametrize(
+    "kind", [layers.BlockConfig, layers.EmbedConfig, GPT, Transformer], ids=lambda k: k.__name__
+)
+def test_every_option_of_a_configuration_is_used(kind: Any) -> None:
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            values = {getattr(config, field.name) for config in configs(kind)}
+            assert values - {field.default}, f"{field.name} is never other than its default"
+
+
+def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--backend", "numpy", "--only", "linear", "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["numpy"]
+    assert "linear: x (2, 5), no b" in out and "0 failed" in out
+
+
+def test_check_says_what_disagrees(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cache(NamedTuple):
+        x: Any
+
+        def backward(self, dy: Any) -> Any:
+            return dy * self.x  # wrong: half of it
+
+    def square(x: Any) -> tuple[Any, Cache]:
+        return x * x, Cache(x)
+
+    def broken(x: Any) -> tuple[Any, Cache]:
+        raise RuntimeError("out of order")
+
+    def case(fn: Callable[..., Any]) -> Case:
+        return Case("ops", f"{fn.__name__}: x", lambda rng, _: (partial(fn), (rng.normal((3,)),)))
+
+    monkeypatch.setattr(check, "cases", lambda: (case(square), case(broken)))
+    assert main(["check", "--backend", "numpy"]) == 1
+    out, err = capsys.readouterr()
+    assert "numpy: square: x: GRADIENTS DISAGREE" in out
+    assert "RuntimeError: out of order" in out and "Traceback" in err
+    assert "2 checks, 2 failed" in out
+
+
+def test_check_wants_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--only", "no such thing"]) == 1
+    assert "no case has 'no such thing' in its name" in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""Every registered kernel against the reference: none can be registered untested."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from array_api_compat import array_namespace
+from judges import Values, douts, gradients, named
+from xformer.backends import Backend
+
+from xformer import Key, backends, dispatch, reference_only, tree
+from xformer.catalogue import cases
+from xformer.dispatch import Kernel, Overridable
+from xformer.ops._checks import in_range
+from xformer.ops.random_bits import random_bits
+
+for name in backends.NAMES:
+    backends.why_not(name)  # imports it, which registers its kernels
+
+OPS = [op for op in dispatch.ops() if op.__module__.startswith("xformer.")]  # not those of tests
+KERNELS = [
+    (library, op, kernel)
+    for op in OPS
+    for library, kernels in op.kernels.items()
+    for kernel in kernels
+]
+WITHOUT_GRADIENT = {random_bits, in_range}
+
+
+def every(kernels: list[tuple[str, Overridable, Kernel]]) -> pytest.MarkDecorator:
+    ids = [f"{library}-{op.__name__}" for library, op, _ in kernels]
+    return pytest.mark.parametrize(
+        ("library", "op", "kernel"), kernels, indirect=["library"], ids=ids
+    )
+
+
+# ---- Arrays of the same values, laid out otherwise in memory ----
+
+
+def contiguous(x: Any) -> Any:
+    return x
+
+
+def sliced(x: Any) -> Any:
+    """Every second element of an array twice as wide."""
+    xp = array_namespace(x)
+    wide = xp.reshape(xp.stack([x, x], axis=-1), (*x.shape[:-1], 2 * x.shape[-1]))
+    return wide[..., ::2]
+
+
+def transposed(x: Any) -> Any:
+    """The transpose of a contiguous array."""
+    xp = array_namespace(x)
+    back = tuple(reversed(range(x.ndim)))
+    flat = xp.reshape(xp.permute_dims(x, back), (math.prod(x.shape),))
+    return xp.permute_dims(xp.reshape(flat, tuple(reversed(x.shape))), back)
+
+
+def expanded(x: Any) -> Any:
+    """Its first row, repeated without a copy: other values, for kernel and reference alike."""
+    return array_namespace(x).broadcast_to(x[:1, ...], x.shape)
+
+
+LAYOUTS = (contiguous, sliced, transposed, expanded)
+
+
+# ---- Ops with a gradient, by their cases in the catalogue ----
+
+
+@every([k for k in KERNELS if k[1] not in WITHOUT_GRADIENT])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_as_exact_as_the_reference(
+    library: Backend, op: Overridable, kernel: Kernel, layout: Callable[[Any], Any]
+) -> None:
+    """err(kernel) <= 2 err(reference) + rounding, both against float64."""
+    ran = 0
+    for case in (case for case in cases() if case.subject == op.__name__):
+        fn, args = case.build(library, "float32")
+        args = tree.map(lambda x: laid_out(layout, x), args)
+        if kernel.unsupported is None or not kernel.unsupported(*args, **fn.keywords):
+            require_exact(library, kernel, op, args, fn.keywords, layout)
+            ran += 1
+    assert ran, f"no case of {op.__name__} in the catalogue is for this kernel"
+
+
+def laid_out(layout: Callable[[Any], Any], x: Any) -> Any:
+    return layout(x) if x.ndim and math.prod(x.shape) else x
+
+
+def require_exact(
+    library: Backend,
+    kernel: Kernel,
+    op: Overridable,
+    args: Any,
+    options: dict[str, Any],
+    layout: Callable[[Any], Any],
+) -> None:
+    def values(run: Callable[..., Any], args: Any, dys: Any) -> Values:
+        y, cache = run(*args, **options)
+        return named(library, y, gradients(args, cache.backward(*dys)))
+
+    def double(x: Any) -> Any:
+        xp = array_namespace(x)
+        return xp.astype(x, xp.float64)
+
+    with reference_only():
+        y, _ = op.reference(*args, **options)
+        dys = tuple(laid_out(layout, dy) for dy in douts(library, y, "float32"))
+        exact = values(op.reference, tree.map(double, args), tree.map(double, dys))
+        plain = values(op.reference, args, dys)
+    got = values(kernel.run, args, dys)
+    assert got.keys() == exact.keys()
+    for name, wanted in exact.items():
+        assert got[name].shape == wanted.shape and got[name].dtype == plain[name].dtype, name
+        off, off_plain = (np.max(np.abs(a[name] - wanted), initial=0) for a in (got, plain))
+        rounding = 2 * np.finfo(np.float32).eps * np.max(np.abs(wanted), initial=0)
+        assert off <= 2 * off_plain + rounding, f"{name}: {off:.1e}, reference {off_plain:.1e}"
+
+
+@every(KERNELS)
+def test_signature_is_the_references(library: Backend, op: Overridable, kernel: Kernel) -> None:
+    assert parameters(kernel.run) == parameters(op.reference)
+    if kernel.unsupported is not None:
+        assert parameters(kernel.unsupported) == parameters(op.reference)
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
+    signature = inspect.signature(function)
+    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+
+# ---- Ops without one ----
+
+
+def bits(library: Backend) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
+    """Arguments, options, and what the reference says on NumPy."""
+    like = library.generator(0).full((1,), 0.0)
+    for key in (Key(0), Key(2**64 - 1, 2**32 - 1, 2**32 - 1), Key(2**40 + 3, 5, 7)):
+        for size in (0, 1, 7, 1000):
+            options = {"key": key, "size": size}
+            yield (like,), options, random_bits.reference(np.zeros(1), **options)
+
+
+def ranges(library: Backend) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
+    for ids in ([], [0, 6], [[3, 7]], [-1, 2]):
+        yield (
+            (library.asarray(ids, "int64"),),
+            {"size": 7},
+            in_range.reference(np.array(ids), size=7),
+        )
+    if library.name == "torch":
+        import torch
+
+        yield (torch.empty((3,), dtype=torch.int64, device="meta"),), {"size": 7}, True
+
+
+@every([k for k in KERNELS if k[1] in WITHOUT_GRADIENT])
+def test_same_answers_as_the_reference(library: Backend, op: Overridable, kernel: Kernel) -> None:
+    ran = 0
+    for args, options, wanted in {random_bits: bits, in_range: ranges}[op](library):
+        if kernel.unsupported is None or not kernel.unsupported(*args, **options):
+            got = kernel.run(*args, **options)
+            assert np.array_equal(got if isinstance(got, bool) else library.to_numpy(got), wanted)
+            ran += 1
+    assert ran, f"no arguments of {op.__name__} here are for this kernel"

@@ -1,0 +1,171 @@
+"""Cases of the ops: positional arrays by their shapes, None for an absent one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from xformer import ops
+from xformer.backends import Backend, Generator
+from xformer.catalogue.case import (
+    DEAD_BATCH,
+    DEAD_QUERY,
+    KEY,
+    Case,
+    Draw,
+    Function,
+    Options,
+    drawn,
+    mask,
+)
+from xformer.typing import Array
+
+
+def cases() -> Iterator[Case]:
+    """Every op, with every option."""
+    for subject in (
+        _linear,
+        _embedding,
+        _index_add,
+        _layer_norm,
+        _softmaxes,
+        _elementwise,
+        _dropout,
+        _sdpa,
+        _sdpa_masked,
+        _losses,
+    ):
+        yield from subject()
+
+
+def _op(name: str, op: Function, *shapes: tuple[int, ...] | None, **options: Any) -> Case:
+    """A case of `op` on normal numbers; an option that is a function draws its array."""
+
+    def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
+        args = tuple(None if shape is None else rng.normal(shape) for shape in shapes)
+        return partial(op, **drawn(rng, backend, options)), args
+
+    return Case("ops", name, make)
+
+
+def _ids(shape: tuple[int, ...], size: int) -> Draw:
+    return lambda rng, _: rng.integers(shape, high=size)
+
+
+def _linear() -> Iterator[Case]:
+    for lead in ((), (2,), (2, 3), (2, 3, 1)):
+        x = (*lead, 5)
+        yield _op(f"linear: x {x}", ops.linear, x, (5, 7), (7,))
+        yield _op(f"linear: x {x}, no b", ops.linear, x, (5, 7), None)
+
+
+def _embedding() -> Iterator[Case]:
+    for shape in ((), (11,), (3, 5)):
+        yield _op(f"embedding: ids {shape}", ops.embedding, (7, 2), ids=_ids(shape, 7))
+
+
+def _index_add() -> Iterator[Case]:
+    for rows, note in ((11, "repeated ids"), (1, "one row"), (0, "no rows")):
+        ids = _ids((rows,), 5)
+        yield _op(f"index_add: {note}", ops.index_add, (5, 3), (rows, 3), ids=ids)
+
+
+def _layer_norm() -> Iterator[Case]:
+    for inside in (True, False):
+        place = "inside" if inside else "outside"
+        for x in ((7,), (5, 7), (2, 3, 7)):
+            for b in ((7,), None):
+                name = f"layer_norm: x {x}, eps {place}{'' if b else ', no b'}"
+                # An eps that matters: with 1e-5 its place would not show.
+                yield _op(name, ops.layer_norm, x, (7,), b, eps=0.1, eps_inside=inside)
+    yield _op("layer_norm: eps as it is", ops.layer_norm, (5, 7), (7,), (7,))
+
+
+def _softmaxes() -> Iterator[Case]:
+    for op in (ops.softmax, ops.log_softmax):
+        for axis in (0, 1, -1):
+            yield _op(f"{op.__name__}: axis {axis}", op, (3, 5, 2), axis=axis)
+        yield _op(f"{op.__name__}: one axis", op, (7,))
+
+
+def _elementwise() -> Iterator[Case]:
+    for op in (ops.relu, ops.silu, ops.tanh, ops.sigmoid, ops.erf):
+        yield _op(f"{op.__name__}: x (5, 11)", op, (5, 11))
+        yield _op(f"{op.__name__}: x ()", op, ())
+    for form in ("none", "tanh"):
+        yield _op(f"gelu: {form}", ops.gelu, (5, 11), approximate=form)
+
+
+def _dropout() -> Iterator[Case]:
+    yield _op("dropout: rate 0", ops.dropout, (5, 11), rate=0.0, key=None)
+    for rate in (0.3, 1.0):
+        yield _op(f"dropout: rate {rate}", ops.dropout, (5, 11), rate=rate, key=KEY)
+
+
+# B = 2, H = 3, T = 5, S = 7, K = 11, M = 13.
+Q, K, V = (2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13)
+
+
+def _sdpa() -> Iterator[Case]:
+    sdpa = ops.sdpa
+    yield _op("sdpa: S > T", sdpa, Q, K, V)
+    yield _op("sdpa: T > S", sdpa, (2, 3, 7, 11), (2, 3, 5, 11), (2, 3, 5, 13))
+    yield _op("sdpa: one query", sdpa, (2, 3, 1, 11), K, V)
+    yield _op("sdpa: no keys", sdpa, Q, (2, 3, 0, 11), (2, 3, 0, 13))
+    yield _op("sdpa: 4 heads, 2 of keys", sdpa, (3, 4, 5, 11), (3, 2, 7, 11), (3, 2, 7, 13))
+    yield _op("sdpa: 3 heads, 1 of keys", sdpa, Q, (2, 1, 7, 11), (2, 1, 7, 13))
+    yield _op("sdpa: scale", sdpa, Q, K, V, scale=0.17)
+    yield _op("sdpa: dropout", sdpa, Q, K, V, dropout_rate=0.3, dropout_key=KEY)
+    for bias in ((2, 3, 5, 7), (3, 5, 7), (5, 7), (7,), (5, 1), (2, 1, 1, 7), (1, 3, 1, 1), ()):
+        yield _op(f"sdpa: bias {bias}", sdpa, Q, K, V, bias)
+
+
+def _sdpa_masked() -> Iterator[Case]:
+    sdpa = ops.sdpa
+    yield _op("sdpa: causal, S > T", sdpa, Q, K, V, causal=True)
+    yield _op("sdpa: causal, S = T", sdpa, Q, Q, (2, 3, 5, 13), causal=True)
+    t_longer = ((2, 3, 7, 11), (2, 3, 5, 11), (2, 3, 5, 13))
+    yield _op("sdpa: causal, T > S", sdpa, *t_longer, causal=True)
+    for shape, dead in (
+        ((2, 3, 5, 7), DEAD_QUERY),
+        ((3, 5, 7), DEAD_QUERY),
+        ((5, 7), DEAD_QUERY),
+        ((2, 1, 1, 7), DEAD_BATCH),
+        ((1, 3, 1, 7), None),
+        ((7,), None),
+    ):
+        yield _op(f"sdpa: mask {shape}", sdpa, Q, K, V, mask=mask(shape, dead))
+    yield _op(
+        "sdpa: all options",
+        sdpa,
+        *((3, 4, 5, 11), (3, 2, 7, 11), (3, 2, 7, 13), (4, 5, 1)),
+        mask=mask((3, 1, 5, 7), DEAD_QUERY),
+        causal=True,
+        scale=0.17,
+        dropout_rate=0.3,
+        dropout_key=KEY,
+    )
+
+
+def _losses() -> Iterator[Case]:
+    yield _op("mse: x (3, 5)", ops.mse, (3, 5), (3, 5))
+
+    def case(
+        note: str, shape: tuple[int, ...] = (2, 3, 7), *, low: int = 0, **options: Any
+    ) -> Case:
+        def targets(rng: Generator, _: Backend) -> Array:
+            return rng.integers(shape[:-1], low=low, high=7)
+
+        return _op(f"cross_entropy: {note}", ops.cross_entropy, shape, targets=targets, **options)
+
+    together: Options = {"ignore_index": -1, "label_smoothing": 0.1, "z_loss": 0.3}
+    for reduction in ("mean", "sum", "none"):
+        yield case(reduction, reduction=reduction)
+        yield case(f"{reduction}, all options", (5, 7), low=-1, reduction=reduction, **together)
+    yield case("one token", (7,))
+    yield case("ignore_index -1", low=-1, ignore_index=-1)
+    yield case("ignore_index 2", ignore_index=2)
+    yield case("all ignored", low=6, ignore_index=6)
+    yield case("label_smoothing", label_smoothing=0.1)
+    yield case("z_loss", z_loss=0.3)

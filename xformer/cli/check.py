@@ -1,0 +1,86 @@
+"""`xformer check`: every gradient against differences, on every array library that is here."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from typing import Any
+
+from tqdm import tqdm
+
+from xformer import backends
+from xformer.backends import Backend
+from xformer.catalogue import Case, cases
+from xformer.gradcheck import Report, Row
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer check`."""
+    parser = subparsers.add_parser("check", help="check every gradient on every array library")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join(backends.NAMES)}; all that can be used here unless given",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="check only what has this in its name"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show one row a case")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table of the worst relative errors; 1 where a gradient disagrees."""
+    chosen = [case for case in cases() if args.only in case.name]
+    if not chosen:
+        raise ValueError(f"no case has {args.only!r} in its name")
+    libraries = [_usable(name) for name in args.backend or backends.available()]
+    work = [(case, library) for case in chosen for library in libraries]
+    reports = {}
+    for case, library in tqdm(work, unit="check", leave=False, disable=not sys.stderr.isatty()):
+        reports[case, library.name] = _check(case, library)
+
+    names = [library.name for library in libraries]
+    print(_table(reports, names, by_case=args.verbose))
+    failed = {key: report for key, report in reports.items() if not report.ok}
+    for (_, name), report in failed.items():
+        print(f"\n{name}: {report}")
+    print(f"\n{len(reports)} checks, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+def _usable(name: str) -> Backend:
+    """The backend in float64, which differences need."""
+    if name == "jax":
+        backends.get(name)  # says what is missing
+        from xformer.backends.jax import enable_float64
+
+        enable_float64()
+    return backends.get(name)
+
+
+def _check(case: Case, backend: Backend) -> Report:
+    """All inputs together, which no wrong gradient passes; then each alone, to name the wrong."""
+    try:
+        report = case.check(backend, alone=False)
+        return report if report.ok else case.check(backend, elementwise=0)
+    except Exception as error:  # a case that cannot run is a result, not the end of the table
+        traceback.print_exc()
+        message = f"{type(error).__name__}: {error}"
+        return Report(case.name, (Row("runs", 0.0, 0.0, float("inf"), message),), rtol=0.0)
+
+
+def _table(reports: dict[tuple[Case, str], Report], names: list[str], *, by_case: bool) -> str:
+    """One row a case or a subject, one column a backend: the worst relative error."""
+    worst: dict[str, dict[str, float]] = {}
+    for (case, name), report in reports.items():
+        row = worst.setdefault(case.name if by_case else case.subject, dict.fromkeys(names, 0.0))
+        row[name] = max(row[name], report.worst)
+    width = max(map(len, worst))
+    lines = ["  ".join([" " * width, *names])]
+    for label, row in worst.items():
+        cells = [f"{row[name]:.0e}".rjust(len(name)) for name in names]
+        lines.append("  ".join([label.ljust(width), *cells]))
+    return "\n".join(lines)
