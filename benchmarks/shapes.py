@@ -105,4 +105,4 @@ SHAPES = (
     ),
 )
 BY_NAME = {shape.name: shape for shape in SHAPES}
-DEFAULT = ("tiny", "encdec")  # about two minutes on two cores; char-gpt takes longer
+DEFAULT = ("tiny", "encdec")  # two to three minutes on two cores; char-gpt takes longer

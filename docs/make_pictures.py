@@ -1,7 +1,7 @@
 """Draw the pictures of the README and of these pages (extra `plot`).
 
-    xformer train --out runs/readme
-    python docs/make_pictures.py runs/readme
+xformer train --out runs/readme
+python docs/make_pictures.py runs/readme
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from xformer.backends import Backend
 
 import xformer
-from xformer import backends, dispatch, layers, ops, tree
+from xformer import backends, catalogue, dispatch, layers, ops, tree
 from xformer.layers import (
     AttentionParams,
     BlockConfig,
@@ -683,7 +683,7 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no key projection": (
         lambda: attend(SEQUENCE, ATTENTION._replace(kv=None)),
         ValueError,
-        "attention: params.kv is None, so memory must be a KeyValue",
+        "attention: either memory is a KeyValue or params.kv projects it",
     ),
     "positions of wrong length": (
         lambda: attend(SEQUENCE, ATTENTION, None, None, numbers(4, 3)),
@@ -756,11 +756,15 @@ def test_blocks_and_their_memory() -> None:
     config = BlockConfig(d_model=D, n_heads=H, d_ff=7)
     rng = backends.get().generator(0, "float64")
     encoder, decoder = config.init(rng), config.init(rng, cross=True)
-    message = "block: memory must be given where params.cross is, got ..."
+    message = "block: memory and params.cross go together, got ..."
     with raises(ValueError, message):
         layers.block(SEQUENCE, decoder, config=config)
     with raises(ValueError, message):
         layers.block(SEQUENCE, encoder, SEQUENCE, config=config)
+    with raises(ValueError, "block: memory_pos and memory_mask go with a memory, ..."):
+        layers.block(SEQUENCE, encoder, memory_mask=np.ones((5, 5), bool), config=config)
+    with raises(ValueError, "stack: params must hold at least one block, got none"):
+        layers.stack(SEQUENCE, layers.StackParams((), None, None), config=config)
     shared = layers.StackParams.init(rng, config, 1, cross=True, shared_memory=True)
     with raises(ValueError, "stack: memory must be given where params.memory is"):
         layers.stack(SEQUENCE, shared, config=config)
@@ -839,8 +843,8 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         {"mode": "qkv"},
         "embed: positions in mode 'qkv' need d_positions, with width = 8 and d_model = 8",
     ),
-    (xformer.GPT, {"n_layers": -1}, "GPT: n_layers must be an int of at least 0, got -1"),
-    (xformer.GPT, {"n_layers": 1.5}, "GPT: n_layers must be an int of at least 0, got 1.5"),
+    (xformer.GPT, {"n_layers": -1}, "GPT: n_layers must be an int of at least 1, got -1"),
+    (xformer.GPT, {"n_layers": 1.5}, "GPT: n_layers must be an int of at least 1, got 1.5"),
     (xformer.GPT, {"n_heads": 3}, "block: n_heads = 3 must divide d_model = 8, or d_head be given"),
     (xformer.GPT, {"n_heads": 0}, "block: n_heads must be an int of at least 1, got 0"),
     (
@@ -873,12 +877,12 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         xformer.Transformer,
         {"n_encoder_layers": -1},
-        "Transformer: n_encoder_layers must be an int of at least 0, got -1",
+        "Transformer: n_encoder_layers must be an int of at least 1, got -1",
     ),
     (
         xformer.Transformer,
         {"n_decoder_layers": -1},
-        "Transformer: n_decoder_layers must be an int of at least 0, got -1",
+        "Transformer: n_decoder_layers must be an int of at least 1, got -1",
     ),
     (
         xformer.Transformer,
@@ -1113,3 +1117,45 @@ def test_padding_alone_gives_zero() -> None:
     model, params = transformer()
     padding = np.zeros((2, 4), int)
     check_loss(backends.get(), model.loss(params, padding, padding), params, empty=True)
+
+
+# ---- Upstream gradients ----
+
+OP_CASES = [case for case in catalogue.cases() if case.room == "ops"]
+
+
+@pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
+def test_upstream_gradients_of_another_form(case: catalogue.Case) -> None:
+    fn, args = case.build(backends.get())
+    y, cache = fn(*args)
+    dy = np.ones_like(y)
+    cache.backward(dy)
+    for wrong in (dy[None], np.ones((*dy.shape, 2)), np.ones((3, *dy.shape))):
+        with pytest.raises(ValueError, match=r"^\w+: d\w+ must have shape \("):
+            cache.backward(wrong)
+    with pytest.raises(TypeError, match=r"^\w+: d\w+ must be an array, got float"):
+        cache.backward(1.0)
+
+
+def test_upstream_gradients_of_another_dtype() -> None:
+    y, cache = ops.layer_norm(numbers(5, 3), numbers(3))
+    with raises(TypeError, "layer_norm: dy must be float64, got float32"):
+        cache.backward(y.astype(np.float32))
+
+
+# ---- Parameters of another configuration ----
+
+
+def test_parameters_of_another_model() -> None:
+    one, two = (xformer.GPT(11, n, 6, 2, 7) for n in (1, 2))
+    untied = xformer.GPT(11, 1, 6, 2, 7, tied=False)
+    post = xformer.GPT(11, 1, 6, 2, 7, norm="post")
+    ids = np.zeros((2, 3), dtype=np.int64)
+    for model, params, message in (
+        (two, one.init(), "GPT: params must have blocks: 2 by config, got 1"),
+        (untied, one.init(), "GPT: params must have an output head: True by config, got False"),
+        (one, untied.init(), "GPT: params must have an output head: False by config, got True"),
+        (post, one.init(), "GPT: params must have a final norm: False by config, got True"),
+    ):
+        with raises(ValueError, message):
+            model.forward(params, ids)

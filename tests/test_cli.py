@@ -48,14 +48,12 @@ def test_a_second_run_takes_another_folder(text: Path) -> None:
     assert sorted(p.name for p in Path("runs").iterdir()) == ["gpt", "gpt-2"]
 
 
-def test_a_used_folder_is_not_overwritten(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_used_folder_is_not_overwritten(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["train", "--preset", "tiny", "--steps", "1", "--data", str(text), "--out", "a"]
     assert main(command) == 0
     before = Path("a/model.safetensors").read_bytes()
     assert main(command) == 1
-    assert "a already holds a checkpoint" in capsys.readouterr().err
+    assert "a is not empty" in capsys.readouterr().err
     assert Path("a/model.safetensors").read_bytes() == before
 
 
@@ -64,6 +62,7 @@ def test_a_used_folder_is_not_overwritten(
     [
         (["train", "--data", "absent.txt"], "there is no file or folder absent.txt"),
         (["train", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["train", "--seed", "-1"], "seed must be at least 0, got -1"),
         (["generate", "--checkpoint", "absent", "--prompt", "x"], "absent is no checkpoint"),
     ],
 )
@@ -73,6 +72,15 @@ def test_mistakes_are_one_line(
     assert main(command) == 1
     err = capsys.readouterr().err
     assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_text_too_short_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    assert main(["train", "--data", "short.txt"]) == 1
+    assert "the text is too short: 129 bytes are needed" in capsys.readouterr().err
+    assert not Path("runs").exists()
 
 
 def test_an_empty_prompt_is_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,10 @@ def test_a_seed_gives_the_same_tokens() -> None:
     ("prompt", "options", "message"),
     [
         ([], {}, "the prompt must hold at least one token"),
-        ([1], {"temperature": -1.0}, "temperature must not be negative, got -1.0"),
+        ([1], {"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+        ([1], {"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+        ([1], {"max_new": -1}, "max_new must be at least 0, got -1"),
+        ([1], {"seed": -1}, "seed must be at least 0, got -1"),
         ([1], {"top_k": 0}, "top_k must be at least 1, got 0"),
         ([7], {}, r"ids must lie in \[0, 7\), got ids from 7 to 7"),
     ],
@@ -60,4 +63,4 @@ def test_bad_requests_are_refused(
     prompt: list[int], options: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        next(sample(GPT, PARAMS, prompt, backend=NUMPY, max_new=1, **options))
+        next(sample(GPT, PARAMS, prompt, backend=NUMPY, **{"max_new": 1} | options))

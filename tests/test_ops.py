@@ -119,8 +119,9 @@ def test_large_inputs_stay_finite(case: Case, library: Backend) -> None:
 def test_dropout_drops_the_same_everywhere(library: Backend) -> None:
     key, shape = Key(seed=2**40 + 1, step=5, site=3), (7, 11, 13)
     options = {"rate": 0.3, "key": key}
-    y, _ = ops.dropout(library.generator(0).full(shape, 1.0), **options)
+    y, _ = ops.dropout(library.generator(0, "float64").full(shape, 1.0), **options)
     host, _ = ops.dropout(np.ones(shape), **options)
-    kept = library.to_numpy(y) != 0
-    assert np.array_equal(kept, host != 0)
+    assert np.array_equal(library.to_numpy(y), host)
+    kept = host != 0
+    assert (host[kept] == 1 / (1 - 0.3)).all()
     assert abs(kept.mean() - 0.7) < 4 * np.sqrt(0.3 * 0.7 / kept.size)

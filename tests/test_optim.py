@@ -303,7 +303,8 @@ def test_bad_gradients(name: str, case: str) -> None:
 
 def test_gradient_without_a_parameter() -> None:
     params = Params(W, None)
-    with pytest.raises(ValueError, match=r"^tree\.map: .* is absent in the first tree only$"):
+    message = "sgd: there is the gradient of rest, but no such parameter"
+    with pytest.raises(ValueError, match=message):
         optim.sgd(params, Params(W, W), optim.sgd_init(params), lr=0.1)
 
 
@@ -330,3 +331,22 @@ def test_no_parameters_at_all() -> None:
         assert step((), (), init(()), lr=0.1)[0] == ()
         empty = np.ones((0, 3))
         assert step(empty, empty, init(empty), lr=0.1)[0].shape == (0, 3)
+
+
+def test_state_of_another_kind_or_dtype() -> None:
+    params = Params(W, None)
+    with pytest.raises(TypeError, match="adamw: state must be AdamState, got SGDState"):
+        optim.adamw(params, params, optim.sgd_init(params), lr=0.1)
+    narrow = tree.map(lambda p: p.astype(np.float32), params)
+    with pytest.raises(TypeError, match="adam: m of w must be float32, got float64"):
+        optim.adam(narrow, narrow, optim.adam_init(params), lr=0.1)
+    with pytest.raises(TypeError, match=r"adam: betas must be two numbers, got 0\.9"):
+        optim.adam(params, params, optim.adam_init(params), lr=0.1, betas=0.9)
+
+
+def test_a_learning_rate_that_is_an_array_does_not_widen() -> None:
+    params = Params(W.astype(np.float32), None)
+    for step, init in ((optim.sgd, optim.sgd_init), (optim.adamw, optim.adamw_init)):
+        new, _ = step(params, params, init(params), lr=np.asarray(0.1))
+        assert new.w.dtype == np.float32
+        assert np.allclose(new.w, step(params, params, init(params), lr=0.1)[0].w)

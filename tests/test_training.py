@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 import xformer as xf
 from xformer import training
@@ -65,7 +67,9 @@ def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
         training.load_corpus(tmp_path / "absent")
     (tmp_path / "empty").write_bytes(b"")
     with pytest.raises(ValueError, match="the text is too short: 9 bytes are needed"):
-        next(training.train(GPT, GPT.init(), training.load_corpus(tmp_path / "empty"), CONFIG, NUMPY))
+        next(
+            training.train(GPT, GPT.init(), training.load_corpus(tmp_path / "empty"), CONFIG, NUMPY)
+        )
 
 
 @settings(max_examples=50, deadline=None)
@@ -190,9 +194,37 @@ def test_an_interrupted_write_leaves_the_old_checkpoint(
     assert (saved / "model.safetensors").read_bytes() == before
 
 
+def rewrite(saved: Path, **change: object) -> None:
+    """Change the configuration that the weights carry."""
+    path = saved / "model.safetensors"
+    with safetensors.safe_open(path, "np") as file:
+        config = json.loads(file.metadata()["xformer"])
+    config.update({k: v for k, v in change.items() if k != "sizes"})
+    config["config"].update(change.get("sizes", {}))
+    save_file(load_file(path), path, metadata={"xformer": json.dumps(config)})
+
+
 def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is no checkpoint: it has no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"is no checkpoint: it has no model\.safetensors"):
         training.load(tmp_path, NUMPY)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="model must be one of GPT, Transformer"):
+        training.save(tmp_path, object(), {}, NUMPY)
+
+
+def test_an_encoder_decoder_comes_back_too(tmp_path: Path) -> None:
+    model = xf.Transformer(11, 13, 8, 2, 1, 1, 7, tied=True, shared_memory=True)
+    params = model.init(3)
+    training.save(tmp_path, model, params, NUMPY)
+    found, back = training.load(tmp_path, NUMPY)
+    assert found == model
+    assert all((a == b).all() for a, b in zip(*map(leaves, (params, back)), strict=True))
+
+
+def leaves(params: object) -> list[np.ndarray]:
+    return list(xf.tree.flatten(params).values())
 
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 60, -1])
@@ -204,38 +236,47 @@ def test_truncated_weights_are_refused(saved: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"format": "other-9"},
-        {"model": "Unknown"},
-        {"config": {"vocab_size": 256}},
-        {"config": {**vars(GPT), "n_heads": 3}},
-        {"config": {**vars(GPT), "colour": "red"}},
+        ({"format": "other-9"}, "format must be xformer-1, got 'other-9'"),
+        ({"model": "Unknown"}, "its configuration is damaged"),
+        ({"config": {"vocab_size": 256}}, "its configuration is damaged"),
+        ({"sizes": {"n_heads": 3}}, "its configuration is damaged"),
+        ({"sizes": {"colour": "red"}}, "its configuration is damaged"),
+        ({"sizes": {"vocab_size": 10**12}}, "2 parameters|1 parameters"),
+        ({"sizes": {"n_layers": 10**9}}, "does not hold the 1000000000 layers"),
+        ({"sizes": {"d_model": 2**40}}, "parameters are missing, unexpected or misshapen"),
+        ({"sizes": {"d_ff": 10**12}}, "parameters are missing, unexpected or misshapen"),
+        ({"sizes": {"max_len": 9}}, "first embed.positions: wanted .9, 16., got .8, 16."),
+        ({"sizes": {"tied": False}}, "first head.w: wanted .16, 256., got None"),
     ],
 )
-def test_a_damaged_config_is_refused(saved: Path, change: dict[str, object]) -> None:
-    path = saved / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(training.CheckpointError, match=r"config\.json"):
+def test_a_damaged_configuration_is_refused(
+    saved: Path, change: dict[str, object], message: str
+) -> None:
+    rewrite(saved, **change)
+    with pytest.raises(training.CheckpointError, match=message):
         training.load(saved, NUMPY)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
-def test_a_config_that_is_no_config_is_refused(saved: Path, text: str) -> None:
-    (saved / "config.json").write_text(text)
-    with pytest.raises(training.CheckpointError, match=r"config\.json"):
-        training.load(saved, NUMPY)
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"vocab_size": 10**12}, {"n_layers": 10**9}, {"d_model": 2**40}, {"max_len": 9}]
-)
-def test_a_config_of_another_size_is_refused(saved: Path, sizes: dict[str, int]) -> None:
-    path = saved / "config.json"
-    config = json.loads(path.read_text())
-    config["config"].update(sizes)
-    path.write_text(json.dumps(config))
+@pytest.mark.parametrize("text", [None, "", "[]", "{", "null", "[" * 100_000])
+def test_a_configuration_that_is_none_is_refused(saved: Path, text: str | None) -> None:
+    path = saved / "model.safetensors"
+    metadata = None if text is None else {"xformer": text}
+    save_file(load_file(path), path, metadata=metadata)
     with pytest.raises(training.CheckpointError, match=r"model\.safetensors"):
+        training.load(saved, NUMPY)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float16"])
+def test_parameters_of_another_dtype_are_refused(saved: Path, dtype: str) -> None:
+    path = saved / "model.safetensors"
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+    arrays = load_file(path)
+    arrays["embed.table"] = arrays["embed.table"].astype(dtype)
+    save_file(arrays, path, metadata=metadata)
+    with pytest.raises(training.CheckpointError, match="must be of one dtype, float32 or float64"):
         training.load(saved, NUMPY)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from xformer.backends.base import Generator
-from xformer.ops._checks import number
+from xformer.checks import number
 from xformer.typing import Array
 
 Draw = Callable[[Generator, tuple[int, int]], Array]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import cupyx
 
+from xformer.checks import require_ids
 from xformer.dispatch import kernel
-from xformer.ops._checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array
@@ -17,4 +17,4 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     out = x.copy()
     cupyx.scatter_add(out, ids, y)
-    return out, IndexAddCache(ids)
+    return out, IndexAddCache(ids, x.shape)

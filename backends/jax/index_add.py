@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from xformer.checks import require_ids
 from xformer.dispatch import kernel
-from xformer.ops._checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array
@@ -13,4 +13,4 @@ from xformer.typing import Array
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """x.at[ids].add(y), which sums repeated ids."""
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
-    return x.at[ids].add(y), IndexAddCache(ids)
+    return x.at[ids].add(y), IndexAddCache(ids, x.shape)

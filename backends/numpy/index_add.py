@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from xformer.checks import require_ids
 from xformer.dispatch import kernel
-from xformer.ops._checks import require_ids
 from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array
@@ -20,4 +20,4 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
         order = np.argsort(ids, kind="stable")
         found, start = np.unique(ids[order], return_index=True)
         out[found] += np.add.reduceat(y[order], start, axis=0)
-    return out, IndexAddCache(ids)
+    return out, IndexAddCache(ids, x.shape)

@@ -173,7 +173,6 @@ def _blocks(
     pos: bool = False,
     bias: tuple[int, ...] | None = None,
     norms: bool = True,
-    n_layers: int = 2,
     config: Options | None = None,
     **options: Any,
 ) -> Case:
@@ -184,7 +183,7 @@ def _blocks(
     def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
         like: Options = {"cross": bool(cross), "shared_memory": cross == "shared"}
         if is_stack:
-            params: Any = layers.StackParams.init(rng, cfg, n_layers, **like)
+            params: Any = layers.StackParams.init(rng, cfg, 2, **like)
         else:
             params = cfg.init(rng, **like)
         if not norms:
@@ -232,9 +231,6 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: shared memory, positions", cross="shared", pos=True)
     yield _blocks("stack: masks", cross="memory", **BLOCK_MASKS)
     yield _blocks("stack: dropout", config={"dropout": 0.3}, dropout_key=KEY)
-    for cross in ("", "memory", "shared"):
-        name = f"stack: no blocks{cross and ', ' + cross}"
-        yield _blocks(name, cross=cross, bias=(2, 1, 4), pos=True, n_layers=0)
 
 
 def _flat_embed(params: layers.EmbedParams, **options: Any) -> tuple[Any, Any]:

@@ -34,7 +34,6 @@ def _gpt() -> Iterator[Case]:
     yield case("two layers, untied, post-norm", n_layers=2, tied=False, norm="post")
     yield case("one key head, no biases", n_kv_heads=1, bias=False)
     yield case("silu, eps", activation="silu", eps=0.1)
-    yield case("no layers, positions for q, k, v", n_layers=0, position_mode="qkv")
     yield case("positions: none", positions="none")
     yield case("positions: sinusoidal", positions="sinusoidal")
     yield case("positions: learned, for q, k, v", position_mode="qkv", n_layers=2)
@@ -70,8 +69,6 @@ def _transformer() -> Iterator[Case]:
     yield case("positions: learned, for q, k, v", **qkv)
     yield case("positions: learned, for q, k, v, shared memory", shared_memory=True, **qkv)
     yield case("positions: sinusoidal, for q, k, v", position_mode="qkv")
-    yield case("no encoder layers", n_encoder_layers=0, **qkv)
-    yield case("no decoder layers", n_decoder_layers=0, **qkv)
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
 

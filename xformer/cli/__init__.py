@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import xformer
 from xformer.cli import check, generate, info, train
 
-
 DESCRIPTION = "The transformer, forward and backward, on any array library."
 
 
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status: int = args.run(args)
-    except (ValueError, OSError, ImportError, ArithmeticError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
         print(f"xformer: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

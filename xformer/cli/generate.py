@@ -9,7 +9,9 @@ from typing import Any
 
 from xformer import backends
 from xformer.generation import sample
+from xformer.models import GPT
 from xformer.training import load
+from xformer.training.data import VOCAB_SIZE
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation as it comes."""
     backend = backends.get(args.backend)
     model, params = load(args.checkpoint, backend)
+    if not isinstance(model, GPT) or model.vocab_size != VOCAB_SIZE:
+        raise ValueError(f"generate continues a GPT over bytes; {args.checkpoint} holds {model}")
     stream(
         model,
         params,

@@ -14,7 +14,7 @@ from xformer import backends, tree
 from xformer.cli.generate import stream
 from xformer.models import GPT
 from xformer.training import Corpus, Step, TrainConfig, load_corpus, save, train, unigram_loss
-from xformer.training.data import VOCAB_SIZE
+from xformer.training.data import VOCAB_SIZE, require_length
 
 SAMPLE_PROMPT = "def "
 
@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     corpus = load_corpus(args.data)
+    for part in (corpus.train, corpus.validation):
+        require_length(part, preset.max_len)
     out = _new_folder(args.out)
     model = GPT(VOCAB_SIZE, preset.n_layers, preset.d_model, preset.n_heads, preset.max_len)
     params = model.init(args.seed, args.backend)
@@ -145,8 +147,8 @@ def _new_folder(out: str | None) -> Path:
     """An empty place to save to, made before any work is done. FileExistsError for a used one."""
     if out is not None:
         folder = Path(out)
-        if (folder / "model.safetensors").exists():
-            raise FileExistsError(f"--out: {folder} already holds a checkpoint")
+        if folder.exists() and any(folder.iterdir()):
+            raise FileExistsError(f"--out: {folder} is not empty; name a new folder")
     else:
         names = ["gpt", *(f"gpt-{i}" for i in range(2, 10_000))]
         folder = next(p for p in (Path("runs", n) for n in names) if not p.exists())

@@ -25,12 +25,16 @@ def sample(
 
     Each is drawn from softmax(logits / temperature), of the `top_k` most likely ids only where
     given; temperature 0 takes the most likely one. The model sees the last model.max_len tokens.
-    Raises ValueError for an empty prompt, a negative temperature, top_k < 1.
+    Raises ValueError for an empty prompt, top_k < 1, and other numbers below 0.
     """
     if len(prompt) == 0:
         raise ValueError("sample: the prompt must hold at least one token")
-    if temperature < 0:
-        raise ValueError(f"sample: temperature must not be negative, got {temperature}")
+    if not temperature >= 0:
+        raise ValueError(f"sample: temperature must be at least 0, got {temperature}")
+    if max_new < 0:
+        raise ValueError(f"sample: max_new must be at least 0, got {max_new}")
+    if seed < 0:
+        raise ValueError(f"sample: seed must be at least 0, got {seed}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"sample: top_k must be at least 1, got {top_k}")
     return _sample(model, params, list(prompt), backend, max_new, temperature, top_k, seed)

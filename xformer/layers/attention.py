@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import ops
+from xformer.checks import require_sizes
 from xformer.layers.linear import LinearParams
-from xformer.ops._checks import require_sizes
 from xformer.ops.sdpa import sum_to
 from xformer.shapes import require_like
 from xformer.typing import Array
@@ -62,12 +62,15 @@ def attention(
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     q, q_cache = _project(x, params.q, pos, n_heads, "q")
     kv_cache = None
-    if isinstance(memory, KeyValue):
+    ready = isinstance(memory, KeyValue)
+    if ready != (params.kv is None):
+        raise ValueError("attention: either memory is a KeyValue or params.kv projects it")
+    if memory_pos is not None and (ready or memory is None):
+        raise ValueError("attention: memory_pos goes with a memory (B, S, D), and there is none")
+    if ready:
         kv = memory
     else:
         source, source_pos = (x, pos) if memory is None else (memory, memory_pos)
-        if params.kv is None:
-            raise ValueError("attention: params.kv is None, so memory must be a KeyValue")
         kv, kv_cache = key_value(source, params.kv, source_pos, n_kv_heads=n_kv_heads)
     ctx, sdpa_cache = ops.sdpa(
         q,

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends.base import Generator
+from xformer.checks import number, require_sizes
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import AttentionParams, KeyValue, KeyValueParams, attention
 from xformer.layers.feed_forward import ACTIVATIONS, FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import LayerNormParams
 from xformer.layers.residual import residual
-from xformer.ops._checks import number, require_sizes
 from xformer.typing import Array
 
 SITES = 5  # places in a block where dropout draws
@@ -160,10 +160,10 @@ def block(
     dropout. ValueError where shapes do not fit.
     """
     if (params.cross is None) != (memory is None):
-        raise ValueError(
-            "block: memory must be given where params.cross is, got "
-            + ("none" if memory is None else "one without")
-        )
+        have = "no params.cross" if params.cross is None else "params.cross but no memory"
+        raise ValueError(f"block: memory and params.cross go together, got {have}")
+    if params.cross is None and not (memory_pos is None and memory_mask is None):
+        raise ValueError("block: memory_pos and memory_mask go with a memory, and there is none")
     rate = 0.0 if dropout_key is None else config.dropout
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
     heads: dict[str, Any] = {

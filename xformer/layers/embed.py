@@ -9,10 +9,10 @@ from array_api_compat import array_namespace, device
 
 from xformer import ops
 from xformer.backends.base import Generator
+from xformer.checks import number, require_sizes, require_tokens
 from xformer.initial import Draw, normal
 from xformer.layers.linear import LinearParams
 from xformer.layers.positions import sinusoidal
-from xformer.ops._checks import number, require_sizes, require_tokens
 from xformer.ops.sdpa import sum_to
 from xformer.shapes import require_array
 from xformer.typing import Array

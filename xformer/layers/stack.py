@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import ops, tree
 from xformer.backends.base import Generator
 from xformer.initial import Draw, xavier_uniform
@@ -65,6 +63,8 @@ def stack(
     x, y: (B, T, D); the rest as in `layers.block`. With params.memory the keys and values of the
     memory are projected once, for all blocks.
     """
+    if not params.blocks:
+        raise ValueError("stack: params must hold at least one block, got none")
     source: Array | KeyValue | None = memory
     memory_cache = None
     if params.memory is not None:
@@ -74,9 +74,6 @@ def stack(
             memory, params.memory, memory_pos, n_kv_heads=config.kv_heads
         )
         memory_pos = None  # it is in the keys and values
-    unread = None
-    if not params.blocks:
-        unread = tree.map(_zeros_like, (source, bias, pos, memory_pos))
     caches = []
     for i, block_params in enumerate(params.blocks):
         key = None if dropout_key is None else dropout_key.at(SITES * i)
@@ -97,7 +94,7 @@ def stack(
     norm_cache = None
     if params.norm is not None:
         x, norm_cache = ops.layer_norm(x, *params.norm, eps=config.eps)
-    return x, StackCache(tuple(caches), norm_cache, memory_cache, unread)
+    return x, StackCache(tuple(caches), norm_cache, memory_cache)
 
 
 class StackCache(NamedTuple):
@@ -106,7 +103,6 @@ class StackCache(NamedTuple):
     blocks: tuple[Any, ...]
     norm: Any
     memory: Any
-    unread: Any  # without blocks: zeros, the gradients of what nothing has read
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
@@ -114,11 +110,12 @@ class StackCache(NamedTuple):
         if self.norm is not None:
             dy, *dnorm = self.norm.backward(dy)
             dnorm = LayerNormParams(*dnorm)
-        dx, dblocks, shared = dy, [], self.unread
+        dx, dblocks = dy, []
+        shared: Any = None
         for cache in reversed(self.blocks):
             dx, dblock, *dshared = cache.backward(dx)
             dblocks.append(dblock)
-            shared = dshared if shared is None else add(shared, dshared)
+            shared = dshared if shared is None else _add(shared, dshared)
         dmemory, dbias, dpos, dmemory_pos = shared
         dmemory_params = None
         if self.memory is not None:
@@ -127,10 +124,10 @@ class StackCache(NamedTuple):
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
 
-def add(a: Any, b: Any) -> Any:
-    """The sum of two trees of gradients."""
+def dropout_streams(key: ops.Key | None, n_layers: int) -> tuple[ops.Key | None, ops.Key | None]:
+    """Keys of an embedding and of the stack after it, none of whose sites meet; None for None."""
+    return (None, None) if key is None else (key.at(SITES * n_layers), key)
+
+
+def _add(a: Any, b: Any) -> Any:
     return tree.map(lambda x, y: x + y, a, b)
-
-
-def _zeros_like(x: Array) -> Array:
-    return array_namespace(x).zeros_like(x)

@@ -8,13 +8,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xformer import backends, ops
+from xformer.backends import Generator
+from xformer.checks import require_sizes
 from xformer.initial import normal
-from xformer.layers.block import SITES, BlockConfig
+from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.linear import LinearParams
-from xformer.layers.stack import StackParams, stack
-from xformer.models.loss import LossCache, token_loss
-from xformer.ops._checks import require_sizes
+from xformer.layers.stack import StackParams, dropout_streams, stack
+from xformer.models.parts import (
+    LossCache,
+    OutputHeadCache,
+    output_head,
+    require_params,
+    token_loss,
+)
 from xformer.typing import Array
 
 
@@ -45,7 +52,9 @@ class GPT:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        require_sizes("GPT", 0, n_layers=self.n_layers)
+        require_sizes("GPT", 1, n_layers=self.n_layers)
+        if self.position_mode == "concat":
+            raise ValueError('GPT: position_mode must be "add" or "qkv", got "concat"')
         self.block_config, self.embed_config  # noqa: B018 - built here for their checks
 
     @property
@@ -82,8 +91,11 @@ class GPT:
 
         The weights that end a residual branch are scaled by (2 n_layers)^-1/2, as GPT-2's.
         """
-        rng = backends.get(backend).generator(seed, dtype)
-        out_scale = 1 / math.sqrt(max(2 * self.n_layers, 1))
+        return self.init_from(backends.get(backend).generator(seed, dtype))
+
+    def init_from(self, rng: Generator) -> GPTParams:
+        """Initial parameters, drawn from `rng`."""
+        out_scale = 1 / math.sqrt(2 * self.n_layers)
         draw = partial(normal, std=self.d_model**-0.5)
         embedding = self.embed_config.init(rng, draw=draw)
         blocks = StackParams.init(
@@ -101,7 +113,8 @@ class GPT:
         tokens: (B, T) integers in [0, V), T <= max_len   logits: (B, T, V). dropout_key None: no
         dropout. ValueError, TypeError where tokens are not such.
         """
-        embed_key = None if dropout_key is None else dropout_key.at(SITES * self.n_layers)
+        require_params("GPT", params.stack, self.n_layers, self.norm, params.head, self.tied)
+        embed_key, stack_key = dropout_streams(dropout_key, self.n_layers)
         (x, pos), embed_cache = embed(
             params.embed, ids=tokens, config=self.embed_config, dropout_key=embed_key
         )
@@ -111,11 +124,10 @@ class GPT:
             pos=pos,
             config=self.block_config,
             causal=True,
-            dropout_key=dropout_key,
+            dropout_key=stack_key,
         )
-        head = LinearParams(params.embed.table.T, None) if params.head is None else params.head
-        logits, head_cache = ops.linear(x, *head)
-        return logits, GPTCache(embed_cache, stack_cache, head_cache, params.head is None)
+        logits, head_cache = output_head(x, params.head, params.embed.table)
+        return logits, GPTCache(embed_cache, stack_cache, head_cache)
 
     def loss(
         self,
@@ -147,14 +159,13 @@ class GPTCache(NamedTuple):
 
     embed: Any
     stack: Any
-    head: Any
-    tied: bool
+    head: OutputHeadCache
 
     def backward(self, dlogits: Array) -> GPTParams:
         """Gradients of params; the two uses of a tied table add."""
-        dx, dw, db = self.head.backward(dlogits)
+        dx, dhead, dtable = self.head.backward(dlogits)
         dx, dstack, _, _, dpos, _ = self.stack.backward(dx)
         dembed = self.embed.backward(dx, dpos)
-        if self.tied:
-            dembed = dembed._replace(table=dembed.table + dw.T)
-        return GPTParams(dembed, dstack, None if self.tied else LinearParams(dw, db))
+        if dtable is not None:
+            dembed = dembed._replace(table=dembed.table + dtable)
+        return GPTParams(dembed, dstack, dhead)

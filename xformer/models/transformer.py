@@ -8,13 +8,20 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer import backends, ops
+from xformer.backends import Generator
+from xformer.checks import as_indices, require_id, require_sizes, require_tokens
 from xformer.initial import normal, xavier_uniform
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.linear import LinearParams
-from xformer.layers.stack import StackParams, stack
-from xformer.models.loss import LossCache, token_loss
-from xformer.ops._checks import as_indices, require_id, require_sizes, require_tokens
+from xformer.layers.stack import StackParams, dropout_streams, stack
+from xformer.models.parts import (
+    LossCache,
+    OutputHeadCache,
+    output_head,
+    require_params,
+    token_loss,
+)
 from xformer.typing import Array
 
 
@@ -23,7 +30,8 @@ class Transformer:
     """Sizes and choices; parameters are data, made by `init`. ValueError where they do not fit.
 
     Sequences are (B, T) token ids, padded with `pad_id`, which neither is attended to nor counts
-    in the loss. A target begins with a start token and ends with an end token.
+    in the loss. A target begins with a start token and ends with an end token. Embeddings are not
+    multiplied by sqrt(d_model), as section 3.4 does; a tied head has no bias.
     """
 
     src_vocab_size: int
@@ -54,7 +62,7 @@ class Transformer:
     def __post_init__(self) -> None:
         require_sizes(
             "Transformer",
-            0,
+            1,
             n_encoder_layers=self.n_encoder_layers,
             n_decoder_layers=self.n_decoder_layers,
         )
@@ -119,7 +127,10 @@ class Transformer:
         self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
     ) -> TransformerParams:
         """Initial parameters: Xavier uniform, embeddings normal of variance 1 / width."""
-        rng = backends.get(backend).generator(seed, dtype)
+        return self.init_from(backends.get(backend).generator(seed, dtype))
+
+    def init_from(self, rng: Generator) -> TransformerParams:
+        """Initial parameters, drawn from `rng`."""
 
         def embedding(config: EmbedConfig) -> EmbedParams:
             std = config.width**-0.5
@@ -143,7 +154,8 @@ class Transformer:
         self, params: TransformerParams, src: Array, *, dropout_key: ops.Key | None = None
     ) -> tuple[tuple[Array, Array | None], EncodeCache]:
         """The encoder's output for a source: src (B, S) -> memory (B, S, D), and its positions."""
-        keys = _keys(dropout_key, self.n_encoder_layers)
+        require_params("encoder", params.encoder, self.n_encoder_layers, self.norm, None, True)
+        keys = dropout_streams(dropout_key, self.n_encoder_layers)
         (x, pos), embed_cache = embed(
             params.src_embed, ids=src, config=self.src_embed, dropout_key=keys[0]
         )
@@ -168,7 +180,10 @@ class Transformer:
         dropout_key: ops.Key | None = None,
     ) -> tuple[Array, DecodeCache]:
         """Logits of the token after each of tgt (B, T), given the encoded source: (B, T, V)."""
-        keys = _keys(dropout_key, self.n_decoder_layers)
+        require_params(
+            "decoder", params.decoder, self.n_decoder_layers, self.norm, params.head, self.tied
+        )
+        keys = dropout_streams(dropout_key, self.n_decoder_layers)
         (x, pos), embed_cache = embed(
             params.tgt_embed, ids=tgt, config=self.tgt_embed, dropout_key=keys[0]
         )
@@ -185,11 +200,8 @@ class Transformer:
             memory_mask=self._mask(src),
             dropout_key=keys[1],
         )
-        head = params.head
-        if head is None:
-            head = LinearParams(params.tgt_embed.table.T, None)
-        logits, head_cache = ops.linear(x, *head)
-        return logits, DecodeCache(embed_cache, stack_cache, head_cache, params.head is None)
+        logits, head_cache = output_head(x, params.head, params.tgt_embed.table)
+        return logits, DecodeCache(embed_cache, stack_cache, head_cache)
 
     def forward(
         self,
@@ -236,7 +248,8 @@ class Transformer:
     ) -> Array:
         """Greedy decoding: (B, up to max_new) ids, each row up to its end token, then padding.
 
-        ValueError where start_id or end_id is not in the target's vocabulary.
+        ValueError where start_id or end_id is not in the target's vocabulary. Looks at the ids
+        after each step, to stop early: not for use under `jax.jit`.
         """
         require_id("generate", self.tgt_vocab_size, start_id=start_id, end_id=end_id)
         require_sizes("generate", 0, max_new=max_new)
@@ -245,10 +258,12 @@ class Transformer:
         (memory, memory_pos), _ = self.encode(params, src)
         src = as_indices(src)
         tgt = xp.full((src.shape[0], 1), start_id, dtype=src.dtype, device=device(src))
-        done = tgt[:, 0] == end_id
+        done = xp.zeros_like(tgt[:, 0], dtype=xp.bool)
+        is_pad = xp.arange(self.tgt_vocab_size, device=device(src)) == self.pad_id  # (V,)
         for _ in range(min(max_new, self.max_len)):
             logits, _ = self.decode(params, memory, memory_pos, src, tgt)
-            best = xp.astype(xp.argmax(logits[:, -1, :], axis=-1), src.dtype)
+            scores = xp.where(is_pad, -xp.inf, logits[:, -1, :])
+            best = xp.astype(xp.argmax(scores, axis=-1), src.dtype)
             best = xp.where(done, self.pad_id, best)
             tgt = xp.concat([tgt, best[:, None]], axis=1)
             done = done | (best == end_id)
@@ -290,18 +305,16 @@ class DecodeCache(NamedTuple):
 
     embed: Any
     stack: Any
-    head: Any
-    tied: bool
+    head: OutputHeadCache
 
     def backward(self, dlogits: Array) -> tuple[Any, ...]:
         """Gradients of the target's embedding, decoder, head, memory and memory's positions."""
-        dx, *dhead = self.head.backward(dlogits)
+        dx, dhead, dtable = self.head.backward(dlogits)
         dx, ddecoder, dmemory, _, dpos, dmemory_pos = self.stack.backward(dx)
         dembed = self.embed.backward(dx, dpos)
-        if self.tied:
-            dembed = dembed._replace(table=dembed.table + dhead[0].T)
-            return dembed, ddecoder, None, dmemory, dmemory_pos
-        return dembed, ddecoder, LinearParams(*dhead), dmemory, dmemory_pos
+        if dtable is not None:
+            dembed = dembed._replace(table=dembed.table + dtable)
+        return dembed, ddecoder, dhead, dmemory, dmemory_pos
 
 
 class TransformerCache(NamedTuple):
@@ -315,11 +328,6 @@ class TransformerCache(NamedTuple):
         dtgt_embed, ddecoder, dhead, dmemory, dmemory_pos = self.decode.backward(dlogits)
         dsrc_embed, dencoder = self.encode.backward(dmemory, dmemory_pos)
         return TransformerParams(dsrc_embed, dtgt_embed, dencoder, ddecoder, dhead)
-
-
-def _keys(key: ops.Key | None, n_layers: int) -> tuple[ops.Key | None, ops.Key | None]:
-    """Streams of the embedding and of the stack."""
-    return (None, None) if key is None else (key.at(SITES * n_layers), key)
 
 
 def _require_batches(src: Array, tgt: Array) -> None:

@@ -6,8 +6,14 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from xformer.checks import (
+    number,
+    require_axis,
+    require_gradient,
+    require_ids,
+    require_integers,
+)
 from xformer.dispatch import overridable
-from xformer.ops._checks import number, require_axis, require_ids, require_integers
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -42,9 +48,11 @@ def cross_entropy(
     top = xp.max(x, axis=-1, keepdims=True)
     lse = xp.log(xp.sum(xp.exp(x - top), axis=-1)) + top[..., 0]  # (...)
     hit = xp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]  # (...)
-    loss = lse - hit
-    if label_smoothing:
-        loss = loss + label_smoothing * (hit - xp.mean(x, axis=-1))
+    loss = lse
+    if label_smoothing < 1:  # a factor of 0 would make NaN of a logit of -inf
+        loss = loss - (1 - label_smoothing) * hit
+    if label_smoothing > 0:
+        loss = loss - label_smoothing * xp.mean(x, axis=-1)
     if z_loss:
         loss = loss + z_loss * lse**2
     weight = xp.ones_like(lse) if kept is None else xp.astype(kept, lse.dtype)
@@ -73,6 +81,8 @@ class CrossEntropyCache(NamedTuple):
 
     def backward(self, dloss: Array) -> Array:
         """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
+        shape = self.targets.shape if self.reduction == "none" else ()
+        require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)
         xp = array_namespace(dloss)
         x = self.logits if self.kept is None else _where_kept(self.kept, self.logits)
         n_classes = x.shape[-1]

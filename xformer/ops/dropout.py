@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from xformer.checks import number, require_shape
 from xformer.dispatch import overridable
-from xformer.ops._checks import number
 from xformer.ops.random_bits import Key, random_bits, require_key
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -26,7 +26,7 @@ def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCa
     no Key. Derivation: docs/derivations/dropout.md
     """
     rate = require_rate("dropout", "rate", rate, "key", key)
-    return _drop(x, rate, key), DropoutCache(rate, key)
+    return _drop(x, rate, key), DropoutCache(rate, key, x.shape)
 
 
 class DropoutCache(NamedTuple):
@@ -34,9 +34,11 @@ class DropoutCache(NamedTuple):
 
     rate: float
     key: Key | None
+    shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * keep / (1 - rate), with the forward mask."""
+        require_shape("dropout", "dy", dy, self.shape)
         return _drop(dy, self.rate, self.key)
 
 

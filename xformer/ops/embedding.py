@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from xformer.checks import require_ids, require_shape
 from xformer.dispatch import overridable
-from xformer.ops._checks import require_ids
 from xformer.ops.index_add import index_add
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -24,20 +24,25 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     """
     ids = require_ids("embedding", "ids", ids, table.shape[0], table)
     xp = array_namespace(table)
-    flat = xp.reshape(ids, (math.prod(ids.shape),))
-    y = xp.reshape(xp.take(table, flat, axis=0), (*ids.shape, table.shape[1]))
-    return y, EmbeddingCache(flat, table.shape)
+    y = xp.take(table, _flat(ids), axis=0)  # (N, D)
+    return xp.reshape(y, (*ids.shape, table.shape[1])), EmbeddingCache(ids, table.shape)
 
 
 class EmbeddingCache(NamedTuple):
     """What `embedding` keeps for its backward: no copy of the table."""
 
-    ids: Array  # (N,)
+    ids: Array  # (...)
     table_shape: tuple[int, int]  # (V, D)
 
     def backward(self, dy: Array) -> Array:
         """dtable = zeros with dy added at the rows ids; the gradients of repeated ids sum."""
+        require_shape("embedding", "dy", dy, (*self.ids.shape, self.table_shape[1]))
         xp = array_namespace(dy)
+        ids = _flat(self.ids)  # (N,)
         zeros = xp.zeros(self.table_shape, dtype=dy.dtype, device=device(dy))
-        rows = xp.reshape(dy, (self.ids.shape[0], self.table_shape[1]))
-        return index_add(zeros, rows, ids=self.ids)[0]
+        rows = xp.reshape(dy, (ids.shape[0], self.table_shape[1]))
+        return index_add(zeros, rows, ids=ids)[0]
+
+
+def _flat(ids: Array) -> Array:
+    return array_namespace(ids).reshape(ids, (math.prod(ids.shape),))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -71,6 +72,7 @@ class ErfCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * 2 / sqrt(pi) * exp(-x^2)."""
+        require_gradient("erf", "dy", dy, self.x)
         xp = array_namespace(dy)
         x = xp.clip(self.x, -30.0, 30.0)  # exp(-900) is 0
         return dy * (2 / math.sqrt(math.pi)) * xp.exp(-(x**2))

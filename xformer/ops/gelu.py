@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.ops.erf import erf
 from xformer.shapes import shapes
@@ -42,6 +43,7 @@ class GeluCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * (Phi(x) + x * Phi'(x))."""
+        require_gradient("gelu", "dy", dy, self.x)
         xp = array_namespace(dy)
         x = xp.clip(self.x, -FAR, FAR)
         phi = _phi(x, self.approximate)

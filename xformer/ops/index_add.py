@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from xformer.checks import require_ids, require_shape
 from xformer.dispatch import overridable
-from xformer.ops._checks import require_ids
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -24,7 +24,7 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     xp = array_namespace(x)
     if ids.shape[0] == 0:
-        return x + 0, IndexAddCache(ids)
+        return x + 0, IndexAddCache(ids, x.shape)
     order = xp.argsort(ids, stable=True)
     sums = _running_sums(xp.take(y, order, axis=0), xp.take(ids, order))  # (N, D)
     # The last row of an id's segment holds its whole sum.
@@ -33,16 +33,18 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     start = xp.searchsorted(xp.take(ids, order), wanted, side="left")
     last = xp.where(end > start, end - 1, 0)
     found = xp.take(sums, last, axis=0)  # (V, D)
-    return x + xp.where((end > start)[:, None], found, 0.0), IndexAddCache(ids)
+    return x + xp.where((end > start)[:, None], found, 0.0), IndexAddCache(ids, x.shape)
 
 
 class IndexAddCache(NamedTuple):
     """What `index_add` keeps for its backward."""
 
     ids: Array  # (N,)
+    shape: tuple[int, int]  # (V, D)
 
     def backward(self, dout: Array) -> tuple[Array, Array]:
         """dx = dout, dy = dout[ids]."""
+        require_shape("index_add", "dout", dout, self.shape)
         return dout, array_namespace(dout).take(dout, self.ids, axis=0)
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import overridable
-from xformer.ops._checks import number, require_axis
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -51,6 +51,7 @@ class LayerNormCache(NamedTuple):
 
         With eps outside the root the last term is divided by 1 - eps * rstd = std / (std + eps).
         """
+        require_gradient("layer_norm", "dy", dy, self.x)
         xp = array_namespace(dy)
         xhat = (self.x - self.mean) * self.rstd
         dxhat = dy * self.w

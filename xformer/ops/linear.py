@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -36,6 +37,7 @@ class LinearCache(NamedTuple):
 
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
         """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows."""
+        require_gradient("linear", "dy", dy, self.x, (*self.x.shape[:-1], self.w.shape[1]))
         xp = array_namespace(dy)
         dy_rows = _rows(dy)  # (N, O)
         dx = xp.reshape(dy_rows @ self.w.T, self.x.shape)

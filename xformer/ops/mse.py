@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -31,5 +32,6 @@ class MseCache(NamedTuple):
 
     def backward(self, dloss: Array) -> tuple[Array, Array]:
         """dx = dloss * 2 (x - y) / N, dy = -dx."""
+        require_gradient("mse", "dloss", dloss, self.diff, ())
         dx = dloss * self.diff * (2 / max(math.prod(self.diff.shape), 1))
         return dx, -dx

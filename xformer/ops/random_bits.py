@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace, device, is_array_api_obj
 
+from xformer.checks import require_sizes
 from xformer.dispatch import overridable
-from xformer.ops._checks import require_sizes
 from xformer.shapes import require_array
 from xformer.typing import Array
 
@@ -21,7 +21,7 @@ class Key(NamedTuple):
     """Names one stream of random bits: a run's seed, a training step, a site in the model."""
 
     seed: int  # 64 bits
-    step: int = 0  # 32 bits
+    step: Any = 0  # 32 bits; an integer array () where it is traced (`jax.jit`)
     site: int = 0  # 32 bits
 
     def at(self, site: int) -> Key:
@@ -55,6 +55,8 @@ def require_key(op: str, key: Any, name: str = "key") -> None:
         got = "None" if key is None else type(key).__name__
         raise TypeError(f"{op}: {name} must be an xformer.Key, got {got}")
     for part, value, bits in zip(Key._fields, key, (64, 32, 32), strict=True):
+        if part == "step" and is_array_api_obj(value):
+            continue
         if not isinstance(value, int):
             raise TypeError(f"{op}: {name}.{part} must be an int, got {value!r}")
         if not 0 <= value < 1 << bits:

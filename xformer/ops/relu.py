@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -29,4 +30,5 @@ class ReluCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy where y > 0, else 0."""
+        require_gradient("relu", "dy", dy, self.y)
         return array_namespace(dy).where(self.y > 0, dy, 0.0)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from xformer.checks import number, require_gradient, require_mask
 from xformer.dispatch import overridable
-from xformer.ops._checks import number, require_mask
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import Key
 from xformer.shapes import shapes
@@ -68,6 +68,7 @@ class SdpaCache(NamedTuple):
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array | None]:
         """dscores = probs * (dprobs - sum(dprobs * probs)), dprobs = dctx v^T through dropout."""
+        require_gradient("sdpa", "dctx", dctx, self.q, (*self.q.shape[:3], self.v.shape[3]))
         q, k, v, probs, scale, bias_shape, drop = self
         xp = array_namespace(dctx)
         dropped = drop.backward(probs)  # the mask is linear: it applies to probs as to dprobs

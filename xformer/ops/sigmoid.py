@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -29,6 +30,7 @@ class SigmoidCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * y * (1 - y)."""
+        require_gradient("sigmoid", "dy", dy, self.y)
         return dy * self.y * (1 - self.y)
 
 

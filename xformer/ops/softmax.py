@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import overridable
-from xformer.ops._checks import require_axis
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -35,5 +35,6 @@ class SoftmaxCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = y * (dy - sum(dy * y))."""
+        require_gradient("softmax", "dy", dy, self.y)
         xp = array_namespace(dy)
         return self.y * (dy - xp.sum(dy * self.y, axis=self.axis, keepdims=True))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -29,4 +30,5 @@ class TanhCache(NamedTuple):
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * (1 - y^2)."""
+        require_gradient("tanh", "dy", dy, self.y)
         return dy * (1 - self.y**2)

@@ -5,26 +5,28 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
-from array_api_compat import is_array_api_obj
+from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
-from xformer.ops._checks import number
-from xformer.shapes import require_like
+from xformer.checks import number, require_gradient
+from xformer.typing import Array
 
 
-def require_gradients(op: str, params: Any, grads: Any) -> None:
-    """ValueError, TypeError unless each parameter has a gradient of its shape, dtype and place."""
-    gradients = tree.flatten(grads)
-    for name, p in tree.flatten(params).items():
-        if name not in gradients:
-            raise ValueError(f"{op}: the gradient of {name or 'params'} is missing")
-        g = gradients[name]
-        require_like(op, f"the gradient of {name or 'params'}", g, p)
-        if tuple(g.shape) != tuple(p.shape):
-            raise ValueError(
-                f"{op}: the gradient of {name or 'params'} must have shape {tuple(p.shape)}, "
-                f"got {tuple(g.shape)}"
-            )
+def require_matching(op: str, params: Any, other: Any, what: str = "the gradient") -> None:
+    """ValueError, TypeError unless `other` has a leaf like each of params, and no more."""
+    leaves, wanted = tree.flatten(other), tree.flatten(params)
+    for name, p in wanted.items():
+        if name not in leaves:
+            raise ValueError(f"{op}: {what} of {name or 'params'} is missing")
+        require_gradient(op, f"{what} of {name or 'params'}", leaves[name], p)
+    if extra := sorted(leaves.keys() - wanted.keys()):
+        raise ValueError(f"{op}: there is {what} of {', '.join(extra)}, but no such parameter")
+
+
+def require_state(op: str, state: Any, kind: type) -> None:
+    """TypeError unless the state is of that kind."""
+    if not isinstance(state, kind):
+        raise TypeError(f"{op}: state must be {kind.__name__}, got {type(state).__name__}")
 
 
 def learning_rate(op: str, lr: Any) -> Any:
@@ -32,3 +34,10 @@ def learning_rate(op: str, lr: Any) -> Any:
     if not isinstance(lr, Real) and is_array_api_obj(lr) and lr.shape == ():
         return lr
     return number(op, "lr", lr, low=0)
+
+
+def in_dtype(value: Any, p: Array) -> Any:
+    """A number as a float, an array () in the dtype of p: neither may widen p."""
+    if isinstance(value, Real):  # NumPy's float64 too, which 0-d arrays turn into
+        return float(value)
+    return array_namespace(p).astype(value, p.dtype)

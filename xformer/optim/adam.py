@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import tree
-from xformer.ops._checks import number
-from xformer.optim._checks import learning_rate, require_gradients
+from xformer.checks import number
+from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
 from xformer.typing import Array
 
 
@@ -22,8 +22,11 @@ class AdamState(NamedTuple):
 
 def adam_init(params: Any) -> AdamState:
     """State before the first step: moments zero."""
-    zeros = tree.map(lambda p: array_namespace(p).zeros_like(p), params)
-    return AdamState(0, zeros, zeros)
+
+    def zeros() -> Any:
+        return tree.map(lambda p: array_namespace(p).zeros_like(p), params)
+
+    return AdamState(0, zeros(), zeros())
 
 
 adamw_init = adam_init
@@ -45,8 +48,8 @@ def adam(
     params, grads: trees of one structure. ValueError for betas outside [0, 1), negative numbers,
     and gradients whose shapes are not their parameters'.
     """
-    require_gradients("adam", params, grads)
     weight_decay = number("adam", "weight_decay", weight_decay, low=0)
+    require_matching("adam", params, grads)
     if weight_decay:
         grads = tree.map(lambda p, g: g + weight_decay * p, params, grads)
     return _step("adam", params, grads, state, learning_rate("adam", lr), betas, eps, keep=1.0)
@@ -66,7 +69,6 @@ def adamw(
 
     params, grads: trees of one structure. ValueError as `adam`.
     """
-    require_gradients("adamw", params, grads)
     lr = learning_rate("adamw", lr)
     keep = 1 - lr * number("adamw", "weight_decay", weight_decay, low=0)
     return _step("adamw", params, grads, state, lr, betas, eps, keep)
@@ -82,9 +84,10 @@ def _step(
     eps: float,
     keep: float,
 ) -> tuple[Any, AdamState]:
-    beta1, beta2 = (number(op, "betas", beta) for beta in betas)
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ValueError(f"{op}: betas must lie in [0, 1), got {betas}")
+    require_state(op, state, AdamState)
+    for what, other in (("the gradient", grads), ("m", state.m), ("v", state.v)):
+        require_matching(op, params, other, what)
+    beta1, beta2 = _two_betas(op, betas)
     eps = number(op, "eps", eps, low=0)
     t = state.step + 1
     m = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.m, grads)
@@ -93,6 +96,16 @@ def _step(
     root = (1 - beta2**t) ** 0.5  # math.sqrt takes no traced step (jax.jit)
 
     def update(p: Array, m: Array, v: Array) -> Array:
-        return keep * p - rate * m / (array_namespace(v).sqrt(v) / root + eps)
+        old, step = in_dtype(keep, p), in_dtype(rate, p)
+        return old * p - step * m / (array_namespace(v).sqrt(v) / in_dtype(root, p) + eps)
 
     return tree.map(update, params, m, v), AdamState(t, m, v)
+
+
+def _two_betas(op: str, betas: Any) -> tuple[float, float]:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"{op}: betas must be two numbers, got {betas!r}")
+    beta1, beta2 = (number(op, "betas", beta) for beta in betas)
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"{op}: betas must lie in [0, 1), got {betas}")
+    return beta1, beta2

@@ -7,7 +7,7 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer import tree
-from xformer.ops._checks import number
+from xformer.checks import number
 from xformer.typing import Array
 
 

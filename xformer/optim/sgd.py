@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import tree
-from xformer.ops._checks import number
-from xformer.optim._checks import learning_rate, require_gradients
+from xformer.checks import number
+from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
 
 
 class SGDState(NamedTuple):
@@ -36,7 +36,8 @@ def sgd(
     one structure. ValueError for negative numbers, Nesterov without momentum, and gradients whose
     shapes are not their parameters'.
     """
-    require_gradients("sgd", params, grads)
+    require_state("sgd", state, SGDState)
+    require_matching("sgd", params, grads)
     lr = learning_rate("sgd", lr)
     momentum = number("sgd", "momentum", momentum, low=0)
     weight_decay = number("sgd", "weight_decay", weight_decay, low=0)
@@ -48,8 +49,9 @@ def sgd(
     if momentum:
         velocity = grads
         if state.velocity is not None:
+            require_matching("sgd", params, state.velocity, "the velocity")
             velocity = tree.map(lambda v, g: momentum * v + g, state.velocity, grads)
         step = velocity
         if nesterov:
             step = tree.map(lambda g, v: g + momentum * v, grads, velocity)
-    return tree.map(lambda p, s: p - lr * s, params, step), SGDState(velocity)
+    return tree.map(lambda p, s: p - in_dtype(lr, p) * s, params, step), SGDState(velocity)

@@ -1,10 +1,15 @@
-"""A trained model in a folder: its configuration and its parameters."""
+"""A trained model in a folder: one safetensors file with its parameters and its configuration.
+
+`config.json` beside it repeats the configuration for people; `load` does not read it, so that the
+two parts can never come from different runs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ from xformer import backends, models, tree
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = "xformer-1"
-MODELS = {"GPT": models.GPT}
+MODELS = {"GPT": models.GPT, "Transformer": models.Transformer}
 
 
 class CheckpointError(ValueError):
@@ -26,13 +31,17 @@ class CheckpointError(ValueError):
 def save(
     folder: str | os.PathLike[str], model: Any, params: Any, backend: backends.Backend
 ) -> None:
-    """Write the configuration and the parameters; an interrupted write leaves the old file."""
+    """Write the configuration and the parameters; an interrupted write leaves the old file.
+
+    TypeError for a model that `load` would not know.
+    """
+    if type(model) not in MODELS.values():
+        raise TypeError(f"save: model must be one of {', '.join(MODELS)}, got {model!r:.60}")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     config = {
         "format": FORMAT,
         "model": type(model).__name__,
-        "vocabulary": "bytes",
         "config": dataclasses.asdict(model),
     }
     arrays = {
@@ -40,10 +49,10 @@ def save(
         for name, array in tree.flatten(params).items()
     }
     part = target / (WEIGHTS + ".part")
-    save_file(arrays, part, metadata={"format": FORMAT, "config": json.dumps(config)})
+    save_file(arrays, part, metadata={"xformer": json.dumps(config)})
     _replace(part, target / WEIGHTS)
     part = target / (CONFIG + ".part")
-    part.write_text(json.dumps(config, indent=2) + "\n")
+    part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _replace(part, target / CONFIG)
 
 
@@ -52,50 +61,72 @@ def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any
 
     Raises FileNotFoundError where there is no checkpoint, CheckpointError where it is damaged.
     """
-    source = Path(folder)
-    for name in (CONFIG, WEIGHTS):
-        if not (source / name).is_file():
-            raise FileNotFoundError(f"{folder} is no checkpoint: it has no {name}")
-    model = _model(source / CONFIG)
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no checkpoint: it has no {WEIGHTS}")
     try:
-        arrays = load_file(source / WEIGHTS)
+        with safetensors.safe_open(path, "np") as file:
+            metadata = file.metadata() or {}
+        arrays = load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{source / WEIGHTS}: {error}") from error
-    return model, _params(model, arrays, backend, source / WEIGHTS)
+        raise CheckpointError(f"{path}: {error}") from error
+    model = _model(metadata.get("xformer"), path)
+    return model, _params(model, arrays, backend, path)
 
 
-def _model(path: Path) -> Any:
+def _model(text: str | None, path: Path) -> Any:
+    if text is None:
+        raise CheckpointError(f"{path} was not made by xformer: it holds no configuration")
     try:
-        config = json.loads(path.read_text())
-        if config["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
-        return MODELS[config["model"]](**config["config"])
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        config = json.loads(text)
+        if config["format"] == FORMAT:
+            return MODELS[config["model"]](**config["config"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its configuration is damaged: {error!r}") from error
+    raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """In place of an initial weight, which a damaged configuration may ask for in any size."""
+
+    shape: tuple[int, ...]
+
+    def __mul__(self, other: Any) -> _Shape:
+        return self
+
+
+class _Shapes:
+    """In place of a generator: draws nothing, remembers what was asked for."""
+
+    def draw(self, shape: Sequence[int], *args: Any, **options: Any) -> _Shape:
+        return _Shape(tuple(shape))
+
+    normal = uniform = full = draw
 
 
 def _params(
     model: Any, arrays: dict[str, np.ndarray], backend: backends.Backend, path: Path
 ) -> Any:
-    # Before parameters of these sizes are made: a damaged config may ask for any amount of memory.
-    table = arrays.get("embed.table")
-    blocks = {name.split(".")[2] for name in arrays if name.startswith("stack.blocks.")}
-    sizes = (model.vocab_size, model.d_model, model.n_layers)
-    if table is None or (*table.shape, len(blocks)) != sizes:
-        raise CheckpointError(f"{path} does not hold the parameters that {CONFIG} describes")
-    like = model.init()
-    wanted = {name: tuple(a.shape) for name, a in tree.flatten(like).items()}
-    have = {name: a.shape for name, a in arrays.items()}
+    layers = [value for name, value in vars(model).items() if name.endswith("_layers")]
+    if sum(layers) > len(arrays):
+        raise CheckpointError(f"{path} does not hold the {sum(layers)} layers it is said to have")
+    like = model.init_from(_Shapes())
+    wanted = {name: leaf.shape for name, leaf in tree.flatten(like).items()}
+    have = {name: tuple(a.shape) for name, a in arrays.items()}
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):
         name = wrong[0]
         raise CheckpointError(
             f"{path}: {len(wrong)} parameters are missing, unexpected or misshapen, "
             f"first {name}: wanted {wanted.get(name)}, got {have.get(name)}"
         )
-    on_backend = {name: backend.asarray(arrays[name]) for name in wanted}
-    return tree.unflatten(like, on_backend)
+    dtypes = sorted({str(a.dtype) for a in arrays.values()})
+    if len(dtypes) != 1 or dtypes[0] not in backend.dtypes:
+        raise CheckpointError(
+            f"{path}: parameters must be of one dtype, {' or '.join(backend.dtypes)}, "
+            f"got {', '.join(dtypes)}"
+        )
+    return tree.unflatten(like, {name: backend.asarray(a) for name, a in arrays.items()})
 
 
 def _replace(part: Path, target: Path) -> None:

@@ -35,6 +35,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "eval_every", "eval_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
 
     def learning_rate(self, step: int) -> float:
         """Of step 1, 2, ...: lr * step / warmup while rising, then a cosine to final_lr * lr."""

@@ -9,7 +9,12 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer.dispatch import overridable
-from xformer.shapes import require_array, require_same_device, require_same_library
+from xformer.shapes import (
+    require_array,
+    require_like,
+    require_same_device,
+    require_same_library,
+)
 from xformer.typing import Array
 
 
@@ -79,6 +84,19 @@ def in_range(ids: Array, *, size: int) -> bool:
 def _span(ids: Array) -> str:
     xp = array_namespace(ids)
     return f"ids from {int(xp.min(ids))} to {int(xp.max(ids))}"
+
+
+def require_gradient(op: str, name: str, dy: Any, like: Array, shape: Any = None) -> None:
+    """ValueError, TypeError unless `dy` has the dtype and place of `like`, and `shape` or its."""
+    require_like(op, name, dy, like)
+    require_shape(op, name, dy, like.shape if shape is None else shape)
+
+
+def require_shape(op: str, name: str, array: Any, shape: Any) -> None:
+    """TypeError unless `array` is an array, ValueError unless it has that shape."""
+    require_array(op, name, array)
+    if tuple(array.shape) != tuple(shape):
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
 
 
 def require_sizes(op: str, low: int, **sizes: Any) -> None:
