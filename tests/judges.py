@@ -16,10 +16,19 @@ Values = dict[str, np.ndarray]
 
 
 def by_hand(case: Case, backend: Backend, dtype: str = "float64") -> Values:
-    """Outputs and gradients as `case` gives them on a backend, by name, on the host."""
+    """Outputs and gradients as `case` gives them on a backend, by name, on the host.
+
+    Fails where an input or dy was written to: both can be made anew.
+    """
     fn, args = case.build(backend, dtype)
     y, cache = fn(*args)
-    return named(backend, y, gradients(args, cache.backward(*douts(backend, y, dtype))))
+    dys = douts(backend, y, dtype)
+    values = named(backend, y, gradients(args, cache.backward(*dys)))
+    _, new_args = case.build(backend, dtype)
+    new = tree.flatten((new_args, douts(backend, y, dtype)))
+    for name, a in tree.flatten((args, dys)).items():
+        assert np.array_equal(backend.to_numpy(a), backend.to_numpy(new[name])), f"{name} changed"
+    return values
 
 
 @functools.cache
