@@ -6,7 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from judges import by_hand, by_jax, by_torch_autograd, named, on_numpy, require_close
+from judges import (
+    AUTOGRAD,
+    FLOAT32,
+    FLOAT64,
+    by_hand,
+    by_jax,
+    by_torch_autograd,
+    named,
+    on_numpy,
+    require_close,
+)
 from libraries import only
 from xformer.backends import Backend
 
@@ -25,30 +35,30 @@ def test_gradient_is_the_derivative(case: Case, library: Backend) -> None:
 
 @every_case
 def test_same_numbers_on_every_library(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), on_numpy(case), 1e-12)
+    require_close(by_hand(case, library), on_numpy(case), FLOAT64)
 
 
 @every_case
 def test_float32(case: Case, library: Backend) -> None:
     got, wanted = by_hand(case, library, "float32"), on_numpy(case, "float32")
     assert all(a.dtype == "float32" for a in got.values())
-    require_close(got, wanted, 1e-4)
+    require_close(got, wanted, FLOAT32)
 
 
 @every_case
 @only("torch")
 def test_gradient_is_autograds(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), by_torch_autograd(case, library), 1e-10)
+    require_close(by_hand(case, library), by_torch_autograd(case, library), AUTOGRAD)
     with reference_only():
-        require_close(by_hand(case, library), by_torch_autograd(case, library), 1e-10)
+        require_close(by_hand(case, library), by_torch_autograd(case, library), AUTOGRAD)
 
 
 @every_case
 @only("jax")
 def test_gradient_is_jaxs(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), by_jax(case, library), 1e-10)
+    require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
     with reference_only():
-        require_close(by_hand(case, library), by_jax(case, library), 1e-10)
+        require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
@@ -89,7 +99,7 @@ def test_padding_changes_neither_loss_nor_gradients(library: Backend) -> None:
         loss, cache = model.loss(params, *padded)
         return named(library, loss, (cache.backward(),))
 
-    require_close(loss_and_gradients(4, 3), loss_and_gradients(0, 0), 1e-12)
+    require_close(loss_and_gradients(4, 3), loss_and_gradients(0, 0), FLOAT64)
 
 
 def test_a_sequence_counts_the_same_alone(library: Backend) -> None:
@@ -121,7 +131,7 @@ def test_runs_under_jit(library: Backend) -> None:
     wanted = tree.flatten(step(params, tokens))
     for compiled in (jax.jit(step), jax.jit(lambda params, _: step(params, tokens))):
         got = tree.flatten(compiled(params, tokens))
-        require_close(*({k: np.asarray(v) for k, v in d.items()} for d in (got, wanted)), 1e-12)
+        require_close(*({k: np.asarray(v) for k, v in d.items()} for d in (got, wanted)), FLOAT64)
 
 
 def on(library: Backend, params: Any) -> Any:

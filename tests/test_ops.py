@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from judges import (
+    AUTOGRAD,
+    FLOAT32,
+    FLOAT64,
     by_hand,
     by_jax,
     by_torch_autograd,
@@ -33,30 +36,30 @@ def test_gradient_is_the_derivative(case: Case, library: Backend) -> None:
 
 @every_case
 def test_same_numbers_on_every_library(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), on_numpy(case), 1e-12)
+    require_close(by_hand(case, library), on_numpy(case), FLOAT64)
 
 
 @every_case
 def test_float32(case: Case, library: Backend) -> None:
     got, wanted = by_hand(case, library, "float32"), on_numpy(case, "float32")
     assert all(a.dtype == "float32" for a in got.values())
-    require_close(got, wanted, 2e-6)
+    require_close(got, wanted, FLOAT32)
 
 
 @every_case
 @only("torch")
 def test_gradient_is_autograds(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), by_torch_autograd(case, library), 1e-10)
+    require_close(by_hand(case, library), by_torch_autograd(case, library), AUTOGRAD)
     with reference_only():
-        require_close(by_hand(case, library), by_torch_autograd(case, library), 1e-10)
+        require_close(by_hand(case, library), by_torch_autograd(case, library), AUTOGRAD)
 
 
 @every_case
 @only("jax")
 def test_gradient_is_jaxs(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), by_jax(case, library), 1e-10)
+    require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
     with reference_only():
-        require_close(by_hand(case, library), by_jax(case, library), 1e-10)
+        require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
 
 
 # ---- What sdpa promises exactly ----
