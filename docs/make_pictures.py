@@ -46,7 +46,7 @@ def loss_curve(run: Path) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     path = PICTURES / "loss.svg"
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
     return path
 
 

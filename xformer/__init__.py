@@ -6,11 +6,17 @@ I/O in/out, L maximal length, N rows. Arrays are lower case; `d` before a name i
 the loss with respect to it.
 """
 
-from xformer import backends, initial, layers, models, ops, optim, tree
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from xformer import ops, tree
 from xformer.dispatch import explain, kernel, overridable, reference_only
 from xformer.gradcheck import GradientError, gradcheck
-from xformer.models import GPT, Transformer
 from xformer.ops import Key
+
+if TYPE_CHECKING:
+    from xformer import backends, initial, layers, models, optim
+    from xformer.models import GPT, Transformer
 
 __version__ = "0.1.0"
 
@@ -33,3 +39,18 @@ __all__ = [
     "reference_only",
     "tree",
 ]
+
+# Imported when first asked for: together they would take as long as NumPy.
+_LATER = ("backends", "initial", "layers", "models", "optim")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return importlib.import_module(f"xformer.{name}")
+    if name in ("GPT", "Transformer"):
+        return getattr(importlib.import_module("xformer.models"), name)
+    raise AttributeError(f"module 'xformer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

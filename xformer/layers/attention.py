@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from array_api_compat import array_namespace
 
@@ -61,14 +61,12 @@ def attention(
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     q, q_cache = _project(x, params.q, pos, n_heads, "q")
-    kv_cache = None
-    ready = isinstance(memory, KeyValue)
-    if ready != (params.kv is None):
+    if isinstance(memory, KeyValue) != (params.kv is None):
         raise ValueError("attention: either memory is a KeyValue or params.kv projects it")
-    if memory_pos is not None and (ready or memory is None):
+    if memory_pos is not None and (memory is None or params.kv is None):
         raise ValueError("attention: memory_pos goes with a memory (B, S, D), and there is none")
-    if ready:
-        kv = memory
+    if params.kv is None:
+        kv, kv_cache = cast(KeyValue, memory), None
     else:
         source, source_pos = (x, pos) if memory is None else (memory, memory_pos)
         kv, kv_cache = key_value(source, params.kv, source_pos, n_kv_heads=n_kv_heads)
