@@ -1,61 +1,11 @@
-"""Every layer of the catalogue, on every library: gradients and values; what it promises."""
+"""What the layers promise beyond their gradients, which test_gradients.py checks."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from judges import (
-    AUTOGRAD,
-    FLOAT32,
-    FLOAT64,
-    by_hand,
-    by_jax,
-    by_torch_autograd,
-    on_numpy,
-    require_close,
-)
-from libraries import only
 from xformer.backends import Backend
 
-from xformer import layers, reference_only
-from xformer.catalogue import Case, cases
-
-CASES = [case for case in cases() if case.room == "layers"]
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-@every_case
-def test_gradient_is_the_derivative(case: Case, library: Backend) -> None:
-    # Elsewhere one direction through all inputs will do: the numbers are compared with NumPy's.
-    case.check(library, alone=library.name == "numpy", elementwise=0).require()
-
-
-@every_case
-def test_same_numbers_on_every_library(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), on_numpy(case), FLOAT64)
-
-
-@every_case
-def test_float32(case: Case, library: Backend) -> None:
-    got, wanted = by_hand(case, library, "float32"), on_numpy(case, "float32")
-    assert all(a.dtype == "float32" for a in got.values())
-    require_close(got, wanted, FLOAT32)
-
-
-@every_case
-@only("torch")
-def test_gradient_is_autograds(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), by_torch_autograd(case, library), AUTOGRAD)
-    with reference_only():
-        require_close(by_hand(case, library), by_torch_autograd(case, library), AUTOGRAD)
-
-
-@every_case
-@only("jax")
-def test_gradient_is_jaxs(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
-    with reference_only():
-        require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
+from xformer import layers
 
 
 def test_causal_blocks_do_not_look_ahead(library: Backend) -> None:
