@@ -245,7 +245,7 @@ steps.append(loaded())
 print(json.dumps(steps))
 """
     at_first, numpy, strict = python(code, tmp_path)
-    assert at_first == [["base"], []]
+    assert at_first == [[], []]
     assert numpy == [["base", "numpy"], []]
     assert strict == [["array_api_strict", "base", "numpy"], []]
 
