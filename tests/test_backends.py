@@ -312,9 +312,12 @@ def test_memory_is_plausible(library: Backend) -> None:
         assert after.in_use - before.in_use > 2**25
 
 
-def test_synchronize_waits_for_nothing_twice(library: Backend) -> None:
+def test_synchronize_waits_for_the_work(library: Backend) -> None:
+    x = library.asarray(np.full((300, 300), 0.5), "float32")
+    y = x @ x @ x
     library.synchronize()
-    library.synchronize()
+    assert getattr(y, "is_ready", lambda: True)()  # JAX tells
+    assert (library.to_numpy(y) == 300 * 300 / 8).all()
 
 
 def test_describe(library: Backend) -> None:
