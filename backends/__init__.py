@@ -13,6 +13,9 @@ import importlib
 
 from xformer.backends.base import Backend, Generator, Memory, Unusable
 
+from xformer.dispatch import library_of
+from xformer.typing import Array
+
 NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict")
 
 _INSTALL = {
@@ -22,7 +25,17 @@ _INSTALL = {
     "array-api-strict": "pip install array-api-strict",
 }
 
-__all__ = ["NAMES", "Backend", "Generator", "Memory", "Unusable", "available", "get", "why_not"]
+__all__ = [
+    "NAMES",
+    "Backend",
+    "Generator",
+    "Memory",
+    "Unusable",
+    "available",
+    "get",
+    "of",
+    "why_not",
+]
 
 
 def get(name: str = "numpy", device: str | None = None) -> Backend:
@@ -41,6 +54,11 @@ def get(name: str = "numpy", device: str | None = None) -> Backend:
         ) from error
     backend: Backend = module.backend(device)
     return backend
+
+
+def of(array: Array) -> Backend:
+    """The backend that an array belongs to, on the library's default device."""
+    return get(library_of(type(array)).replace("_", "-"))
 
 
 def available() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,6 +114,10 @@ class Generator:
     def full(self, shape: Sequence[int], value: float) -> Array:
         """One value everywhere: no draw."""
         return self._move(np.full(tuple(shape), value))
+
+    def stack(self, draw: Callable[[], Array], n: int) -> Array:
+        """`n` draws of one shape along a new first axis."""
+        return self.backend.xp.stack([draw() for _ in range(n)])
 
     def _move(self, host: np.ndarray) -> Array:
         return self.backend.asarray(host, self.dtype)

@@ -22,13 +22,13 @@ from xformer.layers import (
     EmbedParams,
     FeedForwardParams,
     KeyValueParams,
-    LayerNormParams,
+    NormParams,
     LinearParams,
     StackParams,
     sinusoidal,
 )
-from xformer.models.gpt import GPTParams
-from xformer.models.transformer import TransformerParams
+from xformer.models import LanguageModelParams
+from xformer.models import EncoderDecoderParams
 
 
 class Eager:
@@ -86,13 +86,13 @@ class Linear(nn.Linear):
 class LayerNorm(nn.LayerNorm):
     """A norm with given parameters."""
 
-    def __init__(self, params: LayerNormParams, eps: float) -> None:
+    def __init__(self, params: NormParams, eps: float) -> None:
         super().__init__(params.w.shape[0], eps=eps)
         self.weight, self.bias = _parameter(params.w), _parameter(params.b)
 
-    def grads(self) -> LayerNormParams:
+    def grads(self) -> NormParams:
         """Gradients of the parameters."""
-        return LayerNormParams(*_host((self.weight.grad, self.bias.grad)))
+        return NormParams(*_host((self.weight.grad, self.bias.grad)))
 
 
 class SelfAttention(nn.Module):
@@ -185,7 +185,7 @@ class Block(nn.Module):
 class EagerGPT(nn.Module):
     """The counterpart of `xformer.GPT` with its defaults: pre-LN, learned positions, tied head."""
 
-    def __init__(self, model: GPT, params: GPTParams) -> None:
+    def __init__(self, model: GPT, params: LanguageModelParams) -> None:
         super().__init__()
         self.table = _parameter(params.embed.table)
         self.positions = _parameter(params.embed.positions)
@@ -200,18 +200,18 @@ class EagerGPT(nn.Module):
         logits = F.linear(self.norm(x), self.table)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def grads(self) -> GPTParams:
+    def grads(self) -> LanguageModelParams:
         """Gradients of the parameters."""
         blocks = tuple(block.grads() for block in self.blocks)
         table, positions = _host((self.table.grad, self.positions.grad))
         embed = EmbedParams(table, positions, None)
-        return GPTParams(embed, StackParams(blocks, self.norm.grads(), None), None)
+        return LanguageModelParams(embed, StackParams(blocks, self.norm.grads(), None), None)
 
 
 class EagerTransformer(nn.Module):
     """The counterpart of `xformer.Transformer` with its defaults: post-LN, sinusoidal positions."""
 
-    def __init__(self, model: Transformer, params: TransformerParams) -> None:
+    def __init__(self, model: Transformer, params: EncoderDecoderParams) -> None:
         super().__init__()
         self.pad_id = model.pad_id
         self.src_table = _parameter(params.src_embed.table)
@@ -237,10 +237,10 @@ class EagerTransformer(nn.Module):
         logits = self.head(x).flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), ignore_index=self.pad_id)
 
-    def grads(self) -> TransformerParams:
+    def grads(self) -> EncoderDecoderParams:
         """Gradients of the parameters."""
         src, tgt = _host((self.src_table.grad, self.tgt_table.grad))
-        return TransformerParams(
+        return EncoderDecoderParams(
             EmbedParams(src, None, None),
             EmbedParams(tgt, None, None),
             StackParams(tuple(block.grads() for block in self.encoder), None, None),

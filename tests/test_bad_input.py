@@ -5,9 +5,11 @@ result; never silence, never NaN.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +72,8 @@ CALLS = {
     "linear": Call({"x": X, "w": numbers(5, 7), "b": numbers(7)}, {}),
     "embedding": Call({"table": numbers(5, 7)}, {"ids": IDS}),
     "layer_norm": Call({"x": X, "w": numbers(5), "b": numbers(5)}, {}),
+    "rms_norm": Call({"x": X, "w": numbers(5)}, {}),
+    "l2_normalize": Call({"x": X}, {}),
     "softmax": Call({"x": X}, {}),
     "log_softmax": Call({"x": X}, {}),
     "relu": Call({"x": X}, {}),
@@ -78,6 +82,11 @@ CALLS = {
     "tanh": Call({"x": X}, {}),
     "sigmoid": Call({"x": X}, {}),
     "erf": Call({"x": X}, {}),
+    "relu_squared": Call({"x": X}, {}),
+    "quick_gelu": Call({"x": X}, {}),
+    "softcap": Call({"x": X}, {"cap": 1.5}),
+    "glu": Call({"gate": X, "up": numbers(2, 3, 5)}, {}),
+    "rope": Call({"x": numbers(2, 4, 3, 5)}, {"cos": numbers(3, 2), "sin": numbers(3, 2)}),
     "dropout": Call({"x": X}, {"rate": 0.5, "key": KEY}),
     "sdpa": Call(
         {
@@ -85,12 +94,37 @@ CALLS = {
             "k": numbers(2, 2, 7, 5),
             "v": numbers(2, 2, 7, 6),
             "bias": numbers(4, 1, 7),
+            "sinks": numbers(4),
+        },
+        {"mask": numbers(2, 1, 3, 7) > 0},
+    ),
+    "shaw": Call(
+        {
+            "q": numbers(2, 4, 3, 5),
+            "k": numbers(2, 2, 7, 5),
+            "v": numbers(2, 2, 7, 6),
+            "rel_k": numbers(3, 5),
+            "rel_v": numbers(3, 6),
         },
         {"mask": numbers(2, 1, 3, 7) > 0},
     ),
     "cross_entropy": Call({"logits": X}, {"targets": IDS}),
     "mse": Call({"x": X, "y": numbers(2, 3, 5)}, {}),
     "index_add": Call({"x": numbers(5, 7), "y": numbers(3, 7)}, {"ids": IDS[0]}),
+    "experts": Call(
+        {
+            "x": numbers(2, 3),
+            "w_gate": numbers(5, 3, 7),
+            "w_up": numbers(5, 3, 7),
+            "w_down": numbers(5, 7, 3),
+            "weights": numbers(2, 3),
+        },
+        {"ids": IDS},
+    ),
+    "load_balancing": Call(
+        {"logits": numbers(2, 5)}, {"ids": IDS, "mask": np.array([True, False])}
+    ),
+    "router_z_loss": Call({"logits": numbers(2, 5)}, {"mask": np.array([True, False])}),
 }
 
 
@@ -125,7 +159,7 @@ def test_what_is_no_array(library: Backend, name: str) -> None:
                 TypeError, f"{name}: {argument} must be an array, got {type(bad).__name__}"
             ):
                 run(name, arrays | {argument: bad}, options)
-        if argument not in ("b", "bias"):
+        if inspect.signature(getattr(ops, name)).parameters[argument].default is not None:
             with raises(TypeError, f"{name}: {argument} must be an array, got None"):
                 run(name, arrays | {argument: None}, options)
 
@@ -211,7 +245,8 @@ def test_other_shapes_are_refused_or_right(library_name: str, name: str) -> None
                 for a, grad in zip(arrays.values(), grads, strict=True):
                     assert tuple(grad.shape) == tuple(a.shape)
                     assert np.isfinite(library.to_numpy(grad)).all()
-    assert refused or len(good.arrays) + len(good.options) == 1 or name == "dropout"
+    any_shape = name in ("dropout", "softcap") or len(good.arrays) + len(good.options) == 1
+    assert refused or any_shape
 
 
 def test_options_do_not_widen_float32() -> None:
@@ -219,8 +254,13 @@ def test_options_do_not_widen_float32() -> None:
     half = np.float64(0.5)
     options = {
         "layer_norm": {"eps": half},
+        "rms_norm": {"eps": half, "offset": half},
+        "l2_normalize": {"eps": half},
+        "softcap": {"cap": half},
+        "rope": {name: x.astype(np.float32) for name, x in CALLS["rope"].options.items()},
         "dropout": {"rate": half},
-        "sdpa": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
+        "sdpa": {"scale": half, "softcap": half, "dropout_rate": half, "dropout_key": KEY},
+        "shaw": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
         "cross_entropy": {"label_smoothing": half, "z_loss": half},
     }
     for name, call in CALLS.items():
@@ -377,10 +417,14 @@ def test_heads() -> None:
 EMPTY = {
     "linear": [[(0, 3), (3, 4), (4,)], [(2, 0), (0, 4), (4,)], [(2, 3), (3, 0), (0,)]],
     "layer_norm": [[(0, 3), (3,), (3,)], [(2, 0, 3), (3,), (3,)], [(2, 1), (1,), (1,)]],
+    "rms_norm": [[(0, 3), (3,)], [(2, 0, 3), (3,)], [(2, 1), (1,)]],
+    "l2_normalize": [[(0, 3)], [(2, 0, 3)], [(3, 1)]],
     "softmax": [[(0, 3)], [(2, 0, 3)], [(3, 1)]],
     "log_softmax": [[(0, 3)], [(2, 0, 3)], [(3, 1)]],
     **{name: [[(0,)], [(2, 0, 3)], [()]] for name in ("relu", "gelu", "silu", "tanh", "sigmoid")},
     "erf": [[(0,)], [(2, 0, 3)], [()]],
+    **{name: [[(0,)], [(2, 0, 3)], [()]] for name in ("relu_squared", "quick_gelu", "softcap")},
+    "glu": [[(0,), (0,)], [(2, 0, 3), (2, 0, 3)], [(1,), (1,)]],
     "dropout": [[(0,)], [(2, 0, 3)], [()]],
     "mse": [[(0,), (0,)], [(2, 0), (2, 0)], [(), ()]],
     "embedding": [[(0, 7)], [(5, 0)], [(5, 7)]],
@@ -391,6 +435,13 @@ EMPTY = {
             *((0, 4, 2, 3, 5, 6, 7), (2, 0, 1, 3, 5, 6, 7), (2, 4, 2, 0, 5, 6, 7)),
             *((2, 4, 2, 3, 0, 6, 7), (2, 4, 2, 3, 5, 0, 7), (2, 4, 2, 3, 5, 6, 0)),
             *((2, 4, 4, 0, 0, 6, 7), (2, 4, 1, 1, 5, 6, 7), (2, 4, 1, 5, 1, 6, 7)),
+        )
+    ],
+    "shaw": [
+        [(b, h, t, 6), (b, g, s, 6), (b, g, s, 7), (3, 6), (3, 7)]
+        for b, h, g, t, s in (
+            *((0, 4, 2, 3, 5), (2, 4, 2, 0, 5), (2, 4, 2, 3, 0)),
+            *((2, 0, 1, 3, 5), (2, 4, 4, 0, 0), (2, 4, 1, 1, 5)),
         )
     ],
     "cross_entropy": [[(0, 5)], [(2, 0, 5)]],
@@ -415,7 +466,7 @@ def test_empty_arrays(library: Backend, name: str) -> None:
 
 
 def _empty_options(library: Backend, name: str, shapes: Any) -> list[dict[str, Any]]:
-    if name == "sdpa":
+    if name in ("sdpa", "shaw"):
         return [{"causal": True}, {}, {"dropout_rate": 0.5, "dropout_key": KEY}]
     if name == "cross_entropy":
         targets = library.asarray(np.zeros(shapes[0][:-1], int))
@@ -587,6 +638,8 @@ LIMITS: dict[str, tuple[Callable[..., Any], list[float], list[float]]] = {
     "silu": (ops.silu, [0, 0, 1, np.inf], [0, 0, 1, 1]),
     "tanh": (ops.tanh, [-1, -1, 1, 1], [0, 0, 0, 0]),
     "sigmoid": (ops.sigmoid, [0, 0, 1, 1], [0, 0, 0, 0]),
+    "quick_gelu": (ops.quick_gelu, [0, 0, 1, np.inf], [0, 0, 1, 1]),
+    "softcap": (partial(ops.softcap, cap=30.0), [-30, -30, 30, 30], [0, 0, 0, 0]),
     "erf": (ops.erf, [-1, -1, 1, 1], [0, 0, 0, 0]),
 }
 
@@ -612,7 +665,7 @@ def test_nan_stays_nan(library: Backend, case: str) -> None:
     assert np.isnan(library.to_numpy(y)).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("case", ["gelu", "gelu tanh", "silu"])
+@pytest.mark.parametrize("case", ["gelu", "gelu tanh", "silu", "quick_gelu"])
 def test_clipping_changes_no_digit(case: str) -> None:
     """Where the formulas are clipped, they have reached their limits."""
     op = LIMITS[case][0]
@@ -764,10 +817,10 @@ def test_blocks_and_their_memory() -> None:
     with raises(ValueError, "block: memory_pos and memory_mask go with a memory, ..."):
         layers.block(SEQUENCE, encoder, memory_mask=np.ones((5, 5), bool), config=config)
     with raises(ValueError, "stack: params must hold at least one block, got none"):
-        layers.stack(SEQUENCE, layers.StackParams((), None, None), config=config)
+        layers.stack(SEQUENCE, layers.StackParams((), None, None), configs=(config,) * 2)
     shared = layers.StackParams.init(rng, config, 1, cross=True, shared_memory=True)
     with raises(ValueError, "stack: memory must be given where params.memory is"):
-        layers.stack(SEQUENCE, shared, config=config)
+        layers.stack(SEQUENCE, shared, configs=(config,) * 2)
 
 
 def test_sinusoidal_of_no_positions(library: Backend) -> None:

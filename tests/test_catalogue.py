@@ -18,7 +18,7 @@ from xformer.cli import check, main
 NUMPY = backends.get("numpy")
 BUILT = [(case, *case.build(NUMPY)) for case in cases()]
 # Not differentiable, or without options and tested where they stand.
-NO_CASE = {"Key", "random_bits", "sinusoidal"}
+NO_CASE = {"Key", "alibi", "random_bits", "rotary", "sinusoidal"}
 
 
 def of(function: Any) -> Iterator[tuple[partial[Any], tuple[Any, ...]]]:
@@ -65,7 +65,16 @@ def configs(kind: type) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [layers.BlockConfig, layers.EmbedConfig, GPT, Transformer], ids=lambda k: k.__name__
+    "kind",
+    [
+        layers.BlockConfig,
+        layers.EmbedConfig,
+        layers.ExpertsConfig,
+        layers.RelativeConfig,
+        GPT,
+        Transformer,
+    ],
+    ids=lambda k: k.__name__,
 )
 def test_every_option_of_a_configuration_is_used(kind: Any) -> None:
     for field in dataclasses.fields(kind):

@@ -11,11 +11,11 @@ from xformer import layers
 def test_causal_blocks_do_not_look_ahead(library: Backend) -> None:
     rng = library.generator(0, "float64")
     config = layers.BlockConfig(d_model=6, n_heads=2, d_ff=11)
-    params = layers.StackParams.init(rng, config, 2)
+    params = layers.StackParams.init(rng, (config,) * 2)
     host = np.array(library.to_numpy(rng.normal((2, 5, 6))))
-    before, _ = layers.stack(library.asarray(host), params, config=config, causal=True)
+    before, _ = layers.stack(library.asarray(host), params, configs=(config,) * 2, causal=True)
     host[:, 3] += 1
-    after, _ = layers.stack(library.asarray(host), params, config=config, causal=True)
+    after, _ = layers.stack(library.asarray(host), params, configs=(config,) * 2, causal=True)
     before, after = library.to_numpy(before), library.to_numpy(after)
     assert np.array_equal(before[:, :3], after[:, :3])
     assert (before[:, 3:] != after[:, 3:]).any(axis=(0, 2)).all()

@@ -1,9 +1,9 @@
 """xformer: the transformer, forward and backward, written once against the Python array API.
 
 Sizes, as capitals in every shape: B batch, T queries (tokens), S keys, D model width, H heads,
-G key/value heads, K head width, M value width of a head, F hidden width, V vocabulary,
-I/O in/out, L maximal length, N rows. Arrays are lower case; `d` before a name is the gradient of
-the loss with respect to it.
+G key/value heads, K head width, M value width of a head, F hidden width, V vocabulary, E experts,
+C experts chosen for a token, I/O in/out, L maximal length, N rows. Arrays are lower case; `d`
+before a name is the gradient of the loss with respect to it.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from xformer.gradcheck import GradientError, gradcheck
 from xformer.ops import Key
 
 if TYPE_CHECKING:
-    from xformer import backends, initial, layers, models, optim
+    from xformer import backends, initial, layers, models, optim, pretrained
     from xformer.models import GPT, Transformer
 
 __version__ = "0.1.0"
@@ -36,12 +36,13 @@ __all__ = [
     "ops",
     "optim",
     "overridable",
+    "pretrained",
     "reference_only",
     "tree",
 ]
 
 # Imported when first asked for: together they would take as long as NumPy.
-_LATER = ("backends", "initial", "layers", "models", "optim")
+_LATER = ("backends", "initial", "layers", "models", "optim", "pretrained")
 
 
 def __getattr__(name: str) -> Any:

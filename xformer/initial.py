@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from xformer.backends.base import Generator
 from xformer.checks import number
@@ -37,3 +39,27 @@ def _fans(shape: Sequence[int]) -> int:
     if len(shape) != 2:
         raise ValueError(f"Xavier initialisation is for (I, O) weights, got shape {tuple(shape)}")
     return max(sum(shape), 1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """In place of an initial weight: its shape, and no memory."""
+
+    shape: tuple[int, ...]
+
+    def __mul__(self, other: Any) -> Shape:
+        return self
+
+
+class Shapes:
+    """In place of a generator: draws nothing, so that `init_from` gives a tree of `Shape`s."""
+
+    def draw(self, shape: Sequence[int], *args: Any, **options: Any) -> Shape:
+        """The shape that was asked for."""
+        return Shape(tuple(shape))
+
+    normal = uniform = full = draw
+
+    def stack(self, draw: Callable[[], Shape], n: int) -> Shape:
+        """The shape of `n` draws along a new first axis."""
+        return Shape((n, *draw().shape))

@@ -74,7 +74,7 @@ def _feed(s: SimpleNamespace) -> None:
 
 def attention_gradients(s: SimpleNamespace, dmerged: np.ndarray) -> dict[str, Any]:
     """Gradients of everything in attention, by the gradient of its merged heads (B, T, D)."""
-    dq, dk, dv, _ = s.sdpa_cache.backward(split_heads(dmerged, H))
+    dq, dk, dv, *_ = s.sdpa_cache.backward(split_heads(dmerged, H))
     grads = {"dv": dv}
     for name, cache, dheads in (("q", s.q_cache, dq), ("k", s.k_cache, dk), ("v", s.v_cache, dv)):
         grads[f"dx_{name}"], grads[f"dw_{name}"], _ = cache.backward(merge_heads(dheads))

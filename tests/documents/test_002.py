@@ -60,7 +60,7 @@ def test_forward_by_layers() -> None:
     )
     PRINTED.check("y", y)
     out, _ = layers.residual(
-        y, layers.LayerNormParams(s.gamma, s.beta), lambda x: layers.feed_forward(x, ffn)
+        y, layers.NormParams(s.gamma, s.beta), lambda x: layers.feed_forward(x, ffn)
     )
     PRINTED.check("out", out)
 

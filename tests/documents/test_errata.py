@@ -162,7 +162,7 @@ class SublayerCache(NamedTuple):
     def backward(self, dy: np.ndarray) -> Any:
         dx_norm, dattn, *_ = self.attn.backward(dy)
         dx, *dnorm = self.norm.backward(dy + dx_norm)
-        return dx, layers.LayerNormParams(*dnorm), dattn
+        return dx, layers.NormParams(*dnorm), dattn
 
 
 def sublayer(x: np.ndarray, norm: Any, attn: Any) -> tuple[np.ndarray, SublayerCache]:
@@ -184,7 +184,7 @@ def attention_params(d_model: int, width: int, *, out: bool = True) -> layers.At
 
 SUBLAYER_ARGS = (
     normal(2, 5, 6),
-    layers.LayerNormParams(normal(6), normal(6, seed=1)),
+    layers.NormParams(normal(6), normal(6, seed=1)),
     attention_params(6, 6),
 )
 PROJECTIONS = frozenset({"attn.q.w", "attn.kv.k.w", "attn.kv.v.w"})
@@ -215,7 +215,7 @@ def weights_by_x(c: SublayerCache, y: np.ndarray, dy: np.ndarray) -> Any:
 def residual_left_out(c: SublayerCache, y: np.ndarray, dy: np.ndarray) -> Any:
     dx_norm, dattn, *_ = c.attn.backward(dy)
     dx, *dnorm = c.norm.backward(dx_norm)
-    return dx, layers.LayerNormParams(*dnorm), dattn
+    return dx, layers.NormParams(*dnorm), dattn
 
 
 def first_norm_left_out(c: SublayerCache, y: np.ndarray, dy: np.ndarray) -> Any:
@@ -469,7 +469,7 @@ def test_wrong_formulas_give_the_printed_backward_figures(document: str) -> None
     for name in ("dx_k", "dx_q", "dx"):
         printed.check(name, attention[name])
     # The input of attention was x_norm; these weight gradients are taken with x.
-    _, dk, dv, _ = s.sdpa_cache.backward(split_heads(found["dy"], 2))
+    _, dk, dv, *_ = s.sdpa_cache.backward(split_heads(found["dy"], 2))
     for name, dheads in (("dw_k", dk), ("dw_v", dv)):
         printed.check(name, (rows(s.x).T @ rows(merge_heads(dheads)))[None])
         assert np.max(np.abs(attention[name] - printed[name][0])) > 0.1

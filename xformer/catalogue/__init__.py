@@ -9,7 +9,7 @@ axes can be taken for each other; gains and biases are random, never ones and ze
 
 from __future__ import annotations
 
-from xformer.catalogue import layers, models, ops
+from xformer.catalogue import blocks, layers, models, ops
 from xformer.catalogue.case import Case
 
 __all__ = ["Case", "cases"]
@@ -17,4 +17,4 @@ __all__ = ["Case", "cases"]
 
 def cases() -> tuple[Case, ...]:
     """All of them: ops, then layers, then models."""
-    return (*ops.cases(), *layers.cases(), *models.cases())
+    return (*ops.cases(), *layers.cases(), *blocks.cases(), *models.cases())

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from xformer.backends import Backend, Generator
-from xformer.catalogue.case import KEY, Case, Function, Options, random
-from xformer.models import GPT, Transformer
+from xformer.catalogue.case import DEAD_BATCH, KEY, Case, Function, Options, drawn, mask, random
+from xformer.layers import (
+    BlockConfig,
+    EmbedConfig,
+    ExpertsConfig,
+    NormConfig,
+    RelativeConfig,
+    RopeConfig,
+)
+from xformer.models import (
+    GPT,
+    Classifier,
+    EncoderDecoder,
+    LanguageModel,
+    LMHead,
+    MaskedLMHead,
+    Pooler,
+    Transformer,
+)
 from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:
     """Every model, with every option."""
-    for subject in (_gpt, _transformer):
+    for subject in (_gpt, _transformer, _language_model, _encoder_decoder):
         yield from subject()
 
 
@@ -71,6 +88,148 @@ def _transformer() -> Iterator[Case]:
     yield case("positions: sinusoidal, for q, k, v", position_mode="qkv")
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
+
+
+LLAMA: Options = {
+    "norm_kind": "rms",
+    "bias": False,
+    "gated": True,
+    "activation": "silu",
+    "d_head": 4,
+    "n_kv_heads": 1,
+}
+PADDED: Options = {"mask": mask((5, 4), DEAD_BATCH)}
+ROPE = RopeConfig(width=4)
+
+
+def _blocks(n: int = 1, **options: Any) -> tuple[BlockConfig, ...]:
+    sizes: Options = {"d_model": 6, "n_heads": 2, "d_ff": 11, "activation": "gelu"}
+    return (BlockConfig(**sizes | options),) * n
+
+
+def _embed_config(width: int = 6, **options: Any) -> EmbedConfig:
+    return EmbedConfig(**{"vocab_size": 13, "width": width, "d_model": 6, "max_len": 7} | options)
+
+
+def _language_model() -> Iterator[Case]:
+    def case(
+        note: str,
+        blocks: tuple[BlockConfig, ...],
+        method: str = "loss",
+        given: Options | None = None,
+        *,
+        embed: EmbedConfig | None = None,
+        labels: int = 13,
+        **options: Any,
+    ) -> Case:
+        embed = _embed_config(positions="none", max_len=None) if embed is None else embed
+        model = LanguageModel(embed, blocks, **options)
+
+        def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
+            inputs = {"tokens": rng.integers((5, 4), high=13)}
+            if method == "loss":
+                one_each = isinstance(model.head, Classifier)
+                inputs["targets"] = rng.integers((5,) if one_each else (5, 4), high=labels)
+            function = getattr(model, method)
+            fn = partial(function, **inputs, **drawn(rng, backend, given or {}))
+            return fn, (random(rng, model.init()),)
+
+        return Case("models", f"LanguageModel: {note}", make)
+
+    llama = _blocks(**LLAMA)
+    yield case("rotary", llama, rotary=ROPE, head=LMHead(tied=False))
+    yield case("rotary, padding", llama, given=PADDED, rotary=ROPE)
+    softcap = LMHead(softcap=2.0, scale=0.5)
+    yield case("softcap", _blocks(norm="sandwich", **LLAMA), rotary=ROPE, head=softcap)
+    positions: Options = {"positions": lambda rng, _: rng.integers((4,), high=7)}
+    yield case("given positions", llama, given=positions, rotary=ROPE)
+    experts = _blocks(2, experts=ExpertsConfig(n_experts=3, top_k=2, d_ff=11), **LLAMA)
+    losses: Options = {"balance": 0.3, "router_z": 0.1}
+    yield case("experts", (*experts, *llama), given=PADDED, rotary=ROPE, **losses)
+    yield case("alibi", _blocks(), alibi=True, head=LMHead(tied=False, bias=True))
+    yield case(
+        "sequence classifier", llama, given=PADDED, head=Classifier(3, "last", None), labels=3
+    )
+    yield from _encoders(case)
+
+
+def _encoders(case: Any) -> Iterator[Case]:
+    blocks = _blocks(norm="post")
+    embed: Options = {"positions": "learned", "norm": NormConfig(), "n_types": 3}
+    bert: Options = {"embed": _embed_config(**embed), "causal": False}
+    types: Options = {"types": lambda rng, _: rng.integers((5, 4), high=3)}
+    yield case("masked LM", blocks, given=PADDED | types, head=MaskedLMHead(), **bert)
+    untied = MaskedLMHead("relu", eps=0.1, tied=False)
+    narrow = bert | {"embed": _embed_config(5, project_bias=True, **embed)}
+    yield case("masked LM, groups", blocks * 2, n_groups=1, head=untied, **narrow)
+    dropped: Options = {"dropout_key": KEY}
+    head = Classifier(3, dense_dropout=0.3, dropout=0.2)
+    yield case("classifier", blocks, given=dropped, labels=3, head=head, **bert)
+    no_bias = Classifier(3, dense="relu", bias=False)
+    yield case("classifier, no bias", blocks, given=PADDED, labels=3, head=no_bias, **bert)
+    hidden: Options = {"head": None, "out_dropout": 0.3, "final_norm": True}
+    yield case("hidden states", blocks, "forward", dropped, **hidden, **bert)
+    yield case("hidden states, pooler", blocks, "forward", head=Pooler(), **bert)
+    yield case("pooler", blocks, "pooled", {"how": "pooler"}, head=Pooler(), **bert)
+    sentence: Options = {"normalize": True, "mask": mask((5, 4))}
+    yield case("mean, normalised", blocks, "pooled", sentence, head=Pooler(), **bert)
+    relative = RelativeConfig(2, n_buckets=8, max_distance=6)
+    yield case("relative bias", _blocks(), "forward", head=None, relative=relative, causal=False)
+
+
+def _encoder_decoder() -> Iterator[Case]:
+    def case(note: str, given: Options | None = None, **options: Any) -> Case:
+        model = EncoderDecoder(**{"encoder": _blocks(), "decoder": _blocks()} | options)
+        vectors = model.src_embed is None
+
+        def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
+            keywords = drawn(rng, backend, given or {})
+            if vectors:
+                fn = partial(_of_vectors, model, **keywords)
+                x = (rng.normal((5, 7, 6)), rng.normal((5, 4, 6)))
+                return fn, (random(rng, model.init()), *x)
+            src = rng.integers((5, 7), high=13)
+            tgt, targets = rng.integers((5, 4), high=13), rng.integers((5, 4), high=13)
+            fn = partial(model.loss, src=src, tgt=tgt, targets=targets, **keywords)
+            return fn, (random(rng, model.init()),)
+
+        return Case("models", f"EncoderDecoder: {note}", make)
+
+    t5: Options = {"norm_kind": "rms", "bias": False, "activation": "relu", "scale": 1.0}
+    tables: Options = {
+        "encoder_relative": RelativeConfig(2, n_buckets=8, max_distance=6),
+        "decoder_relative": RelativeConfig(2, n_buckets=8, max_distance=6, bidirectional=False),
+    }
+    shared: Options = {"src_embed": _embed_config(positions="none"), "shared_embed": True}
+    t5_like: Options = {"encoder": _blocks(**t5), "decoder": _blocks(**t5), **tables, **shared}
+    yield case("T5", head=LMHead(scale=0.4), **t5_like)
+    masks: Options = {"src_mask": mask((5, 7), DEAD_BATCH), "tgt_mask": mask((5, 4))}
+    untied: Options = {"head": LMHead(tied=False), "out_dropout": 0.3}
+    yield case("T5, untied, padding, dropout", {"dropout_key": KEY, **masks}, **untied, **t5_like)
+    post: Options = {"encoder": _blocks(norm="post"), "decoder": _blocks(norm="post")}
+    yield case("vectors", masks, encoder_norm=True, decoder_norm=True, **post)
+    own: Options = {
+        "src_embed": _embed_config(),
+        "tgt_embed": _embed_config(5),
+        "head": LMHead(False),
+    }
+    yield case("two embeddings, shared memory", shared_memory=True, **own)
+
+
+class _All(NamedTuple):
+    """A cache whose gradients are those of the vectors too."""
+
+    cache: Any
+
+    def backward(self, dy: Array) -> tuple[Any, ...]:
+        return self.cache.backward_all(dy)
+
+
+def _of_vectors(
+    model: EncoderDecoder, params: Any, src: Array, tgt: Array, **options: Any
+) -> tuple[Array, Any]:
+    y, cache = model.forward(params, src, tgt, **options)
+    return y, _All(cache)
 
 
 def _padded(rng: Generator, backend: Backend, length: int, size: int, pad_id: int) -> Array:

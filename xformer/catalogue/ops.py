@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from array_api_compat import array_namespace
+
 from xformer import ops
 from xformer.backends import Backend, Generator
 from xformer.catalogue.case import (
@@ -19,6 +21,7 @@ from xformer.catalogue.case import (
     drawn,
     mask,
 )
+from xformer.ops.activation import ACTIVATIONS
 from xformer.typing import Array
 
 
@@ -29,12 +32,19 @@ def cases() -> Iterator[Case]:
         _embedding,
         _index_add,
         _layer_norm,
+        _rms_norm,
         _softmaxes,
         _elementwise,
+        _glu,
+        _rope,
         _dropout,
         _sdpa,
         _sdpa_masked,
+        _sdpa_scores,
+        _shaw,
         _losses,
+        _experts,
+        _router_losses,
     ):
         yield from subject()
 
@@ -82,6 +92,17 @@ def _layer_norm() -> Iterator[Case]:
     yield _op("layer_norm: eps as it is", ops.layer_norm, (5, 7), (7,), (7,))
 
 
+def _rms_norm() -> Iterator[Case]:
+    for x in ((7,), (5, 7), (2, 3, 7)):
+        for w in ((7,), None):
+            yield _op(f"rms_norm: x {x}{'' if w else ', no w'}", ops.rms_norm, x, w, eps=0.1)
+    yield _op("rms_norm: offset", ops.rms_norm, (5, 7), (7,), eps=0.1, offset=1.0)
+    yield _op("rms_norm: eps as it is", ops.rms_norm, (5, 7), (7,))
+    yield _op("l2_normalize: x (2, 3, 7)", ops.l2_normalize, (2, 3, 7))
+    # Of these rows some are shorter than eps.
+    yield _op("l2_normalize: eps", ops.l2_normalize, (11, 3), eps=1.5)
+
+
 def _softmaxes() -> Iterator[Case]:
     for op in (ops.softmax, ops.log_softmax):
         for axis in (0, 1, -1):
@@ -90,11 +111,39 @@ def _softmaxes() -> Iterator[Case]:
 
 
 def _elementwise() -> Iterator[Case]:
-    for op in (ops.relu, ops.silu, ops.tanh, ops.sigmoid, ops.erf):
+    plain = (ops.relu, ops.silu, ops.tanh, ops.sigmoid, ops.erf)
+    for op in (*plain, ops.relu_squared, ops.quick_gelu):
         yield _op(f"{op.__name__}: x (5, 11)", op, (5, 11))
         yield _op(f"{op.__name__}: x ()", op, ())
     for form in ("none", "tanh"):
         yield _op(f"gelu: {form}", ops.gelu, (5, 11), approximate=form)
+    yield _op("softcap: x (5, 11)", ops.softcap, (5, 11), cap=1.5)
+    yield _op("softcap: x ()", ops.softcap, (), cap=30.0)
+
+
+def _glu() -> Iterator[Case]:
+    for activation in ACTIVATIONS:
+        yield _op(f"glu: {activation}", ops.glu, (5, 11), (5, 11), activation=activation)
+
+
+def _turned(x: Array, *, cos: Array, sin: Array, **options: Any) -> tuple[Array, Any]:
+    """`ops.rope` with tables cast to the dtype of x: tests take drawn inputs to a wider one."""
+    xp = array_namespace(x)
+    return ops.rope(x, cos=xp.astype(cos, x.dtype), sin=xp.astype(sin, x.dtype), **options)
+
+
+def _rope() -> Iterator[Case]:
+    def case(note: str, width: int, lead: tuple[int, ...] = (), **options: Any) -> Case:
+        def table(rng: Generator, _: Backend) -> Array:
+            return rng.normal((*lead, 5, 3))  # no rotation: backward must be the transposed map
+
+        return _op(f"rope: {note}", _turned, (2, 3, 5, width), cos=table, sin=table, **options)
+
+    for interleaved in (False, True):
+        pairs = "interleaved" if interleaved else "half-split"
+        yield case(pairs, 6, interleaved=interleaved)
+        yield case(f"{pairs}, part of a head", 11, interleaved=interleaved)
+        yield case(f"{pairs}, tables of each sequence", 7, (2,), interleaved=interleaved)
 
 
 def _dropout() -> Iterator[Case]:
@@ -148,6 +197,63 @@ def _sdpa_masked() -> Iterator[Case]:
     )
 
 
+def _sdpa_scores() -> Iterator[Case]:
+    """Window, softcap and sinks, each alone and all together."""
+    sdpa = ops.sdpa
+    t_longer = ((2, 3, 7, 11), (2, 3, 5, 11), (2, 3, 5, 13))
+    for window in ((2, None), (None, 1), (1, 2), (0, 0)):
+        yield _op(f"sdpa: window {window}", sdpa, Q, K, V, window=window)
+    yield _op("sdpa: window, T > S", sdpa, *t_longer, window=(1, 0))
+    yield _op("sdpa: window, causal", sdpa, Q, K, V, window=(2, 3), causal=True)
+    yield _op("sdpa: softcap", sdpa, Q, K, V, softcap=0.7)
+    yield _op("sdpa: softcap, bias", sdpa, Q, K, V, (5, 7), softcap=0.7, scale=0.17)
+    yield _op("sdpa: sinks", sdpa, Q, K, V, None, (3,))
+    yield _op("sdpa: sinks, T > S", sdpa, *t_longer, None, (3,), causal=True)
+    yield _op("sdpa: sinks, no keys", sdpa, Q, (2, 3, 0, 11), (2, 3, 0, 13), None, (3,))
+    yield _op(
+        "sdpa: sinks, mask, dropout",
+        sdpa,
+        *(Q, K, V, None, (3,)),
+        mask=mask((2, 3, 5, 7), DEAD_QUERY),
+        dropout_rate=0.3,
+        dropout_key=KEY,
+    )
+    yield _op(
+        "sdpa: all options, sinks too",
+        sdpa,
+        *((3, 4, 5, 11), (3, 2, 7, 11), (3, 2, 7, 13), (4, 5, 1), (4,)),
+        mask=mask((3, 1, 5, 7), DEAD_QUERY),
+        causal=True,
+        window=(3, 1),
+        softcap=0.7,
+        scale=0.17,
+        dropout_rate=0.3,
+        dropout_key=KEY,
+    )
+
+
+def _shaw() -> Iterator[Case]:
+    shaw = ops.shaw
+    rel_k, rel_v = (5, 11), (5, 13)  # L = 2
+    t_longer = ((2, 3, 7, 11), (2, 3, 5, 11), (2, 3, 5, 13))
+    yield _op("shaw: S > T", shaw, Q, K, V, rel_k, rel_v)
+    yield _op("shaw: no rel_v", shaw, Q, K, V, rel_k, None)
+    yield _op("shaw: T > S, causal", shaw, *t_longer, rel_k, rel_v, causal=True)
+    yield _op("shaw: L = 0", shaw, Q, K, V, (1, 11), (1, 13))
+    yield _op("shaw: L = 8, beyond all keys", shaw, Q, K, V, (17, 11), (17, 13))
+    yield _op("shaw: no keys", shaw, Q, (2, 3, 0, 11), (2, 3, 0, 13), rel_k, rel_v)
+    yield _op(
+        "shaw: all options",
+        shaw,
+        *((3, 4, 5, 11), (3, 2, 7, 11), (3, 2, 7, 13), rel_k, rel_v),
+        mask=mask((3, 1, 5, 7), DEAD_QUERY),
+        causal=True,
+        scale=0.17,
+        dropout_rate=0.3,
+        dropout_key=KEY,
+    )
+
+
 def _losses() -> Iterator[Case]:
     yield _op("mse: x (3, 5)", ops.mse, (3, 5), (3, 5))
 
@@ -169,3 +275,36 @@ def _losses() -> Iterator[Case]:
     yield case("all ignored", low=6, ignore_index=6)
     yield case("label_smoothing", label_smoothing=0.1)
     yield case("z_loss", z_loss=0.3)
+
+
+def _choice(rows: int, n_experts: int, k: int) -> Draw:
+    """k different experts for each row."""
+
+    def draw(rng: Generator, backend: Backend) -> Array:
+        order = backend.to_numpy(rng.normal((rows, n_experts))).argsort(axis=1)
+        return backend.asarray(order[:, :k])
+
+    return draw
+
+
+def _experts() -> Iterator[Case]:
+    def case(note: str, rows: int, ids: Draw, k: int = 2, **options: Any) -> Case:
+        shapes = (rows, 3), (5, 3, 11), (5, 3, 11), (5, 11, 3), (rows, k)  # D = 3, E = 5, F = 11
+        return _op(f"experts: {note}", ops.experts, *shapes, ids=ids, **options)
+
+    yield case("2 of 5", 7, _choice(7, 5, 2))
+    yield case("2 of 5, gelu", 7, _choice(7, 5, 2), activation="gelu")
+    yield case("all rows to one", 7, lambda rng, _: rng.integers((7, 1), low=3, high=4), 1)
+    yield case("one row", 1, _choice(1, 5, 2))
+    yield case("no rows", 0, _choice(0, 5, 2))
+
+
+def _router_losses() -> Iterator[Case]:
+    for note, options in (
+        ("all rows", {}),
+        ("mask", {"mask": mask((7,))}),
+        ("no row counts", {"mask": mask((7,), (...,))}),
+    ):
+        ids = _choice(7, 5, 2)
+        yield _op(f"load_balancing: {note}", ops.load_balancing, (7, 5), ids=ids, **options)
+        yield _op(f"router_z_loss: {note}", ops.router_z_loss, (7, 5), **options)

@@ -9,11 +9,16 @@ from xformer.layers.attention import (
 )
 from xformer.layers.block import BlockConfig, BlockParams, block
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
+from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams
-from xformer.layers.norm import LayerNormParams
-from xformer.layers.positions import sinusoidal
-from xformer.layers.residual import residual
+from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.pooling import pool
+from xformer.layers.positions import alibi, sinusoidal
+from xformer.layers.relative import RelativeConfig, relative_bias
+from xformer.layers.residual import parallel, residual
+from xformer.layers.rope_config import RopeConfig
+from xformer.layers.rotary import Rotary, rotary
 from xformer.layers.stack import StackParams, stack
 
 __all__ = [
@@ -22,18 +27,31 @@ __all__ = [
     "BlockParams",
     "EmbedConfig",
     "EmbedParams",
+    "ExpertsConfig",
+    "ExpertsParams",
     "FeedForwardParams",
     "KeyValue",
     "KeyValueParams",
-    "LayerNormParams",
     "LinearParams",
+    "NormConfig",
+    "NormParams",
+    "RelativeConfig",
+    "RopeConfig",
+    "Rotary",
     "StackParams",
+    "alibi",
     "attention",
     "block",
     "embed",
     "feed_forward",
     "key_value",
+    "mixture",
+    "norm",
+    "parallel",
+    "pool",
+    "relative_bias",
     "residual",
+    "rotary",
     "sinusoidal",
     "stack",
 ]

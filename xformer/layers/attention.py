@@ -9,6 +9,8 @@ from array_api_compat import array_namespace
 from xformer import ops
 from xformer.checks import require_sizes
 from xformer.layers.linear import LinearParams
+from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.rotary import Rotary
 from xformer.ops.sdpa import sum_to
 from xformer.shapes import require_like
 from xformer.typing import Array
@@ -19,6 +21,7 @@ class KeyValueParams(NamedTuple):
 
     k: LinearParams  # (D, G * K)
     v: LinearParams  # (D, G * M)
+    k_norm: NormParams | None = None  # of each head's keys (K), or of all heads' at once (G * K)
 
 
 class AttentionParams(NamedTuple):
@@ -27,6 +30,8 @@ class AttentionParams(NamedTuple):
     q: LinearParams  # (D, H * K)
     kv: KeyValueParams | None  # None where keys and values come ready from elsewhere
     o: LinearParams | None  # (H * M, D); None: the heads side by side are the output
+    q_norm: NormParams | None = None  # of each head's queries (K), or of all heads' (H * K)
+    sinks: Array | None = None  # (H,), as in `ops.sdpa`
 
 
 class KeyValue(NamedTuple):
@@ -46,8 +51,12 @@ def attention(
     *,
     n_heads: int,
     n_kv_heads: int | None = None,
+    rotary: Rotary | None = None,
+    qk_norm: NormConfig | None = None,
     mask: Array | None = None,
     causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ops.Key | None = None,
@@ -55,27 +64,32 @@ def attention(
     """y = concat(heads) w_o + b_o, heads = sdpa(x w_q, memory w_k, memory w_v) (arXiv:1706.03762).
 
     x: (B, T, D)   y: (B, T, D'). memory: (B, S, D_m) to attend to, None for x itself, or a
-    KeyValue that `key_value` made (shared by several layers). bias, mask, causal, scale, dropout:
-    as in `ops.sdpa`. pos, memory_pos: (T, K), (S, K), added to the queries, and to the keys and
-    values, of every head; memory_pos is pos where memory is x. ValueError where shapes do not fit.
+    KeyValue that `key_value` made (shared by several layers). bias, mask, causal, window, softcap,
+    scale, dropout: as in `ops.sdpa`. pos, memory_pos: (T, K), (S, K), added to the queries, and to
+    the keys and values, of every head; memory_pos is pos where memory is x. Queries and keys are
+    normalised where params hold q_norm and k_norm, by qk_norm (RMSNorm unless given), then rotated
+    by rotary, which goes with memory None. ValueError where shapes do not fit.
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-    q, q_cache = _project(x, params.q, pos, n_heads, "q")
-    if isinstance(memory, KeyValue) != (params.kv is None):
-        raise ValueError("attention: either memory is a KeyValue or params.kv projects it")
-    if memory_pos is not None and (memory is None or params.kv is None):
-        raise ValueError("attention: memory_pos goes with a memory (B, S, D), and there is none")
+    _require_memory(memory, memory_pos, rotary, params)
+    around: Any = {"rotary": rotary, "config": qk_norm}
+    q, q_cache = _project(x, params.q, pos, n_heads, "q", params.q_norm, **around)
     if params.kv is None:
         kv, kv_cache = cast(KeyValue, memory), None
     else:
         source, source_pos = (x, pos) if memory is None else (memory, memory_pos)
-        kv, kv_cache = key_value(source, params.kv, source_pos, n_kv_heads=n_kv_heads)
+        kv, kv_cache = key_value(
+            source, params.kv, source_pos, n_kv_heads=n_kv_heads, rotary=rotary, k_norm=qk_norm
+        )
     ctx, sdpa_cache = ops.sdpa(
         q,
         *kv,
         bias,
+        params.sinks,
         mask=mask,
         causal=causal,
+        window=window,
+        softcap=softcap,
         scale=scale,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
@@ -101,8 +115,8 @@ class AttentionCache(NamedTuple):
         if self.o is not None:
             dy, *do = self.o.backward(dy)
             do = LinearParams(*do)
-        dq, dk, dv, dbias = self.sdpa.backward(split_heads(dy, self.q.n_heads))
-        dx, dq_params, dpos = self.q.backward(dq)
+        dq, dk, dv, dbias, dsinks = self.sdpa.backward(split_heads(dy, self.q.n_heads))
+        dx, dq_params, dq_norm, dpos = self.q.backward(dq)
         dkv = dmemory_pos = None
         dmemory: Any = KeyValue(dk, dv)
         if self.kv is not None:
@@ -111,17 +125,27 @@ class AttentionCache(NamedTuple):
             dx = dx + dmemory
             dpos = None if dpos is None else dpos + dmemory_pos
             dmemory = dmemory_pos = None
-        return dx, AttentionParams(dq_params, dkv, do), dmemory, dbias, dpos, dmemory_pos
+        dparams = AttentionParams(dq_params, dkv, do, dq_norm, dsinks)
+        return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
 
 def key_value(
-    x: Array, params: KeyValueParams, pos: Array | None = None, *, n_kv_heads: int
+    x: Array,
+    params: KeyValueParams,
+    pos: Array | None = None,
+    *,
+    n_kv_heads: int,
+    rotary: Rotary | None = None,
+    k_norm: NormConfig | None = None,
 ) -> tuple[KeyValue, KeyValueCache]:
     """Keys and values of a sequence: x w_k + b_k, x w_v + b_v, split into heads, plus pos.
 
-    x: (B, S, D)   pos: (S, K)   k: (B, G, S, K)   v: (B, G, S, M), M = K where pos is given.
+    x: (B, S, D)   pos: (S, K)   k: (B, G, S, K)   v: (B, G, S, M), M = K where pos is given. Keys
+    are normalised where params.k_norm is, by k_norm (RMSNorm unless given), then rotated by rotary.
     """
-    k, k_cache = _project(x, params.k, pos, n_kv_heads, "k")
+    k, k_cache = _project(
+        x, params.k, pos, n_kv_heads, "k", params.k_norm, rotary=rotary, config=k_norm
+    )
     v, v_cache = _project(x, params.v, pos, n_kv_heads, "v")
     return KeyValue(k, v), KeyValueCache(k_cache, v_cache)
 
@@ -134,16 +158,24 @@ class KeyValueCache(NamedTuple):
 
     def backward(self, dk: Array, dv: Array) -> tuple[Array, KeyValueParams, Array | None]:
         """Gradients of x, params, pos."""
-        dx_k, dk_params, dpos_k = self.k.backward(dk)
-        dx_v, dv_params, dpos_v = self.v.backward(dv)
+        dx_k, dk_params, dk_norm, dpos_k = self.k.backward(dk)
+        dx_v, dv_params, _, dpos_v = self.v.backward(dv)
         dpos = None if dpos_k is None else dpos_k + dpos_v
-        return dx_k + dx_v, KeyValueParams(dk_params, dv_params), dpos
+        return dx_k + dx_v, KeyValueParams(dk_params, dv_params, dk_norm), dpos
 
 
 def _project(
-    x: Array, params: LinearParams, pos: Array | None, n_heads: int, name: str
+    x: Array,
+    params: LinearParams,
+    pos: Array | None,
+    n_heads: int,
+    name: str,
+    norm_params: NormParams | None = None,
+    *,
+    rotary: Rotary | None = None,
+    config: NormConfig | None = None,
 ) -> tuple[Array, ProjectCache]:
-    """split_heads(x w + b) + pos."""
+    """rope(norm(split_heads(x w + b) + pos))."""
     require_sizes("attention", 1, n_heads=n_heads)
     y, cache = ops.linear(x, *params)
     width = y.shape[-1]
@@ -151,30 +183,68 @@ def _project(
         raise ValueError(
             f"attention: the {width} columns of {name}.w must split into {n_heads} heads"
         )
+    config = NormConfig("rms") if config is None else config
+    all_norm = head_norm = rope_cache = None
+    per_head = norm_params is not None and norm_params.w.shape[0] == width // n_heads
+    if norm_params is not None and not per_head:
+        y, all_norm = norm(y, norm_params, config=config)
     heads = split_heads(y, n_heads)  # (B, H, T, K)
     if pos is not None:
-        require_like("attention", f"positions for {name}", pos, heads)
-        if tuple(pos.shape) != tuple(heads.shape[2:]):
-            raise ValueError(
-                f"attention: positions for {name} must be {tuple(heads.shape[2:])}, "
-                f"got shape {tuple(pos.shape)}"
-            )
+        _require_positions(name, pos, heads)
         heads = heads + pos
-    return heads, ProjectCache(cache, n_heads, None if pos is None else tuple(pos.shape))
+    if norm_params is not None and per_head:
+        heads, head_norm = norm(heads, norm_params, config=config)
+    if rotary is not None:
+        heads, rope_cache = ops.rope(heads, **rotary._asdict())
+    pos_shape = None if pos is None else tuple(pos.shape)
+    return heads, ProjectCache(cache, all_norm, head_norm, rope_cache, n_heads, pos_shape)
 
 
 class ProjectCache(NamedTuple):
     """What a projection to heads keeps for its backward."""
 
     linear: Any
+    all_norm: Any  # of all heads at once
+    head_norm: Any  # of each head
+    rope: Any
     n_heads: int
     pos_shape: tuple[int, ...] | None
 
-    def backward(self, dheads: Array) -> tuple[Array, LinearParams, Array | None]:
-        """Gradients of x, params, pos."""
+    def backward(
+        self, dheads: Array
+    ) -> tuple[Array, LinearParams, NormParams | None, Array | None]:
+        """Gradients of x, params, norm_params, pos."""
+        dnorm = None
+        if self.rope is not None:
+            dheads = self.rope.backward(dheads)
+        if self.head_norm is not None:
+            dheads, dnorm = self.head_norm.backward(dheads)
         dpos = None if self.pos_shape is None else sum_to(dheads, self.pos_shape)
-        dx, *dparams = self.linear.backward(merge_heads(dheads))
-        return dx, LinearParams(*dparams), dpos
+        dy = merge_heads(dheads)
+        if self.all_norm is not None:
+            dy, dnorm = self.all_norm.backward(dy)
+        dx, *dparams = self.linear.backward(dy)
+        return dx, LinearParams(*dparams), dnorm, dpos
+
+
+def _require_memory(
+    memory: Any, memory_pos: Array | None, rotary: Rotary | None, params: AttentionParams
+) -> None:
+    if isinstance(memory, KeyValue) != (params.kv is None):
+        raise ValueError("attention: either memory is a KeyValue or params.kv projects it")
+    if memory_pos is not None and (memory is None or params.kv is None):
+        raise ValueError("attention: memory_pos goes with a memory (B, S, D), and there is none")
+    if memory is not None and rotary is not None:
+        raise ValueError("attention: rotary goes with self-attention, and there is a memory")
+
+
+def _require_positions(name: str, pos: Array, heads: Array) -> None:
+    require_like("attention", f"positions for {name}", pos, heads)
+    if tuple(pos.shape) != tuple(heads.shape[2:]):
+        raise ValueError(
+            f"attention: positions for {name} must be {tuple(heads.shape[2:])}, "
+            f"got shape {tuple(pos.shape)}"
+        )
 
 
 def split_heads(x: Array, n_heads: int) -> Array:

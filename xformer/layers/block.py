@@ -10,18 +10,27 @@ from xformer.backends.base import Generator
 from xformer.checks import number, require_sizes
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import AttentionParams, KeyValue, KeyValueParams, attention
-from xformer.layers.feed_forward import ACTIVATIONS, FeedForwardParams, feed_forward
+from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
+from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams
-from xformer.layers.norm import LayerNormParams
-from xformer.layers.residual import residual
+from xformer.layers.norm import NormConfig, NormParams
+from xformer.layers.residual import parallel, residual
+from xformer.layers.rotary import Rotary
+from xformer.ops.activation import require_activation
 from xformer.typing import Array
 
-SITES = 5  # places in a block where dropout draws
+SITES = 6  # places in a block where dropout draws
+NORMS = ("pre", "post", "sandwich", "output")
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Sizes and choices of a block. ValueError for ones that do not fit together."""
+    """Sizes and choices of a block. ValueError for ones that do not fit together.
+
+    norm: where the norms stand, "pre" x + f(norm(x)), "post" norm(x + f(x)), "sandwich"
+    x + norm'(f(norm(x))) or "output" x + norm(f(x)). parallel: attention and feed-forward side by
+    side, x + attn(norm(x)) + ffn(norm'(x)), with shared_norm both of one norm(x).
+    """
 
     d_model: int
     n_heads: int
@@ -30,10 +39,26 @@ class BlockConfig:
     d_head: int | None = None  # d_model / n_heads unless given
     d_value: int | None = None  # d_head unless given
     activation: str = "relu"
-    norm: str = "pre"  # or "post"
+    gated: bool = False
+    experts: ExpertsConfig | None = None  # in the place of the feed-forward network
+    norm: str = "pre"
+    norm_kind: str = "layer"  # or "rms"
+    norm_offset: float = 0.0  # added to the weight of "rms"
     eps: float = 1e-5
+    parallel: bool = False
+    shared_norm: bool = False
     bias: bool = True
+    qkv_bias: bool | None = None  # of the projections to queries, keys, values; bias unless given
+    o_bias: bool | None = None  # of attention's output; bias unless given
+    ffn_bias: bool | None = None  # of the feed-forward network; bias unless given
+    qk_norm: str | None = None  # a norm of queries and keys: of each "head", or of "all" at once
+    scale: float | None = None  # of the scores; d_head^-1/2 unless given
+    window: tuple[int | None, int | None] | None = None  # of the self-attention, as in `ops.sdpa`
+    softcap: float | None = None  # of the scores
+    sinks: bool = False  # a learned one for each head of the self-attention
     dropout: float = 0.0
+    attn_dropout: float | None = None  # of the attention's probabilities; dropout unless given
+    hidden_dropout: float = 0.0  # inside the feed-forward network
 
     def __post_init__(self) -> None:
         require_sizes(
@@ -50,19 +75,23 @@ class BlockConfig:
                 "or d_head be given"
             )
         require_sizes("block", 1, d_head=self.head_width, d_value=self.value_width)
-        number("block", "eps", self.eps, low=0)
-        number("block", "dropout", self.dropout, low=0, high=1)
+        for name in ("dropout", "probs_dropout", "hidden_dropout"):
+            number("block", name, getattr(self, name), low=0, high=1)
         if self.n_heads % self.kv_heads:
             raise ValueError(
                 f"block: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"
             )
-        if self.norm not in ("pre", "post"):
-            raise ValueError(f'block: norm must be "pre" or "post", got {self.norm!r}')
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"block: activation must be one of {', '.join(ACTIVATIONS)}, "
-                f"got {self.activation!r}"
-            )
+        if self.norm not in NORMS:
+            names = ", ".join(f'"{name}"' for name in NORMS)
+            raise ValueError(f"block: norm must be one of {names}, got {self.norm!r}")
+        if self.parallel and self.norm != "pre":
+            raise ValueError(f'block: parallel goes with norm "pre", got {self.norm!r}')
+        if self.shared_norm and not self.parallel:
+            raise ValueError("block: shared_norm goes with parallel")
+        if self.qk_norm not in (None, "head", "all"):
+            raise ValueError(f'block: qk_norm must be None, "head" or "all", got {self.qk_norm!r}')
+        require_activation("block", self.activation)
+        self.norm_config  # noqa: B018 - built here for its checks
 
     @property
     def kv_heads(self) -> int:
@@ -79,6 +108,16 @@ class BlockConfig:
         """M, the width of a value head."""
         return self.head_width if self.d_value is None else self.d_value
 
+    @property
+    def probs_dropout(self) -> float:
+        """The rate of the dropout of the attention's probabilities."""
+        return self.dropout if self.attn_dropout is None else self.attn_dropout
+
+    @property
+    def norm_config(self) -> NormConfig:
+        """The configuration of every norm of the block."""
+        return NormConfig(self.norm_kind, self.eps, self.norm_offset)
+
     def init(
         self,
         rng: Generator,
@@ -92,50 +131,87 @@ class BlockConfig:
 
         cross: with cross-attention; shared_memory: whose keys and values come from outside.
         """
-
-        def linear(shape: tuple[int, int], scale: float = 1.0) -> LinearParams:
-            p = LinearParams.init(rng, shape, draw=draw, bias=self.bias)
-            return p if scale == 1.0 else p._replace(w=p.w * scale)
-
-        def attn(own_memory: bool) -> AttentionParams:
-            q = linear((self.d_model, self.n_heads * self.head_width))
-            kv = self.key_value_init(rng, draw=draw) if own_memory else None
-            return AttentionParams(
-                q, kv, linear((self.n_heads * self.value_width, self.d_model), out_scale)
-            )
-
-        def norm() -> LayerNormParams:
-            return LayerNormParams.init(rng, self.d_model, bias=self.bias)
-
+        attn = self._attention_init(rng, True, draw, out_scale)
+        if self.sinks:
+            attn = attn._replace(sinks=rng.full((self.n_heads,), 0.0))
+        crossing = None
+        if cross:
+            crossing = self._attention_init(rng, not shared_memory, draw, out_scale)
+        inner, outer = self.norm != "output", self.norm in ("sandwich", "output")
         return BlockParams(
-            norm(),
-            attn(own_memory=True),
-            norm() if cross else None,
-            attn(own_memory=not shared_memory) if cross else None,
-            norm(),
-            FeedForwardParams(
-                linear((self.d_model, self.d_ff)), linear((self.d_ff, self.d_model), out_scale)
-            ),
+            self._norm_init(rng) if inner else None,
+            attn,
+            self._norm_init(rng) if cross and inner else None,
+            crossing,
+            self._norm_init(rng) if inner and not self.shared_norm else None,
+            self._feed_forward_init(rng, draw, out_scale),
+            self._norm_init(rng) if outer else None,
+            self._norm_init(rng) if cross and outer else None,
+            self._norm_init(rng) if outer else None,
         )
 
     def key_value_init(self, rng: Generator, *, draw: Draw = xavier_uniform) -> KeyValueParams:
         """Initial projections of a sequence of width d_model to keys and values."""
         k, v = (
-            LinearParams.init(rng, (self.d_model, self.kv_heads * width), draw=draw, bias=self.bias)
+            self._linear(rng, (self.d_model, self.kv_heads * width), draw, self.qkv_bias)
             for width in (self.head_width, self.value_width)
         )
-        return KeyValueParams(k, v)
+        return KeyValueParams(k, v, self._qk_norm_init(rng, self.kv_heads))
+
+    def _attention_init(
+        self, rng: Generator, own_memory: bool, draw: Draw, out_scale: float
+    ) -> AttentionParams:
+        q = self._linear(rng, (self.d_model, self.n_heads * self.head_width), draw, self.qkv_bias)
+        kv = self.key_value_init(rng, draw=draw) if own_memory else None
+        shape = (self.n_heads * self.value_width, self.d_model)
+        o = self._linear(rng, shape, draw, self.o_bias, out_scale)
+        return AttentionParams(q, kv, o, self._qk_norm_init(rng, self.n_heads))
+
+    def _feed_forward_init(
+        self, rng: Generator, draw: Draw, out_scale: float
+    ) -> FeedForwardParams | ExpertsParams:
+        if self.experts is not None:
+            return self.experts.init(rng, self.d_model, draw=draw)
+        up = self._linear(rng, (self.d_model, self.d_ff), draw, self.ffn_bias)
+        down = self._linear(rng, (self.d_ff, self.d_model), draw, self.ffn_bias, out_scale)
+        gate = None
+        if self.gated:
+            gate = self._linear(rng, (self.d_model, self.d_ff), draw, self.ffn_bias)
+        return FeedForwardParams(up, down, gate)
+
+    def _linear(
+        self,
+        rng: Generator,
+        shape: tuple[int, int],
+        draw: Draw,
+        bias: bool | None,
+        scale: float = 1.0,
+    ) -> LinearParams:
+        p = LinearParams.init(rng, shape, draw=draw, bias=self.bias if bias is None else bias)
+        return p if scale == 1.0 else p._replace(w=p.w * scale)
+
+    def _norm_init(self, rng: Generator) -> NormParams:
+        return self.norm_config.init(rng, self.d_model, bias=self.bias)
+
+    def _qk_norm_init(self, rng: Generator, n_heads: int) -> NormParams | None:
+        if self.qk_norm is None:
+            return None
+        width = self.head_width * (n_heads if self.qk_norm == "all" else 1)
+        return self.norm_config.init(rng, width, bias=self.bias)
 
 
 class BlockParams(NamedTuple):
     """Parameters of one block; a norm that is None is left out."""
 
-    attn_norm: LayerNormParams | None
+    attn_norm: NormParams | None
     attn: AttentionParams
-    cross_norm: LayerNormParams | None
+    cross_norm: NormParams | None
     cross: AttentionParams | None  # None: an encoder layer, or one of a decoder-only model
-    ffn_norm: LayerNormParams | None
-    ffn: FeedForwardParams
+    ffn_norm: NormParams | None
+    ffn: FeedForwardParams | ExpertsParams
+    attn_out_norm: NormParams | None = None  # of what a sublayer returns
+    cross_out_norm: NormParams | None = None
+    ffn_out_norm: NormParams | None = None
 
 
 def block(
@@ -147,36 +223,37 @@ def block(
     memory_pos: Array | None = None,
     *,
     config: BlockConfig,
+    rotary: Rotary | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
     dropout_key: ops.Key | None = None,
-) -> tuple[Array, BlockCache]:
+) -> tuple[Array, BlockCache | ParallelBlockCache]:
     """y = ffn(cross(attn(x), memory)), each with residual, norm and dropout (`layers.residual`).
 
     x, y: (B, T, D)   memory: (B, S, D), or a KeyValue shared by several layers; wanted where
-    params.cross is. bias, mask, causal: of the self-attention; memory_mask: of the other. pos,
-    memory_pos: added to queries, keys and values (`layers.attention`). dropout_key None: no
-    dropout. ValueError where shapes do not fit.
+    params.cross is. rotary, bias, mask, causal: of the self-attention; memory_mask: of the other.
+    pos, memory_pos: added to queries, keys and values (`layers.attention`). dropout_key None: no
+    dropout. With config.parallel attention and feed-forward stand side by side (`layers.parallel`).
+    ValueError where shapes do not fit.
     """
-    if (params.cross is None) != (memory is None):
-        have = "no params.cross" if params.cross is None else "params.cross but no memory"
-        raise ValueError(f"block: memory and params.cross go together, got {have}")
-    if params.cross is None and not (memory_pos is None and memory_mask is None):
-        raise ValueError("block: memory_pos and memory_mask go with a memory, and there is none")
-    rate = 0.0 if dropout_key is None else config.dropout
+    _require_memory(params, config, memory, memory_pos, memory_mask)
+    dropped = dropout_key is not None
+    rate = config.dropout if dropped else 0.0
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
     heads: dict[str, Any] = {
         "n_heads": config.n_heads,
         "n_kv_heads": config.n_kv_heads,
-        "dropout_rate": rate,
+        "qk_norm": config.norm_config,
+        "softcap": config.softcap,
+        "scale": config.scale,
+        "dropout_rate": config.probs_dropout if dropped else 0.0,
     }
-    around: dict[str, Any] = {"place": config.norm, "eps": config.eps, "dropout_rate": rate}
+    around: dict[str, Any] = {"config": config.norm_config, "dropout_rate": rate}
 
     def attend(x: Array) -> tuple[Array, Any]:
-        return attention(
-            x, params.attn, None, bias, pos, mask=mask, causal=causal, dropout_key=keys[0], **heads
-        )
+        own: Any = {"mask": mask, "causal": causal, "window": config.window, "rotary": rotary}
+        return attention(x, params.attn, None, bias, pos, dropout_key=keys[0], **own, **heads)
 
     def attend_memory(x: Array) -> tuple[Array, Any]:
         own: Any = params.cross
@@ -184,13 +261,34 @@ def block(
         return attention(x, own, memory, None, pos, memory_pos, **options)
 
     def feed(x: Array) -> tuple[Array, Any]:
-        return feed_forward(x, params.ffn, activation=config.activation)
+        if isinstance(params.ffn, ExpertsParams):
+            return mixture(x, params.ffn, config=config.experts)
+        hidden: Any = {"dropout_rate": config.hidden_dropout if dropped else 0.0}
+        return feed_forward(
+            x, params.ffn, activation=config.activation, dropout_key=keys[5], **hidden
+        )
 
-    x, attn = residual(x, params.attn_norm, attend, dropout_key=keys[2], **around)
+    if config.parallel:
+        norms: Any = (params.attn_norm, params.ffn_norm)
+        y, both = parallel(
+            x, norms[0], attend, feed, norms[1], dropout_keys=(keys[2], keys[4]), **around
+        )
+        return y, ParallelBlockCache(both)
+    around["place"] = "post" if config.norm == "post" else "pre"
+    x, attn = residual(
+        x, params.attn_norm, attend, params.attn_out_norm, dropout_key=keys[2], **around
+    )
     cross = None
     if params.cross is not None:
-        x, cross = residual(x, params.cross_norm, attend_memory, dropout_key=keys[3], **around)
-    y, ffn = residual(x, params.ffn_norm, feed, dropout_key=keys[4], **around)
+        x, cross = residual(
+            x,
+            params.cross_norm,
+            attend_memory,
+            params.cross_out_norm,
+            dropout_key=keys[3],
+            **around,
+        )
+    y, ffn = residual(x, params.ffn_norm, feed, params.ffn_out_norm, dropout_key=keys[4], **around)
     return y, BlockCache(attn, cross, ffn)
 
 
@@ -201,14 +299,59 @@ class BlockCache(NamedTuple):
     cross: Any
     ffn: Any
 
-    def backward(self, dy: Array) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
-        dx, dffn_norm, dffn = self.ffn.backward(dy)
-        dcross_norm = dcross = dmemory = dcross_pos = dmemory_pos = None
+    @property
+    def router(self) -> Any:
+        """The cache of the mixture of experts."""
+        return self.ffn.sublayer
+
+    def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
+        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
+
+        drouter_logits: of an auxiliary loss on the router of a mixture of experts.
+        """
+        dx, dffn_norm, dffn_out, dffn = self.ffn.backward(dy, *drouter_logits)
+        dcross_norm = dcross_out = dcross = dmemory = dcross_pos = dmemory_pos = None
         if self.cross is not None:
-            dx, dcross_norm, dcross, dmemory, _, dcross_pos, dmemory_pos = self.cross.backward(dx)
-        dx, dattn_norm, dattn, _, dbias, dpos, _ = self.attn.backward(dx)
+            dx, dcross_norm, dcross_out, dcross, dmemory, _, dcross_pos, dmemory_pos = (
+                self.cross.backward(dx)
+            )
+        dx, dattn_norm, dattn_out, dattn, _, dbias, dpos, _ = self.attn.backward(dx)
         if dcross_pos is not None:
             dpos = dpos + dcross_pos
-        dparams = BlockParams(dattn_norm, dattn, dcross_norm, dcross, dffn_norm, dffn)
+        norms = (dattn_out, dcross_out, dffn_out)
+        dparams = BlockParams(dattn_norm, dattn, dcross_norm, dcross, dffn_norm, dffn, *norms)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
+
+
+class ParallelBlockCache(NamedTuple):
+    """What a parallel `block` keeps for its backward."""
+
+    both: Any
+
+    @property
+    def router(self) -> Any:
+        """The cache of the mixture of experts."""
+        return self.both.second
+
+    def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
+        """As `BlockCache.backward`; there is no memory."""
+        dx, dattn_norm, dffn_norm, attn, (dffn,) = self.both.backward(dy, *drouter_logits)
+        dattn, _, dbias, dpos, _ = attn
+        dparams = BlockParams(dattn_norm, dattn, None, None, dffn_norm, dffn)
+        return dx, dparams, None, dbias, dpos, None
+
+
+def _require_memory(
+    params: BlockParams,
+    config: BlockConfig,
+    memory: Array | KeyValue | None,
+    memory_pos: Array | None,
+    memory_mask: Array | None,
+) -> None:
+    if (params.cross is None) != (memory is None):
+        have = "no params.cross" if params.cross is None else "params.cross but no memory"
+        raise ValueError(f"block: memory and params.cross go together, got {have}")
+    if params.cross is None and not (memory_pos is None and memory_mask is None):
+        raise ValueError("block: memory_pos and memory_mask go with a memory, and there is none")
+    if config.parallel and params.cross is not None:
+        raise ValueError("block: parallel has no cross-attention, got params.cross")

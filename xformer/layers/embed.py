@@ -12,6 +12,7 @@ from xformer.backends.base import Generator
 from xformer.checks import number, require_sizes, require_tokens
 from xformer.initial import Draw, normal
 from xformer.layers.linear import LinearParams
+from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import sinusoidal
 from xformer.ops.sdpa import sum_to
 from xformer.shapes import require_array
@@ -29,10 +30,16 @@ class EmbedConfig:
     vocab_size: int
     width: int  # of an embedding
     d_model: int  # of the output; a learned projection where the vectors are not that wide
-    max_len: int
+    max_len: int | None = None  # tokens that fit; None, with positions "none": any number
     positions: str = "sinusoidal"
     mode: str = "add"
     d_positions: int | None = None  # "concat": d_model - width unless given; "qkv": head width
+    offset: int = 0  # "learned": the table's row of position 0 (RoBERTa: 2)
+    scale: float = 1.0  # of the embeddings of tokens (Gemma: sqrt(d_model))
+    n_types: int = 0  # of tokens, each with an embedding too (BERT: 2); 0: none
+    norm: NormConfig | None = None  # of the sum (BERT)
+    project: bool | None = None  # where widths differ, unless given
+    project_bias: bool = False
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -42,9 +49,12 @@ class EmbedConfig:
             vocab_size=self.vocab_size,
             width=self.width,
             d_model=self.d_model,
-            max_len=self.max_len,
         )
+        if self.max_len is not None or self.positions != "none":
+            require_sizes("embed", 1, max_len=self.max_len)
+        require_sizes("embed", 0, n_types=self.n_types, offset=self.offset)
         number("embed", "dropout", self.dropout, low=0, high=1)
+        number("embed", "scale", self.scale)
         if self.positions not in ("sinusoidal", "learned", "none"):
             raise ValueError(
                 'embed: positions must be "sinusoidal", "learned" or "none", '
@@ -52,6 +62,18 @@ class EmbedConfig:
             )
         if self.mode not in ("add", "concat", "qkv"):
             raise ValueError(f'embed: mode must be "add", "concat" or "qkv", got {self.mode!r}')
+        if self.project is False and self.joined_width != self.d_model:
+            raise ValueError(
+                f"embed: without project the width {self.joined_width} must be d_model = "
+                f"{self.d_model}"
+            )
+        if self.offset and (self.positions != "learned" or self.offset >= self.rows):
+            raise ValueError(
+                f"embed: offset goes with learned positions and lies below max_len = "
+                f"{self.max_len}, got {self.offset}"
+            )
+        if self.n_types and self.mode == "concat":
+            raise ValueError('embed: n_types goes with mode "add" or "qkv", got "concat"')
         if self.positions != "none" and self.position_width < 1:
             raise ValueError(
                 f"embed: positions in mode {self.mode!r} need d_positions, with width = "
@@ -73,16 +95,28 @@ class EmbedConfig:
         concat = self.mode == "concat" and self.positions != "none"
         return self.width + (self.position_width if concat else 0)
 
+    @property
+    def rows(self) -> int:
+        """L, the rows of a table of positions."""
+        return 0 if self.max_len is None else self.max_len
+
+    @property
+    def projects(self) -> bool:
+        """Whether a linear map follows."""
+        return self.joined_width != self.d_model if self.project is None else self.project
+
     def init(self, rng: Generator, *, draw: Draw = normal) -> EmbedParams:
         """Initial parameters by `draw`."""
         table = draw(rng, (self.vocab_size, self.width))
         learned = self.positions == "learned"
-        positions = draw(rng, (self.max_len, self.position_width)) if learned else None
+        positions = draw(rng, (self.rows, self.position_width)) if learned else None
         project = None
-        if self.joined_width != self.d_model:
+        if self.projects:
             shape = (self.joined_width, self.d_model)
-            project = LinearParams.init(rng, shape, draw=draw, bias=False)
-        return EmbedParams(table, positions, project)
+            project = LinearParams.init(rng, shape, draw=draw, bias=self.project_bias)
+        types = draw(rng, (self.n_types, self.width)) if self.n_types else None
+        gains = None if self.norm is None else self.norm.init(rng, self.joined_width)
+        return EmbedParams(table, positions, project, types, gains)
 
 
 class EmbedParams(NamedTuple):
@@ -91,76 +125,111 @@ class EmbedParams(NamedTuple):
     table: Array  # (V, E)
     positions: Array | None  # (L, P), where learned
     project: LinearParams | None  # (E, D) or (E + P, D)
+    types: Array | None = None  # (N, E)
+    norm: NormParams | None = None  # (E,) or (E + P,)
 
 
 def embed(
-    params: EmbedParams, *, ids: Array, config: EmbedConfig, dropout_key: ops.Key | None = None
+    params: EmbedParams,
+    *,
+    ids: Array,
+    config: EmbedConfig,
+    positions: Array | None = None,
+    types: Array | None = None,
+    dropout_key: ops.Key | None = None,
 ) -> tuple[tuple[Array, Array | None], EmbedCache]:
-    """x = dropout(project(table[ids] + p)), or with p concatenated, or with p returned as pos.
+    """x = project(dropout(norm(scale * table[ids] + p + type))); or p concatenated, or as pos.
 
-    ids: (B, T), T <= max_len   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. ValueError
-    where ids are out of range or too many, or params not those of config.
+    ids: (B, T)   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. positions: (B, T) or (T,),
+    the place of each token where it is not 0, 1, ...; mode "add" and learned ones only. types:
+    (B, T), 0 unless given. ValueError where ids are out of range or too many, or params not those
+    of config.
     """
     require_tokens("embed", "ids", ids)
     _require_params(params, config)
+    _require_options(ids, positions, types, config)
     n_batch, n_tokens = ids.shape
-    if n_tokens > config.max_len:
-        raise ValueError(f"embed: at most max_len = {config.max_len} tokens fit, got {n_tokens}")
     xp = array_namespace(params.table)
     x, table_cache = ops.embedding(params.table, ids=ids)  # (B, T, E)
-    pos = _positions(params, config, n_tokens)  # (T, P)
+    x = x if config.scale == 1.0 else x * config.scale
+    pos, positions_cache = _positions(params, config, n_tokens, positions)  # (T, P) or (B, T, P)
     if pos is not None and config.mode == "add":
         x = x + pos
     elif pos is not None and config.mode == "concat":
         x = xp.concat([x, xp.broadcast_to(pos, (n_batch, *pos.shape))], axis=-1)
-    project_cache = None
-    if params.project is not None:
-        x, project_cache = ops.linear(x, *params.project)
+    types_cache = norm_cache = project_cache = None
+    if params.types is not None:
+        types = xp.zeros_like(ids) if types is None else types
+        typed, types_cache = ops.embedding(params.types, ids=types)
+        x = x + typed
+    if params.norm is not None:
+        x, norm_cache = norm(x, params.norm, config=config.norm)
     rate = 0.0 if dropout_key is None else config.dropout
     x, drop_cache = ops.dropout(x, rate=rate, key=dropout_key)
-    cache = EmbedCache(table_cache, project_cache, drop_cache, config, n_tokens)
-    return (x, pos if config.mode == "qkv" else None), cache
+    if params.project is not None:
+        x, project_cache = ops.linear(x, *params.project)
+    caches = (table_cache, positions_cache, types_cache, norm_cache, project_cache, drop_cache)
+    pos_shape = None if pos is None else tuple(pos.shape)
+    return (x, pos if config.mode == "qkv" else None), EmbedCache(*caches, config, pos_shape)
 
 
 class EmbedCache(NamedTuple):
     """What `embed` keeps for its backward."""
 
     table: Any
+    positions: Any  # where they were given
+    types: Any
+    norm: Any
     project: Any
     drop: Any
     config: EmbedConfig
-    n_tokens: int
+    pos_shape: tuple[int, ...] | None
 
     def backward(self, dx: Array, dpos: Array | None = None) -> EmbedParams:
         """Gradients of params, from those of x and of pos."""
         config = self.config
-        xp = array_namespace(dx)
-        dx = self.drop.backward(dx)
         dproject: Any = None
+        dnorm = dtypes = None
         if self.project is not None:
             dx, *dproject = self.project.backward(dx)
             dproject = LinearParams(*dproject)
+        dx = self.drop.backward(dx)
+        if self.norm is not None:
+            dx, dnorm = self.norm.backward(dx)
+        if self.types is not None:
+            dtypes = self.types.backward(dx)
         if config.mode == "add":
             dpos = dx
         elif config.mode == "concat":
             dpos = dx[..., config.width :]
             dx = dx[..., : config.width]
-        dpositions = None
-        if config.positions == "learned":
-            dpositions = sum_to(dpos, (self.n_tokens, config.position_width))
-            unused = (config.max_len - self.n_tokens, config.position_width)
-            zeros = xp.zeros(unused, dtype=dx.dtype, device=device(dx))
-            dpositions = xp.concat([dpositions, zeros])
-        return EmbedParams(self.table.backward(dx), dpositions, dproject)
+        dpositions = self._positions_backward(dpos) if config.positions == "learned" else None
+        dx = dx if config.scale == 1.0 else dx * config.scale
+        return EmbedParams(self.table.backward(dx), dpositions, dproject, dtypes, dnorm)
+
+    def _positions_backward(self, dpos: Any) -> Array:
+        """Gradient of the table of positions."""
+        dpos = sum_to(dpos, self.pos_shape)
+        if self.positions is not None:
+            return self.positions.backward(dpos)
+        xp = array_namespace(dpos)
+        config = self.config
+        unused = (config.offset, config.rows - config.offset - dpos.shape[0])
+        before, after = (
+            xp.zeros((rows, dpos.shape[1]), dtype=dpos.dtype, device=device(dpos))
+            for rows in unused
+        )
+        return xp.concat([before, dpos, after])
 
 
 def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
     wanted: dict[str, tuple[int, int] | None] = {
         "table": (config.vocab_size, config.width),
         "positions": None,
+        "types": (config.n_types, config.width) if config.n_types else None,
     }
     if config.positions == "learned":
-        wanted["positions"] = (config.max_len, config.position_width)
+        wanted["positions"] = (config.rows, config.position_width)
     for name, shape in wanted.items():
         array = getattr(params, name)
         if array is not None:
@@ -170,9 +239,38 @@ def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
             raise ValueError(f"embed: params.{name} must be {shape} by config, got {got}")
 
 
-def _positions(params: EmbedParams, config: EmbedConfig, n_tokens: int) -> Array | None:
+def _require_options(
+    ids: Array, positions: Array | None, types: Array | None, config: EmbedConfig
+) -> None:
+    longest = config.rows - config.offset
+    if config.max_len is not None and positions is None and ids.shape[1] > longest:
+        raise ValueError(f"embed: at most max_len = {longest} tokens fit, got {ids.shape[1]}")
+    if positions is not None:
+        if config.positions != "learned" or config.mode != "add":
+            raise ValueError('embed: positions go with learned ones in mode "add"')
+        if tuple(positions.shape) not in (tuple(ids.shape), tuple(ids.shape[1:])):
+            raise ValueError(
+                f"embed: positions must be (B, T) = {tuple(ids.shape)} or (T,), "
+                f"got shape {tuple(positions.shape)}"
+            )
+    if types is not None:
+        if not config.n_types:
+            raise ValueError("embed: types were given, and config.n_types is 0")
+        require_tokens("embed", "types", types)
+        if tuple(types.shape) != tuple(ids.shape):
+            raise ValueError(
+                f"embed: types must be (B, T) = {tuple(ids.shape)}, got shape {tuple(types.shape)}"
+            )
+
+
+def _positions(
+    params: EmbedParams, config: EmbedConfig, n_tokens: int, positions: Array | None
+) -> tuple[Array | None, Any]:
+    """The positions' vectors, and a cache where they were looked up."""
     if config.positions == "none":
-        return None
-    if params.positions is not None:
-        return params.positions[:n_tokens, :]
-    return sinusoidal(n_tokens, config.position_width, like=params.table)
+        return None, None
+    if params.positions is None:
+        return sinusoidal(n_tokens, config.position_width, like=params.table), None
+    if positions is None:
+        return params.positions[config.offset : config.offset + n_tokens, :], None
+    return ops.embedding(params.positions, ids=positions + config.offset)

@@ -1,59 +1,68 @@
-"""The position-wise feed-forward network."""
+"""The position-wise feed-forward network, plain or gated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.layers.linear import LinearParams
+from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.typing import Array
-
-ACTIVATIONS: dict[str, Callable[[Array], tuple[Array, Any]]] = {
-    "relu": ops.relu,
-    "gelu": ops.gelu,
-    "gelu_tanh": partial(ops.gelu, approximate="tanh"),
-    "silu": ops.silu,
-    "tanh": ops.tanh,
-    "sigmoid": ops.sigmoid,
-}
 
 
 class FeedForwardParams(NamedTuple):
-    """Two linear maps, to the hidden width and back."""
+    """Linear maps to the hidden width and back."""
 
     up: LinearParams  # (D, F)
     down: LinearParams  # (F, D)
+    gate: LinearParams | None = None  # (D, F); None: not gated
 
 
 def feed_forward(
-    x: Array, params: FeedForwardParams, *, activation: str = "relu"
+    x: Array,
+    params: FeedForwardParams,
+    *,
+    activation: str = "relu",
+    dropout_rate: float = 0.0,
+    dropout_key: ops.Key | None = None,
 ) -> tuple[Array, FeedForwardCache]:
-    """y = act(x w_up + b_up) w_down + b_down (arXiv:1706.03762, eq. 2).
+    """y = dropout(act(x w_up + b_up)) w_down + b_down (arXiv:1706.03762, eq. 2).
 
-    x, y: (..., D). activation: a name in `ACTIVATIONS`, ValueError for another one.
+    Gated: act(x w_gate + b_gate) * (x w_up + b_up) in the place of act(x w_up + b_up)
+    (arXiv:2002.05202; SwiGLU with "silu", GEGLU with "gelu"). x, y: (..., D). activation: a name
+    in `ops.ACTIVATIONS`, ValueError for another one.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"feed_forward: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
+    require_activation("feed_forward", activation)
     hidden, up = ops.linear(x, *params.up)  # (..., F)
-    hidden, act = ACTIVATIONS[activation](hidden)
+    gate = None
+    if params.gate is None:
+        hidden, act = ACTIVATIONS[activation](hidden)
+    else:
+        opened, gate = ops.linear(x, *params.gate)  # (..., F)
+        hidden, act = ops.glu(opened, hidden, activation=activation)
+    hidden, drop = ops.dropout(hidden, rate=dropout_rate, key=dropout_key)
     y, down = ops.linear(hidden, *params.down)
-    return y, FeedForwardCache(up, act, down)
+    return y, FeedForwardCache(up, gate, act, drop, down)
 
 
 class FeedForwardCache(NamedTuple):
     """What `feed_forward` keeps for its backward."""
 
     up: Any
+    gate: Any
     act: Any
+    drop: Any
     down: Any
 
     def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
         """Gradients of x and params."""
         dhidden, *ddown = self.down.backward(dy)
-        dhidden = self.act.backward(dhidden)
-        dx, *dup = self.up.backward(dhidden)
-        return dx, FeedForwardParams(LinearParams(*dup), LinearParams(*ddown))
+        dhidden = self.drop.backward(dhidden)
+        if self.gate is None:
+            dx, *dup = self.up.backward(self.act.backward(dhidden))
+            return dx, FeedForwardParams(LinearParams(*dup), LinearParams(*ddown))
+        dopened, dhidden = self.act.backward(dhidden)
+        dx_up, *dup = self.up.backward(dhidden)
+        dx_gate, *dgate = self.gate.backward(dopened)
+        dparams = FeedForwardParams(LinearParams(*dup), LinearParams(*ddown), LinearParams(*dgate))
+        return dx_up + dx_gate, dparams

@@ -1,22 +1,63 @@
-"""Parameters of a layer normalisation."""
+"""Normalisation of the last axis: which kind, and its parameters."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from xformer import ops
 from xformer.backends.base import Generator
+from xformer.checks import number
 from xformer.typing import Array
 
 
-class LayerNormParams(NamedTuple):
-    """For `ops.layer_norm(x, *params)`."""
+@dataclass(frozen=True)
+class NormConfig:
+    """Which normalisation: "layer" (arXiv:1607.06450) or "rms" (arXiv:1910.07467)."""
+
+    kind: str = "layer"
+    eps: float = 1e-5
+    offset: float = 0.0  # "rms": added to the weight (Gemma: 1)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("layer", "rms"):
+            raise ValueError(f'norm: kind must be "layer" or "rms", got {self.kind!r}')
+        number("norm", "eps", self.eps, low=0)
+        if number("norm", "offset", self.offset) and self.kind != "rms":
+            raise ValueError('norm: offset goes with kind "rms"')
+
+    def init(self, rng: Generator, width: int, *, bias: bool = True) -> NormParams:
+        """The identity: gains of 1 in all, biases of 0; "rms" has no bias."""
+        has_b = bias and self.kind == "layer"
+        w = rng.full((width,), 1.0 - self.offset)
+        return NormParams(w, rng.full((width,), 0.0) if has_b else None)
+
+
+class NormParams(NamedTuple):
+    """For `norm`."""
 
     w: Array  # (D,)
     b: Array | None  # (D,)
 
-    @staticmethod
-    def init(rng: Generator, d_model: int, *, bias: bool) -> LayerNormParams:
-        """Ones and zeros."""
-        return LayerNormParams(
-            rng.full((d_model,), 1.0), rng.full((d_model,), 0.0) if bias else None
-        )
+
+def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, NormCache]:
+    """`ops.layer_norm` or `ops.rms_norm`, by config.kind. x, y: (..., D)."""
+    if config.kind == "rms":
+        if params.b is not None:
+            raise ValueError('norm: kind "rms" has no bias, got params.b')
+        y, cache = ops.rms_norm(x, params.w, eps=config.eps, offset=config.offset)
+    else:
+        y, cache = ops.layer_norm(x, *params, eps=config.eps)
+    return y, NormCache(cache, config.kind == "layer")
+
+
+class NormCache(NamedTuple):
+    """What `norm` keeps for its backward."""
+
+    norm: Any
+    has_b: bool  # the op has the argument b
+
+    def backward(self, dy: Array) -> tuple[Array, NormParams]:
+        """Gradients of x and params."""
+        dx, dw, *db = self.norm.backward(dy)
+        return dx, NormParams(dw, db[0] if self.has_b else None)

@@ -8,6 +8,8 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
+from xformer.checks import require_sizes
+from xformer.ops._attention import aligned
 from xformer.typing import Array
 
 
@@ -32,3 +34,28 @@ def _table(length: int, width: int) -> Any:
         [math.cos(t * r) if i % 2 else math.sin(t * r) for i, r in enumerate(rates)]
         for t in range(length)
     ]
+
+
+def alibi(n_heads: int, *, n_queries: int, n_keys: int, like: Array) -> Array:
+    """bias[0, h, i, j] = -slope_h * (i - j), i counted from S - T (arXiv:2108.12409, section 3).
+
+    slope_h = 2^(-8 (h + 1) / H) where H is a power of two; else those of the power P below it, then
+    the first, third, ... of 2 P. A key ahead of its query has a positive bias: use it with causal.
+
+    Returns (1, H, T, S), H = n_heads, T = n_queries, S = n_keys, of the library, dtype and device
+    of `like`, for `ops.sdpa`. ValueError for fewer than 1 head or negative sizes.
+    """
+    require_sizes("alibi", 1, n_heads=n_heads)
+    require_sizes("alibi", 0, n_queries=n_queries, n_keys=n_keys)
+    xp = array_namespace(like)
+    slopes = xp.asarray(_slopes(n_heads), dtype=like.dtype, device=device(like))
+    key, query = aligned(like, n_queries, n_keys)
+    ahead = xp.astype(key - query, like.dtype)  # (T, S)
+    return (slopes[:, None, None] * ahead)[None, ...]
+
+
+def _slopes(n_heads: int) -> list[float]:
+    power = 2 ** (n_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2.0 ** (-4 * (h + 1) / power) for h in range(0, 2 * power, 2)]
+    return slopes + between[: n_heads - power]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xformer import ops, tree
@@ -9,7 +10,10 @@ from xformer.backends.base import Generator
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block
-from xformer.layers.norm import LayerNormParams
+from xformer.layers.norm import NormParams, norm
+from xformer.layers.relative import RelativeConfig, relative_bias
+from xformer.layers.rotary import Rotary
+from xformer.ops.sdpa import sum_to
 from xformer.typing import Array
 
 
@@ -17,31 +21,38 @@ class StackParams(NamedTuple):
     """Parameters of all blocks, and what stands around them."""
 
     blocks: tuple[BlockParams, ...]
-    norm: LayerNormParams | None  # the final norm that pre-LN needs
+    norm: NormParams | None  # the final norm that pre-LN needs
     memory: KeyValueParams | None  # keys and values of the memory, shared by all blocks
+    relative: Array | None = None  # (N, H), the table of a relative bias, shared by all blocks
 
     @staticmethod
     def init(
         rng: Generator,
-        config: BlockConfig,
-        n_layers: int,
+        configs: Sequence[BlockConfig],
         *,
+        final_norm: bool | None = None,
         cross: bool = False,
         shared_memory: bool = False,
+        relative: RelativeConfig | None = None,
         draw: Draw = xavier_uniform,
         out_scale: float = 1.0,
     ) -> StackParams:
-        """Initial parameters, as `BlockConfig.init`; a final norm where config.norm is "pre"."""
+        """Initial parameters, as `BlockConfig.init`, of a block for each of configs.
+
+        final_norm: unless the blocks are post-LN, if not given.
+        """
+        require_configs("stack", configs)
+        options: Any = {"cross": cross, "draw": draw, "out_scale": out_scale}
         blocks = tuple(
-            config.init(
-                rng, cross=cross, shared_memory=shared_memory, draw=draw, out_scale=out_scale
-            )
-            for _ in range(n_layers)
+            config.init(rng, shared_memory=shared_memory, **options) for config in configs
         )
-        pre = config.norm == "pre"
-        norm = LayerNormParams.init(rng, config.d_model, bias=config.bias) if pre else None
+        config = configs[0]
+        ending = None
+        if config.norm != "post" if final_norm is None else final_norm:
+            ending = config.norm_config.init(rng, config.d_model, bias=config.bias)
         shared = config.key_value_init(rng, draw=draw) if shared_memory else None
-        return StackParams(blocks, norm, shared)
+        table = None if relative is None else relative.init(rng, draw=draw)
+        return StackParams(blocks, ending, shared, table)
 
 
 def stack(
@@ -52,49 +63,67 @@ def stack(
     pos: Array | None = None,
     memory_pos: Array | None = None,
     *,
-    config: BlockConfig,
+    configs: Sequence[BlockConfig],
+    relative: RelativeConfig | None = None,
+    rotary: Rotary | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
+    dropout_rate: float = 0.0,
     dropout_key: ops.Key | None = None,
 ) -> tuple[Array, StackCache]:
-    """y = norm(block_n(... block_1(x))); every block sees memory, bias and the positions.
+    """y = dropout(norm(block_n(... block_1(x)))); every block sees memory, bias and positions.
 
-    x, y: (B, T, D); the rest as in `layers.block`. With params.memory the keys and values of the
-    memory are projected once, for all blocks.
+    x, y: (B, T, D). configs: one for each layer. Where params hold fewer blocks than there are
+    layers, equal runs of layers share one, in order (ALBERT, arXiv:1909.11942). With
+    params.memory the keys and values of the memory are projected once, for all blocks; with
+    params.relative a relative bias by `relative` is added to bias. dropout_rate: of y. The rest as
+    in `layers.block`. ValueError where the numbers do not fit.
     """
-    if not params.blocks:
-        raise ValueError("stack: params must hold at least one block, got none")
+    order = _order(params, configs)
     source: Array | KeyValue | None = memory
-    memory_cache = None
+    memory_cache = relative_cache = None
     if params.memory is not None:
         if memory is None:
             raise ValueError("stack: memory must be given where params.memory is")
         source, memory_cache = key_value(
-            memory, params.memory, memory_pos, n_kv_heads=config.kv_heads
+            memory, params.memory, memory_pos, n_kv_heads=configs[0].kv_heads
         )
         memory_pos = None  # it is in the keys and values
+    bias_shape = None if bias is None else tuple(bias.shape)
+    if (params.relative is None) != (relative is None):
+        raise ValueError("stack: params.relative and relative go together, got only one of them")
+    if relative is not None:
+        length = x.shape[1]
+        more, relative_cache = relative_bias(
+            params.relative, n_queries=length, n_keys=length, config=relative
+        )
+        bias = more if bias is None else bias + more
     caches = []
-    for i, block_params in enumerate(params.blocks):
-        key = None if dropout_key is None else dropout_key.at(SITES * i)
+    for i, config in enumerate(configs):
         x, cache = block(
             x,
-            block_params,
+            params.blocks[order[i]],
             source,
             bias,
             pos,
             memory_pos,
             config=config,
+            rotary=rotary,
             mask=mask,
             causal=causal,
             memory_mask=memory_mask,
-            dropout_key=key,
+            dropout_key=None if dropout_key is None else dropout_key.at(SITES * i),
         )
         caches.append(cache)
     norm_cache = None
     if params.norm is not None:
-        x, norm_cache = ops.layer_norm(x, *params.norm, eps=config.eps)
-    return x, StackCache(tuple(caches), norm_cache, memory_cache)
+        x, norm_cache = norm(x, params.norm, config=configs[-1].norm_config)
+    key = None if dropout_key is None else dropout_key.at(SITES * len(configs) + 1)
+    y, drop = ops.dropout(x, rate=0.0 if key is None else dropout_rate, key=key)
+    return y, StackCache(
+        tuple(caches), norm_cache, memory_cache, drop, relative_cache, bias_shape, order
+    )
 
 
 class StackCache(NamedTuple):
@@ -103,30 +132,66 @@ class StackCache(NamedTuple):
     blocks: tuple[Any, ...]
     norm: Any
     memory: Any
+    drop: Any
+    relative: Any
+    bias_shape: tuple[int, ...] | None
+    order: tuple[int, ...]  # of each layer, the block whose parameters it has
 
-    def backward(self, dy: Array) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
-        dnorm: Any = None
+    def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
+
+        drouter_logits: for each layer the gradient of an auxiliary loss on its router, or None.
+        """
+        dnorm = None
+        dy = self.drop.backward(dy)
         if self.norm is not None:
-            dy, *dnorm = self.norm.backward(dy)
-            dnorm = LayerNormParams(*dnorm)
-        dx, dblocks = dy, []
+            dy, dnorm = self.norm.backward(dy)
+        dx = dy
+        dblocks: list[Any] = [None] * (max(self.order) + 1)
         shared: Any = None
-        for cache in reversed(self.blocks):
-            dx, dblock, *dshared = cache.backward(dx)
-            dblocks.append(dblock)
+        for i in reversed(range(len(self.blocks))):
+            dlogits = None if drouter_logits is None else drouter_logits[i]
+            extra = () if dlogits is None else (dlogits,)
+            dx, dblock, *dshared = self.blocks[i].backward(dx, *extra)
+            which = self.order[i]
+            dblocks[which] = dblock if dblocks[which] is None else _add(dblocks[which], dblock)
             shared = dshared if shared is None else _add(shared, dshared)
         dmemory, dbias, dpos, dmemory_pos = shared
-        dmemory_params = None
+        dmemory_params = drelative = None
         if self.memory is not None:
             dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
-        dparams = StackParams(tuple(reversed(dblocks)), dnorm, dmemory_params)
+        if self.relative is not None:
+            drelative = self.relative.backward(sum_to(dbias, (1, *dbias.shape[-3:])))
+        dbias = None if self.bias_shape is None else sum_to(dbias, self.bias_shape)
+        dparams = StackParams(tuple(dblocks), dnorm, dmemory_params, drelative)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
 
 def dropout_streams(key: ops.Key | None, n_layers: int) -> tuple[ops.Key | None, ops.Key | None]:
     """Keys of an embedding and of the stack after it, none of whose sites meet; None for None."""
     return (None, None) if key is None else (key.at(SITES * n_layers), key)
+
+
+def require_configs(op: str, configs: Sequence[BlockConfig]) -> None:
+    """ValueError unless there is at least one, all for one width, all with one place of norms."""
+    if not configs:
+        raise ValueError(f"{op}: configs must hold at least one BlockConfig, got none")
+    for name in ("d_model", "norm"):
+        if len(values := sorted({getattr(config, name) for config in configs})) > 1:
+            raise ValueError(f"{op}: all configs must have one {name}, got {values}")
+
+
+def _order(params: StackParams, configs: Sequence[BlockConfig]) -> tuple[int, ...]:
+    """Of each layer, the block whose parameters it has."""
+    require_configs("stack", configs)
+    n_blocks, n_layers = len(params.blocks), len(configs)
+    if n_blocks == 0 or n_layers % n_blocks:
+        raise ValueError(
+            f"stack: params must hold a block for each of {n_layers} layers, or for equal runs of "
+            f"them, got {n_blocks}"
+        )
+    run = n_layers // n_blocks
+    return tuple(i // run for i in range(n_layers))
 
 
 def _add(a: Any, b: Any) -> Any:

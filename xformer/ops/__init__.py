@@ -4,17 +4,28 @@ from xformer.ops.cross_entropy import cross_entropy
 from xformer.ops.dropout import dropout
 from xformer.ops.embedding import embedding
 from xformer.ops.erf import erf
+from xformer.ops.experts import experts
 from xformer.ops.gelu import gelu
+from xformer.ops.glu import glu
 from xformer.ops.index_add import index_add
+from xformer.ops.l2_normalize import l2_normalize
 from xformer.ops.layer_norm import layer_norm
 from xformer.ops.linear import linear
+from xformer.ops.load_balancing import load_balancing
 from xformer.ops.log_softmax import log_softmax
 from xformer.ops.mse import mse
+from xformer.ops.quick_gelu import quick_gelu
 from xformer.ops.random_bits import Key, random_bits
 from xformer.ops.relu import relu
+from xformer.ops.relu_squared import relu_squared
+from xformer.ops.rms_norm import rms_norm
+from xformer.ops.rope import rope
+from xformer.ops.router_z_loss import router_z_loss
 from xformer.ops.sdpa import sdpa
+from xformer.ops.shaw import shaw
 from xformer.ops.sigmoid import sigmoid
 from xformer.ops.silu import silu
+from xformer.ops.softcap import softcap
 from xformer.ops.softmax import softmax
 from xformer.ops.tanh import tanh
 
@@ -24,17 +35,28 @@ __all__ = [
     "dropout",
     "embedding",
     "erf",
+    "experts",
     "gelu",
+    "glu",
     "index_add",
+    "l2_normalize",
     "layer_norm",
     "linear",
+    "load_balancing",
     "log_softmax",
     "mse",
+    "quick_gelu",
     "random_bits",
     "relu",
+    "relu_squared",
+    "rms_norm",
+    "rope",
+    "router_z_loss",
     "sdpa",
+    "shaw",
     "sigmoid",
     "silu",
+    "softcap",
     "softmax",
     "tanh",
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 from xformer import backends, models, tree
+from xformer.files import replacing
+from xformer.initial import Shapes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = "xformer-1"
@@ -48,12 +49,9 @@ def save(
         name: np.ascontiguousarray(backend.to_numpy(array))
         for name, array in tree.flatten(params).items()
     }
-    part = target / (WEIGHTS + ".part")
-    save_file(arrays, part, metadata={"xformer": json.dumps(config)})
-    _replace(part, target / WEIGHTS)
-    part = target / (CONFIG + ".part")
-    part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _replace(part, target / CONFIG)
+    with replacing(target / WEIGHTS, target / CONFIG) as (weights, text):
+        save_file(arrays, weights, metadata={"xformer": json.dumps(config)})
+        text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any, Any]:
@@ -86,32 +84,13 @@ def _model(text: str | None, path: Path) -> Any:
     raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """In place of an initial weight, which a damaged configuration may ask for in any size."""
-
-    shape: tuple[int, ...]
-
-    def __mul__(self, other: Any) -> _Shape:
-        return self
-
-
-class _Shapes:
-    """In place of a generator: draws nothing, remembers what was asked for."""
-
-    def draw(self, shape: Sequence[int], *args: Any, **options: Any) -> _Shape:
-        return _Shape(tuple(shape))
-
-    normal = uniform = full = draw
-
-
 def _params(
     model: Any, arrays: dict[str, np.ndarray], backend: backends.Backend, path: Path
 ) -> Any:
     layers = [value for name, value in vars(model).items() if name.endswith("_layers")]
     if sum(layers) > len(arrays):
         raise CheckpointError(f"{path} does not hold the {sum(layers)} layers it is said to have")
-    like = model.init_from(_Shapes())
+    like = model.init_from(Shapes())
     wanted = {name: leaf.shape for name, leaf in tree.flatten(like).items()}
     have = {name: tuple(a.shape) for name, a in arrays.items()}
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):
@@ -127,10 +106,3 @@ def _params(
             f"got {', '.join(dtypes)}"
         )
     return tree.unflatten(like, {name: backend.asarray(a) for name, a in arrays.items()})
-
-
-def _replace(part: Path, target: Path) -> None:
-    """Put a finished file in its place, on disk before it gets its name."""
-    with part.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(part, target)

@@ -1,0 +1,71 @@
+"""`experts` with each expert's rows alone: C / E of the products of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from xformer.checks import require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.experts import ExpertCache, one_expert, require_choice
+from xformer.ops.experts import experts as reference
+from xformer.typing import Array
+
+
+@kernel(reference, "numpy")
+def experts(
+    x: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    weights: Array,
+    *,
+    ids: Array,
+    activation: str = "silu",
+) -> tuple[Array, ExpertsCache]:
+    """Gather the rows of each expert that has any, and add what it makes of them."""
+    ids = require_choice(ids, w_gate, activation)
+    y, parts = np.zeros(x.shape, x.dtype), []
+    for e, rows, own in _assigned(ids):
+        share = np.where(own, weights[rows], 0).sum(axis=1)
+        w_e = w_gate[e], w_up[e], w_down[e]
+        y_e, part = one_expert(x[rows], w_e, share, activation)
+        y[rows] += y_e
+        parts.append(part)
+    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, tuple(parts))
+
+
+class ExpertsCache(NamedTuple):
+    """What `experts` keeps for its backward."""
+
+    x: Array  # (N, D)
+    w_gate: Array  # (E, D, F)
+    w_up: Array  # (E, D, F)
+    w_down: Array  # (E, F, D)
+    ids: Array  # (N, C)
+    activation: str
+    parts: tuple[ExpertCache, ...]  # of each expert that has rows, in order
+
+    def backward(self, dy: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """The gradients of each expert at its rows; zeros where an expert has none."""
+        require_gradient("experts", "dy", dy, self.x)
+        x, ids = self.x, self.ids
+        dx, dweights = np.zeros(x.shape, dy.dtype), np.zeros(ids.shape, dy.dtype)
+        dw_gate, dw_up = (np.zeros(self.w_up.shape, dy.dtype) for _ in range(2))
+        dw_down = np.zeros(self.w_down.shape, dy.dtype)
+        for (e, rows, own), part in zip(_assigned(ids), self.parts, strict=True):
+            w_e = self.w_gate[e], self.w_up[e], self.w_down[e]
+            dx_e, dw_e, dshare = part.backward(dy[rows], x[rows], w_e, self.activation)
+            dx[rows] += dx_e
+            dw_gate[e], dw_up[e], dw_down[e] = dw_e
+            dweights[rows] += np.where(own, dshare[:, None], 0)
+        return dx, dw_gate, dw_up, dw_down, dweights
+
+
+def _assigned(ids: Array) -> Iterator[tuple[int, Array, Array]]:
+    """Each expert that was chosen, the rows that chose it, and in which of their places."""
+    for e in np.unique(ids):
+        rows = np.flatnonzero((ids == e).any(axis=1))
+        yield int(e), rows, ids[rows] == e

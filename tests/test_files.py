@@ -1,0 +1,71 @@
+"""Files that take their place whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from xformer import files
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> tuple[Path, Path]:
+    paths = tmp_path / "a", tmp_path / "b"
+    for path in paths:
+        path.write_text("old")
+    return paths
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write(paths: tuple[Path, Path]) -> None:
+    with files.replacing(*paths) as parts:
+        for part in parts:
+            part.write_text("new")
+
+
+def test_files_are_replaced_together(old: tuple[Path, Path]) -> None:
+    write(old)
+    assert [path.read_text() for path in old] == ["new", "new"]
+    assert names(old[0].parent) == ["a", "b"]
+
+
+def test_an_error_while_writing_leaves_the_old_files(old: tuple[Path, Path]) -> None:
+    with pytest.raises(KeyboardInterrupt), files.replacing(*old) as (first, _):
+        first.write_text("half")
+        raise KeyboardInterrupt
+    assert [path.read_text() for path in old] == ["old", "old"]
+    assert names(old[0].parent) == ["a", "b"]
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_old_files(
+    old: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(old)
+    assert [path.read_text() for path in old] == ["old", "old"]
+    assert names(old[0].parent) == ["a", "b"]
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(
+    old: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: done.append("sync"))
+    rename = os.replace
+
+    def replace(part: Path, target: Path) -> None:
+        done.append(target.name)
+        rename(part, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    write(old)
+    assert done[:4] == ["sync", "sync", "a", "b"]

@@ -1,0 +1,295 @@
+"""Cases of what blocks are made of, of blocks, of stacks of them, and of the embedding.
+
+Sizes as in `xformer.catalogue.layers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from xformer import layers
+from xformer.backends import Backend, Generator
+from xformer.catalogue.case import (
+    DEAD_BATCH,
+    KEY,
+    Case,
+    Draw,
+    Function,
+    Options,
+    drawn,
+    mask,
+    random,
+)
+from xformer.catalogue.layers import linear_params, turning
+from xformer.typing import Array
+
+
+def cases() -> Iterator[Case]:
+    """Every layer, with every option."""
+    for subject in (_norm, _residual, _parallel, _block, _stack, _embed, _pool):
+        yield from subject()
+
+
+def _ffn_params(rng: Generator) -> layers.FeedForwardParams:
+    return layers.FeedForwardParams(linear_params(rng, 6, 11), linear_params(rng, 11, 6))
+
+
+def _norm_params(rng: Generator, b: bool = True) -> layers.NormParams:
+    return layers.NormParams(rng.normal((6,)), rng.normal((6,)) if b else None)
+
+
+RMS = layers.NormConfig("rms", eps=0.1, offset=1.0)
+
+
+def _norm() -> Iterator[Case]:
+    def case(note: str, config: layers.NormConfig, b: bool) -> Case:
+        def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+            return partial(layers.norm, config=config), (
+                rng.normal((5, 4, 6)),
+                _norm_params(rng, b),
+            )
+
+        return Case("layers", f"norm: {note}", make)
+
+    yield case("layer", layers.NormConfig(eps=0.1), b=True)
+    yield case("layer, no b", layers.NormConfig(), b=False)
+    yield case("rms", RMS, b=False)
+
+
+def _around_ffn(x: Array, norm: Any, out_norm: Any, ffn: Any, **options: Any) -> tuple[Array, Any]:
+    """`layers.residual` around a feed-forward network, whose parameters are an argument too."""
+    return layers.residual(x, norm, lambda x: layers.feed_forward(x, ffn), out_norm, **options)
+
+
+def _residual() -> Iterator[Case]:
+    def case(note: str, *, norm: bool = True, out_norm: bool = False, **options: Any) -> Case:
+        def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+            b = "config" not in options
+            norms = (_norm_params(rng, b) if has else None for has in (norm, out_norm))
+            return partial(_around_ffn, **options), (
+                rng.normal((5, 4, 6)),
+                *norms,
+                _ffn_params(rng),
+            )
+
+        return Case("layers", f"residual: {note}", make)
+
+    for place in ("pre", "post"):
+        yield case(place, place=place)
+        yield case(f"{place}, rms", place=place, config=RMS)
+    yield case("no norm", norm=False)
+    yield case("sandwich", out_norm=True)
+    yield case("output norm", norm=False, out_norm=True, config=RMS)
+    yield case("dropout", out_norm=True, dropout_rate=0.3, dropout_key=KEY)
+
+
+class _Flat(NamedTuple):
+    """A cache of `layers.parallel` whose gradients are in the order of `_side_by_side`."""
+
+    cache: Any
+
+    def backward(self, dy: Array) -> tuple[Any, ...]:
+        dx, dnorm, dsecond_norm, (dfirst,), (dsecond,) = self.cache.backward(dy)
+        return dx, dnorm, dsecond_norm, dfirst, dsecond
+
+
+def _side_by_side(
+    x: Array, norm: Any, second_norm: Any, first: Any, second: Any, **options: Any
+) -> tuple[Array, Any]:
+    """`layers.parallel` of two feed-forward networks."""
+    f, g = (partial(layers.feed_forward, params=params) for params in (first, second))
+    y, cache = layers.parallel(x, norm, f, g, second_norm, **options)
+    return y, _Flat(cache)
+
+
+def _parallel() -> Iterator[Case]:
+    def case(note: str, *, shared: bool = False, **options: Any) -> Case:
+        def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+            b = "config" not in options
+            norms = (_norm_params(rng, b), None if shared else _norm_params(rng, b))
+            args = (rng.normal((5, 4, 6)), *norms, _ffn_params(rng), _ffn_params(rng))
+            return partial(_side_by_side, **options), args
+
+        return Case("layers", f"parallel: {note}", make)
+
+    yield case("two norms")
+    yield case("one norm, rms", shared=True, config=RMS)
+    yield case("dropout", dropout_rate=0.3, dropout_keys=(KEY, KEY.at(1)))
+
+
+SIZES: Options = {"d_model": 6, "n_heads": 2, "d_ff": 11, "activation": "gelu"}
+TURNED: Options = {"rotary": turning(4, width=2), "causal": True}
+BLOCK_MASKS: Options = {"mask": mask((5, 1, 1, 4), DEAD_BATCH), "memory_mask": mask((5, 1, 4, 7))}
+
+
+def _blocks(
+    name: str,
+    *,
+    cross: str = "",  # or "memory", or "shared": its keys and values are made once
+    pos: bool = False,
+    bias: tuple[int, ...] | None = None,
+    norms: bool = True,
+    n_blocks: int = 2,
+    relative: layers.RelativeConfig | None = None,
+    config: Options | None = None,
+    second: Options | None = None,  # what is different in a stack's second block
+    **options: Any,
+) -> Case:
+    """A block, or a stack of them, by the first word of `name`."""
+    is_stack = name.startswith("stack")
+    cfg = layers.BlockConfig(**SIZES | (config or {}))
+    cfgs = (cfg, dataclasses.replace(cfg, **second or {}))
+
+    def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
+        like: Options = {"cross": bool(cross), "shared_memory": cross == "shared"}
+        if is_stack:
+            own = cfgs[:n_blocks]  # one: both layers have its parameters
+            params: Any = layers.StackParams.init(rng, own, relative=relative, **like)
+        else:
+            params = cfg.init(rng, **like)
+        if not norms:
+            params = params._replace(attn_norm=None, cross_norm=None, ffn_norm=None)
+        ready = cross == "shared" and not is_stack
+        memory: Any = rng.normal((5, 7, 6)) if cross else None
+        if ready:
+            k, v = (5, cfg.kv_heads, 7, cfg.head_width), (5, cfg.kv_heads, 7, cfg.value_width)
+            memory = layers.KeyValue(rng.normal(k), rng.normal(v))
+        args = (
+            rng.normal((5, 4, 6)),
+            random(rng, params),
+            memory,
+            None if bias is None else rng.normal(bias),
+            rng.normal((4, 3)) if pos else None,
+            rng.normal((7, 3)) if pos and cross and not ready else None,
+        )
+        given = drawn(rng, backend, options)
+        if is_stack:
+            return partial(layers.stack, configs=cfgs, relative=relative, **given), args
+        return partial(layers.block, config=cfg, **given), args
+
+    return Case("layers", name, make)
+
+
+def _block() -> Iterator[Case]:
+    for norm in ("pre", "post"):
+        yield _blocks(f"block: encoder, {norm}", config={"norm": norm, "d_value": 2})
+        yield _blocks(f"block: decoder, {norm}", cross="memory", causal=True, config={"norm": norm})
+    yield _blocks("block: ready keys and values", cross="shared", config={"d_value": 2})
+    wide: Options = {"d_head": 5, "d_value": 2, "eps": 0.1}
+    yield _blocks("block: heads of other widths, eps", cross="memory", config=wide)
+    yield _blocks("block: no norms", cross="memory", norms=False)
+    yield _blocks("block: no biases", cross="memory", config={"bias": False})
+    yield _blocks("block: one key head", cross="memory", config={"n_kv_heads": 1})
+    yield _blocks("block: positions", cross="memory", pos=True)
+    yield _blocks("block: dropout", cross="memory", config={"dropout": 0.3}, dropout_key=KEY)
+    yield _blocks("block: bias and masks", cross="memory", bias=(2, 1, 4), **BLOCK_MASKS)
+    yield from _modern_block()
+
+
+def _modern_block() -> Iterator[Case]:
+    llama: Options = {
+        "norm_kind": "rms",
+        "bias": False,
+        "gated": True,
+        "activation": "silu",
+        "d_head": 4,
+        "n_kv_heads": 1,
+    }
+    turned: Options = {"rotary": turning(4), "causal": True}
+    yield _blocks("block: Llama", config=llama, **turned)
+    qwen: Options = {"qkv_bias": True, "qk_norm": "head", "window": (1, 0)}
+    yield _blocks("block: Qwen", config=llama | qwen, **turned)
+    gemma: Options = {"norm": "sandwich", "norm_offset": 1.0, "softcap": 2.0, "scale": 0.3}
+    yield _blocks("block: Gemma 2", config=llama | gemma, **turned)
+    olmo: Options = {"norm": "output", "qk_norm": "all"}
+    yield _blocks("block: OLMo 2", config=llama | olmo, **turned)
+    experts = layers.ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
+    yield _blocks("block: Mixtral", config=llama | {"experts": experts}, **turned)
+    yield _blocks(
+        "block: sinks, biases", config={"sinks": True, "o_bias": False, "ffn_bias": False}
+    )
+    yield _blocks("block: parallel", config={"parallel": True})
+    shared: Options = {"parallel": True, "shared_norm": True, "dropout": 0.3}
+    yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)
+    for norm in ("sandwich", "output"):
+        yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm": norm})
+    rates: Options = {"dropout": 0.1, "attn_dropout": 0.3, "hidden_dropout": 0.2}
+    yield _blocks("block: three rates of dropout", config=rates, dropout_key=KEY)
+
+
+def _stack() -> Iterator[Case]:
+    for norm in ("pre", "post"):
+        yield _blocks(f"stack: encoder, {norm}", config={"norm": norm, "d_value": 2})
+    yield _blocks("stack: decoder", cross="memory", causal=True)
+    yield _blocks("stack: bias and positions", cross="memory", bias=(2, 1, 4), pos=True)
+    yield _blocks("stack: shared memory", cross="shared", config={"d_value": 2})
+    yield _blocks("stack: shared memory, positions", cross="shared", pos=True)
+    yield _blocks("stack: masks", cross="memory", **BLOCK_MASKS)
+    yield _blocks("stack: dropout", config={"dropout": 0.3}, dropout_rate=0.2, dropout_key=KEY)
+    yield _blocks("stack: one block for both layers", n_blocks=1)
+    relative = layers.RelativeConfig(2, n_buckets=8, max_distance=6)
+    yield _blocks("stack: relative bias", relative=relative)
+    yield _blocks("stack: relative bias and bias", relative=relative, bias=(5, 1, 4, 4))
+    yield _blocks("stack: other windows, rotary", second={"window": (1, 1)}, **TURNED)
+
+
+def _flat_embed(params: layers.EmbedParams, **options: Any) -> tuple[Any, Any]:
+    """`layers.embed`, whose absent positions are no output."""
+    (x, pos), cache = layers.embed(params, **options)
+    return x if pos is None else (x, pos), cache
+
+
+def _embed() -> Iterator[Case]:
+    def case(note: str, given: Options | None = None, **config: Any) -> Case:
+        sizes: Options = {"vocab_size": 13, "width": 6, "d_model": 6, "max_len": 4}
+        cfg = layers.EmbedConfig(**sizes | config)
+
+        def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
+            ids = rng.integers((5, 4), high=cfg.vocab_size)
+            fn = partial(_flat_embed, ids=ids, config=cfg, **drawn(rng, backend, given or {}))
+            return fn, (random(rng, cfg.init(rng)),)
+
+        return Case("layers", f"embed: {note}", make)
+
+    yield case("no positions", positions="none")
+    for positions in ("sinusoidal", "learned"):
+        yield case(f"{positions}, added", positions=positions)
+        concat: Options = {"positions": positions, "mode": "concat"}
+        yield case(f"{positions}, concatenated", d_model=9, **concat)
+        yield case(f"{positions}, concatenated, projected", d_model=11, d_positions=3, **concat)
+        if positions == "learned":  # sinusoidal ones, handed on, have no gradient
+            yield case(f"{positions}, for q, k, v", positions=positions, mode="qkv", d_positions=3)
+    yield case("fewer tokens than max_len", positions="learned", max_len=7)
+    yield case("projected", d_model=11)
+    yield case("dropout", {"dropout_key": KEY}, dropout=0.3)
+    learned: Options = {"positions": "learned", "max_len": 7}
+    yield case("offset", offset=2, **learned)
+    yield case("positions of each token", {"positions": _ids((5, 4), 5)}, offset=2, **learned)
+    yield case("positions of all rows", {"positions": _ids((4,), 7)}, **learned)
+    yield case("any length, scale", positions="none", max_len=None, scale=2.5)
+    bert: Options = {"n_types": 3, "norm": layers.NormConfig(eps=0.1), **learned}
+    yield case("BERT", {"types": _ids((5, 4), 3)}, **bert)
+    yield case("BERT, no types", **bert)
+    albert: Options = {"project": True, "project_bias": True, "dropout": 0.3}
+    yield case("ALBERT", {"dropout_key": KEY}, **bert | albert)
+
+
+def _pool() -> Iterator[Case]:
+    kept = mask((5, 4), DEAD_BATCH)
+    for how in ("mean", "first", "last"):
+        for given in ({}, {"mask": kept}):
+
+            def make(
+                rng: Generator, backend: Backend, how: str = how, given: Options = given
+            ) -> tuple[Function, tuple[Any, ...]]:
+                fn = partial(layers.pool, how=how, **drawn(rng, backend, given))
+                return fn, (rng.normal((5, 4, 6)),)
+
+            yield Case("layers", f"pool: {how}{', mask' if given else ''}", make)
+
+
+def _ids(shape: tuple[int, ...], size: int) -> Draw:
+    return lambda rng, _: rng.integers(shape, high=size)

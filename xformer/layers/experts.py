@@ -1,0 +1,149 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forward networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer import ops
+from xformer.backends.base import Generator
+from xformer.checks import require_gradient, require_sizes
+from xformer.initial import Draw, normal
+from xformer.ops.activation import require_activation
+from xformer.shapes import require_array
+from xformer.typing import Array
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Sizes and choices of a mixture of experts. ValueError for ones that do not fit together.
+
+    normalise: whether the weights of a token's experts sum to 1. True is Mixtral (softmax over
+    the chosen logits) and Qwen with norm_topk_prob (softmax over all, the chosen renormalised),
+    which are the same function; False is Qwen without it.
+    """
+
+    n_experts: int
+    top_k: int
+    d_ff: int  # of one expert
+    normalise: bool = True
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        require_sizes("mixture", 1, n_experts=self.n_experts, top_k=self.top_k, d_ff=self.d_ff)
+        if self.top_k > self.n_experts:
+            raise ValueError(
+                f"mixture: top_k must be at most n_experts = {self.n_experts}, got {self.top_k}"
+            )
+        if not isinstance(self.normalise, bool):
+            raise TypeError(f"mixture: normalise must be True or False, got {self.normalise!r}")
+        require_activation("mixture", self.activation)
+
+    def init(self, rng: Generator, d_model: int, *, draw: Draw = normal) -> ExpertsParams:
+        """Weights by `draw`, one expert after the other."""
+
+        def each(shape: tuple[int, int]) -> Array:
+            return rng.stack(lambda: draw(rng, shape), self.n_experts)
+
+        return ExpertsParams(
+            router=draw(rng, (d_model, self.n_experts)),
+            gate=each((d_model, self.d_ff)),
+            up=each((d_model, self.d_ff)),
+            down=each((self.d_ff, d_model)),
+        )
+
+
+class ExpertsParams(NamedTuple):
+    """The router and its experts, none with a bias."""
+
+    router: Array  # (D, E)
+    gate: Array  # (E, D, F)
+    up: Array  # (E, D, F)
+    down: Array  # (E, F, D)
+
+
+def mixture(
+    x: Array, params: ExpertsParams, *, config: ExpertsConfig
+) -> tuple[Array, MixtureCache]:
+    """y = sum over the top_k experts of weight * expert(x), by logits = x w_router.
+
+    Mixtral (arXiv:2401.04088, eq. 1 to 3) and Qwen-MoE: see `ExpertsConfig.normalise`. Of equal
+    logits the lower expert comes first. For auxiliary losses, the cache has `router_logits`
+    (N, E) and `ids` (N, C), N = B * T and C = top_k.
+
+    x, y: (B, T, D). ValueError where shapes do not fit. Derivation: docs/derivations/experts.md
+    """
+    _require_fit(x, params, config)
+    xp = array_namespace(x)
+    rows = xp.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))  # (N, D)
+    logits, router = ops.linear(rows, params.router)  # (N, E)
+    ids = xp.argsort(logits, axis=-1, descending=True, stable=True)[:, : config.top_k]
+    if config.normalise:
+        weights, softmax = ops.softmax(xp.take_along_axis(logits, ids, axis=-1))  # (N, C)
+    else:
+        probs, softmax = ops.softmax(logits)
+        weights = xp.take_along_axis(probs, ids, axis=-1)
+    y, experts = ops.experts(rows, *params[1:], weights, ids=ids, activation=config.activation)
+    return xp.reshape(y, x.shape), MixtureCache(
+        logits, ids, router, softmax, experts, x.shape, config
+    )
+
+
+class MixtureCache(NamedTuple):
+    """What `mixture` keeps for its backward; the first two also for auxiliary losses."""
+
+    router_logits: Array  # (N, E)
+    ids: Array  # (N, C), in falling order of the logits
+    router: Any
+    softmax: Any
+    experts: Any  # of the kernel that ran
+    shape: tuple[int, ...]
+    config: ExpertsConfig
+
+    def backward(
+        self, dy: Array, drouter_logits: Array | None = None
+    ) -> tuple[Array, ExpertsParams]:
+        """Gradients of x and params.
+
+        drouter_logits: (N, E), the gradient of an auxiliary loss, which is added to y's.
+        """
+        require_gradient("mixture", "dy", dy, self.router_logits, self.shape)
+        xp = array_namespace(dy)
+        dx, *dexperts, dweights = self.experts.backward(
+            xp.reshape(dy, (self.ids.shape[0], self.shape[2]))
+        )
+        if self.config.normalise:
+            dlogits = self._spread(self.softmax.backward(dweights))
+        else:
+            dlogits = self.softmax.backward(self._spread(dweights))
+        if drouter_logits is not None:
+            require_gradient("mixture", "drouter_logits", drouter_logits, self.router_logits)
+            dlogits = dlogits + drouter_logits
+        dx_router, drouter, _ = self.router.backward(dlogits)
+        return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *dexperts)
+
+    def _spread(self, dchosen: Array) -> Array:
+        """(N, C) -> (N, E): at the chosen experts; 0 at the others, which were not looked at."""
+        xp = array_namespace(dchosen)
+        n_experts = self.router_logits.shape[1]
+        every = xp.arange(n_experts, dtype=self.ids.dtype, device=device(self.ids))
+        hit = self.ids[:, :, None] == every  # (N, C, E)
+        return xp.sum(xp.where(hit, dchosen[:, :, None], 0.0), axis=1)
+
+
+def _require_fit(x: Array, params: ExpertsParams, config: ExpertsConfig) -> None:
+    require_array("mixture", "x", x)
+    if x.ndim != 3:
+        raise ValueError(f"mixture: x must be (B, T, D), got shape {tuple(x.shape)}")
+    d, e, f = x.shape[2], config.n_experts, config.d_ff
+    shapes = {"(D, E)": (d, e), "(E, D, F)": (e, d, f), "(E, F, D)": (e, f, d)}
+    letters = ("(D, E)", "(E, D, F)", "(E, D, F)", "(E, F, D)")
+    for name, array, letter in zip(params._fields, params, letters, strict=True):
+        require_array("mixture", name, array)
+        if tuple(array.shape) != shapes[letter]:
+            raise ValueError(
+                f"mixture: {name} must be {letter} = {shapes[letter]}, "
+                f"got shape {tuple(array.shape)}"
+            )

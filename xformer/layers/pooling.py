@@ -1,0 +1,62 @@
+"""One vector for a sequence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer.checks import require_gradient, require_mask
+from xformer.shapes import require_array
+from xformer.typing import Array
+
+POOLINGS = ("mean", "first", "last")
+
+
+def pool(x: Array, *, how: str = "mean", mask: Array | None = None) -> tuple[Array, PoolCache]:
+    """y = sum_t weights_t x_t: the mean of the kept tokens, or the first or last one.
+
+    x: (B, T, D)   mask: (B, T), True = keep, all unless given   y: (B, D). A row with nothing to
+    keep gives 0. ValueError for another `how` or shapes that do not fit.
+    """
+    if how not in POOLINGS:
+        raise ValueError(f"pool: how must be one of {', '.join(POOLINGS)}, got {how!r}")
+    require_array("pool", "x", x)
+    if x.ndim != 3:
+        raise ValueError(f"pool: x must be (B, T, D), got shape {tuple(x.shape)}")
+    if mask is not None:
+        require_mask("pool", "mask", mask, x)
+        if tuple(mask.shape) != tuple(x.shape[:2]):
+            raise ValueError(
+                f"pool: mask must be (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
+            )
+    weights = _weights(x, how, mask)
+    y = (weights @ x)[:, 0, :]
+    return y, PoolCache(weights)
+
+
+class PoolCache(NamedTuple):
+    """What `pool` keeps for its backward."""
+
+    weights: Array  # (B, 1, T)
+
+    def backward(self, dy: Array) -> Array:
+        """dx_t = weights_t dy."""
+        require_gradient("pool", "dy", dy, self.weights, (self.weights.shape[0], dy.shape[-1]))
+        return self.weights.mT * dy[:, None, :]
+
+
+def _weights(x: Array, how: str, mask: Array | None) -> Array:
+    """(B, 1, T), rows summing to 1, or 0 where nothing is kept."""
+    xp = array_namespace(x)
+    if mask is None:
+        mask = xp.ones(x.shape[:2], dtype=xp.bool, device=device(x))
+    kept = xp.astype(mask, x.dtype)  # (B, T)
+    if how == "mean":
+        total = xp.sum(kept, axis=-1, keepdims=True)
+        weights = kept / xp.where(total == 0, 1.0, total)
+    else:
+        seen = xp.cumulative_sum(kept, axis=-1)
+        at = seen if how == "first" else seen[:, -1:] - seen + 1.0
+        weights = xp.where(mask & (at == 1.0), 1.0, xp.zeros_like(kept))
+    return weights[:, None, :]

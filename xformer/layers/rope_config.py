@@ -1,0 +1,139 @@
+"""Configuration of a rotary position embedding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from xformer.checks import number, require_sizes
+
+# What a scaling needs, and what it may be given beside that.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "max_len"),
+    "yarn": ("original_max_len",),
+    "llama3": ("factor", "original_max_len", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("original_max_len", "short_factor", "long_factor"),
+}
+TAKES: dict[str, tuple[str, ...]] = {
+    "yarn": (
+        *("factor", "max_len", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "max_len", "attention_factor"),
+}
+ALWAYS = ("width", "theta", "interleaved", "scaling")
+POSITIVE = (
+    *("factor", "attention_factor", "beta_fast", "beta_slow"),
+    *("low_freq_factor", "high_freq_factor"),
+)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Frequencies of a rotary embedding, theta^(-2i / R) for pair i, and how they are scaled.
+
+    scaling: "none" (arXiv:2104.09864), "linear" (arXiv:2306.15595), "dynamic" (NTK-aware),
+    "yarn" (arXiv:2309.00071), "llama3" (Llama 3.1) or "longrope" (arXiv:2402.13753), each as
+    Hugging Face's transformers has it. ValueError for a parameter that the scaling lacks or has no
+    use for and for values out of range, TypeError for ones of another type.
+    """
+
+    width: int  # R, the channels of a head that are turned: all, or the first (partial rotary)
+    theta: float = 10000.0
+    interleaved: bool = False  # pairs (2i, 2i + 1); otherwise (i, i + R/2)
+    scaling: str = "none"
+    factor: float | None = None  # "yarn", "longrope": max_len / original_max_len unless given
+    original_max_len: int | None = None  # "yarn", "llama3", "longrope": the length trained on
+    max_len: int | None = None  # the model's length; for "dynamic" it is the one trained on
+    attention_factor: float | None = None  # of cos and sin; "yarn", "longrope" have their own
+    beta_fast: float = 32.0  # "yarn": turns over the trained length above which a pair is kept
+    beta_slow: float = 1.0  # "yarn": turns below which a pair is slowed down by factor
+    mscale: float | None = None  # "yarn": with mscale_all_dim, for another attention factor
+    mscale_all_dim: float | None = None
+    truncate: bool = True  # "yarn": round both bounds outwards, to whole pairs
+    low_freq_factor: float | None = None  # "llama3": turns below which a pair is slowed down
+    high_freq_factor: float | None = None  # "llama3": turns above which a pair is kept
+    short_factor: tuple[float, ...] | None = None  # "longrope": R/2 divisors of frequencies,
+    long_factor: tuple[float, ...] | None = None  # these where a text exceeds original_max_len
+
+    def __post_init__(self) -> None:
+        require_sizes("rotary", 2, width=self.width)
+        if self.width % 2:
+            raise ValueError(f"rotary: width must be even, got {self.width}")
+        _require_given(self)
+        _require_numbers(self)
+        _require_order(self)
+
+    @property
+    def stretch(self) -> float:
+        """How many times the trained length is to be reached; 1 where nothing says."""
+        if self.factor is not None:
+            return float(self.factor)
+        if self.max_len is not None and self.original_max_len is not None:
+            return self.max_len / self.original_max_len
+        return 1.0
+
+
+def _require_given(config: RopeConfig) -> None:
+    scaling = config.scaling
+    if not isinstance(scaling, str) or scaling not in NEEDS:
+        raise ValueError(f"rotary: scaling must be one of {', '.join(NEEDS)}, got {scaling!r}")
+    for name in NEEDS[scaling]:
+        if getattr(config, name) is None:
+            raise ValueError(f'rotary: scaling "{scaling}" needs {name}')
+    takes = TAKES.get(scaling, ())
+    if "max_len" in takes and config.factor is None and config.max_len is None:
+        raise ValueError(f'rotary: scaling "{scaling}" needs factor or max_len')
+    for field in fields(config):
+        unused = field.name not in (*ALWAYS, *NEEDS[scaling], *takes)
+        if unused and getattr(config, field.name) != field.default:
+            raise ValueError(f'rotary: scaling "{scaling}" has no use for {field.name}')
+
+
+def _require_numbers(config: RopeConfig) -> None:
+    theta = number("rotary", "theta", config.theta)
+    if not 1 < theta < math.inf:
+        raise ValueError(f"rotary: theta must be larger than 1 and finite, got {theta:g}")
+    for name in POSITIVE:
+        if getattr(config, name) is not None or name in ("beta_fast", "beta_slow"):
+            _require_positive(name, getattr(config, name))
+    for name in ("interleaved", "truncate"):
+        if not isinstance(getattr(config, name), bool):
+            raise TypeError(f"rotary: {name} must be a bool, got {getattr(config, name)!r}")
+    for name in ("mscale", "mscale_all_dim"):
+        number("rotary", name, getattr(config, name) or 0.0, low=0)
+    for name, low in (("original_max_len", 2), ("max_len", 1)):
+        if getattr(config, name) is not None:
+            require_sizes("rotary", low, **{name: getattr(config, name)})
+    for name in ("short_factor", "long_factor"):
+        if getattr(config, name) is not None:
+            _require_divisors(name, getattr(config, name), config.width // 2)
+
+
+def _require_divisors(name: str, divisors: tuple[float, ...], pairs: int) -> None:
+    if not isinstance(divisors, tuple) or len(divisors) != pairs:
+        raise ValueError(f"rotary: {name} must be a tuple of R/2 = {pairs}, got {divisors!r}")
+    for i, divisor in enumerate(divisors):
+        _require_positive(f"{name}[{i}]", divisor)
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not 0 < number("rotary", name, value) < math.inf:
+        raise ValueError(f"rotary: {name} must be positive and finite, got {value:g}")
+
+
+def _require_order(config: RopeConfig) -> None:
+    if config.scaling == "dynamic" and config.width == 2:
+        raise ValueError('rotary: scaling "dynamic" needs a width of at least 4, got 2')
+    if config.beta_fast < config.beta_slow:
+        raise ValueError(
+            f"rotary: beta_fast must be at least beta_slow = {config.beta_slow:g}, "
+            f"got {config.beta_fast:g}"
+        )
+    low, high = config.low_freq_factor, config.high_freq_factor
+    if low is not None and high is not None and high <= low:
+        raise ValueError(
+            f"rotary: high_freq_factor must be larger than low_freq_factor = {low:g}, got {high:g}"
+        )

@@ -1,0 +1,161 @@
+"""Tables of the rotary position embedding, for `ops.rope`, with every scaling to longer texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer.checks import require_integers, require_sizes
+from xformer.layers.rope_config import NEEDS, RopeConfig
+from xformer.shapes import FLOATING, dtype_name, require_array
+from xformer.typing import Array
+
+Frequencies = tuple[tuple[float, ...], float]
+
+
+class Rotary(NamedTuple):
+    """What `ops.rope` takes beside x: `ops.rope(x, **rotary._asdict())`."""
+
+    cos: Array  # (T, R/2) or (B, T, R/2)
+    sin: Array  # like cos
+    interleaved: bool
+
+
+def rotary(
+    config: RopeConfig, *, like: Array, length: int, positions: Array | None = None
+) -> Rotary:
+    """cos(p f_i) and sin(p f_i), times the attention factor, for positions p and frequencies f_i.
+
+    positions: integers (T,) or (B, T); 0, 1, ..., length - 1 where they are not given.
+    length: one more than the largest position; "dynamic" and "longrope" go by it.
+    cos, sin: (..., R/2), of the library, dtype and device of `like`. ValueError for a negative
+    length and positions of another shape, TypeError for arrays of another type.
+    """
+    require_array("rotary", "like", like)
+    if dtype_name(like) not in FLOATING:
+        raise TypeError(f"rotary: like must be float32 or float64, got {dtype_name(like)}")
+    xp, place = array_namespace(like), device(like)
+    f, factor = frequencies(config, length)
+    if positions is None:
+        positions = xp.arange(length, device=place)
+    else:
+        positions = require_integers("rotary", "positions", positions, like)
+        if positions.ndim not in (1, 2):
+            raise ValueError(
+                f"rotary: positions must be (T,) or (B, T), got shape {tuple(positions.shape)}"
+            )
+    # At position 8192 a float32 angle is off by up to 2^-11, and so are its cos and sin. JAX knows
+    # no other unless it is told to.
+    known = xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
+    wide = known.get("float64", like.dtype)
+    angles = xp.astype(positions, wide)[..., None] * xp.asarray(f, dtype=wide, device=place)
+    cos, sin = (xp.astype(factor * a, like.dtype) for a in (xp.cos(angles), xp.sin(angles)))
+    return Rotary(cos, sin, config.interleaved)
+
+
+def frequencies(config: RopeConfig, length: int) -> Frequencies:
+    """The R/2 frequencies, in radians a position, for texts of `length`; the attention factor.
+
+    In float64, on the host. ValueError for a negative length.
+    """
+    require_sizes("rotary", 0, length=length)
+    return SCALINGS[config.scaling](config, length)
+
+
+def _none(config: RopeConfig, length: int) -> Frequencies:
+    return _powers(config, config.theta), 1.0
+
+
+def _linear(config: RopeConfig, length: int) -> Frequencies:
+    return tuple(f / config.stretch for f in _powers(config, config.theta)), 1.0
+
+
+def _dynamic(config: RopeConfig, length: int) -> Frequencies:
+    """A larger theta, from the length trained on (here max_len) onwards."""
+    factor, trained = _needed(config)
+    excess = max(length / trained - 1, 0.0)
+    theta = config.theta * (1 + factor * excess) ** (config.width / (config.width - 2))
+    return _powers(config, theta), 1.0
+
+
+def _yarn(config: RopeConfig, length: int) -> Frequencies:
+    """Fast pairs are kept, slow ones slowed down; between them a ramp over the index of the pair.
+
+    A pair's index from its turns over the original length L: f = theta^(-2i / R) = 2 pi turns / L.
+    """
+    (original,) = _needed(config)
+
+    def index(turns: float) -> float:
+        log = math.log(original / (2 * math.pi * turns))
+        return config.width * log / (2 * math.log(config.theta))
+
+    low, high = index(config.beta_fast), index(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # R - 1 where R/2 - 1 would do: as in YaRN's own code, which models were trained with.
+    low, high = max(low, 0), min(high, config.width - 1)
+    if low == high:
+        high += 0.001
+    powers = _powers(config, config.theta)
+    scaled = (_mix(config, f, 1 - _ramp(i, low, high)) for i, f in enumerate(powers))
+    return tuple(scaled), _yarn_attention(config)
+
+
+def _yarn_attention(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return float(config.attention_factor)
+    growth = 0.1 * math.log(max(config.stretch, 1.0))
+    if config.mscale and config.mscale_all_dim:
+        return (config.mscale * growth + 1) / (config.mscale_all_dim * growth + 1)
+    return growth + 1
+
+
+def _llama3(config: RopeConfig, length: int) -> Frequencies:
+    """As `_yarn`, with a ramp over the turns that a pair makes over the original length."""
+    _, original, low, high = _needed(config)
+    powers = _powers(config, config.theta)
+    kept = (_ramp(original * f / (2 * math.pi), low, high) for f in powers)
+    return tuple(_mix(config, f, keep) for f, keep in zip(powers, kept, strict=True)), 1.0
+
+
+def _longrope(config: RopeConfig, length: int) -> Frequencies:
+    """A divisor for each pair, found by search; another one beyond the original length."""
+    original, short, long = _needed(config)
+    divisors = long if length > original else short
+    scaled = (f / float(d) for f, d in zip(_powers(config, config.theta), divisors, strict=True))
+    factor = config.attention_factor
+    if factor is None:
+        factor = math.sqrt(1 + math.log(max(config.stretch, 1.0)) / math.log(original))
+    return tuple(scaled), float(factor)
+
+
+def _needed(config: RopeConfig) -> tuple[Any, ...]:
+    """The parameters that the scaling cannot be without: they have been given."""
+    values = (getattr(config, name) for name in NEEDS[config.scaling])
+    return tuple(v if isinstance(v, tuple) else float(v) for v in values)
+
+
+def _powers(config: RopeConfig, theta: float) -> tuple[float, ...]:
+    return tuple(float(theta) ** (-i / config.width) for i in range(0, config.width, 2))
+
+
+def _ramp(x: float, low: float, high: float) -> float:
+    """0 up to low, 1 from high."""
+    return min(max((x - low) / (high - low), 0.0), 1.0)
+
+
+def _mix(config: RopeConfig, f: float, keep: float) -> float:
+    return keep * f + (1 - keep) * f / config.stretch
+
+
+SCALINGS: dict[str, Callable[[RopeConfig, int], Frequencies]] = {
+    "none": _none,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+}

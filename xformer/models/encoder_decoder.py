@@ -1,0 +1,321 @@
+"""An encoder and a decoder that attends to it: the model of arXiv:1706.03762, or T5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from xformer import backends, ops, tree
+from xformer.backends import Generator
+from xformer.checks import number, require_mask, require_tokens
+from xformer.initial import normal, xavier_uniform
+from xformer.layers.block import SITES, BlockConfig
+from xformer.layers.embed import EmbedConfig, EmbedParams, embed
+from xformer.layers.relative import RelativeConfig
+from xformer.layers.stack import StackParams, dropout_streams, require_configs, stack
+from xformer.models.heads import LMHead, require_present
+from xformer.models.loss import LossCache, cross_entropy_of
+from xformer.shapes import require_array
+from xformer.typing import Array
+
+
+@dataclass(frozen=True)
+class EncoderDecoder:
+    """Two sequences to logits, or to hidden states where head is None.
+
+    A sequence is (B, T) token ids, or (B, T, D) vectors where its embedding is None. shared_embed:
+    the target's tokens have the source's embedding. shared_memory: one key/value projection of the
+    encoder's output for all layers of the decoder. ValueError where parts do not fit.
+    """
+
+    encoder: tuple[BlockConfig, ...]  # one for each layer
+    decoder: tuple[BlockConfig, ...]
+    src_embed: EmbedConfig | None = None
+    tgt_embed: EmbedConfig | None = None
+    shared_embed: bool = False
+    encoder_relative: RelativeConfig | None = None
+    decoder_relative: RelativeConfig | None = None
+    encoder_norm: bool | None = None  # a final norm; unless the blocks are post-LN, if not given
+    decoder_norm: bool | None = None
+    shared_memory: bool = False
+    head: LMHead | None = None
+    out_dropout: float = 0.0  # of the encoder's and of the decoder's output
+    source: Mapping[str, Any] | None = field(default=None, repr=False)  # its config.json, if any
+
+    def __post_init__(self) -> None:
+        require_configs("EncoderDecoder", self.encoder)
+        require_configs("EncoderDecoder", self.decoder)
+        if self.shared_embed and (self.src_embed is None or self.tgt_embed is not None):
+            raise ValueError("EncoderDecoder: shared_embed goes with src_embed and no tgt_embed")
+        for name, config, blocks in (
+            ("src_embed", self.src_embed, self.encoder),
+            ("tgt_embed", self.target_embed, self.decoder),
+        ):
+            if config is not None and config.d_model != blocks[0].d_model:
+                raise ValueError(
+                    f"EncoderDecoder: {name}.d_model must be that of the blocks, "
+                    f"{blocks[0].d_model}, got {config.d_model}"
+                )
+        if self.head is not None:
+            table, width = self.target_embed, self.decoder[0].d_model
+            if table is None or (self.head.tied and table.width != width):
+                got = None if table is None else table.width
+                raise ValueError(
+                    f"EncoderDecoder: a tied head needs the target's embedding of width d_model "
+                    f"= {width}, any head needs its vocabulary, got {got}"
+                )
+        number("EncoderDecoder", "out_dropout", self.out_dropout, low=0, high=1)
+
+    @property
+    def target_embed(self) -> EmbedConfig | None:
+        """The configuration of the target's embedding."""
+        return self.src_embed if self.shared_embed else self.tgt_embed
+
+    def init(
+        self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
+    ) -> EncoderDecoderParams:
+        """Initial parameters: Xavier uniform, embeddings normal of variance 1 / width."""
+        return self.init_from(backends.get(backend).generator(seed, dtype))
+
+    def init_from(self, rng: Generator) -> EncoderDecoderParams:
+        """Initial parameters, drawn from `rng`."""
+
+        def embedding(config: EmbedConfig | None) -> EmbedParams | None:
+            if config is None:
+                return None
+            return config.init(rng, draw=partial(normal, std=config.width**-0.5))
+
+        src, tgt = embedding(self.src_embed), embedding(self.tgt_embed)
+        encoder = StackParams.init(
+            rng, self.encoder, final_norm=self.encoder_norm, relative=self.encoder_relative
+        )
+        decoder = StackParams.init(
+            rng,
+            self.decoder,
+            final_norm=self.decoder_norm,
+            relative=self.decoder_relative,
+            cross=True,
+            shared_memory=self.shared_memory,
+        )
+        head = None
+        if self.head is not None:
+            width = self.decoder[0].d_model
+            head = self.head.init(rng, width, self.target_embed, draw=xavier_uniform)
+        return EncoderDecoderParams(src, tgt, encoder, decoder, head)
+
+    def encode(
+        self,
+        params: EncoderDecoderParams,
+        src: Array,
+        *,
+        src_mask: Array | None = None,
+        dropout_key: ops.Key | None = None,
+    ) -> tuple[tuple[Array, Array | None], EncodeCache]:
+        """The encoder's output for a source: src (B, S) -> memory (B, S, D), and its positions."""
+        keys = dropout_streams(dropout_key, len(self.encoder))
+        (x, pos), embed_cache = _embedded("src", params.src_embed, self.src_embed, src, keys[0])
+        memory, stack_cache = stack(
+            x,
+            params.encoder,
+            pos=pos,
+            configs=self.encoder,
+            relative=self.encoder_relative,
+            mask=_keys("src_mask", src_mask, src),
+            dropout_rate=self.out_dropout,
+            dropout_key=keys[1],
+        )
+        return (memory, pos), EncodeCache(embed_cache, stack_cache)
+
+    def decode(
+        self,
+        params: EncoderDecoderParams,
+        memory: Array,
+        memory_pos: Array | None,
+        tgt: Array,
+        *,
+        src_mask: Array | None = None,
+        tgt_mask: Array | None = None,
+        dropout_key: ops.Key | None = None,
+    ) -> tuple[Array, DecodeCache]:
+        """Logits of the token after each of tgt (B, T), given the encoded source: (B, T, V)."""
+        keys = dropout_streams(dropout_key, len(self.decoder))
+        own: Any = params.src_embed if self.shared_embed else params.tgt_embed
+        (x, pos), embed_cache = _embedded("tgt", own, self.target_embed, tgt, keys[0])
+        x, stack_cache = stack(
+            x,
+            params.decoder,
+            memory,
+            None,
+            pos,
+            memory_pos,
+            configs=self.decoder,
+            relative=self.decoder_relative,
+            mask=_keys("tgt_mask", tgt_mask, tgt),
+            causal=True,
+            memory_mask=_keys("src_mask", src_mask, memory),
+            dropout_rate=self.out_dropout,
+            dropout_key=keys[1],
+        )
+        head_cache = None
+        if self.head is None:
+            require_present("EncoderDecoder", "params.head", params.head, False)
+        else:
+            x, head_cache = self.head.forward(x, params.head, own.table)
+        return x, DecodeCache(embed_cache, stack_cache, head_cache)
+
+    def forward(
+        self,
+        params: EncoderDecoderParams,
+        src: Array,
+        tgt: Array,
+        *,
+        src_mask: Array | None = None,
+        tgt_mask: Array | None = None,
+        dropout_key: ops.Key | None = None,
+    ) -> tuple[Array, EncoderDecoderCache]:
+        """Logits (B, T, V) of the token after each of tgt, or hidden states (B, T, D).
+
+        src: (B, S) ids of the source vocabulary   tgt: (B, T) ids of the target's. src_mask,
+        tgt_mask: (B, S), (B, T), True = a token, not padding. dropout_key None: no dropout.
+        ValueError, TypeError where they are not such.
+        """
+        require_array("EncoderDecoder", "src", src)
+        require_array("EncoderDecoder", "tgt", tgt)
+        if src.shape[:1] != tgt.shape[:1]:
+            raise ValueError(
+                f"EncoderDecoder: src and tgt must have one batch size, got shapes "
+                f"{tuple(src.shape)} and {tuple(tgt.shape)}"
+            )
+        (memory, memory_pos), encode_cache = self.encode(
+            params, src, src_mask=src_mask, dropout_key=dropout_key
+        )
+        # Past the encoder's blocks, its embedding and its output.
+        decode_key = dropout_key and dropout_key.at(SITES * len(self.encoder) + 2)
+        y, decode_cache = self.decode(
+            params,
+            memory,
+            memory_pos,
+            tgt,
+            src_mask=src_mask,
+            tgt_mask=tgt_mask,
+            dropout_key=decode_key,
+        )
+        return y, EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed)
+
+    def loss(
+        self,
+        params: EncoderDecoderParams,
+        src: Array,
+        tgt: Array,
+        targets: Array,
+        *,
+        src_mask: Array | None = None,
+        tgt_mask: Array | None = None,
+        dropout_key: ops.Key | None = None,
+        **options: Any,
+    ) -> tuple[Array, LossCache]:
+        """Mean cross-entropy in nats of targets (B, T), the token after each of tgt.
+
+        options: those of `ops.cross_entropy`; the rest as in `forward`.
+        """
+        if self.head is None:
+            raise ValueError("EncoderDecoder: a loss needs a head, got none")
+        logits, cache = self.forward(
+            params, src, tgt, src_mask=src_mask, tgt_mask=tgt_mask, dropout_key=dropout_key
+        )
+        return cross_entropy_of(logits, cache, targets, options)
+
+
+class EncoderDecoderParams(NamedTuple):
+    """Parameters of an EncoderDecoder."""
+
+    src_embed: EmbedParams | None
+    tgt_embed: EmbedParams | None  # None too where it is the source's
+    encoder: StackParams
+    decoder: StackParams
+    head: Any  # (D, V); None: tied to the target's embedding
+
+
+class EncodeCache(NamedTuple):
+    """What `EncoderDecoder.encode` keeps for its backward."""
+
+    embed: Any
+    stack: Any
+
+    def backward(self, dmemory: Array, dpos: Array | None) -> tuple[Any, ...]:
+        """Gradients of the source's embedding, of the encoder, and of a source of vectors."""
+        dx, dencoder, _, _, dself_pos, _ = self.stack.backward(dmemory)
+        if dself_pos is not None and dpos is not None:
+            dself_pos = dself_pos + dpos
+        dembed = None if self.embed is None else self.embed.backward(dx, dself_pos)
+        return dembed, dencoder, None if self.embed is not None else dx
+
+
+class DecodeCache(NamedTuple):
+    """What `EncoderDecoder.decode` keeps for its backward."""
+
+    embed: Any
+    stack: Any
+    head: Any
+
+    def backward(self, dy: Array) -> tuple[Any, ...]:
+        """Gradients of the target's embedding, decoder, head, memory, its positions, and tgt."""
+        dhead = dtable = None
+        if self.head is not None:
+            dy, dhead, dtable = self.head.backward(dy)
+        dx, ddecoder, dmemory, _, dpos, dmemory_pos = self.stack.backward(dy)
+        dembed = None if self.embed is None else self.embed.backward(dx, dpos)
+        if dtable is not None and dembed is not None:
+            dembed = dembed._replace(table=dembed.table + dtable)
+        dtgt = None if self.embed is not None else dx
+        return dembed, ddecoder, dhead, dmemory, dmemory_pos, dtgt
+
+
+class EncoderDecoderCache(NamedTuple):
+    """What `EncoderDecoder.forward` keeps for its backward."""
+
+    encode: EncodeCache
+    decode: DecodeCache
+    shared_embed: bool
+
+    def backward(self, dy: Array) -> EncoderDecoderParams:
+        """Gradients of params."""
+        return self.backward_all(dy)[0]
+
+    def backward_all(self, dy: Array) -> tuple[EncoderDecoderParams, Array | None, Array | None]:
+        """Gradients of params, src and tgt; the last two None where they are token ids."""
+        dtgt_embed, ddecoder, dhead, dmemory, dmemory_pos, dtgt = self.decode.backward(dy)
+        dsrc_embed, dencoder, dsrc = self.encode.backward(dmemory, dmemory_pos)
+        if self.shared_embed:
+            dsrc_embed = tree.map(lambda a, b: a + b, dsrc_embed, dtgt_embed)
+            dtgt_embed = None
+        return EncoderDecoderParams(dsrc_embed, dtgt_embed, dencoder, ddecoder, dhead), dsrc, dtgt
+
+
+def _embedded(
+    name: str,
+    params: EmbedParams | None,
+    config: EmbedConfig | None,
+    x: Array,
+    key: ops.Key | None,
+) -> tuple[tuple[Array, Array | None], Any]:
+    """The embedding of a sequence; vectors are their own."""
+    require_present("EncoderDecoder", f"params.{name}_embed", params, config is not None)
+    if params is None or config is None:
+        return (x, None), None
+    require_tokens("EncoderDecoder", name, x)
+    return embed(params, ids=x, config=config, dropout_key=key)
+
+
+def _keys(name: str, mask: Array | None, x: Array) -> Array | None:
+    """Which keys may be attended to: (B, 1, 1, S)."""
+    if mask is None:
+        return None
+    require_mask("EncoderDecoder", name, mask, x)
+    if tuple(mask.shape) != tuple(x.shape[:2]):
+        raise ValueError(
+            f"EncoderDecoder: {name} must be {tuple(x.shape[:2])}, got shape {tuple(mask.shape)}"
+        )
+    return mask[:, None, None, :]

@@ -1,0 +1,300 @@
+"""What stands on top of a stack of blocks: hidden states in, logits out.
+
+A head is its configuration, with `init` and `forward`; a model holds one, or None for hidden
+states. `init(rng, width, embed)` gets the width of the hidden states and the configuration of the
+embedding; `forward(x, params, table, ...)` the embedding's table, since a head may be tied to it.
+Its cache's backward returns gradients of x, params and table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer import ops
+from xformer.backends import Generator
+from xformer.checks import number, require_sizes
+from xformer.initial import Draw, normal
+from xformer.layers.embed import EmbedConfig
+from xformer.layers.linear import LinearParams
+from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.pooling import pool
+from xformer.ops.activation import ACTIVATIONS, require_activation
+from xformer.typing import Array
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """logits = softcap(scale * x w + b); tied: w is the transposed table of the embedding."""
+
+    tied: bool = True
+    bias: bool = False  # not with tied
+    scale: float = 1.0  # T5, where tied: d_model^-1/2
+    softcap: float | None = None  # Gemma 2: 30
+
+    def __post_init__(self) -> None:
+        if self.tied and self.bias:
+            raise ValueError("LMHead: a tied head has no bias")
+        number("LMHead", "scale", self.scale)
+        if self.softcap is not None:
+            number("LMHead", "softcap", self.softcap, low=0)
+
+    def init(
+        self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
+    ) -> LinearParams | None:
+        """Initial parameters; None where tied."""
+        if self.tied:
+            return None
+        embed = with_vocabulary("LMHead", embed)
+        return LinearParams.init(rng, (width, embed.vocab_size), draw=draw, bias=self.bias)
+
+    def forward(
+        self, x: Array, params: LinearParams | None, table: Array, **_: Any
+    ) -> tuple[Array, LMHeadCache]:
+        """x: (B, T, D)   table: (V, D)   logits: (B, T, V)."""
+        require_present("LMHead", "params.head", params, not self.tied)
+        w = LinearParams(table.T, None) if params is None else params
+        x = x if self.scale == 1.0 else x * self.scale
+        logits, linear = ops.linear(x, *w)
+        cap = None
+        if self.softcap is not None:
+            logits, cap = ops.softcap(logits, cap=self.softcap)
+        return logits, LMHeadCache(linear, cap, self.tied, self.scale)
+
+
+class LMHeadCache(NamedTuple):
+    """What `LMHead.forward` keeps for its backward."""
+
+    linear: Any
+    cap: Any
+    tied: bool
+    scale: float
+
+    def backward(self, dlogits: Array) -> tuple[Array, LinearParams | None, Array | None]:
+        """Gradients of x, params, table; None for the one that was not used."""
+        if self.cap is not None:
+            dlogits = self.cap.backward(dlogits)
+        dx, dw, db = self.linear.backward(dlogits)
+        dx = dx if self.scale == 1.0 else dx * self.scale
+        return (dx, None, dw.T) if self.tied else (dx, LinearParams(dw, db), None)
+
+
+@dataclass(frozen=True)
+class MaskedLMHead:
+    """logits = norm(act(x w_dense + b_dense)) w + b; tied: w is the embedding's table (BERT)."""
+
+    activation: str = "gelu"
+    eps: float = 1e-12
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        require_activation("MaskedLMHead", self.activation)
+
+    def init(
+        self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
+    ) -> MaskedLMHeadParams:
+        """Initial parameters."""
+        embed = with_vocabulary("MaskedLMHead", embed)
+        table_width, vocab_size = embed.width, embed.vocab_size
+        dense = LinearParams.init(rng, (width, table_width), draw=draw, bias=True)
+        w = None if self.tied else draw(rng, (table_width, vocab_size))
+        gains = NormConfig(eps=self.eps).init(rng, table_width)
+        return MaskedLMHeadParams(dense, gains, w, rng.full((vocab_size,), 0.0))
+
+    def forward(
+        self, x: Array, params: MaskedLMHeadParams, table: Array, **_: Any
+    ) -> tuple[Array, MaskedLMHeadCache]:
+        """x: (B, T, D)   table: (V, E)   logits: (B, T, V)."""
+        require_present("MaskedLMHead", "params.head.w", params.w, not self.tied)
+        x, dense = ops.linear(x, *params.dense)
+        x, act = ACTIVATIONS[self.activation](x)
+        x, gains = norm(x, params.norm, config=NormConfig(eps=self.eps))
+        w = table.T if params.w is None else params.w
+        logits, linear = ops.linear(x, w, params.b)
+        return logits, MaskedLMHeadCache(dense, act, gains, linear, self.tied)
+
+
+class MaskedLMHeadParams(NamedTuple):
+    """Parameters of a MaskedLMHead."""
+
+    dense: LinearParams  # (D, E)
+    norm: NormParams  # (E,)
+    w: Array | None  # (E, V); None: tied to the embedding's table
+    b: Array  # (V,)
+
+
+class MaskedLMHeadCache(NamedTuple):
+    """What `MaskedLMHead.forward` keeps for its backward."""
+
+    dense: Any
+    act: Any
+    norm: Any
+    linear: Any
+    tied: bool
+
+    def backward(self, dlogits: Array) -> tuple[Array, MaskedLMHeadParams, Array | None]:
+        """Gradients of x, params, table; table None where it was not used."""
+        dx, dw, db = self.linear.backward(dlogits)
+        dx, dnorm = self.norm.backward(dx)
+        dx, *ddense = self.dense.backward(self.act.backward(dx))
+        own, dtable = (None, dw.T) if self.tied else (dw, None)
+        return dx, MaskedLMHeadParams(LinearParams(*ddense), dnorm, own, db), dtable
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """logits of a sequence, from its first or last token x: act(x w_dense + b_dense) w + b.
+
+    dense: its activation; None leaves it out. Dropout: before dense (RoBERTa), and before w.
+    """
+
+    n_labels: int
+    token: str = "first"  # or "last"
+    dense: str | None = "tanh"
+    bias: bool = True
+    dense_dropout: float = 0.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_sizes("Classifier", 1, n_labels=self.n_labels)
+        if self.token not in ("first", "last"):
+            raise ValueError(f'Classifier: token must be "first" or "last", got {self.token!r}')
+        if self.dense is not None:
+            require_activation("Classifier", self.dense)
+        for name in ("dense_dropout", "dropout"):
+            number("Classifier", name, getattr(self, name), low=0, high=1)
+
+    def init(
+        self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
+    ) -> ClassifierParams:
+        """Initial parameters."""
+        dense = None
+        if self.dense is not None:
+            dense = LinearParams.init(rng, (width, width), draw=draw, bias=True)
+        out = LinearParams.init(rng, (width, self.n_labels), draw=draw, bias=self.bias)
+        return ClassifierParams(dense, out)
+
+    def forward(
+        self,
+        x: Array,
+        params: ClassifierParams,
+        table: Array,
+        *,
+        mask: Array | None = None,
+        dropout_key: ops.Key | None = None,
+    ) -> tuple[Array, ClassifierCache]:
+        """x: (B, T, D)   mask: (B, T), True = a token, not padding   logits: (B, n_labels)."""
+        require_present("Classifier", "params.head.dense", params.dense, self.dense is not None)
+        x, pooled = pool(x, how=self.token, mask=mask)  # (B, D)
+        dense = act = before = None
+        if self.dense is not None and params.dense is not None:
+            rate = 0.0 if dropout_key is None else self.dense_dropout
+            x, before = ops.dropout(x, rate=rate, key=dropout_key)
+            x, dense = ops.linear(x, *params.dense)
+            x, act = ACTIVATIONS[self.dense](x)
+        rate = 0.0 if dropout_key is None else self.dropout
+        x, drop = ops.dropout(x, rate=rate, key=dropout_key and dropout_key.at(1))
+        logits, out = ops.linear(x, *params.out)
+        return logits, ClassifierCache(pooled, before, dense, act, drop, out)
+
+
+class ClassifierParams(NamedTuple):
+    """Parameters of a Classifier."""
+
+    dense: LinearParams | None  # (D, D)
+    out: LinearParams  # (D, n_labels)
+
+
+class ClassifierCache(NamedTuple):
+    """What `Classifier.forward` keeps for its backward."""
+
+    pool: Any
+    before: Any
+    dense: Any
+    act: Any
+    drop: Any
+    out: Any
+
+    def backward(self, dlogits: Array) -> tuple[Array, ClassifierParams, None]:
+        """Gradients of x and params; the table is not used."""
+        dx, *dout = self.out.backward(dlogits)
+        dx = self.drop.backward(dx)
+        ddense: Any = None
+        if self.dense is not None:
+            dx, *ddense = self.dense.backward(self.act.backward(dx))
+            dx = self.before.backward(dx)
+            ddense = LinearParams(*ddense)
+        return self.pool.backward(dx), ClassifierParams(ddense, LinearParams(*dout)), None
+
+
+@dataclass(frozen=True)
+class Pooler:
+    """tanh(x w + b) of the first token: BERT's pooled output, beside the hidden states.
+
+    A model with this head gives hidden states; `LanguageModel.pooled` with "pooler" gives these.
+    """
+
+    def init(
+        self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
+    ) -> LinearParams:
+        """Initial parameters."""
+        return LinearParams.init(rng, (width, width), draw=draw, bias=True)
+
+    def forward(
+        self, x: Array, params: LinearParams, table: Array, **_: Any
+    ) -> tuple[Array, PoolerCache]:
+        """x: (B, T, D), which is what comes back."""
+        return x, PoolerCache(params)
+
+    def pooled(self, x: Array, params: LinearParams) -> tuple[Array, PooledCache]:
+        """x: (B, D), the first tokens   y: (B, D)."""
+        y, linear = ops.linear(x, *params)
+        y, act = ops.tanh(y)
+        return y, PooledCache(linear, act)
+
+
+class PoolerCache(NamedTuple):
+    """What `Pooler.forward` keeps for its backward."""
+
+    params: LinearParams
+
+    def backward(self, dx: Array) -> tuple[Array, LinearParams, None]:
+        """Gradients of x, of params, which were not used, and of the table, likewise."""
+        xp = array_namespace(dx)
+        w, b = self.params
+        zeros = partial(xp.zeros, dtype=dx.dtype, device=device(dx))
+        return dx, LinearParams(zeros(w.shape), None if b is None else zeros(b.shape)), None
+
+
+class PooledCache(NamedTuple):
+    """What `Pooler.pooled` keeps for its backward."""
+
+    linear: Any
+    act: Any
+
+    def backward(self, dy: Array) -> tuple[Array, LinearParams]:
+        """Gradients of x and params."""
+        dx, *dparams = self.linear.backward(self.act.backward(dy))
+        return dx, LinearParams(*dparams)
+
+
+Head = LMHead | MaskedLMHead | Classifier | Pooler
+
+
+def require_present(model: str, name: str, params: Any, wanted: bool) -> None:
+    """ValueError unless parameters are there just where the configuration wants them."""
+    if (params is not None) != wanted:
+        got = "None" if params is None else "parameters"
+        raise ValueError(
+            f"{model}: {name} must be {'parameters' if wanted else 'None'} by config, got {got}"
+        )
+
+
+def with_vocabulary(model: str, embed: EmbedConfig | None) -> EmbedConfig:
+    """`embed`; ValueError where there is none."""
+    if embed is None:
+        raise ValueError(f"{model}: a head over a vocabulary needs an embedding, got None")
+    return embed

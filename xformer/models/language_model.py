@@ -1,0 +1,409 @@
+"""A language model of one stack: a decoder such as GPT or Llama, an encoder such as BERT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer import backends, ops, tree
+from xformer.backends import Generator
+from xformer.checks import as_indices, number, require_mask, require_tokens
+from xformer.initial import normal
+from xformer.layers.block import SITES, BlockConfig
+from xformer.layers.embed import EmbedConfig, EmbedParams, embed
+from xformer.layers.pooling import POOLINGS, pool
+from xformer.layers.positions import alibi
+from xformer.layers.relative import RelativeConfig
+from xformer.layers.rope_config import RopeConfig
+from xformer.layers.rotary import rotary
+from xformer.layers.stack import StackParams, dropout_streams, require_configs, stack
+from xformer.models.heads import Head, LMHead, MaskedLMHead, Pooler, require_present
+from xformer.models.loss import LossCache, cross_entropy_of, one
+from xformer.shapes import require_array
+from xformer.typing import Array
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Tokens to logits, or to hidden states where head is None. ValueError where parts do not fit.
+
+    In the place of tokens stand vectors (B, T, D) where embed is None.
+    Parameters are data, made by `init`, or loaded by `xformer.pretrained.load`. Positions come in
+    by the embedding, by rotary, alibi or relative.
+
+    A mixture of experts adds to the loss `balance` times `ops.load_balancing` and `router_z` times
+    `ops.router_z_loss`, of the routers of all its layers together.
+    """
+
+    embed: EmbedConfig | None
+    blocks: tuple[BlockConfig, ...]  # one for each layer
+    causal: bool = True
+    rotary: RopeConfig | None = None
+    alibi: bool = False
+    relative: RelativeConfig | None = None
+    final_norm: bool | None = None  # unless the blocks are post-LN, if not given
+    n_groups: int | None = None  # of layers with shared parameters (ALBERT); None: none are shared
+    head: Head | None = LMHead()  # noqa: RUF009 - frozen
+    out_dropout: float = 0.0  # of the hidden states
+    balance: float = 0.0
+    router_z: float = 0.0
+    source: Mapping[str, Any] | None = field(default=None, repr=False)  # its config.json, if any
+
+    def __post_init__(self) -> None:
+        require_configs("LanguageModel", self.blocks)
+        width = self.d_model
+        if self.embed is not None and self.embed.d_model != width:
+            raise ValueError(
+                f"LanguageModel: embed.d_model must be that of the blocks, {width}, "
+                f"got {self.embed.d_model}"
+            )
+        if isinstance(self.head, LMHead | MaskedLMHead) and self.embed is None:
+            raise ValueError("LanguageModel: a head over a vocabulary needs embed, got None")
+        tied = isinstance(self.head, LMHead) and self.head.tied
+        if tied and self.embed is not None and self.embed.width != width:
+            raise ValueError(
+                f"LanguageModel: a tied head needs embed.width = d_model = {width}, "
+                f"got {self.embed.width}"
+            )
+        if self.n_groups is not None and (self.n_groups < 1 or len(self.blocks) % self.n_groups):
+            raise ValueError(
+                f"LanguageModel: n_groups must divide {len(self.blocks)} layers, "
+                f"got {self.n_groups}"
+            )
+        for name in ("out_dropout", "balance", "router_z"):
+            number("LanguageModel", name, getattr(self, name), low=0)
+
+    @property
+    def d_model(self) -> int:
+        """D, the width of the hidden states."""
+        return self.blocks[0].d_model
+
+    def init(
+        self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
+    ) -> LanguageModelParams:
+        """Initial parameters: normal of variance 1 / d_model, biases 0, norms 1.
+
+        The weights that end a residual branch are scaled by (2 n_layers)^-1/2, as GPT-2's.
+        """
+        return self.init_from(backends.get(backend).generator(seed, dtype))
+
+    def init_from(self, rng: Generator) -> LanguageModelParams:
+        """Initial parameters, drawn from `rng`."""
+        n_layers, width = len(self.blocks), self.d_model
+        draw = partial(normal, std=width**-0.5)
+        embedding = None if self.embed is None else self.embed.init(rng, draw=draw)
+        own = self.blocks[: n_layers if self.n_groups is None else self.n_groups]
+        blocks = StackParams.init(
+            rng,
+            own,
+            final_norm=self.final_norm,
+            relative=self.relative,
+            draw=draw,
+            out_scale=1 / math.sqrt(2 * n_layers),
+        )
+        head: Any = None
+        if self.head is not None:
+            head = self.head.init(rng, width, self.embed, draw=draw)
+        return LanguageModelParams(embedding, blocks, head)
+
+    def forward(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        *,
+        mask: Array | None = None,
+        positions: Array | None = None,
+        types: Array | None = None,
+        dropout_key: ops.Key | None = None,
+    ) -> tuple[Array, LanguageModelCache]:
+        """Logits (B, T, V), or (B, n_labels) of a Classifier, or hidden states (B, T, D).
+
+        tokens: (B, T) integers in [0, V). mask: (B, T), True = a token, not padding; padding may
+        stand on either side and never changes what comes out for the tokens. positions: (B, T) or
+        (T,) integers; unless given 0, 1, ... counted over the tokens that mask keeps. types:
+        (B, T), of tokens (BERT). dropout_key None: no dropout. ValueError, TypeError where they
+        are not such.
+        """
+        x, hidden = self.hidden(
+            params,
+            tokens,
+            mask=mask,
+            positions=positions,
+            types=types,
+            dropout_key=dropout_key,
+        )
+        head_cache = None
+        if self.head is None:
+            require_present("LanguageModel", "params.head", params.head, False)
+        else:
+            key = dropout_key and dropout_key.at(SITES * len(self.blocks) + 2)
+            table = None if params.embed is None else params.embed.table
+            x, head_cache = self.head.forward(x, params.head, table, mask=mask, dropout_key=key)
+        return x, LanguageModelCache(hidden, head_cache)
+
+    def hidden(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        *,
+        mask: Array | None = None,
+        positions: Array | None = None,
+        types: Array | None = None,
+        dropout_key: ops.Key | None = None,
+    ) -> tuple[Array, HiddenCache]:
+        """Hidden states (B, T, D), below the head; arguments as in `forward`."""
+        require_array("LanguageModel", "tokens", tokens)
+        keys = dropout_streams(dropout_key, len(self.blocks))
+        if mask is not None:
+            _require_keep(mask, tokens)
+            positions = _counted(mask) if positions is None else positions
+        (x, pos), embed_cache = self._embedded(params, tokens, positions, types, keys[0])
+        length = x.shape[1]
+        turned = bias = None
+        if self.rotary is not None:
+            turned = rotary(self.rotary, like=x, length=length, positions=positions)
+        if self.alibi:
+            n_heads = self.blocks[0].n_heads
+            bias = alibi(n_heads, n_queries=length, n_keys=length, like=x)
+        y, stack_cache = stack(
+            x,
+            params.stack,
+            None,
+            bias,
+            pos,
+            configs=self.blocks,
+            relative=self.relative,
+            rotary=turned,
+            mask=None if mask is None else mask[:, None, None, :],
+            causal=self.causal,
+            dropout_rate=self.out_dropout,
+            dropout_key=keys[1],
+        )
+        return y, HiddenCache(embed_cache, stack_cache)
+
+    def _embedded(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        positions: Array | None,
+        types: Array | None,
+        key: ops.Key | None,
+    ) -> tuple[tuple[Array, Array | None], Any]:
+        """The embedding of tokens; vectors are their own."""
+        require_present("LanguageModel", "params.embed", params.embed, self.embed is not None)
+        if self.embed is None or params.embed is None:
+            if types is not None:
+                raise ValueError("LanguageModel: types go with an embedding, and there is none")
+            return (tokens, None), None
+        require_tokens("LanguageModel", "tokens", tokens)
+        in_table = self.embed.positions == "learned"
+        return embed(
+            params.embed,
+            ids=tokens,
+            config=self.embed,
+            positions=positions if in_table else None,
+            types=types,
+            dropout_key=key,
+        )
+
+    def loss(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        targets: Array,
+        *,
+        mask: Array | None = None,
+        positions: Array | None = None,
+        types: Array | None = None,
+        dropout_key: ops.Key | None = None,
+        **options: Any,
+    ) -> tuple[Array, LossCache | BalancedLossCache]:
+        """Mean cross-entropy in nats of targets: (B, T) of an LM head, (B,) of a Classifier.
+
+        options: those of `ops.cross_entropy`; the rest as in `forward`.
+        """
+        if self.head is None or isinstance(self.head, Pooler):
+            raise ValueError("LanguageModel: a loss needs a head that gives logits, got none")
+        logits, cache = self.forward(
+            params,
+            tokens,
+            mask=mask,
+            positions=positions,
+            types=types,
+            dropout_key=dropout_key,
+        )
+        loss, loss_cache = cross_entropy_of(logits, cache, targets, options)
+        if not (self.balance or self.router_z):
+            return loss, loss_cache
+        more, dlogits = self._router_loss(cache.hidden.stack, mask)
+        return loss + more, BalancedLossCache(loss_cache, dlogits)
+
+    def pooled(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        *,
+        mask: Array | None = None,
+        how: str = "mean",
+        normalize: bool = False,
+        types: Array | None = None,
+        dropout_key: ops.Key | None = None,
+    ) -> tuple[Array, PooledCache]:
+        """One vector (B, D) for each sequence: the "mean", "first" or "last" of its hidden states.
+
+        how "pooler": BERT's, of a model with that head. normalize: to length 1.
+        """
+        if how not in (*POOLINGS, "pooler"):
+            raise ValueError(
+                f"pooled: how must be one of {', '.join(POOLINGS)}, pooler, got {how!r}"
+            )
+        if how == "pooler" and not isinstance(self.head, Pooler):
+            raise ValueError('pooled: how "pooler" needs a model with a Pooler')
+        x, hidden = self.hidden(params, tokens, mask=mask, types=types, dropout_key=dropout_key)
+        pooler = norm = None
+        y, pool_cache = pool(x, how="first" if how == "pooler" else how, mask=mask)
+        if how == "pooler" and isinstance(self.head, Pooler):
+            y, pooler = self.head.pooled(y, params.head)
+        if normalize:
+            y, norm = ops.l2_normalize(y)
+        return y, PooledCache(hidden, pool_cache, pooler, norm, params.head)
+
+    def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, tuple[Any, ...]]:
+        """The auxiliary losses of all routers together, and for each layer dlogits or None."""
+        layers = [i for i, config in enumerate(self.blocks) if config.experts is not None]
+        if not layers:
+            raise ValueError("LanguageModel: balance and router_z need layers with experts")
+        routers = [cache.blocks[i].router for i in layers]
+        xp = array_namespace(routers[0].router_logits)
+        logits = xp.concat([router.router_logits for router in routers])  # (layers * N, E)
+        ids = xp.concat([router.ids for router in routers])
+        rows = routers[0].router_logits.shape[0]
+        kept = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(layers),))
+        loss, dlogits = 0.0, 0.0
+        for weight, (term, back) in (
+            (self.balance, ops.load_balancing(logits, ids=ids, mask=kept)),
+            (self.router_z, ops.router_z_loss(logits, mask=kept)),
+        ):
+            loss = loss + weight * term
+            dlogits = dlogits + weight * back.backward(one(term))
+        per_layer: list[Any] = [None] * len(self.blocks)
+        for n, i in enumerate(layers):
+            per_layer[i] = dlogits[n * rows : (n + 1) * rows, :]
+        return loss, tuple(per_layer)
+
+
+class LanguageModelParams(NamedTuple):
+    """Parameters of a LanguageModel."""
+
+    embed: EmbedParams | None
+    stack: StackParams
+    head: Any  # of the head's own type; None: no head, or one that is tied to embed.table
+
+
+class HiddenCache(NamedTuple):
+    """What `LanguageModel.hidden` keeps for its backward."""
+
+    embed: Any
+    stack: Any
+
+    def backward(
+        self, dx: Array, drouter_logits: tuple[Any, ...] | None = None
+    ) -> LanguageModelParams:
+        """Gradients of params, but for the head."""
+        return self.backward_all(dx, drouter_logits)[0]
+
+    def backward_all(
+        self, dx: Array, drouter_logits: tuple[Any, ...] | None = None
+    ) -> tuple[LanguageModelParams, Array | None]:
+        """Gradients of params, but for the head, and of vectors that stand for tokens."""
+        dx, dstack, _, _, dpos, _ = self.stack.backward(dx, drouter_logits)
+        dembed = None if self.embed is None else self.embed.backward(dx, dpos)
+        grads = LanguageModelParams(dembed, dstack, None)
+        return grads, dx if self.embed is None else None
+
+
+class LanguageModelCache(NamedTuple):
+    """What `LanguageModel.forward` keeps for its backward."""
+
+    hidden: HiddenCache
+    head: Any
+
+    def backward(
+        self, dy: Array, drouter_logits: tuple[Any, ...] | None = None
+    ) -> LanguageModelParams:
+        """Gradients of params; the two uses of a tied table add.
+
+        drouter_logits: as in `layers.StackCache.backward`.
+        """
+        return self.backward_all(dy, drouter_logits)[0]
+
+    def backward_all(
+        self, dy: Array, drouter_logits: tuple[Any, ...] | None = None
+    ) -> tuple[LanguageModelParams, Array | None]:
+        """Gradients of params, and of vectors that stand for tokens."""
+        dhead = dtable = None
+        if self.head is not None:
+            dy, dhead, dtable = self.head.backward(dy)
+        grads, dtokens = self.hidden.backward_all(dy, drouter_logits)
+        dembed = grads.embed
+        if dtable is not None and dembed is not None:
+            dembed = dembed._replace(table=dembed.table + dtable)
+        return grads._replace(embed=dembed, head=dhead), dtokens
+
+
+class BalancedLossCache(NamedTuple):
+    """What `LanguageModel.loss` keeps where routers have losses of their own."""
+
+    tokens: LossCache
+    drouter_logits: tuple[Any, ...]  # of each layer, or None: the gradient for dloss = 1
+
+    def backward(self, dloss: Array | None = None) -> LanguageModelParams:
+        """Gradients of params; dloss is 1 unless given."""
+        dloss = one(self.tokens.loss.lse) if dloss is None else dloss
+        drouter_logits = tuple(d if d is None else d * dloss for d in self.drouter_logits)
+        grads: LanguageModelParams = self.tokens.model.backward(
+            self.tokens.loss.backward(dloss), drouter_logits
+        )
+        return grads
+
+
+class PooledCache(NamedTuple):
+    """What `LanguageModel.pooled` keeps for its backward."""
+
+    hidden: HiddenCache
+    pool: Any
+    pooler: Any
+    norm: Any
+    head: Any  # its parameters, for zeros in their place where they were not used
+
+    def backward(self, dy: Array) -> LanguageModelParams:
+        """Gradients of params; zero for a head that was not used."""
+        if self.norm is not None:
+            dy = self.norm.backward(dy)
+        if self.pooler is not None:
+            dy, dhead = self.pooler.backward(dy)
+        else:
+            xp = array_namespace(dy)
+            dhead = None if self.head is None else tree.map(xp.zeros_like, self.head)
+        return self.hidden.backward(self.pool.backward(dy))._replace(head=dhead)
+
+
+def _require_keep(mask: Array, tokens: Array) -> None:
+    require_mask("LanguageModel", "mask", mask, tokens)
+    if tuple(mask.shape) != tuple(tokens.shape[:2]):
+        raise ValueError(
+            f"LanguageModel: mask must be (B, T) = {tuple(tokens.shape[:2])} like tokens, "
+            f"got shape {tuple(mask.shape)}"
+        )
+
+
+def _counted(mask: Array) -> Array:
+    """The place of each token among those that mask keeps; 0 for padding before the first."""
+    xp = array_namespace(mask)
+    seen = xp.cumulative_sum(as_indices(xp.astype(mask, xp.uint8)), axis=-1)
+    return xp.maximum(seen - 1, xp.zeros_like(seen))

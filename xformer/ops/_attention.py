@@ -1,0 +1,127 @@
+"""What the attention ops share: grouped heads, allowed keys, and a softmax that has no NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from array_api_compat import array_namespace, device
+
+from xformer.checks import number, require_mask
+from xformer.typing import Array
+
+Window = tuple[int | None, int | None]
+
+
+def fold(x: Array, k: Array) -> Array:
+    """(B, H, T, .) -> (B, G, H/G * T, .): the query heads of a group as more rows."""
+    groups = k.shape[1]
+    if x.shape[1] == groups:
+        return x
+    rows = x.shape[1] // groups * x.shape[2]
+    return array_namespace(x).reshape(x, (x.shape[0], groups, rows, x.shape[3]))
+
+
+def unfold(x: Array, q: Array) -> Array:
+    """(B, G, H/G * T, .) -> (B, H, T, .)."""
+    if x.shape[1] == q.shape[1]:
+        return x
+    return array_namespace(x).reshape(x, (*q.shape[:3], x.shape[3]))
+
+
+def forbid(scores: Array, mask: Array | None, causal: bool, window: Window = (None, None)) -> Array:
+    """scores (B, H, T, S), -inf where a query may not attend to a key."""
+    allowed = _allowed_keys(scores, mask, causal, window)
+    if allowed is None:
+        return scores
+    xp = array_namespace(scores)
+    return xp.where(allowed, scores, -xp.inf)
+
+
+def _allowed_keys(scores: Array, mask: Array | None, causal: bool, window: Window) -> Array | None:
+    """Mask, causality and window together: boolean, (T, S) or wider; None where all may."""
+    left, right = window
+    right = 0 if causal else right
+    if left is None and right is None:
+        return mask
+    n_queries, n_keys = scores.shape[-2:]
+    key, query = aligned(scores, n_queries, n_keys)
+    allowed = mask
+    if right is not None:  # beyond T or S a window bounds nothing, and might not fit an index
+        allowed = _both(key <= query + min(right, n_queries), allowed)
+    if left is not None:
+        allowed = _both(key >= query - min(left, n_keys), allowed)
+    return allowed
+
+
+def _both(seen: Array, allowed: Array | None) -> Array:
+    return seen if allowed is None else seen & allowed
+
+
+def aligned(like: Array, n_queries: int, n_keys: int) -> tuple[Array, Array]:
+    """Positions of keys (1, S) and queries (T, 1), the last query at the last key."""
+    xp = array_namespace(like)
+    key = xp.arange(n_keys, device=device(like))[None, :]
+    query = xp.arange(n_queries, device=device(like))[:, None]
+    return key, query + (n_keys - n_queries)
+
+
+def softmax_or_zero(scores: Array, sinks: Array | None = None) -> tuple[Array, Array | None]:
+    """Softmax over the last axis, of the keys and a sink a head; the share of the sinks.
+
+    scores: (B, H, T, S)   sinks: (H,) or None   probs: (B, H, T, S)   shares: (B, H, T, 1) or None.
+    Rows of -inf, or without elements, give zeros.
+    """
+    xp = array_namespace(scores)
+    if scores.shape[-1]:
+        top = xp.max(scores, axis=-1, keepdims=True)
+    else:
+        column = (*scores.shape[:-1], 1)
+        top = xp.full(column, -xp.inf, dtype=scores.dtype, device=device(scores))
+    if sinks is not None:
+        sinks = sinks[:, None, None]  # (H, 1, 1)
+        top = xp.maximum(top, sinks)
+    top = xp.where(top == -xp.inf, 0.0, top)
+    e = xp.exp(scores - top)
+    total = xp.sum(e, axis=-1, keepdims=True)
+    e_sinks = None if sinks is None else xp.exp(sinks - top)
+    total = total if e_sinks is None else total + e_sinks
+    total = xp.where(total == 0, 1.0, total)
+    return e / total, None if e_sinks is None else e_sinks / total
+
+
+def require_heads(op: str, q: Array, k: Array, mask: Array | None) -> None:
+    """ValueError, TypeError unless the heads of k divide those of q and the mask fits."""
+    heads, groups = q.shape[1], k.shape[1]
+    if groups == 0:
+        raise ValueError(f"{op}: k must have at least one head, got shape {tuple(k.shape)}")
+    if heads % groups:
+        raise ValueError(f"{op}: the {groups} heads of k must divide the {heads} heads of q")
+    if mask is not None:
+        require_mask(op, "mask", mask, q)
+        require_broadcasts(op, "mask", mask, (*q.shape[:3], k.shape[2]))
+
+
+def require_broadcasts(op: str, name: str, array: Array, full: tuple[int, ...]) -> None:
+    """ValueError unless the array broadcasts to (B, H, T, S) = `full`."""
+    shape = tuple(array.shape)
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    if len(shape) > len(full) or not all(n in (1, m) for n, m in pairs):
+        raise ValueError(f"{op}: {name} must broadcast to (B, H, T, S) = {full}, got shape {shape}")
+
+
+def scale_of(op: str, scale: float | None, q: Array) -> float:
+    """The scale of the scores: K^-1/2 unless given."""
+    # Heads of no width score 0 whatever the scale.
+    return max(q.shape[3], 1) ** -0.5 if scale is None else number(op, "scale", scale)
+
+
+def window_of(op: str, window: Any) -> Window:
+    """The window, unbounded where None. ValueError for what is no pair of sizes or None."""
+    if window is None:
+        return None, None
+    is_pair = isinstance(window, tuple | list) and len(window) == 2
+    if not is_pair or not all(n is None or (type(n) is int and n >= 0) for n in window):
+        raise ValueError(
+            f"{op}: window must be (left, right), each an int of at least 0 or None, got {window!r}"
+        )
+    return window[0], window[1]

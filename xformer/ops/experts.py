@@ -1,0 +1,123 @@
+"""Rows through the feed-forward networks that were chosen for each: a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.checks import require_axis, require_gradient, require_ids
+from xformer.dispatch import overridable
+from xformer.ops.activation import ACTIVATIONS, require_activation
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+Weights = tuple[Array, Array, Array]  # gate (D, F), up (D, F), down (F, D) of one expert
+
+
+@overridable
+@shapes("x (N, D)  w_gate (E, D, F)  w_up (E, D, F)  w_down (E, F, D)  weights (N, C)  ids (N, C)")
+def experts(
+    x: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    weights: Array,
+    *,
+    ids: Array,
+    activation: str = "silu",
+) -> tuple[Array, ExpertsCache]:
+    """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc.
+
+    The experts of arXiv:2401.04088, eq. 3. activation: a name in `activation.ACTIVATIONS`. Ids are
+    distinct within a row in use, which is not checked: an expert chosen twice has the sum of both
+    weights. The reference, whose shapes depend on no values, sends every row through every expert.
+
+    x: (N, D)   w_gate, w_up: (E, D, F)   w_down: (E, F, D)   weights: (N, C)   ids: (N, C)
+    integers in [0, E)   y: (N, D). ValueError, TypeError where they are not.
+    Derivation: docs/derivations/experts.md
+    """
+    ids = require_choice(ids, w_gate, activation)
+    xp = array_namespace(x)
+    y, parts = xp.zeros_like(x), []
+    for e in range(w_gate.shape[0]):
+        w_e = w_gate[e, ...], w_up[e, ...], w_down[e, ...]
+        share = xp.sum(xp.where(ids == e, weights, 0.0), axis=1)  # (N,)
+        y_e, part = one_expert(_chosen_rows(x, ids, e), w_e, share, activation)
+        y = y + y_e
+        parts.append(part)
+    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, tuple(parts))
+
+
+class ExpertsCache(NamedTuple):
+    """What `experts` keeps for its backward."""
+
+    x: Array  # (N, D)
+    w_gate: Array  # (E, D, F)
+    w_up: Array  # (E, D, F)
+    w_down: Array  # (E, F, D)
+    ids: Array  # (N, C)
+    activation: str
+    parts: tuple[ExpertCache, ...]  # of each expert, 0 in rows that are not its
+
+    def backward(self, dy: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """Sums over the experts of the gradients of each, from its rows of dy."""
+        require_gradient("experts", "dy", dy, self.x)
+        x, ids = self.x, self.ids
+        xp = array_namespace(dy)
+        dx, dws, dshares = xp.zeros_like(x), [], []
+        for e, part in enumerate(self.parts):
+            w_e = self.w_gate[e, ...], self.w_up[e, ...], self.w_down[e, ...]
+            dy_e, x_e = _chosen_rows(dy, ids, e), _chosen_rows(x, ids, e)
+            dx_e, dw_e, dshare = part.backward(dy_e, x_e, w_e, self.activation)
+            dx = dx + dx_e
+            dws.append(dw_e)
+            dshares.append(dshare)
+        dw_gate, dw_up, dw_down = (xp.stack(dw) for dw in zip(*dws, strict=True))
+        dweights = xp.take_along_axis(xp.stack(dshares, axis=1), ids, axis=1)  # (N, C)
+        return dx, dw_gate, dw_up, dw_down, dweights
+
+
+def one_expert(x: Array, ws: Weights, share: Array, activation: str) -> tuple[Array, ExpertCache]:
+    """y = (share * act(x w_gate) * (x w_up)) w_down: one expert, its rows and their weights."""
+    w_gate, w_up, w_down = ws
+    gate, up = x @ w_gate, x @ w_up  # (N, F)
+    act, _ = ACTIVATIONS[activation](gate)
+    return (share[:, None] * act * up) @ w_down, ExpertCache(gate, up, share)
+
+
+class ExpertCache(NamedTuple):
+    """What one expert keeps for its backward; the rest it is given again."""
+
+    gate: Array  # (N, F)
+    up: Array  # (N, F)
+    share: Array  # (N,)
+
+    def backward(
+        self, dy: Array, x: Array, ws: Weights, activation: str
+    ) -> tuple[Array, Weights, Array]:
+        """Gradients of x, of the three weights, and of share."""
+        w_gate, w_up, w_down = ws
+        up, share = self.up, self.share[:, None]
+        act, act_cache = ACTIVATIONS[activation](self.gate)  # recomputed
+        hidden = act * up
+        dshared = dy @ w_down.T  # (N, F)
+        dshare = array_namespace(dy).sum(dshared * hidden, axis=1)
+        dw_down = (share * hidden).T @ dy
+        dhidden = share * dshared
+        dgate, dup = act_cache.backward(dhidden * up), dhidden * act
+        dx = dgate @ w_gate.T + dup @ w_up.T
+        return dx, (x.T @ dgate, x.T @ dup, dw_down), dshare
+
+
+def require_choice(ids: Array, w_gate: Array, activation: str) -> Array:
+    """`ids` in the dtype of indices; ValueError, TypeError unless they and the activation exist."""
+    require_activation("experts", activation)
+    require_axis("experts", w_gate, 0, "w_gate")
+    return require_ids("experts", "ids", ids, w_gate.shape[0], w_gate)
+
+
+def _chosen_rows(x: Array, ids: Array, e: int) -> Array:
+    """Zeros in rows that did not choose expert e: an infinity there must not spread."""
+    xp = array_namespace(x)
+    return xp.where(xp.any(ids == e, axis=1)[:, None], x, 0.0)

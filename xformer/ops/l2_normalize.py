@@ -1,0 +1,44 @@
+"""Scaling of vectors to length 1."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import overridable
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (..., D)")
+def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCache]:
+    """y = x / max(|x|, eps), |x| the Euclidean norm over the last axis (torch's F.normalize).
+
+    x, y: (..., D). ValueError where D is 0 or eps negative.
+    Derivation: docs/derivations/l2_normalize.md
+    """
+    eps = number("l2_normalize", "eps", eps, low=0)
+    require_axis("l2_normalize", x, -1)
+    xp = array_namespace(x)
+    norm = xp.sqrt(xp.sum(x**2, axis=-1, keepdims=True))  # (..., 1)
+    y = x / xp.maximum(norm, eps)
+    return y, L2NormalizeCache(y, norm, eps)
+
+
+class L2NormalizeCache(NamedTuple):
+    """What `l2_normalize` keeps for its backward."""
+
+    y: Array  # (..., D)
+    norm: Array  # (..., 1), of x
+    eps: float
+
+    def backward(self, dy: Array) -> Array:
+        """dx = (dy - y * sum(dy * y)) / |x|; where |x| < eps, dx = dy / eps."""
+        require_gradient("l2_normalize", "dy", dy, self.y)
+        y, norm, eps = self
+        xp = array_namespace(dy)
+        along = xp.sum(dy * y, axis=-1, keepdims=True)  # (..., 1)
+        return (dy - y * xp.where(norm < eps, 0.0, along)) / xp.maximum(norm, eps)

@@ -1,0 +1,76 @@
+"""The auxiliary loss that spreads rows evenly over experts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer.checks import require_axis, require_gradient, require_ids
+from xformer.dispatch import overridable
+from xformer.ops.index_add import index_add
+from xformer.ops.softmax import softmax
+from xformer.shapes import require_array, require_same_device, require_same_library, shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("logits (N, E)  ids (N, C)  mask (N)")
+def load_balancing(
+    logits: Array, *, ids: Array, mask: Array | None = None
+) -> tuple[Array, LoadBalancingCache]:
+    """loss = E * sum_e f_e p_e: C where the load is even (arXiv:2101.03961, eq. 4 to 6).
+
+    f_e: how many of the choices `ids` are expert e, for each row; p_e: the mean of the rows'
+    softmax(logits). Only rows where the mask is True count; without any the loss is 0. f is a
+    constant: the gradient is that of p. For several layers, concatenate their rows, as Mixtral
+    does.
+
+    logits: (N, E)   ids: (N, C) integers in [0, E)   mask: (N,) boolean   loss: (). ValueError,
+    TypeError where they are not. Derivation: docs/derivations/load_balancing.md
+    """
+    require_axis("load_balancing", logits, -1, "logits")
+    n_experts = logits.shape[1]
+    ids = require_ids("load_balancing", "ids", ids, n_experts, logits)
+    xp = array_namespace(logits)
+    logits, weight = kept_rows("load_balancing", logits, mask)
+    probs, softmax_cache = softmax(logits)
+    n_choices = math.prod(ids.shape)
+    each = xp.reshape(xp.broadcast_to(weight[:, None], ids.shape), (n_choices, 1))
+    zeros = xp.zeros((n_experts, 1), dtype=logits.dtype, device=device(logits))
+    f = index_add(zeros, each, ids=xp.reshape(ids, (n_choices,)))[0][:, 0]  # (E,)
+    p = xp.sum(probs * weight[:, None], axis=0)  # (E,)
+    return n_experts * xp.sum(f * p), LoadBalancingCache(f, weight, softmax_cache)
+
+
+class LoadBalancingCache(NamedTuple):
+    """What `load_balancing` keeps for its backward."""
+
+    f: Array  # (E,)
+    weight: Array  # (N,): 1 / (rows that count), or 0
+    softmax: Any
+
+    def backward(self, dloss: Array) -> Array:
+        """dlogits = E * dloss * weight * probs * (f - sum(f * probs)), along the experts."""
+        require_gradient("load_balancing", "dloss", dloss, self.f, ())
+        dp = self.f.shape[0] * dloss * self.f
+        return self.softmax.backward(self.weight[:, None] * dp)
+
+
+def kept_rows(op: str, logits: Array, mask: Array | None) -> tuple[Array, Array]:
+    """Logits with zeros in rows where the mask is False, and the weight of each row in a mean.
+
+    What stands in a row that does not count, NaN perhaps, must not spread.
+    """
+    xp = array_namespace(logits)
+    if mask is None:
+        return logits, xp.full_like(logits[:, 0], 1 / max(logits.shape[0], 1))
+    require_array(op, "mask", mask, "a boolean array")
+    require_same_library(op, "mask", mask, logits)
+    require_same_device(op, "mask", mask, logits)
+    if not xp.isdtype(mask.dtype, "bool"):
+        raise TypeError(f"{op}: mask must be boolean (True = counts), got dtype {mask.dtype}")
+    weight = xp.astype(mask, logits.dtype)
+    kept = xp.where(mask[:, None], logits, 0.0)
+    return kept, weight / xp.maximum(xp.sum(weight), 1.0)

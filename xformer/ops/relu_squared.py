@@ -1,0 +1,33 @@
+"""Squared rectified linear unit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.checks import require_gradient
+from xformer.dispatch import overridable
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (...)")
+def relu_squared(x: Array) -> tuple[Array, ReluSquaredCache]:
+    """y = max(0, x)^2, elementwise (arXiv:2109.08668).
+
+    x, y: any shape. Derivation: docs/derivations/relu_squared.md
+    """
+    return array_namespace(x).maximum(x, 0.0) ** 2, ReluSquaredCache(x)
+
+
+class ReluSquaredCache(NamedTuple):
+    """What `relu_squared` keeps for its backward."""
+
+    x: Array
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * 2 * max(0, x)."""
+        require_gradient("relu_squared", "dy", dy, self.x)
+        return dy * (2 * array_namespace(dy).maximum(self.x, 0.0))

@@ -1,0 +1,74 @@
+"""Rotary position embedding: the rotation itself; its tables are made by `layers.rotary`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.checks import require_gradient
+from xformer.dispatch import overridable
+from xformer.shapes import require_like, shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (B, H, T, K)")
+def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
+    """Turn pairs of channels: (a, b) -> (a cos - b sin, b cos + a sin) (arXiv:2104.09864, eq. 34).
+
+    x, y: (B, H, T, K)   cos, sin: (T, R/2) or (B, T, R/2), of the dtype of x, one column a pair;
+    they may carry a factor. The first R <= K channels of a head are turned, the rest pass through.
+    A pair is (i, i + R/2), as in Hugging Face's Llama, or, interleaved, (2i, 2i + 1), as in Meta's
+    Llama, llama2.c and GPT-J. ValueError where shapes do not fit, TypeError where dtypes or
+    libraries differ. Derivation: docs/derivations/rope.md
+    """
+    _require_tables(x, cos, sin)
+    return _turn(x, cos, sin, interleaved), RopeCache(cos, sin, interleaved, tuple(x.shape))
+
+
+class RopeCache(NamedTuple):
+    """What `rope` keeps for its backward: the tables, which all its calls share."""
+
+    cos: Array  # (T, R/2) or (B, T, R/2)
+    sin: Array  # like cos
+    interleaved: bool
+    shape: tuple[int, ...]  # (B, H, T, K)
+
+    def backward(self, dy: Array) -> Array:
+        """dx is dy turned back: the transposed map, not the inverse, which a factor would undo."""
+        require_gradient("rope", "dy", dy, self.cos, self.shape)
+        return _turn(dy, self.cos, -self.sin, self.interleaved)
+
+
+def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    xp = array_namespace(x)
+    half = cos.shape[-1]
+    if cos.ndim == 3:
+        cos, sin = cos[:, None, :, :], sin[:, None, :, :]  # (B, 1, T, R/2): one for all heads
+    rest = x[..., 2 * half :]
+    if interleaved:
+        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        pairs = xp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)  # (B, H, T, R/2, 2)
+        parts = [xp.reshape(pairs, (*x.shape[:-1], 2 * half)), rest]
+    else:
+        a, b = x[..., :half], x[..., half : 2 * half]
+        parts = [a * cos - b * sin, b * cos + a * sin, rest]
+    return xp.concat(parts, axis=-1)
+
+
+def _require_tables(x: Array, cos: Array, sin: Array) -> None:
+    batch, _, length, width = x.shape
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_like("rope", name, table, x)
+        shape = tuple(table.shape)
+        fits = shape[:-1] in ((length,), (batch, length)) and 2 * shape[-1] <= width
+        if not fits:
+            raise ValueError(
+                f"rope: {name} must be (T, R/2) or (B, T, R/2) with B = {batch}, T = {length} and "
+                f"R <= K = {width} (from x), got shape {shape}"
+            )
+    if sin.shape != cos.shape:
+        raise ValueError(
+            f"rope: sin must have the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}"
+        )

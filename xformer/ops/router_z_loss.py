@@ -1,0 +1,45 @@
+"""The auxiliary loss that keeps a router's logits small."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.checks import require_axis, require_gradient
+from xformer.dispatch import overridable
+from xformer.ops.load_balancing import kept_rows
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("logits (N, E)  mask (N)")
+def router_z_loss(logits: Array, *, mask: Array | None = None) -> tuple[Array, RouterZLossCache]:
+    """loss = mean over rows of log(sum(exp(logits)))^2 (arXiv:2202.08906, eq. 5).
+
+    Only rows where the mask is True count; without any the loss is 0.
+
+    logits: (N, E)   mask: (N,) boolean   loss: (). ValueError, TypeError where they are not.
+    Derivation: docs/derivations/router_z_loss.md
+    """
+    require_axis("router_z_loss", logits, -1, "logits")
+    xp = array_namespace(logits)
+    logits, weight = kept_rows("router_z_loss", logits, mask)
+    top = xp.max(logits, axis=-1, keepdims=True)
+    lse = xp.log(xp.sum(xp.exp(logits - top), axis=-1)) + top[:, 0]  # (N,)
+    return xp.sum(weight * lse**2), RouterZLossCache(logits, lse, weight)
+
+
+class RouterZLossCache(NamedTuple):
+    """What `router_z_loss` keeps for its backward; probabilities are recomputed from lse."""
+
+    logits: Array  # (N, E), zeros in rows that do not count
+    lse: Array  # (N,)
+    weight: Array  # (N,): 1 / (rows that count), or 0
+
+    def backward(self, dloss: Array) -> Array:
+        """dlogits = dloss * weight * 2 lse * p, p = exp(logits - lse)."""
+        require_gradient("router_z_loss", "dloss", dloss, self.logits, ())
+        probs = array_namespace(dloss).exp(self.logits - self.lse[:, None])
+        return (2 * dloss * self.weight * self.lse)[:, None] * probs

@@ -1,0 +1,40 @@
+"""Soft capping of logits and scores."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer.checks import number, require_gradient
+from xformer.dispatch import overridable
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (...)")
+def softcap(x: Array, *, cap: float) -> tuple[Array, SoftcapCache]:
+    """y = cap * tanh(x / cap), elementwise: |y| <= cap (Gemma 2, arXiv:2408.00118, section 2).
+
+    x, y: any shape. ValueError unless cap is positive and finite.
+    Derivation: docs/derivations/softcap.md
+    """
+    cap = number("softcap", "cap", cap)
+    if not 0 < cap < math.inf:
+        raise ValueError(f"softcap: cap must be positive and finite, got {cap}")
+    y = cap * array_namespace(x).tanh(x / cap)
+    return y, SoftcapCache(y, cap)
+
+
+class SoftcapCache(NamedTuple):
+    """What `softcap` keeps for its backward."""
+
+    y: Array  # shape of x
+    cap: float
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * (1 - (y / cap)^2)."""
+        require_gradient("softcap", "dy", dy, self.y)
+        return dy * (1 - (self.y / self.cap) ** 2)

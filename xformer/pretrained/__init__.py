@@ -1,0 +1,11 @@
+"""Models that others trained: read from folders in Hugging Face's format, and written back.
+
+model, params = xformer.pretrained.load("SmolLM2-135M")
+logits, cache = model.forward(params, tokens)
+xformer.pretrained.save(model, params, "copy")
+"""
+
+from xformer.pretrained.loading import load, model, save, tensors_of
+from xformer.pretrained.reading import PretrainedError
+
+__all__ = ["PretrainedError", "load", "model", "save", "tensors_of"]

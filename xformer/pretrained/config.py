@@ -1,0 +1,260 @@
+"""A model's config.json, read key by key: what is not asked for is refused, never ignored."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from xformer.pretrained.reading import PretrainedError, listed
+
+REQUIRED: Any = object()  # the default of a key that has none
+MAX = (1 << 31) - 1
+MAX_ITEMS = 10_000
+FLOAT_MAX = sys.float_info.max
+
+# Keys that do not touch the mathematics: where a model comes from, how its text is generated, what
+# its outputs are packed in. As transformers 2 to 5 write them.
+HARMLESS = (
+    *("_name_or_path", "name_or_path", "architectures", "model_type", "transformers_version"),
+    *("_commit_hash", "_num_labels", "finetuning_task", "language", "license", "tokenizer_class"),
+    *("dtype", "torch_dtype", "torchscript", "use_bfloat16", "xla_device", "tf_legacy_loss"),
+    *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation"),
+    *("_flash_attn_2_enabled", "_experts_implementation", "experts_implementation"),
+    *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "prefix"),
+    *("initializer_range", "initializer_factor", "gradient_checkpointing"),
+    *("chunk_size_feed_forward", "use_cache", "cache_implementation", "cache_config"),
+    *("output_attentions", "output_hidden_states", "output_past", "output_scores"),
+    *("output_logits", "return_dict", "use_return_dict", "return_dict_in_generate"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
+    *("mask_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time"),
+    *("do_sample", "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences"),
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "encoder_repetition_penalty", "length_penalty"),
+    *("diversity_penalty", "exponential_decay_length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
+    *("begin_suppress_tokens", "renormalize_logits", "remove_invalid_values"),
+)
+
+# Keys that would change the mathematics of any model, at the value that does not.
+NEUTRAL: dict[str, Any] = {
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "tie_encoder_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "pruned_heads": {},
+}
+
+
+class Config:
+    """One JSON object of a configuration; `where` names its file, and its place there.
+
+    Every reader takes the name of a key and gives its value, checked: `default` where there is no
+    such key, `null` where its value is null (the default too, unless given: transformers makes a
+    difference for some keys). `finish`, called last, refuses the keys that nobody asked for. All
+    raise PretrainedError.
+    """
+
+    def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
+        self.where = where
+        self.data = data
+        self._asked: set[str] = set()
+        self._parts: dict[str, Config] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a key, and its value is not null."""
+        return self.data.get(name) is not None
+
+    def integer(
+        self,
+        name: str,
+        *,
+        low: int = 0,
+        high: int = MAX,
+        default: Any = REQUIRED,
+        null: Any = REQUIRED,
+    ) -> Any:
+        """An int in [low, high]."""
+        return self._read(name, default, null, _integer(low, high))
+
+    def number(
+        self,
+        name: str,
+        *,
+        low: float = -math.inf,
+        high: float = math.inf,
+        default: Any = REQUIRED,
+        null: Any = REQUIRED,
+    ) -> Any:
+        """A float in [low, high]; the file may have it as an integer."""
+        return self._read(name, default, null, _number(low, high))
+
+    def flag(self, name: str, *, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
+        """True or False."""
+        return self._read(name, default, null, _flag)
+
+    def text(
+        self,
+        name: str,
+        *,
+        choices: Sequence[str] = (),
+        default: Any = REQUIRED,
+        null: Any = REQUIRED,
+    ) -> Any:
+        """A string, one of `choices` where there are some."""
+        return self._read(name, default, null, _text(choices))
+
+    def integers(
+        self, name: str, *, low: int = 0, high: int = MAX, length: int | None = None, **absent: Any
+    ) -> Any:
+        """A tuple of ints in [low, high], `length` of them where it is given."""
+        return self._read_list(name, _integer(low, high), length, **absent)
+
+    def numbers(
+        self,
+        name: str,
+        *,
+        low: float = -math.inf,
+        high: float = math.inf,
+        length: int | None = None,
+        **absent: Any,
+    ) -> Any:
+        """A tuple of floats in [low, high], `length` of them where it is given."""
+        return self._read_list(name, _number(low, high), length, **absent)
+
+    def texts(
+        self, name: str, *, choices: Sequence[str] = (), length: int | None = None, **absent: Any
+    ) -> Any:
+        """A tuple of strings of `choices`, `length` of them where it is given."""
+        return self._read_list(name, _text(choices), length, **absent)
+
+    def sub(self, name: str) -> Config | None:
+        """The object under a key, None where there is none; `finish` finishes it too."""
+        if name not in self._parts:
+            data = self._read(name, None, None, _object)
+            if data is None:
+                return None
+            self._parts[name] = Config(data, f"{self.where}: {name}")
+        return self._parts[name]
+
+    def only(self, name: str, *values: Any) -> None:
+        """Refuse the key at any value but these; null and no key at all are fine."""
+        value = self.data.get(name)
+        self._asked.add(name)
+        same = [v for v in values if v == value and isinstance(v, bool) == isinstance(value, bool)]
+        if value is not None and not same:
+            raise self.refused(name, " or ".join(repr(v) for v in values) or "null")
+
+    def ignore(self, *names: str) -> None:
+        """Accept these keys at any value."""
+        self._asked.update(names)
+
+    def common(self, **kept: Any) -> None:
+        """What holds for every family: HARMLESS keys are ignored, NEUTRAL ones must be neutral.
+
+        `kept` has other values for NEUTRAL keys: `common(is_encoder_decoder=True)`.
+        """
+        self.ignore(*HARMLESS)
+        for name, value in (NEUTRAL | kept).items():
+            self.only(name, value)
+
+    def labels(self) -> int:
+        """How many classes a classifier has: as many as `id2label`, or `num_labels`, or 2."""
+        names = self._read("id2label", None, None, _object)
+        count = self.integer("num_labels", low=1, high=MAX_ITEMS, default=None)
+        if names is None:
+            return 2 if count is None else int(count)
+        if not 1 <= len(names) <= MAX_ITEMS or count not in (None, len(names)):
+            raise self.refused("id2label", f"an object of {count or f'1 to {MAX_ITEMS}'} names")
+        return len(names)
+
+    def finish(self) -> None:
+        """PretrainedError that lists the keys which nobody asked for; null ones say nothing."""
+        unknown = [k for k, v in self.data.items() if k not in self._asked and v is not None]
+        if unknown:
+            raise PretrainedError(f"{self.where}: not supported: {listed(unknown)}")
+        for part in self._parts.values():
+            part.finish()
+
+    def refused(self, name: str, wanted: str) -> PretrainedError:
+        """The error for a value that cannot be used."""
+        value = self.data.get(name)
+        return PretrainedError(f"{self.where}: {name} must be {wanted}, got {value!r:.100}")
+
+    def _read(self, name: str, default: Any, null: Any, check: Callable[[Any], Any]) -> Any:
+        self._asked.add(name)
+        value = self.data.get(name)
+        if value is None:
+            value = null if name in self.data and null is not REQUIRED else default
+            if value is REQUIRED:
+                raise PretrainedError(f"{self.where}: {name} is missing")
+            return value
+        try:
+            return check(value)
+        except ValueError as error:
+            raise self.refused(name, str(error)) from None
+
+    def _read_list(
+        self,
+        name: str,
+        check: Callable[[Any], Any],
+        length: int | None,
+        default: Any = REQUIRED,
+        null: Any = REQUIRED,
+    ) -> Any:
+        def items(value: Any) -> tuple[Any, ...]:
+            wanted = f"a list of {f'at most {MAX_ITEMS}' if length is None else length}"
+            if not isinstance(value, list):
+                raise ValueError(wanted)
+            if len(value) > MAX_ITEMS or length not in (None, len(value)):
+                raise ValueError(wanted)
+            return tuple(check(item) for item in value)
+
+        return self._read(name, default, null, items)
+
+
+# What a value must be: each gives it back, or raises ValueError with what was wanted.
+
+
+def _integer(low: int, high: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(f"an integer from {low} to {high}")
+        return value
+
+    return check
+
+
+def _number(low: float, high: float) -> Callable[[Any], float]:
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError("a number")
+        if not max(low, -FLOAT_MAX) <= value <= min(high, FLOAT_MAX):
+            raise ValueError(f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    return check
+
+
+def _text(choices: Sequence[str]) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or (choices and value not in choices):
+            raise ValueError(f"one of {', '.join(choices)}" if choices else "a string")
+        return value
+
+    return check
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("an object")
+    return value

@@ -1,0 +1,117 @@
+"""BERT (arXiv:1810.04805), and what its descendants share with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from xformer.layers import BlockConfig, EmbedConfig, NormConfig
+from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler
+from xformer.pretrained.config import Config
+from xformer.pretrained.family import Family, activation, layers, rate
+from xformer.pretrained.names import Links, attention, linear, norm, same
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    own = block(c)
+    top: Any = Pooler()
+    if head == "masked-lm":
+        top = MaskedLMHead(own.activation, own.eps)
+    elif head == "classifier":
+        top = Classifier(c.labels(), dropout=classifier_dropout(c, own))
+    return encoder(c, own, top)
+
+
+def block(c: Config, act: str = "gelu", eps: float = 1e-12, dropout: float = 0.1) -> BlockConfig:
+    """A post-LN block; act, eps, dropout: the family's defaults."""
+    return BlockConfig(
+        d_model=c.integer("hidden_size", low=1, default=768),
+        n_heads=c.integer("num_attention_heads", low=1, default=12),
+        d_ff=c.integer("intermediate_size", low=1, default=3072),
+        activation=activation(c, "hidden_act", act),
+        norm="post",
+        eps=c.number("layer_norm_eps", low=0, default=eps),
+        dropout=rate(c, "hidden_dropout_prob", dropout),
+        attn_dropout=rate(c, "attention_probs_dropout_prob", dropout),
+    )
+
+
+def encoder(
+    c: Config, own: BlockConfig, head: Any, *, width: int | None = None, **embed: Any
+) -> LanguageModel:
+    """An encoder of such blocks; width: of the embedding; embed: what is its own there."""
+    c.only("position_embedding_type", "absolute")
+    c.ignore("tie_word_embeddings", "classifier_dropout", "classifier_dropout_prob")
+    table = EmbedConfig(
+        vocab_size=c.integer("vocab_size", low=1, default=30522),
+        width=own.d_model if width is None else width,
+        d_model=own.d_model,
+        max_len=c.integer("max_position_embeddings", low=1, default=512),
+        positions="learned",
+        n_types=c.integer("type_vocab_size", default=2),
+        norm=NormConfig(eps=own.eps),
+        dropout=own.dropout,
+        **embed,
+    )
+    return LanguageModel(table, (own,) * layers(c, default=12), causal=False, head=head)
+
+
+def classifier_dropout(c: Config, own: BlockConfig) -> float:
+    """The rate of a classifier's dropout: that of the hidden states, unless given."""
+    return rate(c, "classifier_dropout", own.dropout)
+
+
+def links(model: LanguageModel, name: str = "bert") -> Links:
+    """Names of the encoder and of BERT's heads."""
+    yield from embed_links(f"{name}.embeddings")
+    for i in range(len(model.blocks)):
+        theirs, ours = f"{name}.encoder.layer.{i}", f"stack.blocks.{i}"
+        yield from attention(
+            f"{theirs}.attention",
+            f"{ours}.attn",
+            "self.query",
+            "self.key",
+            "self.value",
+            "output.dense",
+        )
+        yield from norm(f"{theirs}.attention.output.LayerNorm", f"{ours}.attn_norm")
+        yield from linear(f"{theirs}.intermediate.dense", f"{ours}.ffn.up")
+        yield from linear(f"{theirs}.output.dense", f"{ours}.ffn.down")
+        yield from norm(f"{theirs}.output.LayerNorm", f"{ours}.ffn_norm")
+    if isinstance(model.head, MaskedLMHead):
+        yield from linear("cls.predictions.transform.dense", "head.dense")
+        yield from norm("cls.predictions.transform.LayerNorm", "head.norm")
+        yield from same("cls.predictions.bias", "head.b")
+    elif isinstance(model.head, Classifier):
+        yield from linear(f"{name}.pooler.dense", "head.dense")
+        yield from linear("classifier", "head.out")
+    else:
+        yield from linear(f"{name}.pooler.dense", "head")
+
+
+def embed_links(theirs: str) -> Links:
+    """The embedding."""
+    yield from same(f"{theirs}.word_embeddings.weight", "embed.table")
+    yield from same(f"{theirs}.position_embeddings.weight", "embed.positions")
+    yield from same(f"{theirs}.token_type_embeddings.weight", "embed.types")
+    yield from norm(f"{theirs}.LayerNorm", "embed.norm")
+
+
+FAMILY = Family(
+    heads={
+        "BertForMaskedLM": "masked-lm",
+        "BertForSequenceClassification": "classifier",
+        "BertModel": "hidden",
+    },
+    build=build,
+    links=links,
+    prefix="bert.",
+    tied={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    buffers=(r".*embeddings\.position_ids", r".*embeddings\.token_type_ids"),
+    # The sentence-pair head that BERT was trained with, and the pooler below it.
+    unused=(r"cls\.seq_relationship\..*", r"bert\.pooler\..*"),
+)

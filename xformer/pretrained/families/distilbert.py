@@ -1,0 +1,84 @@
+"""DistilBERT (arXiv:1910.01108): a smaller BERT, without token types and pooler."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from xformer.layers import BlockConfig, EmbedConfig, NormConfig
+from xformer.models import Classifier, LanguageModel, MaskedLMHead
+from xformer.pretrained.config import Config
+from xformer.pretrained.family import Family, activation, layers, rate
+from xformer.pretrained.names import Links, attention, linear, norm, same
+
+EPS = 1e-12
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    c.ignore("tie_weights_", "tie_word_embeddings", "qa_dropout")
+    c.ignore("sinusoidal_pos_embds")  # how the learned positions began
+    own = BlockConfig(
+        d_model=c.integer("dim", low=1, default=768),
+        n_heads=c.integer("n_heads", low=1, default=12),
+        d_ff=c.integer("hidden_dim", low=1, default=3072),
+        activation=activation(c, "activation", "gelu"),
+        norm="post",
+        eps=EPS,
+        dropout=rate(c, "dropout", 0.1),
+        attn_dropout=rate(c, "attention_dropout", 0.1),
+    )
+    embed = EmbedConfig(
+        vocab_size=c.integer("vocab_size", low=1, default=30522),
+        width=own.d_model,
+        d_model=own.d_model,
+        max_len=c.integer("max_position_embeddings", low=1, default=512),
+        positions="learned",
+        norm=NormConfig(eps=EPS),
+        dropout=own.dropout,
+    )
+    top: Any = None
+    last = rate(c, "seq_classif_dropout", 0.2)
+    if head == "masked-lm":
+        top = MaskedLMHead(own.activation, EPS)
+    elif head == "classifier":
+        top = Classifier(c.labels(), dense="relu", dropout=last)
+    return LanguageModel(embed, (own,) * layers(c, "n_layers", 6), causal=False, head=top)
+
+
+def links(model: LanguageModel) -> Links:
+    """Names."""
+    embeddings = "distilbert.embeddings"
+    yield from same(f"{embeddings}.word_embeddings.weight", "embed.table")
+    yield from same(f"{embeddings}.position_embeddings.weight", "embed.positions")
+    yield from norm(f"{embeddings}.LayerNorm", "embed.norm")
+    for i in range(len(model.blocks)):
+        theirs, ours = f"distilbert.transformer.layer.{i}", f"stack.blocks.{i}"
+        yield from attention(
+            f"{theirs}.attention", f"{ours}.attn", "q_lin", "k_lin", "v_lin", "out_lin"
+        )
+        yield from norm(f"{theirs}.sa_layer_norm", f"{ours}.attn_norm")
+        yield from linear(f"{theirs}.ffn.lin1", f"{ours}.ffn.up")
+        yield from linear(f"{theirs}.ffn.lin2", f"{ours}.ffn.down")
+        yield from norm(f"{theirs}.output_layer_norm", f"{ours}.ffn_norm")
+    if isinstance(model.head, MaskedLMHead):
+        yield from linear("vocab_transform", "head.dense")
+        yield from norm("vocab_layer_norm", "head.norm")
+        yield from same("vocab_projector.bias", "head.b")
+    else:
+        yield from linear("pre_classifier", "head.dense")
+        yield from linear("classifier", "head.out")
+
+
+FAMILY = Family(
+    heads={
+        "DistilBertForMaskedLM": "masked-lm",
+        "DistilBertForSequenceClassification": "classifier",
+        "DistilBertModel": "hidden",
+    },
+    build=build,
+    links=links,
+    prefix="distilbert.",
+    tied={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
+    buffers=(r".*embeddings\.position_ids",),
+)

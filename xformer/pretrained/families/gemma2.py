@@ -1,0 +1,69 @@
+"""Gemma 2 (arXiv:2408.00118)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.families.llama import (
+    block,
+    decoder,
+    family,
+    feed_forward_links,
+    top_links,
+    window,
+    windows,
+)
+from xformer.pretrained.family import activation, layers
+from xformer.pretrained.names import Links, attention, norm, same
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration: every second layer has a window, the first one too."""
+    c.only("use_bidirectional_attention", False)
+    c.ignore("hidden_act", "cache_implementation")  # hidden_activation counts
+    bias = c.flag("attention_bias", default=False)
+    own = block(
+        c,
+        d_head=256,
+        norm="sandwich",
+        norm_offset=1.0,
+        activation=activation(c, "hidden_activation", "gelu_pytorch_tanh"),
+        qkv_bias=bias,
+        o_bias=bias,
+        scale=c.number("query_pre_attn_scalar", low=1e-9, default=256.0) ** -0.5,
+        softcap=c.number("attn_logit_softcapping", low=1e-9, default=50.0, null=None),
+    )
+    n_layers = layers(c)
+    alternate = tuple(i % 2 == 0 for i in range(n_layers))
+    sizes = windows(c, n_layers, window(c, default=4096), alternate)
+    return decoder(
+        c,
+        head,
+        tuple(replace(own, window=size) for size in sizes),
+        max_len=8192,
+        tied=True,
+        embed_scale=own.d_model**0.5,
+        softcap=c.number("final_logit_softcapping", low=1e-9, default=30.0, null=None),
+    )
+
+
+def links(model: LanguageModel) -> Links:
+    """Llama's names, but for the norms': two before, two after."""
+    yield from same("model.embed_tokens.weight", "embed.table")
+    for i in range(len(model.blocks)):
+        theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
+        yield from attention(
+            f"{theirs}.self_attn", f"{ours}.attn", "q_proj", "k_proj", "v_proj", "o_proj"
+        )
+        yield from feed_forward_links(f"{theirs}.mlp", f"{ours}.ffn")
+        yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
+        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.attn_out_norm")
+        yield from norm(f"{theirs}.pre_feedforward_layernorm", f"{ours}.ffn_norm")
+        yield from norm(f"{theirs}.post_feedforward_layernorm", f"{ours}.ffn_out_norm")
+    yield from top_links()
+
+
+FAMILY = family("Gemma2", build, links)

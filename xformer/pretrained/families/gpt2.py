@@ -1,0 +1,76 @@
+"""GPT-2 (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from xformer.layers import BlockConfig, EmbedConfig
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
+from xformer.pretrained.names import Links, fused, linear, norm, same
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    width = c.integer("n_embd", low=1, default=768)
+    heads = c.integer("n_head", low=1, default=12)
+    c.ignore("n_ctx", "reorder_and_upcast_attn", "tie_word_embeddings")
+    c.ignore(*(f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels")))
+    c.ignore("summary_type", "summary_use_proj")
+    by_layer = c.flag("scale_attn_by_inverse_layer_idx", default=False)
+    scaled = c.flag("scale_attn_weights", default=True)
+    scale = (width // heads) ** -0.5 if scaled else 1.0
+    sizes = {
+        "d_model": width,
+        "n_heads": heads,
+        "d_ff": c.integer("n_inner", low=1, default=4 * width),
+        "activation": activation(c, "activation_function", "gelu_new"),
+        "eps": c.number("layer_norm_epsilon", low=0, default=1e-5),
+        "dropout": rate(c, "resid_pdrop", 0.1),
+        "attn_dropout": rate(c, "attn_pdrop", 0.1),
+    }
+    embed = EmbedConfig(
+        vocab_size=c.integer("vocab_size", low=1, default=50257),
+        width=width,
+        d_model=width,
+        max_len=c.integer("n_positions", low=1, default=1024),
+        positions="learned",
+        dropout=rate(c, "embd_pdrop", 0.1),
+    )
+    blocks = tuple(
+        BlockConfig(scale=scale / (i + 1) if by_layer else scale, **sizes)
+        for i in range(layers(c, "n_layer", 12))
+    )
+    return LanguageModel(embed, blocks, head=decoder_head(c, head, tied=True))
+
+
+def links(model: LanguageModel) -> Links:
+    """Names; its `Conv1D` weights are (I, O) as ours are."""
+    yield from same("transformer.wte.weight", "embed.table")
+    yield from same("transformer.wpe.weight", "embed.positions")
+    for i in range(len(model.blocks)):
+        theirs, ours = f"transformer.h.{i}", f"stack.blocks.{i}"
+        qkv = f"{theirs}.attn.c_attn"
+        yield from norm(f"{theirs}.ln_1", f"{ours}.attn_norm")
+        yield from fused(f"{qkv}.weight", f"{qkv}.bias", f"{ours}.attn", flip=False)
+        yield from linear(f"{theirs}.attn.c_proj", f"{ours}.attn.o", flip=False)
+        yield from norm(f"{theirs}.ln_2", f"{ours}.ffn_norm")
+        yield from linear(f"{theirs}.mlp.c_fc", f"{ours}.ffn.up", flip=False)
+        yield from linear(f"{theirs}.mlp.c_proj", f"{ours}.ffn.down", flip=False)
+    yield from norm("transformer.ln_f", "stack.norm")
+    yield from linear("score", "head.out")
+
+
+FAMILY = Family(
+    heads={
+        "GPT2LMHeadModel": "lm",
+        "GPT2ForSequenceClassification": "classifier",
+        "GPT2Model": "hidden",
+    },
+    build=build,
+    links=links,
+    prefix="transformer.",
+    tied={"lm_head.weight": "transformer.wte.weight"},
+    buffers=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
+)

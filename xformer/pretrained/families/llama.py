@@ -1,0 +1,136 @@
+"""Llama 1 to 3 (arXiv:2302.13971, 2407.21783) and SmolLM2; what its descendants share with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from xformer.layers import BlockConfig, EmbedConfig
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
+from xformer.pretrained.names import Links, attention, linear, norm, same
+from xformer.pretrained.rope import rope
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    c.only("pretraining_tp", 1)  # more: the same products in parts
+    c.only("rope_interleaved", False)
+    c.ignore("is_llama_config")  # SmolLM2's
+    bias = c.flag("attention_bias", default=False)
+    own = block(c, qkv_bias=bias, o_bias=bias, ffn_bias=c.flag("mlp_bias", default=False))
+    return decoder(c, head, (own,) * layers(c))
+
+
+def block(c: Config, *, eps: float = 1e-6, d_head: int | None = None, **own: Any) -> BlockConfig:
+    """A block of RMSNorm, rotary attention and SwiGLU, with what a family has of its `own`."""
+    heads = c.integer("num_attention_heads", low=1)
+    options: dict[str, Any] = {
+        "d_model": c.integer("hidden_size", low=1),
+        "n_heads": heads,
+        "n_kv_heads": c.integer("num_key_value_heads", low=1, default=heads),
+        "d_head": c.integer("head_dim", low=1, default=d_head),
+        "d_ff": c.integer("intermediate_size", low=1),
+        "gated": True,
+        "norm_kind": "rms",
+        "eps": c.number("rms_norm_eps", low=0, default=eps),
+        "bias": False,
+        "attn_dropout": rate(c, "attention_dropout", 0.0),
+    }
+    if "activation" not in own:
+        options["activation"] = activation(c, "hidden_act", "silu")
+    return BlockConfig(**options | own)
+
+
+def decoder(
+    c: Config,
+    head: str,
+    blocks: tuple[BlockConfig, ...],
+    *,
+    max_len: int = 2048,
+    theta: float = 10000.0,
+    tied: bool = False,
+    embed_scale: float = 1.0,
+    softcap: float | None = None,
+    **own: Any,
+) -> LanguageModel:
+    """A decoder of such blocks; max_len, theta, tied: the family's defaults."""
+    max_len = c.integer("max_position_embeddings", low=1, default=max_len)
+    embed = EmbedConfig(
+        vocab_size=c.integer("vocab_size", low=1),
+        width=blocks[0].d_model,
+        d_model=blocks[0].d_model,
+        positions="none",
+        scale=embed_scale,
+    )
+    turned = rope(c, width=blocks[0].head_width, max_len=max_len, theta=theta)
+    is_tied = c.flag("tie_word_embeddings", default=tied)
+    top = decoder_head(c, head, tied=is_tied, softcap=softcap)
+    return LanguageModel(embed, blocks, rotary=turned, head=top, **own)
+
+
+def window(c: Config, default: int | None = None) -> tuple[int, None] | None:
+    """The window of `sliding_window` tokens, of which a query itself is one; None: of all."""
+    size = c.integer("sliding_window", low=1, default=default, null=None)
+    return None if size is None else (size - 1, None)
+
+
+def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -> tuple[Any, ...]:
+    """For each layer `sliding` or None, by `layer_types`; by `default` where there are none."""
+    choices = ("full_attention", "sliding_attention")
+    kinds = c.texts("layer_types", choices=choices, length=n_layers, default=None)
+    slides = default if kinds is None else tuple(kind == choices[1] for kind in kinds)
+    return tuple(sliding if slide else None for slide in slides)
+
+
+def links(model: LanguageModel) -> Links:
+    """Names, of all that a descendant may have too."""
+    yield from same("model.embed_tokens.weight", "embed.table")
+    for i in range(len(model.blocks)):
+        yield from block_links(f"model.layers.{i}", f"stack.blocks.{i}")
+        yield from feed_forward_links(f"model.layers.{i}.mlp", f"stack.blocks.{i}.ffn")
+    yield from top_links()
+
+
+def block_links(theirs: str, ours: str) -> Links:
+    """Attention and both norms."""
+    yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
+    yield from attention(
+        f"{theirs}.self_attn", f"{ours}.attn", "q_proj", "k_proj", "v_proj", "o_proj"
+    )
+    yield from norm(f"{theirs}.self_attn.q_norm", f"{ours}.attn.q_norm")
+    yield from norm(f"{theirs}.self_attn.k_norm", f"{ours}.attn.kv.k_norm")
+    yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+
+
+def feed_forward_links(theirs: str, ours: str) -> Links:
+    """The gated feed-forward network."""
+    for name in ("gate", "up", "down"):
+        yield from linear(f"{theirs}.{name}_proj", f"{ours}.{name}")
+
+
+def top_links() -> Links:
+    """The final norm and the heads."""
+    yield from norm("model.norm", "stack.norm")
+    yield from linear("lm_head", "head")
+    yield from linear("score", "head.out")
+
+
+def family(name: str, build: Any, links: Any = links) -> Family:
+    """The family whose architectures begin with `name`."""
+    return Family(
+        heads={
+            f"{name}ForCausalLM": "lm",
+            f"{name}ForSequenceClassification": "classifier",
+            f"{name}Model": "hidden",
+        },
+        build=build,
+        links=links,
+        prefix="model.",
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+        buffers=(r".*rotary_emb\.inv_freq",),
+    )
+
+
+FAMILY = family("Llama", build)

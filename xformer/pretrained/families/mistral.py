@@ -1,0 +1,19 @@
+"""Mistral (arXiv:2310.06825): Llama with a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.families.llama import block, decoder, family, window
+from xformer.pretrained.family import layers
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    own = block(c, window=window(c, default=4096))
+    return decoder(c, head, (own,) * layers(c), max_len=131072)
+
+
+FAMILY = family("Mistral", build)

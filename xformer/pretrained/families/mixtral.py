@@ -1,0 +1,54 @@
+"""Mixtral (arXiv:2401.04088): Mistral with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from xformer.layers import ExpertsConfig
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.families.llama import block, block_links, decoder, family, top_links, window
+from xformer.pretrained.family import activation, layers
+from xformer.pretrained.names import Link, Links, experts, same
+
+PARTS = (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    c.only("router_jitter_noise", 0.0, 0)
+    act = activation(c, "hidden_act", "silu")
+    mixture = ExpertsConfig(
+        n_experts=c.integer("num_local_experts", low=1, high=1024, default=8),
+        top_k=c.integer("num_experts_per_tok", low=1, high=1024, default=2),
+        d_ff=c.integer("intermediate_size", low=1),
+        activation=act,
+    )
+    weight = c.number("router_aux_loss_coef", low=0, default=0.001)
+    own = block(c, eps=1e-5, window=window(c), activation=act, experts=mixture)
+    return decoder(
+        c,
+        head,
+        (own,) * layers(c),
+        max_len=131072,
+        theta=1e6,
+        balance=weight if c.flag("output_router_logits", default=False) else 0.0,
+    )
+
+
+def links(model: LanguageModel) -> Links:
+    """Llama's names, but for the experts'."""
+    yield from same("model.embed_tokens.weight", "embed.table")
+    for i, config in enumerate(model.blocks):
+        theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
+        yield from block_links(theirs, ours)
+        moe = f"{theirs}.block_sparse_moe"
+        yield Link((f"{moe}.gate.weight",), (f"{ours}.ffn.router",), flip=True)
+        n_experts = 0 if config.experts is None else config.experts.n_experts
+        for part, leaf in PARTS:
+            each = [f"{moe}.experts.{e}.{part}" for e in range(n_experts)]
+            yield from experts(each, f"{ours}.ffn.{leaf}")
+    yield from top_links()
+
+
+FAMILY = family("Mixtral", build, links)

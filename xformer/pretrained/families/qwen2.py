@@ -1,0 +1,32 @@
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671): Llama with biases of queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from xformer.layers import BlockConfig
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.families.llama import block, decoder, family, window, windows
+from xformer.pretrained.family import layers
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    blocks = sliding(c, block(c, qkv_bias=True))
+    return decoder(c, head, blocks, max_len=32768)
+
+
+def sliding(c: Config, own: BlockConfig) -> tuple[BlockConfig, ...]:
+    """The blocks: with a window from the layer `max_window_layers` on, where windows are used."""
+    n_layers = layers(c)
+    size = window(c, default=4096)
+    uses = c.flag("use_sliding_window", default=False)
+    first = c.integer("max_window_layers", default=28)
+    slides = tuple(uses and i >= first for i in range(n_layers))
+    sizes = windows(c, n_layers, size if uses else None, slides)
+    return tuple(replace(own, window=size) for size in sizes)
+
+
+FAMILY = family("Qwen2", build)

@@ -1,0 +1,20 @@
+"""Qwen3 (arXiv:2505.09388): Qwen2 with a norm of each head's queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.families.llama import block, decoder, family
+from xformer.pretrained.families.qwen2 import sliding
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    bias = c.flag("attention_bias", default=False)
+    own = block(c, d_head=128, qkv_bias=bias, o_bias=bias, qk_norm="head")
+    return decoder(c, head, sliding(c, own), max_len=32768)
+
+
+FAMILY = family("Qwen3", build)

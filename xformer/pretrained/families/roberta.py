@@ -1,0 +1,58 @@
+"""RoBERTa (arXiv:1907.11692): BERT with other heads; positions begin after that of padding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler
+from xformer.pretrained.config import Config
+from xformer.pretrained.families import bert
+from xformer.pretrained.family import Family
+from xformer.pretrained.names import Links, linear, norm, same
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration; a bare one has a pooler where the file has one."""
+    own = bert.block(c)
+    top: Any = None
+    if head == "masked-lm":
+        top = MaskedLMHead("gelu", own.eps)
+    elif head == "classifier":
+        rate = bert.classifier_dropout(c, own)
+        top = Classifier(c.labels(), dense_dropout=rate, dropout=rate)
+    elif names is None or any(name.endswith("pooler.dense.weight") for name in names):
+        top = Pooler()
+    return bert.encoder(c, own, top, offset=c.integer("pad_token_id", default=1) + 1)
+
+
+def links(model: LanguageModel) -> Links:
+    """BERT's names, but for the heads'."""
+    if isinstance(model.head, MaskedLMHead):
+        yield from linear("lm_head.dense", "head.dense")
+        yield from norm("lm_head.layer_norm", "head.norm")
+        yield from same("lm_head.bias", "head.b")
+    elif isinstance(model.head, Classifier):
+        yield from linear("classifier.dense", "head.dense")
+        yield from linear("classifier.out_proj", "head.out")
+    for link in bert.links(model, "roberta"):
+        if model.head is None or isinstance(model.head, Pooler) or "head" not in link.ours[0]:
+            yield link
+
+
+FAMILY = Family(
+    heads={
+        "RobertaForMaskedLM": "masked-lm",
+        "RobertaForSequenceClassification": "classifier",
+        "RobertaModel": "hidden",
+    },
+    build=build,
+    links=links,
+    prefix="roberta.",
+    tied={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+    buffers=bert.FAMILY.buffers,
+    unused=(r"roberta\.pooler\..*",),
+)

@@ -1,0 +1,284 @@
+"""The tensors of a model folder: safetensors files, checked before they are read, mapped when read.
+
+A file is 8 bytes with the length of its header, the header in JSON (name -> dtype, shape, place),
+the data. Large models are several such files and an index that says which tensor is where.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+
+from xformer.files import replacing
+from xformer.pretrained.reading import PretrainedError, listed, opened, parse_json, read_json
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = WEIGHTS + ".index.json"
+
+HEADER_LIMIT = 4 << 20  # bytes: some 30,000 tensors in one file, read in about half a second
+INDEX_LIMIT = 16 << 20
+MAX_SHARDS, MAX_AXES, MAX_ELEMENTS = 1000, 8, 1 << 40
+SHARD = re.compile(r"\w[\w.-]*\.safetensors")
+PIECE = 1 << 20  # elements converted at a time
+
+DTYPES = {  # that weights may have; BF16 is the upper half of F32, which NumPy has no type for
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+
+
+class _Tensor(NamedTuple):
+    path: Path
+    data: mmap.mmap
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Tensors:
+    """The tensors of a model by name, the largest first; nothing is read before `read`.
+
+    Read in this order, a copy of the largest tensor never lies beside the whole model.
+    """
+
+    def __init__(self, tensors: Mapping[str, _Tensor]) -> None:
+        order = sorted(tensors, key=lambda name: (tensors[name].start - tensors[name].end, name))
+        self._tensors = {name: tensors[name] for name in order}
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def names(self) -> list[str]:
+        """All names, the largest tensor's first."""
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Sizes of a tensor."""
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        """The file's word for the type of a tensor: F32, BF16, I64, ..."""
+        return self._tensors[name].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they lie in the files."""
+        return sum(t.end - t.start for t in self._tensors.values())
+
+    def read(self, name: str, dtype: str = "float32") -> np.ndarray:
+        """A tensor as `dtype`: where that is its type, a read-only view of the file, else a copy.
+
+        PretrainedError where it holds no floating-point numbers, or some too large for `dtype`.
+        """
+        tensor, wanted = self._tensors[name], np.dtype(dtype)
+        if wanted.kind != "f":
+            raise ValueError(f"read: dtype must be a floating-point type, got {dtype}")
+        if tensor.dtype not in DTYPES:
+            raise PretrainedError(
+                f"{tensor.path}: {name!r} must be one of {', '.join(DTYPES)} to be read as "
+                f"weights, got {tensor.dtype}"
+            )
+        if tensor.start == tensor.end:
+            return np.empty(tensor.shape, wanted)
+        stored = DTYPES[tensor.dtype]
+        count = (tensor.end - tensor.start) // stored.itemsize
+        raw = np.frombuffer(tensor.data, stored, count, tensor.start)
+        if stored == wanted and raw.flags.aligned:
+            return raw.reshape(tensor.shape)
+        out = np.empty(count, wanted)
+        try:
+            for start in range(0, count, PIECE):
+                piece = slice(start, start + PIECE)
+                _convert(raw[piece], out[piece], tensor.dtype)
+                self.release(name)
+        except FloatingPointError as error:
+            message = f"{tensor.path}: {name!r} holds numbers too large for {dtype}"
+            raise PretrainedError(message) from error
+        return out.reshape(tensor.shape)
+
+    def release(self, name: str) -> None:
+        """Let go of the memory that holds a tensor's part of the file.
+
+        Views of it stay valid, they read the file again. For callers that copied what they read.
+        """
+        tensor = self._tensors[name]
+        if hasattr(mmap, "MADV_DONTNEED") and tensor.start < tensor.end:
+            page = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
+            tensor.data.madvise(mmap.MADV_DONTNEED, page, tensor.end - page)
+
+
+def open_tensors(folder: str | os.PathLike[str]) -> Tensors:
+    """The tensors of `model.safetensors`, or of the files that its index names.
+
+    Everything is checked here: sizes, the header, every tensor's place, that all files lie in the
+    folder (see `reading`), that index and files agree. FileNotFoundError where there is no model,
+    PretrainedError for anything else.
+    """
+    root = Path(folder)
+    if os.path.lexists(root / WEIGHTS):
+        return Tensors(_open(root / WEIGHTS))
+    if os.path.lexists(root / INDEX):
+        return Tensors(_open_shards(root))
+    if pickled := sorted(p.name for p in root.glob("pytorch_model*.bin*")):
+        raise PretrainedError(
+            f"{root}: {pickled[0]} is a pickle, which can run any code when it is read. Where you "
+            f"trust it, transformers converts it: AutoModel.from_pretrained(folder)"
+            f".save_pretrained(folder) writes {WEIGHTS}"
+        )
+    raise FileNotFoundError(f"{root} is no model: it has no {WEIGHTS} and no {INDEX}")
+
+
+def write(
+    folder: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
+) -> None:
+    """Write `model.safetensors` and `config.json`; an interrupted write leaves the old files.
+
+    An index of shards that lay there is removed, as it would name weights of another model; the
+    shards stay. The folder may be the one that `arrays` are mapped from. TypeError for arrays that
+    are neither float64, float32 nor float16, or a configuration that JSON cannot hold.
+    """
+    target = Path(folder)
+    text = json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False) + "\n"
+    names, header = _header(arrays)
+    target.mkdir(parents=True, exist_ok=True)
+    with replacing(target / WEIGHTS, target / CONFIG) as (weights, configuration):
+        with weights.open("xb") as file:
+            file.write(header)
+            for name in names:
+                # One at a time: what a model holds may be views in another order.
+                array = np.ascontiguousarray(arrays[name], DTYPES[_word(name, arrays[name])])
+                file.write(array.reshape(-1).view(np.uint8).data)
+        configuration.write_text(text, encoding="utf-8")
+    (target / INDEX).unlink(missing_ok=True)
+
+
+def _header(arrays: Mapping[str, np.ndarray]) -> tuple[list[str], bytes]:
+    """Names in the order of the data, wide types first so that all are aligned; the header."""
+    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    end = 0
+    for name in names:
+        array, start = arrays[name], end
+        end += array.nbytes
+        header[name] = {
+            "dtype": _word(name, array),
+            "shape": list(array.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return names, struct.pack("<Q", len(text)) + text
+
+
+def _word(name: str, array: np.ndarray) -> str:
+    words = {"float64": "F64", "float32": "F32", "float16": "F16"}
+    if array.dtype.name not in words:
+        raise TypeError(f"write: {name} must be {' or '.join(words)}, got {array.dtype}")
+    return words[array.dtype.name]
+
+
+def _convert(raw: np.ndarray, out: np.ndarray, dtype: str) -> None:
+    """`raw`, of the file's type `dtype`, into `out`; FloatingPointError where it does not fit."""
+    if dtype == "BF16":
+        raw = (raw.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(all="ignore", over="raise"):
+        out[...] = raw
+
+
+def _open_shards(folder: Path) -> dict[str, _Tensor]:
+    path = folder / INDEX
+    places = _weight_map(path)
+    tensors: dict[str, _Tensor] = {}
+    held: dict[str, list[str]] = {}
+    for shard in sorted(set(places.values())):
+        try:
+            found = _open(folder / shard)
+        except FileNotFoundError as error:
+            raise PretrainedError(f"{path}: names {shard!r}, which is missing") from error
+        tensors.update(found)
+        for name in found:
+            held.setdefault(name, []).append(shard)
+    wrong = {
+        "missing in their files": [n for n in places if places[n] not in held.get(n, ())],
+        "in several files": [n for n in held if len(held[n]) > 1],
+        "not in the index": [n for n in held if n not in places],
+    }
+    if any(wrong.values()):
+        what = "; ".join(f"{listed(names)} {word}" for word, names in wrong.items() if names)
+        raise PretrainedError(f"{path}: does not agree with its files: {what}")
+    return tensors
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file in the folder of the index."""
+    places = read_json(path, INDEX_LIMIT).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise PretrainedError(f"{path}: must have a weight_map of tensors' names to file names")
+    for shard in places.values():
+        if not isinstance(shard, str) or not SHARD.fullmatch(shard):
+            raise PretrainedError(
+                f"{path}: weight_map must name .safetensors files of its own folder, "
+                f"got {shard!r:.100}"
+            )
+    if len(set(places.values())) > MAX_SHARDS:
+        raise PretrainedError(f"{path}: at most {MAX_SHARDS} files are read, it names more")
+    return places
+
+
+def _open(path: Path) -> dict[str, _Tensor]:
+    """The tensors of one file, mapped."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise PretrainedError(
+                f"{path}: is cut short, or no safetensors file: of its {size} bytes {length} "
+                "should be its header"
+            )
+        if length > HEADER_LIMIT:
+            message = f"{path}: its header must have at most {HEADER_LIMIT} bytes, got {length}"
+            raise PretrainedError(message)
+        try:  # checks the header, and that the tensors cover the data without overlap
+            with safetensors.safe_open(path, "np"):
+                pass
+        except (safetensors.SafetensorError, OSError) as error:
+            raise PretrainedError(f"{path}: {error}") from error
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    header = parse_json(data[8 : 8 + length].decode(), path)
+    header.pop("__metadata__", None)
+    return {name: _tensor(name, entry, path, data, 8 + length) for name, entry in header.items()}
+
+
+def _tensor(name: str, entry: Any, path: Path, data: mmap.mmap, base: int) -> _Tensor:
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    start, end = (base + offset for offset in entry["data_offsets"])
+    # More axes or sizes (beside one that is 0) than NumPy has arrays for.
+    fits = len(shape) <= MAX_AXES and math.prod(max(size, 1) for size in shape) <= MAX_ELEMENTS
+    fits = fits and base <= start <= end <= len(data)
+    if fits and dtype in DTYPES:
+        fits = end - start == math.prod(shape) * DTYPES[dtype].itemsize
+    if fits:
+        return _Tensor(path, data, dtype, shape, start, end)
+    raise PretrainedError(
+        f"{path}: {name!r:.100}, {dtype} of shape {shape!r:.100}, does not fit bytes {start} to "
+        f"{end} of the file"
+    )

@@ -1,0 +1,269 @@
+"""Model folders in Hugging Face's format: a configuration to a model, tensors to parameters."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xformer import backends, tree
+from xformer.initial import Shapes
+from xformer.pretrained import files
+from xformer.pretrained.config import Config
+from xformer.pretrained.families import FAMILIES
+from xformer.pretrained.family import Family
+from xformer.pretrained.names import Link
+from xformer.pretrained.reading import PretrainedError, listed, read_json
+
+
+def model(
+    config: Mapping[str, Any], *, names: Collection[str] | None = None, where: str = "config.json"
+) -> Any:
+    """The model that a configuration in Hugging Face's format describes, without parameters.
+
+    names: of the tensors that are there; some families have parts that only they tell of. where:
+    the configuration's name in messages. PretrainedError for anything that is not supported.
+    """
+    family = _family(config, where)
+    c = Config(config, where)
+    c.common(**{key: config.get(key) for key in family.free})
+    try:
+        found = family.build(c, _head(family, config, where), names)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, PretrainedError):
+            raise
+        raise PretrainedError(f"{where}: {error}") from error
+    c.finish()
+    return replace(found, source=copy.deepcopy(dict(config)))
+
+
+def load(
+    folder: str | os.PathLike[str],
+    backend: str = "numpy",
+    dtype: str = "float32",
+    device: str | None = None,
+) -> tuple[Any, Any]:
+    """The model in a folder of config.json and safetensors files, and its parameters.
+
+    model, params = load("gpt2")
+    logits, cache = model.forward(params, tokens)
+
+    On NumPy, float32 parameters of a float32 file are read-only views of the file, which is mapped
+    into memory: they cost nothing until they are used. FileNotFoundError where there is no model,
+    PretrainedError where it is damaged or not supported: keys of the configuration, tensors that
+    are missing, unexpected or misshapen.
+    """
+    place = backends.get(backend, device)
+    root = Path(folder)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is no folder with a model")
+    where = str(root / files.CONFIG)
+    config = read_json(root / files.CONFIG)
+    tensors = files.open_tensors(root)
+    found = model(config, names=tensors.names(), where=where)
+    matched = _matched(_family(config, where), found, tensors, str(root))
+    return found, _read(found, matched, tensors, place, dtype)
+
+
+def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
+    """Write a model as transformers loads it: model.safetensors and config.json.
+
+    The model is one that `load` or `model` made; params may lie on any backend. An interrupted
+    write leaves the old files, and the folder may be the one that was loaded from. The tokenizer's
+    files are not the model's: see `Tokenizer.save`. ValueError for another model, or params that
+    are not the model's.
+    """
+    arrays = tensors_of(model, params)
+    dtypes = sorted({str(a.dtype) for a in arrays.values()})
+    config = {key: value for key, value in model.source.items() if key != "torch_dtype"}
+    files.write(folder, arrays, config | {"dtype": dtypes[0]})
+
+
+def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
+    """Parameters, or gradients, by the names and in the layouts of the model's family.
+
+    On the host, as views where that can be. ValueError as `save`.
+    """
+    if getattr(model, "source", None) is None:
+        raise ValueError(
+            "save: the model must have a configuration of its family (model.source); "
+            "make it with xformer.pretrained.model(config)"
+        )
+    like, leaves = _shapes(model), tree.flatten(params)
+    got = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+    if wrong := sorted(n for n in like.keys() | got.keys() if like.get(n) != got.get(n)):
+        name = wrong[0]
+        raise ValueError(
+            f"save: params must be the model's, but {len(wrong)} differ, first {name}: wanted "
+            f"{like.get(name)}, got {got.get(name)}"
+        )
+    family = _family(model.source, "save")
+    bare = _head(family, model.source, "save") == "hidden"
+    arrays: dict[str, np.ndarray] = {}
+    for link in _links(family, model, like, bare):
+        arrays |= link.write([_host(leaves[name]) for name in link.ours])
+    return arrays
+
+
+def _host(leaf: Any) -> np.ndarray:
+    return leaf if isinstance(leaf, np.ndarray) else backends.of(leaf).to_numpy(leaf)
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        names = ", ".join(sorted(FAMILIES))
+        raise PretrainedError(f"{where}: model_type must be one of {names}, got {kind!r:.100}")
+    return FAMILIES[kind]
+
+
+def _head(family: Family, config: Mapping[str, Any], where: str) -> str:
+    """What stands on top of the model."""
+    names = config.get("architectures")
+    if not family.heads and names is None:
+        return "hidden"
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in family.heads:
+        wanted = ", ".join(family.heads)
+        raise PretrainedError(f"{where}: architectures must be one of {wanted}, got {names!r:.100}")
+    return family.heads[names[0]]
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters by name."""
+    return {name: leaf.shape for name, leaf in tree.flatten(model.init_from(Shapes())).items()}
+
+
+def _links(family: Family, model: Any, like: Mapping[str, Any], bare: bool) -> Iterator[Link]:
+    """The links whose leaves the model has; a bare model's names are without the prefix."""
+    covered: set[str] = set()
+    for link in family.links(model):
+        if all(name in like for name in link.ours):
+            covered.update(link.ours)
+            theirs = link.theirs
+            if bare:
+                theirs = tuple(name.removeprefix(family.prefix) for name in theirs)
+            yield link._replace(theirs=theirs)
+    if missing := like.keys() - covered:
+        raise AssertionError(f"no link for {listed(missing)}: the family's links are incomplete")
+
+
+def _matched(
+    family: Family, model: Any, tensors: files.Tensors, where: str
+) -> list[tuple[Link, list[str]]]:
+    """The links, each with its names in the files; PretrainedError that lists what does not fit."""
+    n_layers = sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
+    if getattr(model, "n_groups", None) is None and n_layers > len(tensors):
+        raise PretrainedError(
+            f"{where}: config.json describes {n_layers} layers, and the files hold "
+            f"{len(tensors)} tensors"
+        )
+    like = _shapes(model)
+    names = _Names(family, tensors, where)
+    matched: list[tuple[Link, list[str]]] = []
+    missing, misshapen = [], []
+    for link in _links(family, model, like, _head(family, model.source, where) == "hidden"):
+        found = {name: names.find(name) for name in link.theirs}
+        for name, shape in link.shapes(like).items():
+            there = found[name]
+            if there is None:
+                missing.append(name)
+            elif tensors.shape(there) != shape:
+                misshapen.append(f"{there} (wanted {shape}, got {tensors.shape(there)})")
+        matched.append((link, [name for name in found.values() if name is not None]))
+        if len(missing) > 2 * len(tensors) + 1000:
+            break  # a configuration of millions of experts: enough is known
+    parts = (("missing", missing), ("misshapen", misshapen), ("unexpected", names.unexpected()))
+    if what := "; ".join(f"{len(names)} {word}: {listed(names)}" for word, names in parts if names):
+        raise PretrainedError(f"{where}: tensors are not those that config.json describes: {what}")
+    return matched
+
+
+class _Names:
+    """The names of the files' tensors, as they have been spelled over the years."""
+
+    def __init__(self, family: Family, tensors: files.Tensors, where: str) -> None:
+        self.family, self.tensors, self.where = family, tensors, where
+        self.used: set[str] = set()
+        self.repeated: dict[str, list[str]] = {}
+        for name, of in family.tied.items():
+            self.repeated.setdefault(of, []).append(name)
+
+    def find(self, name: str) -> str | None:
+        """The name in the files of the tensor that is now called `name`."""
+        for spelled in self._spellings(name):
+            if spelled in self.tensors and spelled not in self.used:
+                self.used.add(spelled)
+                return spelled
+        return None
+
+    def _spellings(self, name: str) -> Iterator[str]:
+        prefix = self.family.prefix
+        full = name if name.startswith(prefix) else prefix + name
+        for same in (name, *self.repeated.get(full, ())):
+            yield same
+            # A base model's file in the place of a whole model's, or the other way round.
+            other = same.removeprefix(prefix)
+            yield other if other != same else prefix + same
+        for new, old in (
+            ("LayerNorm.weight", "LayerNorm.gamma"),
+            ("LayerNorm.bias", "LayerNorm.beta"),
+        ):
+            if name.endswith(new):
+                yield from self._spellings(name.removesuffix(new) + old)
+
+    def unexpected(self) -> list[str]:
+        """Names that nobody asked for, but for repetitions, which are compared, and buffers."""
+        rest = [name for name in self.tensors if name not in self.used]
+        rest = [name for name in rest if not self._is_repetition(name)]
+        rest = [n for n in rest if not any(re.fullmatch(p, n) for p in self.family.buffers)]
+        unused = [n for n in rest if any(re.fullmatch(p, n) for p in self.family.unused)]
+        if unused and len(unused) == len(rest):
+            warnings.warn(
+                f"{self.where}: parameters that the model does not use are left out: "
+                f"{listed(unused)}",
+                stacklevel=5,
+            )
+            return []
+        return rest
+
+    def _is_repetition(self, name: str) -> bool:
+        prefix = self.family.prefix
+        of = self.family.tied.get(name, self.family.tied.get(prefix + name))
+        if of is None:
+            return False
+        there = of if of in self.tensors else of.removeprefix(prefix)
+        if there not in self.tensors or self.tensors.shape(there) != self.tensors.shape(name):
+            return False
+        a, b = (self.tensors.read(n) for n in (name, there))
+        equal = bool(np.array_equal(a, b, equal_nan=True))
+        self.tensors.release(name)
+        return equal
+
+
+def _read(
+    model: Any,
+    matched: list[tuple[Link, list[str]]],
+    tensors: files.Tensors,
+    backend: backends.Backend,
+    dtype: str,
+) -> Any:
+    """The parameters on a backend, the largest tensor first: see `files.Tensors`."""
+    largest = {name: -i for i, name in enumerate(tensors)}
+    matched = sorted(matched, key=lambda pair: -max(largest[name] for name in pair[1]))
+    leaves: dict[str, Any] = {}
+    for link, names in matched:
+        arrays = link.read([tensors.read(name, dtype) for name in names])
+        for name, array in arrays.items():
+            leaves[name] = backend.asarray(array, dtype)
+        if backend.name != "numpy":  # its arrays may be views
+            del arrays
+            for name in names:
+                tensors.release(name)
+    return tree.unflatten(model.init_from(Shapes()), leaves)

@@ -1,0 +1,104 @@
+"""The rotary embedding in a config.json, as transformers 4 and 5 write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xformer.layers.rope_config import RopeConfig
+from xformer.pretrained.config import Config
+from xformer.pretrained.reading import PretrainedError
+
+TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ORIGINAL = "original_max_position_embeddings"
+
+
+def rope(
+    c: Config, *, width: int, max_len: int, theta: float = 10000.0, share: float | None = None
+) -> RopeConfig:
+    """The rotary embedding of heads of `width` channels, in a model for `max_len` tokens.
+
+    Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4),
+    and beside them `partial_rotary_factor` and `original_max_position_embeddings`; what is absent
+    is as in transformers 5.23 (`modeling_rope_utils.py`).
+    theta, share: the family's own base, and the share of channels that it turns. A family without
+    a share turns all channels, and its configuration must not give another one.
+    Raises PretrainedError.
+    """
+    part = _part(c)
+    kind = part.text("type", choices=TYPES, default="default")
+    kind = part.text("rope_type", choices=TYPES, default=kind)
+    part.only("type", kind)
+    turned = _agreed(c, part, "partial_rotary_factor", 1.0 if share is None else share)
+    if not (turned == 1 if share is None else 0 < turned <= 1):
+        wanted = "1 in this family" if share is None else "more than 0 and at most 1"
+        message = f"partial_rotary_factor must be {wanted}, got {turned:g}"
+        raise PretrainedError(f"{part.where}: {message}")
+    theta = _agreed(c, part, "rope_theta", theta)
+    options = _options(kind, c, part, max_len, int(width * turned))
+    scaling = "none" if kind == "default" else kind
+    try:
+        return RopeConfig(int(width * turned), theta, scaling=scaling, **options)
+    except ValueError as error:
+        raise PretrainedError(f"{part.where}: {error}") from error
+
+
+def _options(kind: str, c: Config, part: Config, max_len: int, width: int) -> dict[str, Any]:
+    """What each scaling reads; keys that it does not know are left for `finish` to refuse."""
+    options: dict[str, Any] = {}
+    if kind in ("linear", "dynamic", "llama3"):
+        options["factor"] = part.number("factor")
+    if kind == "dynamic":
+        options["max_len"] = max_len
+    if kind == "llama3":
+        options |= {name: part.number(name) for name in ("low_freq_factor", "high_freq_factor")}
+    c.integer(ORIGINAL, default=None)  # others may have it too, and no use for it
+    if kind in ("yarn", "llama3", "longrope"):
+        part.integer(ORIGINAL, default=None)
+        options["original_max_len"] = int(_agreed(c, part, ORIGINAL, max_len))
+    if kind in ("yarn", "longrope"):
+        options["max_len"] = max_len
+        options |= {
+            name: part.number(name, default=None) for name in ("factor", "attention_factor")
+        }
+    if kind == "yarn":
+        options |= {name: part.number(name, default=None) for name in ("mscale", "mscale_all_dim")}
+        options["beta_fast"] = part.number("beta_fast", default=32.0)
+        options["beta_slow"] = part.number("beta_slow", default=1.0)
+        options["truncate"] = part.flag("truncate", default=True, null=False)
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            options[name] = part.numbers(name, length=width // 2)
+    return options
+
+
+def _part(c: Config) -> Config:
+    """The object with the parameters: empty where there is none."""
+    names = ("rope_parameters", "rope_scaling")
+    c.ignore(*names)  # null and {} say nothing
+    given = [name for name in names if c.data.get(name) not in (None, {})]
+    if len(given) == 2 and c.data[given[0]] != c.data[given[1]]:
+        raise c.refused("rope_scaling", "absent, or as rope_parameters")
+    part = c.sub(given[0]) if given else None
+    if part is None:
+        return Config({}, f"{c.where}: rope_parameters")
+    return _of_all_layers(c, given[0], part)
+
+
+def _of_all_layers(c: Config, name: str, part: Config) -> Config:
+    """The parameters, which may be given once for each type of layer."""
+    types = [key for key, value in part.data.items() if isinstance(value, dict)]
+    if not types:
+        return part
+    if any(value != part.data[types[0]] for value in part.data.values()):
+        raise c.refused(name, "the same for all types of layers")
+    part.ignore(*part.data)
+    return part.sub(types[0]) or part
+
+
+def _agreed(c: Config, part: Config, name: str, default: float) -> Any:
+    """A number that may be given beside the parameters or among them."""
+    outer = c.number(name, default=None)
+    inner = part.number(name, default=outer)
+    if outer is not None and inner != outer:
+        raise part.refused(name, f"{outer:g}, as outside {part.where}")
+    return default if inner is None else inner

@@ -1,0 +1,129 @@
+"""Text to token ids and back, with the tokenizer that lies beside a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xformer.files import replacing
+from xformer.pretrained.config import Config
+from xformer.pretrained.vocabularies import CONFIG, MAX_ID, build, content, settings, translated
+
+# Names to look for where no tokenizer_config.json says which tokens these are.
+USUAL = {
+    "bos_token": ("<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>"),
+    "eos_token": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
+    "pad_token": ("<pad>", "[PAD]"),
+}
+
+
+def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a folder, or of one of its files.
+
+    Looks for `tokenizer.json`; `vocab.json` with `merges.txt` (GPT-2, RoBERTa); `vocab.txt`
+    (BERT's WordPiece); llama2.c's `tok*.bin`. Needs the package `tokenizers` (extra `hf`,
+    ImportError). FileNotFoundError where there is none of them, PretrainedError where one is
+    damaged or not supported.
+    """
+    place = Path(path)
+    config = settings(place if place.is_dir() else place.parent)
+    return Tokenizer(build(place, config), config, str(place))
+
+
+class Tokenizer:
+    """Encodes and decodes; bos_id, eos_id and pad_id are None where there is no such token.
+
+    vocab_size is one more than the largest id.
+    """
+
+    def __init__(self, inner: Any, config: Config, where: str) -> None:
+        inner.no_truncation()  # a file may ask for them; here the caller does
+        inner.no_padding()
+        self._inner, self._where = inner, where
+        self._tokens = {kind: self._token(kind, config) for kind in USUAL}
+        ids = (inner.token_to_id(token) if token else None for token in self._tokens.values())
+        self.bos_id, self.eos_id, self.pad_id = ids
+        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with the tokens that the model wants before and after it."""
+        if not isinstance(text, str):
+            raise TypeError(f"encode: text must be a string, got {type(text).__name__}")
+        if not text.isascii():
+            text.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
+        with translated(self._where):
+            ids: list[int] = self._inner.encode(text).ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, without special tokens and ids that the tokenizer does not know."""
+        numbers = [int(i) for i in ids]
+        if any(not 0 <= i < MAX_ID for i in numbers):
+            raise ValueError(
+                f"decode: ids must lie in [0, {MAX_ID}), got {min(numbers)} to {max(numbers)}"
+            )
+        with translated(self._where):
+            text: str = self._inner.decode(numbers)
+        return text
+
+    def batch(
+        self, texts: Sequence[str], *, side: str = "right", max_len: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (B, T) int64, as long as the longest text, and a mask (B, T), True for its tokens.
+
+        side: where shorter texts are padded, "right" or "left", with pad_id; where there is none,
+        with eos_id or 0, which the mask hides. max_len: longer texts are cut, before the tokens
+        that end them. ValueError, TypeError for other arguments.
+        """
+        self._require(texts, side, max_len)
+        try:
+            if max_len is not None:
+                self._inner.enable_truncation(max_len)
+            rows = [self.encode(text) for text in texts]
+        finally:
+            self._inner.no_truncation()
+        pad = next((i for i in (self.pad_id, self.eos_id) if i is not None), 0)
+        ids = np.full((len(rows), max(map(len, rows), default=0)), pad, np.int64)
+        mask = np.zeros(ids.shape, np.bool_)
+        for i, row in enumerate(rows):
+            place = slice(len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
+            ids[i, place], mask[i, place] = row, True
+        return ids, mask
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `tokenizer.json`, and `tokenizer_config.json` with the tokens unless it is there.
+
+        An interrupted write leaves the old files.
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._tokens}
+        texts = {target / "tokenizer.json": self._inner.to_str(pretty=True)}
+        if not os.path.lexists(target / CONFIG):
+            texts[target / CONFIG] = json.dumps(config, indent=2) + "\n"
+        with replacing(*texts) as parts:
+            for part, text in zip(parts, texts.values(), strict=True):
+                part.write_text(text, encoding="utf-8")
+
+    def _token(self, kind: str, config: Config) -> str | None:
+        """The token of a kind that the vocabulary has: as configured, or a usual one."""
+        if kind in config.data:
+            names: Iterable[str] = [named] if (named := content(config, kind)) else []
+        else:
+            names = USUAL[kind]
+        return next((n for n in names if self._inner.token_to_id(n) is not None), None)
+
+    def _require(self, texts: Any, side: str, max_len: int | None) -> None:
+        if isinstance(texts, str):
+            raise TypeError("batch: texts must be a list of texts, got one text")
+        if side not in ("right", "left"):
+            raise ValueError(f'batch: side must be "right" or "left", got {side!r}')
+        extra = self._inner.num_special_tokens_to_add(False)
+        if max_len is not None and max_len <= extra:
+            message = f"max_len must exceed the {extra} special tokens, got {max_len}"
+            raise ValueError(f"batch: {message}")
