@@ -90,7 +90,7 @@ def edited(draw: st.DrawFn, whole: dict[str, Any]) -> bytes:
                 node = node[key]
                 continue
             if draw(st.integers(0, 3)):
-                node[key] = draw(VALUES)
+                node[key] = copy.deepcopy(draw(VALUES))
             else:
                 del node[key]
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,8 @@ def on_numpy(case: Case, dtype: str = "float64") -> Values:
     """The same on NumPy in float64, from inputs and dy rounded to `dtype`."""
     numpy = backends.get("numpy")
     fn, args = case.build(numpy, dtype)
-    y, cache = fn(*_wide(args))
+    options = {name: _wide(value) for name, value in fn.keywords.items()}  # tables among them
+    y, cache = partial(fn.func, *fn.args, **options)(*_wide(args))
     return named(numpy, y, gradients(args, cache.backward(*_wide(douts(numpy, y, dtype)))))
 
 
@@ -116,7 +118,12 @@ def named(backend: Backend, y: Any, grads: tuple[Any, ...]) -> Values:
 
 
 def _wide(arrays: Any) -> Any:
-    return tree.map(lambda a: a.astype(np.float64), arrays)
+    """Floating-point arrays as float64; what else there is, as it is."""
+
+    def widen(a: Any) -> Any:
+        return a.astype(np.float64) if getattr(a, "dtype", None) == np.float32 else a
+
+    return tree.map(widen, arrays)
 
 
 def _largest(a: np.ndarray) -> float:

@@ -816,9 +816,9 @@ def test_blocks_and_their_memory() -> None:
         layers.block(SEQUENCE, encoder, SEQUENCE, config=config)
     with raises(ValueError, "block: memory_pos and memory_mask go with a memory, ..."):
         layers.block(SEQUENCE, encoder, memory_mask=np.ones((5, 5), bool), config=config)
-    with raises(ValueError, "stack: params must hold at least one block, got none"):
+    with raises(ValueError, "stack: params must hold a block for each of 2 layers, ..."):
         layers.stack(SEQUENCE, layers.StackParams((), None, None), configs=(config,) * 2)
-    shared = layers.StackParams.init(rng, config, 1, cross=True, shared_memory=True)
+    shared = layers.StackParams.init(rng, (config,), cross=True, shared_memory=True)
     with raises(ValueError, "stack: memory must be given where params.memory is"):
         layers.stack(SEQUENCE, shared, configs=(config,) * 2)
 
@@ -861,7 +861,7 @@ TRANSFORMER = {
     "n_decoder_layers": 1,
     "max_len": 6,
 }
-ACTIVATIONS = "block: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigmoid, got 'x'"
+ACTIVATIONS = "block: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigmoid, relu_squared, quick_gelu, got 'x'"
 BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (BlockConfig, {name: bad}, f"block: {name} must be an int of at least 1, got {bad!r}")
@@ -870,10 +870,10 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (BlockConfig, {"n_heads": 3}, "block: n_heads = 3 must divide d_model = 8, or d_head be given"),
     (BlockConfig, {"n_kv_heads": 3}, "block: n_kv_heads = 3 must divide 4 heads"),
-    (BlockConfig, {"norm": "both"}, 'block: norm must be "pre" or "post", got \'both\''),
+    (BlockConfig, {"norm": "both"}, 'block: norm must be one of "pre", "post", "sandwich", "output", got \'both\''),
     (BlockConfig, {"activation": "x"}, ACTIVATIONS),
     (BlockConfig, {"dropout": 1.5}, "block: dropout must lie in [0, 1], got 1.5"),
-    (BlockConfig, {"eps": -1.0}, "block: eps must lie in [0, inf], got -1.0"),
+    (BlockConfig, {"eps": -1.0}, "norm: eps must lie in [0, inf], got -1.0"),
     *(
         (EmbedConfig, {name: bad}, f"embed: {name} must be an int of at least 1, got {bad!r}")
         for name in ("vocab_size", "width", "d_model", "max_len")
@@ -915,7 +915,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (xformer.GPT, {"d_ff": 0}, "block: d_ff must be an int of at least 1, got 0"),
     (xformer.GPT, {"activation": "x"}, ACTIVATIONS),
-    (xformer.GPT, {"norm": None}, 'block: norm must be "pre" or "post", got None'),
+    (xformer.GPT, {"norm": None}, 'block: norm must be one of "pre", "post", "sandwich", "output", got None'),
     (
         xformer.GPT,
         {"positions": "x"},
@@ -940,7 +940,8 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         xformer.Transformer,
         {"tied": True, "tgt_width": 6},
-        "Transformer: a tied head needs tgt_width = d_model = 8, got 6",
+        "EncoderDecoder: a tied head needs the target's embedding of width d_model = 8, any head "
+                "needs its vocabulary, got 6",
     ),
     (
         xformer.Transformer,
@@ -960,7 +961,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         "block: n_heads = 3 must divide d_model = 8, or d_head...",
     ),
     (xformer.Transformer, {"d_head": 0}, "block: d_head must be an int of at least 1, got 0"),
-    (xformer.Transformer, {"norm": "x"}, 'block: norm must be "pre" or "post", got \'x\''),
+    (xformer.Transformer, {"norm": "x"}, 'block: norm must be one of "pre", "post", "sandwich", "output", got \'x\''),
     (xformer.Transformer, {"activation": "x"}, ACTIVATIONS),
     (xformer.Transformer, {"pad_id": -1}, "Transformer: pad_id must lie in [0, 11), got -1"),
     (xformer.Transformer, {"pad_id": 11}, "Transformer: pad_id must lie in [0, 11), got 11"),
@@ -1022,10 +1023,10 @@ def transformer(**options: Any) -> tuple[xformer.Transformer, Any]:
 
 TOKENS = np.array([[1, 2, 3, 4], [5, 6, 7, 10]])
 GPT_TOKENS: list[tuple[Any, type[Exception], str]] = [
-    (TOKENS.tolist(), TypeError, "embed: ids must be an integer array, got list"),
-    (None, TypeError, "embed: ids must be an integer array, got None"),
-    (TOKENS[0], ValueError, "embed: ids must be (B, T), got shape (4,)"),
-    (TOKENS[None], ValueError, "embed: ids must be (B, T), got shape (1, 2, 4)"),
+    (TOKENS.tolist(), TypeError, "LanguageModel: tokens must be an array, got list"),
+    (None, TypeError, "LanguageModel: tokens must be an array, got None"),
+    (TOKENS[0], ValueError, "LanguageModel: tokens must be (B, T), got shape (4,)"),
+    (TOKENS[None], ValueError, "LanguageModel: tokens must be (B, T), got shape (1, 2, 4)"),
     (TOKENS.astype(float), TypeError, "embedding: ids must be an integer array, got dtype float64"),
     (TOKENS > 2, TypeError, "embedding: ids must be an integer array, got dtype bool"),
     (TOKENS + 1, ValueError, "embedding: ids must lie in [0, 11), got ids from 2 to 11"),
@@ -1042,7 +1043,8 @@ def test_tokens(tokens: Any, error: Any, message: str) -> None:
     with raises(error, message):
         model.loss(params, tokens, tokens)
     network, params = transformer(tgt_vocab_size=11)
-    message = message.replace("embed: ids must be", "Transformer: src must be")
+    message = message.replace("LanguageModel: tokens must be", "Transformer: src must be")
+    message = message.replace("be an array", "be an integer array")
     with raises(error, message):
         network.forward(params, tokens, TOKENS)
     with raises(error, message.replace("src", "tgt")):
@@ -1072,7 +1074,7 @@ def test_targets() -> None:
 
 def test_sources_and_targets() -> None:
     model, params = transformer()
-    with raises(ValueError, "Transformer: src and tgt must have one batch size, got 2 and 1"):
+    with raises(ValueError, "EncoderDecoder: src and tgt must have one batch size, got shapes (2, 4) and (1, 4)"):
         model.forward(params, TOKENS, TOKENS[:1])
     for length in (0, 1):
         with raises(ValueError, f"loss: tgt must hold at least 2 tokens, got shape (2, {length})"):
@@ -1205,10 +1207,10 @@ def test_parameters_of_another_model() -> None:
     post = xformer.GPT(11, 1, 6, 2, 7, norm="post")
     ids = np.zeros((2, 3), dtype=np.int64)
     for model, params, message in (
-        (two, one.init(), "GPT: params must have blocks: 2 by config, got 1"),
-        (untied, one.init(), "GPT: params must have an output head: True by config, got False"),
-        (one, untied.init(), "GPT: params must have an output head: False by config, got True"),
-        (post, one.init(), "GPT: params must have a final norm: False by config, got True"),
+        (two, one.init(), "LanguageModel: params must have blocks: 2 by config, got 1"),
+        (untied, one.init(), "LMHead: params.head must be parameters by config, got None"),
+        (one, untied.init(), "LMHead: params.head must be None by config, got parameters"),
+        (post, one.init(), "LanguageModel: params must have a final norm: False by config, got True"),
     ):
         with raises(ValueError, message):
             model.forward(params, ids)

@@ -155,7 +155,7 @@ def test_what_nobody_asked_for_is_refused() -> None:
 
 
 def test_a_long_list_of_keys_is_cut() -> None:
-    with pytest.raises(PretrainedError, match="not supported: 'k0', .* and 95 more$"):
+    with pytest.raises(PretrainedError, match=r"not supported: 'k0', .* and 95 more$"):
         Config({f"k{i}": 1 for i in range(100)}).finish()
 
 

@@ -20,7 +20,7 @@ def start(seed: int) -> tuple[layers.BlockParams, np.ndarray, np.ndarray]:
     """Xavier weights, biases in the feed-forward network alone; input and target (1, T, D)."""
     rng = backends.get("numpy").generator(seed, "float64")
     params = CONFIG.init(rng)
-    q, kv, o = params.attn
+    q, kv, o = params.attn[:3]
     bare = layers.AttentionParams(
         q._replace(b=None),
         layers.KeyValueParams(kv.k._replace(b=None), kv.v._replace(b=None)),

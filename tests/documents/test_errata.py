@@ -198,7 +198,7 @@ def head_gradients(c: Any, dy: np.ndarray) -> list[np.ndarray]:
 
 
 def with_weights(dattn: Any, dw_q: Any, dw_k: Any, dw_v: Any) -> Any:
-    k, v = dattn.kv
+    k, v, _ = dattn.kv
     kv = layers.KeyValueParams(k._replace(w=dw_k), v._replace(w=dw_v))
     return dattn._replace(q=dattn.q._replace(w=dw_q), kv=kv)
 

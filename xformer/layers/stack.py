@@ -181,6 +181,19 @@ def require_configs(op: str, configs: Sequence[BlockConfig]) -> None:
             raise ValueError(f"{op}: all configs must have one {name}, got {values}")
 
 
+def require_stack(
+    op: str, params: StackParams, configs: Sequence[BlockConfig], final_norm: bool | None, n: int
+) -> None:
+    """ValueError unless params hold `n` blocks, and a final norm just where it is wanted."""
+    wants = configs[0].norm != "post" if final_norm is None else final_norm
+    for what, got, wanted in (
+        ("blocks", len(params.blocks), n),
+        ("a final norm", params.norm is not None, wants),
+    ):
+        if got != wanted:
+            raise ValueError(f"{op}: params must have {what}: {wanted} by config, got {got}")
+
+
 def _order(params: StackParams, configs: Sequence[BlockConfig]) -> tuple[int, ...]:
     """Of each layer, the block whose parameters it has."""
     require_configs("stack", configs)

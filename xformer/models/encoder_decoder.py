@@ -14,7 +14,13 @@ from xformer.initial import normal, xavier_uniform
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.relative import RelativeConfig
-from xformer.layers.stack import StackParams, dropout_streams, require_configs, stack
+from xformer.layers.stack import (
+    StackParams,
+    dropout_streams,
+    require_configs,
+    require_stack,
+    stack,
+)
 from xformer.models.heads import LMHead, require_present
 from xformer.models.loss import LossCache, cross_entropy_of
 from xformer.shapes import require_array
@@ -114,7 +120,9 @@ class EncoderDecoder:
         dropout_key: ops.Key | None = None,
     ) -> tuple[tuple[Array, Array | None], EncodeCache]:
         """The encoder's output for a source: src (B, S) -> memory (B, S, D), and its positions."""
-        keys = dropout_streams(dropout_key, len(self.encoder))
+        n_layers = len(self.encoder)
+        require_stack("encoder", params.encoder, self.encoder, self.encoder_norm, n_layers)
+        keys = dropout_streams(dropout_key, n_layers)
         (x, pos), embed_cache = _embedded("src", params.src_embed, self.src_embed, src, keys[0])
         memory, stack_cache = stack(
             x,
@@ -140,7 +148,9 @@ class EncoderDecoder:
         dropout_key: ops.Key | None = None,
     ) -> tuple[Array, DecodeCache]:
         """Logits of the token after each of tgt (B, T), given the encoded source: (B, T, V)."""
-        keys = dropout_streams(dropout_key, len(self.decoder))
+        n_layers = len(self.decoder)
+        require_stack("decoder", params.decoder, self.decoder, self.decoder_norm, n_layers)
+        keys = dropout_streams(dropout_key, n_layers)
         own: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), embed_cache = _embedded("tgt", own, self.target_embed, tgt, keys[0])
         x, stack_cache = stack(
@@ -185,7 +195,7 @@ class EncoderDecoder:
         require_array("EncoderDecoder", "tgt", tgt)
         if src.shape[:1] != tgt.shape[:1]:
             raise ValueError(
-                f"EncoderDecoder: src and tgt must have one batch size, got shapes "
+                "EncoderDecoder: src and tgt must have one batch size, got shapes "
                 f"{tuple(src.shape)} and {tuple(tgt.shape)}"
             )
         (memory, memory_pos), encode_cache = self.encode(

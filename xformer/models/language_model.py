@@ -21,7 +21,13 @@ from xformer.layers.positions import alibi
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rotary import rotary
-from xformer.layers.stack import StackParams, dropout_streams, require_configs, stack
+from xformer.layers.stack import (
+    StackParams,
+    dropout_streams,
+    require_configs,
+    require_stack,
+    stack,
+)
 from xformer.models.heads import Head, LMHead, MaskedLMHead, Pooler, require_present
 from xformer.models.loss import LossCache, cross_entropy_of, one
 from xformer.shapes import require_array
@@ -158,6 +164,8 @@ class LanguageModel:
     ) -> tuple[Array, HiddenCache]:
         """Hidden states (B, T, D), below the head; arguments as in `forward`."""
         require_array("LanguageModel", "tokens", tokens)
+        n_blocks = len(self.blocks) if self.n_groups is None else self.n_groups
+        require_stack("LanguageModel", params.stack, self.blocks, self.final_norm, n_blocks)
         keys = dropout_streams(dropout_key, len(self.blocks))
         if mask is not None:
             _require_keep(mask, tokens)

@@ -17,7 +17,7 @@ from xformer import backends, tree
 from xformer.initial import Shapes
 from xformer.pretrained import files
 from xformer.pretrained.config import Config
-from xformer.pretrained.families import FAMILIES
+from xformer.pretrained.families import FAMILIES, llama2c
 from xformer.pretrained.family import Family
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, listed, read_json
@@ -55,6 +55,8 @@ def load(
     model, params = load("gpt2")
     logits, cache = model.forward(params, tokens)
 
+    A file is taken for one of llama2.c's (`.bin`, version 0).
+
     On NumPy, float32 parameters of a float32 file are read-only views of the file, which is mapped
     into memory: they cost nothing until they are used. FileNotFoundError where there is no model,
     PretrainedError where it is damaged or not supported: keys of the configuration, tensors that
@@ -62,18 +64,26 @@ def load(
     """
     place = backends.get(backend, device)
     root = Path(folder)
-    if not root.is_dir():
-        raise FileNotFoundError(f"{root} is no folder with a model")
-    where = str(root / files.CONFIG)
-    config = read_json(root / files.CONFIG)
-    tensors = files.open_tensors(root)
-    found = model(config, names=tensors.names(), where=where)
+    where, config, tensors = _opened(root)
+    found = model(config, names=tuple(tensors), where=where)
     matched = _matched(_family(config, where), found, tensors, str(root))
     return found, _read(found, matched, tensors, place, dtype)
 
 
+def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | llama2c.Mapped]:
+    """A configuration, where it is, and the tensors."""
+    if root.is_dir():
+        where = root / files.CONFIG
+        return str(where), read_json(where), files.open_tensors(root)
+    if root.exists():
+        return str(root), *llama2c.open_file(root)
+    raise FileNotFoundError(f"there is no folder or file {root}")
+
+
 def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
     """Write a model as transformers loads it: model.safetensors and config.json.
+
+    A model of llama2.c is written to a file of that name, as it was read.
 
     The model is one that `load` or `model` made; params may lie on any backend. An interrupted
     write leaves the old files, and the folder may be the one that was loaded from. The tokenizer's
@@ -81,6 +91,9 @@ def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
     are not the model's.
     """
     arrays = tensors_of(model, params)
+    if model.source["model_type"] == llama2c.MODEL_TYPE:
+        llama2c.write_file(folder, model.source, arrays)
+        return
     dtypes = sorted({str(a.dtype) for a in arrays.values()})
     config = {key: value for key, value in model.source.items() if key != "torch_dtype"}
     files.write(folder, arrays, config | {"dtype": dtypes[0]})
@@ -155,7 +168,7 @@ def _links(family: Family, model: Any, like: Mapping[str, Any], bare: bool) -> I
 
 
 def _matched(
-    family: Family, model: Any, tensors: files.Tensors, where: str
+    family: Family, model: Any, tensors: files.Tensors | llama2c.Mapped, where: str
 ) -> list[tuple[Link, list[str]]]:
     """The links, each with its names in the files; PretrainedError that lists what does not fit."""
     n_layers = sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
@@ -188,7 +201,7 @@ def _matched(
 class _Names:
     """The names of the files' tensors, as they have been spelled over the years."""
 
-    def __init__(self, family: Family, tensors: files.Tensors, where: str) -> None:
+    def __init__(self, family: Family, tensors: files.Tensors | llama2c.Mapped, where: str) -> None:
         self.family, self.tensors, self.where = family, tensors, where
         self.used: set[str] = set()
         self.repeated: dict[str, list[str]] = {}
@@ -250,7 +263,7 @@ class _Names:
 def _read(
     model: Any,
     matched: list[tuple[Link, list[str]]],
-    tensors: files.Tensors,
+    tensors: files.Tensors | llama2c.Mapped,
     backend: backends.Backend,
     dtype: str,
 ) -> Any:

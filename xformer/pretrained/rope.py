@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from xformer.layers.rope_config import RopeConfig
@@ -13,7 +14,13 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def rope(
-    c: Config, *, width: int, max_len: int, theta: float = 10000.0, share: float | None = None
+    c: Config,
+    *,
+    width: int,
+    max_len: int,
+    theta: float = 10000.0,
+    share: float | None = None,
+    names: Mapping[str, str] = {},
 ) -> RopeConfig:
     """The rotary embedding of heads of `width` channels, in a model for `max_len` tokens.
 
@@ -22,18 +29,19 @@ def rope(
     is as in transformers 5.23 (`modeling_rope_utils.py`).
     theta, share: the family's own base, and the share of channels that it turns. A family without
     a share turns all channels, and its configuration must not give another one.
+    names: what the family calls `rope_theta` and `partial_rotary_factor` beside the parameters.
     Raises PretrainedError.
     """
     part = _part(c)
     kind = part.text("type", choices=TYPES, default="default")
     kind = part.text("rope_type", choices=TYPES, default=kind)
     part.only("type", kind)
-    turned = _agreed(c, part, "partial_rotary_factor", 1.0 if share is None else share)
+    turned = _agreed(c, part, "partial_rotary_factor", 1.0 if share is None else share, names)
     if not (turned == 1 if share is None else 0 < turned <= 1):
         wanted = "1 in this family" if share is None else "more than 0 and at most 1"
         message = f"partial_rotary_factor must be {wanted}, got {turned:g}"
         raise PretrainedError(f"{part.where}: {message}")
-    theta = _agreed(c, part, "rope_theta", theta)
+    theta = _agreed(c, part, "rope_theta", theta, names)
     options = _options(kind, c, part, max_len, int(width * turned))
     scaling = "none" if kind == "default" else kind
     try:
@@ -95,9 +103,13 @@ def _of_all_layers(c: Config, name: str, part: Config) -> Config:
     return part.sub(types[0]) or part
 
 
-def _agreed(c: Config, part: Config, name: str, default: float) -> Any:
+def _agreed(
+    c: Config, part: Config, name: str, default: float, names: Mapping[str, str] = {}
+) -> Any:
     """A number that may be given beside the parameters or among them."""
-    outer = c.number(name, default=None)
+    outer = c.number(names.get(name, name), default=None)
+    if name in names:  # transformers 4 repeats it, and reads the family's own
+        c.only(name, default if outer is None else outer)
     inner = part.number(name, default=outer)
     if outer is not None and inner != outer:
         raise part.refused(name, f"{outer:g}, as outside {part.where}")

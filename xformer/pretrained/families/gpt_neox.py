@@ -1,0 +1,76 @@
+"""GPT-NeoX (arXiv:2204.06745) and Pythia (arXiv:2304.01373)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from xformer.layers import BlockConfig, EmbedConfig
+from xformer.models import LanguageModel
+from xformer.pretrained.config import Config
+from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
+from xformer.pretrained.names import Links, fused, linear, norm, same
+from xformer.pretrained.rope import rope
+
+ROTARY = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a configuration."""
+    # Of a head for each token; and names of old files, which transformers does not read either.
+    c.ignore("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")
+    bias = c.flag("attention_bias", default=True)
+    own = BlockConfig(
+        d_model=c.integer("hidden_size", low=1, default=6144),
+        n_heads=c.integer("num_attention_heads", low=1, default=64),
+        d_ff=c.integer("intermediate_size", low=1, default=24576),
+        activation=activation(c, "hidden_act", "gelu"),
+        parallel=c.flag("use_parallel_residual", default=True),
+        eps=c.number("layer_norm_eps", low=0, default=1e-5),
+        qkv_bias=bias,
+        o_bias=bias,
+        dropout=rate(c, "hidden_dropout", 0.0),
+        attn_dropout=rate(c, "attention_dropout", 0.0),
+    )
+    embed = EmbedConfig(
+        vocab_size=c.integer("vocab_size", low=1, default=50432),
+        width=own.d_model,
+        d_model=own.d_model,
+        positions="none",
+        dropout=own.dropout,
+    )
+    max_len = c.integer("max_position_embeddings", low=1, default=2048)
+    turned = rope(c, width=own.head_width, max_len=max_len, share=0.25, names=ROTARY)
+    top = decoder_head(c, head, tied=c.flag("tie_word_embeddings", default=False))
+    return LanguageModel(embed, (own,) * layers(c, default=44), rotary=turned, head=top)
+
+
+def links(model: LanguageModel) -> Links:
+    """Names; each head's queries, keys and values lie side by side."""
+    yield from same("gpt_neox.embed_in.weight", "embed.table")
+    for i, config in enumerate(model.blocks):
+        theirs, ours = f"gpt_neox.layers.{i}", f"stack.blocks.{i}"
+        qkv = f"{theirs}.attention.query_key_value"
+        yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
+        yield from fused(f"{qkv}.weight", f"{qkv}.bias", f"{ours}.attn", groups=config.n_heads)
+        yield from linear(f"{theirs}.attention.dense", f"{ours}.attn.o")
+        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+        yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up")
+        yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.ffn.down")
+    yield from norm("gpt_neox.final_layer_norm", "stack.norm")
+    yield from linear("embed_out", "head")
+    yield from linear("score", "head.out")
+
+
+FAMILY = Family(
+    heads={
+        "GPTNeoXForCausalLM": "lm",
+        "GPTNeoXForSequenceClassification": "classifier",
+        "GPTNeoXModel": "hidden",
+    },
+    build=build,
+    links=links,
+    prefix="gpt_neox.",
+    free=("is_decoder",),  # at either value the same model
+    tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    buffers=(r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
+)

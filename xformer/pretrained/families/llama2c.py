@@ -1,0 +1,124 @@
+"""llama2.c's models: Llama with interleaved rotary pairs, in one `.bin` file.
+
+The file has a kind of tensor for all layers together; here layer i of `wq` is called `wq.i`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from xformer.layers import BlockConfig, EmbedConfig, RopeConfig, rotary
+from xformer.models import LanguageModel, LMHead
+from xformer.pretrained import llama2c
+from xformer.pretrained.config import Config
+from xformer.pretrained.family import Family, layers
+from xformer.pretrained.names import Link, Links, same
+
+MODEL_TYPE = "llama2.c"
+MAPS = {
+    "wq": "attn.q.w",
+    "wk": "attn.kv.k.w",
+    "wv": "attn.kv.v.w",
+    "wo": "attn.o.w",
+    "w1": "ffn.gate.w",
+    "w2": "ffn.down.w",
+    "w3": "ffn.up.w",
+}
+NORMS = {"rms_att": "attn_norm.w", "rms_ffn": "ffn_norm.w"}
+TABLES = ("freq_cis_real", "freq_cis_imag")
+
+
+def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
+    """The model of a header."""
+    block = BlockConfig(
+        d_model=c.integer("d_model", low=1),
+        n_heads=c.integer("n_heads", low=1),
+        n_kv_heads=c.integer("n_kv_heads", low=1),
+        d_ff=c.integer("d_ff", low=1),
+        activation="silu",
+        gated=True,
+        norm_kind="rms",
+        bias=False,
+    )
+    embed = EmbedConfig(
+        vocab_size=c.integer("vocab_size", low=1),
+        width=block.d_model,
+        d_model=block.d_model,
+        max_len=c.integer("max_len", low=1),
+        positions="none",
+    )
+    turned = RopeConfig(block.head_width, interleaved=True)
+    head_config = LMHead(tied=c.flag("tied"))
+    blocks = (block,) * layers(c, "n_layers")
+    return LanguageModel(embed, blocks, rotary=turned, head=head_config)
+
+
+def links(model: LanguageModel) -> Links:
+    """Names."""
+    yield from same("token_embedding", "embed.table")
+    for i in range(len(model.blocks)):
+        for theirs, ours in MAPS.items():
+            yield Link((f"{theirs}.{i}",), (f"stack.blocks.{i}.{ours}",), flip=True)
+        for theirs, ours in NORMS.items():
+            yield from same(f"{theirs}.{i}", f"stack.blocks.{i}.{ours}")
+    yield from same("rms_final", "stack.norm.w")
+    yield Link(("wcls",), ("head.w",), flip=True)
+
+
+FAMILY = Family(heads={}, build=build, links=links, buffers=TABLES)
+
+
+class Mapped:
+    """The tensors of a file, in the manner of `files.Tensors`."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+        for name, array in arrays.items():
+            if name in MAPS or name in NORMS:
+                self._arrays |= {f"{name}.{i}": layer for i, layer in enumerate(array)}
+            else:
+                self._arrays[name] = array
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Sizes of a tensor."""
+        return self._arrays[name].shape
+
+    def read(self, name: str, dtype: str = "float32") -> np.ndarray:
+        """A tensor: a view of the file where dtype is float32."""
+        return self._arrays[name].astype(dtype, copy=False)
+
+    def release(self, name: str) -> None:
+        """Nothing: these files are small."""
+
+
+def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Mapped]:
+    """The configuration and the tensors of a `.bin` file. PretrainedError where it is damaged."""
+    header, arrays = llama2c.read(path)
+    return {"model_type": MODEL_TYPE, **header._asdict()}, Mapped(arrays)
+
+
+def write_file(
+    path: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> None:
+    """Write a `.bin` file; an interrupted write leaves the old one."""
+    header = llama2c.Header(*(config[name] for name in llama2c.Header._fields))
+    arrays = {name: array for name, array in tensors.items() if "." not in name}
+    for name in (*MAPS, *NORMS):
+        arrays[name] = np.stack([tensors[f"{name}.{i}"] for i in range(header.n_layers)])
+    width = header.d_model // header.n_heads
+    turned = rotary(RopeConfig(width), like=arrays["rms_final"], length=header.max_len)
+    arrays |= dict(zip(TABLES, (turned.cos, turned.sin), strict=True))
+    llama2c.write(path, header, arrays)
