@@ -870,7 +870,11 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (BlockConfig, {"n_heads": 3}, "block: n_heads = 3 must divide d_model = 8, or d_head be given"),
     (BlockConfig, {"n_kv_heads": 3}, "block: n_kv_heads = 3 must divide 4 heads"),
-    (BlockConfig, {"norm": "both"}, 'block: norm must be one of "pre", "post", "sandwich", "output", got \'both\''),
+    (
+        BlockConfig,
+        {"norm": "both"},
+        'block: norm must be one of "pre", "post", "sandwich", "output", got \'both\'',
+    ),
     (BlockConfig, {"activation": "x"}, ACTIVATIONS),
     (BlockConfig, {"dropout": 1.5}, "block: dropout must lie in [0, 1], got 1.5"),
     (BlockConfig, {"eps": -1.0}, "norm: eps must lie in [0, inf], got -1.0"),
@@ -915,7 +919,11 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (xformer.GPT, {"d_ff": 0}, "block: d_ff must be an int of at least 1, got 0"),
     (xformer.GPT, {"activation": "x"}, ACTIVATIONS),
-    (xformer.GPT, {"norm": None}, 'block: norm must be one of "pre", "post", "sandwich", "output", got None'),
+    (
+        xformer.GPT,
+        {"norm": None},
+        'block: norm must be one of "pre", "post", "sandwich", "output", got None',
+    ),
     (
         xformer.GPT,
         {"positions": "x"},
@@ -941,7 +949,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         xformer.Transformer,
         {"tied": True, "tgt_width": 6},
         "EncoderDecoder: a tied head needs the target's embedding of width d_model = 8, any head "
-                "needs its vocabulary, got 6",
+        "needs its vocabulary, got 6",
     ),
     (
         xformer.Transformer,
@@ -961,7 +969,11 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         "block: n_heads = 3 must divide d_model = 8, or d_head...",
     ),
     (xformer.Transformer, {"d_head": 0}, "block: d_head must be an int of at least 1, got 0"),
-    (xformer.Transformer, {"norm": "x"}, 'block: norm must be one of "pre", "post", "sandwich", "output", got \'x\''),
+    (
+        xformer.Transformer,
+        {"norm": "x"},
+        'block: norm must be one of "pre", "post", "sandwich", "output", got \'x\'',
+    ),
     (xformer.Transformer, {"activation": "x"}, ACTIVATIONS),
     (xformer.Transformer, {"pad_id": -1}, "Transformer: pad_id must lie in [0, 11), got -1"),
     (xformer.Transformer, {"pad_id": 11}, "Transformer: pad_id must lie in [0, 11), got 11"),
@@ -1074,7 +1086,10 @@ def test_targets() -> None:
 
 def test_sources_and_targets() -> None:
     model, params = transformer()
-    with raises(ValueError, "EncoderDecoder: src and tgt must have one batch size, got shapes (2, 4) and (1, 4)"):
+    with raises(
+        ValueError,
+        "EncoderDecoder: src and tgt must have one batch size, got shapes (2, 4) and (1, 4)",
+    ):
         model.forward(params, TOKENS, TOKENS[:1])
     for length in (0, 1):
         with raises(ValueError, f"loss: tgt must hold at least 2 tokens, got shape (2, {length})"):
@@ -1210,7 +1225,11 @@ def test_parameters_of_another_model() -> None:
         (two, one.init(), "LanguageModel: params must have blocks: 2 by config, got 1"),
         (untied, one.init(), "LMHead: params.head must be parameters by config, got None"),
         (one, untied.init(), "LMHead: params.head must be None by config, got parameters"),
-        (post, one.init(), "LanguageModel: params must have a final norm: False by config, got True"),
+        (
+            post,
+            one.init(),
+            "LanguageModel: params must have a final norm: False by config, got True",
+        ),
     ):
         with raises(ValueError, message):
             model.forward(params, ids)

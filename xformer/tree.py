@@ -1,16 +1,82 @@
 """Nested NamedTuples of arrays as trees: parameters, gradients, optimiser state, caches.
 
 Inner nodes are NamedTuples, tuples, lists and dicts; everything else is a leaf. None is an absent
-leaf: `map` keeps it, `flatten` leaves it out.
+leaf: `map` keeps it, `flatten` leaves it out. A leaf of parameters that is `Frozen` is not trained:
+
+    params = tree.freeze(params, "embed.*")
+    trained = tree.trained(params)                 # None in the place of what is frozen
+    loss, cache = model.loss(params, tokens, targets)
+    grads = cache.backward()                       # None there too, and never computed
+    trained, state = optim.adamw(trained, grads, state, lr=1e-4)
+    params = tree.join(params, trained)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A leaf of parameters that is not trained; `map` maps what it holds, and it stays frozen."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number among parameters: no leaf. `map` keeps it, `flatten` leaves it out."""
+
+    value: float
+
+
+def value(leaf: Any) -> Any:
+    """What a leaf holds, frozen or not."""
+    return leaf.value if isinstance(leaf, Frozen) else leaf
+
+
+def freeze(params: Any, *patterns: str) -> Any:
+    """`params`, the leaves frozen whose dotted names match a pattern ("stack.blocks.*.ffn.*").
+
+    Patterns as in `fnmatch`; without any, all leaves. ValueError for a pattern that matches none.
+    """
+    names = list(flatten(params))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"freeze: {pattern!r} matches none of {len(names)} parameters")
+    rest = iter(names)
+
+    def one(leaf: Any) -> Any:
+        name = next(rest)
+        chosen = not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+        return Frozen(value(leaf)) if chosen else leaf
+
+    return _map(one, (params,), "")
+
+
+def thaw(params: Any) -> Any:
+    """`params`, nothing frozen."""
+    return _map(value, (params,), "")
+
+
+def trained(params: Any) -> Any:
+    """`params`, None in the place of what is frozen: the structure of gradients."""
+    return _map(lambda leaf: None if isinstance(leaf, Frozen) else leaf, (params,), "")
+
+
+def join(params: Any, trained: Any) -> Any:
+    """`params` with the leaves of `trained`, the inverse of `trained(params)`."""
+    new = flatten(trained)
+    like = {name: new.get(name, leaf) for name, leaf in flatten(params).items()}
+    if extra := sorted(new.keys() - like.keys()):
+        raise ValueError(f"join: no parameters of these names: {', '.join(extra)}")
+    return unflatten(params, like)
 
 
 def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -18,11 +84,18 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
     Returns a tree of that structure. Raises ValueError where structures differ, naming the place.
     """
-    return _map(fn, (tree, *rest), "")
+
+    def inside(first: Any, *others: Any) -> Any:
+        mapped = fn(value(first), *(value(other) for other in others))
+        return Frozen(mapped) if isinstance(first, Frozen) else mapped
+
+    return _map(inside, (tree, *rest), "")
 
 
 def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
     first = trees[0]
+    if isinstance(first, Constant):
+        return first
     if first is None:
         if any(t is not None for t in trees):
             raise ValueError(f"tree.map: {path or 'the root'} is absent in the first tree only")
@@ -71,12 +144,13 @@ def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
             f"unexpected {', '.join(extra) or 'nothing'}"
         )
     names = iter(wanted)
-    return map(lambda _: leaves[next(names)], like)
+    return _map(lambda _: leaves[next(names)], (like,), "")
 
 
 def nbytes(tree: Any) -> int:
     """Bytes of the arrays in `tree`, each array counted once however often it appears."""
-    arrays = {id(leaf): leaf for _, leaf in _walk(tree, "") if is_array_api_obj(leaf)}
+    leaves = [value(leaf) for _, leaf in _walk(tree, "")]
+    arrays = {id(leaf): leaf for leaf in leaves if is_array_api_obj(leaf)}
     return sum(math.prod(a.shape) * _itemsize(a) for a in arrays.values())
 
 
@@ -85,7 +159,7 @@ def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if names is not None:
         for i, name in enumerate(names):
             yield from _walk(_part(tree, i), f"{path}.{name}".lstrip("."))
-    elif tree is not None:
+    elif tree is not None and not isinstance(tree, Constant):
         yield path, tree
 
 

@@ -24,6 +24,7 @@ def experts(
     *,
     ids: Array,
     activation: str = "silu",
+    fixed: bool = False,
 ) -> tuple[Array, ExpertsCache]:
     """Gather the rows of each expert that has any, and add what it makes of them."""
     ids = require_choice(ids, w_gate, activation)
@@ -34,7 +35,7 @@ def experts(
         y_e, part = one_expert(x[rows], w_e, share, activation)
         y[rows] += y_e
         parts.append(part)
-    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, tuple(parts))
+    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, fixed, tuple(parts))
 
 
 class ExpertsCache(NamedTuple):
@@ -46,22 +47,25 @@ class ExpertsCache(NamedTuple):
     w_down: Array  # (E, F, D)
     ids: Array  # (N, C)
     activation: str
+    fixed: bool
     parts: tuple[ExpertCache, ...]  # of each expert that has rows, in order
 
-    def backward(self, dy: Array) -> tuple[Array, Array, Array, Array, Array]:
+    def backward(self, dy: Array) -> tuple[Array | None, ...]:
         """The gradients of each expert at its rows; zeros where an expert has none."""
         require_gradient("experts", "dy", dy, self.x)
         x, ids = self.x, self.ids
         dx, dweights = np.zeros(x.shape, dy.dtype), np.zeros(ids.shape, dy.dtype)
-        dw_gate, dw_up = (np.zeros(self.w_up.shape, dy.dtype) for _ in range(2))
-        dw_down = np.zeros(self.w_down.shape, dy.dtype)
+        dws: list[Array] = []
+        if not self.fixed:
+            dws = [np.zeros(w.shape, dy.dtype) for w in (self.w_gate, self.w_up, self.w_down)]
         for (e, rows, own), part in zip(_assigned(ids), self.parts, strict=True):
             w_e = self.w_gate[e], self.w_up[e], self.w_down[e]
-            dx_e, dw_e, dshare = part.backward(dy[rows], x[rows], w_e, self.activation)
+            dx_e, dw_e, dshare = part.backward(dy[rows], x[rows], w_e, self.activation, self.fixed)
             dx[rows] += dx_e
-            dw_gate[e], dw_up[e], dw_down[e] = dw_e
+            for dw, own_dw in zip(dws, dw_e, strict=False):
+                dw[e] = own_dw
             dweights[rows] += np.where(own, dshare[:, None], 0)
-        return dx, dw_gate, dw_up, dw_down, dweights
+        return dx, *(dws or (None, None, None)), dweights
 
 
 def _assigned(ids: Array) -> Iterator[tuple[int, Array, Array]]:

@@ -94,6 +94,21 @@ def mask(shape: tuple[int, ...], dead: tuple[Any, ...] | None = None) -> Draw:
     return draw
 
 
+@dataclass(frozen=True)
+class Without:
+    """A cache less the gradients that are None since what they belong to is not trained."""
+
+    cache: Any
+    places: tuple[int, ...]
+
+    def backward(self, *dy: Any) -> Any:
+        """The other gradients."""
+        grads = self.cache.backward(*dy)
+        if any(grads[i] is not None for i in self.places):
+            raise AssertionError("a gradient was computed of what is not trained")
+        return tuple(grad for i, grad in enumerate(grads) if i not in self.places)
+
+
 def random(rng: Generator, like: Any) -> Any:
     """Parameters of the shapes of `like`: weights of unit gain, the rest around 1/2."""
 

@@ -26,12 +26,14 @@ from xformer.catalogue.case import (
     random,
 )
 from xformer.layers.feed_forward import ACTIVATIONS
+from xformer.tree import Constant
 from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:
     """Every layer, with every option."""
     for subject in (
+        _linear,
         _attention,
         _key_value,
         _feed_forward,
@@ -48,6 +50,23 @@ def _layer(name: str, make: Make) -> Case:
 def linear_params(rng: Generator, i: int, o: int, b: bool = True) -> layers.LinearParams:
     """Weights of unit gain, and a bias unless b is False."""
     return layers.LinearParams(rng.normal((i, o), std=i**-0.5), rng.normal((o,)) if b else None)
+
+
+def _linear() -> Iterator[Case]:
+    def case(note: str, b: bool = True, rank: int = 0) -> Case:
+        def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+            params: Any = linear_params(rng, 6, 11, b)
+            if rank:
+                low = rng.normal((6, rank)), rng.normal((rank, 11))
+                params = layers.LoRAParams(params, *low, Constant(0.7))
+            return partial(layers.linear), (rng.normal((5, 4, 6)), params)
+
+        return _layer(f"linear: {note}", make)
+
+    yield case("plain")
+    yield case("no bias", b=False)
+    yield case("adapter", rank=2)
+    yield case("adapter, no bias", b=False, rank=2)
 
 
 def _attention() -> Iterator[Case]:

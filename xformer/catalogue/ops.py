@@ -18,6 +18,7 @@ from xformer.catalogue.case import (
     Draw,
     Function,
     Options,
+    Without,
     drawn,
     mask,
 )
@@ -68,6 +69,17 @@ def _linear() -> Iterator[Case]:
         x = (*lead, 5)
         yield _op(f"linear: x {x}", ops.linear, x, (5, 7), (7,))
         yield _op(f"linear: x {x}, no b", ops.linear, x, (5, 7), None)
+    yield _op("linear: w fixed", _fixed_linear, (2, 5), (7,), w=_normal((5, 7)), fixed=True)
+
+
+def _normal(shape: tuple[int, ...]) -> Draw:
+    return lambda rng, _: rng.normal(shape)
+
+
+def _fixed_linear(x: Array, b: Array, *, w: Array, **options: Any) -> tuple[Array, Any]:
+    """`ops.linear` whose w is no argument."""
+    y, cache = ops.linear(x, w, b, **options)
+    return y, Without(cache, (1,))
 
 
 def _embedding() -> Iterator[Case]:
@@ -297,6 +309,17 @@ def _experts() -> Iterator[Case]:
     yield case("all rows to one", 7, lambda rng, _: rng.integers((7, 1), low=3, high=4), 1)
     yield case("one row", 1, _choice(1, 5, 2))
     yield case("no rows", 0, _choice(0, 5, 2))
+    ws = {"gate": _normal((5, 3, 11)), "up": _normal((5, 3, 11)), "down": _normal((5, 11, 3))}
+    options: Options = {"ids": _choice(7, 5, 2), "fixed": True, **ws}
+    yield _op("experts: fixed", _fixed_experts, (7, 3), (7, 2), **options)
+
+
+def _fixed_experts(
+    x: Array, weights: Array, *, gate: Array, up: Array, down: Array, **options: Any
+) -> tuple[Array, Any]:
+    """`ops.experts` whose own weights are no arguments."""
+    y, cache = ops.experts(x, gate, up, down, weights, **options)
+    return y, Without(cache, (1, 2, 3))
 
 
 def _router_losses() -> Iterator[Case]:

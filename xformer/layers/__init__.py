@@ -11,7 +11,7 @@ from xformer.layers.block import BlockConfig, BlockParams, block
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
-from xformer.layers.linear import LinearParams
+from xformer.layers.linear import LinearParams, LoRAParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.pooling import pool
 from xformer.layers.positions import alibi, sinusoidal
@@ -33,6 +33,7 @@ __all__ = [
     "KeyValue",
     "KeyValueParams",
     "LinearParams",
+    "LoRAParams",
     "NormConfig",
     "NormParams",
     "RelativeConfig",
@@ -45,6 +46,7 @@ __all__ = [
     "embed",
     "feed_forward",
     "key_value",
+    "linear",
     "mixture",
     "norm",
     "parallel",

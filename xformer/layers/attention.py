@@ -8,11 +8,12 @@ from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.checks import require_sizes
-from xformer.layers.linear import LinearParams
+from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.rotary import Rotary
 from xformer.ops.sdpa import sum_to
 from xformer.shapes import require_like
+from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
@@ -85,7 +86,7 @@ def attention(
         q,
         *kv,
         bias,
-        params.sinks,
+        value(params.sinks),
         mask=mask,
         causal=causal,
         window=window,
@@ -96,8 +97,9 @@ def attention(
     )
     y, o_cache = merge_heads(ctx), None
     if params.o is not None:
-        y, o_cache = ops.linear(y, *params.o)
-    return y, AttentionCache(q_cache, kv_cache, sdpa_cache, o_cache, memory is None)
+        y, o_cache = linear(y, params.o)
+    caches = (q_cache, kv_cache, sdpa_cache, o_cache)
+    return y, AttentionCache(*caches, memory is None, isinstance(params.sinks, Frozen))
 
 
 class AttentionCache(NamedTuple):
@@ -108,13 +110,13 @@ class AttentionCache(NamedTuple):
     sdpa: Any  # of the kernel that ran
     o: Any
     is_self: bool
+    fixed_sinks: bool
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
         do = None
         if self.o is not None:
-            dy, *do = self.o.backward(dy)
-            do = LinearParams(*do)
+            dy, do = self.o.backward(dy)
         dq, dk, dv, dbias, dsinks = self.sdpa.backward(split_heads(dy, self.q.n_heads))
         dx, dq_params, dq_norm, dpos = self.q.backward(dq)
         dkv = dmemory_pos = None
@@ -125,6 +127,7 @@ class AttentionCache(NamedTuple):
             dx = dx + dmemory
             dpos = None if dpos is None else dpos + dmemory_pos
             dmemory = dmemory_pos = None
+        dsinks = None if self.fixed_sinks else dsinks
         dparams = AttentionParams(dq_params, dkv, do, dq_norm, dsinks)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
@@ -177,7 +180,7 @@ def _project(
 ) -> tuple[Array, ProjectCache]:
     """rope(norm(split_heads(x w + b) + pos))."""
     require_sizes("attention", 1, n_heads=n_heads)
-    y, cache = ops.linear(x, *params)
+    y, cache = linear(x, params)
     width = y.shape[-1]
     if width % n_heads:
         raise ValueError(
@@ -185,7 +188,7 @@ def _project(
         )
     config = NormConfig("rms") if config is None else config
     all_norm = head_norm = rope_cache = None
-    per_head = norm_params is not None and norm_params.w.shape[0] == width // n_heads
+    per_head = norm_params is not None and value(norm_params.w).shape[0] == width // n_heads
     if norm_params is not None and not per_head:
         y, all_norm = norm(y, norm_params, config=config)
     heads = split_heads(y, n_heads)  # (B, H, T, K)
@@ -223,8 +226,8 @@ class ProjectCache(NamedTuple):
         dy = merge_heads(dheads)
         if self.all_norm is not None:
             dy, dnorm = self.all_norm.backward(dy)
-        dx, *dparams = self.linear.backward(dy)
-        return dx, LinearParams(*dparams), dnorm, dpos
+        dx, dparams = self.linear.backward(dy)
+        return dx, dparams, dnorm, dpos
 
 
 def _require_memory(

@@ -11,11 +11,12 @@ from xformer import ops
 from xformer.backends.base import Generator
 from xformer.checks import number, require_sizes, require_tokens
 from xformer.initial import Draw, normal
-from xformer.layers.linear import LinearParams
+from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import sinusoidal
 from xformer.ops.sdpa import sum_to
 from xformer.shapes import require_array
+from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
@@ -149,8 +150,9 @@ def embed(
     _require_params(params, config)
     _require_options(ids, positions, types, config)
     n_batch, n_tokens = ids.shape
-    xp = array_namespace(params.table)
-    x, table_cache = ops.embedding(params.table, ids=ids)  # (B, T, E)
+    table = value(params.table)
+    xp = array_namespace(table)
+    x, table_cache = ops.embedding(table, ids=ids)  # (B, T, E)
     x = x if config.scale == 1.0 else x * config.scale
     pos, positions_cache = _positions(params, config, n_tokens, positions)  # (T, P) or (B, T, P)
     if pos is not None and config.mode == "add":
@@ -160,17 +162,18 @@ def embed(
     types_cache = norm_cache = project_cache = None
     if params.types is not None:
         types = xp.zeros_like(ids) if types is None else types
-        typed, types_cache = ops.embedding(params.types, ids=types)
+        typed, types_cache = ops.embedding(value(params.types), ids=types)
         x = x + typed
     if params.norm is not None:
         x, norm_cache = norm(x, params.norm, config=config.norm)
     rate = 0.0 if dropout_key is None else config.dropout
     x, drop_cache = ops.dropout(x, rate=rate, key=dropout_key)
     if params.project is not None:
-        x, project_cache = ops.linear(x, *params.project)
+        x, project_cache = linear(x, params.project)
+    fixed = tuple(isinstance(a, Frozen) for a in (params.table, params.positions, params.types))
     caches = (table_cache, positions_cache, types_cache, norm_cache, project_cache, drop_cache)
     pos_shape = None if pos is None else tuple(pos.shape)
-    return (x, pos if config.mode == "qkv" else None), EmbedCache(*caches, config, pos_shape)
+    return (x, pos if config.mode == "qkv" else None), EmbedCache(*caches, config, pos_shape, fixed)
 
 
 class EmbedCache(NamedTuple):
@@ -184,28 +187,32 @@ class EmbedCache(NamedTuple):
     drop: Any
     config: EmbedConfig
     pos_shape: tuple[int, ...] | None
+    fixed: tuple[bool, ...]  # which of table, positions and types are frozen
 
     def backward(self, dx: Array, dpos: Array | None = None) -> EmbedParams:
-        """Gradients of params, from those of x and of pos."""
+        """Gradients of params, from those of x and of pos; None for what is frozen."""
         config = self.config
+        fixed_table, fixed_positions, fixed_types = self.fixed
         dproject: Any = None
         dnorm = dtypes = None
         if self.project is not None:
-            dx, *dproject = self.project.backward(dx)
-            dproject = LinearParams(*dproject)
+            dx, dproject = self.project.backward(dx)
         dx = self.drop.backward(dx)
         if self.norm is not None:
             dx, dnorm = self.norm.backward(dx)
-        if self.types is not None:
+        if self.types is not None and not fixed_types:
             dtypes = self.types.backward(dx)
         if config.mode == "add":
             dpos = dx
         elif config.mode == "concat":
             dpos = dx[..., config.width :]
             dx = dx[..., : config.width]
-        dpositions = self._positions_backward(dpos) if config.positions == "learned" else None
-        dx = dx if config.scale == 1.0 else dx * config.scale
-        return EmbedParams(self.table.backward(dx), dpositions, dproject, dtypes, dnorm)
+        dpositions = dtable = None
+        if config.positions == "learned" and not fixed_positions:
+            dpositions = self._positions_backward(dpos)
+        if not fixed_table:
+            dtable = self.table.backward(dx if config.scale == 1.0 else dx * config.scale)
+        return EmbedParams(dtable, dpositions, dproject, dtypes, dnorm)
 
     def _positions_backward(self, dpos: Any) -> Array:
         """Gradient of the table of positions."""
@@ -231,7 +238,7 @@ def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
     if config.positions == "learned":
         wanted["positions"] = (config.rows, config.position_width)
     for name, shape in wanted.items():
-        array = getattr(params, name)
+        array = value(getattr(params, name))
         if array is not None:
             require_array("embed", f"params.{name}", array)
         got = None if array is None else tuple(array.shape)
@@ -270,7 +277,8 @@ def _positions(
     if config.positions == "none":
         return None, None
     if params.positions is None:
-        return sinusoidal(n_tokens, config.position_width, like=params.table), None
+        return sinusoidal(n_tokens, config.position_width, like=value(params.table)), None
+    table = value(params.positions)
     if positions is None:
-        return params.positions[config.offset : config.offset + n_tokens, :], None
-    return ops.embedding(params.positions, ids=positions + config.offset)
+        return table[config.offset : config.offset + n_tokens, :], None
+    return ops.embedding(table, ids=positions + config.offset)

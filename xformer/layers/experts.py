@@ -11,8 +11,10 @@ from xformer import ops
 from xformer.backends.base import Generator
 from xformer.checks import require_gradient, require_sizes
 from xformer.initial import Draw, normal
+from xformer.layers.linear import LinearParams, linear
 from xformer.ops.activation import require_activation
 from xformer.shapes import require_array
+from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
@@ -78,14 +80,18 @@ def mixture(
     _require_fit(x, params, config)
     xp = array_namespace(x)
     rows = xp.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))  # (N, D)
-    logits, router = ops.linear(rows, params.router)  # (N, E)
+    logits, router = linear(rows, LinearParams(params.router, None))  # (N, E)
     ids = xp.argsort(logits, axis=-1, descending=True, stable=True)[:, : config.top_k]
     if config.normalise:
         weights, softmax = ops.softmax(xp.take_along_axis(logits, ids, axis=-1))  # (N, C)
     else:
         probs, softmax = ops.softmax(logits)
         weights = xp.take_along_axis(probs, ids, axis=-1)
-    y, experts = ops.experts(rows, *params[1:], weights, ids=ids, activation=config.activation)
+    own = [value(w) for w in params[1:]]
+    fixed = all(isinstance(w, Frozen) for w in params[1:])
+    y, experts = ops.experts(
+        rows, *own, weights, ids=ids, activation=config.activation, fixed=fixed
+    )
     return xp.reshape(y, x.shape), MixtureCache(
         logits, ids, router, softmax, experts, x.shape, config
     )
@@ -121,7 +127,7 @@ class MixtureCache(NamedTuple):
         if drouter_logits is not None:
             require_gradient("mixture", "drouter_logits", drouter_logits, self.router_logits)
             dlogits = dlogits + drouter_logits
-        dx_router, drouter, _ = self.router.backward(dlogits)
+        dx_router, (drouter, _) = self.router.backward(dlogits)
         return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *dexperts)
 
     def _spread(self, dchosen: Array) -> Array:
@@ -140,7 +146,7 @@ def _require_fit(x: Array, params: ExpertsParams, config: ExpertsConfig) -> None
     d, e, f = x.shape[2], config.n_experts, config.d_ff
     shapes = {"(D, E)": (d, e), "(E, D, F)": (e, d, f), "(E, F, D)": (e, f, d)}
     letters = ("(D, E)", "(E, D, F)", "(E, D, F)", "(E, F, D)")
-    for name, array, letter in zip(params._fields, params, letters, strict=True):
+    for name, array, letter in zip(params._fields, map(value, params), letters, strict=True):
         require_array("mixture", name, array)
         if tuple(array.shape) != shapes[letter]:
             raise ValueError(

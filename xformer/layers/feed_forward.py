@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.layers.linear import LinearParams
+from xformer.layers.linear import LinearParams, linear
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.typing import Array
 
@@ -33,15 +33,15 @@ def feed_forward(
     in `ops.ACTIVATIONS`, ValueError for another one.
     """
     require_activation("feed_forward", activation)
-    hidden, up = ops.linear(x, *params.up)  # (..., F)
+    hidden, up = linear(x, params.up)  # (..., F)
     gate = None
     if params.gate is None:
         hidden, act = ACTIVATIONS[activation](hidden)
     else:
-        opened, gate = ops.linear(x, *params.gate)  # (..., F)
+        opened, gate = linear(x, params.gate)  # (..., F)
         hidden, act = ops.glu(opened, hidden, activation=activation)
     hidden, drop = ops.dropout(hidden, rate=dropout_rate, key=dropout_key)
-    y, down = ops.linear(hidden, *params.down)
+    y, down = linear(hidden, params.down)
     return y, FeedForwardCache(up, gate, act, drop, down)
 
 
@@ -56,13 +56,12 @@ class FeedForwardCache(NamedTuple):
 
     def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
         """Gradients of x and params."""
-        dhidden, *ddown = self.down.backward(dy)
+        dhidden, ddown = self.down.backward(dy)
         dhidden = self.drop.backward(dhidden)
         if self.gate is None:
-            dx, *dup = self.up.backward(self.act.backward(dhidden))
-            return dx, FeedForwardParams(LinearParams(*dup), LinearParams(*ddown))
+            dx, dup = self.up.backward(self.act.backward(dhidden))
+            return dx, FeedForwardParams(dup, ddown)
         dopened, dhidden = self.act.backward(dhidden)
-        dx_up, *dup = self.up.backward(dhidden)
-        dx_gate, *dgate = self.gate.backward(dopened)
-        dparams = FeedForwardParams(LinearParams(*dup), LinearParams(*ddown), LinearParams(*dgate))
-        return dx_up + dx_gate, dparams
+        dx_up, dup = self.up.backward(dhidden)
+        dx_gate, dgate = self.gate.backward(dopened)
+        return dx_up + dx_gate, FeedForwardParams(dup, ddown, dgate)

@@ -1,16 +1,18 @@
-"""Parameters of a linear map."""
+"""A linear map, plain or with a low-rank adapter."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from xformer import ops
 from xformer.backends.base import Generator
 from xformer.initial import Draw
+from xformer.tree import Constant, Frozen, value
 from xformer.typing import Array
 
 
 class LinearParams(NamedTuple):
-    """For `ops.linear(x, *params)`."""
+    """For `linear`."""
 
     w: Array  # (I, O)
     b: Array | None  # (O,)
@@ -19,3 +21,53 @@ class LinearParams(NamedTuple):
     def init(rng: Generator, shape: tuple[int, int], *, draw: Draw, bias: bool) -> LinearParams:
         """Weights by `draw`, bias zero."""
         return LinearParams(draw(rng, shape), rng.full(shape[1:], 0.0) if bias else None)
+
+
+class LoRAParams(NamedTuple):
+    """A linear map with a low-rank adapter (arXiv:2106.09685), in the place of LinearParams."""
+
+    base: LinearParams  # frozen, as a rule
+    a: Array  # (I, R)
+    b: Array  # (R, O), zero at first
+    scale: Constant  # alpha / R
+
+
+def linear(x: Array, params: LinearParams | LoRAParams) -> tuple[Array, LinearCache | LoRACache]:
+    """y = x w + b, and with an adapter + scale * (x a) b. x: (..., I)   y: (..., O)."""
+    if isinstance(params, LoRAParams):
+        y, base = linear(x, params.base)
+        low, down = linear(x, LinearParams(params.a, None))  # (..., R)
+        more, up = linear(low, LinearParams(params.b, None))
+        scale = params.scale.value
+        return y + more * scale, LoRACache(base, down, up, scale)
+    fixed = (isinstance(params.w, Frozen), isinstance(params.b, Frozen))
+    y, cache = ops.linear(x, value(params.w), value(params.b), fixed=fixed[0])
+    return y, LinearCache(cache, fixed[1])
+
+
+class LinearCache(NamedTuple):
+    """What `linear` keeps for its backward."""
+
+    op: Any  # of the kernel that ran
+    fixed_b: bool
+
+    def backward(self, dy: Array) -> tuple[Array, LinearParams]:
+        """Gradients of x and params; None for what is frozen."""
+        dx, dw, db = self.op.backward(dy)
+        return dx, LinearParams(dw, None if self.fixed_b else db)
+
+
+class LoRACache(NamedTuple):
+    """What `linear` keeps for its backward where there is an adapter."""
+
+    base: LinearCache
+    down: LinearCache
+    up: LinearCache
+    scale: float
+
+    def backward(self, dy: Array) -> tuple[Array, LoRAParams]:
+        """Gradients of x and params."""
+        dx, dbase = self.base.backward(dy)
+        dlow, (db, _) = self.up.backward(dy * self.scale)
+        dx_low, (da, _) = self.down.backward(dlow)
+        return dx + dx_low, LoRAParams(dbase, da, db, None)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from xformer import ops
 from xformer.backends.base import Generator
 from xformer.checks import number
+from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
@@ -45,19 +46,21 @@ def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, No
     if config.kind == "rms":
         if params.b is not None:
             raise ValueError('norm: kind "rms" has no bias, got params.b')
-        y, cache = ops.rms_norm(x, params.w, eps=config.eps, offset=config.offset)
+        y, cache = ops.rms_norm(x, value(params.w), eps=config.eps, offset=config.offset)
     else:
-        y, cache = ops.layer_norm(x, *params, eps=config.eps)
-    return y, NormCache(cache, config.kind == "layer")
+        y, cache = ops.layer_norm(x, value(params.w), value(params.b), eps=config.eps)
+    fixed = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
+    return y, NormCache(cache, *fixed)
 
 
 class NormCache(NamedTuple):
     """What `norm` keeps for its backward."""
 
     norm: Any
-    has_b: bool  # the op has the argument b
+    fixed_w: bool
+    fixed_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, NormParams]:
-        """Gradients of x and params."""
+        """Gradients of x and params; None for what is frozen."""
         dx, dw, *db = self.norm.backward(dy)
-        return dx, NormParams(dw, db[0] if self.has_b else None)
+        return dx, NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])

@@ -14,6 +14,7 @@ from xformer.layers.norm import NormParams, norm
 from xformer.layers.relative import RelativeConfig, relative_bias
 from xformer.layers.rotary import Rotary
 from xformer.ops.sdpa import sum_to
+from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
@@ -96,7 +97,7 @@ def stack(
     if relative is not None:
         length = x.shape[1]
         more, relative_cache = relative_bias(
-            params.relative, n_queries=length, n_keys=length, config=relative
+            value(params.relative), n_queries=length, n_keys=length, config=relative
         )
         bias = more if bias is None else bias + more
     caches = []
@@ -122,7 +123,14 @@ def stack(
     key = None if dropout_key is None else dropout_key.at(SITES * len(configs) + 1)
     y, drop = ops.dropout(x, rate=0.0 if key is None else dropout_rate, key=key)
     return y, StackCache(
-        tuple(caches), norm_cache, memory_cache, drop, relative_cache, bias_shape, order
+        tuple(caches),
+        norm_cache,
+        memory_cache,
+        drop,
+        relative_cache,
+        bias_shape,
+        order,
+        isinstance(params.relative, Frozen),
     )
 
 
@@ -136,6 +144,7 @@ class StackCache(NamedTuple):
     relative: Any
     bias_shape: tuple[int, ...] | None
     order: tuple[int, ...]  # of each layer, the block whose parameters it has
+    fixed_relative: bool
 
     def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
@@ -160,7 +169,7 @@ class StackCache(NamedTuple):
         dmemory_params = drelative = None
         if self.memory is not None:
             dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
-        if self.relative is not None:
+        if self.relative is not None and not self.fixed_relative:
             drelative = self.relative.backward(sum_to(dbias, (1, *dbias.shape[-3:])))
         dbias = None if self.bias_shape is None else sum_to(dbias, self.bias_shape)
         dparams = StackParams(tuple(dblocks), dnorm, dmemory_params, drelative)

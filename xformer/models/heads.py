@@ -9,17 +9,16 @@ Its cache's backward returns gradients of x, params and table.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
-from xformer import ops
+from xformer import ops, tree
 from xformer.backends import Generator
 from xformer.checks import number, require_sizes
 from xformer.initial import Draw, normal
 from xformer.layers.embed import EmbedConfig
-from xformer.layers.linear import LinearParams
+from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.pooling import pool
 from xformer.ops.activation import ACTIVATIONS, require_activation
@@ -56,13 +55,13 @@ class LMHead:
     ) -> tuple[Array, LMHeadCache]:
         """x: (B, T, D)   table: (V, D)   logits: (B, T, V)."""
         require_present("LMHead", "params.head", params, not self.tied)
-        w = LinearParams(table.T, None) if params is None else params
+        own = LinearParams(transposed(table), None) if params is None else params
         x = x if self.scale == 1.0 else x * self.scale
-        logits, linear = ops.linear(x, *w)
+        logits, top = linear(x, own)
         cap = None
         if self.softcap is not None:
             logits, cap = ops.softcap(logits, cap=self.softcap)
-        return logits, LMHeadCache(linear, cap, self.tied, self.scale)
+        return logits, LMHeadCache(top, cap, self.tied, self.scale)
 
 
 class LMHeadCache(NamedTuple):
@@ -77,9 +76,9 @@ class LMHeadCache(NamedTuple):
         """Gradients of x, params, table; None for the one that was not used."""
         if self.cap is not None:
             dlogits = self.cap.backward(dlogits)
-        dx, dw, db = self.linear.backward(dlogits)
+        dx, dparams = self.linear.backward(dlogits)
         dx = dx if self.scale == 1.0 else dx * self.scale
-        return (dx, None, dw.T) if self.tied else (dx, LinearParams(dw, db), None)
+        return (dx, None, transposed(dparams.w)) if self.tied else (dx, dparams, None)
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,12 @@ class MaskedLMHead:
     ) -> tuple[Array, MaskedLMHeadCache]:
         """x: (B, T, D)   table: (V, E)   logits: (B, T, V)."""
         require_present("MaskedLMHead", "params.head.w", params.w, not self.tied)
-        x, dense = ops.linear(x, *params.dense)
+        x, dense = linear(x, params.dense)
         x, act = ACTIVATIONS[self.activation](x)
         x, gains = norm(x, params.norm, config=NormConfig(eps=self.eps))
-        w = table.T if params.w is None else params.w
-        logits, linear = ops.linear(x, w, params.b)
-        return logits, MaskedLMHeadCache(dense, act, gains, linear, self.tied)
+        w = transposed(table) if params.w is None else params.w
+        logits, top = linear(x, LinearParams(w, params.b))
+        return logits, MaskedLMHeadCache(dense, act, gains, top, self.tied)
 
 
 class MaskedLMHeadParams(NamedTuple):
@@ -137,11 +136,11 @@ class MaskedLMHeadCache(NamedTuple):
 
     def backward(self, dlogits: Array) -> tuple[Array, MaskedLMHeadParams, Array | None]:
         """Gradients of x, params, table; table None where it was not used."""
-        dx, dw, db = self.linear.backward(dlogits)
+        dx, (dw, db) = self.linear.backward(dlogits)
         dx, dnorm = self.norm.backward(dx)
-        dx, *ddense = self.dense.backward(self.act.backward(dx))
-        own, dtable = (None, dw.T) if self.tied else (dw, None)
-        return dx, MaskedLMHeadParams(LinearParams(*ddense), dnorm, own, db), dtable
+        dx, ddense = self.dense.backward(self.act.backward(dx))
+        own, dtable = (None, transposed(dw)) if self.tied else (dw, None)
+        return dx, MaskedLMHeadParams(ddense, dnorm, own, db), dtable
 
 
 @dataclass(frozen=True)
@@ -193,11 +192,11 @@ class Classifier:
         if self.dense is not None and params.dense is not None:
             rate = 0.0 if dropout_key is None else self.dense_dropout
             x, before = ops.dropout(x, rate=rate, key=dropout_key)
-            x, dense = ops.linear(x, *params.dense)
+            x, dense = linear(x, params.dense)
             x, act = ACTIVATIONS[self.dense](x)
         rate = 0.0 if dropout_key is None else self.dropout
         x, drop = ops.dropout(x, rate=rate, key=dropout_key and dropout_key.at(1))
-        logits, out = ops.linear(x, *params.out)
+        logits, out = linear(x, params.out)
         return logits, ClassifierCache(pooled, before, dense, act, drop, out)
 
 
@@ -220,14 +219,13 @@ class ClassifierCache(NamedTuple):
 
     def backward(self, dlogits: Array) -> tuple[Array, ClassifierParams, None]:
         """Gradients of x and params; the table is not used."""
-        dx, *dout = self.out.backward(dlogits)
+        dx, dout = self.out.backward(dlogits)
         dx = self.drop.backward(dx)
-        ddense: Any = None
+        ddense = None
         if self.dense is not None:
-            dx, *ddense = self.dense.backward(self.act.backward(dx))
+            dx, ddense = self.dense.backward(self.act.backward(dx))
             dx = self.before.backward(dx)
-            ddense = LinearParams(*ddense)
-        return self.pool.backward(dx), ClassifierParams(ddense, LinearParams(*dout)), None
+        return self.pool.backward(dx), ClassifierParams(ddense, dout), None
 
 
 @dataclass(frozen=True)
@@ -251,9 +249,9 @@ class Pooler:
 
     def pooled(self, x: Array, params: LinearParams) -> tuple[Array, PooledCache]:
         """x: (B, D), the first tokens   y: (B, D)."""
-        y, linear = ops.linear(x, *params)
+        y, dense = linear(x, params)
         y, act = ops.tanh(y)
-        return y, PooledCache(linear, act)
+        return y, PooledCache(dense, act)
 
 
 class PoolerCache(NamedTuple):
@@ -263,10 +261,7 @@ class PoolerCache(NamedTuple):
 
     def backward(self, dx: Array) -> tuple[Array, LinearParams, None]:
         """Gradients of x, of params, which were not used, and of the table, likewise."""
-        xp = array_namespace(dx)
-        w, b = self.params
-        zeros = partial(xp.zeros, dtype=dx.dtype, device=device(dx))
-        return dx, LinearParams(zeros(w.shape), None if b is None else zeros(b.shape)), None
+        return dx, zeros_of(self.params), None
 
 
 class PooledCache(NamedTuple):
@@ -277,11 +272,21 @@ class PooledCache(NamedTuple):
 
     def backward(self, dy: Array) -> tuple[Array, LinearParams]:
         """Gradients of x and params."""
-        dx, *dparams = self.linear.backward(self.act.backward(dy))
-        return dx, LinearParams(*dparams)
+        dx, dparams = self.linear.backward(self.act.backward(dy))
+        return dx, dparams
 
 
 Head = LMHead | MaskedLMHead | Classifier | Pooler
+
+
+def transposed(table: Any) -> Any:
+    """A table, or its gradient, on its side; frozen if it was, None for None."""
+    return tree.map(lambda a: a.T, table)
+
+
+def zeros_of(params: Any) -> Any:
+    """The gradient of parameters that were not used; None for what is frozen."""
+    return tree.map(lambda a: array_namespace(a).zeros_like(a), tree.trained(params))
 
 
 def require_present(model: str, name: str, params: Any, wanted: bool) -> None:

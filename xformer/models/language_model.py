@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer import backends, ops, tree
+from xformer import backends, ops
 from xformer.backends import Generator
 from xformer.checks import as_indices, number, require_mask, require_tokens
 from xformer.initial import normal
@@ -28,7 +28,7 @@ from xformer.layers.stack import (
     require_stack,
     stack,
 )
-from xformer.models.heads import Head, LMHead, MaskedLMHead, Pooler, require_present
+from xformer.models.heads import Head, LMHead, MaskedLMHead, Pooler, require_present, zeros_of
 from xformer.models.loss import LossCache, cross_entropy_of, one
 from xformer.shapes import require_array
 from xformer.typing import Array
@@ -396,8 +396,7 @@ class PooledCache(NamedTuple):
         if self.pooler is not None:
             dy, dhead = self.pooler.backward(dy)
         else:
-            xp = array_namespace(dy)
-            dhead = None if self.head is None else tree.map(xp.zeros_like, self.head)
+            dhead = zeros_of(self.head)
         return self.hidden.backward(self.pool.backward(dy))._replace(head=dhead)
 
 

@@ -26,12 +26,14 @@ def experts(
     *,
     ids: Array,
     activation: str = "silu",
+    fixed: bool = False,
 ) -> tuple[Array, ExpertsCache]:
     """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc.
 
     The experts of arXiv:2401.04088, eq. 3. activation: a name in `activation.ACTIVATIONS`. Ids are
     distinct within a row in use, which is not checked: an expert chosen twice has the sum of both
-    weights. The reference, whose shapes depend on no values, sends every row through every expert.
+    weights. fixed: the experts are not trained, their gradients None and not computed. The
+    reference, whose shapes depend on no values, sends every row through every expert.
 
     x: (N, D)   w_gate, w_up: (E, D, F)   w_down: (E, F, D)   weights: (N, C)   ids: (N, C)
     integers in [0, E)   y: (N, D). ValueError, TypeError where they are not.
@@ -46,7 +48,7 @@ def experts(
         y_e, part = one_expert(_chosen_rows(x, ids, e), w_e, share, activation)
         y = y + y_e
         parts.append(part)
-    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, tuple(parts))
+    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, fixed, tuple(parts))
 
 
 class ExpertsCache(NamedTuple):
@@ -58,9 +60,10 @@ class ExpertsCache(NamedTuple):
     w_down: Array  # (E, F, D)
     ids: Array  # (N, C)
     activation: str
+    fixed: bool
     parts: tuple[ExpertCache, ...]  # of each expert, 0 in rows that are not its
 
-    def backward(self, dy: Array) -> tuple[Array, Array, Array, Array, Array]:
+    def backward(self, dy: Array) -> tuple[Array | None, ...]:
         """Sums over the experts of the gradients of each, from its rows of dy."""
         require_gradient("experts", "dy", dy, self.x)
         x, ids = self.x, self.ids
@@ -69,11 +72,13 @@ class ExpertsCache(NamedTuple):
         for e, part in enumerate(self.parts):
             w_e = self.w_gate[e, ...], self.w_up[e, ...], self.w_down[e, ...]
             dy_e, x_e = _chosen_rows(dy, ids, e), _chosen_rows(x, ids, e)
-            dx_e, dw_e, dshare = part.backward(dy_e, x_e, w_e, self.activation)
+            dx_e, dw_e, dshare = part.backward(dy_e, x_e, w_e, self.activation, self.fixed)
             dx = dx + dx_e
             dws.append(dw_e)
             dshares.append(dshare)
-        dw_gate, dw_up, dw_down = (xp.stack(dw) for dw in zip(*dws, strict=True))
+        dw_gate, dw_up, dw_down = (
+            None if self.fixed else xp.stack(dw) for dw in zip(*dws, strict=True)
+        )
         dweights = xp.take_along_axis(xp.stack(dshares, axis=1), ids, axis=1)  # (N, C)
         return dx, dw_gate, dw_up, dw_down, dweights
 
@@ -94,20 +99,21 @@ class ExpertCache(NamedTuple):
     share: Array  # (N,)
 
     def backward(
-        self, dy: Array, x: Array, ws: Weights, activation: str
+        self, dy: Array, x: Array, ws: Weights, activation: str, fixed: bool
     ) -> tuple[Array, Weights, Array]:
-        """Gradients of x, of the three weights, and of share."""
+        """Gradients of x, of the three weights (None where fixed), and of share."""
         w_gate, w_up, w_down = ws
         up, share = self.up, self.share[:, None]
         act, act_cache = ACTIVATIONS[activation](self.gate)  # recomputed
         hidden = act * up
         dshared = dy @ w_down.T  # (N, F)
         dshare = array_namespace(dy).sum(dshared * hidden, axis=1)
-        dw_down = (share * hidden).T @ dy
         dhidden = share * dshared
         dgate, dup = act_cache.backward(dhidden * up), dhidden * act
         dx = dgate @ w_gate.T + dup @ w_up.T
-        return dx, (x.T @ dgate, x.T @ dup, dw_down), dshare
+        if fixed:
+            return dx, (None, None, None), dshare
+        return dx, (x.T @ dgate, x.T @ dup, (share * hidden).T @ dy), dshare
 
 
 def require_choice(ids: Array, w_gate: Array, activation: str) -> Array:

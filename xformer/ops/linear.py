@@ -15,33 +15,37 @@ from xformer.typing import Array
 
 @overridable
 @shapes("x (..., I)  w (I, O)  b (O)")
-def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, LinearCache]:
+def linear(
+    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+) -> tuple[Array, LinearCache]:
     """y = x w + b over the last axis.
 
-    x: (..., I)   w: (I, O)   b: (O,) or None   y: (..., O). ValueError where shapes do not fit,
-    TypeError where dtypes or libraries differ. Derivation: docs/derivations/linear.md
+    x: (..., I)   w: (I, O)   b: (O,) or None   y: (..., O). fixed: w is not trained: x is not kept
+    and dw, None, not computed. ValueError where shapes do not fit, TypeError where dtypes or
+    libraries differ. Derivation: docs/derivations/linear.md
     """
     xp = array_namespace(x)
     y = xp.reshape(_rows(x) @ w, (*x.shape[:-1], w.shape[1]))
     if b is not None:
         y = y + b
-    return y, LinearCache(x, w, b is not None)
+    return y, LinearCache(None if fixed else x, w, b is not None, x.shape)
 
 
 class LinearCache(NamedTuple):
     """What `linear` keeps for its backward."""
 
-    x: Array  # (..., I)
+    x: Array | None  # (..., I); None: w is not trained
     w: Array  # (I, O)
     has_b: bool
+    x_shape: tuple[int, ...]
 
-    def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
+    def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
         """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows."""
-        require_gradient("linear", "dy", dy, self.x, (*self.x.shape[:-1], self.w.shape[1]))
+        require_gradient("linear", "dy", dy, self.w, (*self.x_shape[:-1], self.w.shape[1]))
         xp = array_namespace(dy)
         dy_rows = _rows(dy)  # (N, O)
-        dx = xp.reshape(dy_rows @ self.w.T, self.x.shape)
-        dw = _rows(self.x).T @ dy_rows
+        dx = xp.reshape(dy_rows @ self.w.T, self.x_shape)
+        dw = None if self.x is None else _rows(self.x).T @ dy_rows
         db = xp.sum(dy_rows, axis=0) if self.has_b else None
         return dx, dw, db
 

@@ -1,0 +1,69 @@
+"""What is frozen is not trained: its gradient is None, and all others are what they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from judges import douts, gradients
+
+from xformer import backends, layers, tree
+from xformer.catalogue import Case, cases
+from xformer.tree import Constant, Frozen
+
+NUMPY = backends.get("numpy")
+WITH_PARAMS = [case for case in cases() if case.room != "ops"]
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("case", WITH_PARAMS, ids=lambda case: case.name)
+def test_other_gradients_stay(case: Case, every: int) -> None:
+    """Every second or third parameter, of all layers and models, is frozen."""
+    fn, args = case.build(NUMPY)
+    wanted = run(fn, args)
+    count = iter(range(1_000_000))
+
+    def some(arg: Any) -> Any:
+        names = [name for name in tree.flatten(arg) if next(count) % every == 0]
+        are_params = isinstance(arg, tuple) and not isinstance(arg, layers.KeyValue)
+        return tree.freeze(arg, *names) if names and are_params else arg
+
+    frozen = tuple(some(arg) for arg in args)
+    got = run(fn, frozen)
+    trained = tree.flatten({"grad": [tree.trained(arg) for arg in frozen]})
+    assert got.keys() - {"y"} == {n for n in trained if n.startswith("grad")} & wanted.keys()
+    for name, value in got.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-12, atol=1e-13)
+
+
+def run(fn: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    y, cache = fn(*args)
+    grads = gradients(args, cache.backward(*douts(NUMPY, y)))
+    return tree.flatten({"y": y if not isinstance(y, tuple) else y[0], "grad": list(grads)})
+
+
+def test_freeze_trained_join() -> None:
+    params = {"a": np.ones(2), "b": {"c": np.zeros(3), "d": None}, "e": Constant(2.0)}
+    frozen = tree.freeze(params, "b.*")
+    assert isinstance(frozen["b"]["c"], Frozen) and not isinstance(frozen["a"], Frozen)
+    trained = tree.trained(frozen)
+    assert trained["b"]["c"] is None and trained["a"] is params["a"]
+    new = tree.join(frozen, tree.map(lambda a: a + 1, trained))
+    assert isinstance(new["b"]["c"], Frozen) and (new["a"] == 2).all()
+    assert new["e"] == Constant(2.0)
+    thawed = tree.thaw(new)
+    assert thawed["b"]["c"] is params["b"]["c"]
+    assert tree.nbytes(frozen) == tree.nbytes(params) == 5 * 8
+    doubled = tree.map(lambda a: 2 * a, frozen)
+    assert isinstance(doubled["b"]["c"], Frozen) and (doubled["a"] == 2).all()
+    everything = tree.freeze(params)
+    assert tree.flatten(tree.trained(everything)) == {}
+
+
+def test_bad_patterns() -> None:
+    params = layers.LinearParams(np.ones((2, 2)), None)
+    with pytest.raises(ValueError, match="freeze: 'x' matches none of 1 parameters"):
+        tree.freeze(params, "w", "x")
+    with pytest.raises(ValueError, match="join: no parameters of these names: b"):
+        tree.join(params, {"b": 1})
