@@ -83,6 +83,8 @@ def test_as_exact_as_the_reference(
     ran = 0
     for case in (case for case in cases() if case.subject == op.__name__):
         fn, args = case.build(library, "float32")
+        if fn.func is not op:  # some of its arguments are options
+            continue
         args = tree.map(lambda x: laid_out(layout, x), args)
         if kernel.unsupported is None or not kernel.unsupported(*args, **fn.keywords):
             require_exact(library, kernel, op, args, fn.keywords, layout)

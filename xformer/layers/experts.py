@@ -88,12 +88,12 @@ def mixture(
         probs, softmax = ops.softmax(logits)
         weights = xp.take_along_axis(probs, ids, axis=-1)
     own = [value(w) for w in params[1:]]
-    fixed = all(isinstance(w, Frozen) for w in params[1:])
+    fixed = tuple(isinstance(w, Frozen) for w in params[1:])
     y, experts = ops.experts(
-        rows, *own, weights, ids=ids, activation=config.activation, fixed=fixed
+        rows, *own, weights, ids=ids, activation=config.activation, fixed=all(fixed)
     )
     return xp.reshape(y, x.shape), MixtureCache(
-        logits, ids, router, softmax, experts, x.shape, config
+        logits, ids, router, softmax, experts, x.shape, config, fixed
     )
 
 
@@ -107,6 +107,7 @@ class MixtureCache(NamedTuple):
     experts: Any  # of the kernel that ran
     shape: tuple[int, ...]
     config: ExpertsConfig
+    fixed: tuple[bool, ...]  # which of gate, up and down are frozen
 
     def backward(
         self, dy: Array, drouter_logits: Array | None = None
@@ -127,8 +128,9 @@ class MixtureCache(NamedTuple):
         if drouter_logits is not None:
             require_gradient("mixture", "drouter_logits", drouter_logits, self.router_logits)
             dlogits = dlogits + drouter_logits
+        kept = [None if f else dw for f, dw in zip(self.fixed, dexperts, strict=True)]
         dx_router, (drouter, _) = self.router.backward(dlogits)
-        return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *dexperts)
+        return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *kept)
 
     def _spread(self, dchosen: Array) -> Array:
         """(N, C) -> (N, E): at the chosen experts; 0 at the others, which were not looked at."""
