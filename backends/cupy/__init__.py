@@ -8,11 +8,11 @@ import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 from xformer.backends.base import Backend, Memory, Unusable
-from xformer.backends.cupy import erf, index_add
+from xformer.backends.cupy import append, erf, index_add
 
 from xformer.typing import Array
 
-__all__ = ["CupyBackend", "backend", "erf", "index_add"]
+__all__ = ["CupyBackend", "append", "backend", "erf", "index_add"]
 
 
 @dataclass(frozen=True)

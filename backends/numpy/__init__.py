@@ -5,9 +5,9 @@ from __future__ import annotations
 import array_api_compat.numpy as xp
 import numpy
 from xformer.backends.base import Backend
-from xformer.backends.numpy import experts, gelu, index_add
+from xformer.backends.numpy import append, experts, gelu, index_add
 
-__all__ = ["backend", "experts", "gelu", "index_add"]
+__all__ = ["append", "backend", "experts", "gelu", "index_add"]
 
 
 def backend(device: str | None = None) -> Backend:

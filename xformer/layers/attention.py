@@ -10,6 +10,7 @@ from xformer import ops
 from xformer.checks import require_sizes
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.past import Past, append
 from xformer.layers.rotary import Rotary
 from xformer.ops.sdpa import sum_to
 from xformer.shapes import require_like
@@ -54,6 +55,7 @@ def attention(
     n_kv_heads: int | None = None,
     rotary: Rotary | None = None,
     qk_norm: NormConfig | None = None,
+    past: Past | None = None,
     mask: Array | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -69,10 +71,12 @@ def attention(
     scale, dropout: as in `ops.sdpa`. pos, memory_pos: (T, K), (S, K), added to the queries, and to
     the keys and values, of every head; memory_pos is pos where memory is x. Queries and keys are
     normalised where params hold q_norm and k_norm, by qk_norm (RMSNorm unless given), then rotated
-    by rotary, which goes with memory None. ValueError where shapes do not fit.
+    by rotary, which goes with memory None. past: keys and values before those of x, which are
+    constants here; S counts them too, and the cache's `past` has all of them. ValueError where
+    shapes do not fit.
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-    _require_memory(memory, memory_pos, rotary, params)
+    _require_memory(memory, memory_pos, rotary, past, params)
     around: Any = {"rotary": rotary, "config": qk_norm}
     q, q_cache = _project(x, params.q, pos, n_heads, "q", params.q_norm, **around)
     if params.kv is None:
@@ -82,6 +86,13 @@ def attention(
         kv, kv_cache = key_value(
             source, params.kv, source_pos, n_kv_heads=n_kv_heads, rotary=rotary, k_norm=qk_norm
         )
+    n_new = kv.k.shape[2]
+    if past is not None:
+        if window is not None and window[0] is not None:
+            past = past.last(window[0])
+        past = append(*kv, past=past)
+        kv = KeyValue(past.k, past.v)
+        mask, bias = (_last_keys(a, kv.k.shape[2]) for a in (mask, bias))
     ctx, sdpa_cache = ops.sdpa(
         q,
         *kv,
@@ -99,7 +110,8 @@ def attention(
     if params.o is not None:
         y, o_cache = linear(y, params.o)
     caches = (q_cache, kv_cache, sdpa_cache, o_cache)
-    return y, AttentionCache(*caches, memory is None, isinstance(params.sinks, Frozen))
+    fixed_sinks = isinstance(params.sinks, Frozen)
+    return y, AttentionCache(*caches, memory is None, fixed_sinks, past, n_new)
 
 
 class AttentionCache(NamedTuple):
@@ -111,6 +123,8 @@ class AttentionCache(NamedTuple):
     o: Any
     is_self: bool
     fixed_sinks: bool
+    past: Past | None  # with the keys and values of x
+    n_new: int  # keys that are not of the past
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
@@ -119,6 +133,9 @@ class AttentionCache(NamedTuple):
             dy, do = self.o.backward(dy)
         dq, dk, dv, dbias, dsinks = self.sdpa.backward(split_heads(dy, self.q.n_heads))
         dx, dq_params, dq_norm, dpos = self.q.backward(dq)
+        n_past = dk.shape[2] - self.n_new
+        if n_past:
+            dk, dv = dk[:, :, n_past:, :], dv[:, :, n_past:, :]
         dkv = dmemory_pos = None
         dmemory: Any = KeyValue(dk, dv)
         if self.kv is not None:
@@ -230,15 +247,26 @@ class ProjectCache(NamedTuple):
         return dx, dparams, dnorm, dpos
 
 
+def _last_keys(x: Array | None, n: int) -> Array | None:
+    """A mask or a bias of the last `n` keys, those that a window has left."""
+    if x is None or x.shape[-1] in (1, n):
+        return x
+    return x[..., x.shape[-1] - n :]
+
+
 def _require_memory(
-    memory: Any, memory_pos: Array | None, rotary: Rotary | None, params: AttentionParams
+    memory: Any,
+    memory_pos: Array | None,
+    rotary: Rotary | None,
+    past: Past | None,
+    params: AttentionParams,
 ) -> None:
     if isinstance(memory, KeyValue) != (params.kv is None):
         raise ValueError("attention: either memory is a KeyValue or params.kv projects it")
     if memory_pos is not None and (memory is None or params.kv is None):
         raise ValueError("attention: memory_pos goes with a memory (B, S, D), and there is none")
-    if memory is not None and rotary is not None:
-        raise ValueError("attention: rotary goes with self-attention, and there is a memory")
+    if memory is not None and not (rotary is None and past is None):
+        raise ValueError("attention: rotary and past go with self-attention, there is a memory")
 
 
 def _require_positions(name: str, pos: Array, heads: Array) -> None:

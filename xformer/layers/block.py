@@ -14,6 +14,7 @@ from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormConfig, NormParams
+from xformer.layers.past import Past
 from xformer.layers.residual import parallel, residual
 from xformer.layers.rotary import Rotary
 from xformer.ops.activation import require_activation
@@ -224,6 +225,7 @@ def block(
     *,
     config: BlockConfig,
     rotary: Rotary | None = None,
+    past: Past | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
@@ -232,8 +234,8 @@ def block(
     """y = ffn(cross(attn(x), memory)), each with residual, norm and dropout (`layers.residual`).
 
     x, y: (B, T, D)   memory: (B, S, D), or a KeyValue shared by several layers; wanted where
-    params.cross is. rotary, bias, mask, causal: of the self-attention; memory_mask: of the other.
-    pos, memory_pos: added to queries, keys and values (`layers.attention`). dropout_key None: no
+    params.cross is. rotary, past, bias, mask, causal: of the self-attention; memory_mask: of the
+    other. pos, memory_pos: added to queries, keys and values (`layers.attention`). dropout_key None: no
     dropout. With config.parallel attention and feed-forward stand side by side (`layers.parallel`).
     ValueError where shapes do not fit.
     """
@@ -252,8 +254,9 @@ def block(
     around: dict[str, Any] = {"config": config.norm_config, "dropout_rate": rate}
 
     def attend(x: Array) -> tuple[Array, Any]:
-        own: Any = {"mask": mask, "causal": causal, "window": config.window, "rotary": rotary}
-        return attention(x, params.attn, None, bias, pos, dropout_key=keys[0], **own, **heads)
+        own: Any = {"mask": mask, "causal": causal, "window": config.window}
+        own |= {"rotary": rotary, "past": past, "dropout_key": keys[0]}
+        return attention(x, params.attn, None, bias, pos, **own, **heads)
 
     def attend_memory(x: Array) -> tuple[Array, Any]:
         own: Any = params.cross
@@ -304,6 +307,11 @@ class BlockCache(NamedTuple):
         """The cache of the mixture of experts."""
         return self.ffn.sublayer
 
+    @property
+    def past(self) -> Past:
+        """Keys and values of the self-attention so far."""
+        return self.attn.sublayer.past
+
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
@@ -332,6 +340,11 @@ class ParallelBlockCache(NamedTuple):
     def router(self) -> Any:
         """The cache of the mixture of experts."""
         return self.both.second
+
+    @property
+    def past(self) -> Past:
+        """Keys and values of the self-attention so far."""
+        return self.both.first.past
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """As `BlockCache.backward`; there is no memory."""

@@ -137,24 +137,25 @@ def embed(
     config: EmbedConfig,
     positions: Array | None = None,
     types: Array | None = None,
+    start: int = 0,
     dropout_key: ops.Key | None = None,
 ) -> tuple[tuple[Array, Array | None], EmbedCache]:
     """x = project(dropout(norm(scale * table[ids] + p + type))); or p concatenated, or as pos.
 
-    ids: (B, T)   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. positions: (B, T) or (T,),
-    the place of each token where it is not 0, 1, ...; mode "add" and learned ones only. types:
-    (B, T), 0 unless given. ValueError where ids are out of range or too many, or params not those
+    ids: (B, T)   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. start: the place of the first
+    token. positions: (B, T) or (T,), the place of each token where it is not start, start + 1, ...;
+    mode "add" and learned ones only. types: (B, T), 0 unless given. ValueError where ids are out of range or too many, or params not those
     of config.
     """
     require_tokens("embed", "ids", ids)
     _require_params(params, config)
-    _require_options(ids, positions, types, config)
+    _require_options(ids, positions, types, config, start)
     n_batch, n_tokens = ids.shape
     table = value(params.table)
     xp = array_namespace(table)
     x, table_cache = ops.embedding(table, ids=ids)  # (B, T, E)
     x = x if config.scale == 1.0 else x * config.scale
-    pos, positions_cache = _positions(params, config, n_tokens, positions)  # (T, P) or (B, T, P)
+    pos, positions_cache = _positions(params, config, start, n_tokens, positions)  # (..., T, P)
     if pos is not None and config.mode == "add":
         x = x + pos
     elif pos is not None and config.mode == "concat":
@@ -173,7 +174,9 @@ def embed(
     fixed = tuple(isinstance(a, Frozen) for a in (params.table, params.positions, params.types))
     caches = (table_cache, positions_cache, types_cache, norm_cache, project_cache, drop_cache)
     pos_shape = None if pos is None else tuple(pos.shape)
-    return (x, pos if config.mode == "qkv" else None), EmbedCache(*caches, config, pos_shape, fixed)
+    return (x, pos if config.mode == "qkv" else None), EmbedCache(
+        *caches, config, pos_shape, fixed, start
+    )
 
 
 class EmbedCache(NamedTuple):
@@ -188,6 +191,7 @@ class EmbedCache(NamedTuple):
     config: EmbedConfig
     pos_shape: tuple[int, ...] | None
     fixed: tuple[bool, ...]  # which of table, positions and types are frozen
+    start: int
 
     def backward(self, dx: Array, dpos: Array | None = None) -> EmbedParams:
         """Gradients of params, from those of x and of pos; None for what is frozen."""
@@ -221,7 +225,8 @@ class EmbedCache(NamedTuple):
             return self.positions.backward(dpos)
         xp = array_namespace(dpos)
         config = self.config
-        unused = (config.offset, config.rows - config.offset - dpos.shape[0])
+        first = config.offset + self.start
+        unused = (first, config.rows - first - dpos.shape[0])
         before, after = (
             xp.zeros((rows, dpos.shape[1]), dtype=dpos.dtype, device=device(dpos))
             for rows in unused
@@ -247,11 +252,13 @@ def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
 
 
 def _require_options(
-    ids: Array, positions: Array | None, types: Array | None, config: EmbedConfig
+    ids: Array, positions: Array | None, types: Array | None, config: EmbedConfig, start: int
 ) -> None:
+    require_sizes("embed", 0, start=start)
     longest = config.rows - config.offset
-    if config.max_len is not None and positions is None and ids.shape[1] > longest:
-        raise ValueError(f"embed: at most max_len = {longest} tokens fit, got {ids.shape[1]}")
+    last = start + ids.shape[1]
+    if config.max_len is not None and positions is None and last > longest:
+        raise ValueError(f"embed: at most max_len = {longest} tokens fit, got {last}")
     if positions is not None:
         if config.positions != "learned" or config.mode != "add":
             raise ValueError('embed: positions go with learned ones in mode "add"')
@@ -271,14 +278,16 @@ def _require_options(
 
 
 def _positions(
-    params: EmbedParams, config: EmbedConfig, n_tokens: int, positions: Array | None
+    params: EmbedParams, config: EmbedConfig, start: int, n_tokens: int, positions: Array | None
 ) -> tuple[Array | None, Any]:
     """The positions' vectors, and a cache where they were looked up."""
     if config.positions == "none":
         return None, None
+    end = start + n_tokens
     if params.positions is None:
-        return sinusoidal(n_tokens, config.position_width, like=value(params.table)), None
+        every = sinusoidal(end, config.position_width, like=value(params.table))
+        return every[start:, :], None
     table = value(params.positions)
     if positions is None:
-        return table[config.offset : config.offset + n_tokens, :], None
+        return table[config.offset + start : config.offset + end, :], None
     return ops.embedding(table, ids=positions + config.offset)

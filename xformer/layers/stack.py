@@ -11,6 +11,7 @@ from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block
 from xformer.layers.norm import NormParams, norm
+from xformer.layers.past import Past
 from xformer.layers.relative import RelativeConfig, relative_bias
 from xformer.layers.rotary import Rotary
 from xformer.ops.sdpa import sum_to
@@ -59,7 +60,7 @@ class StackParams(NamedTuple):
 def stack(
     x: Array,
     params: StackParams,
-    memory: Array | None = None,
+    memory: Array | Sequence[KeyValue] | None = None,
     bias: Array | None = None,
     pos: Array | None = None,
     memory_pos: Array | None = None,
@@ -67,6 +68,8 @@ def stack(
     configs: Sequence[BlockConfig],
     relative: RelativeConfig | None = None,
     rotary: Rotary | None = None,
+    past: Sequence[Past] | None = None,
+    n_past: int = 0,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
@@ -80,43 +83,56 @@ def stack(
     params.memory the keys and values of the memory are projected once, for all blocks; with
     params.relative a relative bias by `relative` is added to bias. dropout_rate: of y. The rest as
     in `layers.block`. ValueError where the numbers do not fit.
+
+    For a text that grows: past, of each layer, and n_past, the tokens so far, of which windows may
+    have dropped some; memory: as `memory_of` makes it, once for all steps. The cache then holds
+    `past` with the new tokens, and nothing for a backward.
     """
     order = _order(params, configs)
-    source: Array | KeyValue | None = memory
+    sources: Any = memory
     memory_cache = relative_cache = None
-    if params.memory is not None:
+    if isinstance(memory, tuple):
+        params = _without_memory(params)
+    elif params.memory is not None:
         if memory is None:
             raise ValueError("stack: memory must be given where params.memory is")
         source, memory_cache = key_value(
             memory, params.memory, memory_pos, n_kv_heads=configs[0].kv_heads
         )
+        sources = (source,) * len(configs)
         memory_pos = None  # it is in the keys and values
+    else:
+        sources = (memory,) * len(configs)
     bias_shape = None if bias is None else tuple(bias.shape)
     if (params.relative is None) != (relative is None):
         raise ValueError("stack: params.relative and relative go together, got only one of them")
     if relative is not None:
         length = x.shape[1]
         more, relative_cache = relative_bias(
-            value(params.relative), n_queries=length, n_keys=length, config=relative
+            value(params.relative), n_queries=length, n_keys=n_past + length, config=relative
         )
         bias = more if bias is None else bias + more
-    caches = []
+    caches, grown = [], []
     for i, config in enumerate(configs):
         x, cache = block(
             x,
             params.blocks[order[i]],
-            source,
+            sources[i],
             bias,
             pos,
             memory_pos,
             config=config,
             rotary=rotary,
+            past=None if past is None else past[i],
             mask=mask,
             causal=causal,
             memory_mask=memory_mask,
             dropout_key=None if dropout_key is None else dropout_key.at(SITES * i),
         )
-        caches.append(cache)
+        if past is None:
+            caches.append(cache)
+        else:
+            grown.append(cache.past)
     norm_cache = None
     if params.norm is not None:
         x, norm_cache = norm(x, params.norm, config=configs[-1].norm_config)
@@ -131,6 +147,7 @@ def stack(
         bias_shape,
         order,
         isinstance(params.relative, Frozen),
+        tuple(grown),
     )
 
 
@@ -145,12 +162,15 @@ class StackCache(NamedTuple):
     bias_shape: tuple[int, ...] | None
     order: tuple[int, ...]  # of each layer, the block whose parameters it has
     fixed_relative: bool
+    past: tuple[Past, ...]  # of each layer, where a past was given: then there is no backward
 
     def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
         drouter_logits: for each layer the gradient of an auxiliary loss on its router, or None.
         """
+        if self.past:
+            raise ValueError("stack: with a past nothing is kept for a backward")
         dnorm = None
         dy = self.drop.backward(dy)
         if self.norm is not None:
@@ -174,6 +194,34 @@ class StackCache(NamedTuple):
         dbias = None if self.bias_shape is None else sum_to(dbias, self.bias_shape)
         dparams = StackParams(tuple(dblocks), dnorm, dmemory_params, drelative)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
+
+
+def memory_of(
+    params: StackParams,
+    memory: Array,
+    memory_pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+) -> tuple[KeyValue, ...]:
+    """Of each layer, the keys and values of the memory: for `stack`, once for all its steps."""
+    if params.memory is not None:
+        shared, _ = key_value(memory, params.memory, memory_pos, n_kv_heads=configs[0].kv_heads)
+        return (shared,) * len(configs)
+
+    def own(cross: Any, config: BlockConfig) -> KeyValue:
+        heads: Any = {"n_kv_heads": config.kv_heads, "k_norm": config.norm_config}
+        return key_value(memory, cross.kv, memory_pos, **heads)[0]
+
+    order = _order(params, configs)
+    return tuple(own(params.blocks[order[i]].cross, c) for i, c in enumerate(configs))
+
+
+def _without_memory(params: StackParams) -> StackParams:
+    """`params` for keys and values of the memory that are ready."""
+    blocks = tuple(
+        p if p.cross is None else p._replace(cross=p.cross._replace(kv=None)) for p in params.blocks
+    )
+    return params._replace(blocks=blocks, memory=None)
 
 
 def dropout_streams(key: ops.Key | None, n_layers: int) -> tuple[ops.Key | None, ops.Key | None]:

@@ -7,16 +7,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from array_api_compat import array_namespace
+
 from xformer import backends, ops, tree
 from xformer.backends import Generator
 from xformer.checks import number, require_mask, require_tokens
 from xformer.initial import normal, xavier_uniform
+from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
+from xformer.layers.past import Past
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.stack import (
     StackParams,
     dropout_streams,
+    memory_of,
     require_configs,
     require_stack,
     stack,
@@ -214,6 +219,50 @@ class EncoderDecoder:
         )
         return y, EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed)
 
+    def start(
+        self, params: EncoderDecoderParams, src: Array, *, src_mask: Array | None = None
+    ) -> DecoderState:
+        """No target yet, for `extend`: the encoded source as keys and values of all layers."""
+        (memory, memory_pos), _ = self.encode(params, src, src_mask=src_mask)
+        sources = memory_of(params.decoder, memory, memory_pos, configs=self.decoder)
+        return DecoderState((Past(),) * len(self.decoder), sources, src_mask)
+
+    def extend(
+        self,
+        params: EncoderDecoderParams,
+        tokens: Array,
+        state: DecoderState,
+        *,
+        every: bool = False,
+    ) -> tuple[Array, DecoderState]:
+        """Logits after the last token, (B, V), and the state with `tokens` (B, T) in it.
+
+        Continues the target of `state`, which itself stays what it was. every: logits after each
+        token, (B, T, V). There is no backward. ValueError where the tokens do not fit max_len.
+        """
+        if self.head is None or self.target_embed is None:
+            raise ValueError("extend: the model must have an embedding and a head")
+        require_tokens("extend", "tokens", tokens)
+        length = state.length + tokens.shape[1]
+        own: Any = params.src_embed if self.shared_embed else params.tgt_embed
+        (x, pos), _ = embed(own, ids=tokens, config=self.target_embed, start=state.length)
+        x, cache = stack(
+            x,
+            params.decoder,
+            state.memory,
+            None,
+            pos,
+            configs=self.decoder,
+            relative=self.decoder_relative,
+            past=state.past,
+            n_past=state.length,
+            causal=True,
+            memory_mask=_keys("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
+        )
+        logits, _ = self.head.forward(x if every else x[:, -1:, :], params.head, own.table)
+        state = state._replace(past=cache.past, length=length)
+        return logits if every else logits[:, 0, :], state
+
     def loss(
         self,
         params: EncoderDecoderParams,
@@ -246,6 +295,26 @@ class EncoderDecoderParams(NamedTuple):
     encoder: StackParams
     decoder: StackParams
     head: Any  # (D, V); None: tied to the target's embedding
+
+
+class DecoderState(NamedTuple):
+    """A source and its target so far, as `extend` needs them."""
+
+    past: tuple[Past, ...]  # of each layer
+    memory: tuple[KeyValue, ...]  # of each layer
+    src_mask: Array | None  # (B, S)
+    length: int = 0  # T, of the target
+
+    def rows(self, ids: Array) -> DecoderState:
+        """These pairs of the batch, in this order: ids (B',)."""
+
+        def taken(a: Array) -> Array:
+            return array_namespace(a).take(a, ids, axis=0)
+
+        memory = tuple(KeyValue(taken(kv.k), taken(kv.v)) for kv in self.memory)
+        mask = None if self.src_mask is None else taken(self.src_mask)
+        past = tuple(past.rows(ids) for past in self.past)
+        return DecoderState(past, memory, mask, self.length)
 
 
 class EncodeCache(NamedTuple):

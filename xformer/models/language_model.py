@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, device
 
 from xformer import backends, ops
 from xformer.backends import Generator
@@ -16,11 +16,12 @@ from xformer.checks import as_indices, number, require_mask, require_tokens
 from xformer.initial import normal
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
+from xformer.layers.past import Past
 from xformer.layers.pooling import POOLINGS, pool
 from xformer.layers.positions import alibi
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.rope_config import RopeConfig
-from xformer.layers.rotary import rotary
+from xformer.layers.rotary import Rotary, rotary
 from xformer.layers.stack import (
     StackParams,
     dropout_streams,
@@ -170,23 +171,17 @@ class LanguageModel:
         if mask is not None:
             _require_keep(mask, tokens)
             positions = _counted(mask) if positions is None else positions
-        (x, pos), embed_cache = self._embedded(params, tokens, positions, types, keys[0])
+        (x, pos), embed_cache = self._embedded(params, tokens, positions, types=types, key=keys[0])
         length = x.shape[1]
-        turned = bias = None
-        if self.rotary is not None:
-            turned = rotary(self.rotary, like=x, length=length, positions=positions)
-        if self.alibi:
-            n_heads = self.blocks[0].n_heads
-            bias = alibi(n_heads, n_queries=length, n_keys=length, like=x)
         y, stack_cache = stack(
             x,
             params.stack,
             None,
-            bias,
+            self._alibi(x, length),
             pos,
             configs=self.blocks,
             relative=self.relative,
-            rotary=turned,
+            rotary=self._rotary(x, length, positions),
             mask=None if mask is None else mask[:, None, None, :],
             causal=self.causal,
             dropout_rate=self.out_dropout,
@@ -199,8 +194,10 @@ class LanguageModel:
         params: LanguageModelParams,
         tokens: Array,
         positions: Array | None,
-        types: Array | None,
-        key: ops.Key | None,
+        *,
+        types: Array | None = None,
+        start: int = 0,
+        key: ops.Key | None = None,
     ) -> tuple[tuple[Array, Array | None], Any]:
         """The embedding of tokens; vectors are their own."""
         require_present("LanguageModel", "params.embed", params.embed, self.embed is not None)
@@ -216,8 +213,87 @@ class LanguageModel:
             config=self.embed,
             positions=positions if in_table else None,
             types=types,
+            start=start,
             dropout_key=key,
         )
+
+    @property
+    def context(self) -> int | None:
+        """The tokens that fit; None where nothing but memory sets a limit."""
+        if self.embed is None or self.embed.max_len is None:
+            return None
+        return self.embed.max_len - self.embed.offset
+
+    def start(self) -> State:
+        """No text yet, for `extend`."""
+        return State((Past(),) * len(self.blocks))
+
+    def extend(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        state: State,
+        *,
+        mask: Array | None = None,
+        every: bool = False,
+    ) -> tuple[Array, State]:
+        """Logits after the last token, (B, V), and the state with `tokens` (B, T) in it.
+
+        Continues the text of `state`, whose keys and values are not computed again; `state` itself
+        stays what it was. mask: as in `forward`, of these tokens; padding must stand on the left of
+        a text. every: logits after each token, (B, T, V). There is no backward. ValueError for a
+        model that is not causal, and where the tokens do not fit the context.
+        """
+        if not self.causal or not isinstance(self.head, LMHead):
+            raise ValueError("extend: the model must be causal and have an LMHead")
+        require_tokens("extend", "tokens", tokens)
+        length = state.length + tokens.shape[1]
+        if self.context is not None and length > self.context:
+            raise ValueError(
+                f"extend: at most {self.context} tokens fit the model's context, got {length}"
+            )
+        kept = grown_mask("extend", state.mask, mask, tokens, state.length)
+        positions = self._places(tokens, kept, state.length)
+        places = None if kept is None else positions
+        (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
+        x, cache = stack(
+            x,
+            params.stack,
+            None,
+            self._alibi(x, length),
+            pos,
+            configs=self.blocks,
+            relative=self.relative,
+            rotary=self._rotary(x, length, positions),
+            past=state.past,
+            n_past=state.length,
+            mask=None if kept is None else kept[:, None, None, :],
+            causal=True,
+        )
+        x = x if every else x[:, -1:, :]
+        logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
+        return logits if every else logits[:, 0, :], State(cache.past, kept, length)
+
+    def _places(self, tokens: Array, kept: Array | None, n_past: int) -> Array | None:
+        """The place of each of the last tokens in its text; None where it is 0, 1, ..."""
+        if kept is not None:
+            return _counted(kept)[:, n_past:]
+        if n_past == 0:
+            return None
+        xp = array_namespace(tokens)
+        return n_past + xp.arange(
+            tokens.shape[1], dtype=as_indices(tokens).dtype, device=device(tokens)
+        )
+
+    def _rotary(self, x: Array, length: int, positions: Array | None) -> Rotary | None:
+        if self.rotary is None:
+            return None
+        return rotary(self.rotary, like=x, length=length, positions=positions)
+
+    def _alibi(self, x: Array, n_keys: int) -> Array | None:
+        if not self.alibi:
+            return None
+        return alibi(self.blocks[0].n_heads, n_queries=x.shape[1], n_keys=n_keys, like=x)
 
     def loss(
         self,
@@ -311,6 +387,21 @@ class LanguageModelParams(NamedTuple):
     embed: EmbedParams | None
     stack: StackParams
     head: Any  # of the head's own type; None: no head, or one that is tied to embed.table
+
+
+class State(NamedTuple):
+    """A text so far, as `extend` needs it."""
+
+    past: tuple[Past, ...]  # of each layer
+    mask: Array | None = None  # (B, S), True = a token, not padding; None: all are tokens
+    length: int = 0  # S
+
+    def rows(self, ids: Array) -> State:
+        """These texts of the batch, in this order: ids (B',)."""
+        mask = self.mask
+        if mask is not None:
+            mask = array_namespace(mask).take(mask, ids, axis=0)
+        return State(tuple(past.rows(ids) for past in self.past), mask, self.length)
 
 
 class HiddenCache(NamedTuple):
@@ -407,6 +498,28 @@ def _require_keep(mask: Array, tokens: Array) -> None:
             f"LanguageModel: mask must be (B, T) = {tuple(tokens.shape[:2])} like tokens, "
             f"got shape {tuple(mask.shape)}"
         )
+
+
+def grown_mask(
+    op: str, before: Array | None, mask: Array | None, tokens: Array, n_past: int
+) -> Array | None:
+    """The mask of a text and of the tokens after it; None where all are tokens."""
+    if mask is not None:
+        _require_keep(mask, tokens)
+    if before is None and mask is None:
+        return None
+    xp = array_namespace(tokens)
+
+    def ones(n: int) -> Array:
+        return xp.ones((tokens.shape[0], n), dtype=xp.bool, device=device(tokens))
+
+    before = ones(n_past) if before is None else before
+    if before.shape[0] != tokens.shape[0]:
+        raise ValueError(
+            f"{op}: tokens must have the batch size of the state, {before.shape[0]}, "
+            f"got {tokens.shape[0]}"
+        )
+    return xp.concat([before, ones(tokens.shape[1]) if mask is None else mask], axis=1)
 
 
 def _counted(mask: Array) -> Array:
