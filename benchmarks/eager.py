@@ -22,13 +22,12 @@ from xformer.layers import (
     EmbedParams,
     FeedForwardParams,
     KeyValueParams,
-    NormParams,
     LinearParams,
+    NormParams,
     StackParams,
     sinusoidal,
 )
-from xformer.models import LanguageModelParams
-from xformer.models import EncoderDecoderParams
+from xformer.models import EncoderDecoderParams, LanguageModelParams
 
 
 class Eager:

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from xformer.backends import Backend
-
-from xformer import pretrained, tree
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

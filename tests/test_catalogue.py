@@ -19,6 +19,8 @@ NUMPY = backends.get("numpy")
 BUILT = [(case, *case.build(NUMPY)) for case in cases()]
 # Not differentiable, or without options and tested where they stand.
 NO_CASE = {"Key", "alibi", "random_bits", "rotary", "sinusoidal"}
+# Of a text that grows there is no backward: tests/test_cached.py.
+NO_BACKWARD = {"past", "n_past"}
 
 
 def of(function: Any) -> Iterator[tuple[partial[Any], tuple[Any, ...]]]:
@@ -54,6 +56,8 @@ def test_every_option_of_a_function_is_used(function: Callable[..., Any]) -> Non
             given = {args[i] is not None for _, args in of(function) if i < len(args)}
             assert True in given, f"{p.name} is never given"
     for p in (p for p in parameters if p.kind is p.KEYWORD_ONLY):
+        if function is layers.stack and p.name in NO_BACKWARD:
+            continue
         values = [fn.keywords.get(p.name, p.default) for fn, _ in of(function)]
         assert any(v is not p.default for v in values), f"{p.name} is never other than its default"
 

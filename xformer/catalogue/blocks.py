@@ -216,8 +216,14 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)
     for norm in ("sandwich", "output"):
         yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm": norm})
+    before: Options = {"past": lambda rng, _: layers.Past(*_heads(rng)), "causal": True}
+    yield _blocks("block: after a past", **before)
     rates: Options = {"dropout": 0.1, "attn_dropout": 0.3, "hidden_dropout": 0.2}
     yield _blocks("block: three rates of dropout", config=rates, dropout_key=KEY)
+
+
+def _heads(rng: Generator) -> tuple[Array, Array]:
+    return rng.normal((5, 2, 3, 3)), rng.normal((5, 2, 3, 3))
 
 
 def _stack() -> Iterator[Case]:
@@ -267,6 +273,8 @@ def _embed() -> Iterator[Case]:
     yield case("dropout", {"dropout_key": KEY}, dropout=0.3)
     learned: Options = {"positions": "learned", "max_len": 7}
     yield case("offset", offset=2, **learned)
+    yield case("start", {"start": 2}, offset=1, **learned)
+    yield case("start, sinusoidal", {"start": 2}, max_len=7)
     yield case("positions of each token", {"positions": _ids((5, 4), 5)}, offset=2, **learned)
     yield case("positions of all rows", {"positions": _ids((4,), 7)}, **learned)
     yield case("any length, scale", positions="none", max_len=None, scale=2.5)

@@ -140,6 +140,8 @@ def _attention() -> Iterator[Case]:
     yield case("self, rotary", k=4, rotary=turning(4))
     modern: Options = {"norms": (4, 4), "rotary": turning(4), "window": (1, 0), "causal": True}
     yield case("self, all that is modern", k=4, groups=1, sinks=True, softcap=2.0, **modern)
+    before: Options = {"past": _past((5, 1, 2, 4)), "causal": True}
+    yield case("self, after a past", k=4, m=4, groups=1, window=(3, None), **before)
     yield case("dropout and scale", scale=0.3, dropout_rate=0.3, dropout_key=KEY)
     yield case(
         "all options",
@@ -196,6 +198,11 @@ def _feed_forward() -> Iterator[Case]:
     for activation in ("silu", "gelu"):
         yield case(activation, gate=True)
     yield case("silu", b=False, gate=True, dropout_rate=0.3, dropout_key=KEY)
+
+
+def _past(shape: tuple[int, ...]) -> Draw:
+    """Keys and values of tokens before, which are constants."""
+    return lambda rng, _: layers.Past(rng.normal(shape), rng.normal(shape))
 
 
 def turning(length: int, width: int = 4) -> Draw:

@@ -13,6 +13,7 @@ from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, LoRAParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.past import Past
 from xformer.layers.pooling import pool
 from xformer.layers.positions import alibi, sinusoidal
 from xformer.layers.relative import RelativeConfig, relative_bias
@@ -36,6 +37,7 @@ __all__ = [
     "LoRAParams",
     "NormConfig",
     "NormParams",
+    "Past",
     "RelativeConfig",
     "RopeConfig",
     "Rotary",

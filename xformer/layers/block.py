@@ -235,9 +235,9 @@ def block(
 
     x, y: (B, T, D)   memory: (B, S, D), or a KeyValue shared by several layers; wanted where
     params.cross is. rotary, past, bias, mask, causal: of the self-attention; memory_mask: of the
-    other. pos, memory_pos: added to queries, keys and values (`layers.attention`). dropout_key None: no
-    dropout. With config.parallel attention and feed-forward stand side by side (`layers.parallel`).
-    ValueError where shapes do not fit.
+    other. pos, memory_pos: added to queries, keys and values (`layers.attention`). dropout_key
+    None: no dropout. With config.parallel attention and feed-forward stand side by side
+    (`layers.parallel`). ValueError where shapes do not fit.
     """
     _require_memory(params, config, memory, memory_pos, memory_mask)
     dropped = dropout_key is not None

@@ -142,10 +142,10 @@ def embed(
 ) -> tuple[tuple[Array, Array | None], EmbedCache]:
     """x = project(dropout(norm(scale * table[ids] + p + type))); or p concatenated, or as pos.
 
-    ids: (B, T)   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. start: the place of the first
-    token. positions: (B, T) or (T,), the place of each token where it is not start, start + 1, ...;
-    mode "add" and learned ones only. types: (B, T), 0 unless given. ValueError where ids are out of range or too many, or params not those
-    of config.
+    ids: (B, T)   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. start: the place of the
+    first token. positions: (B, T) or (T,), the place of each token where it is not start,
+    start + 1, ...; mode "add" and learned ones only. types: (B, T), 0 unless given. ValueError
+    where ids are out of range or too many, or params not those of config.
     """
     require_tokens("embed", "ids", ids)
     _require_params(params, config)
