@@ -216,6 +216,7 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)
     for norm in ("sandwich", "output"):
         yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm": norm})
+    yield _blocks("block: Shaw", config={"shaw": 2, "d_value": 2})
     before: Options = {"past": lambda rng, _: layers.Past(*_heads(rng)), "causal": True}
     yield _blocks("block: after a past", **before)
     rates: Options = {"dropout": 0.1, "attn_dropout": 0.3, "hidden_dropout": 0.2}

@@ -81,6 +81,7 @@ def _attention() -> Iterator[Case]:
         b: bool = True,
         norms: tuple[int, int] | None = None,  # widths of q_norm and k_norm
         sinks: bool = False,
+        shaw: str = "",  # "k", "kv": which tables
         pos: str = "",  # "q", "qk"
         bias: tuple[int, ...] | None = None,
         **options: Any,
@@ -102,6 +103,9 @@ def _attention() -> Iterator[Case]:
                 linear_params(rng, 2 * m, 6, b) if o else None,
                 q_norm,
                 rng.normal((2,)) if sinks else None,
+                layers.ShawParams(rng.normal((5, k)), rng.normal((5, m)) if "v" in shaw else None)
+                if shaw
+                else None,
             )
             source: Any = None
             if memory == "array":
@@ -140,6 +144,8 @@ def _attention() -> Iterator[Case]:
     yield case("self, rotary", k=4, rotary=turning(4))
     modern: Options = {"norms": (4, 4), "rotary": turning(4), "window": (1, 0), "causal": True}
     yield case("self, all that is modern", k=4, groups=1, sinks=True, softcap=2.0, **modern)
+    yield case("self, Shaw", shaw="kv", m=2, causal=True)
+    yield case("memory, Shaw, keys alone", shaw="k", memory="array")
     before: Options = {"past": _past((5, 1, 2, 4)), "causal": True}
     yield case("self, after a past", k=4, m=4, groups=1, window=(3, None), **before)
     yield case("dropout and scale", scale=0.3, dropout_rate=0.3, dropout_key=KEY)

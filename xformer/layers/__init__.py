@@ -4,6 +4,7 @@ from xformer.layers.attention import (
     AttentionParams,
     KeyValue,
     KeyValueParams,
+    ShawParams,
     attention,
     key_value,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "RelativeConfig",
     "RopeConfig",
     "Rotary",
+    "ShawParams",
     "StackParams",
     "alibi",
     "attention",

@@ -26,6 +26,13 @@ class KeyValueParams(NamedTuple):
     k_norm: NormParams | None = None  # of each head's keys (K), or of all heads' at once (G * K)
 
 
+class ShawParams(NamedTuple):
+    """Tables of Shaw's relative positions, for distances from -L to L, as in `ops.shaw`."""
+
+    k: Array  # (2L+1, K)
+    v: Array | None  # (2L+1, M)
+
+
 class AttentionParams(NamedTuple):
     """Projections of one attention; K and M need not be D / H, M need not be K."""
 
@@ -34,6 +41,7 @@ class AttentionParams(NamedTuple):
     o: LinearParams | None  # (H * M, D); None: the heads side by side are the output
     q_norm: NormParams | None = None  # of each head's queries (K), or of all heads' (H * K)
     sinks: Array | None = None  # (H,), as in `ops.sdpa`
+    shaw: ShawParams | None = None  # then there are no bias, sinks, window and softcap
 
 
 class KeyValue(NamedTuple):
@@ -93,25 +101,27 @@ def attention(
         past = append(*kv, past=past)
         kv = KeyValue(past.k, past.v)
         mask, bias = (_last_keys(a, kv.k.shape[2]) for a in (mask, bias))
-    ctx, sdpa_cache = ops.sdpa(
-        q,
-        *kv,
-        bias,
-        value(params.sinks),
-        mask=mask,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-    )
+    options: Any = {
+        "mask": mask,
+        "causal": causal,
+        "scale": scale,
+        "dropout_rate": dropout_rate,
+        "dropout_key": dropout_key,
+    }
+    extras = {"bias": bias, "sinks": params.sinks, "window": window, "softcap": softcap}
+    if params.shaw is None:
+        sinks = value(params.sinks)
+        ctx, core = ops.sdpa(q, *kv, bias, sinks, window=window, softcap=softcap, **options)
+    else:
+        _require_no("shaw", extras)
+        ctx, core = ops.shaw(q, *kv, value(params.shaw.k), value(params.shaw.v), **options)
     y, o_cache = merge_heads(ctx), None
     if params.o is not None:
         y, o_cache = linear(y, params.o)
-    caches = (q_cache, kv_cache, sdpa_cache, o_cache)
-    fixed_sinks = isinstance(params.sinks, Frozen)
-    return y, AttentionCache(*caches, memory is None, fixed_sinks, past, n_new)
+    tables = (params.sinks,) if params.shaw is None else params.shaw
+    fixed = tuple(isinstance(table, Frozen) for table in tables)
+    caches = (q_cache, kv_cache, core, o_cache)
+    return y, AttentionCache(*caches, memory is None, fixed, past, n_new)
 
 
 class AttentionCache(NamedTuple):
@@ -119,10 +129,10 @@ class AttentionCache(NamedTuple):
 
     q: ProjectCache
     kv: KeyValueCache | None
-    sdpa: Any  # of the kernel that ran
+    core: Any  # of `ops.sdpa` or `ops.shaw`
     o: Any
     is_self: bool
-    fixed_sinks: bool
+    fixed: tuple[bool, ...]  # whether the sinks, or both tables of Shaw's, are frozen
     past: Past | None  # with the keys and values of x
     n_new: int  # keys that are not of the past
 
@@ -131,7 +141,7 @@ class AttentionCache(NamedTuple):
         do = None
         if self.o is not None:
             dy, do = self.o.backward(dy)
-        dq, dk, dv, dbias, dsinks = self.sdpa.backward(split_heads(dy, self.q.n_heads))
+        dq, dk, dv, *dtables = self.core.backward(split_heads(dy, self.q.n_heads))
         dx, dq_params, dq_norm, dpos = self.q.backward(dq)
         n_past = dk.shape[2] - self.n_new
         if n_past:
@@ -144,9 +154,16 @@ class AttentionCache(NamedTuple):
             dx = dx + dmemory
             dpos = None if dpos is None else dpos + dmemory_pos
             dmemory = dmemory_pos = None
-        dsinks = None if self.fixed_sinks else dsinks
-        dparams = AttentionParams(dq_params, dkv, do, dq_norm, dsinks)
+        dbias, dsinks, dshaw = self._tables(dtables)
+        dparams = AttentionParams(dq_params, dkv, do, dq_norm, dsinks, dshaw)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
+
+    def _tables(self, grads: list[Any]) -> tuple[Any, ...]:
+        """Gradients of bias, sinks and shaw, of which the core has its own two."""
+        if len(self.fixed) == 1:
+            return grads[0], None if self.fixed[0] else grads[1], None
+        kept = (None if f else grad for f, grad in zip(self.fixed, grads, strict=True))
+        return None, None, ShawParams(*kept)
 
 
 def key_value(
@@ -245,6 +262,12 @@ class ProjectCache(NamedTuple):
             dy, dnorm = self.all_norm.backward(dy)
         dx, dparams = self.linear.backward(dy)
         return dx, dparams, dnorm, dpos
+
+
+def _require_no(what: str, extras: dict[str, Any]) -> None:
+    given = [name for name, extra in extras.items() if extra is not None]
+    if given:
+        raise ValueError(f"attention: params.{what} does not go with {', '.join(given)}")
 
 
 def _last_keys(x: Array | None, n: int) -> Array | None:

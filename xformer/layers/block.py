@@ -9,7 +9,13 @@ from xformer import ops
 from xformer.backends.base import Generator
 from xformer.checks import number, require_sizes
 from xformer.initial import Draw, xavier_uniform
-from xformer.layers.attention import AttentionParams, KeyValue, KeyValueParams, attention
+from xformer.layers.attention import (
+    AttentionParams,
+    KeyValue,
+    KeyValueParams,
+    ShawParams,
+    attention,
+)
 from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams
@@ -57,6 +63,7 @@ class BlockConfig:
     window: tuple[int | None, int | None] | None = None  # of the self-attention, as in `ops.sdpa`
     softcap: float | None = None  # of the scores
     sinks: bool = False  # a learned one for each head of the self-attention
+    shaw: int | None = None  # L of relative positions in the self-attention (arXiv:1803.02155)
     dropout: float = 0.0
     attn_dropout: float | None = None  # of the attention's probabilities; dropout unless given
     hidden_dropout: float = 0.0  # inside the feed-forward network
@@ -78,6 +85,8 @@ class BlockConfig:
         require_sizes("block", 1, d_head=self.head_width, d_value=self.value_width)
         for name in ("dropout", "probs_dropout", "hidden_dropout"):
             number("block", name, getattr(self, name), low=0, high=1)
+        if self.shaw is not None:
+            require_sizes("block", 0, shaw=self.shaw)
         if self.n_heads % self.kv_heads:
             raise ValueError(
                 f"block: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"
@@ -135,6 +144,10 @@ class BlockConfig:
         attn = self._attention_init(rng, True, draw, out_scale)
         if self.sinks:
             attn = attn._replace(sinks=rng.full((self.n_heads,), 0.0))
+        if self.shaw is not None:
+            widths = (self.head_width, self.value_width)
+            tables = (draw(rng, (2 * self.shaw + 1, width)) for width in widths)
+            attn = attn._replace(shaw=ShawParams(*tables))
         crossing = None
         if cross:
             crossing = self._attention_init(rng, not shared_memory, draw, out_scale)
