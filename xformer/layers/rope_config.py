@@ -67,6 +67,15 @@ class RopeConfig:
         _require_order(self)
 
     @property
+    def same_until(self) -> float:
+        """The longest text whose length does not change the frequencies."""
+        if self.scaling == "dynamic" and self.max_len is not None:
+            return self.max_len
+        if self.scaling == "longrope" and self.original_max_len is not None:
+            return self.original_max_len
+        return math.inf
+
+    @property
     def stretch(self) -> float:
         """How many times the trained length is to be reached; 1 where nothing says."""
         if self.factor is not None:

@@ -288,6 +288,9 @@ class LanguageModel:
     def _rotary(self, x: Array, length: int, positions: Array | None) -> Rotary | None:
         if self.rotary is None:
             return None
+        if positions is not None and length > self.rotary.same_until:
+            # The frequencies go by the longest text, in which padding must not count.
+            length = int(array_namespace(positions).max(positions)) + 1
         return rotary(self.rotary, like=x, length=length, positions=positions)
 
     def _alibi(self, x: Array, n_keys: int) -> Array | None:
