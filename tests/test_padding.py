@@ -12,7 +12,7 @@ from xformer.models import LanguageModel
 
 BLOCK = BlockConfig(8, 2, 11, d_head=4, norm_kind="rms", bias=False)
 BARE = EmbedConfig(vocab_size=13, width=8, d_model=8, positions="none")
-HALVES = {"short_factor": (1.0, 2.0), "long_factor": (3.0, 4.0)}
+HALVES = {"factor": 2.0, "short_factor": (1.0, 2.0), "long_factor": (3.0, 4.0)}
 ROTARY = {
     "rotary": RopeConfig(4),
     "dynamic": RopeConfig(4, scaling="dynamic", factor=4.0, max_len=6),
