@@ -18,8 +18,12 @@ ROTARY = {
     "dynamic": RopeConfig(4, scaling="dynamic", factor=4.0, max_len=6),
     "longrope": RopeConfig(4, scaling="longrope", original_max_len=6, **HALVES),
 }
+PLACES = {
+    kind: EmbedConfig(vocab_size=13, width=8, d_model=8, max_len=20, positions=kind)
+    for kind in ("learned", "sinusoidal")
+}
 MODELS = {
-    "learned": LanguageModel(EmbedConfig(vocab_size=13, width=8, d_model=8, max_len=20), (BLOCK,)),
+    **{kind: LanguageModel(config, (BLOCK,)) for kind, config in PLACES.items()},
     "alibi": LanguageModel(BARE, (BLOCK,), alibi=True),
     "window": LanguageModel(BARE, (dataclasses.replace(BLOCK, window=(2, None)),)),
     **{name: LanguageModel(BARE, (BLOCK,), rotary=config) for name, config in ROTARY.items()},

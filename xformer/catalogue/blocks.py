@@ -278,6 +278,7 @@ def _embed() -> Iterator[Case]:
     yield case("start, sinusoidal", {"start": 2}, max_len=7)
     yield case("positions of each token", {"positions": _ids((5, 4), 5)}, offset=2, **learned)
     yield case("positions of all rows", {"positions": _ids((4,), 7)}, **learned)
+    yield case("sinusoidal, places", {"positions": _ids((5, 4), 7)}, max_len=7)
     yield case("any length, scale", positions="none", max_len=None, scale=2.5)
     bert: Options = {"n_types": 3, "norm": layers.NormConfig(eps=0.1), **learned}
     yield case("BERT", {"types": _ids((5, 4), 3)}, **bert)

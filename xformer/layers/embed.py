@@ -144,7 +144,7 @@ def embed(
 
     ids: (B, T)   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. start: the place of the
     first token. positions: (B, T) or (T,), the place of each token where it is not start,
-    start + 1, ...; mode "add" and learned ones only. types: (B, T), 0 unless given. ValueError
+    start + 1, ...; mode "add" only. types: (B, T), 0 unless given. ValueError
     where ids are out of range or too many, or params not those of config.
     """
     require_tokens("embed", "ids", ids)
@@ -260,8 +260,8 @@ def _require_options(
     if config.max_len is not None and positions is None and last > longest:
         raise ValueError(f"embed: at most max_len = {longest} tokens fit, got {last}")
     if positions is not None:
-        if config.positions != "learned" or config.mode != "add":
-            raise ValueError('embed: positions go with learned ones in mode "add"')
+        if config.positions == "none" or config.mode != "add":
+            raise ValueError('embed: the places of tokens go with positions in mode "add"')
         if tuple(positions.shape) not in (tuple(ids.shape), tuple(ids.shape[1:])):
             raise ValueError(
                 f"embed: positions must be (B, T) = {tuple(ids.shape)} or (T,), "
@@ -284,10 +284,10 @@ def _positions(
     if config.positions == "none":
         return None, None
     end = start + n_tokens
-    if params.positions is None:
-        every = sinusoidal(end, config.position_width, like=value(params.table))
-        return every[start:, :], None
     table = value(params.positions)
+    if table is None:
+        rows = end if positions is None else config.rows
+        table = sinusoidal(rows, config.position_width, like=value(params.table))
     if positions is None:
         return table[config.offset + start : config.offset + end, :], None
     return ops.embedding(table, ids=positions + config.offset)

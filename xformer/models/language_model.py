@@ -206,12 +206,12 @@ class LanguageModel:
                 raise ValueError("LanguageModel: types go with an embedding, and there is none")
             return (tokens, None), None
         require_tokens("LanguageModel", "tokens", tokens)
-        in_table = self.embed.positions == "learned"
+        in_embed = self.embed.positions != "none"
         return embed(
             params.embed,
             ids=tokens,
             config=self.embed,
-            positions=positions if in_table else None,
+            positions=positions if in_embed else None,
             types=types,
             start=start,
             dropout_key=key,
