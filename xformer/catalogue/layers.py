@@ -25,7 +25,7 @@ from xformer.catalogue.case import (
     mask,
     random,
 )
-from xformer.layers.feed_forward import ACTIVATIONS
+from xformer.ops.activation import ACTIVATIONS
 from xformer.tree import Constant
 from xformer.typing import Array
 

@@ -277,12 +277,11 @@ def block(
         return attention(x, own, memory, None, pos, memory_pos, **options)
 
     def feed(x: Array) -> tuple[Array, Any]:
-        if isinstance(params.ffn, ExpertsParams):
+        if isinstance(params.ffn, ExpertsParams) and config.experts is not None:
             return mixture(x, params.ffn, config=config.experts)
         hidden: Any = {"dropout_rate": config.hidden_dropout if dropped else 0.0}
-        return feed_forward(
-            x, params.ffn, activation=config.activation, dropout_key=keys[5], **hidden
-        )
+        own: Any = params.ffn
+        return feed_forward(x, own, activation=config.activation, dropout_key=keys[5], **hidden)
 
     if config.parallel:
         norms: Any = (params.attn_norm, params.ffn_norm)

@@ -165,7 +165,7 @@ def embed(
         types = xp.zeros_like(ids) if types is None else types
         typed, types_cache = ops.embedding(value(params.types), ids=types)
         x = x + typed
-    if params.norm is not None:
+    if params.norm is not None and config.norm is not None:
         x, norm_cache = norm(x, params.norm, config=config.norm)
     rate = 0.0 if dropout_key is None else config.dropout
     x, drop_cache = ops.dropout(x, rate=rate, key=dropout_key)
@@ -220,7 +220,7 @@ class EmbedCache(NamedTuple):
 
     def _positions_backward(self, dpos: Any) -> Array:
         """Gradient of the table of positions."""
-        dpos = sum_to(dpos, self.pos_shape)
+        dpos = sum_to(dpos, self.pos_shape or ())
         if self.positions is not None:
             return self.positions.backward(dpos)
         xp = array_namespace(dpos)
@@ -249,6 +249,10 @@ def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
         got = None if array is None else tuple(array.shape)
         if got != shape:
             raise ValueError(f"embed: params.{name} must be {shape} by config, got {got}")
+    for name, wants in (("norm", config.norm is not None), ("project", config.projects)):
+        if (getattr(params, name) is not None) != wants:
+            there = "there" if wants else "None"
+            raise ValueError(f"embed: params.{name} must be {there} by config")
 
 
 def _require_options(

@@ -38,8 +38,7 @@ def linear(x: Array, params: LinearParams | LoRAParams) -> tuple[Array, LinearCa
         y, base = linear(x, params.base)
         low, down = linear(x, LinearParams(params.a, None))  # (..., R)
         more, up = linear(low, LinearParams(params.b, None))
-        scale = params.scale.value
-        return y + more * scale, LoRACache(base, down, up, scale)
+        return y + more * params.scale.value, LoRACache(base, down, up, params.scale)
     fixed = (isinstance(params.w, Frozen), isinstance(params.b, Frozen))
     y, cache = ops.linear(x, value(params.w), value(params.b), fixed=fixed[0])
     return y, LinearCache(cache, fixed[1])
@@ -60,14 +59,14 @@ class LinearCache(NamedTuple):
 class LoRACache(NamedTuple):
     """What `linear` keeps for its backward where there is an adapter."""
 
-    base: LinearCache
-    down: LinearCache
-    up: LinearCache
-    scale: float
+    base: Any  # of `linear`, as the next two
+    down: Any
+    up: Any
+    scale: Constant
 
     def backward(self, dy: Array) -> tuple[Array, LoRAParams]:
         """Gradients of x and params."""
         dx, dbase = self.base.backward(dy)
-        dlow, (db, _) = self.up.backward(dy * self.scale)
-        dx_low, (da, _) = self.down.backward(dlow)
-        return dx + dx_low, LoRAParams(dbase, da, db, None)
+        dlow, dup = self.up.backward(dy * self.scale.value)
+        dx_low, ddown = self.down.backward(dlow)
+        return dx + dx_low, LoRAParams(dbase, ddown[0], dup[0], self.scale)

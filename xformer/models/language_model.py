@@ -144,7 +144,7 @@ class LanguageModel:
             types=types,
             dropout_key=dropout_key,
         )
-        head_cache = None
+        head_cache: Any = None
         if self.head is None:
             require_present("LanguageModel", "params.head", params.head, False)
         else:
@@ -371,7 +371,8 @@ class LanguageModel:
         ids = xp.concat([router.ids for router in routers])
         rows = routers[0].router_logits.shape[0]
         kept = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(layers),))
-        loss, dlogits = 0.0, 0.0
+        loss: Any = 0.0
+        dlogits: Any = 0.0
         for weight, (term, back) in (
             (self.balance, ops.load_balancing(logits, ids=ids, mask=kept)),
             (self.router_z, ops.router_z_loss(logits, mask=kept)),
