@@ -31,13 +31,18 @@ Values = dict[str, np.ndarray]
 
 
 @contextmanager
-def double_precision(*, method: bool = True) -> Iterator[None]:
-    """torch's names of float32 mean float64, and its default; method: `tensor.float()` too."""
+def double_precision(*, integers: bool = True) -> Iterator[None]:
+    """torch's names of float32 mean float64, and its default; integers: where they become floats
+    by `tensor.float()` too."""
+    single = torch.Tensor.float
+
+    def double(x: Any) -> Any:
+        return x.double() if integers or x.is_floating_point() else single(x)
+
     with pytest.MonkeyPatch.context() as patch, default_double():
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "float", torch.float64)
-        if method:
-            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch.Tensor, "float", double)
         yield
 
 
@@ -74,21 +79,21 @@ def proof(
     *,
     output: str = "logits",
     keep: np.ndarray | None = None,
-    method: bool = True,
+    integers: bool = True,
 ) -> None:
     """Loaded from what transformers saved: its output, its gradients; and saved so that it loads.
 
     inputs: of transformers' model   ours(model, params): (y, cache)   output: which of its
     outputs is y   keep: (B, T), where y is compared, since what comes out for padding is nobody's.
-    method: see `double_precision`.
+    integers: see `double_precision`.
     """
     hf.double().save_pretrained(folder / "theirs")
-    with double_precision(method=method):
+    with double_precision(integers=integers):
         want = judged(hf, inputs, output, keep)
     model, params = pretrained.load(folder / "theirs", dtype="float64")
     require_same(model, *ours(model, params), want, FLOAT64, keep)
     pretrained.save(model, params, folder / "ours")
-    with double_precision(method=method):
+    with double_precision(integers=integers):
         again = reloaded(hf, folder / "ours")
         got = judged(again, inputs, output, keep)
     require_close("reloaded", got.y, want.y, FLOAT64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,22 @@ def test_bytes_of_float64() -> None:
     ((x,), _) = inputs("GPT", 2, 9)
     found = measured(model, 2, 9, "float64")
     assert found.forward == new_bytes(model.forward(params, x), params, x)
+
+
+def test_bytes_are_those_that_are_allocated() -> None:
+    gpt = GPT(500, 2, 128, 4, 256)
+    params = gpt.init()
+    tokens = np.random.default_rng(0).integers(0, 500, (2, 256))
+    gpt.forward(params, tokens)  # what is made once only
+    tracemalloc.start()
+    try:
+        kept = gpt.forward(params, tokens)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    found = measured(gpt, 2, 256, "float32").forward
+    assert 0 <= held - found < 100_000  # objects around the arrays
+    assert new_bytes(kept, params, tokens) == found
 
 
 def test_experts_keep_as_much_however_they_are_chosen() -> None:

@@ -74,7 +74,7 @@ def prove(hf: Any, folder: Path, theirs: Values, ours: Values, output: str = "lo
     def run(model: Any, params: Any) -> tuple[np.ndarray, Any]:
         return model.forward(params, src, tgt, **given)
 
-    proof(hf, folder, theirs, run, output=output, keep=given["tgt_mask"], method=False)
+    proof(hf, folder, theirs, run, output=output, keep=given["tgt_mask"], integers=False)
 
 
 @pytest.mark.parametrize("src", ["none", "left", "right"])
@@ -131,7 +131,7 @@ def test_encoder_alone(side: str, tmp_path: Path) -> None:
         lambda model, params: model.forward(params, ours["src"], mask=ours["src_mask"]),
         output="last_hidden_state",
         keep=ours["src_mask"],
-        method=False,
+        integers=False,
     )
 
 

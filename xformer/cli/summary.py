@@ -133,7 +133,7 @@ def _windows(blocks: Sequence[BlockConfig]) -> str:
     lefts = [b.window[0] + 1 for b in blocks if b.window is not None and b.window[0] is not None]
     if not lefts:
         return ""
-    where = "" if len(lefts) == len(blocks) else f" in {len(lefts)} layers"
+    where = "" if len(lefts) == len(blocks) else f" in {len(lefts)} of {len(blocks)} layers"
     return f", window {' or '.join(f'{n:,}' for n in sorted(set(lefts)))}{where}"
 
 
@@ -175,7 +175,7 @@ def _grouped(part: Part) -> dict[str, tuple[str, int]]:
     for leaf, shape in part.leaves.items():
         owner, _, last = leaf.rpartition(".")
         groups.setdefault(owner if owner and last in ("w", "b") else leaf, []).append(shape)
-    if set(part.leaves) <= {"", "w", "b"}:
+    if len(part.leaves) == 1 or set(part.leaves) == {"w", "b"}:
         groups = {"": list(part.leaves.values())}
     return {
         name: (" + ".join(map(_shape, shapes)), sum(map(math.prod, shapes)))
@@ -205,7 +205,11 @@ def _memory(found: Summary) -> Iterator[Row]:
     yield "memory", "", f"{found.dtype}, batch {found.batch:,}, length {found.length:,}"
     yield "  parameters", params, ""
     yield "  forward", scaled(memory.forward, "B"), "its output, and what it keeps"
-    yield "  inference", scaled(memory.inference, "B"), "parameters + forward"
+    yield (
+        "  inference",
+        scaled(memory.inference, "B"),
+        "parameters + forward; temporaries come on top",
+    )
     yield "  saved set", scaled(memory.saved, "B"), "kept for backward, the loss included"
     yield "  gradients", params, ""
     yield "  moments", scaled(2 * memory.params, "B"), "two for each parameter, of AdamW"
