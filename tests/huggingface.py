@@ -6,11 +6,18 @@ comparison to 1e-9 its names of float32 stand for float64 while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+
+from xformer import pretrained, tree
+from xformer.initial import Shapes
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -18,16 +25,36 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 FLOAT64, FLOAT32 = 1e-9, 1e-4
+ROUNDINGS = 16  # of the largest gradient, in one that is 0 but for them
+
+Values = dict[str, np.ndarray]
 
 
 @contextmanager
-def double_precision() -> Iterator[None]:
-    """torch's names of float32 mean float64."""
-    with pytest.MonkeyPatch.context() as patch:
+def double_precision(*, integers: bool = True) -> Iterator[None]:
+    """torch's names of float32 mean float64, and its default; integers: where they become floats
+    by `tensor.float()` too."""
+    single = torch.Tensor.float
+
+    def double(x: Any) -> Any:
+        return x.double() if integers or x.is_floating_point() else single(x)
+
+    with pytest.MonkeyPatch.context() as patch, default_double():
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "float", torch.float64)
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch.Tensor, "float", double)
         yield
+
+
+@contextmanager
+def default_double() -> Iterator[None]:
+    """What has no type becomes float64: dynamic frequencies, which are made from integers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def build(kind: type, config: Any, *, seed: int = 0) -> Any:
@@ -42,3 +69,160 @@ def build(kind: type, config: Any, *, seed: int = 0) -> Any:
         with torch.no_grad():
             parameter.copy_(offset + gain * torch.randn(parameter.shape, dtype=torch.float64))
     return model
+
+
+def proof(
+    hf: Any,
+    folder: Path,
+    inputs: Values,
+    ours: Callable[[Any, Any], tuple[np.ndarray, Any]],
+    *,
+    output: str = "logits",
+    keep: np.ndarray | None = None,
+    integers: bool = True,
+) -> None:
+    """Loaded from what transformers saved: its output, its gradients; and saved so that it loads.
+
+    inputs: of transformers' model   ours(model, params): (y, cache)   output: which of its
+    outputs is y   keep: (B, T), where y is compared, since what comes out for padding is nobody's.
+    integers: see `double_precision`.
+    """
+    hf.double().save_pretrained(folder / "theirs")
+    with double_precision(integers=integers):
+        want = judged(hf, inputs, output, keep)
+    model, params = pretrained.load(folder / "theirs", dtype="float64")
+    require_same(model, *ours(model, params), want, FLOAT64, keep)
+    pretrained.save(model, params, folder / "ours")
+    with double_precision(integers=integers):
+        again = reloaded(hf, folder / "ours")
+        got = judged(again, inputs, output, keep)
+    require_close("reloaded", got.y, want.y, FLOAT64)
+    _, reread = pretrained.load(folder / "ours", dtype="float64")
+    require_equal(reread, params)
+    want = judged(hf.float(), inputs, output, keep)
+    model, params = pretrained.load(folder / "theirs")
+    require_same(model, *ours(model, params), want, FLOAT32, keep)
+
+
+class Judged(NamedTuple):
+    """What transformers gives."""
+
+    y: np.ndarray
+    dy: np.ndarray  # random
+    grads: Values  # of all parameters
+
+
+def judged(hf: Any, inputs: Values, output: str, keep: np.ndarray | None = None) -> Judged:
+    """An output of transformers' model, and gradients of its parameters; dy is 0 outside keep."""
+    hf.zero_grad()
+    y = getattr(hf(**{name: torch.tensor(value) for name, value in inputs.items()}), output)
+    dy = np.random.default_rng(0).normal(size=tuple(y.shape))
+    if keep is not None and y.ndim == 3:
+        dy[~keep] = 0
+    dy = dy.astype(str(y.dtype).removeprefix("torch."))
+    y.backward(torch.tensor(dy))
+    grads = {
+        name: np.zeros(p.shape) if p.grad is None else p.grad.numpy().copy()
+        for name, p in hf.named_parameters()
+    }
+    return Judged(y.detach().numpy(), dy, as_saved(grads))
+
+
+def as_saved(grads: Values) -> Values:
+    """Gradients by the names in files, where in memory Mixtral's experts are stacked, and NeoX's
+    head is called otherwise."""
+    saved: Values = {}
+    for name, grad in grads.items():
+        before, _, part = name.partition(".mlp.")
+        before = f"{before}.block_sparse_moe"
+        if part == "gate.weight":
+            saved[f"{before}.{part}"] = grad
+        elif name == "lm_head.weight" and "gpt_neox.embed_in.weight" in grads:
+            saved["embed_out.weight"] = grad
+        elif part == "experts.down_proj":
+            saved |= {f"{before}.experts.{e}.w2.weight": g for e, g in enumerate(grad)}
+        elif part == "experts.gate_up_proj":
+            for e, both in enumerate(grad):
+                for n, half in zip("13", np.split(both, 2), strict=True):
+                    saved[f"{before}.experts.{e}.w{n}.weight"] = half
+        else:
+            saved[name] = grad
+    return saved
+
+
+def reloaded(hf: Any, folder: Path) -> Any:
+    """What transformers loads from a folder that should hold hf: all of its tensors, no others."""
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    options |= {"dtype": torch.float64}
+    again, info = type(hf).from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    state, want = again.state_dict(), hf.state_dict()
+    assert state.keys() == want.keys()
+    assert all(torch.equal(state[name], value) for name, value in want.items())
+    return again.eval()
+
+
+def require_same(
+    model: Any,
+    y: np.ndarray,
+    cache: Any,
+    want: Judged,
+    tolerance: float,
+    keep: np.ndarray | None = None,
+) -> None:
+    """Our output, and our gradients under the names of transformers, are those of transformers."""
+    assert y.dtype == want.dy.dtype and y.shape == want.y.shape
+    kept = keep if keep is not None and y.ndim == 3 else ...
+    require_close("output", y[kept], want.y[kept], tolerance)
+    grads = pretrained.tensors_of(model, cache.backward(want.dy))
+    assert grads.keys() == want.grads.keys()
+    # Softmax does not see a key's bias, which adds the same to all scores of a query: its gradient
+    # is 0 in real numbers, and comes out as what rounding leaves of larger ones.
+    largest = max(np.max(np.abs(g)) for g in want.grads.values())
+    floor = ROUNDINGS * np.finfo(y.dtype).eps * largest
+    for name, grad in grads.items():
+        require_close(name, grad, want.grads[name], tolerance, floor)
+
+
+def require_close(
+    name: str, got: np.ndarray, want: np.ndarray, tolerance: float, floor: float = 0.0
+) -> None:
+    """Equal up to a share of the largest element, or up to floor."""
+    assert got.shape == want.shape, name
+    error = np.max(np.abs(got - want))
+    assert error <= tolerance * np.max(np.abs(want)) + floor, f"{name}: {error:.1e}"
+
+
+def require_equal(got: Any, want: Any) -> None:
+    """Trees of arrays equal bit for bit."""
+    got, want = tree.flatten(got), tree.flatten(want)
+    assert got.keys() == want.keys()
+    assert [n for n, a in want.items() if a.tobytes() != np.asarray(got[n]).tobytes()] == []
+
+
+def rewritten(
+    folder: Path,
+    rename: Callable[[str], str | None] | None = None,
+    more: Values | None = None,
+    **config: Any,
+) -> Path:
+    """The folder with other names of tensors (None: left out), more tensors, other keys."""
+    tensors = load_file(folder / "model.safetensors")
+    named = {rename(name) if rename else name: tensor for name, tensor in tensors.items()}
+    named.pop(None, None)
+    save_file({**named, **(more or {})}, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def on_meta(hf: type, config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of transformers' model, each tied one once."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in hf(config).named_parameters()}
+
+
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of ours by the same names, without the memory."""
+    leaves = tree.map(lambda s: np.broadcast_to(np.float32(0), s.shape), model.init_from(Shapes()))
+    return {name: a.shape for name, a in pretrained.tensors_of(model, leaves).items()}

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from xformer.pretrained import files
+from xformer.pretrained import mapped
 from xformer.pretrained.files import INDEX, WEIGHTS, open_tensors, write
 from xformer.pretrained.reading import PretrainedError, read_json
 
@@ -118,7 +118,7 @@ def test_saving_into_the_folder_that_was_loaded(model: Path) -> None:
 def test_bfloat16_is_the_upper_half_of_float32(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PIECE", 1000)  # several, and a last one that is shorter
+    monkeypatch.setattr(mapped, "PIECE", 1000)  # several, and a last one that is shorter
     bits = np.arange(1 << 16, dtype="<u2")
     data = bits.tobytes()
     (tmp_path / WEIGHTS).write_bytes(pack({"x": entry("BF16", [256, 256], 0, len(data))}, data))
@@ -265,7 +265,7 @@ def test_a_long_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
 def test_a_header_as_long_as_allowed_is_read_soon(tmp_path: Path) -> None:
     names = ",".join(f'"{i}":{json.dumps(entry("F32", [0], 0, 0))}' for i in range(65_000))
     text = b"{" + names.encode() + b"}"
-    assert 0.9 * files.HEADER_LIMIT < len(text) <= files.HEADER_LIMIT
+    assert 0.9 * mapped.HEADER_LIMIT < len(text) <= mapped.HEADER_LIMIT
     (tmp_path / WEIGHTS).write_bytes(pack(text))
     start = time.process_time()
     assert len(open_tensors(tmp_path)) == 65_000

@@ -32,6 +32,23 @@ def test_the_op_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gradients agree" in capsys.readouterr().out
 
 
+def test_the_pretrained_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"n_embd": 6, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}
+    model = xf.pretrained.model(config)
+    xf.pretrained.save(model, model.init(), "SmolLM2-135M")
+    rng = np.random.default_rng(0)
+    names = {
+        "xf": xf,
+        "tokens": rng.integers(0, 11, (2, 3)),
+        "dlogits": rng.normal(size=(2, 3, 11)).astype(np.float32),
+    }
+    exec(EXAMPLES[2], names)
+    assert xf.tree.flatten(names["grads"]).keys() == xf.tree.flatten(names["params"]).keys()
+    assert xf.pretrained.load("copy")[0].source["n_embd"] == 6
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):

@@ -20,10 +20,9 @@ from truths import published
 
 from xformer.pretrained import llama2c
 from xformer.pretrained.reading import PretrainedError
+from xformer.pretrained.tokenizer import Tokenizer, tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-
-from xformer.pretrained.tokenizer import Tokenizer, tokenizer  # noqa: E402
 
 TEXTS = [
     "",

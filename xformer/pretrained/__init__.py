@@ -5,7 +5,7 @@ logits, cache = model.forward(params, tokens)
 xformer.pretrained.save(model, params, "copy")
 """
 
-from xformer.pretrained.loading import load, model, save, tensors_of
+from xformer.pretrained.loading import inspect, load, model, save, tensors_of
 from xformer.pretrained.reading import PretrainedError
 
-__all__ = ["PretrainedError", "load", "model", "save", "tensors_of"]
+__all__ = ["PretrainedError", "inspect", "load", "model", "save", "tensors_of"]

@@ -28,6 +28,7 @@ HARMLESS = (
     *("output_attentions", "output_hidden_states", "output_past", "output_scores"),
     *("output_logits", "return_dict", "use_return_dict", "return_dict_in_generate"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
+    *("eos_token_ids",),
     *("mask_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time"),
     *("do_sample", "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences"),
@@ -36,6 +37,7 @@ HARMLESS = (
     *("diversity_penalty", "exponential_decay_length_penalty", "no_repeat_ngram_size"),
     *("encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
     *("begin_suppress_tokens", "renormalize_logits", "remove_invalid_values"),
+    *("transformers.js_config",),
 )
 
 # Keys that would change the mathematics of any model, at the value that does not.

@@ -54,10 +54,9 @@ def activation(c: Config, name: str, default: str) -> str:
     return ACTIVATIONS[c.text(name, choices=tuple(ACTIVATIONS), default=default)]
 
 
-def rate(c: Config, name: str, default: float, null: float | None = None) -> float:
-    """The rate of a dropout; null: what the value null stands for, the default unless given."""
-    value = c.number(name, low=0, high=1, default=default)
-    return default if value is None else float(value)
+def rate(c: Config, name: str, default: float) -> float:
+    """The rate of a dropout."""
+    return float(c.number(name, low=0, high=1, default=default))
 
 
 def layers(c: Config, name: str = "num_hidden_layers", default: Any = None) -> int:

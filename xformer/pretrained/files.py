@@ -1,51 +1,27 @@
-"""The tensors of a model folder: safetensors files, checked before they are read, mapped when read.
-
-A file is 8 bytes with the length of its header, the header in JSON (name -> dtype, shape, place),
-the data. Large models are several such files and an index that says which tensor is where.
-"""
+"""The tensors of a model folder: one safetensors file, or several and an index of what is where."""
 
 from __future__ import annotations
 
 import json
-import math
-import mmap
 import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import safetensors
 
 from xformer.files import replacing
-from xformer.pretrained.reading import PretrainedError, listed, opened, parse_json, read_json
+from xformer.pretrained.mapped import DTYPES, Tensor, open_file
+from xformer.pretrained.reading import PretrainedError, listed, read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = WEIGHTS + ".index.json"
 
-HEADER_LIMIT = 4 << 20  # bytes: some 30,000 tensors in one file, read in about half a second
 INDEX_LIMIT = 16 << 20
-MAX_SHARDS, MAX_AXES, MAX_ELEMENTS = 1000, 8, 1 << 40
+MAX_SHARDS = 1000
 SHARD = re.compile(r"\w[\w.-]*\.safetensors")
-PIECE = 1 << 20  # elements converted at a time
-
-DTYPES = {  # that weights may have; BF16 is the upper half of F32, which NumPy has no type for
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-}
-
-
-class _Tensor(NamedTuple):
-    path: Path
-    data: mmap.mmap
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class Tensors:
@@ -54,7 +30,7 @@ class Tensors:
     Read in this order, a copy of the largest tensor never lies beside the whole model.
     """
 
-    def __init__(self, tensors: Mapping[str, _Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         order = sorted(tensors, key=lambda name: (tensors[name].start - tensors[name].end, name))
         self._tensors = {name: tensors[name] for name in order}
 
@@ -89,41 +65,14 @@ class Tensors:
 
         PretrainedError where it holds no floating-point numbers, or some too large for `dtype`.
         """
-        tensor, wanted = self._tensors[name], np.dtype(dtype)
-        if wanted.kind != "f":
-            raise ValueError(f"read: dtype must be a floating-point type, got {dtype}")
-        if tensor.dtype not in DTYPES:
-            raise PretrainedError(
-                f"{tensor.path}: {name!r} must be one of {', '.join(DTYPES)} to be read as "
-                f"weights, got {tensor.dtype}"
-            )
-        if tensor.start == tensor.end:
-            return np.empty(tensor.shape, wanted)
-        stored = DTYPES[tensor.dtype]
-        count = (tensor.end - tensor.start) // stored.itemsize
-        raw = np.frombuffer(tensor.data, stored, count, tensor.start)
-        if stored == wanted and raw.flags.aligned:
-            return raw.reshape(tensor.shape)
-        out = np.empty(count, wanted)
-        try:
-            for start in range(0, count, PIECE):
-                piece = slice(start, start + PIECE)
-                _convert(raw[piece], out[piece], tensor.dtype)
-                self.release(name)
-        except FloatingPointError as error:
-            message = f"{tensor.path}: {name!r} holds numbers too large for {dtype}"
-            raise PretrainedError(message) from error
-        return out.reshape(tensor.shape)
+        return self._tensors[name].read(dtype)
 
     def release(self, name: str) -> None:
         """Let go of the memory that holds a tensor's part of the file.
 
         Views of it stay valid, they read the file again. For callers that copied what they read.
         """
-        tensor = self._tensors[name]
-        if hasattr(mmap, "MADV_DONTNEED") and tensor.start < tensor.end:
-            page = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
-            tensor.data.madvise(mmap.MADV_DONTNEED, page, tensor.end - page)
+        self._tensors[name].release()
 
 
 def open_tensors(folder: str | os.PathLike[str]) -> Tensors:
@@ -135,7 +84,7 @@ def open_tensors(folder: str | os.PathLike[str]) -> Tensors:
     """
     root = Path(folder)
     if os.path.lexists(root / WEIGHTS):
-        return Tensors(_open(root / WEIGHTS))
+        return Tensors(open_file(root / WEIGHTS))
     if os.path.lexists(root / INDEX):
         return Tensors(_open_shards(root))
     if pickled := sorted(p.name for p in root.glob("pytorch_model*.bin*")):
@@ -196,22 +145,14 @@ def _word(name: str, array: np.ndarray) -> str:
     return words[array.dtype.name]
 
 
-def _convert(raw: np.ndarray, out: np.ndarray, dtype: str) -> None:
-    """`raw`, of the file's type `dtype`, into `out`; FloatingPointError where it does not fit."""
-    if dtype == "BF16":
-        raw = (raw.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(all="ignore", over="raise"):
-        out[...] = raw
-
-
-def _open_shards(folder: Path) -> dict[str, _Tensor]:
+def _open_shards(folder: Path) -> dict[str, Tensor]:
     path = folder / INDEX
     places = _weight_map(path)
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     held: dict[str, list[str]] = {}
     for shard in sorted(set(places.values())):
         try:
-            found = _open(folder / shard)
+            found = open_file(folder / shard)
         except FileNotFoundError as error:
             raise PretrainedError(f"{path}: names {shard!r}, which is missing") from error
         tensors.update(found)
@@ -242,43 +183,3 @@ def _weight_map(path: Path) -> dict[str, str]:
     if len(set(places.values())) > MAX_SHARDS:
         raise PretrainedError(f"{path}: at most {MAX_SHARDS} files are read, it names more")
     return places
-
-
-def _open(path: Path) -> dict[str, _Tensor]:
-    """The tensors of one file, mapped."""
-    with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
-            raise PretrainedError(
-                f"{path}: is cut short, or no safetensors file: of its {size} bytes {length} "
-                "should be its header"
-            )
-        if length > HEADER_LIMIT:
-            message = f"{path}: its header must have at most {HEADER_LIMIT} bytes, got {length}"
-            raise PretrainedError(message)
-        try:  # checks the header, and that the tensors cover the data without overlap
-            with safetensors.safe_open(path, "np"):
-                pass
-        except (safetensors.SafetensorError, OSError) as error:
-            raise PretrainedError(f"{path}: {error}") from error
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    header = parse_json(data[8 : 8 + length].decode(), path)
-    header.pop("__metadata__", None)
-    return {name: _tensor(name, entry, path, data, 8 + length) for name, entry in header.items()}
-
-
-def _tensor(name: str, entry: Any, path: Path, data: mmap.mmap, base: int) -> _Tensor:
-    dtype, shape = entry["dtype"], tuple(entry["shape"])
-    start, end = (base + offset for offset in entry["data_offsets"])
-    # More axes or sizes (beside one that is 0) than NumPy has arrays for.
-    fits = len(shape) <= MAX_AXES and math.prod(max(size, 1) for size in shape) <= MAX_ELEMENTS
-    fits = fits and base <= start <= end <= len(data)
-    if fits and dtype in DTYPES:
-        fits = end - start == math.prod(shape) * DTYPES[dtype].itemsize
-    if fits:
-        return _Tensor(path, data, dtype, shape, start, end)
-    raise PretrainedError(
-        f"{path}: {name!r:.100}, {dtype} of shape {shape!r:.100}, does not fit bytes {start} to "
-        f"{end} of the file"
-    )

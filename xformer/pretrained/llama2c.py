@@ -143,12 +143,13 @@ def _pieces(data: bytes) -> Iterator[tuple[float, bytes]]:
 def _header(data: bytes, path: Path) -> Header:
     if len(data) < HEADER.size:
         raise PretrainedError(f"{path}: is no llama2.c checkpoint: it has {len(data)} bytes")
-    *sizes, vocab_size, max_len = HEADER.unpack(data)
-    if sizes[0] == LATER:
-        message = f"{path}: is of llama2.c's version {sizes[1]}, only version 0 is supported"
+    d_model, d_ff, n_layers, heads, kv_heads, vocab_size, max_len = HEADER.unpack(data)
+    if d_model == LATER:
+        message = f"{path}: is of llama2.c's version {d_ff}, only version 0 is supported"
         raise PretrainedError(message)
+    sizes = (d_model, d_ff, n_layers, heads, kv_heads, abs(vocab_size), max_len)
     try:
-        return _require_sizes(Header(*sizes, abs(vocab_size), max_len, tied=vocab_size > 0))
+        return _require_sizes(Header(*sizes, tied=vocab_size > 0))
     except ValueError as error:
         raise PretrainedError(f"{path}: is no llama2.c checkpoint: {error}") from error
 

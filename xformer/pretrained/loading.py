@@ -36,7 +36,7 @@ def model(
     c.common(**{key: config.get(key) for key in family.free})
     try:
         found = family.build(c, _head(family, config, where), names)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         if isinstance(error, PretrainedError):
             raise
         raise PretrainedError(f"{where}: {error}") from error
@@ -63,11 +63,21 @@ def load(
     are missing, unexpected or misshapen.
     """
     place = backends.get(backend, device)
-    root = Path(folder)
+    found, tensors, matched = _found(Path(folder))
+    return found, _read(found, matched, tensors, place, dtype)
+
+
+def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | llama2c.Mapped]:
+    """The model in a folder, and its tensors, which are not read. Raises what `load` raises."""
+    found, tensors, _ = _found(Path(folder))
+    return found, tensors
+
+
+def _found(root: Path) -> tuple[Any, files.Tensors | llama2c.Mapped, list[Any]]:
+    """A model, its tensors, and what of them is what."""
     where, config, tensors = _opened(root)
     found = model(config, names=tuple(tensors), where=where)
-    matched = _matched(_family(config, where), found, tensors, str(root))
-    return found, _read(found, matched, tensors, place, dtype)
+    return found, tensors, _matched(_family(config, where), found, tensors, str(root))
 
 
 def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | llama2c.Mapped]:
@@ -186,7 +196,7 @@ def _matched(
         for name, shape in link.shapes(like).items():
             there = found[name]
             if there is None:
-                missing.append(name)
+                missing.append(names.used.get(name, name))  # it stands in for the one it repeats
             elif tensors.shape(there) != shape:
                 misshapen.append(f"{there} (wanted {shape}, got {tensors.shape(there)})")
         matched.append((link, [name for name in found.values() if name is not None]))
@@ -203,7 +213,7 @@ class _Names:
 
     def __init__(self, family: Family, tensors: files.Tensors | llama2c.Mapped, where: str) -> None:
         self.family, self.tensors, self.where = family, tensors, where
-        self.used: set[str] = set()
+        self.used: dict[str, str] = {}  # name in the files -> the one that it is taken for
         self.repeated: dict[str, list[str]] = {}
         for name, of in family.tied.items():
             self.repeated.setdefault(of, []).append(name)
@@ -212,7 +222,7 @@ class _Names:
         """The name in the files of the tensor that is now called `name`."""
         for spelled in self._spellings(name):
             if spelled in self.tensors and spelled not in self.used:
-                self.used.add(spelled)
+                self.used[spelled] = name
                 return spelled
         return None
 

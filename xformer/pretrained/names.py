@@ -23,19 +23,20 @@ class Link(NamedTuple):
 
     theirs: names of tensors   ours: dotted names of leaves. flip: the last two axes change places.
     One tensor for several leaves (queries, keys, values), all equally wide: side by side along the
-    last axis of ours, within each of `groups` equal parts of it. Several tensors for one leaf
-    (experts): along a new first axis.
+    last axis of ours, within each of `groups` equal parts of it. stack: one tensor for each row of
+    one leaf (experts), be it a single one.
     """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     flip: bool = False
     groups: int = 1
+    stack: bool = False
 
     def shapes(self, leaves: Mapping[str, Shape]) -> dict[str, Shape]:
         """Shapes of the tensors, from those of the leaves."""
         shape = leaves[self.ours[0]]
-        if len(self.theirs) > 1:
+        if self.stack:
             shape = shape[1:]
         if len(self.ours) > 1:
             shape = (*shape[:-1], len(self.ours) * shape[-1])
@@ -46,7 +47,7 @@ class Link(NamedTuple):
     def read(self, tensors: list[np.ndarray]) -> Arrays:
         """The leaves, as views where that can be."""
         own = [t.swapaxes(-1, -2) if self.flip else t for t in tensors]
-        if len(self.theirs) > 1:
+        if self.stack:
             return {self.ours[0]: np.stack(own)}
         if len(self.ours) == 1:
             return {self.ours[0]: own[0]}
@@ -60,7 +61,7 @@ class Link(NamedTuple):
 
     def write(self, leaves: list[np.ndarray]) -> Arrays:
         """The tensors, as views where that can be: the inverse of `read`."""
-        if len(self.theirs) > 1:
+        if self.stack:
             tensors = list(leaves[0])
         elif len(self.ours) == 1:
             tensors = leaves
@@ -107,4 +108,4 @@ def fused(weight: str, bias: str, ours: str, *, flip: bool = True, groups: int =
 
 def experts(theirs: list[str], ours: str) -> Links:
     """One linear map of each expert, without biases, in one leaf (E, I, O)."""
-    yield Link(tuple(f"{name}.weight" for name in theirs), (ours,), flip=True)
+    yield Link(tuple(f"{name}.weight" for name in theirs), (ours,), flip=True, stack=True)

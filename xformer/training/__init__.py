@@ -1,6 +1,6 @@
 """Training: text, the loop, checkpoints."""
 
-from xformer.training.checkpoint import CheckpointError, load, save
+from xformer.training.checkpoint import CheckpointError, inspect, load, save
 from xformer.training.data import Corpus, load_corpus, unigram_loss
 from xformer.training.loop import Step, TrainConfig, evaluate, train
 
@@ -10,6 +10,7 @@ __all__ = [
     "Step",
     "TrainConfig",
     "evaluate",
+    "inspect",
     "load",
     "load_corpus",
     "save",

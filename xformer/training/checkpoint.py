@@ -59,17 +59,36 @@ def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any
 
     Raises FileNotFoundError where there is no checkpoint, CheckpointError where it is damaged.
     """
+    model, path = inspect(folder), Path(folder) / WEIGHTS
+    try:
+        arrays = load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    dtypes = sorted({str(a.dtype) for a in arrays.values()})
+    if len(dtypes) != 1 or dtypes[0] not in backend.dtypes:
+        raise CheckpointError(
+            f"{path}: parameters must be of one dtype, {' or '.join(backend.dtypes)}, "
+            f"got {', '.join(dtypes)}"
+        )
+    leaves = {name: backend.asarray(array) for name, array in arrays.items()}
+    return model, tree.unflatten(model.init_from(Shapes()), leaves)
+
+
+def inspect(folder: str | os.PathLike[str]) -> Any:
+    """The model, without its parameters, which are not read. Raises as `load`."""
     path = Path(folder) / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no checkpoint: it has no {WEIGHTS}")
     try:
         with safetensors.safe_open(path, "np") as file:
             metadata = file.metadata() or {}
-        arrays = load_file(path)
+            names = file.keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     model = _model(metadata.get("xformer"), path)
-    return model, _params(model, arrays, backend, path)
+    _require_parameters(model, shapes, path)
+    return model
 
 
 def _model(text: str | None, path: Path) -> Any:
@@ -84,25 +103,16 @@ def _model(text: str | None, path: Path) -> Any:
     raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
 
 
-def _params(
-    model: Any, arrays: dict[str, np.ndarray], backend: backends.Backend, path: Path
-) -> Any:
+def _require_parameters(model: Any, have: dict[str, tuple[int, ...]], path: Path) -> None:
+    """CheckpointError unless the file has the model's parameters, by name and shape."""
     layers = [value for name, value in vars(model).items() if name.endswith("_layers")]
-    if sum(layers) > len(arrays):
+    if sum(layers) > len(have):
         raise CheckpointError(f"{path} does not hold the {sum(layers)} layers it is said to have")
-    like = model.init_from(Shapes())
-    wanted = {name: leaf.shape for name, leaf in tree.flatten(like).items()}
-    have = {name: tuple(a.shape) for name, a in arrays.items()}
+    leaves = tree.flatten(model.init_from(Shapes()))
+    wanted = {name: leaf.shape for name, leaf in leaves.items()}
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):
         name = wrong[0]
         raise CheckpointError(
             f"{path}: {len(wrong)} parameters are missing, unexpected or misshapen, "
             f"first {name}: wanted {wanted.get(name)}, got {have.get(name)}"
         )
-    dtypes = sorted({str(a.dtype) for a in arrays.values()})
-    if len(dtypes) != 1 or dtypes[0] not in backend.dtypes:
-        raise CheckpointError(
-            f"{path}: parameters must be of one dtype, {' or '.join(backend.dtypes)}, "
-            f"got {', '.join(dtypes)}"
-        )
-    return tree.unflatten(like, {name: backend.asarray(a) for name, a in arrays.items()})

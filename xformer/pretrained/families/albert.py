@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler
+from xformer.models import Classifier, LanguageModel, MaskedLMHead
 from xformer.pretrained.config import Config
 from xformer.pretrained.families import bert
 from xformer.pretrained.family import Family, rate
@@ -14,11 +14,11 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration."""
+    """The model of a configuration; a bare one has a pooler where the file has one."""
     c.only("inner_group_num", 1)
     c.ignore("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
-    own = bert.block(c, act="gelu_new", dropout=0.0)
-    top: Any = Pooler()
+    own = bert.block(c, act="gelu_new", dropout=0.0, sizes=(4096, 64, 16384))
+    top: Any = bert.pooler(names)
     if head == "masked-lm":
         top = MaskedLMHead(own.activation, own.eps)
     elif head == "classifier":
@@ -27,6 +27,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         c,
         own,
         top,
+        vocab_size=30000,
         width=c.integer("embedding_size", low=1, default=128),
         project=True,
         project_bias=True,

@@ -13,9 +13,14 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration."""
+    """The model of a configuration; a bare one has a pooler where the file has one."""
+    # Of Google's Chinese and multilingual models; nothing reads them.
+    unread = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head")
+    c.ignore(*(f"pooler_{key}" for key in unread))
+    c.only("pooler_type", "first_token_transform")
+    c.only("directionality", "bidi")
     own = block(c)
-    top: Any = Pooler()
+    top: Any = pooler(names)
     if head == "masked-lm":
         top = MaskedLMHead(own.activation, own.eps)
     elif head == "classifier":
@@ -23,28 +28,45 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     return encoder(c, own, top)
 
 
-def block(c: Config, act: str = "gelu", eps: float = 1e-12, dropout: float = 0.1) -> BlockConfig:
-    """A post-LN block; act, eps, dropout: the family's defaults."""
+def block(
+    c: Config,
+    act: str = "gelu",
+    dropout: float = 0.1,
+    sizes: tuple[int, int, int] = (768, 12, 3072),
+) -> BlockConfig:
+    """A post-LN block; act, dropout, sizes (D, H, F): the family's defaults."""
+    width, heads, hidden = sizes
     return BlockConfig(
-        d_model=c.integer("hidden_size", low=1, default=768),
-        n_heads=c.integer("num_attention_heads", low=1, default=12),
-        d_ff=c.integer("intermediate_size", low=1, default=3072),
+        d_model=c.integer("hidden_size", low=1, default=width),
+        n_heads=c.integer("num_attention_heads", low=1, default=heads),
+        d_ff=c.integer("intermediate_size", low=1, default=hidden),
         activation=activation(c, "hidden_act", act),
         norm="post",
-        eps=c.number("layer_norm_eps", low=0, default=eps),
+        eps=c.number("layer_norm_eps", low=0, default=1e-12),
         dropout=rate(c, "hidden_dropout_prob", dropout),
         attn_dropout=rate(c, "attention_probs_dropout_prob", dropout),
     )
 
 
 def encoder(
-    c: Config, own: BlockConfig, head: Any, *, width: int | None = None, **embed: Any
+    c: Config,
+    own: BlockConfig,
+    head: Any,
+    *,
+    vocab_size: int = 30522,
+    width: int | None = None,
+    **embed: Any,
 ) -> LanguageModel:
-    """An encoder of such blocks; width: of the embedding; embed: what is its own there."""
+    """An encoder of such blocks.
+
+    vocab_size: the family's default   width: of the embedding   embed: what is its own there.
+    """
     c.only("position_embedding_type", "absolute")
+    if isinstance(head, MaskedLMHead):
+        c.only("tie_word_embeddings", True)
     c.ignore("tie_word_embeddings", "classifier_dropout", "classifier_dropout_prob")
     table = EmbedConfig(
-        vocab_size=c.integer("vocab_size", low=1, default=30522),
+        vocab_size=c.integer("vocab_size", low=1, default=vocab_size),
         width=own.d_model if width is None else width,
         d_model=own.d_model,
         max_len=c.integer("max_position_embeddings", low=1, default=512),
@@ -55,6 +77,12 @@ def encoder(
         **embed,
     )
     return LanguageModel(table, (own,) * layers(c, default=12), causal=False, head=head)
+
+
+def pooler(names: Collection[str] | None) -> Pooler | None:
+    """The pooler of a bare model, None for files that have none."""
+    there = names is None or any("pooler." in name for name in names)
+    return Pooler() if there else None
 
 
 def classifier_dropout(c: Config, own: BlockConfig) -> float:

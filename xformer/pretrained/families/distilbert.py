@@ -16,6 +16,8 @@ EPS = 1e-12
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a configuration."""
+    if head == "masked-lm":
+        c.only("tie_word_embeddings", True)
     c.ignore("tie_weights_", "tie_word_embeddings", "qa_dropout")
     c.ignore("sinusoidal_pos_embds")  # how the learned positions began
     own = BlockConfig(

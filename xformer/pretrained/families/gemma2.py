@@ -27,6 +27,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     bias = c.flag("attention_bias", default=False)
     own = block(
         c,
+        kv_heads=4,
         d_head=256,
         norm="sandwich",
         norm_offset=1.0,
@@ -38,6 +39,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     )
     n_layers = layers(c)
     alternate = tuple(i % 2 == 0 for i in range(n_layers))
+    c.only("sliding_window_size", c.data.get("sliding_window"))  # of the 9B model; nothing reads it
     sizes = windows(c, n_layers, window(c, default=4096), alternate)
     return decoder(
         c,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from xformer.layers import BlockConfig, EmbedConfig
 from xformer.models import LanguageModel
@@ -14,22 +15,21 @@ from xformer.pretrained.names import Links, fused, linear, norm, same
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a configuration."""
     width = c.integer("n_embd", low=1, default=768)
-    heads = c.integer("n_head", low=1, default=12)
-    c.ignore("n_ctx", "reorder_and_upcast_attn", "tie_word_embeddings")
+    c.ignore("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn")
     c.ignore(*(f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels")))
     c.ignore("summary_type", "summary_use_proj")
+    own = BlockConfig(
+        d_model=width,
+        n_heads=c.integer("n_head", low=1, default=12),
+        d_ff=c.integer("n_inner", low=1, default=4 * width),
+        activation=activation(c, "activation_function", "gelu_new"),
+        eps=c.number("layer_norm_epsilon", low=0, default=1e-5),
+        dropout=rate(c, "resid_pdrop", 0.1),
+        attn_dropout=rate(c, "attn_pdrop", 0.1),
+    )
     by_layer = c.flag("scale_attn_by_inverse_layer_idx", default=False)
     scaled = c.flag("scale_attn_weights", default=True)
-    scale = (width // heads) ** -0.5 if scaled else 1.0
-    sizes = {
-        "d_model": width,
-        "n_heads": heads,
-        "d_ff": c.integer("n_inner", low=1, default=4 * width),
-        "activation": activation(c, "activation_function", "gelu_new"),
-        "eps": c.number("layer_norm_epsilon", low=0, default=1e-5),
-        "dropout": rate(c, "resid_pdrop", 0.1),
-        "attn_dropout": rate(c, "attn_pdrop", 0.1),
-    }
+    scale = own.head_width**-0.5 if scaled else 1.0
     embed = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=50257),
         width=width,
@@ -39,10 +39,11 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         dropout=rate(c, "embd_pdrop", 0.1),
     )
     blocks = tuple(
-        BlockConfig(scale=scale / (i + 1) if by_layer else scale, **sizes)
+        replace(own, scale=scale / (i + 1) if by_layer else scale)
         for i in range(layers(c, "n_layer", 12))
     )
-    return LanguageModel(embed, blocks, head=decoder_head(c, head, tied=True))
+    tied = c.flag("tie_word_embeddings", default=True)
+    return LanguageModel(embed, blocks, head=decoder_head(c, head, tied=tied))
 
 
 def links(model: LanguageModel) -> Links:
@@ -59,6 +60,7 @@ def links(model: LanguageModel) -> Links:
         yield from linear(f"{theirs}.mlp.c_fc", f"{ours}.ffn.up", flip=False)
         yield from linear(f"{theirs}.mlp.c_proj", f"{ours}.ffn.down", flip=False)
     yield from norm("transformer.ln_f", "stack.norm")
+    yield from linear("lm_head", "head")
     yield from linear("score", "head.out")
 
 

@@ -17,19 +17,30 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a configuration."""
     c.only("pretraining_tp", 1)  # more: the same products in parts
     c.only("rope_interleaved", False)
-    c.ignore("is_llama_config")  # SmolLM2's
+    c.ignore("is_llama_config", "max_sequence_length")  # of SmolLM2 and Llama 1; nothing reads them
     bias = c.flag("attention_bias", default=False)
     own = block(c, qkv_bias=bias, o_bias=bias, ffn_bias=c.flag("mlp_bias", default=False))
     return decoder(c, head, (own,) * layers(c))
 
 
-def block(c: Config, *, eps: float = 1e-6, d_head: int | None = None, **own: Any) -> BlockConfig:
-    """A block of RMSNorm, rotary attention and SwiGLU, with what a family has of its `own`."""
+def block(
+    c: Config,
+    *,
+    eps: float = 1e-6,
+    kv_heads: int | None = None,
+    d_head: int | None = None,
+    **own: Any,
+) -> BlockConfig:
+    """A block of RMSNorm, rotary attention and SwiGLU, with what a family has of its `own`.
+
+    eps, kv_heads, d_head: the family's defaults; kv_heads: for no key at all, null is all heads.
+    """
     heads = c.integer("num_attention_heads", low=1)
+    kv_heads = heads if kv_heads is None else kv_heads
     options: dict[str, Any] = {
         "d_model": c.integer("hidden_size", low=1),
         "n_heads": heads,
-        "n_kv_heads": c.integer("num_key_value_heads", low=1, default=heads),
+        "n_kv_heads": c.integer("num_key_value_heads", low=1, default=kv_heads, null=heads),
         "d_head": c.integer("head_dim", low=1, default=d_head),
         "d_ff": c.integer("intermediate_size", low=1),
         "gated": True,
@@ -81,6 +92,8 @@ def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -
     choices = ("full_attention", "sliding_attention")
     kinds = c.texts("layer_types", choices=choices, length=n_layers, default=None)
     slides = default if kinds is None else tuple(kind == choices[1] for kind in kinds)
+    if any(slides) and sliding is None:
+        raise c.refused("layer_types", "full_attention where there is no sliding window")
     return tuple(sliding if slide else None for slide in slides)
 
 

@@ -96,6 +96,10 @@ class Mapped:
         """Sizes of a tensor."""
         return self._arrays[name].shape
 
+    def dtype(self, name: str) -> str:
+        """As safetensors files call it."""
+        return "F32"
+
     def read(self, name: str, dtype: str = "float32") -> np.ndarray:
         """A tensor: a view of the file where dtype is float32."""
         return self._arrays[name].astype(dtype, copy=False)

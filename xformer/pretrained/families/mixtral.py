@@ -25,14 +25,15 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         activation=act,
     )
     weight = c.number("router_aux_loss_coef", low=0, default=0.001)
-    own = block(c, eps=1e-5, window=window(c), activation=act, experts=mixture)
+    balances = c.flag("output_router_logits", default=False) and head == "lm"
+    own = block(c, eps=1e-5, kv_heads=8, window=window(c), activation=act, experts=mixture)
     return decoder(
         c,
         head,
         (own,) * layers(c),
         max_len=131072,
         theta=1e6,
-        balance=weight if c.flag("output_router_logits", default=False) else 0.0,
+        balance=weight if balances else 0.0,
     )
 
 

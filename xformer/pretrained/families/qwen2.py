@@ -14,7 +14,8 @@ from xformer.pretrained.family import layers
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a configuration."""
-    blocks = sliding(c, block(c, qkv_bias=True))
+    c.only("use_mrope", False)  # positions of pictures
+    blocks = sliding(c, block(c, kv_heads=32, qkv_bias=True))
     return decoder(c, head, blocks, max_len=32768)
 
 
@@ -22,10 +23,10 @@ def sliding(c: Config, own: BlockConfig) -> tuple[BlockConfig, ...]:
     """The blocks: with a window from the layer `max_window_layers` on, where windows are used."""
     n_layers = layers(c)
     size = window(c, default=4096)
-    uses = c.flag("use_sliding_window", default=False)
+    size = size if c.flag("use_sliding_window", default=False) else None
     first = c.integer("max_window_layers", default=28)
-    slides = tuple(uses and i >= first for i in range(n_layers))
-    sizes = windows(c, n_layers, size if uses else None, slides)
+    slides = tuple(size is not None and i >= first for i in range(n_layers))
+    sizes = windows(c, n_layers, size, slides)
     return tuple(replace(own, window=size) for size in sizes)
 
 

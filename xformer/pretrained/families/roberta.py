@@ -15,15 +15,14 @@ from xformer.pretrained.names import Links, linear, norm, same
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a configuration; a bare one has a pooler where the file has one."""
     own = bert.block(c)
-    top: Any = None
+    top: Any = bert.pooler(names)
     if head == "masked-lm":
         top = MaskedLMHead("gelu", own.eps)
     elif head == "classifier":
         rate = bert.classifier_dropout(c, own)
         top = Classifier(c.labels(), dense_dropout=rate, dropout=rate)
-    elif names is None or any(name.endswith("pooler.dense.weight") for name in names):
-        top = Pooler()
-    return bert.encoder(c, own, top, offset=c.integer("pad_token_id", default=1) + 1)
+    offset = c.integer("pad_token_id", default=1) + 1
+    return bert.encoder(c, own, top, vocab_size=50265, offset=offset)
 
 
 def links(model: LanguageModel) -> Links:

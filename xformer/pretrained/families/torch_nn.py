@@ -2,7 +2,8 @@
 
 A state dict says nothing of the number of heads. A config.json beside it has the arguments of the
 constructor: {"model_type": "nn.Transformer", "d_model": 512, "nhead": 8, ...}, for an encoder
-"num_layers" and "final_norm" (whether it was given a norm) too. Sequences are (B, T, D) vectors.
+"num_layers" and "final_norm" (whether it was given a norm, with the layers' eps and bias) too.
+Sequences are (B, T, D) vectors.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""Small encoders of transformers: BERT, RoBERTa, DistilBERT, ALBERT, and what they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from huggingface import Values, transformers
+
+B, T, V = 3, 7, 37
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "max_position_embeddings": 16,
+    "type_vocab_size": 3,
+}
+DISTILBERT: dict[str, Any] = {
+    "vocab_size": V,
+    "dim": 12,
+    "n_layers": 2,
+    "n_heads": 3,
+    "hidden_dim": 20,
+    "max_position_embeddings": 16,
+}
+ALBERT = SIZES | {"embedding_size": 5, "num_hidden_layers": 4}
+MASKED, CLASSES = "ForMaskedLM", "ForSequenceClassification"
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    return {"DistilBert": DISTILBERT, "Albert": ALBERT}.get(family, SIZES)
+
+
+def configured(family: str, changes: dict[str, Any]) -> Any:
+    return getattr(transformers, f"{family}Config")(**(sizes_of(family) | changes))
+
+
+def batch(pad_id: int, side: str | None = None, n_types: int = 0) -> tuple[Values, np.ndarray]:
+    """Inputs of transformers, the same tokens on either side of the padding; and what is kept.
+
+    torch's `padding_idx` gives the row of pad_id no gradient: no token that is kept has that id.
+    """
+    rng = np.random.default_rng(0)
+    tokens, types = rng.integers(pad_id + 1, V, (B, T)), rng.integers(0, max(n_types, 1), (B, T))
+    keep = np.arange(T) < np.array([[T], [5], [2]]) if side else np.ones((B, T), np.bool_)
+    tokens[~keep], types[~keep] = pad_id, 0
+    if side == "left":
+        order = np.argsort(keep, axis=1, stable=True)
+        tokens, types, keep = (np.take_along_axis(a, order, 1) for a in (tokens, types, keep))
+    inputs = {"input_ids": tokens, "attention_mask": keep.astype(int)}
+    return inputs | ({"token_type_ids": types} if n_types else {}), keep

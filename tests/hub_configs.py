@@ -1,0 +1,353 @@
+"""config.json of published decoders, as their folders have it, and how many parameters they have.
+
+What is left out are numbers of special tokens and settings of text generation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def gpt2(**own: Any) -> Config:
+    return {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    } | own
+
+
+def like_llama(kind: str, name: str, **own: Any) -> Config:
+    return {
+        "architectures": [f"{name}ForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "model_type": kind,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+    } | own
+
+
+def llama(**own: Any) -> Config:
+    return like_llama("llama", "Llama", **own)
+
+
+def llama3(**own: Any) -> Config:
+    scaling = {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    return llama(
+        **{
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "eos_token_id": [128001, 128008, 128009],
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rope_scaling": scaling | own.pop("rope_scaling", {}),
+            "rope_theta": 500000.0,
+            "vocab_size": 128256,
+        }
+        | own
+    )
+
+
+def smollm2(**own: Any) -> Config:
+    return llama(
+        attention_bias=False,
+        attention_dropout=0.0,
+        hidden_size=576,
+        initializer_range=0.041666666666666664,
+        intermediate_size=1536,
+        is_llama_config=True,
+        max_position_embeddings=8192,
+        num_attention_heads=9,
+        num_hidden_layers=30,
+        num_key_value_heads=3,
+        pretraining_tp=1,
+        rope_interleaved=False,
+        rope_scaling=None,
+        rope_theta=100000,
+        vocab_size=49152,
+        **{"tie_word_embeddings": True} | own,
+    )
+
+
+def mistral(**own: Any) -> Config:
+    return like_llama(
+        "mistral",
+        "Mistral",
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=32768,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        **own,
+    )
+
+
+def qwen2(**own: Any) -> Config:
+    return like_llama(
+        "qwen2",
+        "Qwen2",
+        **{
+            "attention_dropout": 0.0,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        }
+        | own,
+    )
+
+
+def gemma2(**own: Any) -> Config:
+    config = like_llama(
+        "gemma2",
+        "Gemma2",
+        attention_bias=False,
+        attention_dropout=0.0,
+        attn_logit_softcapping=50.0,
+        cache_implementation="hybrid",
+        final_logit_softcapping=30.0,
+        head_dim=256,
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-06,
+        rope_theta=10000.0,
+        sliding_window=4096,
+        torch_dtype="float32",
+        vocab_size=256000,
+        **own,
+    )
+    del config["tie_word_embeddings"]  # they are tied all the same
+    return config
+
+
+HUB: dict[str, tuple[Config, int]] = {
+    "gpt2": (gpt2(), 124_439_808),
+    "gpt2-medium": (
+        gpt2(n_embd=1024, n_head=16, n_layer=24, n_special=0, predict_special_tokens=True),
+        354_823_168,
+    ),
+    "distilgpt2": (
+        gpt2(
+            _num_labels=1,
+            gradient_checkpointing=False,
+            id2label={"0": "LABEL_0"},
+            label2id={"LABEL_0": 0},
+            n_inner=None,
+            n_layer=6,
+            transformers_version="4.5.0.dev0",
+        ),
+        81_912_576,
+    ),
+    "llama-7b": (
+        llama(
+            hidden_size=4096,
+            intermediate_size=11008,
+            max_sequence_length=2048,
+            num_attention_heads=32,
+            num_hidden_layers=32,
+            pad_token_id=0,
+            rms_norm_eps=1e-06,
+            torch_dtype="float16",
+            vocab_size=32000,
+        ),
+        6_738_415_616,
+    ),
+    "Llama-2-7b-hf": (
+        llama(
+            _name_or_path="meta-llama/Llama-2-7b-hf",
+            hidden_size=4096,
+            intermediate_size=11008,
+            max_position_embeddings=4096,
+            num_attention_heads=32,
+            num_hidden_layers=32,
+            num_key_value_heads=32,
+            pretraining_tp=1,
+            rope_scaling=None,
+            torch_dtype="float16",
+            vocab_size=32000,
+        ),
+        6_738_415_616,
+    ),
+    "Llama-3.1-8B": (
+        llama3(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+        8_030_261_248,
+    ),
+    "Llama-3.2-1B": (
+        llama3(
+            head_dim=64,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            rope_scaling={"factor": 32.0},
+            tie_word_embeddings=True,
+        ),
+        1_235_814_400,
+    ),
+    "TinyLlama-1.1B": (
+        llama(
+            hidden_size=2048,
+            intermediate_size=5632,
+            max_position_embeddings=2048,
+            num_attention_heads=32,
+            num_hidden_layers=22,
+            num_key_value_heads=4,
+            pretraining_tp=1,
+            rope_scaling=None,
+            torch_dtype="float32",
+            vocab_size=32000,
+        ),
+        1_100_048_384,
+    ),
+    "SmolLM2-135M": (smollm2(), 134_515_008),
+    "SmolLM2-135M-Instruct": (
+        smollm2(
+            pad_token_id=2,
+            **{"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}},
+        ),
+        134_515_008,
+    ),
+    "Mistral-7B-v0.1": (
+        mistral(rope_theta=10000.0, sliding_window=4096, vocab_size=32000),
+        7_241_732_096,
+    ),
+    "Mistral-7B-v0.3": (
+        mistral(attention_dropout=0.0, rope_theta=1000000.0, sliding_window=None, vocab_size=32768),
+        7_248_023_552,
+    ),
+    "Mixtral-8x7B-v0.1": (
+        like_llama(
+            "mixtral",
+            "Mixtral",
+            attention_dropout=0.0,
+            hidden_size=4096,
+            intermediate_size=14336,
+            max_position_embeddings=32768,
+            num_attention_heads=32,
+            num_experts_per_tok=2,
+            num_hidden_layers=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            output_router_logits=False,
+            rope_theta=1000000.0,
+            router_aux_loss_coef=0.02,
+            sliding_window=None,
+            vocab_size=32000,
+        ),
+        46_702_792_704,
+    ),
+    "Qwen2-0.5B": (
+        qwen2(max_position_embeddings=131072, sliding_window=131072),
+        494_032_768,
+    ),
+    "Qwen2.5-0.5B": (
+        qwen2(max_position_embeddings=32768, sliding_window=32768, use_mrope=False),
+        494_032_768,
+    ),
+    "Qwen2.5-7B": (
+        qwen2(
+            hidden_size=3584,
+            intermediate_size=18944,
+            max_position_embeddings=131072,
+            max_window_layers=28,
+            num_attention_heads=28,
+            num_hidden_layers=28,
+            num_key_value_heads=4,
+            sliding_window=131072,
+            tie_word_embeddings=False,
+            use_mrope=False,
+            vocab_size=152064,
+        ),
+        7_615_616_512,
+    ),
+    "Qwen3-0.6B": (
+        like_llama(
+            "qwen3",
+            "Qwen3",
+            attention_bias=False,
+            attention_dropout=0.0,
+            head_dim=128,
+            hidden_size=1024,
+            intermediate_size=3072,
+            max_position_embeddings=40960,
+            max_window_layers=28,
+            num_attention_heads=16,
+            num_hidden_layers=28,
+            num_key_value_heads=8,
+            rms_norm_eps=1e-06,
+            rope_scaling=None,
+            rope_theta=1000000,
+            sliding_window=None,
+            use_sliding_window=False,
+            vocab_size=151936,
+            **{"tie_word_embeddings": True},
+        ),
+        596_049_920,
+    ),
+    "gemma-2-2b": (
+        gemma2(
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_attention_heads=8,
+            num_hidden_layers=26,
+            num_key_value_heads=4,
+        ),
+        2_614_341_888,
+    ),
+    "gemma-2-9b": (
+        gemma2(
+            hidden_size=3584,
+            intermediate_size=14336,
+            num_attention_heads=16,
+            num_hidden_layers=42,
+            num_key_value_heads=8,
+            sliding_window_size=4096,
+        ),
+        9_241_705_984,
+    ),
+}

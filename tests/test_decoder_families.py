@@ -1,0 +1,353 @@
+"""GPT-2, Llama and its descendants: what transformers computes, its gradients, its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface import (
+    FLOAT64,
+    Values,
+    build,
+    double_precision,
+    judged,
+    proof,
+    reloaded,
+    require_close,
+    transformers,
+)
+from libraries import LIBRARIES, only
+from xformer.backends import Backend
+
+from xformer import backends, pretrained, tree
+from xformer.pretrained.reading import read_json
+
+B, T, V = 3, 7, 37
+LLAMA: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 20,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": V,
+    "n_embd": 12,
+    "n_layer": 2,
+    "n_head": 3,
+    "n_positions": 32,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "GPT2": GPT2,
+    "Llama": LLAMA,
+    "Mistral": LLAMA | {"sliding_window": 4},
+    "Mixtral": LLAMA | {"num_local_experts": 3},
+    "Qwen2": LLAMA,
+    "Qwen3": LLAMA | {"head_dim": 6},
+    "Gemma2": LLAMA | {"head_dim": 6, "sliding_window": 4},
+}
+LM, CLASSES, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def configured(family: str, changes: dict[str, Any]) -> Any:
+    return getattr(transformers, f"{family}Config")(**(FAMILIES[family] | changes))
+
+
+def kind(family: str, head: str) -> Any:
+    return getattr(
+        transformers, "GPT2LMHeadModel" if family + head == "GPT2" + LM else family + head
+    )
+
+
+def batch(padding: str = "none", length: int = T) -> tuple[Values, np.ndarray]:
+    """Inputs of transformers, and which are tokens.
+
+    torch's `padding_idx` gives the row of pad_token_id no gradient: no token that is kept has that
+    id. transformers counts positions from the left, unless it is told others.
+    """
+    rng = np.random.default_rng(0)
+    keep = np.ones((B, length), np.bool_)
+    for row, n_pads in ((1, 2), (2, 5)):
+        places = {"none": slice(0), "left": slice(n_pads), "right": slice(-n_pads, length)}
+        keep[row, places[padding]] = False
+    inputs = {"input_ids": rng.integers(1, V, keep.shape), "attention_mask": keep.astype(int)}
+    inputs["input_ids"][~keep] = 0
+    if padding == "left":
+        inputs["position_ids"] = np.maximum(np.cumsum(keep, axis=1) - 1, 0)
+    return inputs, keep
+
+
+def forward(inputs: Values, keep: np.ndarray) -> Callable[[Any, Any], tuple[np.ndarray, Any]]:
+    return lambda model, params: model.forward(params, inputs["input_ids"], mask=keep)
+
+
+def prove(
+    folder: Path,
+    family: str,
+    changes: dict[str, Any],
+    *,
+    head: str = LM,
+    padding: str = "left",
+    length: int = T,
+) -> None:
+    inputs, keep = batch(padding, length)
+    proof(
+        build(kind(family, head), configured(family, changes)),
+        folder,
+        inputs,
+        forward(inputs, keep),
+        output="last_hidden_state" if head == BARE else "logits",
+        keep=keep,
+    )
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("head", [LM, CLASSES, BARE])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads(family: str, head: str, padding: str, tmp_path: Path) -> None:
+    prove(tmp_path, family, {"num_labels": 5}, head=head, padding=padding)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "GPT2"])
+def test_key_value_heads_and_tied_heads(
+    family: str, kv_heads: int, tied: bool, tmp_path: Path
+) -> None:
+    changes = {"num_key_value_heads": kv_heads, "tie_word_embeddings": tied}
+    prove(tmp_path, family, changes)
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "GPT2": [
+        {"tie_word_embeddings": False},
+        {"n_inner": 7, "n_head": 1, "n_layer": 1},
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3},
+        {"reorder_and_upcast_attn": True, "layer_norm_epsilon": 0.1},
+        {"activation_function": "gelu"},
+        {"activation_function": "relu"},
+        {"activation_function": "tanh"},
+    ],
+    "Llama": [
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"head_dim": 6},
+        {"num_key_value_heads": None, "rms_norm_eps": 0.1, "pretraining_tp": 1},
+        # SmolLM2
+        {"is_llama_config": True, "rope_interleaved": False, "tie_word_embeddings": True},
+        {"hidden_act": "gelu"},
+        {"hidden_act": "gelu_pytorch_tanh"},
+        {"hidden_act": "relu2"},
+        {"hidden_act": "quick_gelu"},
+        {"hidden_act": "sigmoid"},
+    ],
+    "Mistral": [
+        {"sliding_window": None},
+        {"sliding_window": 1},
+        {"sliding_window": T - 1},
+        {"head_dim": 6, "hidden_size": 20},
+    ],
+    "Mixtral": [
+        {"num_local_experts": 1, "num_experts_per_tok": 1},
+        {"num_local_experts": 4, "num_experts_per_tok": 1},
+        {"num_local_experts": 4, "num_experts_per_tok": 4},
+        {"sliding_window": 3, "head_dim": 6, "hidden_act": "gelu"},
+    ],
+    "Qwen2": [
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 3, "layer_types": [SLIDING, FULL]},
+        {"head_dim": 6, "tie_word_embeddings": True},
+        {"layer_types": [FULL, FULL], "num_key_value_heads": None, "use_mrope": False},
+    ],
+    "Qwen3": [
+        {"attention_bias": True},
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 3, "layer_types": [SLIDING, FULL]},
+    ],
+    "Gemma2": [
+        {"attn_logit_softcapping": None},
+        {"final_logit_softcapping": None},
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.25},
+        {"query_pre_attn_scalar": 7, "attention_bias": True},
+        {"layer_types": [FULL, SLIDING], "num_hidden_layers": 2},
+        {"num_hidden_layers": 3, "hidden_activation": "gelu"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        pytest.param(family, changes, id=f"{family}-{','.join(changes)}")
+        for family, many in OPTIONS.items()
+        for changes in many
+    ],
+)
+def test_options(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    prove(tmp_path, family, changes)
+
+
+ORIGINAL = 8  # tokens that a model whose rotary embedding is scaled was trained with
+TRAINED = {"original_max_position_embeddings": ORIGINAL}
+LONGROPE = TRAINED | {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16],
+}
+YARN: dict[str, Any] = TRAINED | {"rope_type": "yarn", "factor": 4.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": YARN,
+    "yarn, ramp": YARN | {"beta_fast": 2.0, "beta_slow": 0.25, "attention_factor": 0.7},
+    "yarn, not truncated": YARN | {"beta_fast": 2, "beta_slow": 0.25, "truncate": False},
+    "yarn, mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1},
+    "llama3": TRAINED
+    | {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 2.0},
+    "longrope": LONGROPE,
+    "longrope, factor": LONGROPE | {"factor": 3.0},
+    "longrope, attention": LONGROPE | {"attention_factor": 1.3},
+}
+
+
+def rotary(name: str) -> dict[str, Any]:
+    """Changes of a configuration: its rotary embedding as transformers 5 writes it."""
+    max_len = ORIGINAL if name == "dynamic" else 4 * ORIGINAL
+    return {
+        "head_dim": 12,
+        "max_position_embeddings": max_len,
+        "rope_parameters": {"rope_theta": 12.0} | ROPES[name],
+    }
+
+
+def version_4(config: dict[str, Any], key: str = "rope_type") -> dict[str, Any]:
+    """A configuration as transformers 4 wrote it; key: "type" at first."""
+    old = {name: value for name, value in config.items() if name != "rope_parameters"}
+    if "rope_parameters" in config:
+        part = dict(config["rope_parameters"])
+        old["rope_theta"], scaling = part.pop("rope_theta"), part.pop("rope_type")
+        old["rope_scaling"] = None if scaling == "default" else {key: scaling} | part
+    if "dtype" in old:
+        old["torch_dtype"] = old.pop("dtype")
+    return old | {"transformers_version": "4.40.1"}
+
+
+@pytest.mark.parametrize("length", [ORIGINAL - 1, ORIGINAL, ORIGINAL + 5])
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_scalings(name: str, length: int, tmp_path: Path) -> None:
+    prove(tmp_path, "Llama", rotary(name), length=length)
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_scalings_as_of_version_4(name: str, key: str, tmp_path: Path) -> None:
+    prove(tmp_path, "Llama", version_4(rotary(name), key), length=ORIGINAL + 5)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma2"])
+def test_rotary_scalings_of_descendants(family: str, tmp_path: Path) -> None:
+    prove(tmp_path, family, rotary("yarn, ramp"), length=ORIGINAL + 5)
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("name", ROPES)
+def test_folders_of_version_4(name: str, key: str, tmp_path: Path) -> None:
+    """The same model is read from both; and written so that transformers reads it again."""
+    inputs, keep = batch("left", ORIGINAL + 5)
+    hf = build(kind("Llama", LM), configured("Llama", rotary(name)))
+    hf.save_pretrained(tmp_path / "5")
+    new, params = pretrained.load(tmp_path / "5", dtype="float64")
+    path = tmp_path / "5" / "config.json"
+    path.write_text(json.dumps(version_4(read_json(path), key)))
+    old, _ = pretrained.load(tmp_path / "5")
+    assert replace(old, source=None) == replace(new, source=None)
+    pretrained.save(old, params, tmp_path / "4")
+    with double_precision():
+        want = judged(hf, inputs, "logits", keep)
+        again = judged(reloaded(hf, tmp_path / "4"), inputs, "logits", keep)
+    require_close("reloaded", again.y, want.y, FLOAT64)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "no mask"])
+def test_balancing_of_experts(padding: str, tmp_path: Path) -> None:
+    """The whole loss: transformers shifts labels by one, and leaves those at -100 out.
+
+    Among them must be each row's first token, which padding would have to foretell.
+    """
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "num_local_experts": 4}
+    inputs, keep = batch("none" if padding == "no mask" else padding)
+    if padding == "no mask":
+        del inputs["attention_mask"]
+    ids = inputs["input_ids"]
+    first = np.cumsum(keep, axis=1) == 1
+    labels = np.where(keep & ~first, ids, -100)
+    targets = np.concatenate([labels[:, 1:], np.full((B, 1), -100)], axis=1)
+
+    def loss(model: Any, params: Any) -> tuple[np.ndarray, Any]:
+        assert model.balance == 0.3
+        mask = None if padding == "no mask" else keep
+        return model.loss(params, ids, targets, mask=mask, ignore_index=-100)
+
+    hf = build(kind("Mixtral", LM), configured("Mixtral", changes))
+    proof(hf, tmp_path, inputs | {"labels": labels}, loss, output="loss")
+
+
+REQUIRED = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
+    *("vocab_size", "architectures", "model_type"),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults(family: str) -> None:
+    """What is absent is as transformers has it; all that its configuration may hold is known."""
+    config = getattr(transformers, f"{family}Config")()
+    config.architectures = [kind(family, LM).__name__]
+    full = json.loads(json.dumps(config.to_dict()))
+    sparse = {name: value for name, value in full.items() if name in REQUIRED}
+    models = [resolved(pretrained.model(each)) for each in (full, version_4(full), sparse)]
+    assert models[1] == models[0] and models[2] == models[0]
+
+
+def resolved(model: Any) -> Any:
+    """The model without its source and without defaults that mean the same."""
+    blocks = (replace(b, d_head=b.head_width, n_kv_heads=b.kv_heads) for b in model.blocks)
+    return replace(model, blocks=tuple(blocks), source=None)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that transformers saved."""
+    folder = tmp_path_factory.mktemp(request.param)
+    build(kind(request.param, LM), configured(request.param, {})).save_pretrained(folder)
+    return folder
+
+
+@only("numpy-readonly", "array-api-strict", "torch", "jax", "cupy")
+def test_libraries(library: Backend, saved: Path) -> None:
+    inputs, keep = batch("left")
+    ids = inputs["input_ids"]
+    model, params = pretrained.load(saved, dtype="float64")
+    want, _ = model.forward(params, ids, mask=keep)
+    model, params = pretrained.load(saved, backend=LIBRARIES[library.name], dtype="float64")
+    leaf = next(iter(tree.flatten(params).values()))
+    assert backends.of(leaf).name == LIBRARIES[library.name]
+    got, _ = model.forward(params, library.asarray(ids), mask=library.asarray(keep))
+    require_close("logits", library.to_numpy(got), want, 1e-12)

@@ -1,0 +1,237 @@
+"""Folders of encoders: names of old, what is refused, what is left out, numbers of parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from encoders import CLASSES, MASKED, T, configured, sizes_of
+from huggingface import build, on_meta, require_equal, rewritten, shapes_of, transformers
+from safetensors.numpy import load_file
+
+from xformer import pretrained
+from xformer.pretrained import PretrainedError
+from xformer.pretrained.families import FAMILIES
+from xformer.pretrained.family import ACTIVATIONS
+
+
+def described(family: str, head: str, **changes: Any) -> dict[str, Any]:
+    """A config.json without what the family has by default."""
+    return kind(family, head) | sizes_of(family) | changes
+
+
+def kind(family: str, head: str) -> dict[str, Any]:
+    return {"model_type": family.lower(), "architectures": [family + head]}
+
+
+def saved(family: str, head: str, folder: Path, **changes: Any) -> tuple[Path, Any]:
+    """A folder of transformers, and what we read there."""
+    kind = getattr(transformers, family + head)
+    build(kind, configured(family, changes)).save_pretrained(folder)
+    return folder, pretrained.load(folder, dtype="float64")[1]
+
+
+def test_names_of_old(tmp_path: Path) -> None:
+    folder, params = saved("Bert", MASKED, tmp_path)
+
+    def old(name: str) -> str:
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        return name.replace("LayerNorm.bias", "LayerNorm.beta")
+
+    rewritten(folder, old)
+    assert any("gamma" in name for name in load_file(folder / "model.safetensors"))
+    require_equal(pretrained.load(folder, dtype="float64")[1], params)
+
+
+UNUSED = [
+    ("Bert", "bert.pooler.dense.weight", "cls.seq_relationship.weight"),
+    ("Roberta", "roberta.pooler.dense.weight", "roberta.pooler.dense.bias"),
+    ("Albert", "albert.pooler.weight", "sop_classifier.classifier.weight"),
+]
+
+
+@pytest.mark.parametrize(("family", "first", "second"), UNUSED)
+def test_parts_that_a_masked_model_does_not_use(
+    family: str, first: str, second: str, tmp_path: Path
+) -> None:
+    folder, params = saved(family, MASKED, tmp_path)
+    rewritten(folder, None, dict.fromkeys((first, second), np.zeros((2, 3), np.float32)))
+    listed = ", ".join(f"'{name}'" for name in sorted([first, second]))
+    with pytest.warns(UserWarning, match=f"that the model does not use are left out: {listed}"):
+        _, again = pretrained.load(folder, dtype="float64")
+    require_equal(again, params)
+    rewritten(folder, None, {"mine": np.zeros(1, np.float32)})
+    with pytest.raises(PretrainedError, match="3 unexpected"):  # all, where some are a mistake
+        pretrained.load(folder)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert", "Albert"])
+def test_buffers_and_repeated_tensors(family: str, tmp_path: Path) -> None:
+    folder, params = saved(family, MASKED, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    own = {**FAMILIES[family.lower()].tied}
+    repeated = {name: tensors[of].copy() for name, of in own.items()}
+    ids = {f"{family.lower()}.embeddings.position_ids": np.arange(16)[None]}
+    rewritten(folder, None, repeated | ids)
+    require_equal(pretrained.load(folder, dtype="float64")[1], params)
+    name = next(iter(repeated))
+    repeated[name][0] += 1
+    rewritten(folder, None, repeated)
+    with pytest.raises(PretrainedError, match=f"1 unexpected: '{name}'"):
+        pretrained.load(folder)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert", "Albert"])
+@pytest.mark.parametrize("head", [MASKED, "Model"])
+def test_names_with_and_without_prefix(family: str, head: str, tmp_path: Path) -> None:
+    folder, params = saved(family, head, tmp_path)
+    prefix = f"{family.lower()}."
+    rewritten(folder, lambda name: prefix + name if head == "Model" else name.removeprefix(prefix))
+    require_equal(pretrained.load(folder, dtype="float64")[1], params)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "Albert"])
+def test_bare_models_without_a_pooler(family: str, tmp_path: Path) -> None:
+    folder, params = saved(family, "Model", tmp_path)
+    rewritten(folder, lambda name: None if "pooler" in name else name)
+    model, without = pretrained.load(folder, dtype="float64")
+    assert model.head is None
+    require_equal(without, params._replace(head=None))
+    with pytest.raises(ValueError, match='"pooler" needs a model with a Pooler'):
+        model.pooled(without, np.full((1, 2), 5), how="pooler")
+
+
+def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    folder, _ = saved("Bert", CLASSES, tmp_path)
+    names = {"classifier.bias": "classifier.b", "bert.pooler.dense.bias": None}
+    wrong = {"bert.embeddings.LayerNorm.bias": np.zeros((1, 12))}
+    rewritten(folder, lambda name: names.get(name, name), wrong)
+    with pytest.raises(PretrainedError) as raised:
+        pretrained.load(folder)
+    for part in (
+        "2 missing: 'bert.pooler.dense.bias', 'classifier.bias'",
+        "1 misshapen: 'bert.embeddings.LayerNorm.bias (wanted (12,), got (1, 12))'",
+        "1 unexpected: 'classifier.b'",
+    ):
+        assert part in str(raised.value)
+
+
+def test_too_many_tokens() -> None:
+    model = pretrained.model(described("Roberta", MASKED, max_position_embeddings=T + 1))
+    params = model.init()
+    keep = np.ones((1, T), np.bool_)
+    with pytest.raises(ValueError, match="at most max_len = 6 tokens fit, got 7"):
+        model.forward(params, np.full((1, T), 5))
+    with pytest.raises(ValueError, match=r"ids must lie in \[0, 8\)"):
+        model.forward(params, np.full((1, T), 5), mask=keep)
+    model.forward(params, np.full((1, T), 5), mask=keep & (np.arange(T) < T - 1))
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    (
+        "Bert",
+        MASKED,
+        {"position_embedding_type": "relative_key"},
+        "position_embedding_type must be",
+    ),
+    ("Roberta", MASKED, {"position_embedding_type": "relative_key_query"}, "position_embedding_ty"),
+    ("Bert", MASKED, {"is_decoder": True}, "is_decoder must be False"),
+    ("Roberta", MASKED, {"add_cross_attention": True}, "add_cross_attention must be False"),
+    ("Bert", MASKED, {"is_encoder_decoder": True}, "is_encoder_decoder must be False"),
+    ("Bert", "Model", {"pruned_heads": {"0": [1]}}, "pruned_heads must be {}"),
+    ("Bert", "Model", {"pooler_type": "mean"}, "pooler_type must be 'first_token_transform'"),
+    ("Bert", "Model", {"directionality": "unidi"}, "directionality must be 'bidi'"),
+    ("Bert", MASKED, {"hidden_act": "mish"}, "hidden_act must be one of"),
+    ("Bert", MASKED, {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
+    ("DistilBert", MASKED, {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
+    ("Bert", "Model", {"embedding_size": 8}, "not supported: 'embedding_size'"),
+    ("Bert", "Model", {"num_attention_heads": 5}, "n_heads = 5 must divide d_model = 12"),
+    ("Bert", "Model", {"hidden_dropout_prob": 1.5}, "hidden_dropout_prob must be a number"),
+    ("Bert", "ForPreTraining", {}, "architectures must be one of BertForMaskedLM, "),
+    ("Roberta", "Model", {"pad_token_id": 15}, "offset goes with learned positions and lies below"),
+    ("DistilBert", "Model", {"hidden_size": 12}, "not supported: 'hidden_size'"),
+    ("Albert", MASKED, {"inner_group_num": 2}, "inner_group_num must be 1"),
+    ("Albert", MASKED, {"num_hidden_groups": 3}, "num_hidden_groups must be a divisor of 4"),
+]
+
+
+@pytest.mark.parametrize(("family", "head", "changes", "message"), REFUSED)
+def test_configurations_that_are_refused(
+    family: str, head: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PretrainedError, match=message):
+        pretrained.model(described(family, head, **changes))
+
+
+READ: list[tuple[str, dict[str, Any]]] = [
+    # As the Chinese and multilingual BERTs have them, and transformers 2 wrote them.
+    ("Bert", {"directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12}),
+    ("Bert", {"pooler_num_fc_layers": 3, "pooler_size_per_head": 128, "pruned_heads": {}}),
+    ("Bert", {"pooler_type": "first_token_transform", "eos_token_ids": 0, "output_past": True}),
+    ("Bert", {"position_embedding_type": None, "classifier_dropout": None, "hidden_act": None}),
+    ("DistilBert", {"tie_weights_": True, "sinusoidal_pos_embds": False, "qa_dropout": 0.1}),
+    ("Albert", {"down_scale_factor": 1, "gap_size": 0, "net_structure_type": 0}),
+    ("Albert", {"num_memory_blocks": 0, "classifier_dropout_prob": 0.1, "hidden_dropout_prob": 0}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), READ)
+def test_keys_that_change_nothing(family: str, changes: dict[str, Any]) -> None:
+    config = described(family, MASKED, **changes)
+    plain = pretrained.model(described(family, MASKED))
+    assert replace(pretrained.model(config), source=None) == replace(plain, source=None)
+
+
+@pytest.mark.parametrize("head", [MASKED, CLASSES, "Model"])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert", "Albert"])
+def test_what_a_configuration_leaves_out_is_as_in_transformers(family: str, head: str) -> None:
+    config = getattr(transformers, f"{family}Config")()
+    model = pretrained.model({"model_type": family.lower(), "architectures": [family + head]})
+    assert shapes_of(model) == on_meta(getattr(transformers, family + head), config)
+    block, hf = model.blocks[0], config.to_dict()
+    act = hf["activation" if family == "DistilBert" else "hidden_act"]
+    assert block.n_heads == config.num_attention_heads and block.activation == ACTIVATIONS[act]
+    assert block.eps == model.embed.norm.eps == hf.get("layer_norm_eps", 1e-12)
+    hidden, probs = ("dropout", "attention_dropout")
+    if family != "DistilBert":
+        hidden, probs = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    assert (block.dropout, block.attn_dropout, model.embed.dropout) == (
+        hf[hidden],
+        hf[probs],
+        hf[hidden],
+    )
+    if head == CLASSES:
+        key = {"DistilBert": "seq_classif_dropout", "Albert": "classifier_dropout_prob"}
+        assert model.head.dropout == hf.get(key.get(family, hidden))
+
+
+PUBLISHED: list[tuple[str, str, dict[str, Any], int]] = [
+    ("Bert", MASKED, {"vocab_size": 30522}, 109_514_298),  # bert-base-uncased
+    ("Bert", "Model", {"vocab_size": 30522}, 109_482_240),
+    (
+        "Roberta",
+        MASKED,
+        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1},
+        124_697_433,
+    ),
+    ("DistilBert", MASKED, {"vocab_size": 30522}, 66_985_530),
+    (
+        "Albert",
+        "Model",
+        {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+        11_683_584,
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "head", "sizes", "count"), PUBLISHED)
+def test_number_of_parameters(family: str, head: str, sizes: dict[str, Any], count: int) -> None:
+    kind = {"model_type": family.lower(), "architectures": [family + head]}
+    shapes = shapes_of(pretrained.model(kind | sizes))
+    assert sum(math.prod(shape) for shape in shapes.values()) == count
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    assert shapes == on_meta(getattr(transformers, family + head), config)

@@ -1,0 +1,151 @@
+"""Configurations of published decoders: accepted, of the known size, refused where altered."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hostile import refused_at_most
+from hub_configs import HUB
+
+from xformer import pretrained, tree
+from xformer.initial import Shapes
+from xformer.layers import RopeConfig
+from xformer.pretrained import PretrainedError
+
+
+def described(name: str, **changes: Any) -> Any:
+    return pretrained.model(HUB[name][0] | changes)
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_number_of_parameters(name: str) -> None:
+    shapes = tree.flatten(described(name).init_from(Shapes())).values()
+    assert sum(math.prod(leaf.shape) for leaf in shapes) == HUB[name][1]
+
+
+def test_what_they_describe() -> None:
+    block = described("gpt2").blocks[0]
+    assert (block.activation, block.eps, block.scale) == ("gelu_tanh", 1e-5, 0.125)
+    assert described("llama-7b").rotary == RopeConfig(128)
+    assert described("llama-7b").blocks[0].eps == 1e-6
+    assert described("Llama-3.1-8B").rotary == RopeConfig(
+        128,
+        500000.0,
+        scaling="llama3",
+        factor=8.0,
+        original_max_len=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+    assert described("SmolLM2-135M").rotary == RopeConfig(64, 100000.0)
+    assert described("SmolLM2-135M").head.tied and not described("TinyLlama-1.1B").head.tied
+    assert {block.window for block in described("Mistral-7B-v0.1").blocks} == {(4095, None)}
+    assert {block.window for block in described("Mistral-7B-v0.3").blocks} == {None}
+    mixtral = described("Mixtral-8x7B-v0.1")
+    assert (mixtral.balance, mixtral.blocks[0].experts.top_k) == (0.0, 2)
+    assert described("Mixtral-8x7B-v0.1", output_router_logits=True).balance == 0.02
+    other = {"output_router_logits": True, "architectures": ["MixtralForSequenceClassification"]}
+    assert described("Mixtral-8x7B-v0.1", **other).balance == 0.0  # as transformers has it
+    for name in ("Qwen2-0.5B", "Qwen3-0.6B"):
+        assert {block.window for block in described(name).blocks} == {None}
+    assert described("Qwen3-0.6B").blocks[0].qk_norm == "head"
+    gemma = described("gemma-2-2b")
+    windows = [block.window for block in gemma.blocks]
+    assert windows == [(4095, None), None] * 13
+    assert (gemma.head.tied, gemma.head.softcap, gemma.blocks[0].softcap) == (True, 30.0, 50.0)
+    assert (gemma.embed.scale, gemma.blocks[0].scale) == (48.0, 0.0625)
+
+
+def test_null_is_all_key_value_heads() -> None:
+    for name in ("Llama-3.1-8B", "Mistral-7B-v0.1", "Qwen2-0.5B", "gemma-2-2b"):
+        own = described(name, num_key_value_heads=None).blocks[0]
+        assert own.kv_heads == own.n_heads
+
+
+def test_null_is_no_window_and_no_cap() -> None:
+    assert described("Mistral-7B-v0.1", sliding_window=None).blocks[0].window is None
+    assert described("gemma-2-2b", attn_logit_softcapping=None).blocks[0].softcap is None
+    assert described("gemma-2-2b", final_logit_softcapping=None).head.softcap is None
+
+
+def scaled(**parameters: Any) -> dict[str, Any]:
+    return {"rope_scaling": parameters}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # Not in the family
+    ("gpt2", {"rotary_pct": 0.25}, "not supported: 'rotary_pct'"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention must be False"),
+    ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads must be {}"),
+    ("gpt2", {"is_decoder": True}, "is_decoder must be False"),
+    ("gpt2", {"activation_function": "mish"}, "activation_function must be one of "),
+    ("gpt2", {"model_type": "gpt_bigcode"}, "model_type must be one of "),
+    ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures must be one of "),
+    ("gpt2", {"architectures": ["GPT2Model", "GPT2LMHeadModel"]}, "architectures must be one of "),
+    ("gpt2", {"architectures": None}, "architectures must be one of "),
+    ("Llama-2-7b-hf", {"pretraining_tp": 2}, "pretraining_tp must be 1, got 2"),
+    ("Llama-2-7b-hf", {"rope_interleaved": True}, "rope_interleaved must be False, got True"),
+    ("Llama-2-7b-hf", {"attn_logit_softcapping": 50.0}, "not supported: 'attn_logit_softcapping'"),
+    ("Llama-2-7b-hf", {"sliding_window": 4096}, "not supported: 'sliding_window'"),
+    ("Llama-2-7b-hf", {"quantization_config": {"bits": 4}}, "not supported: 'quantization_config'"),
+    ("Llama-2-7b-hf", {"auto_map": {"AutoModel": "x.y"}}, "not supported: 'auto_map'"),
+    ("Llama-2-7b-hf", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 in this"),
+    ("Llama-2-7b-hf", {"layer_types": ["full_attention"] * 32}, "not supported: 'layer_types'"),
+    ("Llama-2-7b-hf", {"architectures": ["MistralForCausalLM"]}, "architectures must be one of "),
+    ("Mistral-7B-v0.1", {"layer_types": ["full_attention"] * 32}, "not supported: 'layer_types'"),
+    ("Mistral-7B-v0.1", {"attention_bias": True}, "not supported: 'attention_bias'"),
+    ("Mixtral-8x7B-v0.1", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0"),
+    ("Mixtral-8x7B-v0.1", {"num_experts": 8}, "not supported: 'num_experts'"),
+    ("Qwen2.5-0.5B", {"use_mrope": True}, "use_mrope must be False"),
+    ("Qwen2-0.5B", {"attention_bias": False}, "not supported: 'attention_bias'"),
+    ("Qwen3-0.6B", {"num_experts": 128}, "not supported: 'num_experts'"),
+    ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be"),
+    ("gemma-2-2b", {"sliding_window_pattern": 6}, "not supported: 'sliding_window_pattern'"),
+    ("gemma-2-9b", {"sliding_window_size": 512}, "sliding_window_size must be 4096, got 512"),
+    # Rotary embeddings
+    ("Llama-2-7b-hf", scaled(type="su"), "rope_scaling: type must be one of "),
+    ("Llama-2-7b-hf", scaled(type="linear"), "rope_scaling: factor is missing"),
+    ("Llama-2-7b-hf", scaled(type="linear", factor=0.0), "rope_scaling: .*factor must be positive"),
+    ("Llama-2-7b-hf", scaled(type="linear", factor=2, beta_fast=32), "supported: 'beta_fast'"),
+    ("Llama-2-7b-hf", scaled(rope_type="longrope"), "short_factor is missing"),
+    ("Llama-2-7b-hf", {"rope_theta": "10000"}, "rope_theta must be a number"),
+    ("Llama-3.1-8B", scaled(rope_type="llama3", factor=8.0), "low_freq_factor is missing"),
+    # Numbers that do not fit together
+    ("gpt2", {"n_head": 5}, "n_heads = 5 must divide d_model = 768"),
+    ("gpt2", {"n_head": 1024}, "n_heads = 1024 must divide d_model = 768"),
+    ("Llama-2-7b-hf", {"num_key_value_heads": 5}, "n_kv_heads = 5 must divide 32 heads"),
+    ("Llama-2-7b-hf", {"head_dim": 63}, "width must be even, got 63"),
+    ("Mixtral-8x7B-v0.1", {"num_experts_per_tok": 9}, "top_k must be at most n_experts = 8"),
+    ("Qwen2-0.5B", {"layer_types": ["full_attention"]}, "layer_types must be a list of 24"),
+    ("Qwen2-0.5B", {"layer_types": ["chunked_attention"] * 24}, "layer_types must be one of "),
+    ("Qwen2-0.5B", {"layer_types": ["sliding_attention"] * 24}, "where there is no sliding window"),
+    ("gemma-2-2b", {"sliding_window": None}, "where there is no sliding window"),
+    # Values that are none
+    ("gpt2", {"n_layer": None, "n_embd": 0}, "n_embd must be an integer from 1"),
+    ("gpt2", {"resid_pdrop": 1.5}, "resid_pdrop must be a number from 0 to 1"),
+    ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    ("Llama-2-7b-hf", {"hidden_size": None}, "hidden_size is missing"),
+    ("Llama-2-7b-hf", {"hidden_size": 4096.0}, "hidden_size must be an integer"),
+    ("Llama-2-7b-hf", {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number"),
+    ("Llama-2-7b-hf", {"rms_norm_eps": -1e-5}, "rms_norm_eps must be a number from 0"),
+    ("Mistral-7B-v0.1", {"sliding_window": 0}, "sliding_window must be an integer from 1"),
+    (
+        "Mixtral-8x7B-v0.1",
+        {"output_router_logits": 1},
+        "output_router_logits must be true or false",
+    ),
+    ("gemma-2-2b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number from"),
+    # Absurd sizes
+    ("gpt2", {"n_layer": 10**6}, "n_layer must be an integer from 1 to 1000"),
+    ("gpt2", {"vocab_size": 10**30}, "vocab_size must be an integer from 1"),
+    ("Llama-2-7b-hf", {"num_hidden_layers": 2**62}, "num_hidden_layers must be an integer"),
+    ("Mixtral-8x7B-v0.1", {"num_local_experts": 2**20}, "num_local_experts must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    with refused_at_most(), pytest.raises(PretrainedError, match=rf"^config\.json: .*{message}"):
+        described(name, **changes)

@@ -1,0 +1,254 @@
+"""`xformer summary`: what a model is made of, and what it takes to run and to train it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from xformer import pretrained
+from xformer.layers import BlockConfig
+from xformer.measure import blocks_of
+from xformer.models import EncoderDecoder
+from xformer.pretrained import files
+from xformer.pretrained.reading import read_json
+from xformer.shapes import FLOATING
+from xformer.summary import Part, Summary, context, summary
+from xformer.training import checkpoint
+
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
+Row = tuple[str, ...]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer summary`."""
+    parser = subparsers.add_parser(
+        "summary", help="show a model's layers, parameters, memory and FLOPs"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        required=True,
+        help="a folder of Hugging Face's format or made by xformer train, or a llama2.c .bin",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences at once; 1 unless given")
+    parser.add_argument(
+        "--length", type=int, help="tokens of each; unless given, 1024 or the context if less"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=FLOATING, help="computed in; float32 unless given"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show every parameter by its name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tables, or the JSON. The weights are not read, whatever their size."""
+    model, tensors = _inspected(Path(args.model))
+    stored: dict[str, int] = {}
+    for name in tensors:
+        dtype = tensors.dtype(name)
+        size = WIDTHS.get(dtype, 0) * math.prod(tensors.shape(name))
+        stored[dtype] = stored.get(dtype, 0) + size
+    found = summary(model, batch=args.batch, length=args.length, dtype=args.dtype)
+    if args.json:
+        print(json.dumps(_data(model, stored, found), indent=2))
+        return 0
+    print(_table(_about(model, stored), right=()))
+    print("\n" + (_table(_every(found)) if args.verbose else _table(_parts(model, found))))
+    print("\n" + _table(_memory(found), right=(1,)))
+    print("\n" + _table(_flops(model, found), right=(1,)))
+    return 0
+
+
+def _inspected(path: Path) -> tuple[Any, Any]:
+    """A model, and its tensors, unread."""
+    config = path / files.CONFIG
+    if config.is_file() and read_json(config).get("format") == checkpoint.FORMAT:
+        return checkpoint.inspect(path), files.open_tensors(path)
+    return pretrained.inspect(path)
+
+
+def _data(model: Any, stored: dict[str, int], found: Summary) -> dict[str, Any]:
+    memory, flops = found.memory, found.flops
+    of_memory = {"inference": memory.inference, "training": memory.training}
+    of_flops = {"forward": flops.forward, "training": flops.training}
+    return {
+        "model": _title(model),
+        "context": context(model),
+        "stored": stored,
+        "parameters": found.n_params,
+        "active_parameters": found.n_active,
+        "parts": [
+            {**part._asdict(), "parameters": part.n_params, "active": part.n_active}
+            for part in found.parts
+        ],
+        "batch": found.batch,
+        "length": found.length,
+        "dtype": found.dtype,
+        "bytes": memory._asdict() | of_memory,
+        "flops_per_token": flops._asdict() | of_flops,
+    }
+
+
+def _title(model: Any) -> str:
+    names = (getattr(model, "source", None) or {}).get("architectures")
+    kind = (getattr(model, "source", None) or {}).get("model_type")
+    return str(names[0] if names else kind or type(model).__name__)
+
+
+def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
+    """What the configuration says, in a few lines."""
+    network = getattr(model, "network", model)
+    blocks = blocks_of(network)
+    yield "model", _title(model)
+    dtypes = ", ".join(dtype for dtype in stored if stored[dtype])
+    yield "stored", f"{scaled(sum(stored.values()), 'B')} of {dtypes}"
+    depth = f"{len(blocks)}"
+    if isinstance(network, EncoderDecoder):
+        depth = f"{len(network.encoder)} of encoder, {len(network.decoder)} of decoder"
+    yield "layers", f"{depth}, width {_each(blocks, 'd_model')}"
+    heads = f"{_each(blocks, 'n_heads')} heads of {_each(blocks, 'head_width')}"
+    if any(b.kv_heads != b.n_heads for b in blocks):
+        heads += f", {_each(blocks, 'kv_heads')} of keys and values"
+    yield "attention", heads + _windows(blocks)
+    yield "feed-forward", _feed_forward(blocks)
+    tables = {name: getattr(network, name, None) for name in ("embed", "src_embed", "tgt_embed")}
+    sizes = sorted({e.vocab_size for e in tables.values() if e is not None})
+    if sizes:
+        yield "vocabulary", " and ".join(f"{n:,}" for n in sizes)
+    limit = context(model)
+    yield "context", "any" if limit is None else f"{limit:,}"
+
+
+def _each(blocks: Sequence[BlockConfig], name: str) -> str:
+    return " or ".join(f"{n:,}" for n in sorted({getattr(block, name) for block in blocks}))
+
+
+def _windows(blocks: Sequence[BlockConfig]) -> str:
+    lefts = [b.window[0] + 1 for b in blocks if b.window is not None and b.window[0] is not None]
+    if not lefts:
+        return ""
+    where = "" if len(lefts) == len(blocks) else f" in {len(lefts)} of {len(blocks)} layers"
+    return f", window {' or '.join(f'{n:,}' for n in sorted(set(lefts)))}{where}"
+
+
+def _feed_forward(blocks: Sequence[BlockConfig]) -> str:
+    kinds = []
+    for block in blocks:
+        gated = ", gated" if block.gated or block.experts is not None else ""
+        kind = f"width {block.d_ff:,}, {block.activation}{gated}"
+        if (e := block.experts) is not None:
+            kind = f"{e.n_experts} experts of width {e.d_ff:,}, {e.activation}{gated}"
+            kind += f", {e.top_k} for a token"
+        kinds.append(kind)
+    return "; or ".join(dict.fromkeys(kinds))
+
+
+def _parts(model: Any, found: Summary) -> Iterator[Row]:
+    """One row a part, and one for each map or norm of it."""
+    yield "part", "shape", "parameters", "share"
+    for part in found.parts:
+        groups = _grouped(part)
+        own = groups.pop("", None)
+        times = f"{len(part.paths)} x {part.each:,}" if len(part.paths) > 1 else ""
+        share = f"{part.n_params / found.n_params:.1%}"
+        yield part.name, times if own is None else own[0], f"{part.n_params:,}", share
+        for name, (shapes, size) in groups.items():
+            yield f"  {name}", shapes, f"{size:,}", ""
+    head = getattr(getattr(model, "network", model), "head", None)
+    if getattr(head, "tied", False):
+        yield "head, tied", "the embedding's table", "0", ""
+    yield "total", "", f"{found.n_params:,}", ""
+    if found.n_active != found.n_params:
+        share = f"{found.n_active / found.n_params:.1%}"
+        yield "met by a token", "", f"{found.n_active:,}", share
+
+
+def _grouped(part: Part) -> dict[str, tuple[str, int]]:
+    """Shapes and size of what belongs together: the weight and the bias of a map."""
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for leaf, shape in part.leaves.items():
+        owner, _, last = leaf.rpartition(".")
+        groups.setdefault(owner if owner and last in ("w", "b") else leaf, []).append(shape)
+    if len(part.leaves) == 1 or set(part.leaves) == {"w", "b"}:
+        groups = {"": list(part.leaves.values())}
+    return {
+        name: (" + ".join(map(_shape, shapes)), sum(map(math.prod, shapes)))
+        for name, shapes in groups.items()
+    }
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _every(found: Summary) -> Iterator[Row]:
+    """One row a parameter."""
+    yield "parameter", "shape", "parameters", "share"
+    for part in found.parts:
+        for path in part.paths:
+            for leaf, shape in part.leaves.items():
+                size = math.prod(shape)
+                name = f"{path}.{leaf}".removesuffix(".")
+                yield name, _shape(shape), f"{size:,}", f"{size / found.n_params:.1%}"
+    yield "total", "", f"{found.n_params:,}", ""
+
+
+def _memory(found: Summary) -> Iterator[Row]:
+    memory = found.memory
+    params = scaled(memory.params, "B")
+    yield "memory", "", f"{found.dtype}, batch {found.batch:,}, length {found.length:,}"
+    yield "  parameters", params, ""
+    yield "  forward", scaled(memory.forward, "B"), "its output, and what it keeps"
+    yield (
+        "  inference",
+        scaled(memory.inference, "B"),
+        "parameters + forward; temporaries come on top",
+    )
+    yield "  saved set", scaled(memory.saved, "B"), "kept for backward, the loss included"
+    yield "  gradients", params, ""
+    yield "  moments", scaled(2 * memory.params, "B"), "two for each parameter, of AdamW"
+    what = "parameters + gradients + moments + saved set"
+    yield "  training", scaled(memory.training, "B"), what
+    if memory.kv_token is not None and memory.kv_cache is not None:
+        whole = scaled(memory.kv_cache, "B")
+        what = f"a token, if generation keeps keys and values; {whole} for the batch"
+        yield "  key/value cache", scaled(memory.kv_token, "B"), what
+
+
+def _flops(model: Any, found: Summary) -> Iterator[Row]:
+    flops, both = found.flops, isinstance(getattr(model, "network", model), EncoderDecoder)
+    of = "of the source and one of the target, " if both else ""
+    yield "FLOPs a token", "", of + "in matrix products, at that length"
+    yield "  parameters", scaled(flops.weights, "FLOP"), ""
+    yield "  attention", scaled(flops.attention, "FLOP"), "scores, and sums of values"
+    yield "  forward", scaled(flops.forward, "FLOP"), "parameters + attention"
+    yield "  training", scaled(flops.training, "FLOP"), "3 x forward"
+
+
+def scaled(amount: float, unit: str) -> str:
+    """Three digits and a decimal prefix: 498 MB."""
+    for prefix in ("", "K", "M", "G", "T", "P"):
+        if amount < 999.5 or prefix == "P":
+            break
+        amount /= 1000
+    digits = 0 if amount >= 99.95 or not prefix else 1 if amount >= 9.995 else 2
+    return f"{amount:,.{digits}f} {prefix}{unit}"
+
+
+def _table(rows: Iterator[Row], right: Sequence[int] = (2, 3)) -> str:
+    lines = list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = (
+        [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
