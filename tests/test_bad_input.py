@@ -110,6 +110,7 @@ CALLS = {
     ),
     "cross_entropy": Call({"logits": X}, {"targets": IDS}),
     "mse": Call({"x": X, "y": numbers(2, 3, 5)}, {}),
+    "info_nce": Call({"a": numbers(3, 5), "b": numbers(3, 5)}, {}),
     "index_add": Call({"x": numbers(5, 7), "y": numbers(3, 7)}, {"ids": IDS[0]}),
     "experts": Call(
         {
@@ -262,6 +263,7 @@ def test_options_do_not_widen_float32() -> None:
         "sdpa": {"scale": half, "softcap": half, "dropout_rate": half, "dropout_key": KEY},
         "shaw": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
         "cross_entropy": {"label_smoothing": half, "z_loss": half},
+        "info_nce": {"scale": half},
     }
     for name, call in CALLS.items():
         arrays = {k: x.astype(np.float32) for k, x in call.arrays.items()}

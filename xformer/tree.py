@@ -46,23 +46,30 @@ def freeze(params: Any, *patterns: str) -> Any:
 
     Patterns as in `fnmatch`; without any, all leaves. ValueError for a pattern that matches none.
     """
+    return _chosen("freeze", lambda leaf: Frozen(value(leaf)), params, patterns)
+
+
+def thaw(params: Any, *patterns: str) -> Any:
+    """`params`, the leaves no longer frozen whose names match a pattern; as `freeze`."""
+    return _chosen("thaw", value, params, patterns)
+
+
+def _chosen(
+    what: str, fn: Callable[[Any], Any], params: Any, patterns: tuple[str, ...]
+) -> Any:
+    """`fn` of the leaves whose names match a pattern, or of all where there is none."""
     names = list(flatten(params))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"freeze: {pattern!r} matches none of {len(names)} parameters")
+            raise ValueError(f"{what}: {pattern!r} matches none of {len(names)} parameters")
     rest = iter(names)
 
     def one(leaf: Any) -> Any:
         name = next(rest)
         chosen = not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-        return Frozen(value(leaf)) if chosen else leaf
+        return fn(leaf) if chosen else leaf
 
     return _map(one, (params,), "")
-
-
-def thaw(params: Any) -> Any:
-    """`params`, nothing frozen."""
-    return _map(value, (params,), "")
 
 
 def trained(params: Any) -> Any:
@@ -116,6 +123,24 @@ def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
         for i, name in enumerate(names)
     ]
     return _rebuild(first, parts)
+
+
+def map_nodes(fn: Callable[[str, Any], Any], tree: Any, kind: Any) -> Any:
+    """`tree` with `fn(name, node)` in the place of each node of a type, or of one of several."""
+    return _map_nodes(fn, tree, kind, "")
+
+
+def _map_nodes(fn: Callable[[str, Any], Any], node: Any, kind: Any, path: str) -> Any:
+    if isinstance(node, kind):
+        return fn(path, node)
+    names = _names(node)
+    if names is None:
+        return node
+    parts = [
+        _map_nodes(fn, _part(node, i), kind, f"{path}.{name}".lstrip("."))
+        for i, name in enumerate(names)
+    ]
+    return _rebuild(node, parts)
 
 
 def flatten(tree: Any) -> dict[str, Any]:

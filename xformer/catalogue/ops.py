@@ -268,6 +268,8 @@ def _shaw() -> Iterator[Case]:
 
 def _losses() -> Iterator[Case]:
     yield _op("mse: x (3, 5)", ops.mse, (3, 5), (3, 5))
+    yield _op("info_nce: a (7, 5)", ops.info_nce, (7, 5), (7, 5), scale=0.7)
+    yield _op("info_nce: scale as it is", ops.info_nce, (3, 5), (3, 5))
 
     def case(
         note: str, shape: tuple[int, ...] = (2, 3, 7), *, low: int = 0, **options: Any

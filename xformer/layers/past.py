@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer.checks import require_sizes
 from xformer.dispatch import overridable
 from xformer.typing import Array
+
+Window = tuple[int | None, int | None]
 
 
 class Past(NamedTuple):
@@ -29,12 +33,41 @@ class Past(NamedTuple):
         start = self.length - n
         return self._replace(k=self.k[:, :, start:, :], v=self.v[:, :, start:, :])
 
+    def without(self, n: int, *, needs: int) -> Past:
+        """All but the last `n`. ValueError where fewer than `needs` are left: a window took them."""
+        if self.k is None or self.v is None or n == 0:
+            return self
+        left = self.length - n
+        if left < needs:
+            raise ValueError(
+                f"rewind: by {n} tokens, {needs} keys before them are needed, and a window has "
+                f"left {max(left, 0)}; rewind by no more than the last extend added"
+            )
+        return Past(self.k[:, :, :left, :], self.v[:, :, :left, :])
+
     def rows(self, ids: Array) -> Past:
         """These sequences of the batch, in this order: ids (B',). A copy."""
         if self.k is None or self.v is None:
             return self
         xp = array_namespace(self.k)
         return Past(xp.take(self.k, ids, axis=0), xp.take(self.v, ids, axis=0))
+
+
+def rewound(
+    past: tuple[Past, ...], windows: Sequence[Window | None], *, length: int, n: int
+) -> tuple[Past, ...]:
+    """Of each layer, the past of a text of `length` tokens without its last `n`.
+
+    ValueError for n outside [0, length], or where a layer's window has dropped what is needed.
+    """
+    require_sizes("rewind", 0, n=n)
+    if n > length:
+        raise ValueError(f"rewind: n must be at most the {length} tokens there are, got {n}")
+    left = length - n
+    pairs = zip(past, windows, strict=True)
+    return tuple(
+        own.without(n, needs=left if not w or w[0] is None else min(w[0], left)) for own, w in pairs
+    )
 
 
 @overridable

@@ -16,7 +16,7 @@ from xformer.initial import normal, xavier_uniform
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.past import Past
+from xformer.layers.past import Past, rewound
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.stack import (
     StackParams,
@@ -226,6 +226,18 @@ class EncoderDecoder:
         (memory, memory_pos), _ = self.encode(params, src, src_mask=src_mask)
         sources = memory_of(params.decoder, memory, memory_pos, configs=self.decoder)
         return DecoderState((Past(),) * len(self.decoder), sources, src_mask)
+
+    @property
+    def context(self) -> int | None:
+        """The tokens of a target that fit; None where nothing but memory sets a limit."""
+        config = self.target_embed
+        return None if config is None or config.max_len is None else config.max_len - config.offset
+
+    def rewind(self, state: DecoderState, n: int) -> DecoderState:
+        """`state` without the last `n` tokens of its target, as `LanguageModel.rewind`."""
+        windows = [config.window for config in self.decoder]
+        past = rewound(state.past, windows, length=state.length, n=n)
+        return state._replace(past=past, length=state.length - n)
 
     def extend(
         self,

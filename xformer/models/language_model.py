@@ -16,7 +16,7 @@ from xformer.checks import as_indices, number, require_mask, require_tokens
 from xformer.initial import normal
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.past import Past
+from xformer.layers.past import Past, rewound
 from xformer.layers.pooling import POOLINGS, pool
 from xformer.layers.positions import alibi
 from xformer.layers.relative import RelativeConfig
@@ -273,6 +273,18 @@ class LanguageModel:
         x = x if every else x[:, -1:, :]
         logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
         return logits if every else logits[:, 0, :], State(cache.past, kept, length)
+
+    def rewind(self, state: State, n: int) -> State:
+        """`state` without its last `n` tokens, for which another text may follow.
+
+        ValueError for more tokens than there are. Where layers have windows also for more than the
+        last `extend` added, if the windows have dropped what is needed again.
+        """
+        windows = [config.window for config in self.blocks]
+        past = rewound(state.past, windows, length=state.length, n=n)
+        length = state.length - n
+        mask = None if state.mask is None else state.mask[:, :length]
+        return State(past, mask, length)
 
     def _places(self, tokens: Array, kept: Array | None, n_past: int) -> Array | None:
         """The place of each of the last tokens in its text; None where it is 0, 1, ..."""

@@ -8,6 +8,7 @@ from xformer.ops.experts import experts
 from xformer.ops.gelu import gelu
 from xformer.ops.glu import glu
 from xformer.ops.index_add import index_add
+from xformer.ops.info_nce import info_nce
 from xformer.ops.l2_normalize import l2_normalize
 from xformer.ops.layer_norm import layer_norm
 from xformer.ops.linear import linear
@@ -39,6 +40,7 @@ __all__ = [
     "gelu",
     "glu",
     "index_add",
+    "info_nce",
     "l2_normalize",
     "layer_norm",
     "linear",

@@ -97,27 +97,31 @@ def open_tensors(folder: str | os.PathLike[str]) -> Tensors:
 
 
 def write(
-    folder: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
+    folder: str | os.PathLike[str],
+    arrays: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    names: tuple[str, str] = (WEIGHTS, CONFIG),
 ) -> None:
     """Write `model.safetensors` and `config.json`; an interrupted write leaves the old files.
 
+    names: other ones for the two files.
     An index of shards that lay there is removed, as it would name weights of another model; the
     shards stay. The folder may be the one that `arrays` are mapped from. TypeError for arrays that
     are neither float64, float32 nor float16, or a configuration that JSON cannot hold.
     """
     target = Path(folder)
     text = json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False) + "\n"
-    names, header = _header(arrays)
+    order, header = _header(arrays)
     target.mkdir(parents=True, exist_ok=True)
-    with replacing(target / WEIGHTS, target / CONFIG) as (weights, configuration):
+    with replacing(*(target / name for name in names)) as (weights, configuration):
         with weights.open("xb") as file:
             file.write(header)
-            for name in names:
+            for name in order:
                 # One at a time: what a model holds may be views in another order.
                 array = np.ascontiguousarray(arrays[name], DTYPES[_word(name, arrays[name])])
                 file.write(array.reshape(-1).view(np.uint8).data)
         configuration.write_text(text, encoding="utf-8")
-    (target / INDEX).unlink(missing_ok=True)
+    (target / f"{names[0]}.index.json").unlink(missing_ok=True)
 
 
 def _header(arrays: Mapping[str, np.ndarray]) -> tuple[list[str], bytes]:

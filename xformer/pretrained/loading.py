@@ -114,11 +114,7 @@ def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
 
     On the host, as views where that can be. ValueError as `save`.
     """
-    if getattr(model, "source", None) is None:
-        raise ValueError(
-            "save: the model must have a configuration of its family (model.source); "
-            "make it with xformer.pretrained.model(config)"
-        )
+    links = links_of(model)
     like, leaves = _shapes(model), tree.flatten(params)
     got = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
     if wrong := sorted(n for n in like.keys() | got.keys() if like.get(n) != got.get(n)):
@@ -127,12 +123,22 @@ def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
             f"save: params must be the model's, but {len(wrong)} differ, first {name}: wanted "
             f"{like.get(name)}, got {got.get(name)}"
         )
-    family = _family(model.source, "save")
-    bare = _head(family, model.source, "save") == "hidden"
     arrays: dict[str, np.ndarray] = {}
-    for link in _links(family, model, like, bare):
+    for link in links:
         arrays |= link.write([_host(leaves[name]) for name in link.ours])
     return arrays
+
+
+def links_of(model: Any) -> list[Link]:
+    """How the tensors of the model's family stand for its parameters. ValueError as `save`."""
+    if getattr(model, "source", None) is None:
+        raise ValueError(
+            "save: the model must have a configuration of its family (model.source); "
+            "make it with xformer.pretrained.model(config)"
+        )
+    family = _family(model.source, "save")
+    bare = _head(family, model.source, "save") == "hidden"
+    return list(_links(family, model, _shapes(model), bare))
 
 
 def _host(leaf: Any) -> np.ndarray:

@@ -78,19 +78,31 @@ def read_json(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> dict[str
     return parse_json(read_text(Path(path), limit), Path(path))
 
 
+def read_json_list(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> list[Any]:
+    """As `read_json`, the JSON array in a file."""
+    data = _parsed(read_text(Path(path), limit), Path(path))
+    if not isinstance(data, list):
+        raise PretrainedError(f"{path}: must hold a JSON array, got {type(data).__name__}")
+    return data
+
+
 def parse_json(text: str, path: Path) -> dict[str, Any]:
     """The JSON object in `text`, which came from `path`."""
+    data = _parsed(text, path)
+    if not isinstance(data, dict):
+        raise PretrainedError(f"{path}: must hold a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _parsed(text: str, path: Path) -> Any:
     if LONG_NUMBER.search(text):  # Python would take long over it
         raise PretrainedError(f"{path}: no number may have more than {DIGITS} digits")
     try:
-        data = json.loads(
+        return json.loads(
             text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number
         )
     except (ValueError, RecursionError) as error:
         raise PretrainedError(f"{path}: is no valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise PretrainedError(f"{path}: must hold a JSON object, got {type(data).__name__}")
-    return data
 
 
 def listed(names: Iterable[str]) -> str:

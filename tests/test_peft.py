@@ -1,0 +1,150 @@
+"""Adapters and PEFT: each reads what the other wrote, with the same outputs and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface import FLOAT64, build, double_precision, require_close, torch, transformers
+
+from xformer import pretrained, tree
+from xformer.finetune import lora, modules, peft
+from xformer.layers import LoRAParams
+
+theirs = pytest.importorskip("peft")
+# PEFT still asks transformers for something by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+B, T, V = 2, 5, 37
+LLAMA: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 20,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+GPT2: dict[str, Any] = {
+    **{"vocab_size": V, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 32},
+    "pad_token_id": 0,
+}
+BERT = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+NEOX = BERT | {"hidden_size": 24, "num_attention_heads": 3}
+DISTILBERT: dict[str, Any] = {
+    **{"vocab_size": V, "dim": 12, "n_layers": 2, "n_heads": 3, "hidden_dim": 20},
+    "max_position_embeddings": 32,
+}
+T5: dict[str, Any] = {
+    **{"vocab_size": V, "d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 2, "num_heads": 3},
+    "feed_forward_proj": "gated-gelu",
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": ("GPT2", GPT2),
+    "GPT2Model": ("GPT2", GPT2),
+    "GPT2ForSequenceClassification": ("GPT2", GPT2),
+    "GPTNeoXForCausalLM": ("GPTNeoX", NEOX),
+    "LlamaForCausalLM": ("Llama", LLAMA),
+    "LlamaModel": ("Llama", LLAMA),
+    "MistralForCausalLM": ("Mistral", LLAMA),
+    "MixtralForCausalLM": ("Mixtral", LLAMA | {"num_local_experts": 3}),
+    "Qwen2ForSequenceClassification": ("Qwen2", LLAMA),
+    "Qwen3ForCausalLM": ("Qwen3", LLAMA | {"head_dim": 6}),
+    "Gemma2ForCausalLM": ("Gemma2", LLAMA | {"head_dim": 6}),
+    "BertForMaskedLM": ("Bert", BERT),
+    "BertForSequenceClassification": ("Bert", BERT),
+    "BertModel": ("Bert", BERT),
+    "RobertaForSequenceClassification": ("Roberta", BERT),
+    "DistilBertForMaskedLM": ("DistilBert", DISTILBERT),
+    "AlbertForMaskedLM": ("Albert", BERT | {"embedding_size": 5}),
+    "T5ForConditionalGeneration": ("T5", T5),
+}
+
+
+def built(name: str, folder: Path, **changes: Any) -> Any:
+    """A model of transformers, random, in a folder."""
+    family, config = MODELS[name]
+    settings = getattr(transformers, f"{family}Config")(**(config | changes))
+    hf = build(getattr(transformers, name), settings)
+    hf.save_pretrained(folder)
+    return hf
+
+
+def adapted(params: Any, seed: int = 0, **options: Any) -> Any:
+    """Adapters at all linear maps, or at targets, and none of them 0."""
+    options = {"rank": 2, "alpha": 3, "targets": ("*",)} | options
+    params = lora.attach(params, **options)
+    rng = np.random.default_rng(seed)
+
+    def drawn(_: str, node: LoRAParams) -> LoRAParams:
+        return node._replace(b=rng.normal(size=node.b.shape, scale=0.3).astype(node.b.dtype))
+
+    return tree.map_nodes(drawn, params, LoRAParams)
+
+
+def tokens(n: int = 2) -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(1, V, (n, B, T)))
+
+
+def ours(model: Any, params: Any) -> tuple[np.ndarray, Any]:
+    inputs = tokens(2 if hasattr(model, "decoder") else 1)
+    return model.forward(params, *inputs)
+
+
+def judged(hf: Any) -> Any:
+    """The output of a model of transformers, or PEFT's; with gradients to come."""
+    inputs = [torch.tensor(ids) for ids in tokens(2)]
+    named = {"input_ids": inputs[0]}
+    if hf.config.is_encoder_decoder:
+        named["decoder_input_ids"] = inputs[1]
+    out = hf(**named)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def with_peft(hf: Any, folder: Path, **options: Any) -> Any:
+    """Our adapter around their model, in float64."""
+    with double_precision():
+        return theirs.PeftModel.from_pretrained(hf, folder, **options).double().eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_peft_reads_what_is_written(name: str, tmp_path: Path) -> None:
+    """All linear maps adapted: logits, and the gradients of every a and b."""
+    hf = built(name, tmp_path / "base")
+    model, params = pretrained.load(tmp_path / "base", dtype="float64")
+    # Of GPT-2's classifier only the body: PEFT warns of models that mix Conv1D and Linear.
+    targets = ("stack.*",) if name == "GPT2ForSequenceClassification" else ("*",)
+    params = adapted(params, targets=targets)
+    peft.save(model, params, tmp_path / "adapter")
+    wrapped = with_peft(hf, tmp_path / "adapter", is_trainable=True)
+    y, cache = ours(model, params)
+    dy = np.random.default_rng(1).normal(size=y.shape)
+    with double_precision():
+        wanted = judged(wrapped)
+        wanted.backward(torch.tensor(dy))
+    require_close("output", y, wanted.detach().numpy(), FLOAT64)
+    merged, _ = ours(model, lora.merge(params))
+    require_close("merged", merged, y, 1e-12)
+    grads = by_module(model, params, cache.backward(dy))
+    parameters = {n: p for n, p in wrapped.named_parameters() if p.requires_grad}
+    assert grads.keys() == parameters.keys()
+    for n, p in parameters.items():
+        own = p.grad.numpy() * (grads[n] != 0)  # of blocks that are 0 we have no gradients
+        require_close(n, grads[n], own, FLOAT64, 1e-12)
+
+
+def by_module(model: Any, params: Any, grads: Any) -> dict[str, np.ndarray]:
+    """Our gradients of a and b by PEFT's names."""
+    found, nodes = {}, lora.adapters(grads)
+    for name, link in modules.modules(model, params).items():
+        parts = [nodes.get(leaf) for leaf in modules.maps(link)]
+        if any(parts):
+            # Ones in the place of the scale, so that nothing is scaled.
+            own = [modules.Adapter(part.a, part.b, 1.0) for part in parts]
+            joined = modules.joined(link, own, [part.b.shape[1] for part in own])
+            for kind, grad in (("A", joined.a), ("B", joined.b)):
+                found[f"base_model.model.{name}.lora_{kind}.default.weight"] = grad.T
+    return found

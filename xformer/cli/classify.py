@@ -1,0 +1,60 @@
+"""`xformer classify`: the classes of texts, by a sequence classifier."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+from xformer.cli.embed import numbers
+from xformer.cli.texts import add_options, opened, shown, texts_of, watched
+from xformer.sentences import classify, labels
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer classify`."""
+    parser = subparsers.add_parser(
+        "classify",
+        help="classify texts",
+        description="Print for each text the probabilities of the model's classes.",
+    )
+    add_options(parser)
+    parser.add_argument(
+        "--top", type=int, default=5, metavar="N", help="classes that are printed (default: 5)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a text, and below it its classes, the likeliest first; or a line of JSON a text."""
+    texts = texts_of(args)
+    if args.top < 1:
+        raise ValueError(f"--top must be at least 1, got {args.top}")
+    with watched(len(texts)) as progress:
+        model, params, tokenizer = opened(args)
+        names = labels(model)
+        probabilities = classify(
+            model,
+            params,
+            tokenizer,
+            texts,
+            max_len=args.max_len,
+            batch_size=args.batch,
+            **progress,
+        )
+    for text, probs in zip(texts, probabilities, strict=True):
+        if args.json:
+            label = names[int(np.argmax(probs))]
+            by_name = dict(zip(names, numbers(probs), strict=True))
+            print(json.dumps({"text": text, "label": label, "probabilities": by_name}))
+        else:
+            print("\n".join([shown(text), *_lines(names, probs, args.top)]))
+    return 0
+
+
+def _lines(names: list[str], probs: np.ndarray, top: int) -> list[str]:
+    likeliest = [int(i) for i in np.argsort(-probs, kind="stable")[:top]]
+    width = max(len(shown(names[i])) for i in likeliest)
+    return [f"  {shown(names[i]):{width}}  {probs[i]:.4f}" for i in likeliest]

@@ -1,0 +1,71 @@
+"""`xformer embed`: how alike texts are, by their embeddings; or the embeddings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xformer.cli.texts import add_options, opened, shown, texts_of, watched
+from xformer.sentences import embed, settings, similarity
+from xformer.sentences.embed import POOLINGS
+
+MOST = 20  # texts in a table
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer embed`."""
+    parser = subparsers.add_parser(
+        "embed",
+        help="compare texts by their embeddings",
+        description="Print the cosine similarities of texts, or with --json their embeddings.",
+    )
+    add_options(parser)
+    parser.add_argument("--pooling", choices=POOLINGS, help="unless given the model's own")
+    parser.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="embeddings of length 1, or as they come; unless given as the model's own",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, or a line a text."""
+    texts = texts_of(args)
+    if len(texts) > MOST and not args.json:
+        raise ValueError(f"a table holds at most {MOST} texts, got {len(texts)}: add --json")
+    options = settings(args.model)._asdict()
+    for name in ("pooling", "normalize", "max_len"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    with watched(len(texts)) as progress:
+        model, params, tokenizer = opened(args)
+        vectors = embed(
+            model, params, tokenizer, texts, batch_size=args.batch, **options, **progress
+        )
+    if args.json:
+        for text, vector in zip(texts, vectors, strict=True):
+            print(json.dumps({"text": text, "embedding": numbers(vector)}))
+    else:
+        print(table(texts, similarity(vectors)))
+    return 0
+
+
+def table(texts: Sequence[str], similarities: np.ndarray) -> str:
+    """A row and a column for each text, by number."""
+    width = len(str(len(texts)))
+    heads = [f"{i + 1:>7}" for i in range(len(texts))]
+    lines = [" ".join([" " * width, *heads])]
+    for i, text in enumerate(texts):
+        cells = [f"{s:7.4f}" for s in similarities[i]]
+        lines.append(" ".join([f"{i + 1:>{width}}", *cells, f" {shown(text)}"]))
+    return "\n".join(lines)
+
+
+def numbers(row: np.ndarray) -> list[float]:
+    """As floats of the fewest digits that say which number of its type each is."""
+    return [float(str(x)) for x in row]

@@ -1,0 +1,89 @@
+"""What the commands that read texts have in common."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from xformer import backends, pretrained
+from xformer.pretrained.tokenizer import tokenizer
+
+PATIENCE = 2.0  # seconds without a progress bar
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The model, the texts, and how they are computed."""
+    parser.add_argument("text", nargs="*", help="a text; - for the lines of standard input")
+    parser.add_argument(
+        "--model", metavar="FOLDER", required=True, help="with its tokenizer, as on the Hub"
+    )
+    parser.add_argument("--file", metavar="PATH", help="UTF-8; each line is a text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a text")
+    parser.add_argument("--backend", default="numpy", choices=backends.NAMES)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    parser.add_argument(
+        "--batch", type=int, default=32, metavar="N", help="texts at once (default: 32)"
+    )
+    parser.add_argument("--max-len", type=int, metavar="N", help="tokens of a text that are read")
+
+
+def texts_of(args: argparse.Namespace) -> list[str]:
+    """The texts of the command line, then those of the file. ValueError where there is none."""
+    texts: list[str] = []
+    for text in args.text:
+        texts += _lines(sys.stdin.buffer.read(), "standard input") if text == "-" else [text]
+    if args.file is not None:
+        texts += _lines(Path(args.file).read_bytes(), args.file)
+    if not texts:
+        raise ValueError("there are no texts: give some, --file PATH, or - for standard input")
+    return texts
+
+
+def opened(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """The model, its parameters, and its tokenizer."""
+    if not Path(args.model).exists():
+        raise FileNotFoundError(f"there is no folder {args.model}")
+    own = tokenizer(args.model)  # first, since it is missing more often than the model
+    if (args.backend, args.dtype) == ("jax", "float64"):
+        backends.get("jax")  # says what is missing
+        from xformer.backends.jax import enable_float64
+
+        enable_float64()
+    return (*pretrained.load(args.model, args.backend, args.dtype), own)
+
+
+@contextmanager
+def watched(n_texts: int) -> Iterator[dict[str, Any]]:
+    """Options `progress` for a bar, if it takes long; warnings are one line on stderr."""
+    hidden = not sys.stderr.isatty()
+    bar = tqdm(total=n_texts, unit="text", delay=PATIENCE, leave=False, disable=hidden)
+    with bar, warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = _show
+        yield {"progress": bar.update}
+
+
+def shown(text: str, width: int = 60) -> str:
+    """A text on one line of at most `width` characters, none of which acts on a terminal."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _lines(data: bytes, where: str) -> list[str]:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: must be UTF-8, {error}") from error
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _show(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"xformer: warning: {message}", file=sys.stderr)

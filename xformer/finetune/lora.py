@@ -1,0 +1,123 @@
+"""Low-rank adapters (arXiv:2106.09685): y = x w + scale * (x a) b, of which only a and b learn.
+
+    params = lora.attach(params, rank=8, alpha=16)
+    trained = tree.trained(params)                 # the adapters; all else is frozen
+    ...
+    params = lora.merge(params)                    # w + scale * a b: a model like any other
+
+`peft.save` and `peft.load` exchange adapters with the package of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from array_api_compat import array_namespace, device, to_device
+
+from xformer import backends, tree
+from xformer.backends import Generator
+from xformer.checks import number, require_sizes
+from xformer.layers import LinearParams, LoRAParams
+from xformer.tree import Constant, value
+from xformer.typing import Array
+
+TARGETS = ("*.attn.q", "*.attn.kv.v")  # those of the paper
+
+
+def attach(
+    params: Any, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
+) -> Any:
+    """`params`, all frozen, with an adapter at each linear map whose name matches a target.
+
+    a (I, R) is uniform in [-I^-1/2, I^-1/2), as PEFT draws it, b (R, O) is 0, so that nothing
+    changes at first; scale = alpha / rank. targets: patterns as in `fnmatch` of dotted names such
+    as "stack.blocks.0.attn.kv.v" (`linear_maps` lists them). ValueError for a target that matches
+    no linear map, or one that has an adapter.
+    """
+    require_sizes("attach", 1, rank=rank)
+    scale = number("attach", "alpha", alpha, low=0) / rank
+    if isinstance(targets, str):
+        raise TypeError(f"attach: targets must be a list of patterns, got {targets!r}")
+    if not targets:
+        raise ValueError("attach: targets must hold at least one pattern")
+    chosen = _chosen(params, targets)
+    rng: list[Generator] = []
+
+    def adapted(name: str, node: Any) -> Any:
+        if name not in chosen:
+            return tree.freeze(node)
+        if isinstance(node, LoRAParams):
+            raise ValueError(f"attach: {name} has an adapter already; merge it first")
+        if not rng:
+            rng.append(_generator(value(node.w), seed))
+        return with_adapter(node, *_drawn(rng[0], value(node.w), rank), scale)
+
+    kinds = (LinearParams, LoRAParams)
+    return tree.map_nodes(adapted, tree.freeze(params), kinds)
+
+
+def with_adapter(node: LinearParams, a: Array, b: Array, scale: float) -> LoRAParams:
+    """A linear map, frozen, and an adapter a (I, R), b (R, O)."""
+    return LoRAParams(tree.freeze(node), a, b, Constant(scale))
+
+
+def merge(params: Any) -> Any:
+    """w + scale * a b in the place of each linear map with an adapter; nothing is frozen."""
+
+    def merged(_: str, node: LoRAParams) -> LinearParams:
+        base, a, b, scale = tree.thaw(node)
+        return base._replace(w=base.w + scale.value * (a @ b))
+
+    return tree.thaw(tree.map_nodes(merged, params, LoRAParams))
+
+
+def adapters(params: Any) -> dict[str, LoRAParams]:
+    """The linear maps that have an adapter, by name."""
+    return _nodes(params, LoRAParams)
+
+
+def linear_maps(params: Any) -> tuple[str, ...]:
+    """Names of the linear maps, those with an adapter too: what targets may match."""
+    return tuple(_nodes(params, (LinearParams, LoRAParams)))
+
+
+def _nodes(params: Any, kind: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    tree.map_nodes(found.setdefault, params, kind)
+    return found
+
+
+def _chosen(params: Any, targets: Sequence[str]) -> set[str]:
+    """Names of the linear maps that a target matches."""
+    names = linear_maps(params)
+    chosen: set[str] = set()
+    for target in targets:
+        found = [name for name in names if fnmatchcase(name, target)]
+        chosen.update(found)
+        if not found:
+            raise ValueError(f"attach: {target!r} matches no linear map; {_instead(params, target)}")
+    return chosen
+
+
+def _instead(params: Any, target: str) -> str:
+    """What a target matches that is no linear map, or else what there is."""
+    others = [name for name in tree.flatten(params) if fnmatchcase(name, target)]
+    if others:
+        return f"{others[0]} is an array of another kind, such as experts or tables, without one"
+    kinds = dict.fromkeys(name.rpartition(".blocks.")[2].partition(".")[2] or name
+                          for name in linear_maps(params))
+    return f"there are {', '.join('*.' + kind for kind in kinds)}"
+
+
+def _generator(like: Array, seed: int) -> Generator:
+    dtype = "float64" if like.dtype == array_namespace(like).float64 else "float32"
+    return backends.of(like).generator(seed, dtype)
+
+
+def _drawn(rng: Generator, w: Array, rank: int) -> tuple[Array, Array]:
+    n_in, n_out = w.shape
+    bound = n_in**-0.5
+    a, b = rng.uniform((n_in, rank), low=-bound, high=bound), rng.full((rank, n_out), 0.0)
+    return to_device(a, device(w)), to_device(b, device(w))

@@ -1,0 +1,157 @@
+"""Adapters in the format of the package PEFT: `adapter_config.json`, `adapter_model.safetensors`.
+
+The file has for each adapted module of transformers' model two tensors,
+`base_model.model.<module>.lora_A.weight` (R, I) and `...lora_B.weight` (O, R): our a and b on their
+sides, whatever the layout of the module's own weight (GPT-2's is fan_in_fan_out).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, device, to_device
+
+from xformer import backends, tree
+from xformer.finetune.lora import adapters, with_adapter
+from xformer.finetune.modules import Adapter, joined, maps, modules, split
+from xformer.finetune.peft_config import CONFIG, Scales, written
+from xformer.layers import LinearParams, LoRAParams
+from xformer.models import EncoderDecoder, LMHead
+from xformer.pretrained import PretrainedError
+from xformer.pretrained.files import write
+from xformer.pretrained.mapped import Tensor, open_file
+from xformer.pretrained.names import Link
+from xformer.pretrained.reading import listed, read_json
+from xformer.tree import value
+from xformer.typing import Array
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+def save(
+    model: Any, params: Any, folder: str | os.PathLike[str], *, base: str | None = None
+) -> None:
+    """Write the adapters of `params` as `peft.PeftModel.from_pretrained(base, folder)` reads them.
+
+    base: the model's name or folder, for the configuration. An interrupted write leaves the old
+    files. ValueError where there is no adapter, where more than adapters is trained, and for linear
+    maps that are no modules of transformers' model.
+    """
+    _require_only_adapters(params)
+    known, nodes = modules(model, params), adapters(params)
+    if unknown := nodes.keys() - {name for link in known.values() for name in maps(link)}:
+        raise ValueError(f"save: no modules of a model of transformers: {listed(unknown)}")
+    leaves = tree.flatten(params)
+    found: dict[str, Adapter] = {}
+    for module, link in known.items():
+        parts = [_host(nodes[name]) if name in nodes else None for name in maps(link)]
+        if any(parts):
+            widths = [_weight(leaves, name).shape[1] for name in maps(link)]
+            found[module] = joined(link, parts, widths)
+    tensors: dict[str, np.ndarray] = {}
+    for module, adapter in found.items():
+        tensors[PREFIX + module + DOWN] = adapter.a.T
+        tensors[PREFIX + module + UP] = adapter.b.T
+    config = written(found) | {
+        "base_model_name_or_path": base,
+        "fan_in_fan_out": any(not known[module].flip for module in found),
+        "task_type": _task_type(model),
+    }
+    write(folder, tensors, config, (WEIGHTS, CONFIG))
+
+
+def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
+    """`params`, all frozen, with the adapters that PEFT, or `save`, wrote to a folder.
+
+    They have the type and place of the parameters. FileNotFoundError where there is none,
+    ValueError where params have adapters already; PretrainedError where a file is damaged, does
+    not fit the model, or asks for what is not supported: DoRA, trained biases, modules_to_save, ...
+    """
+    if adapters(params):
+        raise ValueError("load: params have adapters already; merge them first (lora.merge)")
+    root = Path(folder)
+    if not os.path.lexists(root / CONFIG):
+        raise FileNotFoundError(f"{root} is no adapter: it has no {CONFIG}")
+    scales = Scales(read_json(root / CONFIG), str(root / CONFIG))
+    pairs, known = _pairs(root), modules(model, params)
+    if unknown := pairs.keys() - known.keys():
+        raise PretrainedError(f"{root}: the model has no linear maps {listed(unknown)}")
+    leaves, found = tree.flatten(params), dict[str, Adapter]()
+    for module, pair in pairs.items():
+        link = known[module]
+        adapter = _read(pair, [_weight(leaves, name) for name in maps(link)])
+        found |= split(link, adapter._replace(scale=scales.of(module, adapter.a.shape[1])))
+
+    def adapted(name: str, node: LinearParams) -> Any:
+        if name not in found:
+            return node
+        a, b, scale = found[name]
+        return with_adapter(node, _like(a, value(node.w)), _like(b, value(node.w)), scale)
+
+    return tree.map_nodes(adapted, tree.freeze(params), LinearParams)
+
+
+def _require_only_adapters(params: Any) -> None:
+    own = {f"{name}.{part}" for name in adapters(params) for part in ("a", "b")}
+    if not own:
+        raise ValueError("save: there are no adapters (lora.attach)")
+    if others := tree.flatten(tree.trained(params)).keys() - own:
+        raise ValueError(
+            f"save: trained beside the adapters: {listed(others)}; freeze them, or write the whole "
+            "model: pretrained.save(model, lora.merge(params), folder)"
+        )
+
+
+def _weight(leaves: Mapping[str, Any], name: str) -> Array:
+    """The weights of a linear map, with an adapter or without."""
+    return value(leaves[f"{name}.w"] if f"{name}.w" in leaves else leaves[f"{name}.base.w"])
+
+
+def _host(node: LoRAParams) -> Adapter:
+    a, b = (backends.of(value(x)).to_numpy(value(x)) for x in (node.a, node.b))
+    return Adapter(a, b, node.scale.value)
+
+
+def _like(host: np.ndarray, w: Array) -> Array:
+    """An array of the library and on the device of w."""
+    return to_device(backends.of(w).asarray(np.ascontiguousarray(host)), device(w))
+
+
+def _task_type(model: Any) -> str | None:
+    """What PEFT is to wrap the model as; None: as any model."""
+    if isinstance(model, EncoderDecoder):
+        return None if model.head is None else "SEQ_2_SEQ_LM"
+    return "CAUSAL_LM" if isinstance(model.head, LMHead) else None
+
+
+def _pairs(root: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """The two tensors of each module."""
+    if not os.path.lexists(root / WEIGHTS):
+        raise FileNotFoundError(f"{root} is no adapter: it has no {WEIGHTS}")
+    tensors = open_file(root / WEIGHTS)
+    ends = (DOWN, UP)
+    names = {n.removeprefix(PREFIX).removesuffix(end) for n in tensors for end in ends}
+    names = {name for name in names if all(PREFIX + name + end in tensors for end in ends)}
+    if extra := tensors.keys() - {PREFIX + name + end for name in names for end in ends}:
+        raise PretrainedError(f"{root / WEIGHTS}: not supported: {listed(extra)}")
+    return {name: (tensors[PREFIX + name + DOWN], tensors[PREFIX + name + UP]) for name in names}
+
+
+def _read(pair: tuple[Tensor, Tensor], weights: list[Array]) -> Adapter:
+    """The adapter in two tensors of a module that has these weights, side by side; scale 1."""
+    down, up = pair
+    n_in, n_out = weights[0].shape[0], sum(w.shape[1] for w in weights)
+    rank = down.shape[0] if down.shape else 0
+    for tensor, shape in ((down, (rank, n_in)), (up, (n_out, rank))):
+        if tensor.shape != shape or not rank:
+            raise PretrainedError(
+                f"{tensor.path}: {tensor.name} must be {shape}, got shape {tensor.shape}"
+            )
+    is_double = weights[0].dtype == array_namespace(weights[0]).float64
+    dtype = "float64" if is_double else "float32"
+    return Adapter(down.read(dtype).T, up.read(dtype).T, 1.0)

@@ -1,0 +1,107 @@
+"""`adapter_config.json`: the ranks and scales of adapters.
+
+scale = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora (arXiv:2312.03732). `rank_pattern`
+and `alpha_pattern` have those of single modules, by their names or by regular expressions for the
+ends of names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from xformer.finetune.modules import Adapter
+from xformer.pretrained import PretrainedError
+from xformer.pretrained.config import Config
+
+CONFIG = "adapter_config.json"
+MAX_RANK, MAX_PATTERNS = 1 << 16, 10_000
+# Of regular expressions those without repetition: others may take for ever.
+PATTERN = re.compile(r"[\w.^$\\-]{1,500}")
+
+# How an adapter was made, and which modules were meant, which the tensors tell too.
+HARMLESS = (
+    *("task_type", "base_model_name_or_path", "revision", "peft_version", "auto_mapping"),
+    *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern"),
+    *("layers_to_transform", "runtime_config", "megatron_core", "qalora_group_size", "eva_config"),
+    *("fan_in_fan_out", "ensure_weight_tying"),
+)
+
+
+def written(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
+    """The configuration of these modules' adapters: the usual rank and alpha, and the others."""
+    ranks = {name: adapter.a.shape[1] for name, adapter in adapters.items()}
+    alphas = {name: adapter.scale * ranks[name] for name, adapter in adapters.items()}
+    rank, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
+        "alpha_pattern": {name: a for name, a in alphas.items() if a != alpha},
+        "target_modules": sorted(adapters),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+class Scales:
+    """The scales that a configuration gives. PretrainedError for what is not supported."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        c = Config(data, where)
+        c.only("peft_type", "LORA")
+        c.only("bias", "none")
+        # Other ways to begin change the base model too, which the adapter's file does not hold.
+        c.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal")
+        c.only("loftq_config", {})
+        c.only("modules_to_save", [])
+        for key in ("use_dora", "use_qalora", "lora_bias"):
+            c.only(key, False)
+        c.ignore(*HARMLESS)
+        self._where = where
+        self._rank = c.integer("r", low=1, high=MAX_RANK)
+        self._alpha = c.number("lora_alpha", low=0)
+        self._root = c.flag("use_rslora", default=False)
+        self._ranks, self._alphas = (_patterns(c, f"{kind}_pattern") for kind in ("rank", "alpha"))
+        c.finish()
+
+    def of(self, module: str, rank: int) -> float:
+        """The scale of a module's adapter, which has that rank by its tensors."""
+        wanted = _matching(self._ranks, module, self._rank)
+        if rank != wanted:
+            raise PretrainedError(
+                f"{self._where}: {module!r:.200} must have rank {wanted:g}, its tensors have {rank}"
+            )
+        alpha = _matching(self._alphas, module, self._alpha)
+        return alpha / (math.sqrt(rank) if self._root else rank)
+
+
+def _patterns(c: Config, name: str) -> list[tuple[re.Pattern[str], float]]:
+    """Regular expressions for names of modules, and the number of each."""
+    part = c.sub(name)
+    keys = [] if part is None else list(part.data)
+    if len(keys) > MAX_PATTERNS:
+        raise PretrainedError(f"{c.where}: {name} must have at most {MAX_PATTERNS} keys")
+    found = []
+    for key in keys:
+        try:
+            if not PATTERN.fullmatch(key):
+                raise ValueError("it must be a name, or an expression without repetition")
+            found.append((re.compile(rf"(.*\.)?({key})$"), part.number(key, low=0)))
+        except (ValueError, re.error) as error:
+            if isinstance(error, PretrainedError):
+                raise
+            raise PretrainedError(f"{c.where}: {name}: {key!r:.100}: {error}") from None
+    return found
+
+
+def _matching(patterns: list[tuple[re.Pattern[str], float]], module: str, usual: float) -> float:
+    """The number of the first expression that matches a name; the usual one without any."""
+    return next((number for pattern, number in patterns if pattern.match(module)), usual)

@@ -1,0 +1,146 @@
+"""Beam search: the likeliest of many continuations, several of which are followed at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xformer import ops
+from xformer.checks import number, require_sizes
+from xformer.generation.prefix import (
+    Prefix,
+    beside,
+    extended,
+    fitting,
+    network_of,
+    prefill,
+    stop_ids,
+)
+from xformer.generation.samplers import Ids
+
+NEVER = -1e9  # the score of what must not be chosen, in transformers too
+
+
+class Beam(NamedTuple):
+    """A continuation and its score: the sum of its log probabilities / length ** length_penalty."""
+
+    ids: list[int]
+    score: float
+
+
+def beam_search(
+    model: Any,
+    params: Any,
+    prompts: Ids | Prefix,
+    *,
+    n_beams: int,
+    max_new: int,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    stop: Collection[int] = (),
+) -> list[list[Beam]]:
+    """Of each prompt the n_beams best continuations that were found, the best one first.
+
+    prompts, max_new, stop: as in `stream`. At each step the n_beams likeliest texts that have not
+    ended go on. length_penalty: above 0 longer ones score higher. A prompt is done with n_beams
+    texts that have ended, early_stopping: at once (True); when the best that goes on scores lower
+    than all of them (False); when it would even at its greatest length ("never"). The same tokens
+    as transformers' generate(num_beams=n_beams, do_sample=False). ValueError as `stream`.
+    """
+    network = network_of("beam_search", model)
+    require_sizes("beam_search", 1, n_beams=n_beams, max_new=max_new)
+    penalty = number("beam_search", "length_penalty", length_penalty)
+    if early_stopping not in (True, False, "never"):
+        raise ValueError(
+            f'beam_search: early_stopping must be True, False or "never", got {early_stopping!r}'
+        )
+    stops = stop_ids("beam_search", stop)
+    start = fitting("beam_search", network, prompts, max_new)
+    text = start if isinstance(start, Prefix) else prefill(network, params, start)
+    rule = Rule(n_beams, max_new, penalty, early_stopping, stops)
+    searches = [Search(rule) for _ in text.ids]
+    text = text.rows([i for i in range(len(searches)) for _ in range(n_beams)])
+    for n in range(max_new):
+        if n:
+            rows = [i * n_beams + row for i, s in enumerate(searches) for row in s.rows]
+            text = extended(network, params, text.rows(rows), [i for s in searches for i in s.new])
+        log_probs = beside(text.logits).to_numpy(ops.log_softmax(text.logits)[0])
+        for search, scores in zip(searches, np.split(log_probs, len(searches)), strict=True):
+            search.step(scores.astype(np.float64))
+        if all(search.done for search in searches):
+            break
+    return [search.ended for search in searches]
+
+
+class Rule(NamedTuple):
+    """What all searches of a batch go by."""
+
+    n_beams: int
+    max_new: int
+    length_penalty: float
+    early_stopping: bool | str
+    stops: frozenset[int]
+
+
+class Search:
+    """The beams of one prompt: those that go on, `open`, and the best that have `ended`.
+
+    Each of open comes from the row in `rows` of the step before, by the token in `new`.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        # All are the same text at first, of which only one may go on.
+        self.open = [Beam([], 0.0)] + [Beam([], NEVER)] * (rule.n_beams - 1)
+        self.ended: list[Beam] = []
+        self.rows: list[int] = []
+        self.new: list[int] = []
+        self.done = False
+
+    def step(self, log_probs: np.ndarray) -> None:
+        """One token more: log_probs (n_beams, V), of the token after each of open."""
+        rule = self.rule
+        scores = log_probs + np.asarray([[beam.score] for beam in self.open])
+        # As many as it takes to have n_beams that go on, whatever ends.
+        n_best = max(2, 1 + len(rule.stops)) * rule.n_beams
+        best = [divmod(int(i), scores.shape[1]) for i in _largest(scores.ravel(), n_best)]
+        length = len(self.open[0].ids) + 1
+        ends = [length == rule.max_new or i in rule.stops for _, i in best]
+        grown = [Beam([*self.open[row].ids, i], float(scores[row, i])) for row, i in best]
+        if not self.done:
+            late = [b for b, end in zip(grown[: rule.n_beams], ends, strict=False) if end]
+            self._keep(late, length)
+        going = [j for j, end in enumerate(ends) if not end][: rule.n_beams]
+        self.open = [grown[j] for j in going]
+        self.rows, self.new = [best[j][0] for j in going], [best[j][1] for j in going]
+        self.done = self.done or not self.open or self._is_done(length)
+
+    def _keep(self, ended: Sequence[Beam], length: int) -> None:
+        """The best of those that have ended before and now."""
+        scored = [Beam(b.ids, b.score / length**self.rule.length_penalty) for b in ended]
+        order = sorted(self.ended + scored, key=lambda beam: -beam.score)
+        self.ended = order[: self.rule.n_beams]
+
+    def _is_done(self, length: int) -> bool:
+        rule = self.rule
+        if len(self.ended) < rule.n_beams:
+            return False
+        if rule.early_stopping is True:
+            return True
+        if rule.early_stopping == "never" and rule.length_penalty > 0:
+            length = rule.max_new
+        return self.open[0].score / length**rule.length_penalty <= self.ended[-1].score
+
+
+def _largest(values: np.ndarray, n: int) -> np.ndarray:
+    """Where the n largest are, the largest first; of equal ones the first first."""
+    if n < len(values):
+        least = np.partition(values, -n)[-n]
+        places = np.flatnonzero(values >= least)
+    else:
+        places = np.arange(len(values))
+    order = np.argsort(-values[places], kind="stable")
+    found: np.ndarray = places[order[:n]]
+    return found

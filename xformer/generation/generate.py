@@ -1,0 +1,149 @@
+"""One token after another: the likeliest, or one drawn from what a sampler leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from xformer.checks import require_sizes
+from xformer.generation import samplers
+from xformer.generation.prefix import (
+    Prefix,
+    beside,
+    checked,
+    extended,
+    fitting,
+    network_of,
+    prefill,
+    stop_ids,
+)
+from xformer.generation.samplers import Filter, Ids, draw
+from xformer.models import EncoderDecoder, LanguageModel
+from xformer.typing import Array
+
+
+def generate(
+    model: Any,
+    params: Any,
+    prompts: Ids | Prefix,
+    *,
+    max_new: int,
+    sampler: Filter | None = None,
+    stop: Collection[int] = (),
+    seed: int = 0,
+    slide: bool = False,
+) -> list[list[int]]:
+    """The ids that continue each prompt, with the one in `stop` that ended it; as `stream`."""
+    options: Any = {"sampler": sampler, "stop": stop, "seed": seed, "slide": slide}
+    steps = list(stream(model, params, prompts, max_new=max_new, **options))
+    n_texts = len(prompts.ids if isinstance(prompts, Prefix) else prompts)
+    return [[new for step in steps if (new := step[i]) is not None] for i in range(n_texts)]
+
+
+def stream(
+    model: Any,
+    params: Any,
+    prompts: Ids | Prefix,
+    *,
+    max_new: int,
+    sampler: Filter | None = None,
+    stop: Collection[int] = (),
+    seed: int = 0,
+    slide: bool = False,
+) -> Iterator[list[int | None]]:
+    """Steps of generation: the next id of each prompt, None for one that has ended.
+
+    prompts: a list of ids each, of any lengths; of an encoder-decoder the sources; or what
+    `prefill` has read. A text ends after max_new ids, or with an id in stop, which comes too.
+    sampler: the next id is drawn from softmax(sampler(logits, ids)) (`generation.samplers`); None
+    takes the likeliest. A seed gives text i the same ids on every backend, whatever else is in the
+    batch. slide: a text that fills the model's context goes on after its last tokens alone, which
+    are read anew for each further one. ValueError where prompt and max_new do not fit the context
+    and slide is not given, and for bad prompts (`prefill`).
+    """
+    network = network_of("generate", model)
+    require_sizes("generate", 0, max_new=max_new, seed=seed)
+    stops = stop_ids("generate", stop)
+    if slide and isinstance(network, EncoderDecoder):
+        raise ValueError("generate: slide goes with a LanguageModel, got an EncoderDecoder")
+    if slide:
+        prompts = prompts if isinstance(prompts, Prefix) else checked(prompts)
+    else:
+        prompts = fitting("generate", network, prompts, max_new)
+    n_texts = len(prompts.ids if isinstance(prompts, Prefix) else prompts)
+    rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
+    return _stream(network, params, prompts, max_new, sampler, stops, rngs)
+
+
+def _stream(
+    network: Any,
+    params: Any,
+    prompts: Ids | Prefix,
+    max_new: int,
+    sampler: Filter | None,
+    stops: frozenset[int],
+    rngs: Sequence[np.random.Generator],
+) -> Iterator[list[int | None]]:
+    text = prompts if isinstance(prompts, Prefix) else _read(network, params, prompts)
+    new: list[int] = []
+    running = [True] * len(rngs)
+    for n in range(max_new):
+        if n:
+            text = _grown(network, params, text, new)
+        new = _choose(text.logits, text.ids, sampler, rngs)
+        yield [i if runs else None for i, runs in zip(new, running, strict=True)]
+        running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
+        if not any(running):
+            return
+
+
+def _grown(network: Any, params: Any, text: Prefix, new: Sequence[int]) -> Prefix:
+    if network.context is None or text.state.length < network.context:
+        return extended(network, params, text, new)
+    return _read(network, params, [(*ids, i) for ids, i in zip(text.ids, new, strict=True)])
+
+
+def _read(network: Any, params: Any, prompts: Ids) -> Prefix:
+    """The prompts, or their ends where they do not fit the context."""
+    if network.context is not None and isinstance(network, LanguageModel):
+        prompts = [prompt[-network.context :] for prompt in prompts]
+    return prefill(network, params, prompts)
+
+
+def _choose(
+    logits: Array, ids: Ids, sampler: Filter | None, rngs: Sequence[np.random.Generator]
+) -> list[int]:
+    """The next token of each text."""
+    place = beside(logits)
+    if sampler is None:
+        likeliest: list[int] = place.to_numpy(place.xp.argmax(logits, axis=-1)).tolist()
+        return likeliest
+    return draw(place.to_numpy(sampler(logits, ids)), [rng.random() for rng in rngs])
+
+
+def sample(
+    model: Any,
+    params: Any,
+    prompt: Sequence[int],
+    *,
+    max_new: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    backend: Any = None,
+) -> Iterator[int]:
+    """Yield `max_new` token ids that continue the prompt.
+
+    Each is drawn from softmax(logits / temperature), of the `top_k` most likely ids only where
+    given; temperature 0 takes the most likely one. The model sees as many of the last tokens as fit
+    its context. backend: not needed any more. ValueError for an empty prompt and bad numbers.
+    """
+    filters = [samplers.temperature(temperature)]
+    if top_k is not None:
+        filters.append(samplers.top_k(top_k))
+    sampler = samplers.compose(*filters)
+    options: Any = {"sampler": sampler, "seed": seed, "slide": True}
+    steps = stream(model, params, [list(prompt)], max_new=max_new, **options)
+    return (new for (new,) in steps if new is not None)

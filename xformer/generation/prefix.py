@@ -1,0 +1,189 @@
+"""Texts that a model has read, ready to be continued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from array_api_compat import device
+
+from xformer import backends, tree
+from xformer.backends import Backend
+from xformer.checks import require_id, require_sizes
+from xformer.generation.samplers import Ids
+from xformer.models import EncoderDecoder, LanguageModel, LMHead
+from xformer.typing import Array
+
+
+class Prefix(NamedTuple):
+    """What `prefill` has read. A value: it may be continued many times, and stays what it was."""
+
+    ids: tuple[tuple[int, ...], ...]  # of each text, without padding; of a target, not its source
+    logits: Array  # (B, V), of the token after each
+    state: Any  # of the model
+
+    def rows(self, rows: Sequence[int]) -> Prefix:
+        """These texts, in this order; one may come several times."""
+        place = beside(self.logits)
+        taken = place.asarray(np.asarray(rows, dtype=np.int64))
+        ids = tuple(self.ids[i] for i in rows)
+        return Prefix(ids, place.xp.take(self.logits, taken, axis=0), self.state.rows(taken))
+
+
+def prefill(
+    model: Any,
+    params: Any,
+    prompts: Ids,
+    *,
+    after: Prefix | None = None,
+    start_id: int | None = None,
+    chunk: int | None = None,
+) -> Prefix:
+    """Read prompts of any lengths, a list of ids each; shorter ones are padded on the left.
+
+    Of an encoder-decoder they are the sources, and the target of each begins with start_id: that
+    of the model's configuration unless given. after: what the prompts continue, all of it or its
+    only text. chunk: read that many tokens at a time, which takes less memory and no other result.
+    ValueError for a prompt without tokens, ids that the model has not, and more tokens than its
+    context holds.
+    """
+    network = network_of("prefill", model)
+    rows = checked(prompts)
+    if chunk is not None:
+        require_sizes("prefill", 1, chunk=chunk)
+    place = beside(tree.value(next(iter(tree.flatten(params).values()))))
+    if after is not None:
+        after = _aligned(after, rows, network)
+    elif isinstance(network, EncoderDecoder):
+        sources, kept = _padded(rows, place, left=False)
+        state = network.start(params, sources, src_mask=kept)
+        rows = ((_start_id(network, start_id),),) * len(rows)
+        after = Prefix(((),) * len(rows), None, state)
+    else:
+        after = Prefix(((),) * len(rows), None, network.start())
+    tokens, mask = _padded(rows, place)
+    state, length = after.state, tokens.shape[1]
+    _require_room("prefill", network, state.length + length)
+    for start in range(0, length, chunk or length):
+        part = slice(start, start + (chunk or length))
+        own = {} if mask is None else {"mask": mask[:, part]}
+        logits, state = network.extend(params, tokens[:, part], state, **own)
+    ids = tuple(old + new for old, new in zip(after.ids, rows, strict=True))
+    return Prefix(ids, logits, state)
+
+
+def extended(model: Any, params: Any, prefix: Prefix, new: Sequence[int]) -> Prefix:
+    """`prefix` and one token more of each text."""
+    tokens = beside(prefix.logits).asarray(np.asarray(new, dtype=np.int64)[:, None])
+    logits, state = network_of("extended", model).extend(params, tokens, prefix.state)
+    ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
+    return Prefix(ids, logits, state)
+
+
+def network_of(op: str, model: Any) -> Any:
+    """The LanguageModel or EncoderDecoder of a model. TypeError where it writes no texts."""
+    network = getattr(model, "network", model)
+    writes = isinstance(network, EncoderDecoder) and network.head is not None
+    if isinstance(network, LanguageModel):
+        writes = network.causal and isinstance(network.head, LMHead)
+    if not writes:
+        raise TypeError(
+            f"{op}: model must be a causal LanguageModel or an EncoderDecoder, with a head over "
+            f"its vocabulary, got {model!r:.60}"
+        )
+    return network
+
+
+def beside(array: Array) -> Backend:
+    """The backend and the device of an array."""
+    return replace(backends.of(array), device=device(array))
+
+
+def fitting(op: str, network: Any, prompts: Ids | Prefix, max_new: int) -> Ids | Prefix:
+    """The prompts, checked. ValueError where they and max_new tokens do not fit the context."""
+    if isinstance(prompts, Prefix):
+        length = prompts.state.length
+    else:
+        prompts = checked(prompts)
+        length = 1 if isinstance(network, EncoderDecoder) else max(map(len, prompts))
+    # Nothing is asked of the last new token any more, so that it needs no place.
+    _require_room(op, network, length, max(max_new - 1, 0))
+    return prompts
+
+
+def _require_room(op: str, network: Any, length: int, more: int = 0) -> None:
+    if network.context is not None and length + more > network.context:
+        wanted = f"{length} of the prompt and {more} more" if more else f"{length}"
+        raise ValueError(
+            f"{op}: the model's context holds {network.context} tokens, and there are {wanted}"
+        )
+
+
+def stop_ids(op: str, stop: Any) -> frozenset[int]:
+    """The ids that end a text. TypeError where they are no ids."""
+    if isinstance(stop, str | bytes | int) or not all(isinstance(i, int | np.integer) for i in stop):
+        raise TypeError(f"{op}: stop must hold ids, got {stop!r:.60}")
+    return frozenset(int(i) for i in stop)
+
+
+def checked(prompts: Any) -> Ids:
+    """The prompts as tuples of int. TypeError, ValueError as `prefill`."""
+    rows = []
+    if isinstance(prompts, str | bytes) or len(prompts) == 0:
+        raise ValueError(f"prefill: prompts must hold a list of ids each, got {prompts!r:.60}")
+    for i, prompt in enumerate(prompts):
+        row = np.asarray(prompt)
+        if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
+            raise TypeError(f"prefill: prompt {i} must be a list of ids, got {prompt!r:.60}")
+        if row.size == 0:
+            raise ValueError(
+                f"prefill: prompt {i} must hold at least one token, got none: a text begins with "
+                "the tokenizer's bos_id where it has one"
+            )
+        rows.append(tuple(row.tolist()))
+    return tuple(rows)
+
+
+def _padded(rows: Ids, place: Backend, *, left: bool = True) -> tuple[Array, Array | None]:
+    """Ids (B, T), and a mask (B, T), True for tokens; None where all are."""
+    longest = max(map(len, rows))
+    ids = np.zeros((len(rows), longest), np.int64)
+    mask = np.zeros(ids.shape, np.bool_)
+    for i, row in enumerate(rows):
+        part = slice(longest - len(row), None) if left else slice(len(row))
+        ids[i, part], mask[i, part] = row, True
+    return place.asarray(ids), None if mask.all() else place.asarray(mask)
+
+
+def _aligned(after: Prefix, rows: Ids, network: Any) -> Prefix:
+    """`after` with a text for each of the rows that are to continue it."""
+    n_texts, n_rows = len(after.ids), len(rows)
+    if n_texts not in (1, n_rows):
+        raise ValueError(f"prefill: {n_rows} prompts cannot continue the {n_texts} texts of after")
+    if len({len(row) for row in rows}) > 1 and not _bridges(network):
+        raise ValueError(
+            "prefill: after a prefix this model, which goes by distances between tokens, reads "
+            "prompts of one length at a time"
+        )
+    return after if n_texts == n_rows else after.rows((0,) * n_rows)
+
+
+def _bridges(network: Any) -> bool:
+    """Whether padding inside a text leaves no trace: no layer goes by distances in the batch."""
+    if isinstance(network, EncoderDecoder):
+        return False  # its targets are not padded
+    near = any(config.window is not None for config in network.blocks)
+    return not near and not network.alibi and network.relative is None
+
+
+def _start_id(network: EncoderDecoder, start_id: int | None) -> int:
+    source = network.source or {}
+    for name in ("decoder_start_token_id", "pad_token_id"):  # T5's targets begin with padding
+        start_id = source.get(name) if start_id is None else start_id
+    if start_id is None:
+        raise ValueError("prefill: start_id, the token that targets begin with, must be given")
+    size = network.target_embed.vocab_size  # type: ignore[union-attr]
+    require_id("prefill", size, start_id=start_id)
+    return start_id

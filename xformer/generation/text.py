@@ -1,0 +1,129 @@
+"""Token ids to text as they come, up to a string that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from xformer.generation.generate import stream
+from xformer.generation.prefix import network_of
+from xformer.models import EncoderDecoder
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no letter, or not yet
+
+
+class Codec(Protocol):
+    """What is asked of a tokenizer; `pretrained.tokenizer` has such ones."""
+
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+
+class Bytes:
+    """UTF-8 bytes as ids: the vocabulary of models that `xformer train` makes."""
+
+    bos_id = eos_id = None
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of bytes, U+FFFD in the place of those that are none."""
+        return bytes(ids).decode(errors="replace")
+
+
+def stream_text(
+    model: Any,
+    params: Any,
+    tokenizer: Codec,
+    prompt: str,
+    *,
+    stop: Collection[str | int] = (),
+    **options: Any,
+) -> Iterator[str]:
+    """Pieces of the text that continues a prompt, or of the target of a source, as they come.
+
+    stop: strings and ids that end the text and are no part of it, beside the tokenizer's eos_id. No
+    piece runs ahead into a stop string, however the tokens cut it. options: those of `stream`. An
+    empty prompt is the tokenizer's bos_id; ValueError where it has none, and as `stream`.
+    """
+    network = network_of("stream_text", model)
+    ids = prompt_ids(tokenizer, prompt)
+    ends = {i for i in (*stop, tokenizer.eos_id) if i is not None and not isinstance(i, str)}
+    steps = stream(model, params, [ids], stop=ends, **options)
+    new = (i for (i,) in steps if i is not None and i not in ends)
+    before = () if isinstance(network, EncoderDecoder) else ids
+    return until(decoded(tokenizer, new, before), [s for s in stop if isinstance(s, str)])
+
+
+def prompt_ids(tokenizer: Codec, prompt: str) -> list[int]:
+    """The ids of a prompt, of which there is at least one: see `stream_text`."""
+    ids = tokenizer.encode(prompt)
+    if ids:
+        return ids
+    if tokenizer.bos_id is None:
+        raise ValueError(
+            "the prompt must hold at least one token: the tokenizer has none that begins a text"
+        )
+    return [tokenizer.bos_id]
+
+
+def decoded(tokenizer: Codec, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+    """The text of ids that come after `before`, in pieces of whole letters.
+
+    The text of a token depends on those around it: a letter may take several, and some decoders
+    drop a space at the beginning. Decoded are therefore the last piece's ids and those after them,
+    and what that adds to the text of the last piece is the next.
+    """
+    last, new = list(before), list[int]()
+    for i in ids:
+        new.append(i)
+        known, text = tokenizer.decode(last), tokenizer.decode(last + new)
+        if len(text) > len(known) and not text.endswith(BROKEN):
+            yield text[len(known) :]
+            last, new = new, []
+    rest = tokenizer.decode(last + new)[len(tokenizer.decode(last)) :]
+    if rest:
+        yield rest
+
+
+def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
+    """The text of pieces before the first stop string in it, however they cut it.
+
+    First is the one that is complete first, of those the longest. What may be the beginning of one
+    is held back until more is known. ValueError for an empty stop string.
+    """
+    if "" in stop:
+        raise ValueError("stop: a string that ends the text must not be empty")
+    return _until(pieces, stop)
+
+
+def _until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
+    held = ""
+    for piece in pieces:
+        held += piece
+        ends = [(held.find(s) + len(s), -len(s)) for s in stop if s in held]
+        if ends:
+            end, length = min(ends)
+            if end + length:
+                yield held[: end + length]
+            return
+        n = max((_begun(held, s) for s in stop), default=0)
+        if len(held) > n:
+            yield held[: len(held) - n]
+        held = held[len(held) - n :]
+    if held:
+        yield held
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many letters at the end of text begin `stop`."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)

@@ -1,0 +1,55 @@
+"""The contrastive loss of pairs, whose negatives are the batch's other pairs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import overridable
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("a (B, D)  b (B, D)")
+def info_nce(a: Array, b: Array, *, scale: float = 20.0) -> tuple[Array, InfoNCECache]:
+    """loss = mean over i of lse_i - logits_ii, logits = scale * a b^T (arXiv:1807.03748, eq. 4).
+
+    lse_i: log(sum(exp)) of row i. The cross-entropy of finding the partner b_i of each a_i among
+    all of b: multiple negatives ranking (arXiv:1705.00652). Vectors of length 1 make cosines
+    of the products; scale is one over the temperature, and need not be positive.
+
+    a, b: (B, D), B at least 1   loss: (). ValueError where they are not.
+    Derivation: docs/derivations/info_nce.md
+    """
+    scale = number("info_nce", "scale", scale)
+    require_axis("info_nce", a, 0, "a")
+    xp = array_namespace(a)
+    logits = scale * (a @ b.T)  # (B, B)
+    top = xp.max(logits, axis=-1, keepdims=True)
+    lse = xp.log(xp.sum(xp.exp(logits - top), axis=-1)) + top[:, 0]  # (B,)
+    hit = xp.sum(logits * _eye(a), axis=-1)  # (B,); of a * b it would not round as lse does
+    return xp.mean(lse - hit), InfoNCECache(a, b, lse, scale)
+
+
+class InfoNCECache(NamedTuple):
+    """What `info_nce` keeps for its backward; probabilities are recomputed from lse."""
+
+    a: Array  # (B, D)
+    b: Array  # (B, D)
+    lse: Array  # (B,)
+    scale: float
+
+    def backward(self, dloss: Array) -> tuple[Array, Array]:
+        """da = dscores b, db = dscores^T a, dscores = dloss * scale / B * (probs - identity)."""
+        require_gradient("info_nce", "dloss", dloss, self.lse, ())
+        a, b, lse, scale = self
+        probs = array_namespace(dloss).exp(scale * (a @ b.T) - lse[:, None])  # (B, B)
+        dscores = (probs - _eye(a)) * (dloss * (scale / a.shape[0]))  # of a b^T
+        return dscores @ b, dscores.T @ a
+
+
+def _eye(a: Array) -> Array:
+    return array_namespace(a).eye(a.shape[0], dtype=a.dtype, device=device(a))

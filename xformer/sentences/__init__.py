@@ -1,0 +1,12 @@
+"""Texts in, a vector or the probabilities of classes for each out.
+
+folder = "all-MiniLM-L6-v2"
+model, params = pretrained.load(folder)
+vectors = embed(model, params, tokenizer(folder), texts, **settings(folder)._asdict())
+"""
+
+from xformer.sentences.classify import classify, labels
+from xformer.sentences.embed import embed, similarity
+from xformer.sentences.settings import Settings, settings
+
+__all__ = ["Settings", "classify", "embed", "labels", "settings", "similarity"]

@@ -1,0 +1,130 @@
+"""Texts through a model in batches of similar lengths."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from array_api_compat import device
+
+from xformer import backends
+from xformer.backends import Backend
+from xformer.checks import require_sizes
+from xformer.models import LanguageModel
+from xformer.tree import value
+from xformer.typing import Array
+
+# In a batch on NumPy, about: the arrays of a larger one leave the processor's caches, and are
+# slower for each token, not faster.
+NUMPY_TOKENS = 1024
+
+Progress = Callable[[int], Any]
+
+
+def by_batch(
+    what: str,
+    model: Any,
+    params: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    rows_of: Callable[[Array, Array], Array],
+    width: int,
+    *,
+    max_len: int | None,
+    prompt: str,
+    batch_size: int,
+    progress: Progress | None,
+) -> np.ndarray:
+    """rows_of(tokens (B, T), mask (B, T)), which are (B, width), for all texts: (N, width).
+
+    The longest texts go first, each batch with texts of about one length; what comes back is in
+    the order of texts. progress is called with the number of texts after each batch. Arguments and
+    errors as in `embed`; `what` is the caller's name in messages.
+    """
+    texts = _listed(what, texts)
+    require_sizes(what, 1, batch_size=batch_size)
+    encoded = _encoded(what, tokenizer, texts, prompt, longest(what, model, max_len))
+    _require_known(what, encoded, model.embed.vocab_size)
+    table = value(params.embed.table)
+    place = replace(backends.of(table), device=device(table))
+    y = np.empty((len(texts), width), place.to_numpy(table[:0, :]).dtype)
+    for numbers in _batches([len(ids) for ids in encoded], batch_size, place):
+        tokens, mask = _padded([encoded[i] for i in numbers])
+        y[numbers] = place.to_numpy(rows_of(place.asarray(tokens), place.asarray(mask)))
+        if progress is not None:
+            progress(len(numbers))
+    return y
+
+
+def require_language_model(what: str, model: Any) -> None:
+    """ValueError unless the model reads tokens and has hidden states of them."""
+    if not isinstance(model, LanguageModel):
+        raise ValueError(f"{what}: the model must be a LanguageModel, got {type(model).__name__}")
+    if model.embed is None:
+        raise ValueError(f"{what}: the model must read tokens, got one that reads vectors")
+
+
+def _listed(what: str, texts: Any) -> list[str]:
+    if isinstance(texts, str | bytes):
+        raise TypeError(f"{what}: texts must be a list of texts, got one text")
+    return list(texts)
+
+
+def longest(what: str, model: Any, max_len: int | None) -> int:
+    """The tokens of a text that are read: max_len, but no more than the model has places for."""
+    if max_len is not None:
+        require_sizes(what, 1, max_len=max_len)
+    trained = (model.source or {}).get("max_position_embeddings")  # rotary positions have no end
+    limits = (max_len, model.context, trained)
+    return min((n for n in limits if n is not None), default=sys.maxsize)
+
+
+def _encoded(
+    what: str, tokenizer: Any, texts: Sequence[str], prompt: str, limit: int
+) -> list[np.ndarray]:
+    """The ids of each text, of which there is at least one; those of too many are cut."""
+    tokenizer.batch([], max_len=limit)  # refuses one that leaves no place for the text
+    encoded = [np.asarray(tokenizer.encode(prompt + text), np.int64) for text in texts]
+    long = [i for i, ids in enumerate(encoded) if len(ids) > limit]
+    for i in long:
+        encoded[i] = tokenizer.batch([prompt + texts[i]], max_len=limit)[0][0]
+    if long:
+        more = f" and {len(long) - 1} more of {len(texts)}" if len(long) > 1 else ""
+        warnings.warn(f"{what}: cut to {limit} tokens: text {long[0] + 1}{more}", stacklevel=4)
+    for i, ids in enumerate(encoded):
+        if len(ids) == 0:
+            raise ValueError(f"{what}: text {i + 1} has no tokens, got {texts[i]!r:.40}")
+    return encoded
+
+
+def _require_known(what: str, encoded: list[np.ndarray], vocab_size: int) -> None:
+    last = max((int(np.max(ids)) for ids in encoded), default=0)
+    if last >= vocab_size:
+        raise ValueError(
+            f"{what}: the tokenizer must be the model's, whose ids are below {vocab_size}, "
+            f"got id {last}"
+        )
+
+
+def _batches(lengths: list[int], batch_size: int, place: Backend) -> Iterator[list[int]]:
+    """The numbers of the texts of each batch, the longest texts first."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    start, n = 0, batch_size
+    while start < len(order):
+        if place.name == "numpy":
+            n = min(batch_size, max(1, NUMPY_TOKENS // lengths[order[start]]))
+        yield order[start : start + n]
+        start += n
+
+
+def _padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (B, T), with 0 after shorter rows, and a mask (B, T) that hides it."""
+    lengths = np.asarray([len(row) for row in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.zeros(mask.shape, np.int64)
+    ids[mask] = np.concatenate(rows)
+    return ids, mask

@@ -1,0 +1,80 @@
+"""The probability of each class for each text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xformer import ops
+from xformer.models import Classifier
+from xformer.sentences.batches import Progress, by_batch, require_language_model
+from xformer.typing import Array
+
+KINDS = ("single_label_classification", "multi_label_classification")
+
+
+def classify(
+    model: Any,
+    params: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    max_len: int | None = None,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """Probabilities (N, n_labels) of the classes that `labels` names, for each of N texts.
+
+    They sum to 1, except where classes do not exclude each other: by the configuration's
+    problem_type "multi_label_classification", and for a single class. The rest as in `embed`;
+    ValueError also for a model that is no classifier, or that predicts numbers ("regression").
+    """
+    head = _head(model)
+    source = model.source or {}
+    kind = source.get("problem_type") or KINDS[0]
+    if kind not in KINDS:
+        raise ValueError(f"classify: problem_type must be {' or '.join(KINDS)}, got {kind!r:.100}")
+    alone = kind == KINDS[1] or head.n_labels == 1
+
+    def probabilities(tokens: Array, mask: Array) -> Array:
+        logits, _ = model.forward(params, tokens, mask=mask)
+        return (ops.sigmoid if alone else ops.softmax)(logits)[0]
+
+    return by_batch(
+        "classify",
+        model,
+        params,
+        tokenizer,
+        texts,
+        probabilities,
+        head.n_labels,
+        max_len=max_len,
+        prompt="",
+        batch_size=batch_size,
+        progress=progress,
+    )
+
+
+def labels(model: Any) -> list[str]:
+    """The names of a classifier's classes, by the configuration's id2label; else LABEL_0, ...
+
+    ValueError for another model, or names that are no strings.
+    """
+    head = _head(model)
+    names = (model.source or {}).get("id2label") or {}
+    by_number = {str(key): name for key, name in names.items()}
+    found = [by_number.get(str(i), f"LABEL_{i}") for i in range(head.n_labels)]
+    for name in found:
+        if not isinstance(name, str):
+            raise ValueError(f"classify: id2label must hold strings, got {name!r:.100}")
+    return found
+
+
+def _head(model: Any) -> Classifier:
+    require_language_model("classify", model)
+    if not isinstance(model.head, Classifier):
+        got = "no head" if model.head is None else f"head {type(model.head).__name__}"
+        raise ValueError(f"classify: the model must have a Classifier for its head, got {got}")
+    return model.head
