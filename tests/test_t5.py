@@ -43,6 +43,9 @@ V11: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings":
 def built(head: str, untied: bool = False, **changes: Any) -> Any:
     """A model of transformers; untied: its head has weights of its own, as version 1.1 has."""
     hf = build(getattr(transformers, f"T5{head}"), transformers.T5Config(**(SIZES | changes)))
+    for name, parameter in hf.named_parameters():
+        if name.endswith(".q.weight"):  # T5 scales them, not the scores, which would be too sharp
+            parameter.data *= hf.config.d_kv**-0.5
     if untied:  # transformers 5 ties every new T5, and leaves alone one that it loads like this
         hf.lm_head.weight = torch.nn.Parameter(torch.randn_like(hf.lm_head.weight))
     return hf
