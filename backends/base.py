@@ -38,6 +38,7 @@ class Backend:
     version: str
 
     hint = ""  # what to do about a dtype that is missing
+    compiles = False  # anew for every shape, which takes long
 
     def asarray(self, values: Any, dtype: str | None = None) -> Array:
         """An array of this backend from host data (numbers, sequences, NumPy arrays).

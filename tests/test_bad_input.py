@@ -22,9 +22,11 @@ from xformer.layers import (
     AttentionParams,
     BlockConfig,
     EmbedConfig,
+    ExpertsConfig,
     KeyValueParams,
     LinearParams,
 )
+from xformer.models import LanguageModel, LMHead
 
 KEY = xformer.Key(3, 1)
 
@@ -880,6 +882,44 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (BlockConfig, {"activation": "x"}, ACTIVATIONS),
     (BlockConfig, {"dropout": 1.5}, "block: dropout must lie in [0, 1], got 1.5"),
     (BlockConfig, {"eps": -1.0}, "norm: eps must lie in [0, inf], got -1.0"),
+    (BlockConfig, {"softcap": 0.0}, "block: softcap must be positive and finite, got 0.0"),
+    (
+        BlockConfig,
+        {"window": 5},
+        "block: window must be (left, right), each an int of at least 0 or None, got 5",
+    ),
+    *(
+        (
+            BlockConfig,
+            {"shaw": 2, **other},
+            "block: shaw does not go with sinks, window and softcap",
+        )
+        for other in ({"sinks": True}, {"window": (1, 0)}, {"softcap": 2.0})
+    ),
+    (
+        BlockConfig,
+        {"experts": ExpertsConfig(3, 2, 5), "hidden_dropout": 0.1},
+        "block: experts have no hidden_dropout",
+    ),
+    (LMHead, {"softcap": 0.0}, "LMHead: softcap must be positive and finite, got 0.0"),
+    (LanguageModel, {"out_dropout": 1.5}, "LanguageModel: out_dropout must lie in [0, 1], got 1.5"),
+    (
+        LanguageModel,
+        {"alibi": True, "causal": False},
+        "LanguageModel: alibi goes with causal: it favours keys ahead",
+    ),
+    *(
+        (
+            LanguageModel,
+            {"blocks": tuple(BlockConfig(8, 2, 5, experts=own) for own in experts), "balance": 0.1},
+            "LanguageModel: balance and router_z need layers with experts, all with one n_experts "
+            f"and one top_k, got {got}",
+        )
+        for experts, got in (
+            ((None,), "no experts"),
+            ((ExpertsConfig(3, 1, 5), ExpertsConfig(3, 2, 5)), "[(3, 1), (3, 2)]"),
+        )
+    ),
     *(
         (EmbedConfig, {name: bad}, f"embed: {name} must be an int of at least 1, got {bad!r}")
         for name in ("vocab_size", "width", "d_model", "max_len")
@@ -993,6 +1033,8 @@ def test_bad_configurations(config: Any, options: dict[str, Any], message: str) 
     good = {
         BlockConfig: BLOCK,
         EmbedConfig: EMBED,
+        LMHead: {},
+        LanguageModel: {"embed": None, "blocks": (BlockConfig(**BLOCK),), "head": None},
         xformer.GPT: GPT,
         xformer.Transformer: TRANSFORMER,
     }[config]

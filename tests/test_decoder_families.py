@@ -255,6 +255,15 @@ def test_rotary_scalings(name: str, length: int, tmp_path: Path) -> None:
     prove(tmp_path, "Llama", rotary(name), length=length)
 
 
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_scalings_go_by_the_largest_position_given(name: str, tmp_path: Path) -> None:
+    ids = np.arange(1, 11).reshape(2, 5)
+    places = np.array([[20, 21, 22, 23, 24], [3, 4, 5, 6, 30]])
+    hf = build(kind("Llama", LM), configured("Llama", rotary(name)))
+    inputs = {"input_ids": ids, "position_ids": places}
+    proof(hf, tmp_path, inputs, lambda model, p: model.forward(p, ids, positions=places))
+
+
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_scalings_as_of_version_4(name: str, key: str, tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hostile import refused_at_most
+from hostile import edited, refused_at_most, some
 from huggingface import build, reloaded, require_equal, torch
+from hypothesis import given
+from hypothesis import strategies as st
 from libraries import LIBRARIES, only
 from safetensors.numpy import load_file, save_file
 from test_decoder_families import BARE, LM, configured, kind
@@ -201,11 +204,50 @@ def test_what_does_not_fit_is_listed(
         pretrained.load(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["GPT2", "Llama", "Mixtral"])
+@some
+@given(data=st.data())
+def test_edited_configurations_load_or_are_refused(
+    family: str, tmp_path: Path, data: st.DataObject
+) -> None:
+    if not (tmp_path / family).exists():
+        written(tmp_path / family, family)
+        shutil.copy(tmp_path / family / "config.json", tmp_path)
+    edit = data.draw(edited(read_json(tmp_path / "config.json")))
+    (tmp_path / family / "config.json").write_bytes(edit)
+    with refused_at_most():
+        pretrained.load(tmp_path / family)
+
+
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
     written(tmp_path, "GPT2")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(PretrainedError, match=r"pytorch_model\.bin is a pickle"):
         pretrained.load(tmp_path)
+
+
+def test_frozen_parameters_are_saved_like_others(tmp_path: Path) -> None:
+    written(tmp_path / "a", "Llama")
+    model, params = pretrained.load(tmp_path / "a")
+    pretrained.save(model, tree.freeze(params, "embed.*"), tmp_path / "b")
+    require_equal(pretrained.load(tmp_path / "b")[1], params)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", None])
+def test_types_that_are_not_computed_in_are_refused(tmp_path: Path, dtype: Any) -> None:
+    written(tmp_path, "Llama")
+    message = f"^load: dtype must be float32 or float64 on backend numpy, got {dtype!r}$"
+    with pytest.raises(ValueError, match=message):
+        pretrained.load(tmp_path, dtype=dtype)
+
+
+def test_what_is_no_folder_and_no_configuration(tmp_path: Path) -> None:
+    written(tmp_path, "Llama")
+    for name in ("config.json", "model.safetensors"):
+        with pytest.raises(PretrainedError, match=f"{name}: is one file of a model; load its fold"):
+            pretrained.load(tmp_path / name)
+    with pytest.raises(TypeError, match=r"^model: config must be a mapping, got list$"):
+        pretrained.model([])  # type: ignore[arg-type]
 
 
 def test_parameters_of_another_model_are_not_saved(tmp_path: Path) -> None:

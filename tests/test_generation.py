@@ -1,66 +1,344 @@
-"""Sampling: the distribution it draws from, its window, its errors."""
+"""One token after another: prompts, stops, seeds, prefixes, the context's end, bad requests."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
+from causal_models import NAMES, T5_NAMES, V, causal, lively, seq2seq
+from libraries import only
+from xformer.backends import Backend
 
 import xformer as xf
-from xformer.generation import sample
+from xformer import pretrained, tree
+from xformer.generation import Prefix, generate, prefill, sample, stream
+from xformer.generation.samplers import compose, temperature, top_k, top_p
+from xformer.models import Classifier, LanguageModel
 
 GPT = xf.GPT(vocab_size=7, n_layers=1, d_model=8, n_heads=2, max_len=5)
-PARAMS = xf.tree.map(lambda p: p * 20, GPT.init(seed=1))  # far from uniform
+PARAMS = tree.map(lambda p: p * 20, GPT.init(seed=1))  # far from uniform
 NUMPY = xf.backends.get("numpy")
+PROMPTS = [[5, 6, 7, 8, 9], [3], [30, 31, 32]]
+WARM = compose(temperature(1.5), top_p(0.95))
+
+
+def greedy(model: Any, params: Any, prompt: list[int], n: int) -> list[int]:
+    """Without a cache: a forward pass over all the text for each token."""
+    text = list(prompt)
+    for _ in range(n):
+        logits, _ = model.forward(params, np.asarray([text]))
+        text.append(int(np.argmax(logits[0, -1])))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "positions for q, k, v"])
+def test_prompts_of_any_lengths(name: str) -> None:
+    model, params = causal(name)
+    want = [greedy(model, params, prompt, 9) for prompt in PROMPTS]
+    assert generate(model, params, PROMPTS, max_new=9) == want
+
+
+def test_positions_for_queries_and_keys_want_prompts_of_one_length() -> None:
+    model, params = causal("positions for q, k, v")
+    prompts = [[5, 6], [7, 8]]
+    want = [greedy(model, params, prompt, 9) for prompt in prompts]
+    assert generate(model, params, prompts, max_new=9) == want
+    with pytest.raises(ValueError, match='go with positions in mode "add", got'):
+        generate(model, params, PROMPTS, max_new=9)
+
+
+@pytest.mark.parametrize("name", T5_NAMES)
+def test_sources_of_any_lengths(name: str) -> None:
+    model, params = seq2seq(name)
+    network = getattr(model, "network", model)
+    want = []
+    for source in PROMPTS:
+        target = [2]
+        for _ in range(9):
+            logits, _ = network.forward(params, np.asarray([source]), np.asarray([target]))
+            target.append(int(np.argmax(logits[0, -1])))
+        want.append(target[1:])
+    prefix = prefill(model, params, PROMPTS, start_id=2)
+    assert generate(model, params, prefix, max_new=9) == want
+
+
+def test_the_start_of_a_target_is_the_configurations() -> None:
+    model, params = seq2seq("t5")
+    given = generate(model, params, prefill(model, params, PROMPTS, start_id=0), max_new=5)
+    assert generate(model, params, PROMPTS, max_new=5) == given
+    bare = {k: v for k, v in model.source.items() if k != "decoder_start_token_id"}
+    assert prefill(pretrained.model(bare | {"pad_token_id": 3}), params, PROMPTS).ids[0] == (3,)
+    with pytest.raises(ValueError, match="start_id, the token that targets begin with, must be"):
+        generate(*seq2seq("Transformer"), PROMPTS, max_new=5)
+    with pytest.raises(ValueError, match=r"start_id must lie in \[0, 37\), got 37"):
+        prefill(model, params, PROMPTS, start_id=V)
+
+
+# Stops
+
+
+def test_each_row_ends_by_itself() -> None:
+    model, params = causal("mixtral")
+    free = generate(model, params, PROMPTS, max_new=12)
+    stop = {free[0][2], free[1][7]}
+    ends = [next((i for i, x in enumerate(row) if x in stop), 11) + 1 for row in free]
+    want = [row[:end] for row, end in zip(free, ends, strict=True)]
+    assert len({len(row) for row in want}) > 1
+    assert generate(model, params, PROMPTS, max_new=12, stop=stop) == want
+    steps = list(stream(model, params, PROMPTS, max_new=12, stop=stop))
+    assert len(steps) == max(ends)  # not a step more
+    assert [[s[i] for s in steps if s[i] is not None] for i in range(3)] == want
+
+
+def test_nothing_new() -> None:
+    assert generate(GPT, PARAMS, [[1], [2, 3]], max_new=0) == [[], []]
+
+
+# Draws
 
 
 def last_logits(prompt: list[int]) -> np.ndarray:
     return GPT.forward(PARAMS, np.asarray([prompt[-GPT.max_len :]]))[0][0, -1]
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
-    tokens = [3, 1]
-    for token in sample(GPT, PARAMS, [3, 1], backend=NUMPY, max_new=12, temperature=0):
-        assert token == int(np.argmax(last_logits(tokens)))  # also past max_len
-        tokens.append(token)
-    assert len(tokens) == 14
-
-
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3)])
-def test_draws_follow_the_distribution(temperature: float, top_k: int | None) -> None:
-    logits = last_logits([2, 4]) / temperature
-    if top_k:
-        logits = np.where(logits < np.sort(logits)[-top_k], -np.inf, logits)
+@pytest.mark.parametrize(("t", "k"), [(1.0, None), (0.5, None), (2.0, 3)])
+def test_draws_follow_the_distribution(t: float, k: int | None) -> None:
+    logits = last_logits([2, 4]) / t
+    if k:
+        logits = np.where(logits < np.sort(logits)[-k], -np.inf, logits)
     probs = np.exp(logits - logits.max())
     probs /= probs.sum()
     n = 2000
-    options = {"backend": NUMPY, "max_new": 1, "temperature": temperature, "top_k": top_k}
+    options: dict[str, Any] = {"max_new": 1, "temperature": t, "top_k": k}
     drawn = Counter(next(sample(GPT, PARAMS, [2, 4], seed=i, **options)) for i in range(n))
     shares = np.array([drawn[i] / n for i in range(7)])
     assert (shares[probs == 0] == 0).all()
     assert abs(shares - probs).max() < 4 * 0.5 / np.sqrt(n)  # four standard deviations at most
 
 
-def test_a_seed_gives_the_same_tokens() -> None:
-    runs = [list(sample(GPT, PARAMS, [0], backend=NUMPY, max_new=9, seed=5)) for _ in range(2)]
-    assert runs[0] == runs[1] and len(runs[0]) == 9
+def test_a_seed_gives_the_same_tokens_and_another_one_others() -> None:
+    model, params = causal("llama")
+    runs = [
+        generate(model, params, PROMPTS, max_new=9, sampler=WARM, seed=seed) for seed in (5, 5, 6)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_the_first_text_of_a_batch_is_that_of_its_prompt_alone() -> None:
+    model, params = causal("llama")
+    options: dict[str, Any] = {"max_new": 9, "sampler": WARM, "seed": 3}
+    alone = generate(model, params, PROMPTS[:1], **options)
+    assert generate(model, params, PROMPTS, **options)[:1] == alone
+    twice = generate(model, params, PROMPTS[:1] * 2, **options)
+    assert twice[0] == alone[0] != twice[1]
+
+
+@only("array-api-strict", "torch", "cupy")
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_seed_gives_the_same_text_on_other_libraries(library: Backend, name: str) -> None:
+    model, params = seq2seq(name) if name == "t5" else causal(name)
+    sampler = compose(temperature(1.5), top_k(9))
+    options: dict[str, Any] = {"max_new": 6, "sampler": sampler, "seed": 1}
+    want = generate(model, params, PROMPTS, **options)
+    params = tree.map(library.asarray, params)
+    assert generate(model, params, PROMPTS, **options) == want
+
+
+@only("jax")
+def test_padded_states_of_libraries_that_compile(
+    library: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past several of their lengths, to the end of the context."""
+    from xformer.generation import prefix
+
+    monkeypatch.setattr(prefix, "COLUMNS", 2)
+    model = xf.GPT(vocab_size=V, n_layers=1, d_model=8, n_heads=2, max_len=7)
+    params = lively(model, 0)
+    prompts = [[1, 2, 3], [4]]
+    want = generate(model, params, prompts, max_new=5)
+    assert generate(model, tree.map(library.asarray, params), prompts, max_new=5) == want
+
+
+def test_frozen_parameters_generate_too() -> None:
+    model, params = causal("gpt2")
+    want = generate(model, params, PROMPTS, max_new=5)
+    assert generate(model, tree.freeze(params), PROMPTS, max_new=5) == want
+
+
+# Prefixes
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 99])
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma2", "alibi"])
+def test_a_prompt_is_read_in_chunks(name: str, chunk: int) -> None:
+    model, params = causal(name)
+    whole = prefill(model, params, PROMPTS)
+    parts = prefill(model, params, PROMPTS, chunk=chunk)
+    np.testing.assert_allclose(parts.logits, whole.logits, rtol=1e-9, atol=1e-9)
+    assert parts.ids == whole.ids == tuple(map(tuple, PROMPTS))
+    assert generate(model, params, parts, max_new=5) == generate(model, params, whole, max_new=5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prefix_is_continued_many_times(name: str) -> None:
+    model, params = causal(name)
+    prefix = prefill(model, params, [[4, 5, 6]])
+    before = prefix.logits.copy()
+    for more in ([7, 8], [9], [7, 8]):
+        text = prefill(model, params, [more], after=prefix)
+        assert text.ids == ((4, 5, 6, *more),)
+        want = greedy(model, params, [4, 5, 6, *more], 5)
+        assert generate(model, params, text, max_new=5) == [want]
+    assert generate(model, params, prefix, max_new=5) == [greedy(model, params, [4, 5, 6], 5)]
+    np.testing.assert_array_equal(prefix.logits, before)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "positions for q, k, v"])
+def test_a_prefix_for_many_prompts(name: str) -> None:
+    """Of one length with every model; of several where no layer goes by distances."""
+    model, params = causal(name)
+    prefix = prefill(model, params, [[4, 5, 6]])
+    ragged = [[7, 8, 9], [10], [11, 12]]
+    for prompts in ([[7, 8], [9, 10], [11, 12]], ragged):
+        if prompts is ragged and name in ("mistral", "qwen2", "gemma2", "alibi", "relative bias"):
+            with pytest.raises(ValueError, match="goes by distances between tokens, reads prompts"):
+                prefill(model, params, prompts, after=prefix)
+            continue
+        text = prefill(model, params, prompts, after=prefix)
+        want = [greedy(model, params, [4, 5, 6, *more], 5) for more in prompts]
+        assert generate(model, params, text, max_new=5) == want
+
+
+def test_a_target_is_continued() -> None:
+    model, params = seq2seq("t5")
+    prefix = prefill(model, params, PROMPTS)
+    free = generate(model, params, prefix, max_new=6)
+    more = prefill(model, params, [row[:2] for row in free], after=prefix)
+    assert generate(model, params, more, max_new=4) == [row[2:] for row in free]
+    with pytest.raises(ValueError, match="prompts of one length at a time"):
+        prefill(model, params, [[1], [2, 3], [4]], after=prefix)
+
+
+def test_rows_of_a_prefix() -> None:
+    model, params = causal("qwen3")
+    prefix = prefill(model, params, PROMPTS)
+    free = generate(model, params, prefix, max_new=6)
+    assert generate(model, params, prefix.rows([2, 0, 2]), max_new=6) == [free[2], free[0], free[2]]
+
+
+def test_a_prefix_of_other_texts() -> None:
+    prefix = prefill(GPT, PARAMS, [[1], [2]])
+    with pytest.raises(ValueError, match="3 prompts cannot continue the 2 texts of after"):
+        prefill(GPT, PARAMS, [[1], [2], [3]], after=prefix)
+
+
+# The end of the context
+
+
+def test_the_context_is_filled_to_its_end() -> None:
+    model = xf.GPT(vocab_size=V, n_layers=1, d_model=8, n_heads=2, max_len=6)
+    params = lively(model, 0)
+    for prompts, most in (([[1, 2, 3], [4]], 4), ([[1] * 6], 1)):
+        assert len(generate(model, params, prompts, max_new=most)[0]) == most
+        longest = len(prompts[0])
+        message = f"holds 6 tokens, and there are {longest} of the prompt and {most} more"
+        for start in (prompts, prefill(model, params, prompts)):
+            with pytest.raises(ValueError, match=message):
+                stream(model, params, start, max_new=most + 1)  # before the first step
+
+
+def test_a_prompt_longer_than_the_context() -> None:
+    with pytest.raises(ValueError, match="the model's context holds 5 tokens, and there are 6$"):
+        generate(GPT, PARAMS, [[1] * 6], max_new=1)
+    with pytest.raises(ValueError, match="prefill: the model's context holds 5 tokens"):
+        prefill(GPT, PARAMS, [[1, 2]], after=prefill(GPT, PARAMS, [[1] * 4]))
+
+
+def test_a_text_slides_past_the_context() -> None:
+    """Each token then comes after the last max_len tokens alone, as a forward pass gives it."""
+    for prompt in ([3, 1], [0, 1, 2, 3, 4, 5, 6]):
+        tokens = list(prompt)
+        for token in sample(GPT, PARAMS, prompt, backend=NUMPY, max_new=12, temperature=0):
+            assert token == int(np.argmax(last_logits(tokens)))
+            tokens.append(token)
+        assert len(tokens) == len(prompt) + 12
+    rows = generate(GPT, PARAMS, [[3, 1], [0, 1, 2, 3, 4, 5, 6]], max_new=12, slide=True)
+    assert rows[1] == tokens[7:]
+
+
+def test_models_without_limit_go_on() -> None:
+    model, params = causal("alibi")
+    assert len(generate(model, params, [[1]], max_new=100)[0]) == 100
+
+
+# Bad requests
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error", "message"),
+    [
+        ([], {}, ValueError, r"prompts must hold a list of ids each, got \[\]"),
+        ([[]], {}, ValueError, "prompt 0 must hold at least one token, got none: .* bos_id"),
+        ([[1], []], {}, ValueError, "prompt 1 must hold at least one token"),
+        ([1, 2], {}, TypeError, "prompt 0 must be a list of ids, got 1"),
+        (["ab"], {}, TypeError, "prompt 0 must be a list of ids, got 'ab'"),
+        ("ab", {}, ValueError, "prompts must hold a list of ids each, got 'ab'"),
+        ([[0.5]], {}, TypeError, r"prompt 0 must be a list of ids, got \[0.5\]"),
+        ([[7]], {}, ValueError, r"ids must lie in \[0, 7\), got ids from 7 to 7"),
+        ([[-1]], {}, ValueError, r"ids must lie in \[0, 7\), got ids from -1 to -1"),
+        ([[1]], {"max_new": -1}, ValueError, "max_new must be an int of at least 0, got -1"),
+        ([[1]], {"seed": -1}, ValueError, "seed must be an int of at least 0, got -1"),
+        ([[1]], {"stop": "."}, TypeError, "stop must hold ids, got '.'"),
+        ([[1]], {"stop": 3}, TypeError, "stop must hold ids, got 3"),
+        ([[1]], {"stop": ["."]}, TypeError, r"stop must hold ids, got \['.'\]"),
+    ],
+)
+def test_bad_requests_are_refused(
+    prompts: Any, options: dict[str, Any], error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        generate(GPT, PARAMS, prompts, **{"max_new": 1} | options)
 
 
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ([], {}, "the prompt must hold at least one token"),
-        ([1], {"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
-        ([1], {"temperature": float("nan")}, "temperature must be at least 0, got nan"),
-        ([1], {"max_new": -1}, "max_new must be at least 0, got -1"),
-        ([1], {"seed": -1}, "seed must be at least 0, got -1"),
-        ([1], {"top_k": 0}, "top_k must be at least 1, got 0"),
-        ([7], {}, r"ids must lie in \[0, 7\), got ids from 7 to 7"),
+        ([], {}, "must hold at least one token"),
+        ([1], {"temperature": -1.0}, r"t must lie in \[0, inf\], got -1.0"),
+        ([1], {"top_k": 0}, "k must be an int of at least 1, got 0"),
     ],
 )
-def test_bad_requests_are_refused(
-    prompt: list[int], options: dict[str, float], message: str
-) -> None:
+def test_bad_samples_are_refused(prompt: list[int], options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        next(sample(GPT, PARAMS, prompt, backend=NUMPY, **{"max_new": 1} | options))
+        sample(GPT, PARAMS, prompt, **{"max_new": 1} | options)
+
+
+def test_bad_chunks_are_refused() -> None:
+    with pytest.raises(ValueError, match="chunk must be an int of at least 1, got 0"):
+        prefill(GPT, PARAMS, [[1]], chunk=0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"causal": False}, {"head": None}, {"head": Classifier(n_labels=2)}]
+)
+def test_models_that_write_nothing_are_refused(change: dict[str, Any]) -> None:
+    network = GPT.network
+    model = LanguageModel(**{"embed": network.embed, "blocks": network.blocks} | change)
+    with pytest.raises(ValueError, match="must be a causal LanguageModel or an EncoderDecoder"):
+        generate(model, model.init(), [[1]], max_new=1)
+
+
+def test_an_encoder_decoder_does_not_slide() -> None:
+    with pytest.raises(ValueError, match="slide goes with a LanguageModel"):
+        stream(*seq2seq("t5"), PROMPTS, max_new=1, slide=True)
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(ValueError, match="generate: model must be a causal .*, got 3"):
+        generate(3, PARAMS, [[1]], max_new=1)
+
+
+def test_prefixes_are_values() -> None:
+    assert issubclass(Prefix, tuple)

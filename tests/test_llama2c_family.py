@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile import refused_at_most
 from huggingface import (
     FLOAT64,
     Values,
@@ -17,8 +20,9 @@ from huggingface import (
 )
 
 from xformer import pretrained
+from xformer.pretrained import PretrainedError
 from xformer.pretrained.families import llama2c
-from xformer.pretrained.llama2c import Header
+from xformer.pretrained.llama2c import Header, shapes
 
 B, T = 3, 7
 PLACES = {
@@ -52,6 +56,17 @@ def renamed(values: Values, width: int) -> Values:
             value = halves.swapaxes(1, 2).reshape(value.shape)
         found[f"{PLACES[part]}.{layer}"] = value
     return found
+
+
+def test_a_file_of_many_layers_is_refused_soon(tmp_path: Path) -> None:
+    header = Header(2, 1, 50_000, 1, 1, 1, 1, tied=True)
+    size = 28 + 4 * sum(map(math.prod, shapes(header).values()))
+    (tmp_path / "a.bin").write_bytes(struct.pack("<7i", *header[:7]).ljust(size, b"\0"))
+    with (
+        refused_at_most(),
+        pytest.raises(PretrainedError, match="n_layers must be at most 1000, got 50000"),
+    ):
+        pretrained.load(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,6 +15,8 @@ from libraries import only
 from xformer.backends import Backend
 
 from xformer import GPT, Key, Transformer, tree
+from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
+from xformer.models import LanguageModel
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
@@ -69,6 +71,44 @@ def test_a_sequence_counts_the_same_alone(library: Backend) -> None:
 
     first, second, both = loss(slice(0, 1)), loss(slice(1, 2)), loss(slice(0, 2))
     assert both == pytest.approx((3 * first + 2 * second) / 5, rel=1e-13)
+
+
+BLOCK = BlockConfig(8, 2, 11)
+BARE = EmbedConfig(vocab_size=13, width=8, d_model=8, positions="none")
+TOKENS = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+def test_frequencies_go_by_the_largest_position_given() -> None:
+    dynamic = RopeConfig(4, scaling="dynamic", factor=2.0, max_len=6)
+    grown = RopeConfig(4, theta=1e4 * (1 + 2 * (24 / 6 - 1)) ** 2)  # what it is for 24 positions
+    model, plain = (LanguageModel(BARE, (BLOCK,), rotary=config) for config in (dynamic, grown))
+    params = model.init(dtype="float64")
+    want, _ = plain.forward(params, TOKENS)
+    got, _ = model.forward(params, TOKENS, positions=np.arange(20, 24))  # distances are the same
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("positions", ["alibi", "none"])
+def test_positions_that_would_be_ignored_are_refused(positions: str) -> None:
+    model = LanguageModel(BARE, (BLOCK,), alibi=positions == "alibi")
+    params = model.init()
+    model.forward(params, TOKENS, mask=TOKENS > 1)
+    with pytest.raises(ValueError, match=r"^LanguageModel: positions go with an embed"):
+        model.forward(params, TOKENS, positions=np.arange(4))
+
+
+def test_a_mask_is_refused_where_positions_cannot_follow_it() -> None:
+    model = GPT(13, n_layers=1, d_model=8, n_heads=2, max_len=7, position_mode="qkv")
+    with pytest.raises(ValueError, match=r"^embed: the places of tokens, which a mask gives too, "):
+        model.forward(model.init(), TOKENS, mask=TOKENS > 1)
+
+
+def test_groups_have_the_parameters_of_their_layers() -> None:
+    wide = BlockConfig(8, 2, 19)
+    model = LanguageModel(BARE, (BLOCK, BLOCK, wide, wide), n_groups=2)
+    params = model.init()
+    assert [block.ffn.up.w.shape for block in params.stack.blocks] == [(8, 11), (8, 19)]
+    model.forward(params, TOKENS)
 
 
 @only("jax")

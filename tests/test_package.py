@@ -26,7 +26,17 @@ ROOMS = ("ops", "layers", "models", "optim")
 MODULES = ("dispatch", "shapes", "tree", "gradcheck")
 
 # Dependencies point one way: a room imports only from those before it.
-ORDER = ("ops", "layers", "models", "training", "generation", "pretrained", "sentences", "cli")
+ORDER = (
+    "ops",
+    "layers",
+    "models",
+    "training",
+    "generation",
+    "pretrained",
+    "sentences",
+    "finetune",
+    "cli",
+)
 
 
 def pyproject() -> dict[str, Any]:

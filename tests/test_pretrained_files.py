@@ -385,6 +385,8 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "keys given twice: 'c'"),
         (b'{"a": "\xff"}', "must be UTF-8"),
         (b'\xef\xbb\xbf{"a": 1}', "is no valid JSON"),
+        (b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", "objects and lists lie more than 64 deep"),
+        (b'{"a":' + b"[" * 900 + b"]" * 900 + b"}", "objects and lists lie more than 64 deep"),
         (b'{"a":' * 50_000, "is no valid JSON: maximum recursion"),
         (b'{"a":' + b"[" * 50_000, "is no valid JSON: maximum recursion"),
         (b'{"a": "' + b"x" * (1 << 20) + b'"}', "at most 1048576 bytes are read"),
@@ -552,6 +554,28 @@ def test_loading_takes_little_more_than_the_model(tmp_path: Path, dtype: str, co
     assert model == 4 * 100 << 20
     assert peak <= 1.2 * model
 
+
+@LINUX
+@pytest.mark.parametrize(("one", "other"), [("BF16", "BF16"), ("F32", "BF16")])
+def test_comparing_takes_little(tmp_path: Path, one: str, other: str) -> None:
+    """Two tensors of 32 M ones, as a tied head that the file repeats."""
+    ones = {"F32": np.ones(1 << 25, "<f4"), "BF16": np.full(1 << 25, 0x3F80, "<u2")}
+    data = ones[one].tobytes() + ones[other].tobytes()
+    middle, shape = ones[one].nbytes, [1 << 25]
+    header = {"a": entry(one, shape, 0, middle), "b": entry(other, shape, middle, len(data))}
+    (tmp_path / WEIGHTS).write_bytes(pack(header, data))
+    code = LOAD.partition("model = {}")[0] + COMPARE
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 48 << 20  # three pieces of 1 M numbers, and pages read ahead
+
+
+COMPARE = """
+assert tensors.equal("a", "b")
+print(status("VmHWM") - before)
+"""
 
 # Prints how far the peak of resident memory rose, and the bytes of the model in float32. `copied`:
 # as for a library that has memory of its own.

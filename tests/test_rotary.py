@@ -241,6 +241,8 @@ LONGROPE = {"width": 16, "scaling": "longrope", **CONFIGS["longrope"]}
         ({"theta": np.inf}, ValueError, "theta must be larger than 1 and finite, got inf"),
         ({"theta": None}, TypeError, "theta must be a number, got NoneType"),
         ({"interleaved": 1}, TypeError, "interleaved must be a bool, got 1"),
+        (YARN | {"beta_slow": 1e-320}, ValueError, "beta_slow must lie in [1e-06, 1e+06]..."),
+        (YARN | {"beta_fast": 1e308}, ValueError, "beta_fast must lie in [1e-06, 1e+06]..."),
         (YARN | {"truncate": None}, TypeError, "truncate must be a bool, got None"),
         *(
             (

@@ -319,6 +319,17 @@ def test_no_tokenizer_is_said_so(tmp_path: Path) -> None:
         tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["vocab.txt", "vocab.json", "merges.txt"])
+def test_a_vocabulary_is_not_as_long_as_a_tokenizer_json(tmp_path: Path, name: str) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / name).write_text("\n" * (8 << 20) + "a")
+    with (
+        refused_at_most(),
+        pytest.raises(PretrainedError, match=f"{name}: at most 8388608 bytes are read|lacks the"),
+    ):
+        tokenizer(tmp_path / name)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"])
 def test_sentence_piece_is_refused_with_the_way_out(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x0a")

@@ -30,6 +30,7 @@ __all__ = [
 class JaxBackend(Backend):
     """Arrays on JAX's default device or a named one."""
 
+    compiles = True
     hint = "; xformer.backends.jax.enable_float64() lets JAX compute in float64"
 
     def synchronize(self) -> None:

@@ -234,6 +234,9 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: bias and positions", cross="memory", bias=(2, 1, 4), pos=True)
     yield _blocks("stack: shared memory", cross="shared", config={"d_value": 2})
     yield _blocks("stack: shared memory, positions", cross="shared", pos=True)
+    for kind in ("layer", "rms"):
+        normed: Options = {"qk_norm": "head", "norm_kind": kind, "eps": 0.1}
+        yield _blocks(f"stack: shared memory, {kind} norm of keys", cross="shared", config=normed)
     yield _blocks("stack: masks", cross="memory", **BLOCK_MASKS)
     yield _blocks("stack: dropout", config={"dropout": 0.3}, dropout_rate=0.2, dropout_key=KEY)
     yield _blocks("stack: one block for both layers", n_blocks=1)

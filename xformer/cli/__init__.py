@@ -1,4 +1,4 @@
-"""The command line: `xformer train | generate | embed | classify | check | summary | info`.
+"""The command line: `xformer train`, `generate`, `embed`, `finetune` and others.
 
 One file a command. Its module has `add_parser(subparsers)`, which sets `run`, and `run(args)`,
 which returns the exit status.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import xformer
-from xformer.cli import check, classify, embed, generate, info, summary, train
+from xformer.cli import check, classify, embed, finetune, generate, info, summary, train
 
 DESCRIPTION = "The transformer, forward and backward, on any array library."
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="xformer", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"xformer {xformer.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (train, generate, embed, classify, check, summary, info):
+    for command in (train, generate, embed, classify, finetune, check, summary, info):
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:

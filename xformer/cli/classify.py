@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from xformer.cli.embed import numbers
-from xformer.cli.texts import add_options, opened, shown, texts_of, watched
+from xformer.cli.models import opened
+from xformer.cli.texts import add_options, shown, texts_of, watched
 from xformer.sentences import classify, labels
 
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
     with watched(len(texts)) as progress:
-        model, params, tokenizer = opened(args)
+        model, params, tokenizer, _ = opened(args)
         names = labels(model)
         probabilities = classify(
             model,

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from xformer.cli.texts import add_options, opened, shown, texts_of, watched
+from xformer.cli.models import opened
+from xformer.cli.texts import add_options, shown, texts_of, watched
 from xformer.sentences import embed, settings, similarity
 from xformer.sentences.embed import POOLINGS
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     with watched(len(texts)) as progress:
-        model, params, tokenizer = opened(args)
+        model, params, tokenizer, _ = opened(args)
         vectors = embed(
             model, params, tokenizer, texts, batch_size=args.batch, **options, **progress
         )

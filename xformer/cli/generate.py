@@ -1,61 +1,123 @@
-"""`xformer generate`: continue a prompt with a trained checkpoint."""
+"""`xformer generate`: continue a prompt, the text as it comes."""
 
 from __future__ import annotations
 
 import argparse
-import codecs
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from xformer import backends
-from xformer.generation import sample
-from xformer.models import GPT
-from xformer.training import load
-from xformer.training.data import VOCAB_SIZE
+from xformer.cli.models import Found, opened
+from xformer.generation import Prefix, beam_search, decoded, prefill, samplers, stream, until
+from xformer.generation.prefix import network_of
+from xformer.generation.text import ends_of, prompt_ids
+from xformer.models import EncoderDecoder
+
+MAX_NEW, TEMPERATURE = 300, 0.8
+# In the order in which they are applied.
+FILTERS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer generate`."""
-    parser = subparsers.add_parser(
-        "generate",
-        help="continue a prompt",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = subparsers.add_parser("generate", help="continue a prompt")
+    add = parser.add_argument
+    add(
+        "--model",
+        "--checkpoint",
+        metavar="PATH",
+        required=True,
+        help="a folder of Hugging Face's format or made by xformer train, or a llama2.c .bin",
     )
-    parser.add_argument("--checkpoint", metavar="DIR", required=True, help="made by xformer train")
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--backend", default="numpy", choices=backends.NAMES)
-    parser.add_argument("--max-new", type=int, default=300, help="bytes to generate")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte")
-    parser.add_argument("--top-k", type=int, help="draw from the k likeliest bytes only")
-    parser.add_argument("--seed", type=int, default=0)
+    add("--tokenizer", metavar="PATH", help="where it does not lie beside the model")
+    add("--prompt", required=True, help="the text to continue; of an encoder-decoder the source")
+    most = f"tokens to generate (default: {MAX_NEW}, or as many as the context holds)"
+    add("--max-new", type=int, metavar="N", help=most)
+    add("--temperature", type=float, help=f"0 takes the likeliest (default: {TEMPERATURE})")
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    add("--top-p", type=float, metavar="P", help="from those that together have probability P")
+    add("--min-p", type=float, metavar="P", help="from those at least P times as likely as the top")
+    add("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
+    add("--beams", type=int, metavar="N", help="search with N beams, draw nothing")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
+    add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    add(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="print the text as it comes, or at the end (default: as it comes)",
+    )
+    add("--backend", default="numpy", choices=backends.NAMES)
+    add("--device", help="of the backend: cuda, for torch")
+    add("--dtype", default="float32", choices=("float32", "float64"))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation as it comes."""
-    backend = backends.get(args.backend)
-    model, params = load(args.checkpoint, backend)
-    if not isinstance(model, GPT) or model.vocab_size != VOCAB_SIZE:
-        raise ValueError(f"generate continues a GPT over bytes; {args.checkpoint} holds {model}")
-    stream(
-        model,
-        params,
-        args.prompt.encode(),
-        backend,
-        max_new=args.max_new,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
+    """Print the prompt and its continuation, then on stderr the tokens per second."""
+    sampler = _sampler(args)
+    found = opened(args)
+    network = network_of("generate", found.model)
+    prompt = prompt_ids(found.tokenizer, args.prompt)
+    start = time.perf_counter()
+    text = prefill(network, found.params, [prompt[-network.context :] if found.slides else prompt])
+    read = time.perf_counter()
+    new: list[int] = []
+    ids = _recorded(_new_ids(args, found, network, text, sampler), new)
+    is_target = isinstance(network, EncoderDecoder)
+    pieces = until(decoded(found.tokenizer, ids, () if is_target else prompt), args.stop)
+    write(pieces if args.stream else ["".join(pieces)], "" if is_target else args.prompt)
+    rate = len(new) / (time.perf_counter() - read)
+    print(
+        f"{len(prompt)} tokens read in {read - start:.2f} s, "
+        f"{len(new)} written, {rate:.1f} tokens/s",
+        file=sys.stderr,
     )
     return 0
 
 
-def stream(model: Any, params: Any, prompt: bytes, backend: Any, **options: Any) -> None:
-    """Write the prompt and its continuation to stdout, a byte at a time; broken UTF-8 as U+FFFD."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    new = sample(model, params, prompt, backend=backend, **options)
-    sys.stdout.write(decoder.decode(prompt))
-    for token in new:
-        sys.stdout.write(decoder.decode(bytes([token])))
-        sys.stdout.flush()
-    sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+def write(pieces: Iterable[str], prompt: str) -> None:
+    """Print a prompt, and pieces of text behind it as they come."""
+    print(prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def _sampler(args: argparse.Namespace) -> samplers.Filter:
+    """What the options for sampling say."""
+    given = {name: getattr(args, name) for name in FILTERS if getattr(args, name) is not None}
+    if args.beams is not None and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--beams draws nothing, and goes without {names}")
+    options = {"temperature": TEMPERATURE} | given
+    filters = (getattr(samplers, name)(options[name]) for name in FILTERS if name in options)
+    return samplers.compose(*filters)
+
+
+def _new_ids(
+    args: argparse.Namespace, found: Found, network: Any, text: Prefix, sampler: samplers.Filter
+) -> Iterator[int]:
+    """The ids that come, but for one that ends the text."""
+    ends = ends_of(found.tokenizer, network)
+    max_new = args.max_new
+    if max_new is None:
+        fits = network.context is not None and not found.slides
+        max_new = min(MAX_NEW, network.context - text.state.length + 1) if fits else MAX_NEW
+    if args.beams is None:
+        options: Any = {"sampler": sampler, "seed": args.seed, "slide": found.slides}
+        steps = stream(network, found.params, text, max_new=max_new, stop=ends, **options)
+        ids = (i for (i,) in steps)
+    else:
+        options = {"n_beams": args.beams, "max_new": max_new, "stop": ends}
+        ((best, *_),) = beam_search(network, found.params, text, **options)
+        ids = iter(best.ids)
+    return (i for i in ids if i not in ends)
+
+
+def _recorded(ids: Iterable[int], seen: list[int]) -> Iterator[int]:
+    for i in ids:
+        seen.append(i)
+        yield i

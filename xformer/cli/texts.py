@@ -12,8 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from xformer import backends, pretrained
-from xformer.pretrained.tokenizer import tokenizer
+from xformer import backends
 
 PATIENCE = 2.0  # seconds without a progress bar
 
@@ -22,11 +21,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The model, the texts, and how they are computed."""
     parser.add_argument("text", nargs="*", help="a text; - for the lines of standard input")
     parser.add_argument(
-        "--model", metavar="FOLDER", required=True, help="with its tokenizer, as on the Hub"
+        "--model", metavar="PATH", required=True, help="a folder of Hugging Face's format"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="where it does not lie beside the model"
     )
     parser.add_argument("--file", metavar="PATH", help="UTF-8; each line is a text")
     parser.add_argument("--json", action="store_true", help="print one JSON object a text")
     parser.add_argument("--backend", default="numpy", choices=backends.NAMES)
+    parser.add_argument("--device", help="of the backend: cuda, for torch")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     parser.add_argument(
         "--batch", type=int, default=32, metavar="N", help="texts at once (default: 32)"
@@ -44,19 +47,6 @@ def texts_of(args: argparse.Namespace) -> list[str]:
     if not texts:
         raise ValueError("there are no texts: give some, --file PATH, or - for standard input")
     return texts
-
-
-def opened(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """The model, its parameters, and its tokenizer."""
-    if not Path(args.model).exists():
-        raise FileNotFoundError(f"there is no folder {args.model}")
-    own = tokenizer(args.model)  # first, since it is missing more often than the model
-    if (args.backend, args.dtype) == ("jax", "float64"):
-        backends.get("jax")  # says what is missing
-        from xformer.backends.jax import enable_float64
-
-        enable_float64()
-    return (*pretrained.load(args.model, args.backend, args.dtype), own)
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from xformer import backends, tree
-from xformer.cli.generate import stream
+from xformer.cli.generate import write
+from xformer.generation import Bytes, stream_text
+from xformer.generation.samplers import temperature
 from xformer.models import GPT
 from xformer.training import Corpus, Step, TrainConfig, load_corpus, save, train, unigram_loss
 from xformer.training.data import VOCAB_SIZE, require_length
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     corpus = load_corpus(args.data)
     for part in (corpus.train, corpus.validation):
         require_length(part, preset.max_len)
-    out = _new_folder(args.out)
+    out = new_folder(args.out)
     model = GPT(VOCAB_SIZE, preset.n_layers, preset.d_model, preset.n_heads, preset.max_len)
     params = model.init(args.seed, args.backend)
     baseline = unigram_loss(corpus)
@@ -84,8 +86,9 @@ def run(args: argparse.Namespace) -> int:
             f"(a unigram model has {baseline:.3f})"
         )
     print(f"\na sample, continuing {SAMPLE_PROMPT!r}:\n")
-    prompt = SAMPLE_PROMPT.encode()
-    stream(model, last.params, prompt, backend, max_new=300, temperature=0.8, seed=args.seed)
+    options: Any = {"sampler": temperature(0.8), "seed": args.seed, "slide": True}
+    sample = stream_text(model, last.params, Bytes(), SAMPLE_PROMPT, max_new=300, **options)
+    write(sample, SAMPLE_PROMPT)
     print(f'\nmore: xformer generate --checkpoint {out} --prompt "class "')
     return 0
 
@@ -143,7 +146,7 @@ def _line(step: Step, steps: int, rate: float) -> str:
     )
 
 
-def _new_folder(out: str | None) -> Path:
+def new_folder(out: str | None) -> Path:
     """An empty place to save to, made before any work is done. FileExistsError for a used one."""
     if out is not None:
         folder = Path(out)

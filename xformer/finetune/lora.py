@@ -97,7 +97,9 @@ def _chosen(params: Any, targets: Sequence[str]) -> set[str]:
         found = [name for name in names if fnmatchcase(name, target)]
         chosen.update(found)
         if not found:
-            raise ValueError(f"attach: {target!r} matches no linear map; {_instead(params, target)}")
+            raise ValueError(
+                f"attach: {target!r} matches no linear map; {_instead(params, target)}"
+            )
     return chosen
 
 
@@ -106,8 +108,9 @@ def _instead(params: Any, target: str) -> str:
     others = [name for name in tree.flatten(params) if fnmatchcase(name, target)]
     if others:
         return f"{others[0]} is an array of another kind, such as experts or tables, without one"
-    kinds = dict.fromkeys(name.rpartition(".blocks.")[2].partition(".")[2] or name
-                          for name in linear_maps(params))
+    kinds = dict.fromkeys(
+        name.rpartition(".blocks.")[2].partition(".")[2] or name for name in linear_maps(params)
+    )
     return f"there are {', '.join('*.' + kind for kind in kinds)}"
 
 

@@ -23,6 +23,9 @@ from xformer.finetune.lora import linear_maps
 from xformer.pretrained.loading import links_of
 from xformer.pretrained.names import Link
 
+# GPT-NeoX's head, which transformers 5 calls as others', but for files.
+RENAMED = {"embed_out": "lm_head"}
+
 
 class Adapter(NamedTuple):
     """An adapter on the host, in our layout: y = x w + scale * (x a) b."""
@@ -39,7 +42,7 @@ def modules(model: Any, params: Any) -> dict[str, Link]:
     for link in links_of(model):
         name = link.theirs[0].removesuffix(".weight")
         if len(link.theirs) == 1 and name != link.theirs[0] and ours.issuperset(maps(link)):
-            found[name] = link
+            found[RENAMED.get(name, name)] = link
     return found
 
 

@@ -17,14 +17,13 @@ from array_api_compat import array_namespace, device, to_device
 
 from xformer import backends, tree
 from xformer.finetune.lora import adapters, with_adapter
-from xformer.finetune.modules import Adapter, joined, maps, modules, split
+from xformer.finetune.modules import RENAMED, Adapter, joined, maps, modules, split
 from xformer.finetune.peft_config import CONFIG, Scales, written
 from xformer.layers import LinearParams, LoRAParams
 from xformer.models import EncoderDecoder, LMHead
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.files import write
 from xformer.pretrained.mapped import Tensor, open_file
-from xformer.pretrained.names import Link
 from xformer.pretrained.reading import listed, read_json
 from xformer.tree import value
 from xformer.typing import Array
@@ -79,6 +78,7 @@ def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
         raise FileNotFoundError(f"{root} is no adapter: it has no {CONFIG}")
     scales = Scales(read_json(root / CONFIG), str(root / CONFIG))
     pairs, known = _pairs(root), modules(model, params)
+    known |= {old: known[new] for old, new in RENAMED.items() if new in known}
     if unknown := pairs.keys() - known.keys():
         raise PretrainedError(f"{root}: the model has no linear maps {listed(unknown)}")
     leaves, found = tree.flatten(params), dict[str, Adapter]()
@@ -96,13 +96,18 @@ def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
     return tree.map_nodes(adapted, tree.freeze(params), LinearParams)
 
 
-def _require_only_adapters(params: Any) -> None:
+def others(params: Any) -> set[str]:
+    """Names of what is trained beside adapters, which have no place in their file."""
     own = {f"{name}.{part}" for name in adapters(params) for part in ("a", "b")}
-    if not own:
+    return tree.flatten(tree.trained(params)).keys() - own
+
+
+def _require_only_adapters(params: Any) -> None:
+    if not adapters(params):
         raise ValueError("save: there are no adapters (lora.attach)")
-    if others := tree.flatten(tree.trained(params)).keys() - own:
+    if more := others(params):
         raise ValueError(
-            f"save: trained beside the adapters: {listed(others)}; freeze them, or write the whole "
+            f"save: trained beside the adapters: {listed(more)}; freeze them, or write the whole "
             "model: pretrained.save(model, lora.merge(params), folder)"
         )
 
@@ -139,7 +144,9 @@ def _pairs(root: Path) -> dict[str, tuple[Tensor, Tensor]]:
     names = {name for name in names if all(PREFIX + name + end in tensors for end in ends)}
     if extra := tensors.keys() - {PREFIX + name + end for name in names for end in ends}:
         raise PretrainedError(f"{root / WEIGHTS}: not supported: {listed(extra)}")
-    return {name: (tensors[PREFIX + name + DOWN], tensors[PREFIX + name + UP]) for name in names}
+    return {
+        name: (tensors[PREFIX + name + DOWN], tensors[PREFIX + name + UP]) for name in sorted(names)
+    }
 
 
 def _read(pair: tuple[Tensor, Tensor], weights: list[Array]) -> Adapter:

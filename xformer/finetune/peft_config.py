@@ -34,7 +34,7 @@ HARMLESS = (
 def written(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
     """The configuration of these modules' adapters: the usual rank and alpha, and the others."""
     ranks = {name: adapter.a.shape[1] for name, adapter in adapters.items()}
-    alphas = {name: adapter.scale * ranks[name] for name, adapter in adapters.items()}
+    alphas = {name: _tidy(adapter.scale * ranks[name]) for name, adapter in adapters.items()}
     rank, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
     return {
         "peft_type": "LORA",
@@ -51,6 +51,11 @@ def written(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
     }
 
 
+def _tidy(number: float) -> float:
+    """An int where it is one, which PEFT declares lora_alpha to be."""
+    return int(number) if number == int(number) else number
+
+
 class Scales:
     """The scales that a configuration gives. PretrainedError for what is not supported."""
 
@@ -61,7 +66,8 @@ class Scales:
         # Other ways to begin change the base model too, which the adapter's file does not hold.
         c.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal")
         c.only("loftq_config", {})
-        c.only("modules_to_save", [])
+        for key in ("modules_to_save", "target_parameters"):
+            c.only(key, [])
         for key in ("use_dora", "use_qalora", "lora_bias"):
             c.only(key, False)
         c.ignore(*HARMLESS)
@@ -94,6 +100,7 @@ def _patterns(c: Config, name: str) -> list[tuple[re.Pattern[str], float]]:
         try:
             if not PATTERN.fullmatch(key):
                 raise ValueError("it must be a name, or an expression without repetition")
+            re.compile(key)  # for its own errors
             found.append((re.compile(rf"(.*\.)?({key})$"), part.number(key, low=0)))
         except (ValueError, re.error) as error:
             if isinstance(error, PretrainedError):

@@ -1,7 +1,32 @@
-"""Generating text with a model: prompts read once, then one token after another."""
+"""Generating text with a model that has been trained or loaded.
+
+    ids = generate(model, params, prompts, max_new=50, stop=(tokenizer.eos_id,))
+    for piece in stream_text(model, params, tokenizer, "Once upon a time", max_new=50):
+        print(piece, end="", flush=True)
+
+`samplers` draws instead of taking the likeliest token; `prefill` reads a prompt once, for several
+continuations; `beam_search` and `speculative` are other ways to the tokens.
+"""
 
 from xformer.generation import samplers
+from xformer.generation.beam import Beam, beam_search
 from xformer.generation.generate import generate, sample, stream
 from xformer.generation.prefix import Prefix, prefill
+from xformer.generation.speculative import speculative
+from xformer.generation.text import Bytes, decoded, stream_text, until
 
-__all__ = ["Prefix", "generate", "prefill", "sample", "samplers", "stream"]
+__all__ = [
+    "Beam",
+    "Bytes",
+    "Prefix",
+    "beam_search",
+    "decoded",
+    "generate",
+    "prefill",
+    "sample",
+    "samplers",
+    "speculative",
+    "stream",
+    "stream_text",
+    "until",
+]

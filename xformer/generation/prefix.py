@@ -17,6 +17,9 @@ from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.typing import Array
 
 
+COLUMNS = 64  # a state has a multiple of them, on libraries that compile for every shape
+
+
 class Prefix(NamedTuple):
     """What `prefill` has read. A value: it may be continued many times, and stays what it was."""
 
@@ -53,47 +56,66 @@ def prefill(
     rows = checked(prompts)
     if chunk is not None:
         require_sizes("prefill", 1, chunk=chunk)
-    place = beside(tree.value(next(iter(tree.flatten(params).values()))))
-    if after is not None:
-        after = _aligned(after, rows, network)
-    elif isinstance(network, EncoderDecoder):
-        sources, kept = _padded(rows, place, left=False)
-        state = network.start(params, sources, src_mask=kept)
-        rows = ((_start_id(network, start_id),),) * len(rows)
-        after = Prefix(((),) * len(rows), None, state)
+    place = place_of(params)
+    if after is None:
+        state, rows = opened(network, params, rows, place, start_id)
+        before: Ids = ((),) * len(rows)
     else:
-        after = Prefix(((),) * len(rows), None, network.start())
+        after = _aligned(after, rows, network)
+        state, before = after.state, after.ids
     tokens, mask = _padded(rows, place)
-    state, length = after.state, tokens.shape[1]
+    length = tokens.shape[1]
     _require_room("prefill", network, state.length + length)
     for start in range(0, length, chunk or length):
         part = slice(start, start + (chunk or length))
         own = {} if mask is None else {"mask": mask[:, part]}
         logits, state = network.extend(params, tokens[:, part], state, **own)
-    ids = tuple(old + new for old, new in zip(after.ids, rows, strict=True))
+    ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
     return Prefix(ids, logits, state)
+
+
+def opened(
+    network: Any, params: Any, prompts: Ids, place: Backend, start_id: int | None = None
+) -> tuple[Any, Ids]:
+    """The state before any token, and those to read: the prompts, or the beginnings of targets."""
+    if not isinstance(network, EncoderDecoder):
+        return network.start(), prompts
+    sources, kept = _padded(prompts, place, left=False)
+    state = network.start(params, sources, src_mask=kept)
+    return state, ((_start_id(network, start_id),),) * len(prompts)
 
 
 def extended(model: Any, params: Any, prefix: Prefix, new: Sequence[int]) -> Prefix:
     """`prefix` and one token more of each text."""
-    tokens = beside(prefix.logits).asarray(np.asarray(new, dtype=np.int64)[:, None])
-    logits, state = network_of("extended", model).extend(params, tokens, prefix.state)
+    network, place = network_of("extended", model), beside(prefix.logits)
+    tokens = place.asarray(np.asarray(new, dtype=np.int64)[:, None])
+    state = prefix.state
+    if place.compiles and isinstance(network, LanguageModel):
+        longest = max(map(len, prefix.ids))
+        length = longest + COLUMNS - longest % COLUMNS
+        state = state.padded(min(length, network.context or length) - 1)
+    logits, state = network.extend(params, tokens, state)
     ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
     return Prefix(ids, logits, state)
 
 
 def network_of(op: str, model: Any) -> Any:
-    """The LanguageModel or EncoderDecoder of a model. TypeError where it writes no texts."""
+    """The LanguageModel or EncoderDecoder of a model. ValueError where it writes no texts."""
     network = getattr(model, "network", model)
     writes = isinstance(network, EncoderDecoder) and network.head is not None
     if isinstance(network, LanguageModel):
         writes = network.causal and isinstance(network.head, LMHead)
     if not writes:
-        raise TypeError(
+        raise ValueError(
             f"{op}: model must be a causal LanguageModel or an EncoderDecoder, with a head over "
             f"its vocabulary, got {model!r:.60}"
         )
     return network
+
+
+def place_of(params: Any) -> Backend:
+    """The backend and the device of parameters."""
+    return beside(tree.value(next(iter(tree.flatten(params).values()))))
 
 
 def beside(array: Array) -> Backend:
@@ -123,7 +145,9 @@ def _require_room(op: str, network: Any, length: int, more: int = 0) -> None:
 
 def stop_ids(op: str, stop: Any) -> frozenset[int]:
     """The ids that end a text. TypeError where they are no ids."""
-    if isinstance(stop, str | bytes | int) or not all(isinstance(i, int | np.integer) for i in stop):
+    if isinstance(stop, str | bytes | int) or not all(
+        isinstance(i, int | np.integer) for i in stop
+    ):
         raise TypeError(f"{op}: stop must hold ids, got {stop!r:.60}")
     return frozenset(int(i) for i in stop)
 

@@ -128,15 +128,21 @@ def repetition_penalty(penalty: float) -> Filter:
 
 
 def draw(logits: np.ndarray, uniform: Sequence[float]) -> list[int]:
-    """A token for each row of logits (B, V), by the inverse of its cumulative distribution.
+    """A token for each row of logits (B, V), drawn from its softmax by a number in [0, 1).
 
-    On the host in float64, so that equal numbers in [0, 1), one a row, draw equal tokens whichever
-    library the logits come from. ValueError where a row is not finite somewhere or has NaN.
+    On the host in float64, so that equal numbers draw equal tokens whichever library the logits
+    come from. ValueError where the largest of a row is not finite.
     """
-    probs = probabilities(logits)
-    # By the cumulative sum: `Generator.choice` would draw differently between NumPy releases.
-    totals = np.cumsum(probs, axis=-1)
-    pairs = zip(totals, uniform, strict=True)
+    return pick(probabilities(logits), uniform)
+
+
+def pick(probs: np.ndarray, uniform: Sequence[float]) -> list[int]:
+    """A token for each row of probs (B, V), by the inverse of its cumulative distribution.
+
+    Rows need not add up to 1.
+    """
+    # `Generator.choice` would draw differently between NumPy releases.
+    pairs = zip(np.cumsum(probs, axis=-1), uniform, strict=True)
     return [int(np.searchsorted(total, u * total[-1], side="right")) for total, u in pairs]
 
 

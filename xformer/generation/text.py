@@ -9,7 +9,9 @@ from xformer.generation.generate import stream
 from xformer.generation.prefix import network_of
 from xformer.models import EncoderDecoder
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no letter, or not yet
+BROKEN = (
+    "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no letter, or not yet
+)
 
 
 class Codec(Protocol):
@@ -50,17 +52,25 @@ def stream_text(
 ) -> Iterator[str]:
     """Pieces of the text that continues a prompt, or of the target of a source, as they come.
 
-    stop: strings and ids that end the text and are no part of it, beside the tokenizer's eos_id. No
+    stop: strings and ids that end the text and are no part of it, beside those of `ends_of`. No
     piece runs ahead into a stop string, however the tokens cut it. options: those of `stream`. An
     empty prompt is the tokenizer's bos_id; ValueError where it has none, and as `stream`.
     """
     network = network_of("stream_text", model)
     ids = prompt_ids(tokenizer, prompt)
-    ends = {i for i in (*stop, tokenizer.eos_id) if i is not None and not isinstance(i, str)}
+    ends = ends_of(tokenizer, network).union(i for i in stop if not isinstance(i, str))
     steps = stream(model, params, [ids], stop=ends, **options)
     new = (i for (i,) in steps if i is not None and i not in ends)
     before = () if isinstance(network, EncoderDecoder) else ids
     return until(decoded(tokenizer, new, before), [s for s in stop if isinstance(s, str)])
+
+
+def ends_of(tokenizer: Codec, model: Any) -> frozenset[int]:
+    """The ids after which a text is over: the tokenizer's eos_id, the model's, and bos_id, with
+    which another text begins."""
+    own = (getattr(model, "source", None) or {}).get("eos_token_id")
+    ends = [tokenizer.eos_id, tokenizer.bos_id, *(own if isinstance(own, list) else [own])]
+    return frozenset(i for i in ends if i is not None)
 
 
 def prompt_ids(tokenizer: Codec, prompt: str) -> list[int]:

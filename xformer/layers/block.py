@@ -23,7 +23,9 @@ from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.past import Past
 from xformer.layers.residual import parallel, residual
 from xformer.layers.rotary import Rotary
+from xformer.ops._attention import window_of
 from xformer.ops.activation import require_activation
+from xformer.ops.softcap import require_cap
 from xformer.typing import Array
 
 SITES = 6  # places in a block where dropout draws
@@ -85,8 +87,17 @@ class BlockConfig:
         require_sizes("block", 1, d_head=self.head_width, d_value=self.value_width)
         for name in ("dropout", "probs_dropout", "hidden_dropout"):
             number("block", name, getattr(self, name), low=0, high=1)
+        if self.scale is not None:
+            number("block", "scale", self.scale)
+        window_of("block", self.window)
+        if self.softcap is not None:
+            require_cap("block", self.softcap)
         if self.shaw is not None:
             require_sizes("block", 0, shaw=self.shaw)
+            if self.sinks or (self.window, self.softcap) != (None, None):
+                raise ValueError("block: shaw does not go with sinks, window and softcap")
+        if self.experts is not None and self.hidden_dropout:
+            raise ValueError("block: experts have no hidden_dropout")
         if self.n_heads % self.kv_heads:
             raise ValueError(
                 f"block: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"

@@ -265,7 +265,10 @@ def _require_options(
         raise ValueError(f"embed: at most max_len = {longest} tokens fit, got {last}")
     if positions is not None:
         if config.positions == "none" or config.mode != "add":
-            raise ValueError('embed: the places of tokens go with positions in mode "add"')
+            raise ValueError(
+                "embed: the places of tokens, which a mask gives too, go with positions in mode "
+                f'"add", got positions {config.positions!r} in mode {config.mode!r}'
+            )
         if tuple(positions.shape) not in (tuple(ids.shape), tuple(ids.shape[1:])):
             raise ValueError(
                 f"embed: positions must be (B, T) = {tuple(ids.shape)} or (T,), "

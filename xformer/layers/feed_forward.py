@@ -30,7 +30,7 @@ def feed_forward(
 
     Gated: act(x w_gate + b_gate) * (x w_up + b_up) in the place of act(x w_up + b_up)
     (arXiv:2002.05202; SwiGLU with "silu", GEGLU with "gelu"). x, y: (..., D). activation: a name
-    in `ops.ACTIVATIONS`, ValueError for another one.
+    in `ops.activation.ACTIVATIONS`, ValueError for another one.
     """
     require_activation("feed_forward", activation)
     hidden, up = linear(x, params.up)  # (..., F)

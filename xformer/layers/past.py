@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, device
 
 from xformer.checks import require_sizes
 from xformer.dispatch import overridable
@@ -33,8 +33,22 @@ class Past(NamedTuple):
         start = self.length - n
         return self._replace(k=self.k[:, :, start:, :], v=self.v[:, :, start:, :])
 
+    def widened(self, n: int) -> Past:
+        """`n` columns of padding before the first; -n less of them where n is negative."""
+        if self.k is None or self.v is None or n == 0:
+            return self
+        if n < 0:
+            return Past(self.k[:, :, -n:, :], self.v[:, :, -n:, :])
+        xp = array_namespace(self.k)
+
+        def wider(a: Array) -> Array:
+            shape = (*a.shape[:2], n, a.shape[3])
+            return xp.concat([xp.zeros(shape, dtype=a.dtype, device=device(a)), a], axis=2)
+
+        return Past(wider(self.k), wider(self.v))
+
     def without(self, n: int, *, needs: int) -> Past:
-        """All but the last `n`. ValueError where fewer than `needs` are left: a window took them."""
+        """All but the last `n`. ValueError where a window has not left the `needs` before them."""
         if self.k is None or self.v is None or n == 0:
             return self
         left = self.length - n

@@ -108,6 +108,8 @@ def _require_numbers(config: RopeConfig) -> None:
     for name in POSITIVE:
         if getattr(config, name) is not None or name in ("beta_fast", "beta_slow"):
             _require_positive(name, getattr(config, name))
+    for name in ("beta_fast", "beta_slow"):
+        number("rotary", name, getattr(config, name), low=1e-6, high=1e6)
     for name in ("interleaved", "truncate"):
         if not isinstance(getattr(config, name), bool):
             raise TypeError(f"rotary: {name} must be a bool, got {getattr(config, name)!r}")

@@ -96,9 +96,8 @@ def stack(
     elif params.memory is not None:
         if memory is None:
             raise ValueError("stack: memory must be given where params.memory is")
-        source, memory_cache = key_value(
-            memory, params.memory, memory_pos, n_kv_heads=configs[0].kv_heads
-        )
+        heads = _memory_heads(configs[0])
+        source, memory_cache = key_value(memory, params.memory, memory_pos, **heads)
         sources = (source,) * len(configs)
         memory_pos = None  # it is in the keys and values
     else:
@@ -205,15 +204,19 @@ def memory_of(
 ) -> tuple[KeyValue, ...]:
     """Of each layer, the keys and values of the memory: for `stack`, once for all its steps."""
     if params.memory is not None:
-        shared, _ = key_value(memory, params.memory, memory_pos, n_kv_heads=configs[0].kv_heads)
+        shared, _ = key_value(memory, params.memory, memory_pos, **_memory_heads(configs[0]))
         return (shared,) * len(configs)
 
     def own(cross: Any, config: BlockConfig) -> KeyValue:
-        heads: Any = {"n_kv_heads": config.kv_heads, "k_norm": config.norm_config}
-        return key_value(memory, cross.kv, memory_pos, **heads)[0]
+        return key_value(memory, cross.kv, memory_pos, **_memory_heads(config))[0]
 
     order = _order(params, configs)
     return tuple(own(params.blocks[order[i]].cross, c) for i, c in enumerate(configs))
+
+
+def _memory_heads(config: BlockConfig) -> dict[str, Any]:
+    """How `key_value` makes the keys and values of the memory."""
+    return {"n_kv_heads": config.kv_heads, "k_norm": config.norm_config}
 
 
 def _without_memory(params: StackParams) -> StackParams:

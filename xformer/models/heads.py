@@ -22,6 +22,7 @@ from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.pooling import pool
 from xformer.ops.activation import ACTIVATIONS, require_activation
+from xformer.ops.softcap import require_cap
 from xformer.typing import Array
 
 
@@ -39,7 +40,7 @@ class LMHead:
             raise ValueError("LMHead: a tied head has no bias")
         number("LMHead", "scale", self.scale)
         if self.softcap is not None:
-            number("LMHead", "softcap", self.softcap, low=0)
+            require_cap("LMHead", self.softcap)
 
     def init(
         self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal

@@ -82,8 +82,17 @@ class LanguageModel:
                 f"LanguageModel: n_groups must divide {len(self.blocks)} layers, "
                 f"got {self.n_groups}"
             )
-        for name in ("out_dropout", "balance", "router_z"):
+        if self.alibi and not self.causal:
+            raise ValueError("LanguageModel: alibi goes with causal: it favours keys ahead")
+        number("LanguageModel", "out_dropout", self.out_dropout, low=0, high=1)
+        for name in ("balance", "router_z"):
             number("LanguageModel", name, getattr(self, name), low=0)
+        routers = {(b.experts.n_experts, b.experts.top_k) for b in self.blocks if b.experts}
+        if (self.balance or self.router_z) and len(routers) != 1:
+            raise ValueError(
+                "LanguageModel: balance and router_z need layers with experts, all with one "
+                f"n_experts and one top_k, got {sorted(routers) or 'no experts'}"
+            )
 
     @property
     def d_model(self) -> int:
@@ -104,7 +113,8 @@ class LanguageModel:
         n_layers, width = len(self.blocks), self.d_model
         draw = partial(normal, std=width**-0.5)
         embedding = None if self.embed is None else self.embed.init(rng, draw=draw)
-        own = self.blocks[: n_layers if self.n_groups is None else self.n_groups]
+        run = 1 if self.n_groups is None else n_layers // self.n_groups
+        own = self.blocks[::run]  # the first of each group
         blocks = StackParams.init(
             rng,
             own,
@@ -168,6 +178,9 @@ class LanguageModel:
         n_blocks = len(self.blocks) if self.n_groups is None else self.n_groups
         require_stack("LanguageModel", params.stack, self.blocks, self.final_norm, n_blocks)
         keys = dropout_streams(dropout_key, len(self.blocks))
+        given = positions is not None
+        if given:
+            self._require_places()
         if mask is not None:
             _require_keep(mask, tokens)
             positions = _counted(mask) if positions is None else positions
@@ -181,7 +194,7 @@ class LanguageModel:
             pos,
             configs=self.blocks,
             relative=self.relative,
-            rotary=self._rotary(x, length, positions),
+            rotary=self._rotary(x, length, positions, math.inf if given else length),
             mask=None if mask is None else mask[:, None, None, :],
             causal=self.causal,
             dropout_rate=self.out_dropout,
@@ -264,7 +277,7 @@ class LanguageModel:
             pos,
             configs=self.blocks,
             relative=self.relative,
-            rotary=self._rotary(x, length, positions),
+            rotary=self._rotary(x, length, positions, length),
             past=state.past,
             n_past=state.length,
             mask=None if kept is None else kept[:, None, None, :],
@@ -297,11 +310,22 @@ class LanguageModel:
             tokens.shape[1], dtype=as_indices(tokens).dtype, device=device(tokens)
         )
 
-    def _rotary(self, x: Array, length: int, positions: Array | None) -> Rotary | None:
+    def _require_places(self) -> None:
+        """ValueError where positions that are given would be ignored."""
+        if self.rotary is None and (self.embed is None or self.embed.positions == "none"):
+            raise ValueError(
+                "LanguageModel: positions go with an embedding's or rotary ones; a model without "
+                "either goes by the order of tokens"
+            )
+
+    def _rotary(
+        self, x: Array, length: int, positions: Array | None, at_most: float
+    ) -> Rotary | None:
+        """The tables for a text of `length`; positions lie below at_most, so far as is known."""
         if self.rotary is None:
             return None
-        if positions is not None and length > self.rotary.same_until:
-            # The frequencies go by the longest text, in which padding must not count.
+        if positions is not None and at_most > self.rotary.same_until:
+            # The frequencies go by the largest position: of the longest text, without its padding.
             length = int(array_namespace(positions).max(positions)) + 1
         return rotary(self.rotary, like=x, length=length, positions=positions)
 
@@ -375,8 +399,6 @@ class LanguageModel:
     def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, tuple[Any, ...]]:
         """The auxiliary losses of all routers together, and for each layer dlogits or None."""
         layers = [i for i, config in enumerate(self.blocks) if config.experts is not None]
-        if not layers:
-            raise ValueError("LanguageModel: balance and router_z need layers with experts")
         routers = [cache.blocks[i].router for i in layers]
         xp = array_namespace(routers[0].router_logits)
         logits = xp.concat([router.router_logits for router in routers])  # (layers * N, E)
@@ -418,6 +440,23 @@ class State(NamedTuple):
         if mask is not None:
             mask = array_namespace(mask).take(mask, ids, axis=0)
         return State(tuple(past.rows(ids) for past in self.past), mask, self.length)
+
+    def padded(self, length: int) -> State:
+        """The same texts in `length` columns, by more padding on their left or by less of it.
+
+        For libraries that compile anew for every shape. Padding only may be taken away.
+        """
+        n = length - self.length
+        k = next((past.k for past in self.past if past.k is not None), None)
+        if n == 0 or k is None:
+            return self
+        xp = array_namespace(k)
+        ones, zeros = (partial(fill, dtype=xp.bool, device=device(k)) for fill in (xp.ones, xp.zeros))
+        mask = ones((k.shape[0], self.length)) if self.mask is None else self.mask
+        mask = mask[:, -n:] if n < 0 else xp.concat([zeros((k.shape[0], n)), mask], axis=1)
+        # A window that has dropped keys keeps what it has.
+        past = [p if p.length < self.length else p.widened(n) for p in self.past]
+        return State(tuple(past), mask, length)
 
 
 class HiddenCache(NamedTuple):

@@ -41,9 +41,11 @@ def _allowed_keys(scores: Array, mask: Array | None, causal: bool, window: Windo
     """Mask, causality and window together: boolean, (T, S) or wider; None where all may."""
     left, right = window
     right = 0 if causal else right
+    n_queries, n_keys = scores.shape[-2:]
+    if n_queries == 1:
+        right = None  # the only query stands at the last key
     if left is None and right is None:
         return mask
-    n_queries, n_keys = scores.shape[-2:]
     key, query = aligned(scores, n_queries, n_keys)
     allowed = mask
     if right is not None:  # beyond T or S a window bounds nothing, and might not fit an index

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer.checks import number, require_gradient
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.ops._attention import (
     fold,
@@ -21,6 +20,7 @@ from xformer.ops._attention import (
 )
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import Key
+from xformer.ops.softcap import require_cap
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -61,7 +61,7 @@ def sdpa(
     if bias is not None:
         require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
     window = window_of("sdpa", window)
-    softcap = _cap(softcap)
+    softcap = None if softcap is None else require_cap("sdpa", softcap)
     rate = require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key)
     scale = scale_of("sdpa", scale, q)
     scores = unfold(fold(q, k) @ k.mT, q) * scale  # (B, H, T, S)
@@ -116,12 +116,3 @@ def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     lead = x.ndim - len(shape)
     wide = tuple(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)
     return xp.reshape(xp.sum(x, axis=(*range(lead), *wide)), shape)
-
-
-def _cap(softcap: float | None) -> float | None:
-    if softcap is None:
-        return None
-    cap = number("sdpa", "softcap", softcap)
-    if not 0 < cap < math.inf:
-        raise ValueError(f"sdpa: softcap must be positive and finite, got {softcap}")
-    return cap

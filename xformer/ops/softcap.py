@@ -21,11 +21,17 @@ def softcap(x: Array, *, cap: float) -> tuple[Array, SoftcapCache]:
     x, y: any shape. ValueError unless cap is positive and finite.
     Derivation: docs/derivations/softcap.md
     """
-    cap = number("softcap", "cap", cap)
-    if not 0 < cap < math.inf:
-        raise ValueError(f"softcap: cap must be positive and finite, got {cap}")
+    cap = require_cap("softcap", cap, "cap")
     y = cap * array_namespace(x).tanh(x / cap)
     return y, SoftcapCache(y, cap)
+
+
+def require_cap(op: str, cap: float, name: str = "softcap") -> float:
+    """`cap` as a float; ValueError unless it is positive and finite, TypeError for no number."""
+    plain = number(op, name, cap)
+    if not 0 < plain < math.inf:
+        raise ValueError(f"{op}: {name} must be positive and finite, got {cap}")
+    return plain
 
 
 class SoftcapCache(NamedTuple):

@@ -67,6 +67,10 @@ class Tensors:
         """
         return self._tensors[name].read(dtype)
 
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two tensors hold the same numbers. PretrainedError where they are no floats."""
+        return self._tensors[a].equals(self._tensors[b])
+
     def release(self, name: str) -> None:
         """Let go of the memory that holds a tensor's part of the file.
 

@@ -31,6 +31,8 @@ def model(
     names: of the tensors that are there; some families have parts that only they tell of. where:
     the configuration's name in messages. PretrainedError for anything that is not supported.
     """
+    if not isinstance(config, Mapping):
+        raise TypeError(f"model: config must be a mapping, got {type(config).__name__}")
     family = _family(config, where)
     c = Config(config, where)
     c.common(**{key: config.get(key) for key in family.free})
@@ -60,9 +62,13 @@ def load(
     On NumPy, float32 parameters of a float32 file are read-only views of the file, which is mapped
     into memory: they cost nothing until they are used. FileNotFoundError where there is no model,
     PretrainedError where it is damaged or not supported: keys of the configuration, tensors that
-    are missing, unexpected or misshapen.
+    are missing, unexpected or misshapen. ValueError for a dtype that the backend does not compute
+    in.
     """
     place = backends.get(backend, device)
+    if dtype not in place.dtypes:
+        wanted = " or ".join(place.dtypes)
+        raise ValueError(f"load: dtype must be {wanted} on backend {place.name}, got {dtype!r}")
     found, tensors, matched = _found(Path(folder))
     return found, _read(found, matched, tensors, place, dtype)
 
@@ -85,6 +91,8 @@ def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | llama2c.Ma
     if root.is_dir():
         where = root / files.CONFIG
         return str(where), read_json(where), files.open_tensors(root)
+    if root.suffix in (".json", ".safetensors") and root.exists():
+        raise PretrainedError(f"{root}: is one file of a model; load its folder, {root.parent}")
     if root.exists():
         return str(root), *llama2c.open_file(root)
     raise FileNotFoundError(f"there is no folder or file {root}")
@@ -112,10 +120,11 @@ def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
 def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
     """Parameters, or gradients, by the names and in the layouts of the model's family.
 
-    On the host, as views where that can be. ValueError as `save`.
+    Frozen parameters are written like others. On the host, as views where that can be. ValueError
+    as `save`.
     """
     links = links_of(model)
-    like, leaves = _shapes(model), tree.flatten(params)
+    like, leaves = _shapes(model), tree.flatten(tree.thaw(params))
     got = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
     if wrong := sorted(n for n in like.keys() | got.keys() if like.get(n) != got.get(n)):
         name = wrong[0]
@@ -268,12 +277,7 @@ class _Names:
         if of is None:
             return False
         there = of if of in self.tensors else of.removeprefix(prefix)
-        if there not in self.tensors or self.tensors.shape(there) != self.tensors.shape(name):
-            return False
-        a, b = (self.tensors.read(n) for n in (name, there))
-        equal = bool(np.array_equal(a, b, equal_nan=True))
-        self.tensors.release(name)
-        return equal
+        return there in self.tensors and self.tensors.equal(name, there)
 
 
 def _read(

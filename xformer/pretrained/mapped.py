@@ -49,23 +49,45 @@ class Tensor(NamedTuple):
         wanted = np.dtype(dtype)
         if wanted.kind != "f":
             raise ValueError(f"read: dtype must be a floating-point type, got {dtype}")
+        raw = self._raw()
+        if raw.dtype != wanted or not raw.flags.aligned:
+            raw = self._converted(raw, wanted)
+        return raw.reshape(self.shape)
+
+    def equals(self, other: Tensor) -> bool:
+        """Whether both hold the same numbers, in whichever types, NaN like NaN. Takes no memory."""
+        a, b = self._raw(), other._raw()
+        if self.shape != other.shape:
+            return False
+        for start in range(0, len(a), PIECE):
+            piece = slice(start, start + PIECE)
+            if not np.array_equal(self._wide(a, piece), other._wide(b, piece), equal_nan=True):
+                return False
+        return True
+
+    def _wide(self, raw: np.ndarray, piece: slice) -> np.ndarray:
+        """A piece as float64, which holds all that may be in it; the file is let go of."""
+        out = np.empty(len(raw[piece]))
+        _convert(raw[piece], out, self.dtype)
+        self._let_go_of(piece, raw.itemsize)
+        return out
+
+    def release(self) -> None:
+        """Let go of the memory that holds the tensor; views of it read the file again."""
+        self._let_go(self.start, self.end)
+
+    def _raw(self) -> np.ndarray:
+        """The numbers as they lie in the file; PretrainedError for what is no floating-point."""
         if self.dtype not in DTYPES:
             raise PretrainedError(
                 f"{self.path}: {self.name!r} must be one of {', '.join(DTYPES)} to be read as "
                 f"weights, got {self.dtype}"
             )
-        if self.start == self.end:
-            return np.empty(self.shape, wanted)
         stored = DTYPES[self.dtype]
+        if self.start == self.end:
+            return np.empty(0, stored)
         count = (self.end - self.start) // stored.itemsize
-        raw = np.frombuffer(self.data, stored, count, self.start)
-        if stored != wanted or not raw.flags.aligned:
-            raw = self._converted(raw, wanted)
-        return raw.reshape(self.shape)
-
-    def release(self) -> None:
-        """Let go of the memory that holds the tensor; views of it read the file again."""
-        self._let_go(self.start, self.end)
+        return np.frombuffer(self.data, stored, count, self.start)
 
     def _converted(self, raw: np.ndarray, wanted: np.dtype[Any]) -> np.ndarray:
         """In pieces, and letting go of them: nothing but the result stays in memory."""
@@ -74,12 +96,15 @@ class Tensor(NamedTuple):
             for start in range(0, len(raw), PIECE):
                 piece = slice(start, start + PIECE)
                 _convert(raw[piece], out[piece], self.dtype)
-                done = self.start + start * raw.itemsize
-                self._let_go(done, min(done + PIECE * raw.itemsize, self.end))
+                self._let_go_of(piece, raw.itemsize)
         except FloatingPointError as error:
             message = f"{self.path}: {self.name!r} holds numbers too large for {wanted}"
             raise PretrainedError(message) from error
         return out
+
+    def _let_go_of(self, piece: slice, itemsize: int) -> None:
+        start, end = (self.start + itemsize * place for place in (piece.start, piece.stop))
+        self._let_go(start, min(end, self.end))
 
     def _let_go(self, start: int, end: int) -> None:
         if hasattr(mmap, "MADV_DONTNEED") and start < end:

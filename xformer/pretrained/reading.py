@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 JSON_LIMIT = 1 << 20  # bytes of a configuration
 DIGITS = 400  # of a number
+MAX_DEPTH = 64  # of objects and lists in one another
 LONG_NUMBER = re.compile(rf"[0-9]{{{DIGITS + 1}}}")
 MESSAGE = 1000  # characters
 
@@ -91,6 +92,8 @@ def parse_json(text: str, path: Path) -> dict[str, Any]:
     data = _parsed(text, path)
     if not isinstance(data, dict):
         raise PretrainedError(f"{path}: must hold a JSON object, got {type(data).__name__}")
+    if _deeper(data, MAX_DEPTH):  # than Python could copy or print
+        raise PretrainedError(f"{path}: objects and lists lie more than {MAX_DEPTH} deep")
     return data
 
 
@@ -157,6 +160,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"keys given twice: {listed(k for k in counts if counts[k] > 1)}")
     return data
+
+
+def _deeper(data: Any, depth: int) -> bool:
+    level = [data]
+    for _ in range(depth):
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [item for part in parts for item in part if isinstance(item, dict | list)]
+    return bool(level)
 
 
 def _number(text: str) -> float:

@@ -19,6 +19,7 @@ USUAL = {
     "bos_token": ("<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>"),
     "eos_token": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
     "pad_token": ("<pad>", "[PAD]"),
+    "mask_token": ("<mask>", "[MASK]"),
 }
 
 
@@ -36,9 +37,9 @@ def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 class Tokenizer:
-    """Encodes and decodes; bos_id, eos_id and pad_id are None where there is no such token.
+    """Encodes and decodes; bos_id, eos_id, pad_id, mask_id are None where there is no such token.
 
-    vocab_size is one more than the largest id.
+    vocab_size is one more than the largest id; special_ids are of tokens that are no text.
     """
 
     def __init__(self, inner: Any, config: Config, where: str) -> None:
@@ -47,7 +48,9 @@ class Tokenizer:
         self._inner, self._where = inner, where
         self._tokens = {kind: self._token(kind, config) for kind in USUAL}
         ids = (inner.token_to_id(token) if token else None for token in self._tokens.values())
-        self.bos_id, self.eos_id, self.pad_id = ids
+        self.bos_id, self.eos_id, self.pad_id, self.mask_id = ids
+        added = inner.get_added_tokens_decoder().items()
+        self.special_ids = frozenset(i for i, token in added if token.special)
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:

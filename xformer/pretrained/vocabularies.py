@@ -15,8 +15,9 @@ from xformer.pretrained.reading import PretrainedError, listed, read_json, read_
 
 CONFIG, ADDED = "tokenizer_config.json", "added_tokens.json"
 MAX_ID = 1 << 31
-CONFIG_LIMIT = 16 << 20
-LIMIT = 64 << 20  # bytes of a vocabulary
+CONFIG_LIMIT = 4 << 20
+LIMIT = 64 << 20  # bytes of a tokenizer.json
+PART_LIMIT = 8 << 20  # of a vocabulary, or of merges: about a million of them
 CONVERT = (
     "transformers converts it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder) "
     "writes tokenizer.json"
@@ -84,7 +85,7 @@ def _byte_level(path: Path, config: Config) -> Any:
     """Byte pairs over bytes, as GPT-2 has them, or RoBERTa, whose texts stand in <s> and </s>."""
     t, folder = _package(), path.parent
     kind = _family(config, "GPT2Tokenizer", "RobertaTokenizer")
-    vocab = _vocab(read_json(folder / "vocab.json", LIMIT), folder / "vocab.json")
+    vocab = _vocab(read_json(folder / "vocab.json", PART_LIMIT), folder / "vocab.json")
     merges = _merges(folder / "merges.txt")
     if lacking := set(t.pre_tokenizers.ByteLevel.alphabet()) - vocab.keys():
         raise PretrainedError(f"{folder / 'vocab.json'}: lacks the bytes {listed(lacking)}")
@@ -111,7 +112,7 @@ def _word_piece(path: Path, config: Config) -> Any:
     t = _package()
     _family(config, "BertTokenizer", "DistilBertTokenizer")
     config.only("do_basic_tokenize", True)
-    lines = read_text(path, LIMIT).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    lines = read_text(path, PART_LIMIT).replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocab = {token: i for i, token in enumerate(lines)}
     usual = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
     unknown = content(config, "unk_token") or usual["unk"]
@@ -185,7 +186,7 @@ def _vocab(data: dict[str, Any], path: Path) -> dict[str, int]:
 
 def _merges(path: Path) -> list[tuple[str, str]]:
     merges = []
-    for i, line in enumerate(read_text(path, LIMIT).replace("\r\n", "\n").split("\n")):
+    for i, line in enumerate(read_text(path, PART_LIMIT).replace("\r\n", "\n").split("\n")):
         if not line or (i == 0 and line.startswith("#version")):
             continue
         left, _, right = line.partition(" ")

@@ -15,6 +15,7 @@ from xformer import backends
 from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.models import LanguageModel
+from xformer.summary import context
 from xformer.tree import value
 from xformer.typing import Array
 
@@ -71,15 +72,18 @@ def require_language_model(what: str, model: Any) -> None:
 def _listed(what: str, texts: Any) -> list[str]:
     if isinstance(texts, str | bytes):
         raise TypeError(f"{what}: texts must be a list of texts, got one text")
-    return list(texts)
+    listed = list(texts)
+    for i, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise TypeError(f"{what}: text {i + 1} must be a string, got {type(text).__name__}")
+    return listed
 
 
 def longest(what: str, model: Any, max_len: int | None) -> int:
     """The tokens of a text that are read: max_len, but no more than the model has places for."""
     if max_len is not None:
         require_sizes(what, 1, max_len=max_len)
-    trained = (model.source or {}).get("max_position_embeddings")  # rotary positions have no end
-    limits = (max_len, model.context, trained)
+    limits = (max_len, context(model))
     return min((n for n in limits if n is not None), default=sys.maxsize)
 
 

@@ -15,8 +15,9 @@ from xformer.layers import BlockConfig, EmbedConfig, RopeConfig, rotary
 from xformer.models import LanguageModel, LMHead
 from xformer.pretrained import llama2c
 from xformer.pretrained.config import Config
-from xformer.pretrained.family import Family, layers
+from xformer.pretrained.family import MAX_LAYERS, Family, layers
 from xformer.pretrained.names import Link, Links, same
+from xformer.pretrained.reading import PretrainedError
 
 MODEL_TYPE = "llama2.c"
 MAPS = {
@@ -104,6 +105,10 @@ class Mapped:
         """A tensor: a view of the file where dtype is float32."""
         return self._arrays[name].astype(dtype, copy=False)
 
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two tensors hold the same numbers."""
+        return bool(np.array_equal(self._arrays[a], self._arrays[b], equal_nan=True))
+
     def release(self, name: str) -> None:
         """Nothing: these files are small."""
 
@@ -111,6 +116,9 @@ class Mapped:
 def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Mapped]:
     """The configuration and the tensors of a `.bin` file. PretrainedError where it is damaged."""
     header, arrays = llama2c.read(path)
+    if header.n_layers > MAX_LAYERS:
+        message = f"{path}: n_layers must be at most {MAX_LAYERS}, got {header.n_layers}"
+        raise PretrainedError(message)
     return {"model_type": MODEL_TYPE, **header._asdict()}, Mapped(arrays)
 
 

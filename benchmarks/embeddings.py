@@ -1,0 +1,174 @@
+"""`python -m benchmarks.embeddings`: sentence embeddings beside sentence-transformers, on the CPU.
+
+How much is installed, how soon the first embedding is there, how many follow in a second. Each side
+runs in its own environment, `--ours VENV` and `--theirs VENV`, with a model that both can read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks import embeddings_page, harness, machine, report
+from benchmarks.__main__ import RESULTS, default_name
+from benchmarks.step import Disagreement
+
+OURS, THEIRS = "xformer", "sentence-transformers"
+TOLERANCE = 1e-5  # of vectors of length 1 in float32
+STARTS = 5  # of a process
+WORKS = {"one by one": (64, None), "batches of 32": (256, 32)}  # texts, texts at once
+NOT_NEEDED = ("pip", "setuptools", "pkg_resources", "_distutils_hack")  # to run
+START = (
+    ("The teacher", "A young doctor", "My neighbour", "The old sailor", "Nobody", "Our new cook"),
+    ("bought", "found", "forgot", "painted", "repaired", "described", "sold", "carried"),
+    ("a bicycle", "the letter", "three red apples", "a map of the city", "her piano", "it"),
+)
+REST = (
+    *("in the morning", "near the river", "for a friend", "before the rain came"),
+    *("without a word", "although it was late", "with great care", "as he had promised"),
+    "in the narrow street behind the market of the old town",
+)
+
+
+class Contestant:
+    """A process of `embedder.py`, which is ready once it has embedded a sentence."""
+
+    def __init__(self, name: str, python: str, folder: str) -> None:
+        n = str(machine.n_cpus())
+        own = {name: n for name in machine.VARIABLES} | {"HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [python, Path(__file__).with_name("embedder.py"), name, folder],
+            env=os.environ | own,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+        )
+        if self._line() != "ready\n":
+            raise RuntimeError(f"{name} did not start: {python}, {folder}")
+
+    def ask(self, **request: Any) -> Any:
+        """Its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self._line())
+
+    def __del__(self) -> None:
+        self.process.communicate()  # the end of its input ends it
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print the table, write the JSON. Returns 1 where embeddings disagree."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.embeddings", description=__doc__)
+    parser.add_argument("--model", metavar="FOLDER", required=True)
+    parser.add_argument("--ours", metavar="VENV", required=True, help="with this library")
+    parser.add_argument("--theirs", metavar="VENV", required=True, help=f"with {THEIRS}")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: in results/")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
+    args = parser.parse_args(argv)
+    venvs = {OURS: Path(args.ours), THEIRS: Path(args.theirs)}
+    pythons = {name: str(venv / "bin" / "python") for name, venv in venvs.items()}
+    found = machine.describe(["numpy"]) | {"threads": {"cpus": machine.n_cpus()}, "load": _load()}
+    try:
+        with tqdm(total=ticks(args.rounds), disable=None, leave=False) as bar:
+            found |= measure(pythons, args.model, args.rounds, bar.update)
+    except Disagreement as wrong:
+        print(f"benchmarks: embeddings disagree, nothing is reported.\n{wrong}", file=sys.stderr)
+        return 1
+    for row in found["rows"]:
+        row["install_bytes"] = installed(venvs[row["name"]])
+    print(embeddings_page.text(found))
+    out = args.out or RESULTS / default_name(found).replace("step", "embeddings", 1)
+    report.write(found, out)
+    print(f"\nWritten: {out}")
+    if args.page is not None:
+        embeddings_page.update(args.page, found, out)
+    return 0
+
+
+def ticks(rounds: int) -> int:
+    """How often `measure` calls `tick`."""
+    return 2 * (STARTS + 1) + 2 * len(WORKS) * (rounds + 1)
+
+
+def measure(
+    pythons: Mapping[str, str], folder: str, rounds: int, tick: Callable[[], Any]
+) -> dict[str, Any]:
+    """Check, then measure: starts, then embeddings a second, in turns."""
+    texts = sentences(max(n for n, _ in WORKS.values()))
+    begin = {name: partial(Contestant, name, python, folder) for name, python in pythons.items()}
+    starts = harness.interleave(begin, STARTS, 1, tick)
+    running = {name: start() for name, start in begin.items()}
+    difference = check({name: one.ask(show=texts) for name, one in running.items()})
+    runs = {
+        (name, work): partial(one.ask, run=texts[:n], batch=batch)
+        for name, one in running.items()
+        for work, (n, batch) in WORKS.items()
+    }
+    seconds = harness.interleave(runs, rounds, 1, tick)
+    about = {name: one.ask(about=True) for name, one in running.items()}
+    rows = []
+    for name in pythons:
+        row = {"name": name, **about[name], "start": harness.summary(starts[name], None)}
+        for work, (n, _) in WORKS.items():
+            times = harness.summary(seconds[name, work], seconds[THEIRS, work])
+            row[work] = times | {"per_s": n / min(seconds[name, work])}
+        rows.append(row)
+    words = sum(len(text.split()) for text in texts) / len(texts)
+    how = {"rounds": rounds, "starts": STARTS, "works": list(WORKS), "words": words}
+    return how | {"difference": difference, "tolerance": TOLERANCE, "rows": rows}
+
+
+def check(vectors: Mapping[str, Any]) -> float:
+    """The largest difference of an element to the first one's; Disagreement beyond TOLERANCE."""
+    first, *others = (np.asarray(rows) for rows in vectors.values())
+    difference = max(float(np.max(np.abs(first - other))) for other in others)
+    if not difference <= TOLERANCE:
+        names = " and ".join(vectors)
+        raise Disagreement(f"{names} differ by {difference:.1e}, allowed {TOLERANCE:.0e}")
+    return difference
+
+
+def installed(venv: Path) -> int:
+    """Bytes of the packages in an environment, without those that only install others."""
+    (packages,) = venv.glob("lib/python*/site-packages")
+    return sum(
+        path.lstat().st_size
+        for path in packages.rglob("*")
+        if path.is_file() and not path.relative_to(packages).parts[0].startswith(NOT_NEEDED)
+    )
+
+
+def _load() -> float | None:
+    """Of the machine, over the last minute, where the system tells."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def sentences(n: int) -> list[str]:
+    """Made up, of 3 to 33 words, the same each time."""
+    rng = random.Random(0)
+    return [
+        " ".join([*map(rng.choice, START), *rng.sample(REST, rng.randrange(5))]) + "."
+        for _ in range(n)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

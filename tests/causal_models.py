@@ -1,0 +1,105 @@
+"""Small models that write texts, of every family and every way of placing tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from xformer import pretrained, tree
+from xformer.layers import BlockConfig, EmbedConfig, RelativeConfig
+from xformer.models import GPT, LanguageModel, Transformer
+
+V = 37
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": 20,
+    "max_position_embeddings": 40,
+}
+GPT2: dict[str, Any] = {"vocab_size": V, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 40}
+T5: dict[str, Any] = {
+    "vocab_size": V,
+    "d_model": 12,
+    "d_kv": 5,
+    "d_ff": 20,
+    "num_layers": 2,
+    "num_heads": 3,
+    "decoder_start_token_id": 0,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Hugging Face's names of families -> configurations.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"architecture": "GPT2LMHeadModel", **GPT2},
+    "gpt_neox": {"architecture": "GPTNeoXForCausalLM", **SIZES, "rotary_pct": 0.5},
+    "llama": {"architecture": "LlamaForCausalLM", **SIZES, "rope_scaling": LLAMA3},
+    "mistral": {"architecture": "MistralForCausalLM", **SIZES, "sliding_window": 4},
+    "mixtral": {"architecture": "MixtralForCausalLM", **SIZES, "num_local_experts": 3},
+    "qwen2": {
+        "architecture": "Qwen2ForCausalLM",
+        **SIZES,
+        **{"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    },
+    "qwen3": {"architecture": "Qwen3ForCausalLM", **SIZES, "head_dim": 6},
+    "gemma2": {"architecture": "Gemma2ForCausalLM", **SIZES, "head_dim": 6, "sliding_window": 4},
+}
+CONFIGS["gpt_neox"].pop("num_key_value_heads")
+NAMES = [
+    *CONFIGS,
+    *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "post-norm"),
+]
+T5_NAMES = ["t5", "t5 1.1", "Transformer", "shared memory"]
+
+
+def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
+    """A decoder and its parameters, in float64, far from uniform."""
+    gpt: dict[str, Any] = {"vocab_size": V, "n_layers": 2, "d_model": 12, "n_heads": 3}
+    gpt["max_len"] = 40
+    blocks = (BlockConfig(12, 3, 20, activation="gelu"),) * 2
+    plain = EmbedConfig(V, 12, 12, positions="none")
+    if name in CONFIGS:
+        config = dict(CONFIGS[name])
+        model = pretrained.model(
+            {"model_type": name, "architectures": [config.pop("architecture")], **config}
+        )
+    else:
+        model = {
+            "sinusoidal": lambda: GPT(**gpt, positions="sinusoidal"),
+            "positions for q, k, v": lambda: GPT(**gpt, position_mode="qkv"),
+            "no positions": lambda: GPT(**gpt, positions="none"),
+            "alibi": lambda: LanguageModel(plain, blocks, alibi=True),
+            "relative bias": lambda: LanguageModel(
+                plain, blocks, relative=RelativeConfig(3, 8, 16, bidirectional=False)
+            ),
+            "post-norm": lambda: GPT(**gpt, norm="post"),
+        }[name]()
+    return model, lively(model, seed)
+
+
+def seq2seq(name: str, seed: int = 0) -> tuple[Any, Any]:
+    """An encoder-decoder and its parameters, in float64, far from uniform."""
+    if name.startswith("t5"):
+        more = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+        config = T5 | (more if name == "t5 1.1" else {})
+        kind = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+        model = pretrained.model(kind | {"is_encoder_decoder": True} | config)
+    else:
+        shared = name == "shared memory"
+        model = Transformer(V, V, 12, 3, 2, 2, 40, shared_memory=shared)
+    return model, lively(model, seed)
+
+
+def lively(model: Any, seed: int) -> Any:
+    """Parameters that are all random, the matrices large."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(p: np.ndarray) -> np.ndarray:
+        return p + rng.normal(size=p.shape) * (0.3 if p.ndim == 1 else 3 / p.shape[0] ** 0.5)
+
+    return tree.map(drawn, model.init(seed, dtype="float64"))

@@ -1,0 +1,149 @@
+"""Classes of texts: the probabilities of transformers, the names of classes, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentences import BERT, LLAMA, TEXTS, write_model, write_tokenizer
+from xformer.backends import Backend
+
+from xformer import pretrained, tree
+from xformer.cli import main
+from xformer.models import LanguageModel
+from xformer.pretrained.tokenizer import tokenizer
+from xformer.sentences import classify, labels
+
+NAMES = {"0": "good", "1": "bad", "2": "so so"}
+CLASSIFIER = BERT | {"architectures": ["BertForSequenceClassification"], "id2label": NAMES}
+DECODER = LLAMA | {"architectures": ["LlamaForSequenceClassification"], "id2label": NAMES}
+SIZES = {
+    "Bert": {"hidden_size": 12, "intermediate_size": 20, "max_position_embeddings": 24},
+    "Llama": {"hidden_size": 12, "intermediate_size": 20, "max_position_embeddings": 24},
+    "GPT2": {"n_embd": 12, "n_positions": 24},
+}
+
+
+def opened(folder: Path, config: dict[str, Any] = CLASSIFIER) -> tuple[Any, Any, Any]:
+    own = tokenizer(write_model(folder, config))
+    return (*pretrained.load(folder, dtype="float64"), own)
+
+
+@pytest.mark.parametrize("family", ["Bert", "GPT2", "Llama"])
+def test_as_transformers(family: str, tmp_path: Path) -> None:
+    """GPT-2 and Llama classify by the last token of each text, padding or not."""
+    huggingface = pytest.importorskip("huggingface")  # skips without torch or transformers
+    torch, transformers = huggingface.torch, huggingface.transformers
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=24, num_labels=3, pad_token_id=0, **layers, **SIZES[family]
+    )
+    hf = huggingface.build(getattr(transformers, f"{family}ForSequenceClassification"), config)
+    hf.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, special=family == "Bert")
+    own = tokenizer(tmp_path)
+    with huggingface.double_precision(), torch.no_grad():
+        rows = [hf(torch.tensor([own.encode(text)])).logits[0] for text in TEXTS]
+        want = torch.softmax(torch.stack(rows), -1).numpy()
+    got = classify(*pretrained.load(tmp_path, dtype="float64"), own, TEXTS)
+    assert np.allclose(got, want, rtol=0, atol=huggingface.FLOAT64)
+
+
+def test_on_every_library(library: Backend, tmp_path: Path) -> None:
+    model, params, own = opened(tmp_path, DECODER)
+    texts = TEXTS[:2]
+    logits = [model.forward(params, np.asarray([own.encode(text)]))[0][0] for text in texts]
+    want = np.stack([np.exp(row) / np.exp(row).sum() for row in logits])
+    got = classify(model, tree.map(library.asarray, params), own, texts)
+    assert np.allclose(got, want, rtol=0, atol=1e-12)
+
+
+def test_the_size_of_batches_changes_nothing(tmp_path: Path) -> None:
+    model, params, own = opened(tmp_path, DECODER)
+    done: list[int] = []
+    want = classify(model, params, own, TEXTS)
+    got = classify(model, params, own, TEXTS, batch_size=2, progress=done.append)
+    assert np.allclose(got, want, rtol=0, atol=1e-12) and done == [2, 2, 1]
+
+
+@pytest.mark.parametrize("kind", ["multi_label_classification", None])
+def test_classes_that_do_not_exclude_each_other(kind: str | None, tmp_path: Path) -> None:
+    names = NAMES if kind else {"0": "good"}
+    config = CLASSIFIER | {"problem_type": kind, "id2label": names}
+    model, params, own = opened(tmp_path, config)
+    logits = [model.forward(params, np.asarray([own.encode(text)]))[0][0] for text in TEXTS]
+    got = classify(model, params, own, TEXTS)
+    assert np.allclose(got, 1 / (1 + np.exp(-np.stack(logits))), rtol=0, atol=1e-12)
+
+
+def test_names_of_classes() -> None:
+    def named(**config: Any) -> list[str]:
+        without = {key: value for key, value in CLASSIFIER.items() if key != "id2label"}
+        return labels(pretrained.model(without | config))
+
+    assert named(id2label=NAMES) == ["good", "bad", "so so"]
+    assert named(id2label={0: "good", 1: "bad"}) == ["good", "bad"]
+    assert named(id2label={"0": "good", "x": "bad"}) == ["good", "LABEL_1"]
+    assert named(num_labels=3) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert named() == ["LABEL_0", "LABEL_1"]
+    with pytest.raises(ValueError, match=r"classify: id2label must hold strings, got \['x'\]"):
+        named(id2label={"0": ["x"]})
+
+
+def test_what_is_no_classifier(tmp_path: Path) -> None:
+    model, params, own = opened(tmp_path, CLASSIFIER | {"problem_type": "regression"})
+    with pytest.raises(ValueError, match=r"problem_type must be single_label.* got 'regression'"):
+        classify(model, params, own, TEXTS)
+    encoder = pretrained.model(BERT)
+    bare = LanguageModel(encoder.embed, encoder.blocks, causal=False, head=None)
+    for other, got in ((encoder, "got head Pooler"), (bare, "got no head")):
+        with pytest.raises(ValueError, match=f"must have a Classifier for its head, {got}"):
+            classify(other, params, own, TEXTS)
+        with pytest.raises(ValueError, match=f"must have a Classifier for its head, {got}"):
+            labels(other)
+
+
+def test_a_long_text_is_cut(tmp_path: Path) -> None:
+    model, params, own = opened(tmp_path)
+    with pytest.warns(UserWarning, match="^classify: cut to 24 tokens: text 2$"):
+        got = classify(model, params, own, ["a cat", "the " * 40])
+    assert np.allclose(got[1], classify(model, params, own, ["the " * 22]), rtol=0, atol=1e-12)
+
+
+# The command
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, params, own = opened(tmp_path)
+    (probs,) = classify(model, params, own, TEXTS[:1])
+    command = ["classify", "--model", str(tmp_path), "--dtype", "float64", TEXTS[0]]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    order = np.argsort(-probs)
+    want = [f"  {list(NAMES.values())[i]:5}  {probs[i]:.4f}" for i in order]
+    assert lines == [TEXTS[0], *want]
+
+    assert main([*command, "--top", "1"]) == 0
+    name = list(NAMES.values())[order[0]]
+    assert capsys.readouterr().out.splitlines() == [TEXTS[0], f"  {name}  {probs[order[0]]:.4f}"]
+
+    assert main([*command, "a dog", "--json"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["text"] == TEXTS[0] and second["text"] == "a dog"
+    assert first["label"] == name
+    assert np.allclose([first["probabilities"][n] for n in NAMES.values()], probs, rtol=1e-6)
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path, BERT)
+    for command, message in [
+        (["x"], "classify: the model must have a Classifier for its head, got head Pooler"),
+        (["x", "--top", "0"], "--top must be at least 1, got 0"),
+        ([], "there are no texts"),
+    ]:
+        assert main(["classify", "--model", str(tmp_path), *command]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1

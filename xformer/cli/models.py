@@ -1,0 +1,79 @@
+"""The model of --model, with what turns text to its ids and back."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xformer import backends, pretrained, tree
+from xformer.generation import Bytes
+from xformer.generation.text import Codec
+from xformer.models import GPT
+from xformer.pretrained import files
+from xformer.pretrained.reading import read_json
+from xformer.pretrained.tokenizer import tokenizer
+from xformer.training import checkpoint
+from xformer.training.data import VOCAB_SIZE
+
+TOKENIZERS = "tokenizer.json, vocab.json with merges.txt, vocab.txt"
+
+
+class Found(NamedTuple):
+    """A model that writes texts."""
+
+    model: Any
+    params: Any
+    tokenizer: Codec
+    slides: bool  # a text may outgrow the context: of bytes, by xformer train
+
+
+def opened(args: argparse.Namespace) -> Found:
+    """What --model, --tokenizer, --backend, --device and --dtype name. OSError, ValueError."""
+    path = Path(args.model)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is no checkpoint and no model: there is no such file")
+    if (args.backend, args.dtype) == ("jax", "float64"):
+        backends.get("jax")  # says what is missing
+        from xformer.backends.jax import enable_float64
+
+        enable_float64()
+    config = path / files.CONFIG
+    if config.is_file() and read_json(config).get("format") == checkpoint.FORMAT:
+        return _trained(path, backends.get(args.backend, args.device), args.dtype)
+    # The tokenizer first, since it is missing more often than the model; but among several beside
+    # a file the model knows which.
+    own = tokenizer(args.tokenizer) if args.tokenizer else None
+    if own is None and path.is_dir():
+        own = _tokenizer_in(path)
+    model, params = pretrained.load(path, args.backend, args.dtype, args.device)
+    return Found(model, params, own or _tokenizer_beside(path, model), slides=False)
+
+
+def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
+    model, params = checkpoint.load(path, backend)
+    if not isinstance(model, GPT) or model.vocab_size != VOCAB_SIZE:
+        raise ValueError(f"of checkpoints, generate continues a GPT over bytes; {path} has {model}")
+    params = tree.map(lambda a: backend.asarray(backend.to_numpy(a), dtype), params)
+    return Found(model, params, Bytes(), slides=True)
+
+
+def _tokenizer_in(folder: Path) -> Codec:
+    try:
+        return tokenizer(folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; looked for {TOKENIZERS}; --tokenizer PATH names one that lies elsewhere"
+        ) from error
+
+
+def _tokenizer_beside(path: Path, model: Any) -> Codec:
+    """Of llama2.c: that of as many tokens as the model has."""
+    size = model.embed.vocab_size
+    for name in sorted(path.parent.glob("tok*.bin")):
+        if (found := tokenizer(name)).vocab_size == size:
+            return found
+    raise FileNotFoundError(
+        f"there is no tokenizer of {size} tokens beside {path}: looked for tok*.bin; "
+        "--tokenizer PATH names one that lies elsewhere"
+    )

@@ -1,0 +1,128 @@
+"""What a task is made of: examples of a text or a pair, batches of them, and their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from xformer import ops
+from xformer.backends import Backend
+from xformer.models import EncoderDecoder
+from xformer.typing import Array
+
+IGNORED = -1  # in the place of a target that does not count
+LONGEST = 512  # tokens, where nothing is said
+
+
+class Example(NamedTuple):
+    """One text, or one pair of texts."""
+
+    tokens: np.ndarray  # (T,)
+    targets: Any  # (T,), or what the task makes of it
+
+
+class Batch(NamedTuple):
+    """Arguments of a model's loss, on the host."""
+
+    arrays: tuple[np.ndarray, ...]
+    masks: dict[str, np.ndarray]
+    count: int  # of targets, over which the loss is a mean
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its tokenizer, and the tokens that a text may have. ValueError for another model."""
+
+    model: Any
+    tokenizer: Any
+    max_len: int = LONGEST
+    fields: ClassVar[tuple[str, ...]] = ("text",)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_len, int) or self.max_len < 2:
+            raise ValueError(f"max_len must be an int of at least 2, got {self.max_len!r}")
+        limit = context_of(self.model)
+        if limit is not None and self.max_len > limit:
+            raise ValueError(f"max_len must be at most the model's {limit}, got {self.max_len}")
+
+    def examples(self, fields: Mapping[str, Any]) -> list[Example]:
+        """The examples of one record; ValueError where it makes none for a reason."""
+        raise NotImplementedError
+
+    def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
+        """Examples side by side, the shorter ones padded on the right."""
+        tokens, mask = padded([e.tokens for e in examples])
+        targets, _ = padded([e.targets for e in examples], fill=IGNORED)
+        count = int((targets != IGNORED).sum())
+        return Batch((tokens, targets), {"mask": mask}, count, int(mask.sum()))
+
+    def loss(
+        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
+    ) -> tuple[Array, Any]:
+        """The mean loss of a batch, in nats, and the cache whose backward follows."""
+        arrays, masks = on(batch, place)
+        return self.model.loss(  # type: ignore[no-any-return]
+            params, *arrays, **masks, ignore_index=IGNORED, dropout_key=dropout_key
+        )
+
+    def _ids(self, text: str) -> np.ndarray:
+        """The ids of a text, cut to max_len before the tokens that end it."""
+        ids, _ = self.tokenizer.batch([text], max_len=self.max_len)
+        return self._known(ids[0])
+
+    def _ended(self, text: str) -> np.ndarray:
+        """The ids of a whole text and, where the tokenizer has one, of its end."""
+        ids = self.tokenizer.encode(text)
+        end = self.tokenizer.eos_id
+        return self._known(ids + [end] * (end is not None and ids[-1:] != [end]))
+
+    def _known(self, ids: Any) -> np.ndarray:
+        ids = np.asarray(ids, np.int64)
+        size = embed_of(self.model).vocab_size
+        if len(ids) and int(ids.max()) >= size:
+            raise ValueError(
+                f"the tokenizer must be the model's, whose ids are below {size}, "
+                f"got id {int(ids.max())}"
+            )
+        return ids
+
+
+def padded(rows: Sequence[np.ndarray], fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids side by side (B, T), and where they are (B, T)."""
+    lengths = np.asarray([len(row) for row in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(mask.shape, fill, np.int64)
+    ids[mask] = np.concatenate(rows)
+    return ids, mask
+
+
+def on(batch: Batch, place: Backend) -> tuple[tuple[Array, ...], dict[str, Array]]:
+    """The arrays and masks of a batch on a backend."""
+    arrays = tuple(place.asarray(array) for array in batch.arrays)
+    return arrays, {name: place.asarray(mask) for name, mask in batch.masks.items()}
+
+
+def embed_of(model: Any) -> Any:
+    """The embedding of what a model reads."""
+    return model.src_embed if isinstance(model, EncoderDecoder) else model.embed
+
+
+def context_of(model: Any) -> int | None:
+    """The tokens that a model has places for; None: any number."""
+    if not isinstance(model, EncoderDecoder):
+        context: int | None = getattr(model, "context", None)
+        return context
+    embeds = [embed for embed in (model.src_embed, model.target_embed) if embed is not None]
+    return min((e.max_len - e.offset for e in embeds if e.max_len is not None), default=None)
+
+
+def require(model: Any, wanted: str, fits: bool) -> None:
+    """ValueError unless the model is what the task needs."""
+    if not fits:
+        head = getattr(model, "head", None)
+        top = "no head" if head is None else type(head).__name__
+        raise ValueError(f"the model must be {wanted}, got a {type(model).__name__} with {top}")

@@ -1,0 +1,50 @@
+"""The contrastive loss of pairs of texts, on top of a model's pooled vectors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer import ops
+from xformer.models.loss import one
+from xformer.typing import Array
+
+
+def contrastive_loss(
+    model: Any,
+    params: Any,
+    tokens: Array,
+    *,
+    mask: Array | None = None,
+    pooling: str | None = None,
+    scale: float = 20.0,
+    dropout_key: ops.Key | None = None,
+) -> tuple[Array, ContrastiveCache]:
+    """`ops.info_nce` of normalised vectors: tokens (2 B, T) are B anchors, then their B partners.
+
+    model: a LanguageModel. pooling: unless given the last token of a causal model, the mean of
+    others. ValueError for an odd number of texts.
+    """
+    n, odd = divmod(tokens.shape[0], 2)
+    if odd:
+        raise ValueError(f"contrastive_loss: tokens must be 2 B texts, got {tokens.shape[0]}")
+    how = pooling or ("last" if model.causal else "mean")
+    y, pooled = model.pooled(
+        params, tokens, mask=mask, how=how, normalize=True, dropout_key=dropout_key
+    )
+    loss, cache = ops.info_nce(y[:n, :], y[n:, :], scale=scale)
+    return loss, ContrastiveCache(cache, pooled)
+
+
+class ContrastiveCache(NamedTuple):
+    """What `contrastive_loss` keeps for its backward."""
+
+    loss: Any
+    model: Any
+
+    def backward(self, dloss: Array | None = None) -> Any:
+        """Gradients of the model's parameters; dloss is 1 unless given."""
+        dloss = one(self.loss.lse) if dloss is None else dloss
+        da, db = self.loss.backward(dloss)
+        return self.model.backward(array_namespace(da).concat([da, db]))

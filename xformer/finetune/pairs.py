@@ -1,0 +1,123 @@
+"""Tasks of texts and what belongs to them: a class, a target text, a text like it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from xformer import ops
+from xformer.backends import Backend
+from xformer.finetune.base import IGNORED, Batch, Example, Task, on, padded, require
+from xformer.finetune.contrastive import contrastive_loss
+from xformer.finetune.heads import is_classifier
+from xformer.models import EncoderDecoder, LanguageModel
+from xformer.sentences import labels
+from xformer.typing import Array
+
+
+class Classify(Task):
+    """The class of a text, by its number or its name in the model's configuration."""
+
+    fields = ("text", "label")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.model, "one with a Classifier", is_classifier(self.model))
+        require(self.model, "one with 2 classes or more", self.model.head.n_labels > 1)
+
+    def examples(self, fields: Mapping[str, Any]) -> list[Example]:
+        """One example; a text is cut to max_len."""
+        ids = self._ids(fields["text"])
+        if not len(ids):
+            raise ValueError("the text has no token")
+        return [Example(ids, self._label(fields["label"]))]
+
+    def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
+        """Texts and the numbers of their classes."""
+        tokens, mask = padded([e.tokens for e in examples])
+        classes = np.asarray([e.targets for e in examples], np.int64)
+        return Batch((tokens, classes), {"mask": mask}, len(classes), int(mask.sum()))
+
+    def _label(self, label: Any) -> int:
+        names = labels(self.model)
+        if isinstance(label, str) and label in names:
+            return names.index(label)
+        if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
+            return label
+        shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+        raise ValueError(
+            f"label must be a number below {len(names)} or one of {shown}, got {label!r:.60}"
+        )
+
+
+class Seq2Seq(Task):
+    """A target text, token by token, given a source; both are cut to max_len."""
+
+    fields = ("source", "target")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = isinstance(self.model, EncoderDecoder) and self.model.shared_embed
+        require(self.model, "an EncoderDecoder with one vocabulary and a head", known)
+        require(self.model, "one with a head", self.model.head is not None)
+        if self._start() is None:
+            raise ValueError("the model's configuration must have a decoder_start_token_id")
+
+    def examples(self, fields: Mapping[str, Any]) -> list[Example]:
+        """One example, of which the target's tokens are the targets."""
+        return [Example(self._ids(fields["source"]), self._ended(fields["target"])[: self.max_len])]
+
+    def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
+        """Sources, targets behind the token that begins them, targets."""
+        src, src_mask = padded([e.tokens for e in examples])
+        tgt, _ = padded([np.append(self._start(), e.targets[:-1]) for e in examples])
+        targets, mask = padded([e.targets for e in examples], fill=IGNORED)
+        n_tokens = int(src_mask.sum() + mask.sum())
+        return Batch((src, tgt, targets), {"src_mask": src_mask}, int(mask.sum()), n_tokens)
+
+    def _start(self) -> int | None:
+        source = self.model.source or {}
+        names = ("decoder_start_token_id", "pad_token_id")  # T5's targets begin with padding
+        return next((source[name] for name in names if source.get(name) is not None), None)
+
+
+@dataclass(frozen=True)
+class Contrastive(Task):
+    """Which of a batch's positives belongs to each anchor, by the vectors of both.
+
+    pooling: as in `sentences.embed`; prompt: before each text.
+    """
+
+    pooling: str | None = None
+    prompt: str = ""
+    fields: ClassVar[tuple[str, ...]] = ("anchor", "positive")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = isinstance(self.model, LanguageModel) and self.model.embed is not None
+        require(self.model, "a LanguageModel of tokens", known)
+
+    def examples(self, fields: Mapping[str, Any]) -> list[Example]:
+        """One pair; each text is cut to max_len."""
+        pair = [self._ids(self.prompt + fields[name]) for name in self.fields]
+        if not all(map(len, pair)):
+            raise ValueError("a text has no token")
+        return [Example(*pair)]
+
+    def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
+        """The anchors, and after them the positives."""
+        rows = [e.tokens for e in examples] + [e.targets for e in examples]
+        tokens, mask = padded(rows)
+        return Batch((tokens,), {"mask": mask}, len(examples), int(mask.sum()))
+
+    def loss(
+        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
+    ) -> tuple[Array, Any]:
+        """`contrastive_loss` of the pairs."""
+        arrays, masks = on(batch, place)
+        return contrastive_loss(
+            self.model, params, *arrays, **masks, pooling=self.pooling, dropout_key=dropout_key
+        )

@@ -1,0 +1,61 @@
+"""A tuned model's folder: what lay beside the model that it was made of, and what it has become."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from xformer import pretrained
+from xformer.files import replacing
+from xformer.finetune import peft
+from xformer.finetune.lora import adapters, merge
+from xformer.pretrained.reading import read_bytes
+
+ADAPTER = "adapter"
+LIMIT = 64 << 20  # bytes of a file that is copied
+
+# Of the tokenizer; of how text is generated; of sentence-transformers.
+BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "generation_config.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    "1_Pooling/config.json",
+)
+
+
+def save(
+    model: Any,
+    params: Any,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    base: str | os.PathLike[str] | None = None,
+) -> Path | None:
+    """Write the model with its adapters merged, and the adapters alone into the folder `adapter`.
+
+    Returns that folder; None where there are no adapters, or more than they was trained.
+    base: the folder that the model was loaded from, whose tokenizer's files and settings are copied
+    as they are. tokenizer: written where there is no tokenizer.json. An interrupted write leaves
+    the old files.
+    """
+    target, source = Path(folder), None if base is None else Path(base)
+    source = source if source is not None and source.is_dir() else None  # not one of llama2.c's
+    pretrained.save(model, merge(params), target)
+    if source is not None:
+        for name in BESIDE:
+            _copy(source / name, target / name)
+    if tokenizer is not None and not (target / "tokenizer.json").exists():
+        tokenizer.save(target)
+    if not adapters(params) or peft.others(params):
+        return None
+    peft.save(model, params, target / ADAPTER, base=None if source is None else str(source))
+    return target / ADAPTER
+
+
+def _copy(source: Path, target: Path) -> None:
+    if os.path.lexists(source):
+        data = read_bytes(source, LIMIT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as (part,):
+            part.write_bytes(data)

@@ -1,0 +1,48 @@
+"""Tasks by name, and the examples that records make for them.
+
+task = finetune.task("prefix", model, tokenizer, max_len=256)
+examples = finetune.examples(task, finetune.read("answers.jsonl", task.fields))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from xformer.finetune.base import LONGEST, Example, Task, context_of
+from xformer.finetune.data import Record
+from xformer.finetune.language import Causal, Masked, Prefix
+from xformer.finetune.pairs import Classify, Contrastive, Seq2Seq
+
+TASKS: dict[str, type[Task]] = {
+    "causal": Causal,
+    "prefix": Prefix,
+    "masked": Masked,
+    "classify": Classify,
+    "seq2seq": Seq2Seq,
+    "contrastive": Contrastive,
+}
+
+
+def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **options: Any) -> Task:
+    """The task of a name in `TASKS`. max_len: unless given 512, or what the model was made for."""
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    if max_len is None:
+        trained = (getattr(model, "source", None) or {}).get("max_position_embeddings")
+        limits = (LONGEST, context_of(model), trained)
+        max_len = min(n for n in limits if n is not None)
+    return TASKS[name](model, tokenizer, max_len, **options)
+
+
+def examples(task: Task, records: Iterable[Record]) -> list[Example]:
+    """The examples of all records. ValueError, with the place of the record, where one has none."""
+    found: list[Example] = []
+    for record in records:
+        try:
+            found += task.examples(record.fields)
+        except ValueError as error:
+            raise ValueError(f"{record.where}: {error}") from error
+    if not found:
+        raise ValueError("no text is long enough to learn from")
+    return found
