@@ -73,7 +73,9 @@ def write_tokenizer(folder: Path, style: str) -> None:
         single=template, special_tokens=[(token, vocab[token]) for token in SPECIAL]
     )
     inner.save(str(folder / "tokenizer.json"))
+    config: dict[str, str | None]
     config = {f"{kind}_token": KINDS[kind] if kind in kinds else None for kind in KINDS}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

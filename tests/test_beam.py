@@ -90,9 +90,7 @@ def test_the_same_on_other_libraries(library: Backend, name: str) -> None:
     model, params = seq2seq(name) if name == "t5" else causal(name)
     prompts = [[1, 2, 3], [4]]
     want = beam_search(model, params, prompts, n_beams=3, max_new=6)
-    found = beam_search(
-        model, tree.map(library.asarray, params), prompts, n_beams=3, max_new=6
-    )
+    found = beam_search(model, tree.map(library.asarray, params), prompts, n_beams=3, max_new=6)
     assert beam_ids(found) == beam_ids(want)
 
 

@@ -65,6 +65,11 @@ def batch(task: Any, *records: dict[str, Any]) -> Any:
     return task.batch(examples(task, *records), np.random.default_rng(0))
 
 
+def wide(rows: list[list[int]], fill: int = PAD) -> list[list[int]]:
+    """Rows of 8."""
+    return [row + [fill] * (8 - len(row)) for row in rows]
+
+
 # ---- Tasks ----
 
 
@@ -76,9 +81,9 @@ def test_causal(tmp_path: Path) -> None:
     assert [e.tokens.tolist() for e in found] == [text[:4], text[4:8]]
     assert [e.targets.tolist() for e in found] == [text[1:5], text[5:]]
     tokens, targets = batch(task, {"text": "ab"}, {"text": "abc"}).arrays
-    assert tokens.tolist() == [[BOS, *ids("ab"), PAD], [BOS, *ids("abc")]]
-    assert targets.tolist() == [[*ids("ab"), EOS, IGNORED], [*ids("abc"), EOS]]
-    assert batch(task, {"text": "ab"}, {"text": "abc"}).count == 7
+    assert tokens.tolist() == wide([[BOS, *ids("ab")], [BOS, *ids("abc")]])
+    assert targets.tolist() == wide([[*ids("ab"), EOS], [*ids("abc"), EOS]], IGNORED)
+    assert batch(task, {"text": "ab"}, {"text": "abc"}).n_targets == 7
 
 
 def test_a_text_of_one_token_is_left_out(tmp_path: Path) -> None:
@@ -93,10 +98,10 @@ def test_prefix(tmp_path: Path) -> None:
     task, _ = made("prefix", tmp_path, max_len=6)
     got = batch(task, {"prompt": "1+2=", "completion": "3"}, {"prompt": "a", "completion": "bcdef"})
     tokens, targets = got.arrays
-    assert tokens.tolist() == [[BOS, *ids("1+2=3")], [BOS, *ids("abcde")]]
+    assert tokens.tolist() == wide([[BOS, *ids("1+2=3")], [BOS, *ids("abcde")]])
     no = IGNORED
-    assert targets.tolist() == [[no, no, no, no, *ids("3"), EOS], [no, *ids("bcdef")]]
-    assert (got.count, got.n_tokens) == (7, 12)
+    assert targets.tolist() == wide([[no, no, no, no, *ids("3"), EOS], [no, *ids("bcdef")]], no)
+    assert (got.n_targets, got.n_tokens) == (7, 12)
     with pytest.raises(ValueError, match="here: the prompt's 8 tokens leave no room for a compl"):
         examples(task, {"prompt": "abcdefg", "completion": "h"})
 
@@ -120,18 +125,18 @@ def test_masked(tmp_path: Path) -> None:
         (tokens, targets), masks, count, _ = task.batch([found], rng)
         hidden = targets[0] != IGNORED
         assert hidden.sum() == count == round(0.15 * 30) and not hidden[[0, -1]].any()
-        assert (targets[0][hidden] == found.tokens[hidden]).all()
-        assert (tokens[0][~hidden] == found.tokens[~hidden]).all() and masks["mask"].all()
+        assert (targets[0][hidden] == found.tokens[hidden]).all() and masks["mask"].all()
+        assert (tokens[0][~hidden] == found.tokens[~hidden]).all()
         seen += [(tokens[0][hidden] == MASK), (tokens[0][hidden] == found.tokens[hidden])]
     as_mask, as_was = (np.mean(seen[i::2]) for i in range(2))
     assert abs(as_mask - 0.8) < 0.04 and abs(as_was - (0.1 + 0.1 / V)) < 0.03
-    assert batch(task, {"text": "a"}).count == 1
+    assert batch(task, {"text": "a"}).n_targets == 1
 
 
 def test_classify(tmp_path: Path) -> None:
     task, _ = made("classify", tmp_path, max_len=5)
     got = batch(task, {"text": "ab", "label": "so"}, {"text": "abcdef", "label": 0})
-    assert got.arrays[0].tolist() == [[CLS, *ids("ab"), SEP, PAD], [CLS, *ids("abc"), SEP]]
+    assert got.arrays[0].tolist() == wide([[CLS, *ids("ab"), SEP], [CLS, *ids("abc"), SEP]])
     assert got.arrays[1].tolist() == [2, 0]
     wanted = "here: label must be a number below 3 or one of no, yes, so, got "
     for label in (3, -1, True, "maybe", None, 1.0, [0]):
@@ -144,10 +149,10 @@ def test_seq2seq(tmp_path: Path) -> None:
     task, _ = made("seq2seq", tmp_path, max_len=4)
     got = batch(task, {"source": "a", "target": "bc"}, {"source": "abcdef", "target": "defgh"})
     src, tgt, targets = (a.tolist() for a in got.arrays)
-    assert src == [[*ids("a"), EOS, PAD, PAD], [*ids("abc"), EOS]]
-    assert tgt == [[PAD, *ids("bc"), PAD], [PAD, *ids("def")]]
-    assert targets == [[*ids("bc"), EOS, IGNORED], ids("defg")]
-    assert got.masks["src_mask"].sum() == 6 and (got.count, got.n_tokens) == (7, 13)
+    assert src == wide([[*ids("a"), EOS], [*ids("abc"), EOS]])
+    assert tgt == wide([[PAD, *ids("bc")], [PAD, *ids("def")]])
+    assert targets == wide([[*ids("bc"), EOS], ids("defg")], IGNORED)
+    assert got.masks["src_mask"].sum() == 6 and (got.n_targets, got.n_tokens) == (7, 13)
 
 
 def test_contrastive(tmp_path: Path) -> None:
@@ -156,7 +161,7 @@ def test_contrastive(tmp_path: Path) -> None:
     (tokens,), mask = got.arrays, got.masks["mask"]
     rows = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
     assert rows == [[CLS, *ids(text), SEP] for text in ("qa", "qd", "qbc", "qe")]
-    assert got.count == 2
+    assert got.n_targets == 2
 
 
 RECORDS: dict[str, list[dict[str, Any]]] = {
@@ -181,9 +186,9 @@ def test_padding_does_not_matter(name: str, tmp_path: Path) -> None:
     whole = together(found, rng)
     parts = [together([example], rng) for example in found]
     losses = [float(task.loss(params, part, NUMPY)[0]) for part in parts]
-    counts = [part.count for part in parts]
+    counts = [part.n_targets for part in parts]
     got = float(task.loss(params, whole, NUMPY)[0])
-    assert sum(counts) == whole.count
+    assert sum(counts) == whole.n_targets
     np.testing.assert_allclose(got, np.average(losses, weights=counts), rtol=1e-13)
 
 

@@ -250,7 +250,7 @@ def test_the_context_is_filled_to_its_end() -> None:
 
 
 def test_a_prompt_longer_than_the_context() -> None:
-    with pytest.raises(ValueError, match="the model's context holds 5 tokens, and there are 6$"):
+    with pytest.raises(ValueError, match=r"the model's context holds 5 tokens, and there are 6$"):
         generate(GPT, PARAMS, [[1] * 6], max_new=1)
     with pytest.raises(ValueError, match="prefill: the model's context holds 5 tokens"):
         prefill(GPT, PARAMS, [[1, 2]], after=prefill(GPT, PARAMS, [[1] * 4]))
@@ -336,7 +336,7 @@ def test_an_encoder_decoder_does_not_slide() -> None:
 
 
 def test_not_a_model() -> None:
-    with pytest.raises(ValueError, match="generate: model must be a causal .*, got 3"):
+    with pytest.raises(ValueError, match=r"generate: model must be a causal .*, got 3"):
         generate(3, PARAMS, [[1]], max_new=1)
 
 

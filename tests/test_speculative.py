@@ -81,20 +81,20 @@ def test_the_context_is_filled_to_its_end() -> None:
 
 # Drawn texts
 
-TINY = xf.GPT(vocab_size=4, n_layers=1, d_model=8, n_heads=2, max_len=6)
-N, LENGTH = 4000, 3
+TINY = xf.GPT(vocab_size=3, n_layers=1, d_model=8, n_heads=2, max_len=6)
+N, LENGTH = 1500, 3
 
 
 def exact(params: Any, prompt: list[int], sampler: Any) -> dict[tuple[int, ...], float]:
-    """The probability of each continuation of LENGTH tokens, by the model alone."""
+    """The probability of each continuation of LENGTH tokens, by one model alone."""
     found = {}
-    for ids in product(range(4), repeat=LENGTH):
+    for ids in product(range(3), repeat=LENGTH):
         text, probability = list(prompt), 1.0
         for i in ids:
             logits, _ = TINY.forward(params, np.asarray([text]))
             probability *= probabilities(sampler(logits[:, -1, :], [text]))[0, i]
             text.append(i)
-        found[ids] = probability
+        found[ids] = float(probability)
     return found
 
 
@@ -102,21 +102,21 @@ def exact(params: Any, prompt: list[int], sampler: Any) -> dict[tuple[int, ...],
     ("k", "sampler"),
     [
         (1, temperature(1.0)),
-        (2, temperature(1.0)),
         (3, temperature(1.0)),
-        (2, compose(repetition_penalty(1.5), temperature(0.7))),
+        (2, compose(repetition_penalty(1.5), temperature(1.5))),
     ],
-    ids=["k = 1", "k = 2", "k = 3", "filters"],
+    ids=["k = 1", "k = 3", "filters"],
 )
 def test_drawn_texts_have_the_models_distribution(k: int, sampler: Any) -> None:
-    """Pearson's chi-square of all 4^3 continuations, under a draft that often errs.
+    """Pearson's chi-square of all 3^3 continuations, under a draft that often errs.
 
-    Of 63 degrees of freedom it exceeds 103.4 by chance once in a thousand; seeds are fixed, so that
-    it does so here always or never. With a rule of acceptance that is wrong it is in the thousands.
+    Of 26 degrees of freedom it exceeds 54.1 by chance once in a thousand; seeds are fixed, so that
+    here it does so always or never. Texts of the draft's distribution would have ten times as much.
     """
     params, draft = (tree.map(lambda p: p * 0.4, lively(TINY, seed)) for seed in (0, 1))
-    want = exact(params, [1, 2], sampler)
-    assert abs(sum(want.values()) - 1) < 1e-12 and min(want.values()) * N > 1
+    want, wrong = (exact(p, [1, 2], sampler) for p in (params, draft))
+    assert min(want.values()) * N > 1  # or chi-square would not be what it is called
+    assert chi_square({ids: p * N for ids, p in wrong.items()}, want) > 541
     drawn: Counter[tuple[int, ...]] = Counter()
     options: dict[str, Any] = {"k": k, "max_new": LENGTH, "sampler": sampler}
     n_rounds = 0
@@ -124,9 +124,12 @@ def test_drawn_texts_have_the_models_distribution(k: int, sampler: Any) -> None:
         rounds = list(speculative(TINY, params, TINY, draft, [1, 2], seed=seed, **options))
         n_rounds += len(rounds)
         drawn[tuple(i for new in rounds for i in new)] += 1
-    chi_square = sum((drawn[ids] - p * N) ** 2 / (p * N) for ids, p in want.items())
-    assert chi_square < 103.4
-    assert N < n_rounds < N * LENGTH  # some are kept, some refused
+    assert chi_square(drawn, want) < 54.1
+    assert N < n_rounds < N * LENGTH  # some proposals are kept, some refused
+
+
+def chi_square(counts: Any, want: dict[tuple[int, ...], float]) -> float:
+    return sum((counts[ids] - p * N) ** 2 / (p * N) for ids, p in want.items())
 
 
 def test_a_seed_gives_the_same_text() -> None:
@@ -155,5 +158,5 @@ def test_bad_requests_are_refused(prompt: Any, options: dict[str, Any], message:
 
 def test_vocabularies_that_differ() -> None:
     model, params = causal("llama")
-    with pytest.raises(ValueError, match="the draft must have the model's 37 tokens, got 4"):
+    with pytest.raises(ValueError, match="the draft must have the model's 37 tokens, got 3"):
         speculative(model, params, TINY, TINY.init(), PROMPT, k=2, max_new=1)

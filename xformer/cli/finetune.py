@@ -104,6 +104,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
 
 def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, Any, Any, bool]:
     """The model, its parameters, its tokenizer, and whether its head is new."""
+    words: Any  # more than what generating asks for
     model, params, words, is_checkpoint = opened(args)
     if is_checkpoint:
         raise ValueError(f"{args.model} was made by xformer train, which trains; give another one")

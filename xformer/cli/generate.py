@@ -105,15 +105,15 @@ def _new_ids(
     max_new = args.max_new
     if max_new is None:
         fits = network.context is not None and not found.slides
-        max_new = min(MAX_NEW, network.context - text.state.length + 1) if fits else MAX_NEW
+        max_new = min(MAX_NEW, network.context - text.width + 1) if fits else MAX_NEW
     if args.beams is None:
         options: Any = {"sampler": sampler, "seed": args.seed, "slide": found.slides}
         steps = stream(network, found.params, text, max_new=max_new, stop=ends, **options)
-        ids = (i for (i,) in steps)
+        ids: Iterable[int] = (i for (i,) in steps if i is not None)
     else:
         options = {"n_beams": args.beams, "max_new": max_new, "stop": ends}
         ((best, *_),) = beam_search(network, found.params, text, **options)
-        ids = iter(best.ids)
+        ids = best.ids
     return (i for i in ids if i not in ends)
 
 

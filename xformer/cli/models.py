@@ -43,7 +43,7 @@ def opened(args: argparse.Namespace) -> Found:
         return _trained(path, backends.get(args.backend, args.device), args.dtype)
     # The tokenizer first, since it is missing more often than the model; but among several beside
     # a file the model knows which.
-    own = tokenizer(args.tokenizer) if args.tokenizer else None
+    own: Codec | None = tokenizer(args.tokenizer) if args.tokenizer else None
     if own is None and path.is_dir():
         own = _tokenizer_in(path)
     model, params = pretrained.load(path, args.backend, args.dtype, args.device)

@@ -15,6 +15,7 @@ from xformer.typing import Array
 
 IGNORED = -1  # in the place of a target that does not count
 LONGEST = 512  # tokens, where nothing is said
+WIDTH = 8  # not of every length, since JAX compiles for each anew
 
 
 class Example(NamedTuple):
@@ -29,7 +30,7 @@ class Batch(NamedTuple):
 
     arrays: tuple[np.ndarray, ...]
     masks: dict[str, np.ndarray]
-    count: int  # of targets, over which the loss is a mean
+    n_targets: int  # over which the loss is a mean
     n_tokens: int
 
 
@@ -57,17 +58,18 @@ class Task:
         """Examples side by side, the shorter ones padded on the right."""
         tokens, mask = padded([e.tokens for e in examples])
         targets, _ = padded([e.targets for e in examples], fill=IGNORED)
-        count = int((targets != IGNORED).sum())
-        return Batch((tokens, targets), {"mask": mask}, count, int(mask.sum()))
+        n_targets = int((targets != IGNORED).sum())
+        return Batch((tokens, targets), {"mask": mask}, n_targets, int(mask.sum()))
 
     def loss(
         self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
     ) -> tuple[Array, Any]:
         """The mean loss of a batch, in nats, and the cache whose backward follows."""
         arrays, masks = on(batch, place)
-        return self.model.loss(  # type: ignore[no-any-return]
+        loss, cache = self.model.loss(
             params, *arrays, **masks, ignore_index=IGNORED, dropout_key=dropout_key
         )
+        return loss, cache
 
     def _ids(self, text: str) -> np.ndarray:
         """The ids of a text, cut to max_len before the tokens that end it."""
@@ -92,9 +94,9 @@ class Task:
 
 
 def padded(rows: Sequence[np.ndarray], fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids side by side (B, T), and where they are (B, T)."""
+    """Rows of ids side by side (B, T), T a multiple of `WIDTH`, and where they are (B, T)."""
     lengths = np.asarray([len(row) for row in rows])
-    mask = np.arange(lengths.max()) < lengths[:, None]
+    mask = np.arange(-(-lengths.max() // WIDTH) * WIDTH) < lengths[:, None]
     ids = np.full(mask.shape, fill, np.int64)
     ids[mask] = np.concatenate(rows)
     return ids, mask

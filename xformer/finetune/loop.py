@@ -69,8 +69,8 @@ def evaluate(
     # About batch_size in each: a pair that is left alone would have nothing to be told from.
     for part in np.array_split(np.arange(len(examples)), max(1, len(examples) // batch_size)):
         batch = task.batch([examples[i] for i in part], rng)
-        total += float(task.loss(params, batch, place)[0]) * batch.count
-        count += batch.count
+        total += float(task.loss(params, batch, place)[0]) * batch.n_targets
+        count += batch.n_targets
     return total / count
 
 

@@ -72,8 +72,9 @@ class Seq2Seq(Task):
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """Sources, targets behind the token that begins them, targets."""
+        start: Any = self._start()
         src, src_mask = padded([e.tokens for e in examples])
-        tgt, _ = padded([np.append(self._start(), e.targets[:-1]) for e in examples])
+        tgt, _ = padded([np.append(start, e.targets[:-1]) for e in examples])
         targets, mask = padded([e.targets for e in examples], fill=IGNORED)
         n_tokens = int(src_mask.sum() + mask.sum())
         return Batch((src, tgt, targets), {"src_mask": src_mask}, int(mask.sum()), n_tokens)

@@ -92,11 +92,11 @@ class Scales:
 def _patterns(c: Config, name: str) -> list[tuple[re.Pattern[str], float]]:
     """Regular expressions for names of modules, and the number of each."""
     part = c.sub(name)
-    keys = [] if part is None else list(part.data)
-    if len(keys) > MAX_PATTERNS:
+    part = Config({}) if part is None else part
+    if len(part.data) > MAX_PATTERNS:
         raise PretrainedError(f"{c.where}: {name} must have at most {MAX_PATTERNS} keys")
     found = []
-    for key in keys:
+    for key in part.data:
         try:
             if not PATTERN.fullmatch(key):
                 raise ValueError("it must be a name, or an expression without repetition")

@@ -18,7 +18,8 @@ LIMIT = 64 << 20  # bytes of a file that is copied
 # Of the tokenizer; of how text is generated; of sentence-transformers.
 BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "generation_config.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "generation_config.json"),
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     "1_Pooling/config.json",
 )

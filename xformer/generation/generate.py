@@ -100,7 +100,7 @@ def _stream(
 
 
 def _grown(network: Any, params: Any, text: Prefix, new: Sequence[int]) -> Prefix:
-    if network.context is None or text.state.length < network.context:
+    if network.context is None or text.width < network.context:
         return extended(network, params, text, new)
     return _read(network, params, [(*ids, i) for ids, i in zip(text.ids, new, strict=True)])
 

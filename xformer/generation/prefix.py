@@ -16,7 +16,6 @@ from xformer.generation.samplers import Ids
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.typing import Array
 
-
 COLUMNS = 64  # a state has a multiple of them, on libraries that compile for every shape
 
 
@@ -26,13 +25,15 @@ class Prefix(NamedTuple):
     ids: tuple[tuple[int, ...], ...]  # of each text, without padding; of a target, not its source
     logits: Array  # (B, V), of the token after each
     state: Any  # of the model
+    width: int  # columns of the batch, but for padding in front of all texts
 
     def rows(self, rows: Sequence[int]) -> Prefix:
         """These texts, in this order; one may come several times."""
         place = beside(self.logits)
         taken = place.asarray(np.asarray(rows, dtype=np.int64))
         ids = tuple(self.ids[i] for i in rows)
-        return Prefix(ids, place.xp.take(self.logits, taken, axis=0), self.state.rows(taken))
+        logits = place.xp.take(self.logits, taken, axis=0)
+        return Prefix(ids, logits, self.state.rows(taken), self.width)
 
 
 def prefill(
@@ -47,8 +48,8 @@ def prefill(
     """Read prompts of any lengths, a list of ids each; shorter ones are padded on the left.
 
     Of an encoder-decoder they are the sources, and the target of each begins with start_id: that
-    of the model's configuration unless given. after: what the prompts continue, all of it or its
-    only text. chunk: read that many tokens at a time, which takes less memory and no other result.
+    of the model's configuration unless given. after: what the prompts continue, one text each or
+    all the same one. chunk: read so many tokens at a time, to the same result in less memory.
     ValueError for a prompt without tokens, ids that the model has not, and more tokens than its
     context holds.
     """
@@ -60,18 +61,18 @@ def prefill(
     if after is None:
         state, rows = opened(network, params, rows, place, start_id)
         before: Ids = ((),) * len(rows)
+        width = 0
     else:
-        after = _aligned(after, rows, network)
-        state, before = after.state, after.ids
+        before, _, state, width = _aligned(after, rows, network)
     tokens, mask = _padded(rows, place)
     length = tokens.shape[1]
-    _require_room("prefill", network, state.length + length)
+    _require_room("prefill", network, width + length)
     for start in range(0, length, chunk or length):
         part = slice(start, start + (chunk or length))
         own = {} if mask is None else {"mask": mask[:, part]}
         logits, state = network.extend(params, tokens[:, part], state, **own)
     ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
-    return Prefix(ids, logits, state)
+    return Prefix(ids, logits, state, width + length)
 
 
 def opened(
@@ -89,14 +90,13 @@ def extended(model: Any, params: Any, prefix: Prefix, new: Sequence[int]) -> Pre
     """`prefix` and one token more of each text."""
     network, place = network_of("extended", model), beside(prefix.logits)
     tokens = place.asarray(np.asarray(new, dtype=np.int64)[:, None])
-    state = prefix.state
+    state, width = prefix.state, prefix.width
     if place.compiles and isinstance(network, LanguageModel):
-        longest = max(map(len, prefix.ids))
-        length = longest + COLUMNS - longest % COLUMNS
+        length = width + COLUMNS - width % COLUMNS
         state = state.padded(min(length, network.context or length) - 1)
     logits, state = network.extend(params, tokens, state)
     ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
-    return Prefix(ids, logits, state)
+    return Prefix(ids, logits, state, width + 1)
 
 
 def network_of(op: str, model: Any) -> Any:
@@ -126,7 +126,7 @@ def beside(array: Array) -> Backend:
 def fitting(op: str, network: Any, prompts: Ids | Prefix, max_new: int) -> Ids | Prefix:
     """The prompts, checked. ValueError where they and max_new tokens do not fit the context."""
     if isinstance(prompts, Prefix):
-        length = prompts.state.length
+        length = prompts.width
     else:
         prompts = checked(prompts)
         length = 1 if isinstance(network, EncoderDecoder) else max(map(len, prompts))

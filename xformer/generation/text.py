@@ -30,7 +30,8 @@ class Codec(Protocol):
 class Bytes:
     """UTF-8 bytes as ids: the vocabulary of models that `xformer train` makes."""
 
-    bos_id = eos_id = None
+    bos_id: int | None = None
+    eos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
@@ -57,6 +58,8 @@ def stream_text(
     empty prompt is the tokenizer's bos_id; ValueError where it has none, and as `stream`.
     """
     network = network_of("stream_text", model)
+    if isinstance(stop, str):
+        raise TypeError(f"stream_text: stop must be a list of strings and ids, got {stop!r:.60}")
     ids = prompt_ids(tokenizer, prompt)
     ends = ends_of(tokenizer, network).union(i for i in stop if not isinstance(i, str))
     steps = stream(model, params, [ids], stop=ends, **options)
@@ -93,15 +96,16 @@ def decoded(tokenizer: Codec, ids: Iterable[int], before: Sequence[int] = ()) ->
     and what that adds to the text of the last piece is the next.
     """
     last, new = list(before), list[int]()
+    known = text = tokenizer.decode(last)
     for i in ids:
         new.append(i)
-        known, text = tokenizer.decode(last), tokenizer.decode(last + new)
+        text = tokenizer.decode(last + new)
         if len(text) > len(known) and not text.endswith(BROKEN):
             yield text[len(known) :]
             last, new = new, []
-    rest = tokenizer.decode(last + new)[len(tokenizer.decode(last)) :]
-    if rest:
-        yield rest
+            known = text = tokenizer.decode(last)
+    if len(text) > len(known):
+        yield text[len(known) :]
 
 
 def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:

@@ -1,0 +1,146 @@
+"""`python -m benchmarks.finetuning`: a small Llama trained on another language, whole and in parts.
+
+stories260K, which has read children's stories only, on lines of Shakespeare: what is trained, what
+a step keeps in memory for its backward, what is learnt, how long it takes. On NumPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks import machine, report
+from benchmarks.__main__ import RESULTS, default_name
+from benchmarks.embeddings_page import BEGIN, END
+from xformer import backends, finetune, pretrained, tree
+from xformer.finetune import Task, TrainConfig, lora
+from xformer.pretrained.convert import as_llama
+from xformer.pretrained.tokenizer import tokenizer
+
+MODEL, WORDS, TEXT = "stories260K.bin", "tok512.bin", "tinyshakespeare.txt"
+RANK, BATCH, HELD_OUT = 8, 16, 0.02
+EVERYTHING = ("*",)
+# What is trained, and the rate at its peak, the best of 1e-3, 3e-3 and 1e-2 after 200 steps.
+WAYS: dict[str, tuple[Callable[[Any], Any], float]] = {
+    "the whole model": (lambda params: params, 3e-3),
+    "adapters of queries and values": (lambda params: lora.attach(params, RANK, 2 * RANK), 1e-2),
+    "adapters of all linear maps": (
+        lambda params: lora.attach(params, RANK, 2 * RANK, EVERYTHING),
+        1e-2,
+    ),
+    "these, and the embedding": (
+        lambda params: tree.thaw(lora.attach(params, RANK, 2 * RANK, EVERYTHING), "embed.*"),
+        1e-2,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.finetuning", description=__doc__)
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", required=True, help=f"of {MODEL}, {WORDS}, {TEXT}"
+    )
+    parser.add_argument("--steps", type=int, default=500, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: in results/")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
+    args = parser.parse_args(argv)
+    found = machine.describe(["numpy"]) | {"threads": machine.share_threads()}
+    with tqdm(total=args.steps * len(WAYS), unit="step", disable=None, leave=False) as bar:
+        found |= measure(args.data, args.steps, bar.update)
+    print(text(found))
+    out = args.out or RESULTS / default_name(found).replace("step", "finetuning", 1)
+    report.write(found, out)
+    print(f"\nWritten: {out}")
+    if args.page is not None:
+        update(args.page, found, out)
+    return 0
+
+
+def measure(data: Path, steps: int, tick: Callable[[], Any]) -> dict[str, Any]:
+    """Each way from the same model, on the same batches."""
+    model, params = as_llama(*pretrained.load(data / MODEL))
+    task = finetune.task("causal", model, tokenizer(data / WORDS), max_len=128)
+    parts = finetune.split(finetune.read(data / TEXT), HELD_OUT)
+    examples, held_out = (finetune.examples(task, part) for part in parts)
+    how = {"model": MODEL, "steps": steps, "batch": BATCH, "rank": RANK}
+    sizes = {"examples": len(examples), "held_out": len(held_out)}
+    before = _loss(task, params, held_out)
+    rows = [
+        {"name": name, "lr": lr}
+        | trained(task, way(params), examples, held_out, steps=steps, lr=lr, tick=tick)
+        for name, (way, lr) in WAYS.items()
+    ]
+    return how | sizes | {"before": before, "rows": rows}
+
+
+def trained(
+    task: Task, params: Any, examples: Any, held_out: Any, *, steps: int, lr: float, tick: Any
+) -> dict[str, Any]:
+    """What comes of training these parameters."""
+    place = backends.get("numpy")
+    batch = task.batch(examples[:BATCH], np.random.default_rng(0))
+    _, cache = task.loss(params, batch, place)
+    kept, weights = tree.nbytes(cache), tree.nbytes(params)
+    n_trained = sum(leaf.size for leaf in tree.flatten(tree.trained(params)).values())
+    config = TrainConfig(steps, BATCH, lr=lr, warmup=steps // 10, weight_decay=0.0)
+    for step in finetune.train(task, params, examples, config, place):
+        last = step
+        tick()
+    return {
+        "trained": n_trained,
+        "kept_bytes": kept,
+        "weight_bytes": weights,
+        "loss": _loss(task, last.params, held_out),
+        "seconds": last.seconds,
+        "tokens_per_s": last.tokens / last.seconds,
+    }
+
+
+def _loss(task: Task, params: Any, held_out: Any) -> float:
+    return finetune.evaluate(task, params, held_out, backends.get("numpy"), batch_size=32)
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The table, and where it came about."""
+    lines = [
+        "| trained | numbers | kept for backward | loss | tokens a second |",
+        "|---|---:|---:|---:|---:|",
+        f"| nothing | 0 | | {found['before']:.2f} | |",
+    ]
+    for row in found["rows"]:
+        kept = (row["kept_bytes"] - found["rows"][0]["weight_bytes"]) / 1e6
+        lines.append(
+            f"| {row['name']} | {row['trained']:,} | {kept:.1f} MB | {row['loss']:.2f} | "
+            f"{row['tokens_per_s']:,.0f} |"
+        )
+    commit = (found["commit"] or "none")[:9] + (" with local changes" if found["dirty"] else "")
+    lines += [
+        "",
+        f"{found['date']}, {found['machine']['cpu']}, {found['machine']['system']}, "
+        f"{found['threads']['cpus']} threads.",
+        f"Python {found['python']}, NumPy {found['versions']['numpy']}. Commit {commit}.",
+        f"{found['steps']} steps of {found['batch']} lines of {found['examples']:,}, rank "
+        f"{found['rank']}; the loss is of {found['held_out']:,} other lines, in nats a token.",
+    ]
+    return "\n".join(lines)
+
+
+def update(page: Path, found: Mapping[str, Any], result: Path) -> None:
+    """Put a run in the place of the one on the page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    link = Path(os.path.relpath(result, page.parent)).as_posix()
+    shown = f"{text(found)}\n[All figures]({link}).\n"
+    page.write_text(f"{before}{BEGIN}{shown}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""`xformer generate` as a user meets it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from causal_models import CONFIGS, T5
+from truths import published
+
+from xformer import pretrained
+from xformer.cli import generate as command
+from xformer.cli import main
+from xformer.pretrained.tokenizer import tokenizer
+
+pytest.importorskip("tokenizers")
+PROMPT = "Once upon a time"
+
+
+def stories(folder: Path, *names: str) -> str:
+    """stories260K in a folder, with a tokenizer under each of these names."""
+    shutil.copy(published("stories260K.bin"), folder)
+    for name in names:
+        shutil.copy(published("tok512.bin"), folder / name)
+    return str(folder / "stories260K.bin")
+
+
+def model_folder(folder: Path, family: str) -> str:
+    """A model of random weights with the tokens of stories260K."""
+    if family == "t5":
+        config = {"model_type": "t5", "is_encoder_decoder": True, **T5}
+        config["architectures"] = ["T5ForConditionalGeneration"]
+    else:
+        config = {"model_type": family, **CONFIGS[family]}
+        config["architectures"] = [config.pop("architecture")]
+    model = pretrained.model(config | {"vocab_size": 512})
+    pretrained.save(model, model.init(), folder)
+    tokenizer(published("tok512.bin")).save(folder)
+    return str(folder)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[str, str]:
+    assert main(["generate", *map(str, args)]) == 0
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    assert main(["generate", *map(str, args)]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("xformer: error: ") and said.err.count("\n") == 1
+    assert said.out == ""
+    return said.err
+
+
+def test_a_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = stories(tmp_path, "tok512.bin")
+    greedy = ("--model", path, "--temperature", 0)
+    out, err = run(capsys, *greedy, "--prompt", "", "--max-new", 200)
+    assert out.encode() == published("stories260K_greedy_200_tokens.txt").read_bytes() + b"\n"
+    assert re.fullmatch(r"1 tokens read in \d+\.\d\d s, 200 written, \d+\.\d tokens/s\n", err)
+
+    out, _ = run(capsys, *greedy, "--prompt", PROMPT, "--stop", "xyz", "--stop", "girl")
+    assert out == "Once upon a time, there was a little \n"
+    whole, _ = run(capsys, *greedy, "--prompt", PROMPT, "--max-new", 30)
+    at_once, _ = run(capsys, *greedy, "--prompt", PROMPT, "--max-new", 30, "--no-stream")
+    assert whole == at_once
+    float64, _ = run(capsys, *greedy, "--prompt", PROMPT, "--max-new", 30, "--dtype", "float64")
+    assert whole == float64
+
+
+def test_it_is_printed_as_it_comes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(command, "write", lambda pieces, _: written.append(len(list(pieces))))
+    path = stories(tmp_path, "tok512.bin")
+    for option in ("--stream", "--no-stream"):
+        run(capsys, "--model", path, "--prompt", PROMPT, "--max-new", 20, option)
+    assert written[0] > 15 and written[1] == 1
+
+
+def test_sampling_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = stories(tmp_path, "tok512.bin")
+    start = ("--model", path, "--prompt", PROMPT, "--max-new", 40)
+    drawn, _ = run(capsys, *start, "--seed", 1)
+    assert run(capsys, *start, "--seed", 1)[0] == drawn != run(capsys, *start, "--seed", 2)[0]
+    greedy, _ = run(capsys, *start, "--temperature", 0)
+    for option in (("--top-k", 1), ("--top-p", 0), ("--min-p", 1)):
+        assert run(capsys, *start, *option, "--temperature", 2)[0] == greedy
+    # As many different words as can be, under a penalty that forbids all others.
+    out, _ = run(capsys, *start, "--temperature", 0, "--repetition-penalty", 1e9)
+    assert out != greedy
+    searched, _ = run(capsys, *start, "--beams", 4)
+    assert searched != greedy and searched.startswith(PROMPT)
+    assert run(capsys, *start, "--beams", 1)[0] == greedy
+
+
+def test_without_a_length_the_context_is_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = ("--model", stories(tmp_path, "tok512.bin"), "--prompt", PROMPT * 50)
+    _, err = run(capsys, *long)
+    n_read, n_written = (int(n) for n in re.findall(r"(\d+) (?:tokens read|written)", err))
+    assert n_read > 512 - command.MAX_NEW and 0 < n_written <= 513 - n_read
+    assert "the model's context holds 512" in refused(capsys, *long, "--max-new", command.MAX_NEW)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_folders(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder(tmp_path, family)
+    out, _ = run(capsys, "--model", folder, "--prompt", PROMPT, "--max-new", 5)
+    assert out.startswith(PROMPT) == (family != "t5")
+    searched, _ = run(capsys, "--model", folder, "--prompt", PROMPT, "--max-new", 5, "--beams", 2)
+    assert searched.startswith(PROMPT) == (family != "t5")
+
+
+def test_the_tokenizer_of_as_many_tokens_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = stories(tmp_path, "tok512.bin")
+    data = published("tok512.bin").read_bytes()
+    (tmp_path / "tok400.bin").write_bytes(cut(data, 400))
+    out, _ = run(capsys, "--model", path, "--prompt", PROMPT, "--temperature", 0, "--max-new", 9)
+    assert out.startswith("Once upon a time, there was")
+    (tmp_path / "tok512.bin").unlink()
+    err = refused(capsys, "--model", path, "--prompt", PROMPT)
+    assert "there is no tokenizer of 512 tokens beside" in err and "looked for tok*.bin" in err
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tok512.bin").write_bytes(data)
+    for place in ("elsewhere", "elsewhere/tok512.bin"):
+        options = ("--tokenizer", tmp_path / place, "--temperature", 0, "--max-new", 9)
+        assert run(capsys, "--model", path, "--prompt", PROMPT, *options)[0] == out
+
+
+def cut(data: bytes, n: int) -> bytes:
+    """The first n pieces of a tokenizer of llama2.c."""
+    end = 4
+    for _ in range(n):
+        end += 8 + int.from_bytes(data[end + 4 : end + 8], "little")
+    return data[:end]
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder(tmp_path, "llama")
+    (tmp_path / "tokenizer.json").unlink()
+    err = refused(capsys, "--model", folder, "--prompt", PROMPT)
+    for name in ("tokenizer.json", "vocab.json with merges.txt", "vocab.txt", "--tokenizer PATH"):
+        assert name in err
+    given = published("tok512.bin")
+    options = ("--tokenizer", given, "--max-new", 3)
+    assert run(capsys, "--model", folder, "--prompt", PROMPT, *options)[0].startswith(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--top-k", 0), "top_k: k must be an int of at least 1, got 0"),
+        (("--temperature", -1), "temperature: t must lie in [0, inf], got -1.0"),
+        (("--beams", 2, "--top-p", 0.5), "--beams draws nothing, and goes without --top-p"),
+        (("--beams", 0), "n_beams must be an int of at least 1, got 0"),
+        (("--max-new", 600), "holds 512 tokens, and there are 5 of the prompt and 599 more"),
+        (("--max-new", -1), "max_new must be an int of at least 0, got -1"),
+        (("--seed", -1), "seed must be an int of at least 0, got -1"),
+        (("--stop", ""), "a string that ends the text must not be empty"),
+        (("--prompt", PROMPT * 300), "the model's context holds 512 tokens, and there are"),
+        (("--tokenizer", "absent"), "absent is no file of a tokenizer"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: Any, message: str
+) -> None:
+    path = stories(tmp_path, "tok512.bin")
+    assert message in refused(capsys, "--model", path, "--prompt", PROMPT, *options)
+
+
+def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    err = refused(capsys, "--model", tmp_path / "absent", "--prompt", PROMPT)
+    assert "absent is no checkpoint and no model: there is no such file" in err
+    (tmp_path / "x.bin").write_bytes(b"12345")
+    err = refused(capsys, "--model", tmp_path / "x.bin", "--prompt", PROMPT)
+    assert "is no llama2.c checkpoint" in err
+    bert = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 512}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = pretrained.model(bert | sizes | {"intermediate_size": 8})
+    pretrained.save(model, model.init(), tmp_path / "bert")
+    tokenizer(published("tok512.bin")).save(tmp_path / "bert")
+    err = refused(capsys, "--model", tmp_path / "bert", "--prompt", PROMPT)
+    assert "model must be a causal LanguageModel or an EncoderDecoder" in err
+
+
+def test_a_trained_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By either name of the option; its text slides past the context; bytes are its tokens."""
+    (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    train = ["train", "--preset", "tiny", "--steps", "3", "--data", str(tmp_path / "fox.txt")]
+    folder = str(tmp_path / "gpt")
+    assert main([*train, "--out", folder]) == 0
+    capsys.readouterr()
+    for prompt, options in ((PROMPT, ("--max-new", 70)), ("the fox " * 20, ("--max-new", 5))):
+        outs = {
+            run(capsys, option, folder, "--prompt", prompt, *options)[0]
+            for option in ("--model", "--checkpoint")
+        }
+        (out,) = outs
+        assert out.startswith(prompt) and len(out) > len(prompt) + 1
+    float64, _ = run(capsys, "--model", folder, "--prompt", "the", "--dtype", "float64")
+    assert float64 == run(capsys, "--model", folder, "--prompt", "the")[0]
+    assert "the prompt must hold at least one token" in refused(
+        capsys, "--model", folder, "--prompt", ""
+    )

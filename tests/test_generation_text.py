@@ -1,0 +1,231 @@
+"""Ids to text as they come, and the strings that end it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from causal_models import seq2seq
+from hostile import some
+from hypothesis import given
+from hypothesis import strategies as st
+from truths import published
+
+import xformer as xf
+from xformer import pretrained, tree
+from xformer.generation import Bytes, decoded, generate, stream_text, until
+from xformer.generation.samplers import temperature
+from xformer.generation.text import ends_of, prompt_ids
+from xformer.pretrained.tokenizer import tokenizer
+
+TEXT = "Once upon a time, there was 東京 – naïve 🦊🦊! \n\n  Two  spaces, é"
+CODECS = ("bytes", "llama2.c", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+def codec(name: str, folder: Path) -> Any:
+    if name == "bytes":
+        return Bytes()
+    pytest.importorskip("tokenizers")
+    if name == "llama2.c":
+        return tokenizer(published("tok512.bin"))
+    for theirs, ours in (("gpt2_vocab.json", "vocab.json"), ("gpt2_merges.txt", "merges.txt")):
+        shutil.copy(published(theirs), folder / ours)
+    return tokenizer(folder)
+
+
+# Pieces of text
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_pieces_are_the_text(name: str, folder: Path) -> None:
+    """From every place in it on, of whole letters."""
+    own = codec(name, folder)
+    ids = own.encode(TEXT)
+    whole = own.decode(ids)
+    assert whole == TEXT
+    n_pieces = set()
+    for start in range(len(ids)):
+        before = own.decode(ids[:start])
+        pieces = list(decoded(own, ids[start:], ids[:start]))
+        if "\ufffd" in before:
+            continue  # begins inside of a letter
+        assert before + "".join(pieces) == TEXT
+        assert not any("\ufffd" in piece or piece == "" for piece in pieces)
+        n_pieces.add(len(pieces))
+    assert len(n_pieces) > 20  # they come one by one
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_pieces_come_as_soon_as_they_can(name: str, folder: Path) -> None:
+    own = codec(name, folder)
+    seen: list[int] = []
+
+    def ids() -> Iterator[int]:
+        for i in own.encode("a fox🦊 b"):
+            seen.append(i)
+            yield i
+
+    text = ""
+    for piece in decoded(own, ids()):
+        text += piece
+        assert own.decode(seen) == text
+
+
+def test_bytes_that_are_no_text() -> None:
+    assert list(decoded(Bytes(), [0xC3])) == ["\ufffd"]
+    assert "".join(decoded(Bytes(), [0xFF, 65, 0xC3, 66, 0xE6, 0x9D])) == "\ufffdA\ufffdB\ufffd"
+    assert list(decoded(Bytes(), [])) == []
+
+
+# Strings that end it
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "want"),
+    [
+        (["one", " two", " three"], [], ["one", " two", " three"]),
+        (["one t", "w", "o three"], ["two"], ["one "]),
+        (["one t", "wice"], ["two"], ["one ", "twice"]),
+        (["ab", "ab", "abc"], ["abc"], ["ab", "ab"]),
+        (["aab", "b"], ["abb"], ["a"]),
+        (["x\n", "\nUser", ":"], ["\nUser:"], ["x", "\n"]),
+        (["two", "x"], ["two"], []),
+        (["tw"], ["two"], ["tw"]),
+        (["abcd"], ["bc", "abcd"], ["a"]),  # "bc" is complete first
+        (["a", "b", "c", "d"], ["bc", "abcd"], ["a"]),
+        (["xabc"], ["c", "bc", "abc"], ["x"]),  # of those that end together the longest
+    ],
+)
+def test_what_comes_before_a_stop_string(
+    pieces: list[str], stop: list[str], want: list[str]
+) -> None:
+    assert list(until(pieces, stop)) == want
+
+
+letters = st.text("ab", max_size=12)
+
+
+@some
+@given(letters, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
+def test_however_it_is_cut(text: str, stop: list[str], data: st.DataObject) -> None:
+    """The same text as letter by letter, never more than what is known, and none of the rest."""
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    want = next(
+        (
+            text[: end - max(len(s) for s in stop if text[:end].endswith(s))]
+            for end in range(1, len(text) + 1)
+            if text[:end].endswith(tuple(stop))
+        ),
+        text,
+    )
+    assert "".join(until(pieces, stop)) == want
+    assert "".join(until(text, stop)) == want
+    if not any(s in want for s in stop):
+        for n in range(len(want) + 1):
+            assert want.startswith("".join(until(want[:n], stop)))
+
+
+def test_nothing_is_asked_for_after_a_stop_string() -> None:
+    def pieces() -> Iterator[str]:
+        yield "a stop"
+        raise AssertionError
+
+    assert list(until(pieces(), ["stop"])) == ["a "]
+
+
+def test_an_empty_stop_string() -> None:
+    with pytest.raises(ValueError, match="a string that ends the text must not be empty"):
+        until([], ["a", ""])
+
+
+def test_one_stop_string_is_no_list() -> None:
+    with pytest.raises(TypeError, match="stop must be a list of strings and ids, got 'abc'"):
+        stream_text(GPT, PARAMS, Bytes(), "a", max_new=1, stop="abc")
+
+
+# Models
+
+
+GPT = xf.GPT(vocab_size=256, n_layers=1, d_model=16, n_heads=2, max_len=32)
+PARAMS = tree.map(lambda p: p * 4, GPT.init(seed=3))
+
+
+def test_a_text_of_bytes() -> None:
+    options: dict[str, Any] = {"sampler": temperature(0.7), "seed": 2, "slide": True}
+    ids = generate(GPT, PARAMS, [list(b"caf\xc3\xa9")], max_new=60, **options)[0]
+    text = "".join(stream_text(GPT, PARAMS, Bytes(), "café", max_new=60, **options))
+    assert text == bytes(ids).decode(errors="replace")
+
+
+def test_a_stop_string_that_tokens_cut() -> None:
+    """Every three letters of a text end it, however many tokens they come from."""
+    options: dict[str, Any] = {"max_new": 25, "sampler": temperature(1.0)}
+    text = "".join(stream_text(GPT, PARAMS, Bytes(), "a", **options))
+    for start in range(len(text) - 3):
+        stop = text[start : start + 3]
+        got = "".join(stream_text(GPT, PARAMS, Bytes(), "a", stop=[stop], **options))
+        assert got == text[: text.index(stop)]
+
+
+def test_a_stop_id_is_no_part_of_the_text() -> None:
+    options: dict[str, Any] = {"max_new": 25, "sampler": temperature(1.0)}
+    (ids,) = generate(GPT, PARAMS, [[97]], **options)
+    got = "".join(stream_text(GPT, PARAMS, Bytes(), "a", stop=[ids[5], "\ufffd" * 9], **options))
+    assert got == bytes(ids[: ids.index(ids[5])]).decode(errors="replace")
+
+
+class Words:
+    """A tokenizer of words, for what the models' own would say."""
+
+    bos_id, eos_id = 0, 1
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_a_target_stands_alone() -> None:
+    model, params = seq2seq("t5")
+    (ids,) = generate(model, params, [[5, 6]], max_new=9)
+    got = "".join(stream_text(model, params, Words(), "5 6", max_new=9))
+    assert got.split() == [str(i) for i in ids[: (*ids, 1).index(1)]]
+
+
+def test_what_ends_a_text() -> None:
+    model, _ = seq2seq("t5")
+    assert ends_of(Bytes(), GPT) == frozenset()
+    assert ends_of(Words(), GPT) == {0, 1}
+    for told, ends in ((7, {0, 1, 7}), ([7, 8], {0, 1, 7, 8}), (None, {0, 1})):
+        own = pretrained.model(dict(model.source) | {"eos_token_id": told})
+        assert ends_of(Words(), own) == ends
+
+
+def test_an_empty_prompt_is_the_token_that_begins_texts() -> None:
+    assert prompt_ids(Words(), "") == [0]
+    with pytest.raises(ValueError, match="the prompt must hold at least one token: the tokenizer"):
+        stream_text(GPT, PARAMS, Bytes(), "", max_new=3)
+
+
+def test_half_a_letter_is_no_prompt() -> None:
+    with pytest.raises(UnicodeEncodeError):
+        stream_text(GPT, PARAMS, Bytes(), "\ud800", max_new=3)
+
+
+def test_unknown_tokens_are_refused() -> None:
+    """A tokenizer of another model gives ids that this one has not."""
+    with pytest.raises(ValueError, match=r"ids must lie in \[0, 256\), got ids from 5 to 256"):
+        list(stream_text(GPT, PARAMS, Words(), "5 256", max_new=3))
+    assert np.all(np.isfinite(PARAMS.embed.table))
