@@ -93,10 +93,14 @@ def test_a_text_of_one_token_is_left_out(tmp_path: Path) -> None:
         examples(task, {"text": "a"})
 
 
+TWO = [{"prompt": "1+2=", "completion": "3"}, {"prompt": "a", "completion": "bcdef"}]
+
+
 def test_prefix(tmp_path: Path) -> None:
     """No loss for the prompt; a completion is cut, a prompt is not."""
     task, _ = made("prefix", tmp_path, max_len=6)
-    got = batch(task, {"prompt": "1+2=", "completion": "3"}, {"prompt": "a", "completion": "bcdef"})
+    got = batch(task, *TWO)
+    assert [e.is_cut for e in examples(task, *TWO)] == [False, True]
     tokens, targets = got.arrays
     assert tokens.tolist() == wide([[BOS, *ids("1+2=3")], [BOS, *ids("abcde")]])
     no = IGNORED
@@ -166,7 +170,7 @@ def test_contrastive(tmp_path: Path) -> None:
 
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "causal": [{"text": "abcabc"}, {"text": "ab"}],
-    "prefix": [{"prompt": "1+2=", "completion": "3"}, {"prompt": "a", "completion": "bcdef"}],
+    "prefix": TWO,
     "masked": [{"text": "abcdefghijkl"}, {"text": "abc"}],
     "classify": [{"text": "abc", "label": 0}, {"text": "defgh", "label": 2}],
     "seq2seq": [{"source": "abc", "target": "cba"}, {"source": "d", "target": "d"}],

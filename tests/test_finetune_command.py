@@ -132,7 +132,7 @@ def test_a_new_classifier(capsys: pytest.CaptureFixture[str]) -> None:
     )
     options = ["--model", "base", "--data", str(data), "--task", "classify", "--steps", "3"]
     assert main(["finetune", *options, "--lora", "2", "--out", "new"]) == 0
-    assert "adapter" not in capsys.readouterr().out.splitlines()[-1]
+    assert "they are merged, and not saved alone" in capsys.readouterr().out
     assert not Path("new/adapter").exists()
     model, params = pretrained.load("new")
     assert model.source["id2label"] == {"0": "x", "1": "y", "2": "z"}
@@ -168,7 +168,16 @@ def test_lines_of_text_and_no_validation(capsys: pytest.CaptureFixture[str]) -> 
     options = ["--model", "base", "--task", "masked", "--out", "new", "--steps", "2"]
     assert main(["finetune", *options, "--data", "data.txt", "--validate", "0"]) == 0
     out = capsys.readouterr().out
-    assert "20 examples to train on, 0 to validate on" in out and "validation loss" not in out
+    assert "examples: 20 to train on, 0 to validate on\n" in out and "validation loss" not in out
+
+
+def test_cut_texts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    folder("masked")
+    texts = ["abc", "abcdefghij", "abcdef", "abcdefg"]  # in [CLS] and [SEP]
+    write_lines(Path("texts.jsonl"), [{"text": text} for text in texts])
+    options = ["--data", "texts.jsonl", "--max-len", "8", "--steps", "1"]
+    assert main(command("masked", *options)) == 0
+    assert "1 to validate on; 2 are cut to 8 tokens\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("style", "backend"), [("cosine", "numpy"), ("constant", "torch")])
@@ -204,6 +213,15 @@ def test_settings_of_sentences_are_kept() -> None:
     assert main(["embed", "--model", "new", "abc", "abd"]) == 0
 
 
+def test_another_tokenizer() -> None:
+    """What is saved is the one that was used."""
+    folder("causal")
+    folder("prefix", "other")
+    assert main(command("causal", "--tokenizer", "other")) == 0
+    want, base, got = (tokenizer(name).encode("abc") for name in ("other", "base", "new"))
+    assert want == got != base
+
+
 def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
     """llama2.c's model with its tokenizer beside it becomes a Llama."""
     path, _ = published("stories260K.bin"), published("tok512.bin")
@@ -211,7 +229,7 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", str(path), "--data", "names.txt", "--task", "causal", "--out", "new"]
     more = ["--lora", "4", "--targets", "*", "--steps", "20", "--lr", "0.01"]
     assert main(["finetune", *options, *more]) == 0
-    *_, losses, _ = capsys.readouterr().out.splitlines()
+    *_, losses, _, _ = capsys.readouterr().out.splitlines()
     after, before = float(losses.split()[2]), float(losses.split()[4])
     assert before > 8 and after < 2
     model, params = pretrained.load("new")

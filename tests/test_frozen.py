@@ -59,11 +59,15 @@ def test_freeze_trained_join() -> None:
     assert isinstance(doubled["b"]["c"], Frozen) and (doubled["a"] == 2).all()
     everything = tree.freeze(params)
     assert tree.flatten(tree.trained(everything)) == {}
+    some = tree.thaw(everything, "b.*")
+    assert list(tree.flatten(tree.trained(some))) == ["b.c"] and some["b"]["c"] is params["b"]["c"]
 
 
 def test_bad_patterns() -> None:
     params = layers.LinearParams(np.ones((2, 2)), None)
     with pytest.raises(ValueError, match="freeze: 'x' matches none of 1 parameters"):
         tree.freeze(params, "w", "x")
+    with pytest.raises(ValueError, match="thaw: 'x' matches none of 1 parameters"):
+        tree.thaw(params, "x")
     with pytest.raises(ValueError, match="join: no parameters of these names: b"):
         tree.join(params, {"b": 1})

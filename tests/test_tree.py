@@ -142,3 +142,19 @@ def test_map_on_arrays_of_every_library(library: Backend) -> None:
     rows = tree.map(lambda x, y: x + 2 * y, Pair(a, [a]), Pair(a, [a]))
     assert np.array_equal(library.to_numpy(rows.b[0]), 3 * np.arange(6.0).reshape(2, 3))
     assert list(tree.flatten(Pair(a, [a]))) == ["w", "b.0"]
+
+
+def test_map_nodes() -> None:
+    """Nodes of a type in any place, with their names; not those within."""
+    seen: dict[str, Any] = {}
+
+    def doubled(name: str, node: Single) -> Any:
+        seen[name] = node
+        return Pair(node, node)
+
+    got = tree.map_nodes(doubled, Pair([Single(Single(1)), (2, Single(3))], None), Single)
+    one, three = Single(Single(1)), Single(3)
+    assert got == Pair([Pair(one, one), (2, Pair(three, three))], None)
+    assert seen == {"w.0": one, "w.1.1": three}
+    assert tree.map_nodes(doubled, one, Single) == Pair(one, one)
+    assert tree.map_nodes(doubled, {"a": 1}, (Single, Pair)) == {"a": 1}

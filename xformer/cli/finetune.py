@@ -77,15 +77,21 @@ def run(args: argparse.Namespace) -> int:
     params = _chosen(args, params, is_new)
     out = new_folder(args.out)
 
-    _introduce(args, model, params, place, len(examples), len(validation))
+    _introduce(model, params, place)
+    cut = sum(example.is_cut for example in (*examples, *validation))
+    note = f"; {cut:,} are cut to {task.max_len} tokens" if cut else ""
+    print(f"examples: {len(examples):,} to train on, {len(validation):,} to validate on{note}")
     before = _measured(task, params, validation, args, place)
     last = _train(finetune.train(task, params, examples, config, place), config.steps)
     after = _measured(task, last.params, validation, args, place)
     if before is not None and after is not None:
         print(f"validation loss {after:.3f} nats, {before:.3f} before")
     adapter = finetune.save(model, last.params, out, tokenizer=words, base=args.model)
-    alone = f", the adapter alone to {adapter}" if adapter else ""
-    print(f"saved to {out}{alone} after {last.step} steps, {last.seconds:.0f} s")
+    print(f"saved to {out} after {last.step} steps, {last.seconds:.0f} s")
+    if adapter is not None:
+        print(f"the adapter alone: {adapter}")
+    elif args.lora is not None:
+        print("more than adapters was trained: they are merged, and not saved alone")
     return 0
 
 
@@ -139,16 +145,13 @@ def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
     return tree.freeze(params, *args.freeze) if args.freeze else params
 
 
-def _introduce(
-    args: argparse.Namespace, model: Any, params: Any, place: Backend, n_train: int, n_held: int
-) -> None:
+def _introduce(model: Any, params: Any, place: Backend) -> None:
     kind = model.source.get("architectures", [type(model).__name__])[0]
     own = sum(_size((node.a, node.b)) for node in lora.adapters(params).values())
     trained = _size(tree.trained(params))
     adapters = f" and adapters of {own:,}" if own else ""
     print(f"model: {kind}, {_size(params) - own:,} parameters{adapters}; {trained:,} are trained")
     print(f"on {place.describe()}")
-    print(f"data: {args.data}, {n_train:,} examples to train on, {n_held:,} to validate on")
 
 
 def _size(params: Any) -> int:

@@ -1,12 +1,13 @@
 """Pretrained models adapted to one's own data, whole or by low-rank adapters.
 
 model, params = pretrained.load("SmolLM2-135M")
-task = finetune.task("prefix", model, tokenizer("SmolLM2-135M"))
+words = tokenizer("SmolLM2-135M")
+task = finetune.task("prefix", model, words)
 examples = finetune.examples(task, finetune.read("answers.jsonl", task.fields))
 params = finetune.lora.attach(params, rank=8, alpha=16)
 for step in finetune.train(task, params, examples, finetune.TrainConfig(200, 8), place):
     print(step.loss)
-finetune.save(model, step.params, "tuned", base="SmolLM2-135M")
+finetune.save(model, step.params, "tuned", tokenizer=words, base="SmolLM2-135M")
 """
 
 from xformer.finetune import lora, peft

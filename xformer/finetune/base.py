@@ -23,6 +23,7 @@ class Example(NamedTuple):
 
     tokens: np.ndarray  # (T,)
     targets: Any  # (T,), or what the task makes of it
+    is_cut: bool = False  # to max_len
 
 
 class Batch(NamedTuple):
@@ -71,10 +72,11 @@ class Task:
         )
         return loss, cache
 
-    def _ids(self, text: str) -> np.ndarray:
-        """The ids of a text, cut to max_len before the tokens that end it."""
+    def _ids(self, text: str) -> tuple[np.ndarray, bool]:
+        """The ids of a text, cut to max_len before the tokens that end it, and whether it is."""
         ids, _ = self.tokenizer.batch([text], max_len=self.max_len)
-        return self._known(ids[0])
+        is_cut = ids.shape[1] == self.max_len < len(self.tokenizer.encode(text))
+        return self._known(ids[0]), is_cut
 
     def _ended(self, text: str) -> np.ndarray:
         """The ids of a whole text and, where the tokenizer has one, of its end."""

@@ -48,11 +48,12 @@ class Prefix(Causal):
                 f"the prompt's {n_prompt} tokens leave no room for a completion: at most "
                 f"{self.max_len} tokens are read"
             )
+        is_cut = len(ids) > self.max_len + 1
         ids = ids[: self.max_len + 1]
         targets = np.where(np.arange(1, len(ids)) < n_prompt, IGNORED, ids[1:])
         if not (targets != IGNORED).any():
             raise ValueError("the completion has no token")
-        return [Example(ids[:-1], targets)]
+        return [Example(ids[:-1], targets, is_cut)]
 
 
 class Masked(Task):
@@ -70,16 +71,16 @@ class Masked(Task):
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One example; its targets are the places that may be hidden."""
-        ids = self._ids(fields["text"])
+        ids, is_cut = self._ids(fields["text"])
         places = np.flatnonzero(~np.isin(ids, list(self.tokenizer.special_ids)))
-        return [Example(ids, places)] if len(places) else []
+        return [Example(ids, places, is_cut)] if len(places) else []
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """Examples with tokens hidden."""
         return super().batch([self._hidden(example, rng) for example in examples], rng)
 
     def _hidden(self, example: Example, rng: np.random.Generator) -> Example:
-        ids, places = example
+        ids, places, _ = example
         n = max(1, round(MASKED * len(places)))
         chosen = rng.permutation(places)[:n]
         targets = np.full_like(ids, IGNORED)

@@ -30,10 +30,10 @@ class Classify(Task):
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One example; a text is cut to max_len."""
-        ids = self._ids(fields["text"])
+        ids, is_cut = self._ids(fields["text"])
         if not len(ids):
             raise ValueError("the text has no token")
-        return [Example(ids, self._label(fields["label"]))]
+        return [Example(ids, self._label(fields["label"]), is_cut)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """Texts and the numbers of their classes."""
@@ -68,7 +68,9 @@ class Seq2Seq(Task):
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One example, of which the target's tokens are the targets."""
-        return [Example(self._ids(fields["source"]), self._ended(fields["target"])[: self.max_len])]
+        src, is_cut = self._ids(fields["source"])
+        targets = self._ended(fields["target"])
+        return [Example(src, targets[: self.max_len], is_cut or len(targets) > self.max_len)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """Sources, targets behind the token that begins them, targets."""
@@ -103,10 +105,10 @@ class Contrastive(Task):
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One pair; each text is cut to max_len."""
-        pair = [self._ids(self.prompt + fields[name]) for name in self.fields]
-        if not all(map(len, pair)):
+        (a, a_cut), (b, b_cut) = (self._ids(self.prompt + fields[name]) for name in self.fields)
+        if not len(a) or not len(b):
             raise ValueError("a text has no token")
-        return [Example(*pair)]
+        return [Example(a, b, a_cut or b_cut)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """The anchors, and after them the positives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from xformer.pretrained.reading import read_bytes
 ADAPTER = "adapter"
 LIMIT = 64 << 20  # bytes of a file that is copied
 
-# Of the tokenizer; of how text is generated; of sentence-transformers.
-BESIDE = (
+TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
-    *("chat_template.jinja", "generation_config.json"),
+    "chat_template.jinja",
+)
+SETTINGS = (  # of how text is generated, of sentence-transformers
+    "generation_config.json",
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     "1_Pooling/config.json",
 )
@@ -36,27 +39,30 @@ def save(
     """Write the model with its adapters merged, and the adapters alone into the folder `adapter`.
 
     Returns that folder; None where there are no adapters, or more than they was trained.
-    base: the folder that the model was loaded from, whose tokenizer's files and settings are copied
-    as they are. tokenizer: written where there is no tokenizer.json. An interrupted write leaves
-    the old files.
+    The tokenizer's own files are copied as they are; it is written where it has no tokenizer.json.
+    base: the folder that the model was loaded from, whose settings are copied too. An interrupted
+    write leaves the old files.
     """
     target, source = Path(folder), None if base is None else Path(base)
     source = source if source is not None and source.is_dir() else None  # not one of llama2.c's
     pretrained.save(model, merge(params), target)
+    if tokenizer is not None:
+        _copy(TOKENIZER, Path(tokenizer.where), target)
+        if not (Path(tokenizer.where) / "tokenizer.json").exists():
+            tokenizer.save(target)
     if source is not None:
-        for name in BESIDE:
-            _copy(source / name, target / name)
-    if tokenizer is not None and not (target / "tokenizer.json").exists():
-        tokenizer.save(target)
+        _copy(SETTINGS, source, target)
     if not adapters(params) or peft.others(params):
         return None
     peft.save(model, params, target / ADAPTER, base=None if source is None else str(source))
     return target / ADAPTER
 
 
-def _copy(source: Path, target: Path) -> None:
-    if os.path.lexists(source):
-        data = read_bytes(source, LIMIT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as (part,):
-            part.write_bytes(data)
+def _copy(names: Iterable[str], source: Path, target: Path) -> None:
+    """The files of these names that a folder has."""
+    for name in names:
+        if os.path.lexists(source / name):
+            data, place = read_bytes(source / name, LIMIT), target / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(place) as (part,):
+                part.write_bytes(data)

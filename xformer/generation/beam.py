@@ -65,7 +65,9 @@ def beam_search(
     for n in range(max_new):
         if n:
             rows = [i * n_beams + row for i, s in enumerate(searches) for row in s.rows]
-            text = extended(network, params, text.rows(rows), [i for s in searches for i in s.new])
+            if rows != list(range(len(rows))):
+                text = text.rows(rows)
+            text = extended(network, params, text, [i for s in searches for i in s.new])
         log_probs = beside(text.logits).to_numpy(ops.log_softmax(text.logits)[0])
         for search, scores in zip(searches, np.split(log_probs, len(searches)), strict=True):
             search.step(scores.astype(np.float64))

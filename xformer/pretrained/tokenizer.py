@@ -53,6 +53,11 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added if token.special)
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
 
+    @property
+    def where(self) -> str:
+        """The folder or the file that it was read from."""
+        return self._where
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text, with the tokens that the model wants before and after it."""
         if not isinstance(text, str):
