@@ -865,7 +865,10 @@ TRANSFORMER = {
     "n_decoder_layers": 1,
     "max_len": 6,
 }
-ACTIVATIONS = "block: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigmoid, relu_squared, quick_gelu, got 'x'"
+ACTIVATIONS = (
+    "block: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigmoid, relu_squared, "
+    "quick_gelu, got 'x'"
+)
 BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (BlockConfig, {name: bad}, f"block: {name} must be an int of at least 1, got {bad!r}")

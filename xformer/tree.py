@@ -54,9 +54,7 @@ def thaw(params: Any, *patterns: str) -> Any:
     return _chosen("thaw", value, params, patterns)
 
 
-def _chosen(
-    what: str, fn: Callable[[Any], Any], params: Any, patterns: tuple[str, ...]
-) -> Any:
+def _chosen(what: str, fn: Callable[[Any], Any], params: Any, patterns: tuple[str, ...]) -> Any:
     """`fn` of the leaves whose names match a pattern, or of all where there is none."""
     names = list(flatten(params))
     for pattern in patterns:

@@ -451,7 +451,8 @@ class State(NamedTuple):
         if n == 0 or k is None:
             return self
         xp = array_namespace(k)
-        ones, zeros = (partial(fill, dtype=xp.bool, device=device(k)) for fill in (xp.ones, xp.zeros))
+        where: Any = {"dtype": xp.bool, "device": device(k)}
+        ones, zeros = (partial(fill, **where) for fill in (xp.ones, xp.zeros))
         mask = ones((k.shape[0], self.length)) if self.mask is None else self.mask
         mask = mask[:, -n:] if n < 0 else xp.concat([zeros((k.shape[0], n)), mask], axis=1)
         # A window that has dropped keys keeps what it has.
