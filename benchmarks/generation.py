@@ -136,7 +136,7 @@ SHOWN = {
 
 def text(found: Mapping[str, Any]) -> str:
     """The table, and where it came about."""
-    libraries = [name for name in LIBRARIES if name in found["versions"]]
+    libraries = list(found["backends"])
     lines = [
         f"| tokens a second | {' | '.join(libraries)} |",
         "|---|" + "---:|" * len(libraries),
@@ -145,12 +145,11 @@ def text(found: Mapping[str, Any]) -> str:
         cells = [f"{found['rows'][name][library]['per_s']:,.0f}" for library in libraries]
         lines.append(f"| {shown} | {' | '.join(cells)} |")
     commit = (found["commit"] or "none")[:9] + (" with local changes" if found["dirty"] else "")
-    versions = ", ".join(f"{name} {found['versions'][name]}" for name in libraries)
     lines += [
         "",
         f"{found['date']}, {found['machine']['cpu']}, {found['machine']['system']}, "
         f"{found['threads']['cpus']} threads.",
-        f"Python {found['python']}, {versions}. Commit {commit}.",
+        f"Python {found['python']}; {'; '.join(found['backends'].values())}. Commit {commit}.",
         f"{found['length']} tokens in float32, the fastest of {found['rounds']} runs.",
     ]
     return "\n".join(lines)
