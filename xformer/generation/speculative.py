@@ -138,7 +138,7 @@ def _kept(
 ) -> list[int]:
     """The proposals up to the first that is refused, and one token more. p: (n + 1, V)."""
     for i, x in enumerate(guesses):
-        if rng.random() * q[i][x] >= 1.1 * p[i, x]:
+        if rng.random() * q[i][x] >= p[i, x]:
             rest = np.maximum(p[i] - q[i], 0)
             rest = rest if rest.any() else p[i]  # p = q but for rounding
             return [*guesses[:i], *pick(rest[None, :], [rng.random()])]
