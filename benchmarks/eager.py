@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
     def __init__(self, params: AttentionParams, n_heads: int) -> None:
         super().__init__()
         self.n_heads = n_heads
-        self.qkv, self.o = Linear(params.q, *params.kv), Linear(params.o)
+        self.qkv, self.o = Linear(params.q, *params.kv[:2]), Linear(params.o)
 
     def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """mask: boolean, True = may attend."""
@@ -119,7 +119,7 @@ class CrossAttention(nn.Module):
     def __init__(self, params: AttentionParams, n_heads: int) -> None:
         super().__init__()
         self.n_heads = n_heads
-        self.q, self.kv, self.o = Linear(params.q), Linear(*params.kv), Linear(params.o)
+        self.q, self.kv, self.o = Linear(params.q), Linear(*params.kv[:2]), Linear(params.o)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         """mask: boolean, True = may attend."""

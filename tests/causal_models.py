@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CONFIGS["gpt_neox"].pop("num_key_value_heads")
 NAMES = [
     *CONFIGS,
-    *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "post-norm"),
+    *("sinusoidal", "positions for q, k, v", "no positions", "alibi", "relative bias", "shaw"),
+    "post-norm",
 ]
 T5_NAMES = ["t5", "t5 1.1", "Transformer", "shared memory"]
 
@@ -77,6 +79,7 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
             "relative bias": lambda: LanguageModel(
                 plain, blocks, relative=RelativeConfig(3, 8, 16, bidirectional=False)
             ),
+            "shaw": lambda: LanguageModel(plain, (replace(blocks[0], shaw=2),) * 2),
             "post-norm": lambda: GPT(**gpt, norm="post"),
         }[name]()
     return model, lively(model, seed)

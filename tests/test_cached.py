@@ -146,6 +146,21 @@ def test_what_cannot_be_rewound(n: int, message: str) -> None:
         model.rewind(state, n)
 
 
+def test_texts_that_are_not_those_of_the_state() -> None:
+    model, params = causal("llama")
+    tokens = np.asarray([[1, 2], [3, 4]])
+    states = [model.extend(params, tokens, model.start())[1]]
+    kept = np.asarray([[False, True], [True, True]])
+    states.append(model.extend(params, tokens, model.start(), mask=kept)[1])
+    for state in states:
+        for n in (1, 3):
+            with pytest.raises(ValueError, match=f"the batch size of the state, 2, got {n}"):
+                model.extend(params, np.ones((n, 1), np.int64), state)
+    model, params = seq2seq("t5")
+    with pytest.raises(ValueError, match="the batch size of the state, 2, got 3"):
+        model.extend(params, np.ones((3, 1), np.int64), model.start(params, tokens))
+
+
 @pytest.mark.parametrize("name", MASKED)
 def test_more_padding_and_less_change_nothing(name: str) -> None:
     model, params = causal(name)

@@ -314,6 +314,8 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
     for batch_size, texts in ((1, found), (4, found[:1])):
         with pytest.raises(ValueError, match="batches of at least 2 pairs"):
             next(finetune.train(task, params, texts, TrainConfig(1, batch_size), NUMPY))
+        with pytest.raises(ValueError, match=r"evaluate: .* batches of at least 2 pairs, got 1"):
+            finetune.evaluate(task, params, texts, NUMPY, batch_size=batch_size)
     with pytest.raises(ValueError, match="evaluate: there are no examples"):
         finetune.evaluate(task, params, [], NUMPY)
     task, params = made("causal", tmp_path)
@@ -339,6 +341,12 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
             CLASSIFIER | {"id2label": {"0": "x"}},
             "bert",
             "must be one with 2 classes or more",
+        ),
+        (
+            "classify",
+            CLASSIFIER | {"problem_type": "multi_label_classification"},
+            "bert",
+            "problem_type must be single_label_classification, got 'multi_label_classification'",
         ),
         ("seq2seq", LLAMA, "llama", "must be an EncoderDecoder with one vocabulary"),
         ("contrastive", T5, "t5", "must be a LanguageModel of tokens, got a EncoderDecoder"),
@@ -392,6 +400,16 @@ def test_a_new_head(config: dict[str, Any]) -> None:
     assert np.array_equal(again.head.out.w, new.head.out.w)
     logits, _ = model.forward(new, np.ones((2, 3), np.int64))
     assert logits.shape == (2, 2) and np.abs(logits).max() > 0
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("Bert", True), ("Roberta", False)])
+def test_berts_pooler_is_kept(kind: str, kept: bool) -> None:
+    """As transformers does; RoBERTa's classifier has a dense layer of its own."""
+    named = {"model_type": kind.lower(), "architectures": [f"{kind}Model"]}
+    body = pretrained.model(BERT | named)
+    params = body.init(0)
+    _, new = finetune.with_classifier(body, tree.freeze(params), ("x", "y"))
+    assert (new.head.dense.w is params.head.w) == (new.head.dense.b is params.head.b) == kept
 
 
 def test_no_new_head() -> None:

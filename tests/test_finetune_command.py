@@ -12,7 +12,7 @@ from finetuning import BERT, CLASSIFIER, GPT2, LLAMA, T5, write_folder, write_li
 from test_finetune import records
 from truths import published
 
-from xformer import pretrained, tree
+from xformer import finetune, pretrained, tree
 from xformer.cli import main
 from xformer.pretrained.tokenizer import tokenizer
 
@@ -262,6 +262,8 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
         (["--batch", "0"], "batch_size must be at least 1, got 0"),
         (["--lora", "0"], "attach: rank must be an int of at least 1, got 0"),
         (["--lora", "2", "--targets", "*.qkv"], "'*.qkv' matches no linear map; there are *.attn"),
+        (["--alpha", "2"], "--alpha and --targets are of adapters, and go with --lora"),
+        (["--targets", "*"], "--alpha and --targets are of adapters, and go with --lora"),
         (["--freeze", "stack.*", "x"], "freeze: 'x' matches none of"),
         (["--freeze", "*"], "train: all parameters are frozen"),
         (["--train", "x"], "thaw: 'x' matches none of"),
@@ -341,3 +343,23 @@ def test_a_checkpoint_of_ours_is_no_base(capsys: pytest.CaptureFixture[str]) -> 
     )
     assert main(command("causal")) == 1
     assert "base was made by xformer train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "wanted"),
+    [
+        ("plain text\n", "LlamaForCausalLM", "causal"),
+        ('{"text": "a"}\n', "BertForMaskedLM", "masked"),
+        ('{"text": "a", "label": 1}\n', "BertForMaskedLM", "classify"),
+        ('{"prompt": "a", "completion": "b"}\n', "LlamaForCausalLM", "prefix"),
+        ('{"source": "a", "target": "b"}\n', "T5ForConditionalGeneration", "seq2seq"),
+        ('{"anchor": "a", "positive": "b"}\n', "BertModel", "contrastive"),
+    ],
+)
+def test_the_task_follows_from_the_fields(
+    tmp_path: Path, lines: str, kind: str, wanted: str
+) -> None:
+    data = tmp_path / ("data.txt" if lines.startswith("plain") else "data.jsonl")
+    data.write_text(lines)
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{kind}"]}}')
+    assert finetune.suited(data, tmp_path) == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from xformer.backends import Backend
 
 import xformer as xf
 from xformer import pretrained, tree
-from xformer.generation import Prefix, generate, prefill, sample, stream
+from xformer.generation import Prefix, beam_search, generate, prefill, sample, stream
 from xformer.generation.samplers import compose, temperature, top_k, top_p
 from xformer.models import Classifier, LanguageModel
 
@@ -202,7 +203,8 @@ def test_a_prefix_for_many_prompts(name: str) -> None:
     prefix = prefill(model, params, [[4, 5, 6]])
     ragged = [[7, 8, 9], [10], [11, 12]]
     for prompts in ([[7, 8], [9, 10], [11, 12]], ragged):
-        if prompts is ragged and name in ("mistral", "qwen2", "gemma2", "alibi", "relative bias"):
+        near = ("mistral", "qwen2", "gemma2", "alibi", "relative bias", "shaw")
+        if prompts is ragged and name in near:
             with pytest.raises(ValueError, match="goes by distances between tokens, reads prompts"):
                 prefill(model, params, prompts, after=prefix)
             continue
@@ -328,6 +330,13 @@ def test_models_that_write_nothing_are_refused(change: dict[str, Any]) -> None:
     model = LanguageModel(**{"embed": network.embed, "blocks": network.blocks} | change)
     with pytest.raises(ValueError, match="must be a causal LanguageModel or an EncoderDecoder"):
         generate(model, model.init(), [[1]], max_new=1)
+
+
+@pytest.mark.parametrize("write", [generate, partial(beam_search, n_beams=2)])
+def test_a_broken_model_writes_nothing(write: Any) -> None:
+    broken = tree.map(lambda a: a * np.nan, PARAMS)
+    with pytest.raises(ValueError, match="largest logit of each row must be finite, got nan"):
+        write(GPT, broken, [[1, 2]], max_new=2)
 
 
 def test_an_encoder_decoder_does_not_slide() -> None:

@@ -211,3 +211,5 @@ def test_a_trained_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "the prompt must hold at least one token" in refused(
         capsys, "--model", folder, "--prompt", ""
     )
+    options = ("--prompt", "a", "--tokenizer", published("tok512.bin"))
+    assert "it goes without --tokenizer" in refused(capsys, "--model", folder, *options)

@@ -35,17 +35,14 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("--model", metavar="FOLDER", required=True, help="with its tokenizer, as on the Hub")
     add("--data", metavar="FILE", required=True, help=".jsonl; or each line of it is a text")
-    add("--task", choices=finetune.TASKS, required=True)
-    add("--out", metavar="DIR", required=True, help="a new folder")
+    add("--task", choices=finetune.TASKS, help="unless given, what the fields and the model suit")
+    add("--out", metavar="DIR", help="a new folder; unless given runs/finetuned, -2, -3, ...")
     add("--tokenizer", metavar="PATH", help="where it does not lie beside the model")
     add("--lora", metavar="RANK", type=int, help="train adapters of that rank, not the model")
     add("--alpha", type=float, help="of adapters; twice the rank unless given")
     patterns: dict[str, Any] = {"metavar": "PATTERN", "nargs": "+", "default": ()}
-    add(
-        "--targets",
-        **patterns | {"default": lora.TARGETS},
-        help=f"linear maps with adapters; {' '.join(lora.TARGETS)} unless given",
-    )
+    usual = " ".join(lora.TARGETS)
+    add("--targets", **patterns, help=f"linear maps with adapters; {usual} unless given")
     add(
         "--freeze",
         **patterns,
@@ -67,15 +64,19 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, validate before and after, and save."""
-    place, config = backends.get(args.backend, args.device), _config(args)
+    config = _config(args)
+    if args.task is None:
+        args.task = finetune.suited(args.data, args.model)
+        print(f"task: {args.task}")
     records = finetune.read(args.data, finetune.TASKS[args.task].fields)
     training, held_out = finetune.split(records, args.validate, args.seed)
     model, params, words, is_new = _opened(args, records)
+    place = backends.get(args.backend, args.device)  # float64 of JAX is there by now
     task = _task(args, model, words)
     examples = finetune.examples(task, training)
     validation = finetune.examples(task, held_out) if held_out else []
     params = _chosen(args, params, is_new)
-    out = new_folder(args.out)
+    out = new_folder(args.out, "finetuned")
 
     _introduce(model, params, place)
     cut = sum(example.is_cut for example in (*examples, *validation))
@@ -96,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:
+    if args.lora is None and (args.alpha is not None or args.targets):
+        raise ValueError("--alpha and --targets are of adapters, and go with --lora")
     return TrainConfig(
         steps=args.steps,
         batch_size=args.batch,
@@ -137,7 +140,7 @@ def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
     patterns = tuple(args.train)
     if args.lora is not None:
         alpha = 2 * args.lora if args.alpha is None else args.alpha
-        params = lora.attach(params, args.lora, alpha, args.targets, args.seed)
+        params = lora.attach(params, args.lora, alpha, args.targets or lora.TARGETS, args.seed)
     elif patterns:
         params = tree.freeze(params)
     if patterns or (is_new and args.lora is not None):

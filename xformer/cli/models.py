@@ -40,6 +40,8 @@ def opened(args: argparse.Namespace) -> Found:
         enable_float64()
     config = path / files.CONFIG
     if config.is_file() and read_json(config).get("format") == checkpoint.FORMAT:
+        if args.tokenizer:
+            raise ValueError(f"{path}, by xformer train, is of bytes: it goes without --tokenizer")
         return _trained(path, backends.get(args.backend, args.device), args.dtype)
     # The tokenizer first, since it is missing more often than the model; but among several beside
     # a file the model knows which.
@@ -53,7 +55,7 @@ def opened(args: argparse.Namespace) -> Found:
 def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
     model, params = checkpoint.load(path, backend)
     if not isinstance(model, GPT) or model.vocab_size != VOCAB_SIZE:
-        raise ValueError(f"of checkpoints, generate continues a GPT over bytes; {path} has {model}")
+        raise ValueError(f"of checkpoints, only a GPT over bytes goes here; {path} has {model}")
     params = tree.map(lambda a: backend.asarray(backend.to_numpy(a), dtype), params)
     return Found(model, params, Bytes(), slides=True)
 

@@ -146,14 +146,14 @@ def _line(step: Step, steps: int, rate: float) -> str:
     )
 
 
-def new_folder(out: str | None) -> Path:
+def new_folder(out: str | None, name: str = "gpt") -> Path:
     """An empty place to save to, made before any work is done. FileExistsError for a used one."""
     if out is not None:
         folder = Path(out)
         if folder.exists() and any(folder.iterdir()):
             raise FileExistsError(f"--out: {folder} is not empty; name a new folder")
     else:
-        names = ["gpt", *(f"gpt-{i}" for i in range(2, 10_000))]
+        names = [name, *(f"{name}-{i}" for i in range(2, 10_000))]
         folder = next(p for p in (Path("runs", n) for n in names) if not p.exists())
     folder.mkdir(parents=True, exist_ok=True)
     return folder

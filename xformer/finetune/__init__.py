@@ -17,7 +17,7 @@ from xformer.finetune.data import Record, read, split
 from xformer.finetune.heads import is_classifier, labels_in, with_classifier
 from xformer.finetune.loop import evaluate, train
 from xformer.finetune.saving import save
-from xformer.finetune.tasks import TASKS, examples, task
+from xformer.finetune.tasks import TASKS, examples, suited, task
 from xformer.training import TrainConfig
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "read",
     "save",
     "split",
+    "suited",
     "task",
     "train",
     "with_classifier",

@@ -48,6 +48,22 @@ def read(path: str | os.PathLike[str], fields: Sequence[str] = ("text",)) -> lis
     return found
 
 
+def first_fields(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Names of the fields of a file's first record; errors as `read`."""
+    place = Path(path)
+    if place.suffix.lower() not in JSON:
+        return ("text",)
+    if not place.is_file():
+        raise FileNotFoundError(f"there is no file {place}")
+    for where, line in _lines(place):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        return tuple(found) if isinstance(found, dict) else ()
+    return ()
+
+
 def split(items: Sequence[T], share: float, seed: int = 0) -> tuple[list[T], list[T]]:
     """Items to train on, and a share of them, chosen at random, to validate on: at least one.
 

@@ -11,8 +11,9 @@ from array_api_compat import array_namespace
 from xformer import backends, pretrained, tree
 from xformer.finetune.data import LABEL, Record
 from xformer.initial import normal
-from xformer.models import Classifier, LanguageModel
+from xformer.models import Classifier, LanguageModel, Pooler
 from xformer.pretrained.families import FAMILIES
+from xformer.pretrained.loading import links_of
 from xformer.tree import value
 
 MAX_LABELS = 10_000
@@ -40,9 +41,10 @@ def with_classifier(
 ) -> tuple[Any, Any]:
     """A classifier of these classes on the body of a pretrained model, its head new.
 
-    As transformers' AutoModelForSequenceClassification of that family. pad_id: for the
-    configuration, where it has none: transformers needs it for batches. ValueError for fewer than
-    two classes, a class named twice, and a model whose family has no classifier.
+    As transformers' AutoModelForSequenceClassification of that family: BERT's pooler, where the
+    model has it, is kept. pad_id: for the configuration, where it has none: transformers needs it
+    for batches. ValueError for fewer than two classes, a class named twice, and a model whose
+    family has no classifier.
     """
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f"with_classifier: labels must be two or more, all different: {labels}")
@@ -60,7 +62,8 @@ def with_classifier(
         "id2label": {str(i): name for i, name in enumerate(labels)},
         "label2id": {name: i for i, name in enumerate(labels)},
     }
-    config.pop("num_labels", None)
+    for key in ("num_labels", "problem_type"):  # of a head that it had before
+        config.pop(key, None)
     if config.get("pad_token_id") is None:
         config["pad_token_id"] = pad_id
     new = pretrained.model(config)
@@ -68,5 +71,13 @@ def with_classifier(
     dtype = "float64" if table.dtype == array_namespace(table).float64 else "float32"
     rng = backends.of(table).generator(seed, dtype)
     head = new.head.init(rng, new.d_model, new.embed, draw=partial(normal, std=0.02))
-    params = tree.thaw(params)._replace(head=head)
-    return new, params
+    params = tree.thaw(params)
+    if _has_pooler(model, new):
+        head = head._replace(dense=params.head)
+    return new, params._replace(head=head)
+
+
+def _has_pooler(model: Any, new: Any) -> bool:
+    """Whether the classifier begins with the pooler that the model has: BERT's, not RoBERTa's."""
+    names = [name for link in links_of(new) for name in link.theirs]
+    return isinstance(model.head, Pooler) and any("pooler" in name for name in names)

@@ -28,8 +28,7 @@ def train(
     trained = tree.trained(params)
     if not tree.flatten(trained):
         raise ValueError("train: all parameters are frozen")
-    if isinstance(task, Contrastive) and min(config.batch_size, len(examples)) < 2:
-        raise ValueError("train: contrastive training needs batches of at least 2 pairs")
+    _require_pairs("train", task, min(config.batch_size, len(examples)))
     rng, state = np.random.default_rng(config.seed), optim.adamw_init(trained)
     batches, tokens, start = _batches(examples, config.batch_size, rng), 0, time.perf_counter()
     for step in range(1, config.steps + 1):
@@ -60,10 +59,11 @@ def evaluate(
 ) -> float:
     """The mean loss over all examples' targets, in nats, without dropout.
 
-    The same seed hides the same tokens. ValueError where there are no examples.
+    The same seed hides the same tokens. ValueError where there are too few examples.
     """
     if not examples:
         raise ValueError("evaluate: there are no examples")
+    _require_pairs("evaluate", task, min(batch_size, len(examples)))
     rng = np.random.default_rng(seed)
     total, count = 0.0, 0
     # About batch_size in each: a pair that is left alone would have nothing to be told from.
@@ -72,6 +72,12 @@ def evaluate(
         total += float(task.loss(params, batch, place)[0]) * batch.n_targets
         count += batch.n_targets
     return total / count
+
+
+def _require_pairs(what: str, task: Task, n: int) -> None:
+    """ValueError where a pair would be alone, with nothing to be told from: a loss of 0."""
+    if isinstance(task, Contrastive) and n < 2:
+        raise ValueError(f"{what}: a contrastive loss needs batches of at least 2 pairs, got {n}")
 
 
 def _batches(

@@ -15,6 +15,7 @@ from xformer.finetune.contrastive import contrastive_loss
 from xformer.finetune.heads import is_classifier
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.sentences import labels
+from xformer.sentences.classify import KINDS
 from xformer.typing import Array
 
 
@@ -27,6 +28,9 @@ class Classify(Task):
         super().__post_init__()
         require(self.model, "one with a Classifier", is_classifier(self.model))
         require(self.model, "one with 2 classes or more", self.model.head.n_labels > 1)
+        kind = (self.model.source or {}).get("problem_type")
+        if kind not in (None, KINDS[0]):
+            raise ValueError(f"the model's problem_type must be {KINDS[0]}, got {kind!r:.60}")
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One example; a text is cut to max_len."""

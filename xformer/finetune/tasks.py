@@ -6,13 +6,17 @@ examples = finetune.examples(task, finetune.read("answers.jsonl", task.fields))
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from xformer.finetune.base import LONGEST, Example, Task, context_of
-from xformer.finetune.data import Record
+from xformer.finetune.data import Record, first_fields
 from xformer.finetune.language import Causal, Masked, Prefix
 from xformer.finetune.pairs import Classify, Contrastive, Seq2Seq
+from xformer.pretrained.files import CONFIG
+from xformer.pretrained.reading import read_json
 
 TASKS: dict[str, type[Task]] = {
     "causal": Causal,
@@ -33,6 +37,22 @@ def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **op
         limits = (LONGEST, context_of(model), trained)
         max_len = min(n for n in limits if n is not None)
     return TASKS[name](model, tokenizer, max_len, **options)
+
+
+def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
+    """The task that the fields of a file's first record ask for, and the model in a folder.
+
+    The first of prefix, classify, seq2seq and contrastive whose fields are all there; else, of
+    "text", masked for a masked language model and causal for another.
+    """
+    fields = set(first_fields(data))
+    for name in ("prefix", "classify", "seq2seq", "contrastive"):
+        if fields >= set(TASKS[name].fields):
+            return name
+    place = Path(model)
+    kinds = read_json(place / CONFIG).get("architectures") if place.is_dir() else None
+    is_masked = isinstance(kinds, list) and any("MaskedLM" in str(kind) for kind in kinds)
+    return "masked" if is_masked else "causal"
 
 
 def examples(task: Task, records: Iterable[Record]) -> list[Example]:

@@ -18,7 +18,7 @@ from xformer.generation.prefix import (
     prefill,
     stop_ids,
 )
-from xformer.generation.samplers import Ids
+from xformer.generation.samplers import Ids, require_finite
 
 NEVER = -1e9  # the score of what must not be chosen, in transformers too
 
@@ -69,6 +69,7 @@ def beam_search(
                 text = text.rows(rows)
             text = extended(network, params, text, [i for s in searches for i in s.new])
         log_probs = beside(text.logits).to_numpy(ops.log_softmax(text.logits)[0])
+        require_finite("beam_search", log_probs.max(axis=-1))
         for search, scores in zip(searches, np.split(log_probs, len(searches)), strict=True):
             search.step(scores.astype(np.float64))
         if all(search.done for search in searches):

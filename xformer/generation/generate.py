@@ -19,7 +19,7 @@ from xformer.generation.prefix import (
     prefill,
     stop_ids,
 )
-from xformer.generation.samplers import Filter, Ids, draw
+from xformer.generation.samplers import Filter, Ids, draw, require_finite
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
@@ -61,7 +61,7 @@ def stream(
     takes the likeliest. A seed gives text i the same ids on every backend, whatever else is in the
     batch. slide: a text that fills the model's context goes on after its last tokens alone, which
     are read anew for each further one. ValueError where prompt and max_new do not fit the context
-    and slide is not given, and for bad prompts (`prefill`).
+    and slide is not given, for bad prompts (`prefill`), and for logits that are no numbers.
     """
     network = network_of("generate", model)
     require_sizes("generate", 0, max_new=max_new, seed=seed)
@@ -118,6 +118,7 @@ def _choose(
     """The next token of each text."""
     place = beside(logits)
     if sampler is None:
+        require_finite("generate", place.to_numpy(place.xp.max(logits, axis=-1)))
         likeliest: list[int] = place.to_numpy(place.xp.argmax(logits, axis=-1)).tolist()
         return likeliest
     return draw(place.to_numpy(sampler(logits, ids)), [rng.random() for rng in rngs])

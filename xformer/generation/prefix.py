@@ -198,7 +198,7 @@ def _bridges(network: Any) -> bool:
     """Whether padding inside a text leaves no trace: no layer goes by distances in the batch."""
     if isinstance(network, EncoderDecoder):
         return False  # its targets are not padded
-    near = any(config.window is not None for config in network.blocks)
+    near = any(config.window is not None or config.shaw is not None for config in network.blocks)
     return not near and not network.alibi and network.relative is None
 
 

@@ -150,13 +150,18 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     """softmax(logits) on the host in float64. ValueError as `draw`."""
     scores = np.asarray(logits, dtype=np.float64)
     top = scores.max(axis=-1, keepdims=True)
-    if not np.isfinite(top).all():
-        raise ValueError(
-            f"draw: the largest logit of each row must be finite, got {_first(top)}: the model "
-            "gives no probabilities, or a filter has left no token"
-        )
+    require_finite("draw", top)
     e: np.ndarray = np.exp(scores - top)
     return e / e.sum(axis=-1, keepdims=True)
+
+
+def require_finite(op: str, top: np.ndarray) -> None:
+    """ValueError unless the largest logits of all rows are numbers."""
+    if not np.isfinite(top).all():
+        raise ValueError(
+            f"{op}: the largest logit of each row must be finite, got {_first(top)}: the model "
+            "gives no probabilities, or a filter has left no token"
+        )
 
 
 def _ones(mask: Array) -> Array:

@@ -67,6 +67,14 @@ class Past(NamedTuple):
         return Past(xp.take(self.k, ids, axis=0), xp.take(self.v, ids, axis=0))
 
 
+def require_rows(tokens: Array, n_rows: int) -> None:
+    """ValueError where tokens (B, T) do not continue the `n_rows` texts of a state."""
+    if tokens.shape[0] != n_rows:
+        raise ValueError(
+            f"extend: tokens must have the batch size of the state, {n_rows}, got {tokens.shape[0]}"
+        )
+
+
 def rewound(
     past: tuple[Past, ...], windows: Sequence[Window | None], *, length: int, n: int
 ) -> tuple[Past, ...]:

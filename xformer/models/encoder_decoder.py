@@ -16,7 +16,7 @@ from xformer.initial import normal, xavier_uniform
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.past import Past, rewound
+from xformer.layers.past import Past, require_rows, rewound
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.stack import (
     StackParams,
@@ -255,6 +255,7 @@ class EncoderDecoder:
         if self.head is None or self.target_embed is None:
             raise ValueError("extend: the model must have an embedding and a head")
         require_tokens("extend", "tokens", tokens)
+        require_rows(tokens, state.memory[0].k.shape[0])
         length = state.length + tokens.shape[1]
         own: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), _ = embed(own, ids=tokens, config=self.target_embed, start=state.length)

@@ -16,7 +16,7 @@ from xformer.checks import as_indices, number, require_mask, require_tokens
 from xformer.initial import normal
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.past import Past, rewound
+from xformer.layers.past import Past, require_rows, rewound
 from xformer.layers.pooling import POOLINGS, pool
 from xformer.layers.positions import alibi
 from xformer.layers.relative import RelativeConfig
@@ -260,12 +260,14 @@ class LanguageModel:
         if not self.causal or not isinstance(self.head, LMHead):
             raise ValueError("extend: the model must be causal and have an LMHead")
         require_tokens("extend", "tokens", tokens)
+        if state.past[0].k is not None:
+            require_rows(tokens, state.past[0].k.shape[0])
         length = state.length + tokens.shape[1]
         if self.context is not None and length > self.context:
             raise ValueError(
                 f"extend: at most {self.context} tokens fit the model's context, got {length}"
             )
-        kept = grown_mask("extend", state.mask, mask, tokens, state.length)
+        kept = grown_mask(state.mask, mask, tokens, state.length)
         positions = self._places(tokens, kept, state.length)
         places = None if kept is None else positions
         (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
@@ -557,7 +559,7 @@ def _require_keep(mask: Array, tokens: Array) -> None:
 
 
 def grown_mask(
-    op: str, before: Array | None, mask: Array | None, tokens: Array, n_past: int
+    before: Array | None, mask: Array | None, tokens: Array, n_past: int
 ) -> Array | None:
     """The mask of a text and of the tokens after it; None where all are tokens."""
     if mask is not None:
@@ -570,11 +572,6 @@ def grown_mask(
         return xp.ones((tokens.shape[0], n), dtype=xp.bool, device=device(tokens))
 
     before = ones(n_past) if before is None else before
-    if before.shape[0] != tokens.shape[0]:
-        raise ValueError(
-            f"{op}: tokens must have the batch size of the state, {before.shape[0]}, "
-            f"got {tokens.shape[0]}"
-        )
     return xp.concat([before, ones(tokens.shape[1]) if mask is None else mask], axis=1)
 
 
