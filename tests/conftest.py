@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
     if "library" in metafunc.fixturenames and not any("library" in name for name in names):
         metafunc.parametrize("library", LIBRARIES, indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled() -> Iterator[None]:
+    """What JAX has compiled for a module's shapes is of no use to the next, and takes gigabytes."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture
