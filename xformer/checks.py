@@ -17,6 +17,8 @@ from xformer.shapes import (
 )
 from xformer.typing import Array
 
+MAX_LAYERS = 10_000
+
 
 def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:
     """ValueError unless `axis` exists in x and holds at least one element."""
@@ -104,6 +106,14 @@ def require_sizes(op: str, low: int, **sizes: Any) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < low:
             raise ValueError(f"{op}: {name} must be an int of at least {low}, got {size!r}")
+
+
+def require_layers(op: str, **counts: Any) -> None:
+    """ValueError unless every count is an int from 1 to MAX_LAYERS: each layer is an object."""
+    require_sizes(op, 1, **counts)
+    for name, count in counts.items():
+        if count > MAX_LAYERS:
+            raise ValueError(f"{op}: {name} must be at most {MAX_LAYERS}, got {count}")
 
 
 def require_id(op: str, size: int, **ids: Any) -> None:

@@ -13,7 +13,14 @@ import numpy as np
 from xformer.backends.base import Backend, Memory, Unusable, process_memory
 from xformer.backends.jax import erf, in_range, index_add, random_bits
 
+from xformer.tree import Constant, Frozen
 from xformer.typing import Array
+
+# Parameters that hold such leaves can be arguments of compiled functions.
+jax.tree_util.register_pytree_node(
+    Frozen, lambda leaf: ((leaf.value,), None), lambda _, c: Frozen(*c)
+)
+jax.tree_util.register_pytree_node(Constant, lambda leaf: ((), leaf), lambda leaf, _: leaf)
 
 __all__ = [
     "JaxBackend",

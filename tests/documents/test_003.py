@@ -57,9 +57,9 @@ def arrays() -> dict[str, np.ndarray]:
     batch = np.stack([s.x] * N)
 
     z, cache = layers.attention(s.x[None], one, n_heads=1)
-    out["keys"], out["queries"] = cache.sdpa.k[0, 0], cache.sdpa.q[0, 0]
-    out["values"] = out["values_masked"] = cache.sdpa.v[0, 0]
-    out["probs"] = cache.sdpa.probs[0, 0]
+    out["keys"], out["queries"] = cache.core.k[0, 0], cache.core.q[0, 0]
+    out["values"] = out["values_masked"] = cache.core.v[0, 0]
+    out["probs"] = cache.core.probs[0, 0]
     out["z_naive"] = out["z_one_product"] = out["z"] = z[0]
     out["z_batch"] = layers.attention(batch, one, n_heads=1)[0]
     out["z_masked"] = layers.attention(batch, one, n_heads=1, mask=s.allowed)[0]

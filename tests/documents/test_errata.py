@@ -193,7 +193,7 @@ PROJECTIONS = frozenset({"attn.q.w", "attn.kv.k.w", "attn.kv.v.w"})
 def head_gradients(c: Any, dy: np.ndarray) -> list[np.ndarray]:
     """dq, dk, dv as (B, T, width), from an `AttentionCache`."""
     dmerged = dy if c.o is None else c.o.backward(dy)[0]
-    dheads = c.sdpa.backward(split_heads(dmerged, c.q.n_heads))[:3]
+    dheads = c.core.backward(split_heads(dmerged, c.q.n_heads))[:3]
     return [merge_heads(d) for d in dheads]
 
 
@@ -243,7 +243,7 @@ def through_heads(c: Any, dy: np.ndarray, dq: np.ndarray, dk: np.ndarray, dv: np
 
 def unscaled(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
     dq, dk, dv = head_gradients(c, dy)
-    return through_heads(c, dy, dq / c.sdpa.scale, dk / c.sdpa.scale, dv)
+    return through_heads(c, dy, dq / c.core.scale, dk / c.core.scale, dv)
 
 
 def weights_by_dk(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
@@ -259,7 +259,7 @@ def output_weights_dropped(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
 
 def keys_transposed(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
     _, dk, dv = head_gradients(c, dy)
-    s = c.sdpa
+    s = c.core
     dctx = split_heads(c.o.backward(dy)[0], c.q.n_heads)
     dprobs = dctx @ s.v.mT
     dscores = s.probs * (dprobs - np.sum(dprobs * s.probs, axis=-1, keepdims=True))
@@ -375,7 +375,7 @@ def delta(c: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
 
 def dprobs_masked(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
     """003's way: the gradient of the probabilities is masked too, where they are 0 anyway."""
-    s = c.sdpa
+    s = c.core
     dctx = split_heads(c.o.backward(dy)[0], c.q.n_heads)
     dprobs = dctx @ s.v.mT * np.tri(dy.shape[1])
     dscores = s.probs * (dprobs - np.sum(dprobs * s.probs, axis=-1, keepdims=True)) * s.scale

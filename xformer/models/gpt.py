@@ -8,7 +8,7 @@ from typing import Any
 
 from xformer import backends, ops
 from xformer.backends import Generator
-from xformer.checks import require_sizes
+from xformer.checks import require_layers
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
 from xformer.models.heads import LMHead
@@ -47,7 +47,7 @@ class GPT:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        require_sizes("GPT", 1, n_layers=self.n_layers)
+        require_layers("GPT", n_layers=self.n_layers)
         if self.position_mode == "concat":
             raise ValueError('GPT: position_mode must be "add" or "qkv", got "concat"')
         self.network  # noqa: B018 - built here for its checks

@@ -10,7 +10,7 @@ from array_api_compat import array_namespace, device
 
 from xformer import backends, ops
 from xformer.backends import Generator
-from xformer.checks import as_indices, require_id, require_sizes, require_tokens
+from xformer.checks import as_indices, require_id, require_layers, require_sizes, require_tokens
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
 from xformer.models.encoder_decoder import (
@@ -58,9 +58,8 @@ class Transformer:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        require_sizes(
+        require_layers(
             "Transformer",
-            1,
             n_encoder_layers=self.n_encoder_layers,
             n_decoder_layers=self.n_decoder_layers,
         )
