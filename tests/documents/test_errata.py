@@ -131,21 +131,21 @@ def second_max(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
 
 
 def mask_by_keys(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
-    _, *ddown = c.down.backward(dy)
+    _, ddown = c.down.backward(dy)
     dhidden, *_ = c.down.backward(dy * (FFN_KEYS > 0))
-    dx, *dup = c.up.backward(dhidden)
-    return dx, layers.FeedForwardParams(layers.LinearParams(*dup), layers.LinearParams(*ddown))
+    dx, dup = c.up.backward(dhidden)
+    return dx, layers.FeedForwardParams(dup, ddown)
 
 
 def no_mask(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
-    dhidden, *ddown = c.down.backward(dy)
-    dx, *dup = c.up.backward(dhidden)
-    return dx, layers.FeedForwardParams(layers.LinearParams(*dup), layers.LinearParams(*ddown))
+    dhidden, ddown = c.down.backward(dy)
+    dx, dup = c.up.backward(dhidden)
+    return dx, layers.FeedForwardParams(dup, ddown)
 
 
 def relu_before(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
     dx, dparams = c.backward(dy)
-    x = c.up.x
+    x = c.up.op.x
     dhidden, *_ = c.down.backward(dy)
     dw = rows(np.maximum(x, 0)).T @ rows(c.act.backward(dhidden))
     return dx * (x > 0), dparams._replace(up=dparams.up._replace(w=dw))
@@ -238,7 +238,7 @@ def through_heads(c: Any, dy: np.ndarray, dq: np.ndarray, dk: np.ndarray, dv: np
     _, dparams, *_ = c.backward(dy)
     caches = (c.q.linear, c.kv.k.linear, c.kv.v.linear)
     back = [cache.backward(d) for cache, d in zip(caches, (dq, dk, dv), strict=True)]
-    return sum(b[0] for b in back), with_weights(dparams, *(b[1] for b in back))
+    return sum(b[0] for b in back), with_weights(dparams, *(b[1].w for b in back))
 
 
 def unscaled(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:
