@@ -16,19 +16,19 @@ from judges import (
 from libraries import only
 from xformer.backends import Backend
 
-from xformer import reference_only
+from xformer import backends, reference_only
 from xformer.catalogue import Case, cases
 
+NUMPY = backends.get("numpy")
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 
 
 @every_case
-def test_gradient_is_the_derivative(case: Case, library: Backend) -> None:
-    # Of large trees elsewhere one direction will do: the numbers are compared with NumPy's.
+def test_gradient_is_the_derivative(case: Case) -> None:
+    # On NumPy: of the other libraries all numbers are compared with NumPy's, far more closely.
+    # `xformer check` does this on each of them.
     small = case.room == "ops"
-    on_host = library.name == "numpy"
-    options = {"alone": small or on_host, "elementwise": 64 if small and on_host else 0}
-    case.check(library, **options).require()
+    case.check(NUMPY, alone=True, elementwise=64 if small else 0).require()
 
 
 @every_case
@@ -55,5 +55,6 @@ def test_gradient_is_autograds(case: Case, library: Backend) -> None:
 @only("jax")
 def test_gradient_is_jaxs(case: Case, library: Backend) -> None:
     require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
-    with reference_only():
-        require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
+    if case.room == "ops":  # what stands on them calls the same ops
+        with reference_only():
+            require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
