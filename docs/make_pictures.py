@@ -1,61 +1,97 @@
-"""Draw the pictures of the README and of these pages (extra `plot`).
+"""Draw the pictures of the README and of these pages (extras `plot`, `hf`), each if it can be.
 
 xformer train --out runs/readme
-python docs/make_pictures.py runs/readme
+XFORMER_DATA=folder python docs/make_pictures.py --run runs/readme
+
+All but two need nothing else: `loss.svg` is of the run that is named, and `attention.svg` of
+llama2.c's stories260K.bin and tok512.bin, in the folder XFORMER_DATA. A minute on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import tempfile
 from pathlib import Path
 
-import matplotlib
+import numpy as np
 
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
+from xformer.cli import main as xformer
+from xformer.plots import read_log, save
+from xformer.plots.curves import POINTS, smoothed
+from xformer.plots.style import COLOURS, panels, styled
 from xformer.training import load_corpus, unigram_loss
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
+DATA = Path(os.environ.get("XFORMER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+STORY = "Once upon a time, there was a little girl named Lily."
 
 
+@styled()
 def loss_curve(run: Path) -> Path:
     """Training and validation loss of a run of `xformer train`, with the unigram baseline."""
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    measured = [row for row in rows if row["validation"] is not None]
+    log = read_log(run)
+    measured = np.isfinite(log.validation)
+    losses = log.validation[measured]
     baseline = unigram_loss(load_corpus())
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    seconds = [row["seconds"] for row in rows]
-    axes.plot(seconds, [row["loss"] for row in rows], color="#9db8d9", lw=0.8, label="training")
-    axes.plot(
-        [row["seconds"] for row in measured],
-        [row["validation"] for row in measured],
-        color="#1f4e8c",
-        marker="o",
-        ms=3.5,
-        label=f"validation, {measured[-1]['validation']:.2f} at the end",
-    )
-    axes.axhline(baseline, color="#b5651d", ls="--", lw=1, label=f"unigram model, {baseline:.2f}")
+    figure, ((axes,),) = panels(1, 1, (8, 3.4))
+    axes.plot(log.seconds, log.loss, color=COLOURS[0], alpha=0.3, lw=0.7)
+    axes.plot(log.seconds, smoothed(log.loss), color=COLOURS[0], label="training, smoothed")
+    name = f"validation, {losses[-1]:.2f} at the end"
+    axes.plot(log.seconds[measured], losses, color=COLOURS[1], **POINTS, label=name)
+    name = f"unigram model, {baseline:.2f}"
+    axes.axhline(baseline, color="#666666", ls="--", lw=1, label=name)
     axes.set(
+        title="xformer train: Python's standard library, byte by byte",
         xlabel="seconds on two cores, NumPy",
         ylabel="nats per byte",
-        title="xformer train: Python's standard library, byte by byte",
-        xlim=(0, seconds[-1]),
+        xlim=(0, log.seconds[-1]),
     )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    path = PICTURES / "loss.svg"
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
-    return path
+    axes.legend()
+    return save(figure, PICTURES / "loss.svg")
+
+
+def curves() -> None:
+    """Two short runs, side by side: `xformer plot`."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [f"{folder}/lr {lr}" for lr in ("0.005", "0.0005")]
+        for run in runs:
+            command("train", "--preset", "tiny", "--lr", run.split()[-1], "--out", run)
+        command("plot", *runs, "--out", str(PICTURES / "curves.svg"))
+
+
+def attention() -> None:
+    """A layer of stories260K."""
+    out = str(PICTURES / "attention.svg")
+    command("attention", "--model", str(DATA / "stories260K.bin"), STORY, "--out", out)
+
+
+def flow() -> None:
+    """Pre-LN and post-LN."""
+    command("flow", "--out", str(PICTURES / "flow.svg"))
+
+
+def command(*words: str) -> None:
+    """Run a command of xformer, as a person would."""
+    if xformer(words):
+        raise SystemExit(f"xformer {' '.join(words)} failed")
 
 
 def main() -> None:
-    """Draw everything from the run named on the command line."""
+    """Draw what can be drawn."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="folder of a run of `xformer train`")
-    PICTURES.mkdir(exist_ok=True)
-    print(loss_curve(parser.parse_args().run))
+    parser.add_argument("--run", type=Path, help="folder of a run of `xformer train`")
+    run = parser.parse_args().run
+    flow()
+    curves()
+    if (DATA / "stories260K.bin").is_file():
+        attention()
+    else:
+        print(f"attention.svg is not drawn: there is no stories260K.bin in {DATA}")
+    if run is not None:
+        print(loss_curve(run))
+    else:
+        print("loss.svg is not drawn: --run names no run")
 
 
 if __name__ == "__main__":

@@ -69,3 +69,24 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
     monkeypatch.setattr(os, "replace", replace)
     write(old)
     assert done[:4] == ["sync", "sync", "a", "b"]
+
+
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
+    with files.making(tmp_path / "above" / "new") as part:
+        (part / "a").write_text("a")
+        assert not (tmp_path / "above" / "new").exists()
+    assert names(tmp_path / "above") == ["new"] and names(tmp_path / "above" / "new") == ["a"]
+
+
+def test_nothing_lies_there_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), files.making(tmp_path / "new") as part:
+        (part / "a").write_text("half")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+
+
+def test_a_folder_in_use_is_not_replaced(old: tuple[Path, Path]) -> None:
+    for target in (old[0], old[0].parent):
+        with pytest.raises(FileExistsError, match="in use"), files.making(target):
+            pass
+    assert [path.read_text() for path in old] == ["old", "old"]

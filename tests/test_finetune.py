@@ -32,8 +32,8 @@ from xformer.backends import Backend
 
 from xformer import backends, finetune, pretrained, tree
 from xformer.finetune import TrainConfig, lora
-from xformer.finetune.base import IGNORED
 from xformer.pretrained.tokenizer import tokenizer
+from xformer.training.batch import IGNORED
 from xformer.tree import Frozen, value
 
 NUMPY = backends.get("numpy")
@@ -278,18 +278,6 @@ def test_a_seed_is_a_training(library: Backend, tmp_path: Path) -> None:
         losses.append([s.loss for s in finetune.train(task, params, found, config, place)])
     np.testing.assert_allclose(*losses, rtol=1e-12)
     assert losses[0][0] != losses[0][1]
-
-
-def test_every_epoch_has_every_text(tmp_path: Path) -> None:
-    from xformer.finetune.loop import _batches
-
-    items: Any = list(range(7))
-    batches = _batches(items, 3, np.random.default_rng(0))
-    epochs = [[next(batches) for _ in range(2)] for _ in range(20)]
-    assert all(len({*epoch[0], *epoch[1]}) == 6 for epoch in epochs)
-    assert {i for epoch in epochs for part in epoch for i in part} == set(items)
-    assert epochs[0] != epochs[1]
-    assert sorted(next(_batches(items, 50, np.random.default_rng(0)))) == items
 
 
 def test_evaluating_is_a_mean_over_targets(tmp_path: Path) -> None:

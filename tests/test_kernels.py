@@ -17,6 +17,7 @@ from xformer import Key, backends, dispatch, reference_only, tree
 from xformer.catalogue import cases
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
+from xformer.layers.checkpoint import held
 from xformer.layers.past import append
 from xformer.ops.random_bits import random_bits
 
@@ -30,7 +31,8 @@ KERNELS = [
     for library, kernels in op.kernels.items()
     for kernel in kernels
 ]
-WITHOUT_GRADIENT = (random_bits, in_range, append)  # append: tests/test_past.py
+# append: tests/test_past.py, held: tests/test_checkpointing.py
+WITHOUT_GRADIENT = (random_bits, in_range, append, held)
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
 REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]
 

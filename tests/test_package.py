@@ -30,11 +30,12 @@ ORDER = (
     "ops",
     "layers",
     "models",
-    "training",
     "generation",
     "pretrained",
     "sentences",
+    "training",
     "finetune",
+    "plots",
     "cli",
 )
 

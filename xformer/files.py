@@ -1,9 +1,10 @@
-"""Files that take their place whole or not at all."""
+"""Files and folders that take their place whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,36 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
+
+
+def require_new(folder: Path) -> None:
+    """FileExistsError where there is such a file, or a folder that is not empty."""
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is in use; name a new folder")
+
+
+@contextmanager
+def making(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write files to; at the end it becomes `target`, whole.
+
+    They are on the disk before. After an error nothing lies there. FileExistsError as
+    `require_new`.
+    """
+    require_new(target)
+    target = target.absolute()
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for path in part.iterdir():
+            _sync(path)
+        if target.exists():
+            target.rmdir()
+        os.rename(part, target)
+        if os.name == "posix":
+            _sync(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -9,6 +9,7 @@ the byte.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from xformer.initial import Shapes
 from xformer.layers import BlockConfig
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, Pooler, Transformer
 from xformer.ops import Key
+
+BLOCK = re.compile(r"(\w+)\.stack\.blocks\.(\d+)\.")
 
 
 class Measured(NamedTuple):
@@ -38,6 +41,54 @@ def measured(model: Any, batch: int, length: int, dtype: str) -> Measured:
         return _run(model, b, t, dtype)
 
     return Measured(*_extrapolated(measure, batch, length))
+
+
+def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, int]:
+    """Bytes of what each layer, and what stands around them, keeps for the backward of a loss.
+
+    In the order of a forward; together `measured`'s saved. What several keep counts for the first.
+    """
+    names: list[str] = []
+
+    def measure(b: int, t: int) -> list[int]:
+        params, _, examples = _stood_in(model, b, t, dtype, Tally())
+        with np.errstate(all="ignore"):
+            _, saved = model.loss(params, *examples, dropout_key=Key(0))
+        found = _by_part(saved, examples)
+        names[:] = found
+        return list(found.values())
+
+    sizes = _extrapolated(measure, batch, length)
+    order = ("embedding", "encoder", "layer", "decoder", "around", "head", "loss")
+    return dict(sorted(zip(names, sizes, strict=True), key=lambda part: _rank(order, part[0])))
+
+
+def _rank(order: Sequence[str], name: str) -> int:
+    return next(i for i, word in enumerate(order) if name.startswith(word))
+
+
+def _by_part(saved: Any, inputs: Sequence[Any]) -> dict[str, int]:
+    """As `_nbytes`, by part of a model."""
+    parts: dict[str, list[Any]] = {}
+    seen: set[int] = set()
+    for name, leaf in tree.flatten(saved).items():
+        own = parts.setdefault(_part_of(name), [])
+        if id(leaf) not in seen:
+            own.append(leaf)
+            seen.add(id(leaf))
+    return {part: _nbytes(leaves, inputs) for part, leaves in parts.items()}
+
+
+def _part_of(name: str) -> str:
+    """The part of a model that a leaf of the cache of its loss belongs to."""
+    if found := BLOCK.search(name):
+        which = {"encode": "encoder ", "decode": "decoder "}.get(found[1], "")
+        return f"{which}layer {found[2]}"
+    words = name.split(".")
+    for word, part in (("embed", "embedding"), ("stack", "around the layers"), ("head", "head")):
+        if word in words:
+            return part
+    return "loss"
 
 
 def _extrapolated(
@@ -62,9 +113,7 @@ def _polynomial(values: Sequence[int], n: int) -> int:
 def _run(model: Any, batch: int, length: int, dtype: str) -> Measured:
     """A forward and a loss, on zeros."""
     tally = Tally()
-    shapes = model.init_from(Shapes())
-    params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
-    inputs, examples = _inputs(model, batch, length, dtype)
+    params, inputs, examples = _stood_in(model, batch, length, dtype, tally)
     with np.errstate(all="ignore"):  # zeros over a norm's eps, which may be 0
         given = model.forward(params, *inputs)
         flops, saved = tally.flops, given[1]
@@ -73,7 +122,14 @@ def _run(model: Any, batch: int, length: int, dtype: str) -> Measured:
     return Measured(_nbytes(given, inputs), _nbytes(saved, examples or inputs), flops)
 
 
-def _inputs(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any]:
+def _stood_in(model: Any, batch: int, length: int, dtype: str, tally: Tally) -> tuple[Any, ...]:
+    """Parameters without memory, and arguments of `forward` and of `loss`."""
+    shapes = model.init_from(Shapes())
+    params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
+    return params, *arguments(model, batch, length, dtype)
+
+
+def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any]:
     """Arguments of `forward`; of `loss`, or None where there is none."""
     network = getattr(model, "network", model)
     tokens = np.zeros((batch, length), np.int64)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from xformer.backends.base import Backend, Memory, Unusable, process_memory
-from xformer.backends.jax import erf, in_range, index_add, random_bits
+from xformer.backends.jax import erf, held, in_range, index_add, random_bits
 
 from xformer.tree import Constant, Frozen
 from xformer.typing import Array
@@ -27,6 +27,7 @@ __all__ = [
     "backend",
     "enable_float64",
     "erf",
+    "held",
     "in_range",
     "index_add",
     "random_bits",

@@ -43,6 +43,8 @@ class StandIn(np.ndarray):
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         if function is np.take:  # which would make a copy of the whole, to take from
             return _take(*args, **options)
+        if function is np.zeros_like:  # of an optimiser's state
+            return stand_in(args[0].shape, args[0].dtype.name, args[0].tally)
         y = super().__array_function__(function, types, args, options)
         return y if is_stand_in(y) else _plain(y)
 

@@ -244,6 +244,10 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: relative bias", relative=relative)
     yield _blocks("stack: relative bias and bias", relative=relative, bias=(5, 1, 4, 4))
     yield _blocks("stack: other windows, rotary", second={"window": (1, 1)}, **TURNED)
+    again: Options = {"checkpoint": True, "relative": relative, "bias": (5, 1, 4, 4), "pos": True}
+    yield _blocks("stack: checkpointing", cross="memory", **again, **BLOCK_MASKS)
+    again = {"checkpoint": True, "config": {"parallel": True, "dropout": 0.3}}
+    yield _blocks("stack: checkpointing, parallel, dropout", dropout_key=KEY, **again)
 
 
 def _flat_embed(params: layers.EmbedParams, **options: Any) -> tuple[Any, Any]:

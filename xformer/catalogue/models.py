@@ -56,6 +56,8 @@ def _gpt() -> Iterator[Case]:
     yield case("positions: learned, for q, k, v", position_mode="qkv", n_layers=2)
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3, "ignore_index": 2}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
+    again: Options = {"checkpoint": True, "n_layers": 2}
+    yield case("checkpointing, dropout", {"dropout_key": KEY}, dropout=0.3, **again)
 
 
 def _transformer() -> Iterator[Case]:
@@ -88,6 +90,8 @@ def _transformer() -> Iterator[Case]:
     yield case("positions: sinusoidal, for q, k, v", position_mode="qkv")
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
+    again: Options = {"checkpoint": True, "shared_memory": True, "n_decoder_layers": 2}
+    yield case("checkpointing, dropout", {"dropout_key": KEY}, dropout=0.3, **again)
 
 
 LLAMA: Options = {
@@ -146,6 +150,8 @@ def _language_model() -> Iterator[Case]:
     experts = _blocks(2, experts=ExpertsConfig(n_experts=3, top_k=2, d_ff=11), **LLAMA)
     losses: Options = {"balance": 0.3, "router_z": 0.1}
     yield case("experts", (*experts, *llama), given=PADDED, rotary=ROPE, **losses)
+    again: Options = {"rotary": ROPE, "checkpoint": True, **losses}
+    yield case("experts, checkpointing", (*experts, *llama), given=PADDED, **again)
     yield case("alibi", _blocks(), alibi=True, head=LMHead(tied=False, bias=True))
     yield case(
         "sequence classifier", llama, given=PADDED, head=Classifier(3, "last", None), labels=3

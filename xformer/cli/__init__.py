@@ -11,8 +11,37 @@ import sys
 from collections.abc import Sequence
 
 import xformer
-from xformer.cli import check, classify, embed, finetune, generate, info, summary, train
+from xformer.cli import (
+    attention,
+    check,
+    classify,
+    embed,
+    finetune,
+    flow,
+    generate,
+    info,
+    ledger,
+    plot,
+    prepare,
+    summary,
+    train,
+)
 
+COMMANDS = (
+    prepare,
+    train,
+    plot,
+    generate,
+    embed,
+    classify,
+    finetune,
+    attention,
+    flow,
+    check,
+    summary,
+    ledger,
+    info,
+)
 DESCRIPTION = "The transformer, forward and backward, on any array library."
 
 
@@ -21,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="xformer", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"xformer {xformer.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (train, generate, embed, classify, finetune, check, summary, info):
+    for command in COMMANDS:
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:

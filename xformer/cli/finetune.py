@@ -19,9 +19,9 @@ from xformer.finetune import Record, Task, TrainConfig, lora
 from xformer.pretrained.convert import as_llama
 from xformer.sentences import settings
 from xformer.training import Step
+from xformer.training.config import SCHEDULES
 
 RATES = {True: 5e-4, False: 5e-5}  # of adapters, of whole models
-FINAL = {"cosine": 0.1, "constant": 1.0}  # share of the learning rate that is left at the end
 LINES = 10  # of progress, where there is no terminal
 
 
@@ -52,7 +52,8 @@ def add_parser(subparsers: Any) -> None:
     add("--steps", type=int, default=200, help="default: 200")
     add("--batch", type=int, default=8, help="texts or pairs in a step (default: 8)")
     add("--lr", type=float, help=f"{RATES[False]} unless given, of adapters {RATES[True]}")
-    add("--schedule", choices=FINAL, default="cosine", help="after a rise of a tenth of the steps")
+    rise = "after a rise of a tenth of the steps (default: cosine)"
+    add("--schedule", choices=SCHEDULES, default="cosine", help=rise)
     add("--max-len", type=int, metavar="N", help="tokens of a text; unless given at most 512")
     add("--validate", type=float, default=0.1, metavar="SHARE", help="default: 0.1; 0: none")
     add("--seed", type=int, default=0)
@@ -104,7 +105,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         batch_size=args.batch,
         lr=RATES[args.lora is not None] if args.lr is None else args.lr,
         warmup=max(1, args.steps // 10),
-        final_lr=FINAL[args.schedule],
+        schedule=args.schedule,
         betas=(0.9, 0.999),
         weight_decay=0.0,
         seed=args.seed,

@@ -13,8 +13,7 @@ from xformer.models import GPT
 from xformer.pretrained import files
 from xformer.pretrained.reading import read_json
 from xformer.pretrained.tokenizer import tokenizer
-from xformer.training import checkpoint
-from xformer.training.data import VOCAB_SIZE
+from xformer.training import Vocabulary, checkpoint, load_vocabulary
 
 TOKENIZERS = "tokenizer.json, vocab.json with merges.txt, vocab.txt"
 
@@ -33,15 +32,11 @@ def opened(args: argparse.Namespace) -> Found:
     path = Path(args.model)
     if not path.exists():
         raise FileNotFoundError(f"{path} is no checkpoint and no model: there is no such file")
-    if (args.backend, args.dtype) == ("jax", "float64"):
-        backends.get("jax")  # says what is missing
-        from xformer.backends.jax import enable_float64
-
-        enable_float64()
+    enable_float64(args.backend, args.dtype)
     config = path / files.CONFIG
     if config.is_file() and read_json(config).get("format") == checkpoint.FORMAT:
         if args.tokenizer:
-            raise ValueError(f"{path}, by xformer train, is of bytes: it goes without --tokenizer")
+            raise ValueError(f"{path}, by xformer train, has its own: it goes without --tokenizer")
         return _trained(path, backends.get(args.backend, args.device), args.dtype)
     # The tokenizer first, since it is missing more often than the model; but among several beside
     # a file the model knows which.
@@ -54,10 +49,31 @@ def opened(args: argparse.Namespace) -> Found:
 
 def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
     model, params = checkpoint.load(path, backend)
-    if not isinstance(model, GPT) or model.vocab_size != VOCAB_SIZE:
-        raise ValueError(f"of checkpoints, only a GPT over bytes goes here; {path} has {model}")
+    words = vocabulary_of(path)
+    if not isinstance(model, GPT) or model.vocab_size != words.size:
+        raise ValueError(
+            f"of checkpoints, only a GPT goes here, with a vocabulary of its size, {words.size}; "
+            f"{path} has {model}"
+        )
     params = tree.map(lambda a: backend.asarray(backend.to_numpy(a), dtype), params)
-    return Found(model, params, Bytes(), slides=True)
+    return Found(model, params, words, slides=True)
+
+
+def vocabulary_of(folder: Path) -> Vocabulary:
+    """That of a run; bytes where there is none, as in checkpoints of long ago."""
+    try:
+        return load_vocabulary(folder)
+    except FileNotFoundError:
+        return Bytes()
+
+
+def enable_float64(backend: str, dtype: str) -> None:
+    """JAX computes in float64 only where it is told to, before anything else."""
+    if (backend, dtype) == ("jax", "float64"):
+        backends.get("jax")  # says what is missing
+        from xformer.backends.jax import enable_float64
+
+        enable_float64()
 
 
 def _tokenizer_in(folder: Path) -> Codec:

@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables, or the JSON. The weights are not read, whatever their size."""
-    model, tensors = _inspected(Path(args.model))
+    model, tensors = inspected(Path(args.model))
     stored: dict[str, int] = {}
     for name in tensors:
         dtype = tensors.dtype(name)
@@ -58,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_data(model, stored, found), indent=2))
         return 0
-    print(_table(_about(model, stored), right=()))
-    print("\n" + (_table(_every(found)) if args.verbose else _table(_parts(model, found))))
-    print("\n" + _table(_memory(found), right=(1,)))
-    print("\n" + _table(_flops(model, found), right=(1,)))
+    print(table(_about(model, stored), right=()))
+    print("\n" + (table(_every(found)) if args.verbose else table(_parts(model, found))))
+    print("\n" + table(_memory(found), right=(1,)))
+    print("\n" + table(_flops(model, found), right=(1,)))
     return 0
 
 
-def _inspected(path: Path) -> tuple[Any, Any]:
+def inspected(path: Path) -> tuple[Any, Any]:
     """A model, and its tensors, unread."""
     config = path / files.CONFIG
     if config.is_file() and read_json(config).get("format") == checkpoint.FORMAT:
@@ -241,7 +241,8 @@ def scaled(amount: float, unit: str) -> str:
     return f"{amount:,.{digits}f} {prefix}{unit}"
 
 
-def _table(rows: Iterator[Row], right: Sequence[int] = (2, 3)) -> str:
+def table(rows: Iterator[Row], right: Sequence[int] = (2, 3)) -> str:
+    """Columns of one width each, those in `right` aligned there."""
     lines = list(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = (

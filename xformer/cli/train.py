@@ -1,149 +1,128 @@
-"""`xformer train`: a GPT on bytes of real text, from nothing to a checkpoint and a sample."""
+"""`xformer train`: a GPT on text, from nothing to a model and a sample; stopped, it goes on."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
+import math
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
-from xformer import backends, tree
+from xformer import tree
+from xformer.cli import train_options
 from xformer.cli.generate import write
-from xformer.generation import Bytes, stream_text
+from xformer.cli.train_job import Job, job_of
+from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
-from xformer.models import GPT
-from xformer.training import Corpus, Step, TrainConfig, load_corpus, save, train, unigram_loss
-from xformer.training.data import VOCAB_SIZE, require_length
+from xformer.training import Run, State, Step, interruptible, load, start, train
+from xformer.training.loop import is_stale
 
-SAMPLE_PROMPT = "def "
-
-
-class Preset(NamedTuple):
-    """Sizes of a model and of its training."""
-
-    n_layers: int
-    d_model: int
-    n_heads: int
-    max_len: int
-    batch_size: int
-    steps: int
-    lr: float
-
-
-PRESETS = {
-    "tiny": Preset(2, 64, 2, 64, 16, 200, 5e-3),
-    "small": Preset(4, 128, 4, 128, 8, 1500, 4e-3),
-    "medium": Preset(6, 384, 6, 256, 12, 3000, 1e-3),
-}
+STOPPING = "\nstopping after this step; Ctrl-C again stops at once\n"
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer train`."""
-    parser = subparsers.add_parser(
-        "train", help="train a GPT on text", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument(
-        "--data", metavar="PATH", help="UTF-8 file or folder; Python's own source unless given"
-    )
-    parser.add_argument("--backend", default="numpy", choices=backends.NAMES)
-    parser.add_argument("--preset", default="small", choices=PRESETS)
-    parser.add_argument("--steps", type=int, help="training steps; the preset's unless given")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder for the checkpoint; runs/gpt, gpt-2, ... unless given"
-    )
+    parser = subparsers.add_parser("train", help="train a GPT on text")
+    train_options.add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, save, and print a sample."""
-    preset = PRESETS[args.preset]
-    backend = backends.get(args.backend)
-    config = TrainConfig(
-        steps=preset.steps if args.steps is None else args.steps,
-        batch_size=preset.batch_size,
-        lr=preset.lr,
-        seed=args.seed,
-    )
-    corpus = load_corpus(args.data)
-    for part in (corpus.train, corpus.validation):
-        require_length(part, preset.max_len)
-    out = new_folder(args.out)
-    model = GPT(VOCAB_SIZE, preset.n_layers, preset.d_model, preset.n_heads, preset.max_len)
-    params = model.init(args.seed, args.backend)
-    baseline = unigram_loss(corpus)
-    _introduce(args.preset, corpus, params, backend, baseline)
-
-    last = _train(model, params, corpus, config, backend, out)
-    save(out, model, last.params, backend)
-    print(f"saved to {out} after {last.step} steps, {last.seconds:.0f} s")
-    if last.validation is not None:
-        print(
-            f"validation loss {last.validation:.3f} nats per byte "
-            f"(a unigram model has {baseline:.3f})"
-        )
-    print(f"\na sample, continuing {SAMPLE_PROMPT!r}:\n")
-    options: Any = {"sampler": temperature(0.8), "seed": args.seed, "slide": True}
-    sample = stream_text(model, last.params, Bytes(), SAMPLE_PROMPT, max_new=300, **options)
-    write(sample, SAMPLE_PROMPT)
-    print(f'\nmore: xformer generate --checkpoint {out} --prompt "class "')
+    """Train, keep the best model, and print a sample of it."""
+    options = train_options.settled(args)
+    job = job_of(options)
+    folder = Path(options.resume) if options.resume else new_folder(options.out)
+    about = {
+        "model": {"name": "GPT", **dataclasses.asdict(job.model)},
+        "training": dataclasses.asdict(job.config),
+        "dtype": options.dtype,
+        "data": job.source.fingerprint(),
+    }
+    noted = {"every": options.every, "keep": options.keep, "notes": train_options.kept(options)}
+    with Run(folder, job.place, about, model=job.model, **noted) as run:
+        job.corpus.vocabulary.save(folder)
+        params = job.model.init_from(job.place.generator(options.seed, options.dtype))
+        state = run.begin(start(params, job.config), options.at)
+        _introduce(job, state, options)
+        if state.step < job.config.steps and not is_stale(state, job.config):
+            state = _train(job, run, state, options.sample_every)
+    _conclude(job, state, folder)
     return 0
 
 
-def _introduce(
-    preset: str, corpus: Corpus, params: Any, backend: backends.Backend, baseline: float
-) -> None:
-    n_params = tree.nbytes(params) // 4
-    megabytes = (len(corpus.train) / 1e6, len(corpus.validation) / 1e6)
-    print(f"data: {corpus.description}")
-    print(f"      {megabytes[0]:.1f} MB to train on, {megabytes[1]:.1f} MB to validate on")
-    print(f"model: GPT, preset {preset}, {n_params:,} parameters, on {backend.describe()}")
-    print(f"a unigram model has {baseline:.3f} nats per byte", flush=True)
+def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
+    unit = job.unit
+    sizes = [f"{len(part) / 1e6:.1f} M {unit}s" for part in job.corpus[:2]]
+    n_params = sum(math.prod(leaf.shape) for leaf in tree.flatten(state.params).values())
+    print(f"data: {job.corpus.description}")
+    print(f"      {sizes[0]} to train on, {sizes[1]} to validate on")
+    print(f"model: GPT, preset {options.preset}, {n_params:,} parameters")
+    print(f"on {job.place.describe()}")
+    print(f"a unigram model has {job.baseline:.3f} nats per {unit}", flush=True)
+    if state.step:
+        print(f"going on after step {state.step}", flush=True)
 
 
-def _train(
-    model: GPT,
-    params: Any,
-    corpus: Corpus,
-    config: TrainConfig,
-    backend: backends.Backend,
-    out: Path,
-) -> Step:
-    """The last step made; Ctrl-C ends training early. Logs every step to log.jsonl."""
-    bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty())
-    last: Step | None = None
+def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
+    """The state after the last step; Ctrl-C ends training early."""
+    n_steps = job.config.steps
+    hidden = not sys.stderr.isatty()
+    bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
     validation = "-"
-    with bar, (out / "log.jsonl").open("w") as log:
-        try:
-            for last in train(model, params, corpus, config, backend):
-                log.write(json.dumps({k: v for k, v in last._asdict().items() if k != "params"}))
-                log.write("\n")
-                rate = last.tokens / last.seconds
-                if last.validation is not None:
-                    validation = f"{last.validation:.3f}"
-                    if bar.disable:
-                        print(_line(last, config.steps, rate), flush=True)
-                bar.set_postfix_str(
-                    f"loss {last.loss:.3f}, validation {validation}, {rate:,.0f} tokens/s"
-                )
-                bar.update()
-        except KeyboardInterrupt:
-            if last is None:
-                raise
-            print("\nstopped early", file=sys.stderr)
-    assert last is not None  # config.steps is at least 1
-    return last
+    with bar, interruptible(STOPPING) as stopping:
+        steps = train(job.loss, state, job.source, job.config, job.place, held_out=job.held_out)
+        for step in run.record(steps, stopping):
+            state = step.state
+            rate = step.tokens / step.seconds
+            if step.validation is not None:
+                validation = f"{step.validation:.3f}"
+                if bar.disable:
+                    print(_line(step, n_steps, rate), flush=True)
+            bar.set_postfix_str(
+                f"loss {step.loss:.3f}, validation {validation}, {rate:,.0f} tokens/s"
+            )
+            bar.update()
+            if sample_every is not None and step.step % sample_every == 0:
+                with tqdm.external_write_mode():
+                    print(f"--- step {step.step}")
+                    _sample(job, state.averaged, max_new=100)
+    if state.step < n_steps:
+        why = "stopped early" if stopping() else "validation has not improved"
+        print(f"{why}, after step {state.step}", file=sys.stderr)
+    return state
 
 
-def _line(step: Step, steps: int, rate: float) -> str:
-    left = step.seconds / step.step * (steps - step.step)
+def _line(step: Step, n_steps: int, rate: float) -> str:
+    left = step.seconds / step.step * (n_steps - step.step)
     return (
-        f"step {step.step}/{steps}  loss {step.loss:.3f}  validation {step.validation:.3f}  "
+        f"step {step.step}/{n_steps}  loss {step.loss:.3f}  validation {step.validation:.3f}  "
         f"{rate:,.0f} tokens/s  {left:.0f} s left"
     )
+
+
+def _conclude(job: Job, state: State, folder: Path) -> None:
+    """Say what came of it, of the model that was kept."""
+    print(f"saved to {folder} after {state.step} steps, {state.seconds:.0f} s")
+    if state.best_step:
+        print(
+            f"validation loss {state.best:.3f} nats per {job.unit}, after step "
+            f"{state.best_step} (a unigram model has {job.baseline:.3f})"
+        )
+    if state.step < job.config.steps and not is_stale(state, job.config):
+        print(f"to go on: xformer train --resume {folder}")
+    print(f"\na sample, continuing {job.prompt!r}:\n")
+    _, params = load(folder, job.place)
+    _sample(job, params, max_new=300)
+    print(f'\nmore: xformer generate --checkpoint {folder} --prompt "class "')
+
+
+def _sample(job: Job, params: Any, max_new: int) -> None:
+    options: Any = {"sampler": temperature(0.8), "seed": job.config.seed, "slide": True}
+    words = job.corpus.vocabulary
+    write(stream_text(job.model, params, words, job.prompt, max_new=max_new, **options), job.prompt)
 
 
 def new_folder(out: str | None, name: str = "gpt") -> Path:

@@ -11,11 +11,10 @@ import numpy as np
 from xformer import ops
 from xformer.backends import Backend
 from xformer.models import EncoderDecoder
+from xformer.training.batch import IGNORED, Batch, padded
 from xformer.typing import Array
 
-IGNORED = -1  # in the place of a target that does not count
 LONGEST = 512  # tokens, where nothing is said
-WIDTH = 8  # not of every length, since JAX compiles for each anew
 
 
 class Example(NamedTuple):
@@ -24,15 +23,6 @@ class Example(NamedTuple):
     tokens: np.ndarray  # (T,)
     targets: Any  # (T,), or what the task makes of it
     is_cut: bool = False  # to max_len
-
-
-class Batch(NamedTuple):
-    """Arguments of a model's loss, on the host."""
-
-    arrays: tuple[np.ndarray, ...]
-    masks: dict[str, np.ndarray]
-    n_targets: int  # over which the loss is a mean
-    n_tokens: int
 
 
 @dataclass(frozen=True)
@@ -93,15 +83,6 @@ class Task:
                 f"got id {int(ids.max())}"
             )
         return ids
-
-
-def padded(rows: Sequence[np.ndarray], fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids side by side (B, T), T a multiple of `WIDTH`, and where they are (B, T)."""
-    lengths = np.asarray([len(row) for row in rows])
-    mask = np.arange(-(-lengths.max() // WIDTH) * WIDTH) < lengths[:, None]
-    ids = np.full(mask.shape, fill, np.int64)
-    ids[mask] = np.concatenate(rows)
-    return ids, mask
 
 
 def on(batch: Batch, place: Backend) -> tuple[tuple[Array, ...], dict[str, Array]]:

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from xformer.training.lines import fields as fields_of
+from xformer.training.lines import lines
+
 JSON = (".jsonl", ".ndjson", ".json")
 LABEL = "label"  # the one field that need not be text
 
@@ -80,32 +83,13 @@ def split(items: Sequence[T], share: float, seed: int = 0) -> tuple[list[T], lis
 
 def _lines(place: Path) -> Iterator[tuple[str, str]]:
     """The lines that are not empty, and where they stand."""
-    with place.open("rb") as file:
-        for i, raw in enumerate(file, start=1):
-            where = f"{place}: line {i}"
-            try:
-                line = raw.decode("utf-8-sig" if i == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: must be UTF-8, {error}") from error
-            if line.strip():
-                yield where, line.rstrip("\r\n")
+    return ((where, line) for where, line in lines(place) if line.strip())
 
 
 def _fields(line: str, names: Sequence[str]) -> dict[str, Any]:
     """The named fields of a JSON object."""
-    try:
-        data = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"is no valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"must be a JSON object, got {type(data).__name__}")
+    data = fields_of(line, names)
     for name in names:
-        if name not in data:
-            raise ValueError(f"lacks {name!r}, it has {_listed(data)}")
         if name != LABEL and (not isinstance(data[name], str) or not data[name]):
             raise ValueError(f"{name} must be a text that is not empty, got {data[name]!r:.60}")
-    return {name: data[name] for name in names}
-
-
-def _listed(data: dict[str, Any]) -> str:
-    return ", ".join(map(repr, data))[:200] or "nothing"
+    return data

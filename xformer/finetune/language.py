@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from xformer.finetune.base import IGNORED, Batch, Example, Task, embed_of, require
+from xformer.finetune.base import Example, Task, embed_of, require
 from xformer.models import LanguageModel, LMHead, MaskedLMHead
+from xformer.training.batch import IGNORED, Batch
 
 MASKED, SHOWN, RANDOM = 0.15, 0.8, 0.1  # BERT's shares: of tokens; of those as a mask, as others
 

@@ -10,12 +10,13 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends import Backend
-from xformer.finetune.base import IGNORED, Batch, Example, Task, on, padded, require
+from xformer.finetune.base import Example, Task, on, require
 from xformer.finetune.contrastive import contrastive_loss
 from xformer.finetune.heads import is_classifier
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.sentences import labels
 from xformer.sentences.classify import KINDS
+from xformer.training.batch import IGNORED, Batch, padded
 from xformer.typing import Array
 
 

@@ -13,11 +13,13 @@ from xformer.generation.beam import Beam, beam_search
 from xformer.generation.generate import generate, sample, stream
 from xformer.generation.prefix import Prefix, prefill
 from xformer.generation.speculative import speculative
-from xformer.generation.text import Bytes, decoded, stream_text, until
+from xformer.generation.text import decoded, stream_text, until
+from xformer.generation.vocabulary import Bytes, Characters
 
 __all__ = [
     "Beam",
     "Bytes",
+    "Characters",
     "Prefix",
     "beam_search",
     "decoded",

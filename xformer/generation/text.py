@@ -17,29 +17,19 @@ BROKEN = (
 class Codec(Protocol):
     """What is asked of a tokenizer; `pretrained.tokenizer` has such ones."""
 
-    bos_id: int | None
-    eos_id: int | None
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
-
-
-class Bytes:
-    """UTF-8 bytes as ids: the vocabulary of models that `xformer train` makes."""
-
-    bos_id: int | None = None
-    eos_id: int | None = None
-
-    def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of bytes, U+FFFD in the place of those that are none."""
-        return bytes(ids).decode(errors="replace")
 
 
 def stream_text(

@@ -10,6 +10,7 @@ from xformer.backends.base import Generator
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block
+from xformer.layers.checkpoint import checkpointed
 from xformer.layers.norm import NormParams, norm
 from xformer.layers.past import Past
 from xformer.layers.relative import RelativeConfig, relative_bias
@@ -75,14 +76,16 @@ def stack(
     memory_mask: Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ops.Key | None = None,
+    checkpoint: bool = False,
 ) -> tuple[Array, StackCache]:
     """y = dropout(norm(block_n(... block_1(x)))); every block sees memory, bias and positions.
 
     x, y: (B, T, D). configs: one for each layer. Where params hold fewer blocks than there are
     layers, equal runs of layers share one, in order (ALBERT, arXiv:1909.11942). With
     params.memory the keys and values of the memory are projected once, for all blocks; with
-    params.relative a relative bias by `relative` is added to bias. dropout_rate: of y. The rest as
-    in `layers.block`. ValueError where the numbers do not fit.
+    params.relative a relative bias by `relative` is added to bias. dropout_rate: of y. checkpoint:
+    of each block only its arguments are kept, and its backward runs it again; the gradients are
+    the same. The rest as in `layers.block`. ValueError where the numbers do not fit.
 
     For a text that grows: past, of each layer, and n_past, the tokens so far, of which windows may
     have dropped some; memory: as `memory_of` makes it, once for all steps. The cache then holds
@@ -111,9 +114,11 @@ def stack(
             value(params.relative), n_queries=length, n_keys=n_past + length, config=relative
         )
         bias = more if bias is None else bias + more
-    caches, grown = [], []
+    caches: list[Any] = []
+    grown: list[Past] = []
+    run: Any = checkpointed if checkpoint and past is None else block
     for i, config in enumerate(configs):
-        x, cache = block(
+        x, cache = run(
             x,
             params.blocks[order[i]],
             sources[i],

@@ -53,6 +53,7 @@ class EncoderDecoder:
     shared_memory: bool = False
     head: LMHead | None = None
     out_dropout: float = 0.0  # of the encoder's and of the decoder's output
+    checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
     source: Mapping[str, Any] | None = field(default=None, repr=False)  # its config.json, if any
 
     def __post_init__(self) -> None:
@@ -138,6 +139,7 @@ class EncoderDecoder:
             mask=_keys("src_mask", src_mask, src),
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
+            checkpoint=self.checkpoint,
         )
         return (memory, pos), EncodeCache(embed_cache, stack_cache)
 
@@ -172,6 +174,7 @@ class EncoderDecoder:
             memory_mask=_keys("src_mask", src_mask, memory),
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
+            checkpoint=self.checkpoint,
         )
         head_cache = None
         if self.head is None:

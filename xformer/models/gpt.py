@@ -45,6 +45,7 @@ class GPT:
     position_mode: str = "add"
     tied: bool = True  # the embedding is the output head too
     dropout: float = 0.0
+    checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
 
     def __post_init__(self) -> None:
         require_layers("GPT", n_layers=self.n_layers)
@@ -76,7 +77,12 @@ class GPT:
             d_positions=self.d_model // self.n_heads if self.position_mode == "qkv" else None,
             dropout=self.dropout,
         )
-        return LanguageModel(embed, (block,) * self.n_layers, head=LMHead(tied=self.tied))
+        return LanguageModel(
+            embed,
+            (block,) * self.n_layers,
+            head=LMHead(tied=self.tied),
+            checkpoint=self.checkpoint,
+        )
 
     def init(
         self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"

@@ -59,6 +59,7 @@ class LanguageModel:
     out_dropout: float = 0.0  # of the hidden states
     balance: float = 0.0
     router_z: float = 0.0
+    checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
     source: Mapping[str, Any] | None = field(default=None, repr=False)  # its config.json, if any
 
     def __post_init__(self) -> None:
@@ -199,6 +200,7 @@ class LanguageModel:
             causal=self.causal,
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
+            checkpoint=self.checkpoint,
         )
         return y, HiddenCache(embed_cache, stack_cache)
 

@@ -56,6 +56,7 @@ class Transformer:
     shared_memory: bool = False  # one key/value projection of the encoder's output for all layers
     tied: bool = False  # the target's embedding is the output head too
     dropout: float = 0.0
+    checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
 
     def __post_init__(self) -> None:
         require_layers(
@@ -109,6 +110,7 @@ class Transformer:
             tgt_embed=embed(self.tgt_vocab_size, self.tgt_width),
             shared_memory=self.shared_memory,
             head=LMHead(tied=self.tied, bias=self.bias and not self.tied),
+            checkpoint=self.checkpoint,
         )
 
     def init(

@@ -1,19 +1,48 @@
 """Optimisers: pure functions, `params, state = adamw(params, grads, state, lr=...)`."""
 
 from xformer.initial import normal, xavier_normal, xavier_uniform
+from xformer.optim import schedules
+from xformer.optim.accumulate import accumulate
+from xformer.optim.adafactor import AdafactorState, adafactor, adafactor_init
 from xformer.optim.adam import AdamState, adam, adam_init, adamw, adamw_init
 from xformer.optim.clip import clip_by_global_norm
+from xformer.optim.ema import ema
+from xformer.optim.lion import LionState, lion, lion_init
+from xformer.optim.loss_scale import LossScale
+from xformer.optim.muon import MuonState, muon, muon_init, newton_schulz
+from xformer.optim.optimiser import OPTIMISERS, Optimiser, Rule, decay_matrices, grouped
+from xformer.optim.schedules import Schedule
 from xformer.optim.sgd import SGDState, sgd, sgd_init
 
 __all__ = [
+    "OPTIMISERS",
+    "AdafactorState",
     "AdamState",
+    "LionState",
+    "LossScale",
+    "MuonState",
+    "Optimiser",
+    "Rule",
     "SGDState",
+    "Schedule",
+    "accumulate",
+    "adafactor",
+    "adafactor_init",
     "adam",
     "adam_init",
     "adamw",
     "adamw_init",
     "clip_by_global_norm",
+    "decay_matrices",
+    "ema",
+    "grouped",
+    "lion",
+    "lion_init",
+    "muon",
+    "muon_init",
+    "newton_schulz",
     "normal",
+    "schedules",
     "sgd",
     "sgd_init",
     "xavier_normal",

@@ -41,3 +41,13 @@ def in_dtype(value: Any, p: Array) -> Any:
     if isinstance(value, Real):  # NumPy's float64 too, which 0-d arrays turn into
         return float(value)
     return array_namespace(p).astype(value, p.dtype)
+
+
+def two_betas(op: str, betas: Any) -> tuple[float, float]:
+    """Two shares of what is remembered. TypeError unless two numbers, ValueError outside [0, 1)."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"{op}: betas must be two numbers, got {betas!r}")
+    beta1, beta2 = (number(op, "betas", beta) for beta in betas)
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"{op}: betas must lie in [0, 1), got {betas}")
+    return beta1, beta2

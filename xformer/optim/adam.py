@@ -8,7 +8,13 @@ from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.checks import number
-from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
+from xformer.optim._checks import (
+    in_dtype,
+    learning_rate,
+    require_matching,
+    require_state,
+    two_betas,
+)
 from xformer.typing import Array
 
 
@@ -87,7 +93,7 @@ def _step(
     require_state(op, state, AdamState)
     for what, other in (("the gradient", grads), ("m", state.m), ("v", state.v)):
         require_matching(op, params, other, what)
-    beta1, beta2 = _two_betas(op, betas)
+    beta1, beta2 = two_betas(op, betas)
     eps = number(op, "eps", eps, low=0)
     t = state.step + 1
     m = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.m, grads)
@@ -100,12 +106,3 @@ def _step(
         return old * p - step * m / (array_namespace(v).sqrt(v) / in_dtype(root, p) + eps)
 
     return tree.map(update, params, m, v), AdamState(t, m, v)
-
-
-def _two_betas(op: str, betas: Any) -> tuple[float, float]:
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"{op}: betas must be two numbers, got {betas!r}")
-    beta1, beta2 = (number(op, "betas", beta) for beta in betas)
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ValueError(f"{op}: betas must lie in [0, 1), got {betas}")
-    return beta1, beta2

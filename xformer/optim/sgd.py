@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from array_api_compat import array_namespace
+
 from xformer import tree
 from xformer.checks import number
 from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
@@ -12,12 +14,14 @@ from xformer.optim._checks import in_dtype, learning_rate, require_matching, req
 class SGDState(NamedTuple):
     """What SGD remembers between steps."""
 
-    velocity: Any  # tree of the parameters; None before the first step
+    velocity: Any  # tree of the parameters; None before the first step, and without momentum
 
 
-def sgd_init(params: Any) -> SGDState:
-    """State before the first step."""
-    return SGDState(None)
+def sgd_init(params: Any, *, velocity: bool = False) -> SGDState:
+    """State before the first step. velocity: zeros instead of None, so that no step adds leaves."""
+    if not velocity:
+        return SGDState(None)
+    return SGDState(tree.map(lambda p: array_namespace(p).zeros_like(p), params))
 
 
 def sgd(
@@ -45,7 +49,7 @@ def sgd(
         raise ValueError(f"sgd: nesterov needs a positive momentum, got {momentum}")
     if weight_decay:
         grads = tree.map(lambda p, g: g + weight_decay * p, params, grads)
-    velocity, step = None, grads
+    velocity, step = state.velocity, grads
     if momentum:
         velocity = grads
         if state.velocity is not None:

@@ -58,14 +58,17 @@ class Tokenizer:
         """The folder or the file that it was read from."""
         return self._where
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, with the tokens that the model wants before and after it."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text, with the tokens that the model wants before and after it.
+
+        special: False leaves those out, for a part of a text.
+        """
         if not isinstance(text, str):
             raise TypeError(f"encode: text must be a string, got {type(text).__name__}")
         if not text.isascii():
             text.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
         with translated(self._where):
-            ids: list[int] = self._inner.encode(text).ids
+            ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -78,6 +81,11 @@ class Tokenizer:
         with translated(self._where):
             text: str = self._inner.decode(numbers)
         return text
+
+    def token(self, i: int) -> str | None:
+        """How the vocabulary spells an id; None for one that it does not know."""
+        spelling: str | None = self._inner.id_to_token(i)
+        return spelling
 
     def batch(
         self, texts: Sequence[str], *, side: str = "right", max_len: int | None = None
@@ -103,6 +111,11 @@ class Tokenizer:
             ids[i, place], mask[i, place] = row, True
         return ids, mask
 
+    def to_json(self) -> str:
+        """What `tokenizer.json` holds: all of it."""
+        text: str = self._inner.to_str(pretty=True)
+        return text
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json`, and `tokenizer_config.json` with the tokens unless it is there.
 
@@ -111,7 +124,7 @@ class Tokenizer:
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._tokens}
-        texts = {target / "tokenizer.json": self._inner.to_str(pretty=True)}
+        texts = {target / "tokenizer.json": self.to_json()}
         if not os.path.lexists(target / CONFIG):
             texts[target / CONFIG] = json.dumps(config, indent=2) + "\n"
         with replacing(*texts) as parts:

@@ -26,7 +26,7 @@ CONVERT = (
 
 def build(place: Path, config: Config) -> Any:
     """The tokenizer of a folder, or of one of its files (see `tokenizer.tokenizer`)."""
-    _package()
+    package()
     folder = place if place.is_dir() else place.parent
     names = sorted(os.listdir(folder)) if place.is_dir() else [place.name]
     for pattern, read in FILES.items():
@@ -69,7 +69,8 @@ def translated(where: object) -> Iterator[None]:
         raise
 
 
-def _package() -> Any:
+def package() -> Any:
+    """The package `tokenizers`; ImportError, which names the extra, without it."""
     try:
         import tokenizers
     except ImportError as error:
@@ -78,12 +79,12 @@ def _package() -> Any:
 
 
 def _whole(path: Path, config: Config) -> Any:
-    return _package().Tokenizer.from_str(read_text(path, LIMIT))
+    return package().Tokenizer.from_str(read_text(path, LIMIT))
 
 
 def _byte_level(path: Path, config: Config) -> Any:
     """Byte pairs over bytes, as GPT-2 has them, or RoBERTa, whose texts stand in <s> and </s>."""
-    t, folder = _package(), path.parent
+    t, folder = package(), path.parent
     kind = _family(config, "GPT2Tokenizer", "RobertaTokenizer")
     vocab = _vocab(read_json(folder / "vocab.json", PART_LIMIT), folder / "vocab.json")
     merges = _merges(folder / "merges.txt")
@@ -109,7 +110,7 @@ def _byte_level(path: Path, config: Config) -> Any:
 
 def _word_piece(path: Path, config: Config) -> Any:
     """BERT's words and pieces of words, a token on each line; texts stand in [CLS] and [SEP]."""
-    t = _package()
+    t = package()
     _family(config, "BertTokenizer", "DistilBertTokenizer")
     config.only("do_basic_tokenize", True)
     lines = read_text(path, PART_LIMIT).replace("\r\n", "\n").removesuffix("\n").split("\n")
@@ -138,7 +139,7 @@ def _word_piece(path: Path, config: Config) -> Any:
 
 def _llama2c(path: Path, config: Config) -> Any:
     """SentencePiece's byte pairs: the pair that makes the piece of the highest score goes first."""
-    t = _package()
+    t = package()
     pieces = llama2c.read_pieces(path)
     vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
     plain = dict(pieces[llama2c.FIRST_PIECE :])
@@ -225,7 +226,7 @@ def _specials(inner: Any, config: Config, usual: dict[str, str]) -> dict[str, st
     known = {kind: name for kind, name in tokens.items() if inner.token_to_id(name) is not None}
     # The space before a mask belongs to it: models were trained so.
     added = [
-        _package().AddedToken(name, special=True, normalized=False, lstrip=name == "<mask>")
+        package().AddedToken(name, special=True, normalized=False, lstrip=name == "<mask>")
         for name in dict.fromkeys(known.values())
     ]
     inner.add_special_tokens(added)

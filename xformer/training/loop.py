@@ -1,117 +1,211 @@
-"""The training loop: any model with `loss`, any backend."""
+"""The training loop: any loss, any backend."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
+from array_api_compat import array_namespace
 
-from xformer import ops, optim
+from xformer import ops, optim, tree
 from xformer.backends import Backend
-from xformer.training.data import Corpus, fixed_windows, windows
+from xformer.optim import Optimiser, Schedule
+from xformer.training.batch import Batch
+from xformer.training.config import TrainConfig
+from xformer.training.state import State
+from xformer.typing import Array
+
+MEMORY = 0.95  # of the running mean of losses: about twenty steps
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to train. ValueError for numbers that make no sense."""
+class Loss(Protocol):
+    """What is trained: loss(params, batch, backend, key) -> mean loss in nats, and its cache."""
 
-    steps: int
-    batch_size: int
-    lr: float = 3e-3  # at its peak
-    warmup: int = 50  # steps of linear rise
-    final_lr: float = 0.1  # share of the peak at the end of the cosine
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    clip: float = 1.0  # global norm
-    eval_every: int = 100
-    eval_batches: int = 8
-    seed: int = 0
+    def __call__(
+        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None, /
+    ) -> tuple[Array, Any]:
+        """The loss and what its backward(dloss) needs."""
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "eval_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
 
-    def learning_rate(self, step: int) -> float:
-        """Of step 1, 2, ...: lr * step / warmup while rising, then a cosine to final_lr * lr."""
-        warmup = min(self.warmup, self.steps)
-        if step <= warmup:
-            return self.lr * step / warmup
-        done = (step - warmup) / max(self.steps - warmup, 1)
-        share = self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
-        return self.lr * share
+class Batches(Protocol):
+    """Where batches come from: every `Source` is such."""
+
+    def batch(self, i: int, /) -> Batch:
+        """Batch 0, 1, 2, ... without end."""
 
 
 class Step(NamedTuple):
     """What a training step reports."""
 
     step: int  # from 1
-    loss: float  # nats per token of its batch
+    loss: float  # nats per target of its batches
     norm: float  # of the gradients, before clipping
     lr: float
     tokens: int  # seen since the start
     seconds: float  # since the start, validation included
-    validation: float | None  # nats per token, where it was measured
-    params: Any  # after the step
+    memory: int | None  # bytes at most so far; None where the system does not tell
+    validation: float | None  # nats per target, where it was measured
+    state: State  # after the step
+
+    @property
+    def params(self) -> Any:
+        """All parameters after the step."""
+        return self.state.params
+
+
+class Diverged(FloatingPointError):
+    """A loss or a gradient that is not finite, or a loss that has risen too far."""
+
+
+def loss_of(model: Any, **options: Any) -> Loss:
+    """The loss of a model, for `train`; options: those of its `loss`."""
+
+    def loss(
+        params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
+    ) -> tuple[Array, Any]:
+        arrays = [place.asarray(array) for array in batch.arrays]
+        masks = {name: place.asarray(mask) for name, mask in batch.masks.items()}
+        found: tuple[Array, Any] = model.loss(
+            params, *arrays, **masks, **options, dropout_key=dropout_key
+        )
+        return found
+
+    return loss
+
+
+def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) -> State:
+    """The state before the first step; optimiser: unless given, the one of config.
+
+    ValueError where all parameters are frozen.
+    """
+    trained = tree.trained(params)
+    if not tree.flatten(trained):
+        raise ValueError("train: all parameters are frozen")
+    optimiser = optimiser or config.chosen_optimiser()
+    return State(params, optimiser.init(trained), None if config.ema is None else trained)
 
 
 def train(
-    model: Any, params: Any, corpus: Corpus, config: TrainConfig, backend: Backend
+    loss: Loss,
+    state: State,
+    source: Batches,
+    config: TrainConfig,
+    place: Backend,
+    *,
+    held_out: Iterable[Batch] = (),
+    optimiser: Optimiser | None = None,
+    schedule: Schedule | None = None,
 ) -> Iterator[Step]:
-    """AdamW on random windows of the corpus: yields a `Step` after each of config.steps.
+    """Yields a `Step` after each step that is left of config.steps, or of its patience.
 
-    model: with `loss(params, tokens, targets, dropout_key=)` and `max_len`. The same seed gives
-    the same batches and dropout masks on every backend. Raises FloatingPointError, naming the
-    step, where the loss is no longer finite.
+    held_out: batches to validate on, every config.eval_every steps and after the last.
+    optimiser, schedule: in the place of those of config, for what it has no words for. A state
+    decides all that follows it: the same losses come after it whenever it is gone on from, bit for
+    bit on NumPy, and to rounding on every backend. Raises Diverged, and nothing after it is done.
     """
-    batches = windows(
-        corpus.train, length=model.max_len, batch_size=config.batch_size, seed=config.seed
-    )
-    held_out = fixed_windows(
-        corpus.validation,
-        length=model.max_len,
-        batch_size=config.batch_size,
-        n_batches=config.eval_batches,
-    )
-    state = optim.adamw_init(params)
-    start = time.perf_counter()
-    for step in range(1, config.steps + 1):
-        tokens, targets = (backend.asarray(a) for a in next(batches))
-        key = ops.Key(config.seed, step=step)
-        loss, cache = model.loss(params, tokens, targets, dropout_key=key)
-        grads, norm = optim.clip_by_global_norm(cache.backward(), max_norm=config.clip)
-        del cache  # the saved activations are not needed while the update is made
-        lr = config.learning_rate(step)
-        params, state = optim.adamw(
-            params, grads, state, lr=lr, betas=config.betas, weight_decay=config.weight_decay
-        )
-        if not math.isfinite(float(loss)):
-            raise FloatingPointError(f"the loss of step {step} is {float(loss)}; lr was {lr:.2e}")
-        measured = step % config.eval_every == 0 or step == config.steps
+    optimiser = optimiser or config.chosen_optimiser()
+    schedule = schedule or config.learning_rate()
+    held_out = list(held_out) if isinstance(held_out, Iterator) else held_out
+    begun = time.perf_counter() - state.seconds
+    while state.step < config.steps and not is_stale(state, config):
+        lr = schedule(state.step + 1)
+        state, value, norm = _step(loss, state, source, config, place, optimiser, lr)
+        validation = None
+        if state.step % config.eval_every == 0 or state.step == config.steps:
+            validation = evaluate(loss, state.averaged, held_out, place)
+            state = _judged(state, validation)
+        state = state._replace(seconds=time.perf_counter() - begun)
+        memory = place.memory().peak
         yield Step(
-            step,
-            float(loss),
-            float(norm),
-            lr,
-            step * config.batch_size * model.max_len,
-            time.perf_counter() - start,
-            evaluate(model, params, held_out, backend) if measured else None,
-            params,
+            state.step, value, norm, lr, state.tokens, state.seconds, memory, validation, state
         )
 
 
-def evaluate(
-    model: Any, params: Any, batches: list[tuple[np.ndarray, np.ndarray]], backend: Backend
-) -> float:
-    """Mean loss in nats per token over the batches, without dropout."""
-    losses = [
-        float(model.loss(params, backend.asarray(tokens), backend.asarray(targets))[0])
-        for tokens, targets in batches
-    ]
-    return sum(losses) / len(losses)
+def evaluate(loss: Loss, params: Any, batches: Iterable[Batch], place: Backend) -> float | None:
+    """Mean loss in nats over the targets of all batches, without dropout; None without batches."""
+    total, count = 0.0, 0
+    for batch in batches:
+        total += float(loss(params, batch, place)[0]) * batch.n_targets
+        count += batch.n_targets
+    return total / count if count else None
+
+
+def is_stale(state: State, config: TrainConfig) -> bool:
+    """Whether validation has not improved for too long."""
+    return config.patience is not None and state.stale >= config.patience
+
+
+def _step(
+    loss: Loss,
+    state: State,
+    source: Batches,
+    config: TrainConfig,
+    place: Backend,
+    optimiser: Optimiser,
+    lr: float,
+) -> tuple[State, float, float]:
+    """The state after a step, its loss and the norm of its gradient."""
+    numbers = range(state.batches, state.batches + config.accumulate)
+    batches = [source.batch(number) for number in numbers]
+
+    def one(params: Any, i: int) -> tuple[Array, Any]:
+        # A dropout mask for each batch of the run, whichever step it falls in.
+        return loss(params, batches[i], place, ops.Key(config.seed, step=numbers[i] + 1))
+
+    value, grads = optim.accumulate(one, state.params, batches)
+    clip = math.inf if config.clip is None else config.clip
+    clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip)
+    state = _with_loss(state, float(value))
+    _require_sound(state, float(value), float(norm), grads, config, lr)
+    trained, own = optimiser.step(tree.trained(state.params), clipped, state.optimiser, lr=lr)
+    average = state.ema
+    if config.ema is not None:
+        average = optim.ema(average, trained, decay=config.ema)
+    state = state._replace(
+        params=tree.join(state.params, trained),
+        optimiser=own,
+        ema=average,
+        step=state.step + 1,
+        batches=numbers.stop,
+        tokens=state.tokens + sum(batch.n_tokens for batch in batches),
+    )
+    return state, float(value), float(norm)
+
+
+def _with_loss(state: State, loss: float) -> State:
+    if state.step == 0:
+        return state._replace(first=loss, mean=loss)
+    return state._replace(mean=MEMORY * state.mean + (1 - MEMORY) * loss)
+
+
+def _judged(state: State, validation: float | None) -> State:
+    if validation is None:
+        return state
+    if validation < state.best:
+        return state._replace(best=validation, best_step=state.step, stale=0)
+    return state._replace(stale=state.stale + 1)
+
+
+def _require_sound(
+    state: State, loss: float, norm: float, grads: Any, config: TrainConfig, lr: float
+) -> None:
+    """Diverged where training is no longer of use; `state` is that before the step."""
+    what = f"the loss of step {state.step + 1} is {loss}, the norm of its gradient {norm:.3g}"
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        names = [name for name, g in tree.flatten(grads).items() if not _is_finite(g)]
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        where = f"; not finite: the gradient of {names[0]}{more}" if names else ""
+        raise Diverged(f"{what}{where}; lr was {lr:.2e}")
+    limit = math.inf if config.diverged is None else config.diverged * max(state.first, 1.0)
+    if state.mean > limit:
+        raise Diverged(
+            f"{what}; the mean of late, {state.mean:.3g}, is above {limit:.3g}, "
+            f"{config.diverged:g} times that of the first step; lr was {lr:.2e}"
+        )
+
+
+def _is_finite(array: Array) -> bool:
+    xp = array_namespace(array)
+    return bool(xp.all(xp.isfinite(array)))

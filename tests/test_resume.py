@@ -1,0 +1,335 @@
+"""A run that is stopped, anywhere and however often, is one that never was: bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from libraries import only
+from runs import CONFIG, NUMPY, begun, rows, trained
+from xformer.backends import Backend
+
+import xformer as xf
+from xformer import optim, training
+from xformer.training import interruptible
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def never(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped."""
+    folder = tmp_path_factory.mktemp("never")
+    trained(folder)
+    return folder
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(stops=st.lists(st.integers(1, 12), max_size=6))
+def test_stops_change_nothing(
+    stops: list[int], never: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("stopped")
+    for n in stops:
+        trained(folder, n=n)
+    trained(folder)
+    runs.require_alike(folder, never)
+
+
+@pytest.mark.parametrize("every", [1, 7, 100])
+def test_how_often_checkpoints_are_written_changes_nothing(
+    every: int, never: Path, tmp_path: Path
+) -> None:
+    trained(tmp_path, n=11, every=every)
+    trained(tmp_path, every=every)
+    assert rows(tmp_path) == rows(never)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"optimiser": name, "lr": 1e-3} for name in optim.OPTIMISERS),
+        *({"schedule": name} for name in ("linear", "wsd", "constant", "noam")),
+        {"ema": None, "accumulate": 1},
+        {"clip": None, "weight_decay": 0.0},
+        {"patience": 1, "lr": 0.3, "diverged": None},
+    ],
+    ids=str,
+)
+def test_every_option_goes_on(options: dict[str, Any], tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, steps=12, **options)
+    whole = list(runs.steps(begun(config), config))
+    part = list(itertools.islice(runs.steps(begun(config), config), 5))
+    training.write_state(tmp_path / "a", part[-1].state, NUMPY)
+    state = training.read_state(tmp_path / "a").restored(begun(config), NUMPY)
+    part += runs.steps(state, config)
+    assert [s.loss for s in part] == [s.loss for s in whole]
+    assert runs.leaves(part[-1].state) == runs.leaves(whole[-1].state)
+
+
+@only("array-api-strict", "torch", "cupy")  # JAX compiles it for too long
+def test_a_run_goes_on_elsewhere(library: Backend, tmp_path: Path) -> None:
+    """Begun on NumPy, it goes on with the same numbers to rounding, and comes back."""
+    config = dataclasses.replace(CONFIG, steps=5, eval_every=5)
+
+    def moved(state: training.State, place: Backend, to: Backend) -> training.State:
+        training.write_state(tmp_path / "a", state, place)
+        found: training.State = training.read_state(tmp_path / "a").restored(begun(config), to)
+        return found
+
+    whole = list(runs.steps(begun(config), config))
+    here = list(itertools.islice(runs.steps(begun(config), config), 2))
+    state = moved(here[-1].state, NUMPY, library)
+    there = list(itertools.islice(runs.steps(state, config, library), 2))
+    back = list(runs.steps(moved(there[-1].state, library, NUMPY), config))
+    losses = [s.loss for s in (*here, *there, *back)]
+    np.testing.assert_allclose(losses, [s.loss for s in whole], rtol=1e-5)  # float32
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """By SIGKILL, at random and at every kind of moment of writing: see killing.py."""
+    if not hasattr(os, "fork"):
+        pytest.skip("the system has no fork")
+    done = subprocess.run(
+        [sys.executable, "killing.py", "--folder", tmp_path, "--kills", "60", "--seed", "1"],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bit for bit that which never was" in done.stdout
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_ends_after_the_step_and_is_saved(never: Path, tmp_path: Path) -> None:
+    state = begun()
+    with runs.opened(tmp_path) as run, interruptible() as stopping:
+        for step in run.record(runs.steps(run.begin(state)), stopping):
+            if step.step == 5:
+                signal.raise_signal(signal.SIGINT)
+            state = step.state
+    assert state.step == 5 and stopping()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    trained(tmp_path)
+    runs.require_alike(tmp_path, never)
+
+
+def test_ctrl_c_twice_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interruptible("again, to end at once") as stopping:
+        assert not stopping()
+        signal.raise_signal(signal.SIGINT)
+        assert stopping()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr().err == "again, to end at once"
+
+
+def test_outside_the_main_thread_nothing_is_pressed() -> None:
+    found = []
+
+    def inside() -> None:
+        with interruptible() as stopping:
+            found.append(stopping())
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+# The command
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "fox.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+COMMAND = [
+    *("train", "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2"),
+    *("--preset", "tiny", "--steps", "40", "--validate-every", "10", "--every", "5"),
+    *("--dropout", "0.1", "--accumulate", "2", "--ema", "0.9", "--data", "fox.txt"),
+]
+
+
+def test_the_command_stopped_by_ctrl_c_goes_on(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, as a person meets it."""
+    from xformer.cli import main
+
+    assert main([*COMMAND, "--out", "never"]) == 0
+    program = "import sys; from xformer.cli import main; sys.exit(main())"
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *COMMAND, "--out", "stopped"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 10/"):
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "stopping after this step; Ctrl-C again" in err and "stopped early, after step" in err
+    assert "saved to stopped after" in out and "xformer train --resume stopped" in out
+    n = len(rows(Path("stopped")))
+    assert 10 <= n < 40
+    capsys.readouterr()
+    assert main(["train", "--resume", "stopped"]) == 0
+    assert f"going on after step {n}" in capsys.readouterr().out
+    assert rows(Path("stopped")) == rows(Path("never"))
+    weights = [Path(name, "model.safetensors").read_bytes() for name in ("never", "stopped")]
+    assert weights[0] == weights[1]
+
+
+@pytest.fixture
+def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """A run of the command that was stopped after step 7; its folder."""
+    from xformer.cli import main, train
+
+    real = train.train
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train", lambda *a, **o: itertools.islice(real(*a, **o), 7))
+        assert main([*COMMAND, "--out", "run"]) == 0
+    capsys.readouterr()
+    return "run"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume", "absent"], "absent is no run: it has no run.json"),
+        (["--resume", "run", "--lr", "1"], "--lr: the run in run has 0.005, got 1.0"),
+        (["--resume", "run", "--layers", "2"], "--layers: the run in run has 1, got 2"),
+        (["--resume", "run", "--ema", "0.5"], "--ema: the run in run has 0.9, got 0.5"),
+        (["--resume", "run", "--out", "new"], "--out names a new folder, and goes without"),
+        (["--resume", "run", "--data", "other.txt"], "of another run: data is"),
+        (["--resume", "run", "--at", "3"], "run has no checkpoint of step 3; there are those of 5"),
+        (["--at", "3"], "--at goes with --resume"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str], message: str, stopped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xformer.cli import main
+
+    Path("other.txt").write_text("jackdaws love my big sphinx of quartz. " * 200)
+    before = {p: p.read_bytes() for p in Path("run").rglob("*") if p.is_file()}
+    assert main(["train", *options]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1
+    assert {p: p.read_bytes() for p in Path("run").rglob("*") if p.is_file()} == before
+
+
+def test_a_damaged_checkpoint_and_the_one_before(
+    stopped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xformer.cli import main
+
+    newest = Path(stopped, "checkpoints/step-00000007.safetensors")
+    newest.write_bytes(newest.read_bytes()[:-8])
+    assert main(["train", "--resume", stopped]) == 1
+    err = capsys.readouterr().err
+    assert "step-00000007.safetensors is damaged" in err and "--at 5 goes on from it" in err
+    assert main(["train", "--resume", stopped, "--at", "5"]) == 0
+    assert [row["step"] for row in rows(Path(stopped))] == list(range(1, 41))
+
+
+def test_what_may_change_when_a_run_goes_on(stopped: str, text: Path) -> None:
+    from xformer.cli import main
+
+    text.rename("moved.txt")
+    options = ["--data", "moved.txt", "--every", "10", "--keep", "1"]
+    assert main(["train", "--resume", stopped, *options]) == 0
+    assert sorted(p.name for p in Path(stopped, "checkpoints").iterdir()) == [
+        "step-00000040.safetensors"
+    ]
+
+
+def test_a_finished_run_says_so(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from xformer.cli import main
+
+    assert main([*COMMAND, "--out", "run", "--steps", "3"]) == 0
+    log = Path("run/log.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main(["train", "--resume", "run"]) == 0
+    assert "saved to run after 3 steps" in capsys.readouterr().out
+    assert Path("run/log.jsonl").read_bytes() == log
+
+
+def test_training_that_diverges_names_its_checkpoint(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xformer.cli import main
+
+    with np.errstate(all="ignore"):
+        options = ["--lr", "1e30", "--clip", "1e30", "--warmup", "0", "--every", "1"]
+        assert main([*COMMAND, *options, "--out", "run"]) == 1
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert "the loss of step 2 is" in err
+    assert "the last good checkpoint is run/checkpoints/step-00000001.safetensors" in err
+
+
+def test_a_run_on_prepared_text_goes_on(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xformer.cli import main, train
+
+    assert main(["prepare", "fox.txt", "tokens", "--vocabulary", "characters"]) == 0
+    command = [*COMMAND, "--data", "tokens", "--steps", "12"]
+    assert main([*command, "--out", "never"]) == 0
+    real = train.train
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train", lambda *a, **o: itertools.islice(real(*a, **o), 7))
+        assert main([*command, "--out", "run"]) == 0
+    assert main(["train", "--resume", "run"]) == 0
+    assert rows(Path("run")) == rows(Path("never"))
+    assert "nats per character" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("vocabulary", ["characters", "bpe:300"])
+def test_a_run_has_its_vocabulary(
+    vocabulary: str, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xformer.cli import main
+
+    if vocabulary != "characters":
+        pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    options = ["--vocabulary", vocabulary, "--steps", "2", "--sample-every", "2"]
+    assert main([*COMMAND, *options, "--out", "run"]) == 0
+    out = capsys.readouterr().out
+    unit = "character" if vocabulary == "characters" else "token"
+    assert f"nats per {unit}" in out and "--- step 2" in out and "a sample, continuing 'the " in out
+    command = ["generate", "--checkpoint", "run", "--prompt", "the fox", "--max-new", "5"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("the fox")
+    assert main(["train", "--resume", "run"]) == 0
+    model, _ = training.load("run", xf.backends.get("numpy"))
+    assert model.vocab_size == training.load_vocabulary("run").size

@@ -1,0 +1,138 @@
+"""The scripts in truths/: published figures that come out again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from truths import published
+
+import xformer as xf
+from xformer import training, tree
+from xformer.ops import Key
+from xformer.plots import read_log
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def script(name: str) -> ModuleType:
+    """A file of truths/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "truths" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_microgpt_comes_out_again() -> None:
+    """All 1,000 losses of Adam in float64, and the 20 names that are drawn after them."""
+    names = published("names.txt").read_text(encoding="utf-8")
+    trace = json.loads(published("microgpt_trace.json").read_text(encoding="utf-8"))
+    losses, samples = script("microgpt").replay(names)
+    assert len(losses) == 1000
+    np.testing.assert_allclose(losses, trace["losses"], rtol=0, atol=1e-9)
+    assert samples == trace["samples"] and len(samples) == 20
+    first = [3.365966947584851, 3.424272783871772, 3.177802125458052]  # as its author printed them
+    np.testing.assert_allclose(losses[:3], first, rtol=0, atol=1e-9)
+
+
+def test_microgpt_has_4192_parameters() -> None:
+    microgpt = script("microgpt")
+    model = microgpt.microgpt(27)
+    params = microgpt.initial(model, microgpt.random.Random(42))
+    trained = tree.flatten(tree.trained(params))
+    assert sum(leaf.size for leaf in trained.values()) == 4192
+    assert len(trained) == 9  # no weight of a norm is among them
+
+
+def test_the_gradients_of_digits_are_right() -> None:
+    """Its backward is written in the script, so that nobody else has checked it."""
+    digits = script("digits")
+    params = tree.map(lambda p: p.astype(np.float64), digits.initial(seed=1))
+    rng = np.random.default_rng(0)
+    patches, classes = rng.normal(size=(3, 4, 16)), np.array([1, 0, 7])
+    key = Key(0, step=1)
+
+    def value(params: object) -> float:
+        return float(digits.loss(params, patches, classes, key)[0])
+
+    grads = digits.loss(params, patches, classes, key)[1]
+    grads = grads._replace(loss=Float64(grads.loss)).backward()
+    direction = tree.map(lambda p: rng.normal(size=p.shape), params)
+    products = tree.map(lambda g, d: float(np.sum(g * d)), grads, direction)
+    expected = sum(tree.flatten(products).values())
+    h = 1e-6  # a wider step crosses kinks of ReLU
+    ahead, behind = (
+        value(tree.map(lambda p, d, s=s: p + s * h * d, params, direction)) for s in (1, -1)
+    )
+    assert (ahead - behind) / (2 * h) == pytest.approx(expected, rel=1e-6)
+
+
+class Float64:
+    """The cache of a loss, for a gradient in float64."""
+
+    def __init__(self, cache: object) -> None:
+        self.cache = cache
+
+    def backward(self, dloss: np.ndarray) -> np.ndarray:
+        return self.cache.backward(dloss.astype(np.float64))
+
+
+def test_digits_cuts_images_into_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    train, train_classes, test, test_classes = script("digits").split()
+    assert (train.shape, test.shape) == ((1437, 4, 16), (360, 4, 16))
+    assert train.dtype == np.float32 and train.min() == -1 and train.max() == 1
+    assert np.bincount(test_classes).min() >= 34 and len(train_classes) == 1437
+    # Of the 1,797 images each is in one part, its patches side by side as in the image.
+    from sklearn.datasets import load_digits
+
+    images = load_digits().images / 8 - 1
+    row = test[5].reshape(2, 2, 4, 4).transpose(0, 2, 1, 3).reshape(8, 8)
+    assert np.sum(np.all(np.isclose(images, row), axis=(1, 2))) == 1
+
+
+@pytest.mark.slow
+def test_digits_are_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above 97 % of 360 images that it has not seen."""
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr("sys.argv", ["digits.py"])
+    assert script("digits").main() == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    (share,) = re.findall(r"epoch  30  test accuracy (\d+\.\d+)%", last)
+    assert float(share) > 97
+
+
+def test_nanogpt_begins_as_nanogpt(tmp_path: Path) -> None:
+    """Its initial loss, learning rates and run folder, in two steps on a small text."""
+    nanogpt = script("nanogpt")
+    text = "To be, or not to be: that is the question.\n" * 60
+    state = nanogpt.trained(text, tmp_path, steps=2)
+    log = read_log(tmp_path)
+    n_characters = len(set(text))
+    assert log.loss[0] == pytest.approx(math.log(n_characters), rel=0.04)  # nearly uniform
+    np.testing.assert_allclose(log.lr, [1e-3 / 101, 2e-3 / 101], rtol=1e-12)
+    assert (state.step, state.best_step) == (2, 2) and np.isfinite(state.best)
+    model, _ = training.load(tmp_path, xf.backends.get("numpy"))
+    assert training.load_vocabulary(tmp_path).size == model.vocab_size == n_characters
+
+
+def test_nanogpt_has_its_sizes() -> None:
+    nanogpt = script("nanogpt")
+    text = published("tinyshakespeare.txt").read_text(encoding="utf-8")
+    assert len(set(text)) == 65 and int(0.9 * len(text)) == 1_003_854
+    model = xf.GPT(65, 4, 128, 4, 64, activation="gelu", bias=False)
+    params = tree.flatten(nanogpt.initial(model))
+    # As its train.py reports it: 0.80 M, without the positions.
+    assert sum(p.size for n, p in params.items() if n != "embed.positions") == 795_904
+    assert params["stack.blocks.0.attn.q.w"].std() == pytest.approx(0.02, rel=0.02)
+    assert params["stack.blocks.3.ffn.down.w"].std() == pytest.approx(0.02 / 8**0.5, rel=0.02)
+    assert params["embed.positions"].std() == pytest.approx(0.02, rel=0.05)

@@ -1,0 +1,227 @@
+"""German to English on Multi30k (arXiv:1605.00459) by an encoder-decoder from nothing.
+
+The model of arXiv:1706.03762, small: 3 + 3 layers of width 256, its norms before the sublayers,
+one table of 6,000 byte pairs for both languages and for the output. It learns 29,000 pairs of
+sentences by that paper's schedule and label smoothing, and translates the 1,000 sentences of the
+2016 Flickr test set, greedily and by beam search, judged by sacrebleu. In a checkout, with the
+files train, val and test_2016_flickr, each .de.gz and .en.gz, in the folder multi30k of another:
+
+    pip install -e '.[truths,hf,plot]' && XFORMER_DATA=folder python truths/multi30k.py
+
+A run that was stopped goes on when it is called again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from xformer import backends, optim, tree
+from xformer.generation import beam_search, generate, prefill
+from xformer.layers import BlockConfig, EmbedConfig
+from xformer.models import EncoderDecoder, LMHead
+from xformer.training import (
+    Pairs,
+    Run,
+    State,
+    Step,
+    Subwords,
+    TrainConfig,
+    evaluate,
+    interruptible,
+    loss_of,
+    parallel,
+    start,
+    train,
+    train_bpe,
+)
+from xformer.training.batch import IGNORED
+
+DATA = Path(os.environ.get("XFORMER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+VOCAB_SIZE, WIDTH, N_LAYERS, DROPOUT = 6000, 256, 3, 0.1
+STEPS, WARMUP, MAX_TOKENS, MAX_LEN = 2600, 800, 2000, 100
+EMA, SMOOTHING = 0.998, 0.1
+BATCH, MAX_NEW = 50, 80  # of sentences that are translated together, tokens of a translation
+SHOWN = 10  # translations
+
+
+class Corpus(NamedTuple):
+    """Sentences and their translations, and the vocabulary of both."""
+
+    words: Subwords
+    train: list[tuple[str, str]]
+    validation: list[tuple[str, str]]
+    test: list[tuple[str, str]]
+
+
+def main() -> int:
+    """Train, translate, and print how well."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/multi30k"), help="of the run")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--beams", type=int, default=5)
+    parser.add_argument("--picture", type=Path, help="where to draw the cross-attention")
+    args = parser.parse_args()
+    corpus = read(DATA / "multi30k")
+    model = translator(corpus.words.size)
+    state = trained(model, corpus, args.out, args.steps)
+    params = state.averaged
+    minutes = f"{state.seconds / 60:.1f} minutes of training"
+    held_out = pairs_of(corpus, corpus.validation).held_out()
+    loss = evaluate(loss_of(model, ignore_index=IGNORED), params, held_out, backends.get("numpy"))
+    print(f"{state.step} steps, {minutes}; validation loss {loss:.3f} nats a token")
+    sources, references = zip(*corpus.test, strict=True)
+    found = {}
+    for n_beams in (1, args.beams):
+        begun = time.perf_counter()
+        found[n_beams] = translate(model, params, corpus.words, sources, n_beams)
+        name = "greedy" if n_beams == 1 else f"{n_beams} beams"
+        bleu, seconds = score(found[n_beams], references), time.perf_counter() - begun
+        print(f"{name}: BLEU {bleu} in {seconds:.0f} s", flush=True)
+    for i in np.linspace(0, len(sources) - 1, SHOWN).astype(int):
+        print(f"\n{sources[i]}\n  ours:      {found[args.beams][i]}\n  reference: {references[i]}")
+    if args.picture is not None:
+        draw(model, params, corpus.words, shortest(sources), args.picture)
+    return 0
+
+
+def read(folder: Path) -> Corpus:
+    """The three parts, and a vocabulary learnt from the first."""
+    names = ("train", "val", "test_2016_flickr")
+    parts = [parallel(folder / f"{name}.de.gz", folder / f"{name}.en.gz") for name in names]
+    texts = [text for pair in parts[0] for text in pair]
+    return Corpus(train_bpe(texts, VOCAB_SIZE, specials=(PAD, BOS, EOS)), *parts)
+
+
+def translator(vocab_size: int) -> EncoderDecoder:
+    """The model: one table for the tokens of both languages and for the output."""
+    block = BlockConfig(WIDTH, 4, 2 * WIDTH, activation="relu", dropout=DROPOUT)
+    embed = EmbedConfig(
+        vocab_size, WIDTH, WIDTH, max_len=2 * MAX_LEN, scale=WIDTH**0.5, dropout=DROPOUT
+    )
+    layers = (block,) * N_LAYERS
+    return EncoderDecoder(layers, layers, embed, shared_embed=True, head=LMHead(tied=True))
+
+
+def pairs_of(corpus: Corpus, part: Sequence[tuple[str, str]]) -> Pairs:
+    """Batches of about MAX_TOKENS tokens of either language."""
+    sources, targets = zip(*part, strict=True)
+    options: Any = {"bos_id": corpus.words.bos_id, "eos_id": corpus.words.eos_id}
+    return Pairs(
+        source_ids(corpus.words, sources),
+        [corpus.words.encode(text) for text in targets],
+        max_tokens=MAX_TOKENS,
+        max_len=MAX_LEN,
+        multiple=1,
+        **options,
+    )
+
+
+def source_ids(words: Subwords, texts: Sequence[str]) -> list[list[int]]:
+    """What the encoder reads: the tokens of a sentence, and its end."""
+    assert words.eos_id is not None
+    return [[*words.encode(text), words.eos_id] for text in texts]
+
+
+def trained(model: EncoderDecoder, corpus: Corpus, folder: Path, steps: int) -> State:
+    """The state after the last step of a run in `folder`, begun or gone on with."""
+    place = backends.get("numpy")
+    source, held_out = (pairs_of(corpus, part) for part in (corpus.train, corpus.validation))
+    config = TrainConfig(
+        steps, schedule="noam", warmup=WARMUP, ema=EMA, eval_every=source.per_epoch
+    )
+    optimiser = optim.grouped(optim.Rule("*", "adam", options={"betas": (0.9, 0.98), "eps": 1e-9}))
+    schedule = optim.schedules.noam(WIDTH, WARMUP)
+    params = model.init(seed=0)
+    n_params = sum(leaf.size for leaf in tree.flatten(params).values())
+    print(f"{len(corpus.train):,} pairs, {source.per_epoch} batches; {n_params:,} parameters")
+    about = {"model": repr(model), "training": repr(config), "data": source.fingerprint()}
+    with Run(folder, place, about, every=source.per_epoch) as run:
+        state = run.begin(start(params, config, optimiser))
+        with tqdm(total=steps, initial=state.step, unit="step") as bar, interruptible() as stopping:
+            made = train(
+                loss_of(model, label_smoothing=SMOOTHING, ignore_index=IGNORED),
+                state,
+                source,
+                config,
+                place,
+                held_out=list(held_out.held_out()),
+                optimiser=optimiser,
+                schedule=schedule,
+            )
+            for step in run.record(made, stopping):
+                state = step.state
+                show(bar, step)
+    return state
+
+
+def show(bar: Any, step: Step) -> None:
+    """A step on the bar, and a line for each validation."""
+    bar.update()
+    bar.set_postfix_str(f"loss {step.loss:.3f}", refresh=False)
+    if step.validation is not None:
+        smoothed = f"validation {step.validation:.3f} with smoothed targets"
+        bar.write(f"step {step.step}: {smoothed}, {step.seconds:.0f} s")
+
+
+def translate(
+    model: EncoderDecoder, params: Any, words: Subwords, texts: Sequence[str], n_beams: int
+) -> list[str]:
+    """The translations of texts, those of about one length together."""
+    rows, found = source_ids(words, texts), [""] * len(texts)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    options: Any = {"max_new": MAX_NEW, "stop": (words.eos_id,)}
+    for first in range(0, len(order), BATCH):
+        part = order[first : first + BATCH]
+        prefix = prefill(model, params, [rows[i] for i in part], start_id=words.bos_id)
+        if n_beams == 1:
+            ids = generate(model, params, prefix, **options)
+        else:
+            beams = beam_search(model, params, prefix, n_beams=n_beams, **options)
+            ids = [best.ids for best, *_ in beams]
+        for i, row in zip(part, ids, strict=True):
+            found[i] = words.decode(row).strip()
+    return found
+
+
+def score(translations: Sequence[str], references: Sequence[str]) -> str:
+    """BLEU by sacrebleu, with its signature."""
+    from sacrebleu.metrics import BLEU
+
+    metric = BLEU()
+    result = metric.corpus_score(list(translations), [list(references)])
+    return f"{result.score:.1f} ({metric.get_signature()})"
+
+
+def shortest(texts: Sequence[str]) -> str:
+    """The first sentence of 8 to 12 words, for a picture that can be read."""
+    return next(text for text in texts if 8 <= len(text.split()) <= 12)
+
+
+def draw(model: EncoderDecoder, params: Any, words: Subwords, text: str, path: Path) -> None:
+    """The cross-attention of the last layer while it translates a text."""
+    from xformer.plots import save
+    from xformer.plots.attention import attention_picture
+    from xformer.plots.maps import attention_maps
+
+    (row,) = source_ids(words, [text])
+    assert words.bos_id is not None
+    prefix = prefill(model, params, [row], start_id=words.bos_id)
+    (ids,) = generate(model, params, prefix, max_new=MAX_NEW, stop=(words.eos_id or 0,))
+    src, tgt = np.asarray([row]), np.asarray([[words.bos_id, *ids[:-1]]])
+    probs = attention_maps(model, params, src, tgt)["cross"][-1][0]
+    names = [[words.decode([i]) or EOS for i in part] for part in (ids, row)]
+    title = f"cross-attention, layer {N_LAYERS - 1} of 0 to {N_LAYERS - 1}"
+    print(save(attention_picture(probs, *names, title=title), path))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,127 @@
+"""`xformer attention`: what each head of a layer attends to, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xformer import backends
+from xformer.cli.models import Found, opened
+from xformer.cli.plot import add_out
+from xformer.cli.texts import shown
+from xformer.generation import generate
+from xformer.generation.prefix import place_of
+from xformer.generation.text import ends_of, prompt_ids
+from xformer.models import EncoderDecoder
+from xformer.plots.attention import MOST, attention_picture
+from xformer.plots.maps import attention_maps
+from xformer.plots.style import require_format, save
+
+KINDS = ("encoder", "decoder", "cross")  # of an encoder-decoder
+NAMES = {"self": "self-attention", "cross": "cross-attention"} | {
+    kind: f"self-attention of the {kind}" for kind in KINDS[:2]
+}
+
+
+class Read(NamedTuple):
+    """The ids that a model reads, and what the axes of its maps are."""
+
+    tokens: list[int]
+    target: list[int] | None  # of an encoder-decoder, from the token that begins it
+    written: list[int]  # after each of the target
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer attention`."""
+    parser = subparsers.add_parser(
+        "attention", help="draw what a model attends to in a text, head by head"
+    )
+    add = parser.add_argument
+    add("text", help="of an encoder-decoder the source")
+    add(
+        "--model",
+        metavar="FOLDER",
+        required=True,
+        help="of Hugging Face's format or made by xformer train, or a llama2.c .bin",
+    )
+    add("--tokenizer", metavar="PATH", help="where it does not lie beside the model")
+    add("--layer", type=int, metavar="N", help="counted from 0; the last unless given")
+    add("--kind", choices=KINDS, help="of an encoder-decoder (default: cross)")
+    add("--target", metavar="TEXT", help="of an encoder-decoder; unless given what it writes")
+    add("--backend", default="numpy", choices=backends.NAMES)
+    add("--device", help="of the backend: cuda, for torch")
+    add("--dtype", default="float32", choices=("float32", "float64"))
+    add_out(parser, "attention.png")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw, and say where."""
+    require_format(args.out)  # before any work is done
+    found = opened(args)
+    is_pair = isinstance(getattr(found.model, "network", found.model), EncoderDecoder)
+    if not is_pair and (args.kind is not None or args.target is not None):
+        raise ValueError("--kind and --target go with an encoder-decoder, and this is none")
+    read = _read(args, found, is_pair)
+    for ids in (read.tokens, read.written):
+        if len(ids) > MOST:
+            raise ValueError(f"{MOST} tokens fit a picture, got {len(ids)}: give a shorter text")
+    place = place_of(found.params)
+    arrays = (
+        None if ids is None else place.asarray(np.array([ids]))
+        for ids in (read.tokens, read.target)
+    )
+    kind = (args.kind or "cross") if is_pair else "self"
+    layers = attention_maps(found.model, found.params, *arrays)[kind]
+    layer = len(layers) - 1 if args.layer is None else args.layer
+    if not 0 <= layer < len(layers):
+        raise ValueError(f"--layer must lie in [0, {len(layers)}), got {layer}")
+    axes = {
+        "self": (read.tokens, read.tokens),
+        "encoder": (read.tokens, read.tokens),
+        "decoder": (read.target, read.target),
+        "cross": (read.written, read.tokens),
+    }[kind]
+    queries, keys = ([name_of(found.tokenizer, i) for i in ids or ()] for ids in axes)
+    title = f"{NAMES[kind]}, layer {layer} (of 0 to {len(layers) - 1})"
+    print(save(attention_picture(layers[layer][0], queries, keys, title=title), args.out))
+    if is_pair and args.target is None:
+        print(f"target: {shown(found.tokenizer.decode(read.written))}")
+    return 0
+
+
+def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
+    tokens = prompt_ids(found.tokenizer, args.text)
+    if not is_pair:
+        return Read(tokens, None, [])
+    start = start_id(found)
+    if args.target is None:
+        ends = ends_of(found.tokenizer, found.model)
+        options: Any = {"max_new": MOST, "stop": ends}
+        (written,) = generate(found.model, found.params, [tokens], **options)
+    else:
+        written = prompt_ids(found.tokenizer, args.target)
+        end = found.tokenizer.eos_id
+        written += [end] if end is not None and written[-1] != end else []
+    return Read(tokens, [start, *written[:-1]], written)
+
+
+def start_id(found: Found) -> int:
+    """The id that targets begin with."""
+    source = getattr(found.model, "source", None) or {}
+    names = ("decoder_start_token_id", "pad_token_id")
+    ids = (*(source.get(name) for name in names), found.tokenizer.bos_id)
+    start = next((i for i in ids if i is not None), None)
+    if start is None:
+        raise ValueError("neither the model nor its tokenizer says which token begins a target")
+    return int(start)
+
+
+def name_of(words: Any, i: int) -> str:
+    """What a token is called on an axis."""
+    words = getattr(words, "tokenizer", words)
+    special = i in getattr(words, "special_ids", ())
+    text = words.token(i) if special else words.decode([i])
+    return text or f"<{i}>"

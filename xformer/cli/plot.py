@@ -1,0 +1,41 @@
+"""`xformer plot`: loss, learning rate, gradient norm and speed of runs, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from xformer.plots.curves import AXES, training_curves
+from xformer.plots.log import Log, read_log
+from xformer.plots.style import require_format, save
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer plot`."""
+    parser = subparsers.add_parser("plot", help="draw the curves of training runs")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder made by xformer train")
+    parser.add_argument("--x", default="step", choices=AXES, help="what runs to the right")
+    add_out(parser, "curves.png")
+    parser.set_defaults(run=run)
+
+
+def add_out(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --out, where the picture goes."""
+    what = f"where the picture goes, .png or .svg (default: {default})"
+    parser.add_argument("--out", metavar="FILE", default=default, help=what)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw, and say where."""
+    require_format(args.out)  # before any work is done
+    logs = [read_log(path) for path in args.runs]
+    print(save(training_curves(_named(logs, args.runs), x=args.x), args.out))
+    return 0
+
+
+def _named(logs: list[Log], paths: list[str]) -> list[Log]:
+    """Runs of one name are called by their paths."""
+    names = [log.name for log in logs]
+    if len(set(names)) == len(names):
+        return logs
+    return [log._replace(name=path) for log, path in zip(logs, paths, strict=True)]

@@ -1,0 +1,48 @@
+"""`xformer prepare`: text to a folder of tokens, for training on more than fits into memory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from xformer.cli.progress import progress
+from xformer.training import Corpus, named_vocabulary, prepare
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer prepare`."""
+    parser = subparsers.add_parser("prepare", help="make a folder of tokens of text, to train on")
+    add = parser.add_argument
+    add("text", metavar="TEXT", help="UTF-8 file, folder of such, or .jsonl")
+    add("folder", metavar="FOLDER", help="a new folder, for xformer train --data")
+    add(
+        "--vocabulary",
+        metavar="NAME",
+        default="bytes",
+        help="bytes, characters, bpe:SIZE, or a folder with a tokenizer (default: bytes)",
+    )
+    add("--field", default="text", help="of a .jsonl's objects (default: text)")
+    most = "part of the documents, or of a single one, that is held out (default: 0.1)"
+    add("--share", type=float, default=0.1, help=most)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the folder, and say what is in it."""
+    words = named_vocabulary(args.vocabulary)
+    options = {"field": args.field, "share": args.share}
+    with progress() as report:
+        corpus = prepare(args.text, args.folder, words, **options, progress=report)
+    print(_text(corpus))
+    print(f"saved to {args.folder}; train on it: xformer train --data {args.folder}")
+    return 0
+
+
+def _text(corpus: Corpus) -> str:
+    train, validation = corpus.train, corpus.validation
+    megabytes = (train.nbytes + validation.nbytes) / 1e6
+    return (
+        f"{corpus.description}\n"
+        f"{len(train):,} tokens to train on, {len(validation):,} to validate on, "
+        f"of a vocabulary of {corpus.vocabulary.size:,} ({megabytes:,.1f} MB)"
+    )

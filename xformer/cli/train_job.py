@@ -1,0 +1,106 @@
+"""What a run of `xformer train` trains, and on what."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from xformer import backends
+from xformer.cli.models import enable_float64
+from xformer.cli.progress import progress
+from xformer.cli.texts import PATIENCE
+from xformer.cli.train_options import config_of
+from xformer.models import GPT
+from xformer.training import (
+    Batch,
+    Bytes,
+    Characters,
+    Corpus,
+    Loss,
+    TrainConfig,
+    Windows,
+    load_corpus,
+    load_vocabulary,
+    loss_of,
+    named_vocabulary,
+    unigram_loss,
+)
+
+PROMPT = "def "  # for a sample of Python's source
+PROMPT_LENGTH = 8  # tokens of the validation text, for one of other text
+UNITS: dict[type, str] = {Bytes: "byte", Characters: "character"}  # else token
+
+
+class Job(NamedTuple):
+    """What is trained, on what."""
+
+    model: GPT
+    loss: Loss
+    corpus: Corpus
+    source: Windows
+    held_out: Held
+    config: TrainConfig
+    place: backends.Backend
+    prompt: str
+    baseline: float  # of a unigram model
+
+    @property
+    def unit(self) -> str:
+        """What a token is."""
+        return UNITS.get(type(self.corpus.vocabulary), "token")
+
+
+class Held:
+    """Batches to validate on, with a bar where that takes long."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        hidden = not sys.stderr.isatty()
+        options = {"delay": PATIENCE, "leave": False, "disable": hidden}
+        yield from tqdm(self.batches, desc="validating", unit="batch", **options)
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """The job of settled options. ValueError, OSError where there is not text enough."""
+    enable_float64(options.backend, options.dtype)
+    place = backends.get(options.backend, options.device)
+    config = config_of(options)
+    with progress() as report:
+        corpus = load_corpus(options.data, _words(options), progress=report)
+    parts = {"training": corpus.train, "validation": corpus.validation}
+    windows = {name: _windows(name, part, options) for name, part in parts.items()}
+    sizes = (options.layers, options.width, options.heads, options.context)
+    model = GPT(corpus.vocabulary.size, *sizes, dropout=options.dropout)
+    prompt = PROMPT
+    if options.data is not None:
+        prompt = corpus.vocabulary.decode(corpus.validation[:PROMPT_LENGTH].tolist())
+    loss = loss_of(dataclasses.replace(model, checkpoint=options.checkpoint_activations))
+    held_out = Held(list(windows["validation"].held_out(config.eval_batches)))
+    rest = (windows["training"], held_out, config, place, prompt, unigram_loss(corpus))
+    return Job(model, loss, corpus, *rest)
+
+
+def _words(options: argparse.Namespace) -> Any:
+    """The vocabulary that is named, as a run that goes on has it; None: the usual one."""
+    if options.vocabulary is None:
+        return None
+    if options.resume is not None:
+        try:
+            return load_vocabulary(options.resume)
+        except FileNotFoundError:  # stopped before it was there
+            pass
+    return named_vocabulary(options.vocabulary)
+
+
+def _windows(name: str, tokens: Any, options: argparse.Namespace) -> Windows:
+    try:
+        return Windows(tokens, options.context, options.batch, options.seed)
+    except ValueError as error:
+        raise ValueError(f"{error} (the {name} part; --context makes it shorter)") from error

@@ -1,0 +1,179 @@
+"""The options of `xformer train`, and those of a run that goes on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xformer import backends
+from xformer.optim import OPTIMISERS
+from xformer.training import TrainConfig
+from xformer.training.config import NOAM, SCHEDULES
+from xformer.training.run import read_run
+
+
+class Preset(NamedTuple):
+    """Sizes of a model and of its training."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    lr: float
+
+
+PRESETS = {
+    "tiny": Preset(2, 64, 2, 64, 16, 200, 5e-3),
+    "small": Preset(4, 128, 4, 128, 8, 1500, 4e-3),
+    "medium": Preset(6, 384, 6, 256, 12, 3000, 1e-3),
+}
+# What holds unless it is given, beside what the preset says.
+DEFAULTS: dict[str, Any] = {
+    "data": None,
+    "vocabulary": None,
+    "preset": "small",
+    "dropout": 0.0,
+    "accumulate": 1,
+    "optimiser": "adamw",
+    "schedule": "cosine",
+    "warmup": 50,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "ema": None,
+    "validate_every": 100,
+    "patience": None,
+    "seed": 0,
+    "dtype": "float32",
+    "backend": "numpy",
+    "device": None,
+    "checkpoint_activations": False,
+    "every": 100,
+    "keep": 2,
+    "sample_every": None,
+}
+# What may be another when a run goes on: where and how often, but not what is computed.
+FREE = ("data", "backend", "device", "checkpoint_activations", "every", "keep", "sample_every")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All of them; None stands for what is not given."""
+    _add_data(parser)
+    _add_model(parser)
+    _add_training(parser)
+    _add_run(parser)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("text").add_argument
+    what = "UTF-8 file, folder of such, .jsonl, or a folder made by xformer prepare"
+    add("--data", metavar="PATH", help=f"{what}; Python's own source unless given")
+    kinds = "bytes, characters, bpe:SIZE, or a folder with a tokenizer"
+    add("--vocabulary", metavar="NAME", help=f"{kinds} (default: bytes, or the prepared folder's)")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--preset", choices=PRESETS, help="sizes, where none are given (default: small)")
+    add("--layers", type=int, metavar="N")
+    add("--width", type=int, metavar="N", help="of the hidden states")
+    add("--heads", type=int, metavar="N")
+    add("--context", type=int, metavar="N", help="tokens that the model sees")
+    add("--dropout", type=float, metavar="RATE", help="default: 0")
+    add(
+        "--checkpoint-activations",
+        action="store_true",
+        default=None,
+        help="keep less for the backward pass, compute it again: the same numbers, less memory",
+    )
+    add("--backend", choices=backends.NAMES, help="default: numpy")
+    add("--device", help="of the backend, such as cuda:1; its default one unless given")
+    add("--dtype", choices=("float32", "float64"), help="default: float32")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=int, help="the preset's unless given")
+    add("--batch", type=int, metavar="N", help="texts at once; the preset's unless given")
+    add("--accumulate", type=int, metavar="N", help="batches in a step (default: 1)")
+    add("--lr", type=float, help="at its peak; the preset's unless given")
+    add("--schedule", choices=(*SCHEDULES, NOAM), help="default: cosine")
+    add("--warmup", type=int, metavar="STEPS", help="default: 50")
+    add("--optimiser", choices=OPTIMISERS, help="default: adamw")
+    add("--weight-decay", type=float, metavar="X", help="of matrices (default: 0.1)")
+    add("--clip", type=float, metavar="NORM", help="of all gradients together (default: 1)")
+    add("--ema", type=float, metavar="DECAY", help="train as ever, keep a moving average")
+    add("--validate-every", type=int, metavar="STEPS", help="default: 100")
+    add("--patience", type=int, metavar="N", help="validations without a better one, then stop")
+    add("--seed", type=int, help="default: 0")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("run").add_argument
+    add("--out", metavar="DIR", help="a new folder; runs/gpt, gpt-2, ... unless given")
+    add("--resume", metavar="RUN", help="go on with a run from its newest checkpoint")
+    add("--at", type=int, metavar="STEP", help="with --resume: from the checkpoint of that step")
+    add("--every", type=int, metavar="STEPS", help="between checkpoints (default: 100)")
+    add("--keep", type=int, metavar="N", help="checkpoints beside the best one (default: 2)")
+    add("--sample-every", type=int, metavar="STEPS", help="print what the model writes by then")
+
+
+def settled(args: argparse.Namespace) -> argparse.Namespace:
+    """Every option: as given, as the run to resume has it, by the preset, or as usual.
+
+    ValueError for options that a run cannot change when it goes on.
+    """
+    if args.resume is None:
+        if args.at is not None:
+            raise ValueError("--at goes with --resume")
+        before: dict[str, Any] = {}
+    else:
+        if args.out is not None:
+            raise ValueError("--out names a new folder, and goes without --resume")
+        before = _of_run(args.resume)
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    for name, value in before.items():
+        if name not in FREE and given.get(name, value) != value:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option}: the run in {args.resume} has {value}, got {given[name]}")
+    options = DEFAULTS | {"resume": None, "at": None, "out": None} | before | given
+    sizes = PRESETS[options["preset"]]._asdict()
+    options = sizes | options
+    if options["data"] is not None:
+        options["data"] = str(Path(options["data"]).absolute())
+    return argparse.Namespace(**options)
+
+
+def kept(options: argparse.Namespace) -> dict[str, Any]:
+    """What a run notes of them, for `settled`."""
+    names = (*DEFAULTS, *Preset._fields)
+    return {name: getattr(options, name) for name in names}
+
+
+def config_of(options: argparse.Namespace) -> TrainConfig:
+    """What they say of training."""
+    return TrainConfig(
+        steps=options.steps,
+        batch_size=options.batch,
+        accumulate=options.accumulate,
+        optimiser=options.optimiser,
+        lr=options.lr,
+        schedule=options.schedule,
+        warmup=options.warmup,
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+        ema=options.ema,
+        eval_every=options.validate_every,
+        patience=options.patience,
+        seed=options.seed,
+    )
+
+
+def _of_run(folder: str) -> dict[str, Any]:
+    found = read_run(folder)["notes"]
+    names = {*DEFAULTS, *Preset._fields}
+    if not isinstance(found, dict) or found.keys() != names:
+        raise ValueError(f"{folder} is not a run of xformer train, and goes on from Python only")
+    return found

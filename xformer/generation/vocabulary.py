@@ -1,0 +1,120 @@
+"""Vocabularies that need nothing but this page: the bytes of a text, or its characters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from xformer.files import replacing
+
+VOCABULARY, FORMAT = "vocabulary.json", "xformer-vocabulary-1"
+SHOWN = 10  # unknown characters that a message names
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """UTF-8 bytes as ids: every text has them, and no two models of bytes differ in them."""
+
+    size = 256  # ids lie below it
+    bos_id = eos_id = None  # no byte begins or ends a text
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of bytes, U+FFFD in the place of those that are none."""
+        return bytes(ids).decode(errors="replace")
+
+    def array(self, text: str) -> np.ndarray:
+        """The ids of a text, (N,) uint8."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `vocabulary.json`; an interrupted write leaves the old one."""
+        _write(Path(folder), {"kind": "bytes"})
+
+
+@dataclass(frozen=True)
+class Characters:
+    """The characters of a text as ids, in the order of their numbers in Unicode.
+
+    ValueError unless `characters` are in that order, each once, and at least one.
+    """
+
+    characters: str
+    bos_id = eos_id = None  # no character begins or ends a text
+
+    def __post_init__(self) -> None:
+        if not self.characters or self.characters != "".join(sorted(set(self.characters))):
+            raise ValueError(
+                f"Characters: must be sorted, each once, at least one, got {self.characters!r:.60}"
+            )
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Characters:
+        """Those that are in texts. ValueError where these are empty."""
+        found: set[str] = set()
+        for text in texts:
+            found |= set(text)
+        if not found:
+            raise ValueError("Characters: there is no text, and so no character")
+        return cls("".join(sorted(found)))
+
+    @property
+    def size(self) -> int:
+        """Ids lie below it."""
+        return len(self.characters)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; ValueError, which names them, for characters that are not known."""
+        ids: list[int] = self.array(text).tolist()
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids. ValueError for ids that are none."""
+        if any(not 0 <= i < self.size for i in ids):
+            raise ValueError(
+                f"decode: ids must lie in [0, {self.size}), got {min(ids)} to {max(ids)}"
+            )
+        return "".join(self.characters[i] for i in ids)
+
+    def array(self, text: str) -> np.ndarray:
+        """As `encode`, (N,) int64."""
+        points = _points(text)
+        ids = np.searchsorted(self._known, points)
+        wrong = self._known[np.minimum(ids, self.size - 1)] != points
+        if wrong.any():
+            unknown = sorted(set(map(chr, points[wrong].tolist())))
+            more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
+            raise ValueError(
+                f"encode: the vocabulary's {self.size} characters are without "
+                f"{', '.join(map(repr, unknown[:SHOWN]))}{more}"
+            )
+        return ids
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `vocabulary.json`; an interrupted write leaves the old one."""
+        _write(Path(folder), {"kind": "characters", "characters": self.characters})
+
+    @cached_property
+    def _known(self) -> np.ndarray:
+        return _points(self.characters)
+
+
+def _points(text: str) -> np.ndarray:
+    """The numbers in Unicode of a text's characters."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64)
+
+
+def _write(folder: Path, data: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / VOCABULARY) as (part,):
+        text = json.dumps({"format": FORMAT} | data, indent=2) + "\n"
+        part.write_text(text, encoding="utf-8")

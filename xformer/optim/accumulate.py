@@ -1,0 +1,41 @@
+"""Gradients of a batch that does not fit in memory, from several smaller ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from xformer import tree
+from xformer.typing import Array
+
+
+def accumulate(
+    loss: Callable[[Any, int], tuple[Array, Any]], params: Any, micro_batches: Sequence[Any]
+) -> tuple[Array, Any]:
+    """The loss and the gradients of all micro-batches as one batch, for a loss that is a mean.
+
+    loss(params, i) is the mean over `micro_batches[i].n_targets` targets (tokens that are not
+    ignored) and the cache whose backward follows. Each counts by its share of all N targets:
+    sum(n_i loss_i) / N. The mean of the means would count the tokens of short texts more.
+
+    What a loss has beside such a mean is weighed likewise, as the auxiliary losses of routers;
+    negatives are those of the micro-batch. ValueError where there are no targets.
+    """
+    total = sum(batch.n_targets for batch in micro_batches)
+    if total < 1:
+        raise ValueError(
+            f"accumulate: there must be at least one target, got {total} in "
+            f"{len(micro_batches)} micro-batches"
+        )
+    mean: Any = None
+    grads: Any = None
+    for i, batch in enumerate(micro_batches):
+        share = batch.n_targets / total
+        value, cache = loss(params, i)
+        more = cache.backward(array_namespace(value).full_like(value, share))
+        del cache  # before the next one is made
+        mean = value * share if mean is None else mean + value * share
+        grads = more if grads is None else tree.map(lambda a, b: a + b, grads, more)
+    return mean, grads

@@ -1,0 +1,117 @@
+"""Adafactor: Adam's second moments from the means of their rows and columns."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer import tree
+from xformer.checks import number
+from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
+from xformer.typing import Array
+
+
+class AdafactorState(NamedTuple):
+    """Running means of squared gradients, and the number of steps: I + O numbers for I * O."""
+
+    step: int
+    rows: Any  # tree of the parameters: (..., I), of each row; a vector is a matrix of one column
+    columns: Any  # (..., O), of each column
+
+
+def adafactor_init(params: Any) -> AdafactorState:
+    """State before the first step: means zero."""
+
+    def zeros(p: Array) -> Array:
+        return array_namespace(p).zeros_like(p)
+
+    rows = tree.map(lambda p: zeros(_matrix(p)[..., :, 0]), params)
+    return AdafactorState(0, rows, tree.map(lambda p: zeros(_matrix(p)[..., 0, :]), params))
+
+
+def adafactor(
+    params: Any,
+    grads: Any,
+    state: AdafactorState,
+    *,
+    lr: float,
+    decay: float = 0.8,
+    clip: float = 1.0,
+    eps: tuple[float, float] = (1e-30, 1e-3),
+    relative: bool = False,
+    weight_decay: float = 0.0,
+) -> tuple[Any, AdafactorState]:
+    """p <- (1 - a * weight_decay) p - a * u / max(1, rms(u) / clip) (arXiv:1804.04235, alg. 4, 5).
+
+    u = g / v^1/2, v = row column / mean(row), row and column running means of g^2 + eps[0], of
+    which step t keeps 1 - t^-decay. a = lr, or, relative, lr * max(eps[1], rms(p)): the paper is
+    relative, with lr = min(0.01, t^-1/2). There is no first moment. As the class of transformers,
+    whose scale_parameter is relative.
+
+    params, grads: trees of one structure; (..., I, O) is a stack of matrices. ValueError for
+    negative numbers, a clip of 0, and gradients whose shapes are not their parameters'.
+    """
+    lr = learning_rate("adafactor", lr)
+    weight_decay = number("adafactor", "weight_decay", weight_decay, low=0)
+    tiny, least = _two_eps(eps)
+    clip = number("adafactor", "clip", clip, low=0)
+    if clip == 0:
+        raise ValueError(f"adafactor: clip must be positive, got {clip}")
+    require_state("adafactor", state, AdafactorState)
+    require_matching("adafactor", params, grads)
+    t = state.step + 1
+    new = t ** -number("adafactor", "decay", decay, low=0)
+    squares = tree.map(lambda g: g**2 + tiny, grads)
+    rows = _running("rows", state.rows, tree.map(_row_means, squares), new)
+    columns = _running("columns", state.columns, tree.map(_column_means, squares), new)
+
+    def update(p: Array, g: Array, row: Array, column: Array) -> Array:
+        xp = array_namespace(p)
+        root = (row / xp.mean(row, axis=-1, keepdims=True)) ** 0.5  # (..., I)
+        u = g / xp.reshape(root[..., :, None] * column[..., None, :] ** 0.5, p.shape)
+        a = in_dtype(lr, p) * (_at_least(least, _rms(p)) if relative else 1.0)
+        return (1 - a * weight_decay) * p - a / _at_least(1.0, _rms(u) / clip) * u
+
+    params = tree.map(update, params, grads, rows, columns)
+    return params, AdafactorState(t, rows, columns)
+
+
+def _running(what: str, old: Any, means: Any, new: Any) -> Any:
+    """The running means of before, moved towards the means of this step."""
+    require_matching("adafactor", means, old, f"the {what}")
+
+    def moved(old: Array, mean: Array) -> Array:
+        share = in_dtype(new, old)
+        return (1 - share) * old + share * mean
+
+    return tree.map(moved, old, means)
+
+
+def _matrix(p: Array) -> Array:
+    """(..., I, O); what has fewer dimensions is a matrix of one column."""
+    return p if p.ndim > 1 else array_namespace(p).reshape(p, (-1, 1))
+
+
+def _row_means(p: Array) -> Array:
+    return array_namespace(p).mean(_matrix(p), axis=-1)
+
+
+def _column_means(p: Array) -> Array:
+    return array_namespace(p).mean(_matrix(p), axis=-2)
+
+
+def _rms(p: Array) -> Array:
+    return array_namespace(p).mean(p**2) ** 0.5
+
+
+def _at_least(low: float, x: Array) -> Array:
+    xp = array_namespace(x)
+    return xp.maximum(x, xp.full_like(x, low))
+
+
+def _two_eps(eps: Any) -> tuple[float, float]:
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise TypeError(f"adafactor: eps must be two numbers, got {eps!r}")
+    tiny, least = (number("adafactor", "eps", value, low=0) for value in eps)
+    return tiny, least

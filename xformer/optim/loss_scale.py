@@ -1,0 +1,65 @@
+"""Scaling of the loss, so that small gradients are not lost in float16."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer import tree
+from xformer.checks import number, require_sizes
+from xformer.typing import Array
+
+
+class LossScale(NamedTuple):
+    """The factor of the loss, which adapts (arXiv:1710.03740, section 3.2); torch's GradScaler.
+
+    scale = LossScale()
+    loss, cache = model.loss(half, tokens, targets)            # half: params in float16
+    grads, finite = scale.unscale(cache.backward(scale.dloss(loss)), params)
+    if finite:                                                 # else neither step nor schedule move
+        params, state = adamw(params, grads, state, lr=lr)
+    scale = scale.update(finite)
+    """
+
+    scale: float = 65536.0
+    good_steps: int = 0  # since it changed
+
+    def dloss(self, loss: Array) -> Array:
+        """The scale as the gradient of a loss."""
+        return array_namespace(loss).full_like(loss, self.scale)
+
+    def unscale(self, grads: Any, params: Any) -> tuple[Any, bool]:
+        """Gradients in the dtypes of `params`, divided by the scale, and whether all are finite.
+
+        Looks at the values: not for use under `jax.jit`. ValueError where there are none.
+        """
+        factor = 1.0 / self.scale
+
+        def unscaled(p: Array, g: Array) -> Array:
+            return array_namespace(g).astype(g, p.dtype) * factor
+
+        wide = tree.map(unscaled, params, grads)
+        leaves = list(tree.flatten(wide).values())
+        if not leaves:
+            raise ValueError("unscale: there are no gradients")
+        xp = array_namespace(leaves[0])
+        return wide, bool(xp.all(xp.stack([xp.all(xp.isfinite(g)) for g in leaves])))
+
+    def update(
+        self, finite: bool, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+    ) -> LossScale:
+        """After a step: times backoff if it overflowed, times growth after `interval` good ones.
+
+        ValueError for a growth below 1, a backoff outside [0, 1], an interval below 1.
+        """
+        growth = number("update", "growth", growth, low=1)
+        backoff = number("update", "backoff", backoff, low=0, high=1)
+        require_sizes("update", 1, interval=interval)
+        if not finite:
+            return LossScale(self.scale * backoff)
+        if self.good_steps + 1 < interval:
+            return LossScale(self.scale, self.good_steps + 1)
+        grown = self.scale * growth
+        return LossScale(grown if math.isfinite(grown) else self.scale)

@@ -1,0 +1,97 @@
+"""Muon: momentum, orthogonalised, for the weights of hidden layers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from xformer import tree
+from xformer.checks import number, require_sizes
+from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
+from xformer.typing import Array
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at 0; near 1 it stays within about 0.7 and 1.2
+
+
+class MuonState(NamedTuple):
+    """What Muon remembers between steps."""
+
+    momentum: Any  # tree of the parameters: running mean of the gradients
+
+
+def muon_init(params: Any) -> MuonState:
+    """State before the first step: zero. ValueError for parameters that are no matrices."""
+    _require_matrices(params)
+    return MuonState(tree.map(lambda p: array_namespace(p).zeros_like(p), params))
+
+
+def muon(
+    params: Any,
+    grads: Any,
+    state: MuonState,
+    *,
+    lr: float,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    match_adamw: bool = False,
+    ns_steps: int = 5,
+) -> tuple[Any, MuonState]:
+    """w <- (1 - lr * weight_decay) w - lr * s * newton_schulz(u); as torch.optim.Muon.
+
+    m <- momentum * m + (1 - momentum) g, and u = momentum * m + (1 - momentum) g again with
+    nesterov, else m (Jordan, "Muon", 2024). w: (I, O), or stacks of such (..., I, O), as of
+    experts: in torch, where they are (O, I), s = max(1, rows / columns)^1/2 is
+    max(1, O / I)^1/2 here. match_adamw: s = 0.2 max(I, O)^1/2 instead, so that lr and weight_decay
+    may be AdamW's (arXiv:2502.16982).
+
+    For the matrices inside blocks only: embeddings, heads, biases and norms want AdamW (see
+    `grouped`). ValueError for parameters of fewer than two dimensions, negative numbers, a
+    momentum outside [0, 1), and gradients whose shapes are not their parameters'.
+    """
+    require_state("muon", state, MuonState)
+    _require_matrices(params)
+    for what, other in (("the gradient", grads), ("the momentum", state.momentum)):
+        require_matching("muon", params, other, what)
+    lr = learning_rate("muon", lr)
+    mu = number("muon", "momentum", momentum, low=0, high=1)
+    keep = 1 - lr * number("muon", "weight_decay", weight_decay, low=0)
+    m = tree.map(lambda m, g: mu * m + (1 - mu) * g, state.momentum, grads)
+    u = tree.map(lambda m, g: mu * m + (1 - mu) * g, m, grads) if nesterov else m
+
+    def update(p: Array, u: Array) -> Array:
+        rows, columns = p.shape[-2:]
+        scale = 0.2 * max(rows, columns) ** 0.5 if match_adamw else max(1, columns / rows) ** 0.5
+        step = newton_schulz(u, steps=ns_steps)
+        return in_dtype(keep, p) * p - in_dtype(lr * scale, p) * step
+
+    return tree.map(update, params, u), MuonState(m)
+
+
+def newton_schulz(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
+    """U V^T of x = U S V^T, roughly: all singular values become about 1, between 0.7 and 1.2.
+
+    x <- a x + (b x x^T + c (x x^T)^2) x, after x <- x / max(|x|, eps), `steps` times, with the
+    numbers of Jordan, "Muon" (2024). x: (..., I, O).
+    """
+    require_sizes("newton_schulz", 1, steps=steps)
+    xp = array_namespace(x)
+    a, b, c = NEWTON_SCHULZ
+    tall = x.shape[-2] > x.shape[-1]  # x x^T is the smaller one of the wide
+    if tall:
+        x = xp.matrix_transpose(x)
+    norm = xp.sqrt(xp.sum(x**2, axis=(-2, -1), keepdims=True))  # (..., 1, 1)
+    x = x / xp.maximum(norm, xp.full_like(norm, eps))
+    for _ in range(steps):
+        gram = x @ xp.matrix_transpose(x)
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return xp.matrix_transpose(x) if tall else x
+
+
+def _require_matrices(params: Any) -> None:
+    for name, p in tree.flatten(params).items():
+        if p.ndim < 2 or 0 in p.shape:
+            raise ValueError(
+                f"muon: {name or 'params'} must be (..., I, O), got shape {tuple(p.shape)}"
+            )

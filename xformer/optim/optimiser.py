@@ -1,0 +1,155 @@
+"""Optimisers by name, and one optimiser made of several: each for its own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
+
+from xformer import tree
+from xformer.checks import number, require_sizes
+from xformer.optim._checks import learning_rate, require_matching
+from xformer.optim.adafactor import adafactor, adafactor_init
+from xformer.optim.adam import adam, adam_init, adamw, adamw_init
+from xformer.optim.lion import lion, lion_init
+from xformer.optim.muon import muon, muon_init
+from xformer.optim.sgd import sgd, sgd_init
+from xformer.typing import Array
+
+
+class Optimiser(NamedTuple):
+    """Two pure functions. A state is a tree of arrays and ints, the same one after every step."""
+
+    init: Callable[[Any], Any]  # params -> state
+    step: Callable[..., tuple[Any, Any]]  # (params, grads, state, *, lr, **options) -> both anew
+
+
+OPTIMISERS: dict[str, Optimiser] = {
+    "sgd": Optimiser(partial(sgd_init, velocity=True), sgd),
+    "adam": Optimiser(adam_init, adam),
+    "adamw": Optimiser(adamw_init, adamw),
+    "lion": Optimiser(lion_init, lion),
+    "adafactor": Optimiser(adafactor_init, adafactor),
+    "muon": Optimiser(muon_init, muon),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which parameters an optimiser steps, and how. ValueError, TypeError for what makes no sense.
+
+    Those whose dotted name matches a pattern, as in `fnmatch`, and that have at least `min_ndim`
+    dimensions: Rule("stack.blocks.*", "muon", min_ndim=2). lr: of the rate of every step, the share
+    that they have. options: of the optimiser.
+    """
+
+    match: str | tuple[str, ...] = "*"
+    optimiser: str | Optimiser = "adamw"
+    lr: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    min_ndim: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimiser, str) and self.optimiser not in OPTIMISERS:
+            names = ", ".join(OPTIMISERS)
+            raise ValueError(f"Rule: optimiser must be one of {names}, got {self.optimiser!r}")
+        number("Rule", "lr", self.lr, low=0)
+        require_sizes("Rule", 0, min_ndim=self.min_ndim)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """What a name may match."""
+        return (self.match,) if isinstance(self.match, str) else tuple(self.match)
+
+    def named(self, name: str) -> bool:
+        """Whether a name matches a pattern."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def owns(self, name: str, p: Array) -> bool:
+        """Whether the rule is for a parameter."""
+        return self.named(name) and p.ndim >= self.min_ndim
+
+    @property
+    def pair(self) -> Optimiser:
+        """The optimiser itself."""
+        return OPTIMISERS[self.optimiser] if isinstance(self.optimiser, str) else self.optimiser
+
+
+def grouped(*rules: Rule) -> Optimiser:
+    """An optimiser of several: each parameter is stepped by the first rule that is for it.
+
+    Its state is a dict with the state of each rule, by its place. ValueError, at the first step,
+    for a parameter without a rule, and for a rule whose patterns match no name at all.
+    """
+    if not rules:
+        raise ValueError("grouped: there must be at least one Rule, got none")
+
+    def init(params: Any) -> dict[str, Any]:
+        owned = _owned(params, rules)
+        return {key: rule.pair.init(_part(params, owned[key])) for key, rule in _keyed(rules)}
+
+    def step(
+        params: Any, grads: Any, state: dict[str, Any], *, lr: float
+    ) -> tuple[Any, dict[str, Any]]:
+        lr = learning_rate("grouped", lr)
+        require_matching("grouped", params, grads)
+        _require_groups(state, len(rules))
+        owned = _owned(params, rules)
+        leaves: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        for key, rule in _keyed(rules):
+            parts = (_part(params, owned[key]), _part(grads, owned[key]))
+            new, states[key] = rule.pair.step(*parts, state[key], lr=lr * rule.lr, **rule.options)
+            leaves |= tree.flatten(new)
+        return tree.unflatten(params, leaves), states
+
+    return Optimiser(init, step)
+
+
+def decay_matrices(
+    optimiser: str | Optimiser = "adamw", weight_decay: float = 0.1, **options: Any
+) -> tuple[Rule, Rule]:
+    """Rules by which biases and norms do not decay: what has fewer than two dimensions (nanoGPT).
+
+    grouped(*decay_matrices("adamw", 0.1, betas=(0.9, 0.95)))
+    """
+    return (
+        Rule("*", optimiser, options={**options, "weight_decay": weight_decay}, min_ndim=2),
+        Rule("*", optimiser, options={**options, "weight_decay": 0.0}),
+    )
+
+
+def _keyed(rules: tuple[Rule, ...]) -> list[tuple[str, Rule]]:
+    return [(str(i), rule) for i, rule in enumerate(rules)]
+
+
+def _owned(params: Any, rules: tuple[Rule, ...]) -> dict[str, set[str]]:
+    """The names of the parameters of each rule."""
+    leaves = tree.flatten(params)
+    owned: dict[str, set[str]] = {key: set() for key, _ in _keyed(rules)}
+    for name, p in leaves.items():
+        owner = next((key for key, rule in _keyed(rules) if rule.owns(name, p)), None)
+        if owner is None:
+            raise ValueError(
+                f"grouped: no rule is for {name or 'params'} of shape {tuple(p.shape)}"
+            )
+        owned[owner].add(name)
+    for rule in rules:
+        if leaves and not any(rule.named(name) for name in leaves):
+            raise ValueError(f"grouped: {rule.match!r} matches none of {len(leaves)} parameters")
+    return owned
+
+
+def _part(whole: Any, names: set[str]) -> Any:
+    """`whole`, None in the place of all leaves but those of these names."""
+    leaves = tree.flatten(whole)
+    return tree.unflatten(whole, {n: leaf if n in names else None for n, leaf in leaves.items()})
+
+
+def _require_groups(state: Any, n: int) -> None:
+    wanted = {str(i) for i in range(n)}
+    if not isinstance(state, dict) or state.keys() != wanted:
+        got = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"grouped: state must be a dict by rule, 0 to {n - 1}, got {got}")

@@ -1,0 +1,157 @@
+"""Learning rates by step.
+
+A schedule is a function from the number of a step, counted from 1, to a learning rate:
+
+    schedule = warmup(cosine(6e-4, 1_900, final=0.1), 100, how="nanogpt")
+    schedule(1), schedule(2), ...
+
+Programs agree about the formulas and differ by one in the steps. Here the first step of a decay has
+the full rate, and the one after its last the final rate, as in `transformers`, nanoGPT and llm.c;
+how they rise is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+from xformer.checks import number, require_sizes
+
+Schedule: TypeAlias = Callable[[int], float]
+
+# Name -> of step s of w, which share of the full rate it has.
+RISES: dict[str, Callable[[int, int], float]] = {
+    "from_zero": lambda s, w: (s - 1) / w,  # transformers: the first step does nothing
+    "nanogpt": lambda s, w: s / (w + 1),
+    "llm.c": lambda s, w: s / w,  # the last step has the full rate already
+}
+
+# Name -> what is left at a share of the way down.
+FALLS: dict[str, Callable[[float], float]] = {
+    "1-sqrt": lambda done: 1 - math.sqrt(done),  # arXiv:2405.18392, llm.c
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
+
+
+def constant(lr: float) -> Schedule:
+    """lr, always. ValueError for a negative one."""
+    lr = number("constant", "lr", lr, low=0)
+
+    def schedule(step: int) -> float:
+        _counted("constant", step)
+        return lr
+
+    return schedule
+
+
+def linear(lr: float, steps: int, final: float = 0.0) -> Schedule:
+    """lr at step 1, along a line to final * lr after `steps` steps, where it stays.
+
+    ValueError for a negative lr, steps below 1 and final outside [0, 1].
+    """
+    return _fall("linear", lr, steps, final, FALLS["linear"])
+
+
+def cosine(lr: float, steps: int, final: float = 0.0) -> Schedule:
+    """lr at step 1, along half a cosine to final * lr after `steps` steps, where it stays.
+
+    arXiv:1608.03983 without restarts. ValueError as `linear`.
+    """
+    return _fall("cosine", lr, steps, final, FALLS["cosine"])
+
+
+def inverse_sqrt(lr: float, timescale: int) -> Schedule:
+    """lr * (timescale / (timescale + step - 1))^1/2, without end.
+
+    After a warm-up over `timescale` steps: lr * (timescale / steps so far)^1/2, as T5
+    (arXiv:1910.10683, section 3.1.2). ValueError for a negative lr, a timescale below 1.
+    """
+    lr = number("inverse_sqrt", "lr", lr, low=0)
+    require_sizes("inverse_sqrt", 1, timescale=timescale)
+
+    def schedule(step: int) -> float:
+        past = _counted("inverse_sqrt", step) - 1
+        return lr * math.sqrt(timescale / (timescale + past))
+
+    return schedule
+
+
+def noam(d_model: int, warmup: int, factor: float = 1.0) -> Schedule:
+    """factor * d_model^-1/2 * min(step^-1/2, step * warmup^-3/2) (arXiv:1706.03762, eq. 3).
+
+    It has its own warm-up, and its peak, factor * (d_model * warmup)^-1/2, at step `warmup`.
+    ValueError for sizes below 1, a negative factor.
+    """
+    require_sizes("noam", 1, d_model=d_model, warmup=warmup)
+    factor = number("noam", "factor", factor, low=0)
+
+    def schedule(step: int) -> float:
+        step = _counted("noam", step)
+        return factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+    return schedule
+
+
+def wsd(
+    lr: float, steps: int, decay: float = 0.2, shape: str = "1-sqrt", final: float = 0.0
+) -> Schedule:
+    """Warm-up, stable, decay (arXiv:2404.06395), but for the warm-up: lr, then down at the end.
+
+    decay: the last steps of `steps`, as a share (a float) or their number (an int), over which lr
+    falls to final * lr: by "1-sqrt" (arXiv:2405.18392), "linear" or "cosine". ValueError as
+    `linear`, for a decay that does not fit, and for another shape.
+    """
+    if shape not in FALLS:
+        raise ValueError(f"wsd: shape must be one of {', '.join(FALLS)}, got {shape!r}")
+    require_sizes("wsd", 1, steps=steps)
+    if isinstance(decay, int):
+        n_decay = int(number("wsd", "decay", decay, low=1, high=steps))
+    else:
+        stable = int((1 - number("wsd", "decay", decay, low=0, high=1)) * steps)
+        n_decay = max(steps - stable, 1)
+    falling = _fall("wsd", lr, n_decay, final, FALLS[shape])
+    return then(constant(lr), steps - n_decay, falling)
+
+
+def warmup(schedule: Schedule, steps: int, how: str = "llm.c") -> Schedule:
+    """A rise to schedule(1) over `steps` steps, and then `schedule` from its beginning.
+
+    how: at step s, as a share of schedule(1), "from_zero" (s - 1) / steps, "nanogpt"
+    s / (steps + 1) or "llm.c" s / steps. steps 0: no rise. ValueError for others.
+    """
+    if how not in RISES:
+        raise ValueError(f"warmup: how must be one of {', '.join(RISES)}, got {how!r}")
+    require_sizes("warmup", 0, steps=steps)
+    return then(lambda step: schedule(1) * RISES[how](step, steps), steps, schedule)
+
+
+def then(first: Schedule, steps: int, second: Schedule) -> Schedule:
+    """`first` for `steps` steps, and then `second` from its step 1. ValueError for steps < 0."""
+    require_sizes("then", 0, steps=steps)
+
+    def schedule(step: int) -> float:
+        step = _counted("then", step)
+        return first(step) if step <= steps else second(step - steps)
+
+    return schedule
+
+
+def _fall(op: str, lr: float, steps: int, final: float, left: Callable[[float], float]) -> Schedule:
+    """From lr at step 1 to final * lr after `steps` steps."""
+    lr = number(op, "lr", lr, low=0)
+    final = number(op, "final", final, low=0, high=1)
+    require_sizes(op, 1, steps=steps)
+
+    def schedule(step: int) -> float:
+        done = min((_counted(op, step) - 1) / steps, 1.0)
+        return lr * (final + (1 - final) * left(done))
+
+    return schedule
+
+
+def _counted(op: str, step: int) -> int:
+    """The step. ValueError unless it is counted from 1: half of all such errors are by one."""
+    require_sizes(op, 1, step=step)
+    return step

@@ -1,0 +1,91 @@
+"""Attention maps as a picture: all heads of a layer, tokens on the axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xformer.plots.style import panels, styled
+
+MOST = 64  # tokens on an axis: more could not be read
+WIDEST = 24.0  # inches of all panels together
+LABEL = 0.15  # inches that a token's label needs
+SHADES = "Blues"  # one hue: the darker the more
+TICKS = (0.0, 0.05, 0.25, 0.5, 1.0)
+
+
+@styled()
+def attention_picture(
+    probs: np.ndarray, queries: Sequence[str], keys: Sequence[str], *, title: str = ""
+) -> Any:
+    """A figure of one layer: a panel a head, a row for each query, a column for each key.
+
+    probs: (H, T, S), as `attention_maps` gives them for one text; queries, keys: what T and S
+    tokens are called. Shades go by the square root of a share, so that small ones can be seen.
+    ValueError where the names do not fit, and for more than 64 tokens.
+    """
+    if probs.ndim != 3 or probs.shape[1:] != (len(queries), len(keys)):
+        raise ValueError(
+            f"attention_picture: probs must be (H, {len(queries)}, {len(keys)}) by the tokens, "
+            f"got shape {probs.shape}"
+        )
+    if not 0 < max(len(queries), len(keys)) <= MOST:
+        raise ValueError(
+            f"attention_picture: 1 to {MOST} tokens fit a picture, got {len(queries)} and "
+            f"{len(keys)}"
+        )
+    n_heads = len(probs)
+    columns = _columns(n_heads, len(keys) / len(queries))
+    rows = -(-n_heads // columns)
+    width, height = (max(LABEL * n, 1.1) for n in (len(keys), len(queries)))
+    scale = min(1.0, WIDEST / (columns * width))
+    size = (scale * columns * (width + 0.15) + 1.9, scale * rows * (height + 0.3) + 1.3)
+    figure, axes = panels(rows, columns, size, sharex=True, sharey=True)
+    image = None
+    for head, panel in enumerate(axes.flat):
+        if head >= n_heads:
+            panel.set_visible(False)
+            continue
+        image = _panel(panel, probs[head], f"head {head}")
+    for panel in axes[:, 0]:
+        panel.set_yticks(range(len(queries)), map(_short, queries), parse_math=False)
+    for column in range(columns):  # below the last head of each column
+        lowest = axes[(n_heads - 1 - column) // columns, column]
+        lowest.set_xticks(range(len(keys)), map(_short, keys), rotation=90, parse_math=False)
+        lowest.tick_params(labelbottom=True)
+    figure.colorbar(
+        image, ax=axes, shrink=0.5 if rows > 1 else 0.9, aspect=30, ticks=TICKS
+    ).ax.tick_params(length=0)
+    figure.supylabel("token that attends", fontsize=9.5)
+    figure.supxlabel("token attended to", fontsize=9.5)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _panel(axes: Any, probs: np.ndarray, title: str) -> Any:
+    from matplotlib.colors import PowerNorm
+
+    image = axes.imshow(probs, cmap=SHADES, norm=PowerNorm(0.5, 0, 1), aspect="auto")
+    axes.set_title(title, fontsize=9)
+    axes.grid(False)
+    axes.tick_params(length=0, labelsize=7)
+    axes.spines[["top", "right"]].set_visible(True)
+    return image
+
+
+def _columns(n_heads: int, ratio: float) -> int:
+    """Columns of panels, each `ratio` as wide as high, that together are near 4 by 3."""
+    wanted = math.sqrt(4 / 3 * n_heads / ratio)
+    divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
+    best = min(divisors, key=lambda n: abs(math.log(n / wanted)))
+    return best if 0.5 < best / wanted < 2 else min(max(round(wanted), 1), n_heads)
+
+
+def _short(token: str, most: int = 12) -> str:
+    """A token's name, its blanks and line ends visible."""
+    text = token.strip() or token.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "\u2423")
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return text if len(text) <= most else f"{text[: most - 1]}\N{HORIZONTAL ELLIPSIS}"

@@ -1,0 +1,143 @@
+"""How runs went: loss, learning rate, gradient norm and speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xformer.plots.log import Log
+from xformer.plots.style import line_of, orders_of_magnitude, panels, styled
+
+AXES = ("step", "tokens", "seconds")
+HALF = 100  # a smoothed value is the mean of N / 100 on either side, and of itself
+PIECES = 200  # of a run, for each of which there is one speed
+POINTS: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "lw": 0.8}
+
+
+@styled()
+def training_curves(logs: Sequence[Log], *, x: str = "step") -> Any:
+    """A figure of one or many runs, over `x`: "step", "tokens" or "seconds".
+
+    Loss in nats per token: of training smoothed, of validation as points. Learning rate, norm of
+    the gradient before clipping, tokens per second. ValueError for no runs or another x.
+    """
+    if not logs:
+        raise ValueError("training_curves: there are no runs")
+    if x not in AXES:
+        raise ValueError(f"training_curves: x must be one of {', '.join(AXES)}, got {x!r}")
+    figure, ((loss, lr), (norm, speed)) = panels(2, 2, (9, 5.4), sharex=True)
+    alone = len(logs) == 1
+    for i, log in enumerate(logs):
+        line = line_of(i) | ({} if len(log.step) > 1 else {"marker": "o", "markersize": 4})
+        at = getattr(log, x)
+        _smooth(loss, at, log.loss, line, alone)
+        _validation(loss, at, log, line_of(1) if alone else line)
+        lr.plot(at, log.lr, **line)
+        _smooth(norm, at, log.norm, line, alone)
+        speed.plot(*rates(at, log), **line)
+    for axes, title in (
+        (loss, "loss, nats per token"),
+        (lr, "learning rate"),
+        (norm, "norm of the gradient, before clipping"),
+        (speed, "tokens per second, without validation"),
+    ):
+        axes.set_title(title)
+        axes.margins(x=0.02)
+    top = _from_zero(lr)
+    lr.yaxis.set_major_formatter(lambda value, _: small(value, top))
+    _from_zero(speed)
+    speed.yaxis.set_major_formatter("{x:,.0f}")
+    if any(np.any(log.norm > 0) for log in logs):
+        orders_of_magnitude(norm)
+    for axes in (norm, speed):
+        axes.set_xlabel(x)
+        axes.xaxis.set_major_formatter(lambda value, _: large(value))
+    if alone:
+        loss.legend()
+    else:
+        _names(figure, loss, logs)
+    return figure
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Each value's mean with N / 100 on either side; near the start with as many as are before it.
+
+    NaN stays where it is, and does not count in the others.
+    """
+    n = len(values)
+    index = np.arange(n)
+    half = np.minimum(index, n // HALF)  # both sides of one size, or the steep start would shift
+    finite = np.isfinite(values)
+    sums, counts = (
+        np.concatenate([[0.0], np.cumsum(column)])
+        for column in (np.where(finite, values, 0), finite)
+    )
+    start, stop = index - half, np.minimum(index + half + 1, n)
+    means = (sums[stop] - sums[start]) / np.maximum(counts[stop] - counts[start], 1)
+    return np.where(finite, means, np.nan)
+
+
+def rates(at: np.ndarray, log: Log) -> tuple[np.ndarray, np.ndarray]:
+    """Of each piece of a run its place and the tokens per second of its median step.
+
+    The median leaves out what comes between a few of the steps: validation, checkpoints.
+    """
+    tokens, seconds = (np.diff(column, prepend=0.0) for column in (log.tokens, log.seconds))
+    speeds = np.where(seconds > 0, tokens / np.where(seconds > 0, seconds, 1.0), np.nan)
+    known = np.isfinite(speeds)
+    at, speeds = at[known], speeds[known]
+    pieces = max(min(PIECES, len(speeds) // 10), 1)
+    places, medians = (
+        [np.median(p) for p in np.array_split(a, pieces) if len(p)] for a in (at, speeds)
+    )
+    return np.array(places), np.array(medians)
+
+
+def _smooth(axes: Any, at: np.ndarray, values: np.ndarray, line: Any, alone: bool) -> None:
+    """A line through smoothed values; behind it, of a run alone, the values themselves."""
+    smooth = len(values) >= HALF
+    if alone and smooth:
+        axes.plot(at, values, color=line["color"], alpha=0.3, lw=0.7)
+    axes.plot(at, smoothed(values), **line, label="training" + ", smoothed" * smooth)
+
+
+def _validation(axes: Any, at: np.ndarray, log: Log, line: Any) -> None:
+    measured = np.isfinite(log.validation)
+    if measured.any():
+        best = f"validation, {log.validation[measured].min():.3f} at best"
+        axes.plot(at[measured], log.validation[measured], **line | POINTS, label=best)
+
+
+def _from_zero(axes: Any) -> float:
+    """An axis from 0 to a little above the lines; their top."""
+    top = max(float(np.nanmax(line.get_ydata(), initial=0)) for line in axes.lines)
+    axes.set_ylim(0, 1.08 * top if top > 0 else 1)
+    return top
+
+
+def small(value: float, top: float) -> str:
+    """0.0006; where the largest is below 0.001, all with its power of ten: 0.5e-4."""
+    exponent = 0 if top <= 0 else math.floor(math.log10(top))
+    if exponent >= -3 or value == 0:
+        return f"{value:g}"
+    return f"{value / 10.0**exponent:g}e{exponent}"
+
+
+def large(value: float) -> str:
+    """1,500; in millions from there on: 2.5M."""
+    return f"{value / 1e6:,g}M" if abs(value) >= 1e6 else f"{value:,g}"
+
+
+def _names(figure: Any, loss: Any, logs: Sequence[Log]) -> None:
+    """Below the panels the runs; beside the losses what lines and points are."""
+    from matplotlib.lines import Line2D
+
+    runs = [Line2D([], [], **line_of(i), label=log.name) for i, log in enumerate(logs)]
+    figure.legend(handles=runs, loc="outside lower center", ncols=min(len(logs), 4))
+    grey = {"color": "#666666"}
+    training = Line2D([], [], **grey, label="training, smoothed")
+    points = Line2D([], [], **grey | POINTS, label="validation")
+    loss.legend(handles=[training, points])

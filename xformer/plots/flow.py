@@ -1,0 +1,131 @@
+"""How large activations and gradients are from layer to layer, of a model at initialisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xformer import backends, tree
+from xformer.checks import require_sizes
+from xformer.dispatch import reference_only
+from xformer.layers import BlockConfig, EmbedConfig, StackParams
+from xformer.layers.block import BlockCache
+from xformer.models import LanguageModel, LMHead
+from xformer.models.loss import one
+from xformer.plots.style import line_of, orders_of_magnitude, panels, styled
+from xformer.typing import Array
+
+VOCABULARY, BATCH, LENGTH = 256, 8, 32
+
+
+class Flow(NamedTuple):
+    """Of each layer of a model, from the first."""
+
+    name: str
+    activations: np.ndarray  # (L,): root mean square of what comes out
+    gradients: np.ndarray  # (L,): norm of the gradient of the loss, over the layer's parameters
+
+    @property
+    def depth(self) -> int:
+        """L."""
+        return len(self.gradients)
+
+
+def flow(model: LanguageModel, params: Any, tokens: Array, targets: Array, name: str = "") -> Flow:
+    """The sizes in one loss of `model` and its backward. No layers may share parameters.
+
+    tokens, targets: as in `LanguageModel.loss`.
+    """
+    if not isinstance(model, LanguageModel) or model.n_groups is not None:
+        raise TypeError(
+            f"flow: model must be a LanguageModel whose layers share nothing, got {model!r:.60}"
+        )
+    model = replace(model, checkpoint=False)  # or its caches would hold inputs only
+    with reference_only():  # its caches hold what comes into each op, which a kernel may not keep
+        loss, cache = model.loss(params, tokens, targets)
+        y, _ = model.hidden(params, tokens)
+    top = cache.backward(one(loss))
+    hidden = cache.model.hidden.stack
+    outputs = [_input(block) for block in hidden.blocks[1:]]
+    outputs.append(y if hidden.norm is None else hidden.norm.norm.x)
+    sizes = np.array([_rms(x) for x in outputs])
+    return Flow(name, sizes, np.array([_norm(block) for block in top.stack.blocks]))
+
+
+def at_initialisation(
+    norm: str, n_layers: int, d_model: int = 128, n_heads: int = 4, seed: int = 0
+) -> Flow:
+    """The flow of a decoder of random weights, Xavier uniform, as in arXiv:2002.04745.
+
+    norm: where the norms stand, as in `layers.BlockConfig`. Random tokens, float64.
+    """
+    require_sizes("flow", 1, n_layers=n_layers)
+    block = BlockConfig(d_model, n_heads, 4 * d_model, norm=norm)
+    embed = EmbedConfig(VOCABULARY, d_model, d_model, LENGTH)
+    model = LanguageModel(embed, (block,) * n_layers, head=LMHead(tied=False))
+    rng = backends.get("numpy").generator(seed, "float64")
+    params = model.init_from(rng)._replace(stack=StackParams.init(rng, model.blocks))
+    tokens, targets = rng.integers((2, BATCH, LENGTH), high=VOCABULARY)
+    return flow(model, params, tokens, targets, norm)
+
+
+@styled()
+def flow_picture(flows: Sequence[Flow]) -> Any:
+    """A figure of models of one or several depths, by name; ValueError where there are none.
+
+    Of the deepest of each name the outputs and the gradients over the layers; where there are
+    several depths, also the gradient of the last layer over the depth.
+    """
+    if not flows:
+        raise ValueError("flow_picture: there are no flows")
+    names = list(dict.fromkeys(found.name for found in flows))
+    several = len({found.depth for found in flows}) > 1
+    figure, (axes,) = panels(1, 3 if several else 2, (11.5 if several else 8, 3.3))
+    for i, name in enumerate(names):
+        own = sorted((found for found in flows if found.name == name), key=lambda f: f.depth)
+        line = line_of(i) | {"marker": "o", "markersize": 3, "label": name}
+        layers = np.arange(1, own[-1].depth + 1)
+        axes[0].plot(layers, own[-1].activations, **line)
+        axes[1].plot(layers, own[-1].gradients, **line)
+        if several:
+            axes[2].plot([f.depth for f in own], [f.gradients[-1] for f in own], **line)
+    deepest = max(found.depth for found in flows)
+    _labelled(axes[0], f"output of each of {deepest} layers, rms", "layer")
+    _labelled(axes[1], f"gradient of each of {deepest} layers, norm", "layer")
+    if several:
+        _labelled(axes[2], "gradient of the last layer, norm", "layers of the model")
+        depths = sorted({found.depth for found in flows})
+        axes[2].set_xscale("log")
+        axes[2].set_xticks(depths, map(str, depths))
+        axes[2].set_xticks([], minor=True)
+    axes[0].legend(title="norms", alignment="left")
+    return figure
+
+
+def _labelled(axes: Any, title: str, xlabel: str) -> None:
+    axes.set(title=title, xlabel=xlabel)
+    orders_of_magnitude(axes)
+
+
+def _input(block: Any) -> Array:
+    """What came into a block."""
+    if not isinstance(block, BlockCache):
+        return block.both.norm.norm.x
+    if block.attn.norm is not None and block.attn.place == "pre":
+        return block.attn.norm.norm.x
+    return block.attn.sublayer.q.linear.op.x
+
+
+def _rms(x: Array) -> float:
+    return _norm(x) / math.sqrt(max(math.prod(x.shape), 1))
+
+
+def _norm(arrays: Any) -> float:
+    """Over all arrays of a tree."""
+    leaves = tree.flatten(arrays).values()
+    hosts = [backends.of(a).to_numpy(a).astype(np.float64) for a in leaves]
+    return math.sqrt(sum(float(np.sum(a**2)) for a in hosts))

@@ -1,0 +1,102 @@
+"""One look for all pictures: colours that everybody can tell apart, quiet axes, no windows."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from xformer.files import replacing
+
+# Okabe and Ito's palette, for all kinds of colour vision (jfly.uni-koeln.de/color), dark first.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":")  # when the colours are used up
+SHADES = "cividis"  # from dark blue to yellow, evenly for all kinds of colour vision
+FORMATS = (".png", ".svg")
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.5,
+    "axes.labelcolor": "#333333",
+    "axes.edgecolor": "#888888",
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+    "xtick.color": "#888888",
+    "ytick.color": "#888888",
+    "xtick.labelcolor": "#333333",
+    "ytick.labelcolor": "#333333",
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.hashsalt": "xformer",  # the same picture is the same file
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """What is drawn inside looks as `STYLE` says. ImportError where matplotlib is missing."""
+    try:
+        from matplotlib import rc_context
+    except ImportError as error:
+        raise ImportError(
+            "matplotlib is not installed: pip install 'xformer-array[plot]'"
+        ) from error
+    with rc_context(STYLE):  # type: ignore[arg-type, unused-ignore]
+        yield
+
+
+def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """A figure of `size` in inches, and its axes (rows, columns). It belongs to no window."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def line_of(index: int) -> dict[str, Any]:
+    """Colour and dashes of the line of that index."""
+    dashes = DASHES[index // len(COLOURS) % len(DASHES)]
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": dashes}
+
+
+def orders_of_magnitude(axes: Any) -> None:
+    """A logarithmic axis with plain numbers, on the powers of ten alone where there are many."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = math.log10(high / low)
+    steps = (1.0,) if decades > 2 else (1.0, 2.0, 5.0) if decades > 0.5 else tuple(range(1, 10))
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def require_format(path: str | os.PathLike[str]) -> Path:
+    """`path`; ValueError unless it ends in .png or .svg."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"a picture must end in {' or '.join(FORMATS)}, got {path}")
+    return Path(path)
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a picture, in the format that its name ends with, whole or not at all."""
+    target = require_format(path)
+    kind = target.suffix.lower()[1:]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # No date and no versions: drawn again, nothing differs.
+    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+    with styled(), replacing(target) as (part,):
+        figure.savefig(part, format=kind, dpi=200, metadata=metadata)
+    return target

@@ -1,0 +1,84 @@
+"""Tokens to train on and to validate on, and how texts become such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from xformer.generation.vocabulary import Bytes
+from xformer.training.texts import Progress, Texts
+from xformer.training.vocabulary import Vocabulary
+
+DTYPES = ("<u1", "<u2", "<u4")  # of tokens
+STEP = 1 << 22  # tokens that are counted at once
+
+# A vocabulary, or what makes one of texts: Characters.of.
+Words = Vocabulary | Callable[[Iterable[str]], Vocabulary]
+
+
+class Corpus(NamedTuple):
+    """Tokens to train on and tokens to validate on, and where they came from."""
+
+    train: np.ndarray  # (N,) of the smallest of `DTYPES` that holds the vocabulary
+    validation: np.ndarray  # (M,)
+    description: str
+    vocabulary: Vocabulary = Bytes()
+
+
+def unigram_loss(corpus: Corpus) -> float:
+    """Nats per validation token of the training part's frequencies, each count plus one.
+
+    ValueError where there is nothing to validate on.
+    """
+    if not len(corpus.validation):
+        raise ValueError("unigram_loss: the validation part must not be empty")
+    counts = np.ones(corpus.vocabulary.size, np.int64)
+    for part in _steps(corpus.train):
+        counts += np.bincount(part, minlength=len(counts))
+    log_probs = np.log(counts / counts.sum())
+    total = sum(float(log_probs[part].sum()) for part in _steps(corpus.validation))
+    return -total / len(corpus.validation)
+
+
+def made(vocabulary: Words | None, found: Texts, progress: Progress | None = None) -> Vocabulary:
+    """The vocabulary that is given, or made of the texts."""
+    if vocabulary is None:
+        return Bytes()
+    if not callable(vocabulary):
+        return vocabulary
+    return vocabulary(_reported(found.pieces(), "learning", found.n_bytes, progress))
+
+
+def encoded(
+    found: Texts, words: Vocabulary, share: float, progress: Progress | None
+) -> Iterator[tuple[bool, np.ndarray]]:
+    """Whether tokens are held out, and the tokens, a piece at a time."""
+    dtype, end, done = dtype_of(words), words.eos_id, 0
+    for is_held_out, document in found.documents(share):
+        for piece in _reported(document.pieces(), "tokenising", found.n_bytes, progress, done):
+            yield is_held_out, words.array(piece).astype(dtype, copy=False)
+            done += len(piece.encode())
+        if end is not None and not document.goes_on:
+            yield is_held_out, np.asarray([end], dtype)
+
+
+def dtype_of(words: Vocabulary) -> np.dtype[np.unsignedinteger]:
+    """The smallest dtype that holds all ids of a vocabulary."""
+    return next(d for d in map(np.dtype, DTYPES) if words.size <= np.iinfo(d).max + 1)
+
+
+def _steps(tokens: np.ndarray) -> Iterator[np.ndarray]:
+    return (tokens[start : start + STEP] for start in range(0, len(tokens), STEP))
+
+
+def _reported(
+    pieces: Iterable[str], what: str, total: int, progress: Progress | None, done: int = 0
+) -> Iterator[str]:
+    """Pieces, of which each is reported when the next is asked for."""
+    for piece in pieces:
+        yield piece
+        done += len(piece.encode())
+        if progress is not None:
+            progress(what, done, total)

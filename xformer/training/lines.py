@@ -1,0 +1,64 @@
+"""Files of lines: JSON objects, or texts that belong together by their number."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Where each line of a UTF-8 file stands, for messages, and the line; .gz is unpacked.
+
+    ValueError, with the number of the line, where it is not UTF-8, or a packed file is damaged.
+    """
+    where = str(path)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for i, raw in enumerate(file, start=1):
+                where = f"{path}: line {i}"
+                line = raw.decode("utf-8-sig" if i == 1 else "utf-8")
+                yield where, line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: must be UTF-8, {error}") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: is damaged: {error}") from error
+
+
+def fields(line: str, names: Sequence[str]) -> dict[str, Any]:
+    """The named fields of the JSON object in a line; ValueError where they are not there."""
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is no valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"must be a JSON object, got {type(data).__name__}")
+    for name in names:
+        if name not in data:
+            listed = ", ".join(map(repr, data))[:200] or "nothing"
+            raise ValueError(f"lacks {name!r}, it has {listed}")
+    return {name: data[name] for name in names}
+
+
+def parallel(
+    source: str | os.PathLike[str], target: str | os.PathLike[str]
+) -> list[tuple[str, str]]:
+    """Texts and their translations: line i of one file and of the other, UTF-8, perhaps .gz.
+
+    Pairs of which either is blank are left out. ValueError where the files have not the same
+    number of lines, or no pair, or are damaged; OSError where one cannot be read.
+    """
+    one, other = ([line for _, line in lines(Path(path))] for path in (source, target))
+    if len(one) != len(other):
+        raise ValueError(
+            f"{source} and {target} must have the same number of lines, "
+            f"got {len(one)} and {len(other)}"
+        )
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.strip() and b.strip()]
+    if not pairs:
+        raise ValueError(f"{source} and {target} hold no pair of texts")
+    return pairs

@@ -1,0 +1,35 @@
+"""A folder that one process at a time writes to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = "lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder; BlockingIOError where another process does.
+
+    The system lets go of it when the process ends, however it ends.
+    """
+    with (folder / LOCK).open("ab") as file:
+        try:
+            _lock(file.fileno())
+        except OSError as error:
+            raise BlockingIOError(f"{folder} is in use: another process trains there") from error
+        yield
+
+
+def _lock(handle: int) -> None:
+    if os.name == "posix":
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:
+        import msvcrt
+
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)

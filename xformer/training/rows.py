@@ -1,0 +1,60 @@
+"""Examples, shuffled, in batches that a function makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from xformer.checks import require_sizes
+from xformer.training.batch import Batch, spread
+from xformer.training.shuffle import permuted, require_seed
+
+Make = Callable[[Sequence[Any], np.random.Generator], Batch]
+
+
+class Rows:
+    """A `Source` of examples, tuples of arrays and numbers: make(examples, rng) is their batch.
+
+    Every epoch has another order, and a batch does not reach into the next: what is left at its end
+    comes in the next one. rng is drawn from the seed and the batch's number. batch_size: at most
+    all. ValueError where there is no example.
+    """
+
+    def __init__(self, examples: Sequence[Any], batch_size: int, make: Make, seed: int = 0) -> None:
+        require_sizes("Rows", 1, batch_size=batch_size)
+        require_seed("Rows", seed)
+        if not len(examples):
+            raise ValueError("Rows: there are no examples")
+        self.examples, self.make, self.seed = examples, make, seed
+        self.batch_size = min(batch_size, len(examples))
+
+    @property
+    def per_epoch(self) -> int:
+        """Whole batches."""
+        return len(self.examples) // self.batch_size
+
+    def batch(self, i: int) -> Batch:
+        """Batch i mod per_epoch of epoch i // per_epoch."""
+        require_sizes("Rows.batch", 0, i=i)
+        epoch, k = divmod(i, self.per_epoch)
+        places = np.arange(k * self.batch_size, (k + 1) * self.batch_size)
+        order = permuted(places, len(self.examples), seed=self.seed, epoch=epoch)
+        return self.make([self.examples[j] for j in order], np.random.default_rng([self.seed, i]))
+
+    def held_out(self, n_batches: int | None = None) -> Iterator[Batch]:
+        """All examples in order, about batch_size in each, so that none is left alone."""
+        parts = np.array_split(np.arange(len(self.examples)), self.per_epoch)
+        rng = np.random.default_rng(self.seed)
+        for number in spread(len(parts), n_batches):
+            yield self.make([self.examples[j] for j in parts[number]], rng)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the examples, the sizes and the seed."""
+        digest = hashlib.sha256(f"rows {len(self.examples)} {self.batch_size} {self.seed}".encode())
+        for example in self.examples:
+            for part in map(np.asarray, example):
+                digest.update(f"{part.dtype.str} {part.shape} ".encode() + part.tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,257 @@
+"""A training in a folder, which a person can leave alone, stop, and go on with.
+
+run.json                                 what is trained, and how
+log.jsonl                                a line for every step
+checkpoints/step-00000100.safetensors    the last ones, and that of the best validation
+model.safetensors, config.json           the best model so far, for `training.load`
+lock                                     held by the process that trains
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from xformer import tree
+from xformer.backends import Backend
+from xformer.checks import require_sizes
+from xformer.files import replacing
+from xformer.training import checkpoint
+from xformer.training.checkpoint import CheckpointError
+from xformer.training.lock import LOCK, locked
+from xformer.training.loop import Diverged, Step
+from xformer.training.state import Saved, State, read_state, require_same, write_state
+
+RUN, LOG, CHECKPOINTS = "run.json", "log.jsonl", "checkpoints"
+FORMAT = "xformer-run-1"
+HALVES = (".*.part", ".tmp??????")  # what a killed process leaves: of ours, of safetensors
+
+
+class Run:
+    """A folder that this process trains in, once it is entered (`with`).
+
+    about: JSON that says what is trained: model, configuration, data. An old run goes on only with
+    the same. model: whose parameters are kept as `training.load` reads them; None: they are not.
+    every: steps between checkpoints, of which the last `keep` stay. notes: more for run.json.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        place: Backend,
+        about: dict[str, Any],
+        *,
+        model: Any = None,
+        every: int = 100,
+        keep: int = 2,
+        notes: Any = None,
+    ) -> None:
+        require_sizes("Run", 1, every=every, keep=keep)
+        self.folder, self.place, self.about, self.model = Path(folder), place, about, model
+        self.every, self.keep, self.notes = every, keep, notes
+        self._open = ExitStack()
+        self._saved = -1  # the step of the newest checkpoint
+
+    def __enter__(self) -> Run:
+        """BlockingIOError where another process trains there, ValueError for another run's folder,
+        FileExistsError for one with other files."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        require_ours(self.folder)
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.folder))
+            if (self.folder / RUN).is_file():
+                require_same(self.folder / RUN, read_run(self.folder)["about"], self.about)
+            else:
+                self._describe()
+            (self.folder / CHECKPOINTS).mkdir(exist_ok=True)
+            for folder in (self.folder, self.folder / CHECKPOINTS):
+                for name in HALVES:
+                    for path in folder.glob(name):
+                        path.unlink()
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the folder."""
+        self._open.close()
+
+    def begin(self, start: State, at: int | None = None) -> State:
+        """The state of the newest checkpoint, or `start` where there is none; the log ends there.
+
+        at: of the checkpoint of that step; newer ones are set aside, under other names. ValueError
+        where it does not fit `start`, CheckpointError where it is damaged, OSError where the disk
+        has no room for what training will write.
+        """
+        found = checkpoints(self.folder)
+        if at is not None and at not in found:
+            have = ", ".join(map(str, found)) or "none"
+            raise FileNotFoundError(
+                f"{self.folder} has no checkpoint of step {at}; there are those of {have}"
+            )
+        state = start
+        if found:
+            saved = self._read(found, max(found) if at is None else at)
+            saved.require(self.about)
+            state = saved.restored(start, self.place)
+            self._saved = state.step
+        self._require_space(start)
+        for step, path in found.items():
+            if step > state.step:
+                path.replace(path.with_suffix(".aside"))
+        _shorten(self.folder / LOG, state.step)
+        self._prune(state)  # as a process may have been killed before it did
+        return state
+
+    def record(
+        self, steps: Iterable[Step], stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[Step]:
+        """The steps, each in the log before it comes out; checkpoints in between and at the end.
+
+        stop: asked after each step whether to end there. Diverged and OSError say which checkpoint
+        to go on from.
+        """
+        step = None
+        try:
+            with (self.folder / LOG).open("ab", buffering=0) as log:
+                for step in steps:
+                    log.write(_line(step))
+                    state = step.state
+                    if state.step % self.every == 0 or state.best_step == state.step:
+                        os.fsync(log.fileno())  # a checkpoint's steps are all in the log
+                        self.save(state)
+                    yield step
+                    if stop():
+                        break
+                os.fsync(log.fileno())
+            if step is not None:
+                self.save(step.state)
+        except (Diverged, OSError) as error:
+            raise type(error)(f"{error}; {self._last_good()}") from error
+
+    def save(self, state: State) -> None:
+        """Write the checkpoint of a state, unless it is there, and remove what is no longer kept.
+
+        The model is the best validated one, or the newest while none is validated.
+        """
+        if self._saved == state.step:
+            return
+        if self.model is not None and state.best_step in (0, state.step):
+            # First, so that it never is older than the checkpoint that calls it the best.
+            checkpoint.save(self.folder, self.model, state.averaged, self.place)
+        write_state(path_of(self.folder, state.step), state, self.place, self.about)
+        self._saved = state.step
+        self._prune(state)
+
+    def space_needed(self, state: State) -> int:
+        """Bytes that training may add to the folder: checkpoints, one more while it is written."""
+        params = tree.nbytes(state.params)
+        models = 0 if self.model is None else 2 * params
+        have = sum(path.stat().st_size for path in checkpoints(self.folder).values())
+        return max((self.keep + 2) * tree.nbytes(state) - have, tree.nbytes(state)) + models
+
+    def _read(self, found: dict[int, Path], step: int) -> Saved:
+        try:
+            return read_state(found[step])
+        except CheckpointError as error:
+            older = [n for n in found if n < step]
+            for n in reversed(older):
+                try:
+                    read_state(found[n])
+                except CheckpointError:
+                    continue
+                hint = f"that of step {n} is whole, and --at {n} goes on from it"
+                raise CheckpointError(f"{error}; {hint}") from error
+            raise CheckpointError(f"{error}; there is no older one that is whole") from error
+
+    def _prune(self, state: State) -> None:
+        """Remove the checkpoints that are neither among the last ones nor the best."""
+        steps = [step for step in checkpoints(self.folder) if step <= state.step]
+        for step in steps[: -self.keep]:
+            if step != state.best_step:
+                path_of(self.folder, step).unlink()
+
+    def _require_space(self, state: State) -> None:
+        needed, free = self.space_needed(state), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise OSError(
+                f"{self.folder}: the checkpoints need {needed / 1e6:,.1f} MB, and "
+                f"{free / 1e6:,.1f} MB are free"
+            )
+
+    def _describe(self) -> None:
+        content = {"format": FORMAT, "about": self.about, "notes": self.notes}
+        with replacing(self.folder / RUN) as (part,):
+            part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def _last_good(self) -> str:
+        found = checkpoints(self.folder)
+        if not found:
+            return "there is no checkpoint yet"
+        return f"the last good checkpoint is {found[max(found)]}"
+
+
+def require_ours(folder: Path) -> None:
+    """FileExistsError unless a folder is that of a run, or empty, or of one that barely began."""
+    if (folder / RUN).is_file():
+        return
+    for path in folder.iterdir():
+        if path.name != LOCK and not path.match(f".{RUN}.*.part"):
+            raise FileExistsError(f"{folder} is no run and not empty: it has {path.name}")
+
+
+def read_run(folder: str | os.PathLike[str]) -> Any:
+    """What run.json says. FileNotFoundError where there is none, ValueError for another file."""
+    path = Path(folder) / RUN
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no run: it has no {RUN}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] == FORMAT and isinstance(content["about"], dict):
+            return content
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error!r:.200}") from error
+    raise ValueError(f"{path}: format must be {FORMAT}, got {content['format']!r}")
+
+
+def checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """The checkpoints of a run by their steps, in order."""
+    paths = Path(folder, CHECKPOINTS).glob("step-*.safetensors")
+    named = {path.stem.removeprefix("step-"): path for path in paths}
+    return {int(n): named[n] for n in sorted(filter(str.isdecimal, named), key=int)}
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / CHECKPOINTS / f"step-{step:08}.safetensors"
+
+
+def _line(step: Step) -> bytes:
+    """One line of the log; what is not finite is null, since JSON has no such numbers."""
+    numbers = {name: value for name, value in step._asdict().items() if name != "state"}
+    for name, value in numbers.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            numbers[name] = None
+    return json.dumps(numbers, allow_nan=False).encode() + b"\n"
+
+
+def _shorten(path: Path, step: int) -> None:
+    """Cut a log behind the line of a step, and before a line that is no such."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as log:
+        end = 0
+        for line in log:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            end += len(line)
+        log.truncate(end)
+        os.fsync(log.fileno())

@@ -1,0 +1,211 @@
+"""Texts to train on, read piece by piece: a file, a folder of files, lines of JSON.
+
+found = texts("books.jsonl")
+for is_held_out, document in found.documents(share=0.1):
+    for piece in document.pieces(): ...
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xformer.training.lines import fields, lines
+from xformer.training.pieces import boundary, decoded
+
+JSON = (".jsonl", ".ndjson")
+Progress = Callable[[str, int, int], Any]  # what is done, how far, of how much
+
+
+class Document(NamedTuple):
+    """Bytes of a file, or the text itself."""
+
+    where: str
+    text: str | None
+    start: int = 0
+    end: int = 0
+    goes_on: bool = False  # it is the first part of a text
+
+    def pieces(self) -> Iterator[str]:
+        """Its text, in pieces of about a megabyte."""
+        if self.text is not None:
+            yield self.text
+        else:
+            yield from decoded(Path(self.where), self.start, self.end)
+
+
+class Texts(NamedTuple):
+    """Documents, counted and found to be UTF-8, and where they came from."""
+
+    read: Callable[[], Iterator[Document]]
+    n_documents: int
+    n_bytes: int
+    description: str
+
+    def pieces(self) -> Iterator[str]:
+        """All text, in pieces."""
+        for document in self.read():
+            yield from document.pieces()
+
+    def documents(self, share: float = 0.1) -> Iterator[tuple[bool, Document]]:
+        """Whether each document is held out, for validation, and the document.
+
+        Of several documents every tenth, for a share of 0.1, beginning with the second; of a
+        single one the last tenth. ValueError unless 0 <= share <= 0.5.
+        """
+        require_share(share)
+        if share and self.n_documents == 1:
+            head, tail = _cut(next(self.read()), share)
+            yield False, head
+            yield True, tail
+            return
+        every = round(1 / share) if share else 0
+        for i, document in enumerate(self.read()):
+            yield bool(every) and i % every == 1, document
+
+
+def texts(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    field: str = "text",
+    progress: Progress | None = None,
+) -> Texts:
+    """The documents of a UTF-8 file, of a folder of them, or of a field of a .jsonl file.
+
+    Without a path, the source of Python's standard library. In a folder every file below it is a
+    document, in the order of the names; those that are empty or not UTF-8 are left out, and counted
+    in the description. Each line of a .jsonl (or .jsonl.gz) file is one. Reads everything once,
+    and calls progress with what it does and the bytes that are read and that there are.
+
+    FileNotFoundError; ValueError where there is no text, a file is not UTF-8 (with the place of the
+    byte), a line has no such field (with the number of the line).
+    """
+    if path is None:
+        name = "source code of Python's standard library"
+        return _of_files(_standard_library(), name, progress)
+    root = Path(path)
+    if root.is_dir():
+        found = sorted(p for p in root.rglob("*") if p.is_file() and not _hidden(p, root))
+        return _of_files(found, f"text files of {root.name or root}", progress)
+    if not root.is_file():
+        raise FileNotFoundError(f"there is no file or folder {path}")
+    if root.name.removesuffix(".gz").endswith(JSON):
+        return _of_lines(root, field, progress)
+    return _of_file(root, progress)
+
+
+def require_share(share: float) -> None:
+    """ValueError unless share can be the part of documents that is held out."""
+    if not 0 <= share <= 0.5:
+        raise ValueError(f"share must lie in [0, 0.5], got {share}")
+
+
+def _of_file(path: Path, progress: Progress | None) -> Texts:
+    size, done = path.stat().st_size, 0
+    for piece in decoded(path, 0, size):
+        done += len(piece.encode())
+        _report(progress, f"reading {path.name}", done, size)
+    if not done:
+        raise ValueError(f"{path}: is empty, there is no text in it")
+    return Texts(lambda: iter([Document(str(path), None, 0, size)]), 1, size, path.name)
+
+
+def _of_files(paths: list[Path], name: str, progress: Progress | None) -> Texts:
+    sizes = [path.stat().st_size for path in paths]
+    documents, done = [], 0
+    for path, size in zip(paths, sizes, strict=True):
+        if size and _is_utf8(path, size):
+            documents.append(Document(str(path), None, 0, size))
+        done += size
+        _report(progress, f"reading {len(paths)} files", done, sum(sizes))
+    if not documents:
+        raise ValueError(f"there is no UTF-8 text in the {len(paths)} files ({name})")
+    left_out = len(paths) - len(documents)
+    note = f", {left_out} empty or not UTF-8 left out" if left_out else ""
+    n_bytes = sum(document.end for document in documents)
+    description = f"{name}: {len(documents)} files{note}"
+    return Texts(lambda: iter(documents), len(documents), n_bytes, description)
+
+
+def _of_lines(path: Path, field: str, progress: Progress | None) -> Texts:
+    n_lines = n_documents = n_bytes = 0
+    size = path.stat().st_size
+    for document in _records(path, field):
+        text = document.text or ""
+        n_lines += 1
+        n_documents += bool(text)
+        n_bytes += len(text.encode())
+        _report(progress, f"reading {path.name}", min(n_bytes, size), size)
+    if not n_documents:
+        raise ValueError(f"{path}: there is no text in its {n_lines} lines")
+    note = f", {n_lines - n_documents} without text left out" if n_lines > n_documents else ""
+    description = f"{field!r} of {path.name}: {n_documents} documents{note}"
+    return Texts(
+        lambda: (document for document in _records(path, field) if document.text),
+        n_documents,
+        n_bytes,
+        description,
+    )
+
+
+def _records(path: Path, field: str) -> Iterator[Document]:
+    """The field of each line that is not blank."""
+    for where, line in lines(path):
+        if not line.strip():
+            continue
+        try:
+            text = fields(line, [field])[field]
+            if not isinstance(text, str):
+                raise ValueError(f"{field} must be a text, got {text!r:.60}")
+            text.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        yield Document(where, text)
+
+
+def _cut(document: Document, share: float) -> tuple[Document, Document]:
+    """A document in two, of which the second has the share."""
+    if document.text is not None:
+        cut = int(len(document.text) * (1 - share))
+        head, tail = document.text[:cut], document.text[cut:]
+        return document._replace(text=head, goes_on=True), document._replace(text=tail)
+    cut = int(document.end * (1 - share))
+    if 0 < cut < document.end:
+        with open(document.where, "rb") as file:
+            file.seek(max(cut - 4, 0))
+            around = file.read(5)
+        before = min(cut, 4)
+        cut += boundary(around, before) - before
+    return document._replace(end=cut, goes_on=True), document._replace(start=cut)
+
+
+def _is_utf8(path: Path, size: int) -> bool:
+    try:
+        for _ in decoded(path, 0, size):
+            pass
+    except ValueError:
+        return False
+    return True
+
+
+def _report(progress: Progress | None, what: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(what, done, total)
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    found = sorted(p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
+    if not found:
+        raise FileNotFoundError(
+            "this Python carries no source of its standard library: name a text of your own"
+        )
+    return found
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)

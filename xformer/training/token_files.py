@@ -1,0 +1,105 @@
+"""Corpora in folders: token files that are mapped, not read, and so may be larger than memory.
+
+corpus.json       what is in the others: counts, dtype, digests, where the text came from
+train.bin         tokens one after the other, little-endian, without a header
+validation.bin
+vocabulary.json or tokenizer.json    the vocabulary
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xformer.generation.vocabulary import VOCABULARY
+from xformer.pretrained.config import Config
+from xformer.pretrained.reading import PretrainedError, read_json
+from xformer.training.corpus import DTYPES, Corpus
+from xformer.training.vocabulary import TOKENIZER, Vocabulary, load_vocabulary
+
+HEADER, FORMAT = "corpus.json", "xformer-corpus-1"
+PARTS = ("train", "validation")
+MAX_TOKENS = 1 << 50
+STEP = 1 << 24  # bytes of a file that are read at once for its digest
+
+
+class CorpusError(ValueError):
+    """A folder of tokens that is damaged, or not one of ours; the message names the file."""
+
+
+def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corpus:
+    """The corpus that `prepare` made in a folder, its tokens mapped (`np.memmap`), not read.
+
+    verify: read all tokens once and compare their digests. FileNotFoundError where there is no
+    corpus, CorpusError where it is damaged, cut short, or has another vocabulary beside it.
+    """
+    root = Path(folder)
+    if not os.path.lexists(root / HEADER):
+        raise FileNotFoundError(f"{root} is no corpus: it has no {HEADER}")
+    try:
+        header = _Header(root / HEADER)
+        words = load_vocabulary(root)
+    except PretrainedError as error:
+        raise CorpusError(str(error)) from error
+    _require_vocabulary(root, words, header)
+    train, validation = (
+        _mapped(root / f"{name}.bin", header.dtype, *header.parts[name], verify) for name in PARTS
+    )
+    return Corpus(train, validation, header.description, words)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(STEP):
+            found.update(data)
+    return found.hexdigest()
+
+
+def vocabulary_in(folder: Path) -> Path:
+    """The file of a folder that holds its vocabulary."""
+    return next(p for p in (folder / VOCABULARY, folder / TOKENIZER) if p.exists())
+
+
+class _Header:
+    """What corpus.json says. PretrainedError where it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        c = Config(read_json(path), str(path))
+        c.text("format", choices=(FORMAT,))
+        self.description: str = c.text("description")
+        c.integer("documents", high=MAX_TOKENS)
+        self.dtype = np.dtype(c.text("dtype", choices=[np.dtype(d).name for d in DTYPES]))
+        words = c.sub("vocabulary") or Config({}, str(path))
+        self.vocabulary = (words.integer("size", low=1), words.text("sha256"))
+        self.parts: dict[str, tuple[int, str]] = {}
+        for name in PARTS:
+            part = c.sub(name) or Config({}, str(path))
+            self.parts[name] = (part.integer("tokens", high=MAX_TOKENS), part.text("sha256"))
+        c.finish()
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], n: int, sha256: str, verify: bool) -> np.ndarray:
+    size = path.stat().st_size if path.is_file() else None
+    if size != n * dtype.itemsize:
+        got = "there is no such file" if size is None else f"it has {size}"
+        raise CorpusError(f"{path}: must have {n * dtype.itemsize} bytes, {got}")
+    if verify and digest(path) != sha256:
+        raise CorpusError(f"{path}: is damaged, its SHA-256 is not that in {HEADER}")
+    if n == 0:  # which cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype.newbyteorder("<"), "r")
+
+
+def _require_vocabulary(root: Path, words: Vocabulary, header: _Header) -> None:
+    size, sha256 = header.vocabulary
+    if words.size != size or digest(vocabulary_in(root)) != sha256:
+        raise CorpusError(
+            f"{root}: the vocabulary must be the one that the tokens were made with, of {size}, "
+            f"got another, of {words.size}"
+        )

@@ -1,0 +1,167 @@
+"""Vocabularies: bytes, characters, or parts of words by the package `tokenizers` (extra `hf`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from xformer.generation.vocabulary import FORMAT, VOCABULARY, Bytes, Characters
+from xformer.pretrained.config import Config
+from xformer.pretrained.reading import PretrainedError, read_json
+from xformer.pretrained.tokenizer import Tokenizer, tokenizer
+from xformer.pretrained.vocabularies import package, translated
+
+END = "<|endoftext|>"
+TOKENIZER = "tokenizer.json"
+LIMIT = 16 << 20  # bytes of a vocabulary.json
+
+
+class Vocabulary(Protocol):
+    """What the ids of a model mean: `Bytes`, `Characters`, `Subwords`; a `generation` codec too.
+
+    Two of them are equal where they give the same ids.
+    """
+
+    @property
+    def size(self) -> int:
+        """Ids lie below it."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text; a corpus has it after each document."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, or of a part of one, and no more."""
+
+    def array(self, text: str) -> np.ndarray:
+        """As `encode`, (N,) integers."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write it beside a model or a corpus, for `load_vocabulary`."""
+
+
+class Subwords:
+    """The tokens of a `pretrained.tokenizer`, without those that it sets around a text."""
+
+    def __init__(self, words: Tokenizer) -> None:
+        self.tokenizer, self.size = words, words.vocab_size
+        self.bos_id, self.eos_id, self.pad_id = words.bos_id, words.eos_id, words.pad_id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Subwords) and self._json == other._json
+
+    def __hash__(self) -> int:
+        return hash(self._json)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return self.tokenizer.encode(text, special=False)
+
+    def array(self, text: str) -> np.ndarray:
+        """The ids of a text, (N,) int64."""
+        return np.asarray(self.encode(text), np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self.tokenizer.decode(ids)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`."""
+        self.tokenizer.save(folder)
+
+    @cached_property
+    def _json(self) -> str:
+        return self.tokenizer.to_json()
+
+
+def train_bpe(texts: Iterable[str], size: int, specials: Sequence[str] = (END,)) -> Subwords:
+    """Byte pairs over bytes, as GPT-2 has them, learnt from texts (arXiv:1508.07909).
+
+    size: the most tokens; fewer where the texts have no more pairs. specials: the first of them;
+    `<|endoftext|>`, or `<s>` and `</s>`, begin and end a text, `<pad>` is padding. Needs the
+    package `tokenizers` (extra `hf`, ImportError). ValueError where size leaves no room for the 256
+    bytes, or there is no text; TypeError for one text in the place of several.
+    """
+    t = package()
+    if isinstance(texts, str | bytes):
+        raise TypeError("train_bpe: texts must be several texts, got one")
+    if not isinstance(size, int) or size < 256 + len(specials):
+        raise ValueError(
+            f"train_bpe: size must be an int of at least 256 bytes and {len(specials)} specials, "
+            f"got {size!r}"
+        )
+    inner = t.Tokenizer(t.models.BPE())
+    inner.pre_tokenizer = t.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = t.decoders.ByteLevel()
+    trainer = t.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(specials),
+        initial_alphabet=sorted(t.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    counted = _Counted(texts)
+    with translated("train_bpe"):
+        inner.train_from_iterator(iter(counted), trainer)
+    if not counted.characters:
+        raise ValueError("train_bpe: there is no text to learn from")
+    return Subwords(Tokenizer(inner, Config({}, "train_bpe"), "train_bpe"))
+
+
+def load_vocabulary(folder: str | os.PathLike[str]) -> Vocabulary:
+    """The vocabulary in a folder: vocabulary.json, or else a tokenizer, as `pretrained.tokenizer`.
+
+    FileNotFoundError where there is none, PretrainedError where it is damaged.
+    """
+    path = Path(folder) / VOCABULARY
+    if not os.path.lexists(path):
+        return Subwords(tokenizer(folder))
+    c = Config(read_json(path, LIMIT), str(path))
+    c.text("format", choices=(FORMAT,))
+    kind = c.text("kind", choices=("bytes", "characters"))
+    characters = c.text("characters") if kind == "characters" else None
+    c.finish()
+    try:
+        return Bytes() if characters is None else Characters(characters)
+    except ValueError as error:
+        raise PretrainedError(f"{path}: {error}") from error
+
+
+def named_vocabulary(name: str) -> Vocabulary | Callable[[Iterable[str]], Vocabulary]:
+    """What a command's option means: bytes, characters, bpe:SIZE, or a folder that has one.
+
+    Those of characters and of byte pairs are functions that make a vocabulary of texts.
+    """
+    if name == "bytes":
+        return Bytes()
+    if name == "characters":
+        return Characters.of
+    kind, _, size = name.partition(":")
+    if kind == "bpe" and size.isdecimal():
+        return partial(train_bpe, size=int(size))
+    if Path(name).is_dir():
+        return load_vocabulary(name)
+    raise ValueError(f"vocabulary must be bytes, characters, bpe:SIZE or a folder, got {name!r}")
+
+
+class _Counted:
+    """Texts, and how many characters of them have been read."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts, self.characters = texts, 0
+
+    def __iter__(self) -> Any:
+        for text in self.texts:
+            self.characters += len(text)
+            yield text

@@ -1,0 +1,105 @@
+"""Windows of one long text of tokens, which may be larger than memory."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from xformer.checks import require_sizes
+from xformer.training.batch import Batch
+from xformer.training.shuffle import permuted, require_seed
+
+RUNS = 1024  # of as many tokens, that stand for a longer text in the fingerprint
+
+
+class Windows:
+    """A `Source` of windows of `length` tokens, and the tokens that follow each.
+
+    tokens: (N,) integers, in memory or mapped (`np.memmap`), of which only what a batch holds is
+    read. An epoch cuts the text into windows that adjoin, from another of the first places each
+    time, and gives every one of them once, in another order; what is left of it after the last
+    whole batch begins the next batch. Batch: tokens (B, T), targets (B, T), int64.
+    """
+
+    def __init__(self, tokens: Any, length: int, batch_size: int, seed: int = 0) -> None:
+        require_sizes("Windows", 1, length=length, batch_size=batch_size)
+        require_seed("Windows", seed)
+        _require_tokens(tokens, length)
+        self.tokens, self.length, self.batch_size, self.seed = tokens, length, batch_size, seed
+        # One less than fit, so that an epoch may start from each place of a window.
+        self.n_windows = max(1, len(tokens) // length - 1)
+        self.n_starts = len(tokens) - self.n_windows * length
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches in which every window has come once; the last may reach into the next epoch."""
+        return -(-self.n_windows // self.batch_size)
+
+    def batch(self, i: int) -> Batch:
+        """Windows i B to (i + 1) B - 1 of the endless row of epochs."""
+        require_sizes("Windows.batch", 0, i=i)
+        first = i * self.batch_size
+        epochs, places = np.divmod(np.arange(first, first + self.batch_size), self.n_windows)
+        order = permuted(places, self.n_windows, seed=self.seed, epoch=epochs)
+        turns, epochs = np.divmod(epochs, self.n_starts)  # each start once before one comes again
+        starts = permuted(epochs, self.n_starts, seed=self.seed, epoch=turns)
+        return self._cut(starts + order * self.length)
+
+    def held_out(self, n_batches: int | None = None) -> Iterator[Batch]:
+        """The windows in order, from the first token, the last batch perhaps smaller.
+
+        n_batches: as many, of windows spread evenly over the text, which overlap where it is short.
+        """
+        size, last = self.batch_size, len(self.tokens) - self.length - 1
+        if n_batches is None:
+            starts = np.arange(0, last + 1, self.length)
+        else:
+            require_sizes("held_out", 1, n_batches=n_batches)
+            starts = np.linspace(0, last, n_batches * size).astype(np.int64)
+        for i in range(0, len(starts), size):
+            yield self._cut(starts[i : i + size])
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the sizes, the seed and the tokens: of a long text, of runs all over it."""
+        digest = hashlib.sha256(
+            f"windows {len(self.tokens)} {self.length} {self.batch_size} {self.seed}".encode()
+        )
+        n = len(self.tokens)
+        starts = [0] if n <= RUNS**2 else np.linspace(0, n - RUNS, RUNS).astype(np.int64)
+        for start in starts:
+            run = self.tokens[start : start + (n if n <= RUNS**2 else RUNS)]
+            digest.update(np.asarray(run, "<i8").tobytes())
+        self._let_go()
+        return digest.hexdigest()
+
+    def _cut(self, starts: np.ndarray) -> Batch:
+        rows = np.asarray(self.tokens[starts[:, None] + np.arange(self.length + 1)], np.int64)
+        self._let_go()
+        n = len(starts) * self.length
+        return Batch((rows[:, :-1], rows[:, 1:]), {}, n, n)
+
+    def _let_go(self) -> None:
+        """What was read of a mapped file stays in the system's cache, not in our memory."""
+        mapped = getattr(self.tokens, "_mmap", None)
+        if mapped is None or self.tokens.flags.writeable:  # then what was written could be lost
+            return
+        if hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _require_tokens(tokens: Any, length: int) -> None:
+    """TypeError unless tokens are integers, ValueError unless they fill a window and one more."""
+    if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "ui":
+        got = getattr(tokens, "dtype", type(tokens).__name__)
+        raise TypeError(f"Windows: tokens must be a NumPy array of integers, got {got}")
+    if tokens.ndim != 1:
+        raise ValueError(f"Windows: tokens must be (N,), got shape {tokens.shape}")
+    if len(tokens) <= length:
+        raise ValueError(
+            f"Windows: the text is too short: a window of {length} tokens needs {length + 1}, "
+            f"got {len(tokens)}"
+        )
