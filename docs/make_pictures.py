@@ -45,7 +45,7 @@ def loss_curve(run: Path) -> Path:
         title="xformer train: Python's standard library, byte by byte",
         xlabel="seconds on two cores, NumPy",
         ylabel="nats per byte",
-        xlim=(0, log.seconds[-1]),
+        xlim=(0, 1.01 * log.seconds[-1]),
     )
     axes.legend()
     return save(figure, PICTURES / "loss.svg")
@@ -56,7 +56,8 @@ def curves() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = [f"{folder}/lr {lr}" for lr in ("0.005", "0.0005")]
         for run in runs:
-            command("train", "--preset", "tiny", "--lr", run.split()[-1], "--out", run)
+            options = ("--lr", run.split()[-1], "--validate-every", "20", "--out", run)
+            command("train", "--preset", "tiny", *options)
         command("plot", *runs, "--out", str(PICTURES / "curves.svg"))
 
 

@@ -223,8 +223,8 @@ def test_a_compiler_does_not_undo_it(library: Backend, dropout: float) -> None:
         compiled = jitted(model, params, tokens, step)
         memory = compiled.memory_analysis().temp_size_in_bytes
         found[flag] = memory, compiled.cost_analysis()["flops"], compiled(params, tokens, step)
-    assert found[True][0] < 0.4 * found[False][0]
-    assert found[True][1] > 1.15 * found[False][1]
+    assert found[True][0] < 0.32 * found[False][0]  # 0.39 if dropout kept its bits
+    assert found[True][1] > 1.2 * found[False][1]
     off, on = (tree.flatten(found[flag][2]) for flag in (False, True))
     for name, a in on.items():
         assert np.allclose(a, off[name], rtol=1e-4, atol=1e-6), name

@@ -192,8 +192,8 @@ def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -
 def _shortened(network: Any, times: int) -> Any:
     """A model of each kind of layer that `network` has, so many times."""
     if isinstance(network, EncoderDecoder):
-        kinds = {name: tuple(dict.fromkeys(getattr(network, name))) for name in STACKS}
-        return replace(network, **{name: kind * times for name, kind in kinds.items()})
+        kinds = [tuple(dict.fromkeys(getattr(network, name))) * times for name in STACKS]
+        return replace(network, encoder=kinds[0], decoder=kinds[1])
     return replace(network, blocks=tuple(dict.fromkeys(network.blocks)) * times, n_groups=None)
 
 

@@ -11,11 +11,11 @@ from xformer import backends
 from xformer.cli.models import Found, opened
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
-from xformer.generation import generate
+from xformer.generation import generate, prefill
 from xformer.generation.prefix import place_of
 from xformer.generation.text import ends_of, prompt_ids
 from xformer.models import EncoderDecoder
-from xformer.plots.attention import MOST, attention_picture
+from xformer.plots.attention import LABELS, MOST, attention_picture
 from xformer.plots.maps import attention_maps
 from xformer.plots.style import require_format, save
 
@@ -78,18 +78,24 @@ def run(args: argparse.Namespace) -> int:
     layer = len(layers) - 1 if args.layer is None else args.layer
     if not 0 <= layer < len(layers):
         raise ValueError(f"--layer must lie in [0, {len(layers)}), got {layer}")
-    axes = {
-        "self": (read.tokens, read.tokens),
-        "encoder": (read.tokens, read.tokens),
-        "decoder": (read.target, read.target),
-        "cross": (read.written, read.tokens),
-    }[kind]
-    queries, keys = ([name_of(found.tokenizer, i) for i in ids or ()] for ids in axes)
+    queries, keys = (
+        [name_of(found.tokenizer, i) for i in ids or ()] for ids in _on_axes(kind, read)
+    )
     title = f"{NAMES[kind]}, layer {layer} (of 0 to {len(layers) - 1})"
-    print(save(attention_picture(layers[layer][0], queries, keys, title=title), args.out))
+    labels = ("token written", "token of the source") if kind == "cross" else LABELS
+    figure = attention_picture(layers[layer][0], queries, keys, title=title, labels=labels)
+    print(save(figure, args.out))
     if is_pair and args.target is None:
         print(f"target: {shown(found.tokenizer.decode(read.written))}")
     return 0
+
+
+def _on_axes(kind: str, read: Read) -> tuple[list[int] | None, list[int] | None]:
+    """The ids of the rows and of the columns: a row of the cross-attention is of what it writes."""
+    if kind == "cross":
+        return read.written, read.tokens
+    ids = read.target if kind == "decoder" else read.tokens
+    return ids, ids
 
 
 def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
@@ -99,8 +105,8 @@ def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
     start = start_id(found)
     if args.target is None:
         ends = ends_of(found.tokenizer, found.model)
-        options: Any = {"max_new": MOST, "stop": ends}
-        (written,) = generate(found.model, found.params, [tokens], **options)
+        prefix = prefill(found.model, found.params, [tokens], start_id=start)
+        (written,) = generate(found.model, found.params, prefix, max_new=MOST, stop=ends)
     else:
         written = prompt_ids(found.tokenizer, args.target)
         end = found.tokenizer.eos_id

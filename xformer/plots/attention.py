@@ -8,47 +8,46 @@ from typing import Any
 
 import numpy as np
 
-from xformer.plots.style import panels, styled
+from xformer.plots.style import SHADES, panels, styled
 
 MOST = 64  # tokens on an axis: more could not be read
 WIDEST = 24.0  # inches of all panels together
 LABEL = 0.15  # inches that a token's label needs
-SHADES = "Blues"  # one hue: the darker the more
+LABELS = ("token that attends", "token attended to")
 TICKS = (0.0, 0.05, 0.25, 0.5, 1.0)
 
 
 @styled()
 def attention_picture(
-    probs: np.ndarray, queries: Sequence[str], keys: Sequence[str], *, title: str = ""
+    probs: np.ndarray,
+    queries: Sequence[str],
+    keys: Sequence[str],
+    *,
+    title: str = "",
+    labels: tuple[str, str] = LABELS,
 ) -> Any:
     """A figure of one layer: a panel a head, a row for each query, a column for each key.
 
     probs: (H, T, S), as `attention_maps` gives them for one text; queries, keys: what T and S
-    tokens are called. Shades go by the square root of a share, so that small ones can be seen.
-    ValueError where the names do not fit, and for more than 64 tokens.
+    tokens are called; labels: of the two axes. Shades go by the square root of a share, so that
+    small ones can be seen. ValueError where the names do not fit, and for more than 64 tokens.
     """
     if probs.ndim != 3 or probs.shape[1:] != (len(queries), len(keys)):
         raise ValueError(
             f"attention_picture: probs must be (H, {len(queries)}, {len(keys)}) by the tokens, "
             f"got shape {probs.shape}"
         )
-    if not 0 < max(len(queries), len(keys)) <= MOST:
+    if not all(0 < len(names) <= MOST for names in (queries, keys)) or not len(probs):
         raise ValueError(
             f"attention_picture: 1 to {MOST} tokens fit a picture, got {len(queries)} and "
             f"{len(keys)}"
         )
     n_heads = len(probs)
-    columns = _columns(n_heads, len(keys) / len(queries))
-    rows = -(-n_heads // columns)
-    width, height = (max(LABEL * n, 1.1) for n in (len(keys), len(queries)))
-    scale = min(1.0, WIDEST / (columns * width))
-    size = (scale * columns * (width + 0.15) + 1.9, scale * rows * (height + 0.3) + 1.3)
+    rows, columns, size = _grid(n_heads, len(queries), len(keys))
     figure, axes = panels(rows, columns, size, sharex=True, sharey=True)
-    image = None
-    for head, panel in enumerate(axes.flat):
-        if head >= n_heads:
-            panel.set_visible(False)
-            continue
+    for panel in axes.flat[n_heads:]:
+        panel.set_visible(False)
+    for head, panel in enumerate(axes.flat[:n_heads]):
         image = _panel(panel, probs[head], f"head {head}")
     for panel in axes[:, 0]:
         panel.set_yticks(range(len(queries)), map(_short, queries), parse_math=False)
@@ -56,13 +55,22 @@ def attention_picture(
         lowest = axes[(n_heads - 1 - column) // columns, column]
         lowest.set_xticks(range(len(keys)), map(_short, keys), rotation=90, parse_math=False)
         lowest.tick_params(labelbottom=True)
-    figure.colorbar(
-        image, ax=axes, shrink=0.5 if rows > 1 else 0.9, aspect=30, ticks=TICKS
-    ).ax.tick_params(length=0)
-    figure.supylabel("token that attends", fontsize=9.5)
-    figure.supxlabel("token attended to", fontsize=9.5)
+    bar = figure.colorbar(image, ax=axes, shrink=0.5 if rows > 1 else 0.9, aspect=30, ticks=TICKS)
+    bar.ax.tick_params(length=0)
+    figure.supylabel(labels[0], fontsize=9.5)
+    figure.supxlabel(labels[1], fontsize=9.5)
     figure.suptitle(title, fontsize=11)
     return figure
+
+
+def _grid(n_heads: int, n_queries: int, n_keys: int) -> tuple[int, int, tuple[float, float]]:
+    """Rows and columns of panels, and the size of all in inches."""
+    columns = _columns(n_heads, n_keys / n_queries)
+    rows = -(-n_heads // columns)
+    width, height = (max(LABEL * n, 1.1) for n in (n_keys, n_queries))
+    scale = min(1.0, WIDEST / (columns * width))
+    size = (scale * columns * (width + 0.15) + 1.9, scale * rows * (height + 0.3) + 1.3)
+    return rows, columns, size
 
 
 def _panel(axes: Any, probs: np.ndarray, title: str) -> Any:

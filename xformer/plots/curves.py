@@ -137,7 +137,7 @@ def _names(figure: Any, loss: Any, logs: Sequence[Log]) -> None:
 
     runs = [Line2D([], [], **line_of(i), label=log.name) for i, log in enumerate(logs)]
     figure.legend(handles=runs, loc="outside lower center", ncols=min(len(logs), 4))
-    grey = {"color": "#666666"}
+    grey: dict[str, Any] = {"color": "#666666"}
     training = Line2D([], [], **grey, label="training, smoothed")
     points = Line2D([], [], **grey | POINTS, label="validation")
     loss.legend(handles=[training, points])

@@ -47,13 +47,13 @@ def flow(model: LanguageModel, params: Any, tokens: Array, targets: Array, name:
     model = replace(model, checkpoint=False)  # or its caches would hold inputs only
     with reference_only():  # its caches hold what comes into each op, which a kernel may not keep
         loss, cache = model.loss(params, tokens, targets)
-        y, _ = model.hidden(params, tokens)
-    top = cache.backward(one(loss))
-    hidden = cache.model.hidden.stack
-    outputs = [_input(block) for block in hidden.blocks[1:]]
-    outputs.append(y if hidden.norm is None else hidden.norm.norm.x)
+        grads = cache.backward(one(loss))
+        below: Any = getattr(cache, "tokens", cache)  # beside the losses of routers
+        stack = below.model.hidden.stack
+        last = model.hidden(params, tokens)[0] if stack.norm is None else stack.norm.norm.x
+    outputs = [*(_input(block) for block in stack.blocks[1:]), last]
     sizes = np.array([_rms(x) for x in outputs])
-    return Flow(name, sizes, np.array([_norm(block) for block in top.stack.blocks]))
+    return Flow(name, sizes, np.array([_norm(block) for block in grads.stack.blocks]))
 
 
 def at_initialisation(

@@ -32,7 +32,7 @@ def attention_maps(
         raise ValueError(f"attention_maps: {type(network).__name__} {needs}")
     network = replace(network, checkpoint=False)  # or its caches would hold inputs only
     with reference_only():  # its caches hold the probabilities, which a kernel may not keep
-        if target is None:
+        if isinstance(network, LanguageModel):
             _, cache = network.hidden(params, tokens)
             own = [_self_attention(block) for block in cache.stack.blocks]
             return {"self": _on_host(own)}

@@ -14,7 +14,7 @@ from xformer.files import replacing
 # Okabe and Ito's palette, for all kinds of colour vision (jfly.uni-koeln.de/color), dark first.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":")  # when the colours are used up
-SHADES = "cividis"  # from dark blue to yellow, evenly for all kinds of colour vision
+SHADES = "Blues"  # one hue: the darker the more
 FORMATS = (".png", ".svg")
 STYLE = {
     "font.size": 10,

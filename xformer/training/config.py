@@ -78,7 +78,8 @@ class TrainConfig:
 
     def chosen_optimiser(self) -> Optimiser:
         """The optimiser; biases and norms do not decay. Muon is for matrices inside blocks only."""
-        name, first = self.optimiser, ()
+        name = self.optimiser
+        first: tuple[Rule, ...] = ()
         if name == "muon":
             options = {"match_adamw": True, "weight_decay": self.weight_decay}
             first = (Rule("*.blocks.*", "muon", options=options, min_ndim=2),)

@@ -157,7 +157,7 @@ def _digest(arrays: Mapping[str, np.ndarray], words: str) -> str:
     for name in sorted(arrays):
         array = arrays[name]
         sha.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
-        sha.update(array.reshape(-1).view(np.uint8))
+        sha.update(array.reshape(-1).view(np.uint8).data)
     return sha.hexdigest()
 
 

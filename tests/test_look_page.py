@@ -1,0 +1,56 @@
+"""docs/look.md and docs/results.md: the code prints what is shown, and what is named exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xformer.cli import COMMANDS, main
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = (DOCS / "look.md").read_text(encoding="utf-8")
+RESULTS = (DOCS / "results.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_examples_print_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(EXAMPLES) == PAGE.count("```python") == 2
+    namespace: dict[str, Any] = {}
+    for code, shown in EXAMPLES:
+        exec(code, namespace)
+        assert capsys.readouterr().out.removesuffix("\n") == shown.removesuffix("\n")
+
+
+def test_the_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {command.__name__.rpartition(".")[2] for command in COMMANDS}
+    lines = [
+        *re.findall(r"^xformer (.*)$", PAGE, re.MULTILINE),
+        *re.findall(r"`xformer (.*?)`", PAGE),
+    ]
+    assert {"plot", "attention", "flow", "ledger"} <= {line.split()[0] for line in lines} <= names
+    for line in lines:
+        with pytest.raises(SystemExit):
+            main([line.split()[0], "--help"])
+        helped = capsys.readouterr().out
+        for option in re.findall(r"--[a-z-]+", line):
+            assert option in helped, line
+
+
+@pytest.mark.parametrize("page", [PAGE, RESULTS], ids=["look", "results"])
+def test_what_is_linked_is_there(page: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link]
+    assert links
+    for link in links:
+        assert (DOCS / link).is_file(), link
+    for script in re.findall(r"python (\S+\.py)", page):
+        assert (DOCS.parent / script).is_file(), script
+
+
+def test_the_script_draws_every_picture() -> None:
+    drawn = (DOCS / "make_pictures.py").read_text(encoding="utf-8")
+    others = (DOCS.parent / "truths" / "multi30k.py").read_text(encoding="utf-8")
+    for picture in (DOCS / "pictures").iterdir():
+        assert picture.name in drawn or picture.stem in others, picture.name
