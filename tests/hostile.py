@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -95,3 +96,15 @@ def edited(draw: st.DrawFn, whole: dict[str, Any]) -> bytes:
                 del node[key]
             break
     return json.dumps(data).encode()
+
+
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Iterator[None]:
+    """As on a full disk: the system refuses what a file would have beyond that."""
+    resource = pytest.importorskip("resource", reason="the system has no limits of this kind")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -476,3 +476,14 @@ def test_long_work_has_a_bar_on_a_terminal(
         report("tokenising", 2_000_000, 4_000_000)
     shown = capsys.readouterr().err
     assert "reading:" in shown and "tokenising:" in shown and "4.00M" in shown
+
+
+def test_things_are_counted_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0)
+    monkeypatch.setattr(progress, "EVERY", 0)
+    assert list(progress.each([3, 5], "validating", "batches")) == [3, 5]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("validating: 1 of 2 batches, ") and first.endswith(" s left")
+    assert second == "validating: 2 of 2 batches, 0 s left"

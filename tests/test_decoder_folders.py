@@ -91,6 +91,17 @@ def test_a_tied_head_may_stand_for_the_embedding(family: str, tmp_path: Path) ->
     require_equal(pretrained.load(tmp_path)[1], want)
 
 
+def test_loading_tells_how_far_it_is(tmp_path: Path) -> None:
+    written(tmp_path, "Llama")
+    said: list[tuple[str, int, int]] = []
+    _, params = pretrained.load(
+        tmp_path, dtype="float64", progress=lambda *place: said.append(place)
+    )
+    total = tree.nbytes(params)
+    assert [said[0], said[-1]] == [("loading", 0, total), ("loading", total, total)]
+    assert [done for _, done, _ in said] == sorted(done for _, done, _ in said)
+
+
 def test_frequencies_are_no_parameters(tmp_path: Path) -> None:
     written(tmp_path, "Llama")
     _, want = pretrained.load(tmp_path)

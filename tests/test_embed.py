@@ -24,7 +24,7 @@ from xformer.backends import Backend
 from xformer import GPT, pretrained, tree
 from xformer.cli import embed as cli_embed
 from xformer.cli import main
-from xformer.cli import texts as cli_texts
+from xformer.cli import progress as cli_progress
 from xformer.pretrained.reading import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.sentences import Settings, batches, embed, settings, similarity
@@ -458,7 +458,7 @@ def test_a_bar_where_it_takes_long(
     command = ["embed", "--model", str(folder), *TEXTS]
     _, quick, err = said(*command)
     assert err == ""
-    monkeypatch.setattr(cli_texts, "PATIENCE", 0.1)
+    monkeypatch.setattr(cli_progress, "PATIENCE", 0.1)
     _, out, err = said(*command)
     assert out == quick and "5/5" in err
 

@@ -287,6 +287,9 @@ def test_evaluating_is_a_mean_over_targets(tmp_path: Path) -> None:
         finetune.evaluate(task, params, found, NUMPY, batch_size=n) for n in (1, 100)
     )
     np.testing.assert_allclose(one, all_at_once, rtol=1e-12)
+    done: list[int] = []
+    finetune.evaluate(task, params, found, NUMPY, batch_size=4, progress=done.append)
+    assert len(done) > 1 and sum(done) == len(found)
     masked, params = made("masked", tmp_path)
     found = examples(masked, *records("masked", 11))
     got = [finetune.evaluate(masked, params, found, NUMPY, seed=seed) for seed in (0, 0, 1)]

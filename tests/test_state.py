@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hostile import files_of_at_most
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -164,15 +165,9 @@ def test_another_architecture_is_named(saved: Path, change: dict[str, Any], mess
 
 
 def test_a_file_too_large_to_write_leaves_the_old_one(saved: Path) -> None:
-    """As on a full disk: the system refuses the last bytes."""
-    resource = pytest.importorskip("resource", reason="the system has no limits of this kind")
     before = saved.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"step-00000003\.safetensors cannot be written: .*large"):
-            write_state(saved, State({"w": np.zeros(1000)}, None, None), NUMPY)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = r"step-00000003\.safetensors cannot be written: .*large"
+    with files_of_at_most(2000), pytest.raises(OSError, match=message):
+        write_state(saved, State({"w": np.zeros(1000)}, None, None), NUMPY)
     assert saved.read_bytes() == before
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     texts = texts_of(args)
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
-    with watched(len(texts)) as progress:
+    with watched("classifying", len(texts)) as progress:
         model, params, tokenizer, _ = opened(args)
         names = labels(model)
         probabilities = classify(

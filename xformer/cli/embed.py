@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("pooling", "normalize", "max_len"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
-    with watched(len(texts)) as progress:
+    with watched("embedding", len(texts)) as progress:
         model, params, tokenizer, _ = opened(args)
         vectors = embed(
             model, params, tokenizer, texts, batch_size=args.batch, **options, **progress

@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tqdm import tqdm
 from xformer import backends, finetune, tree
 from xformer.backends import Backend
 from xformer.cli.models import opened
+from xformer.cli.progress import each
+from xformer.cli.texts import watched
 from xformer.cli.train import new_folder
 from xformer.finetune import Record, Task, TrainConfig, lora
 from xformer.pretrained.convert import as_llama
@@ -74,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     model, params, words, is_new = _opened(args, records)
     place = backends.get(args.backend, args.device)  # float64 of JAX is there by now
     task = _task(args, model, words)
-    examples = finetune.examples(task, training)
-    validation = finetune.examples(task, held_out) if held_out else []
+    read = partial(each, what="tokenising", unit="texts")
+    examples = finetune.examples(task, read(training))
+    validation = finetune.examples(task, read(held_out)) if held_out else []
     params = _chosen(args, params, is_new)
     out = new_folder(args.out, "finetuned")
 
@@ -167,7 +171,9 @@ def _measured(
 ) -> float | None:
     if not examples:
         return None
-    return finetune.evaluate(task, params, examples, place, batch_size=args.batch, seed=args.seed)
+    with watched("validating", len(examples)) as options:
+        options |= {"batch_size": args.batch, "seed": args.seed}
+        return finetune.evaluate(task, params, examples, place, **options)
 
 
 def _train(steps: Any, n_steps: int) -> Step:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xformer import backends, pretrained, tree
+from xformer.cli.progress import progress
 from xformer.generation import Bytes
 from xformer.generation.text import Codec
 from xformer.models import GPT
@@ -43,7 +44,10 @@ def opened(args: argparse.Namespace) -> Found:
     own: Codec | None = tokenizer(args.tokenizer) if args.tokenizer else None
     if own is None and path.is_dir():
         own = _tokenizer_in(path)
-    model, params = pretrained.load(path, args.backend, args.dtype, args.device)
+    with progress() as report:
+        model, params = pretrained.load(
+            path, args.backend, args.dtype, args.device, progress=report
+        )
     return Found(model, params, own or _tokenizer_beside(path, model), slides=False)
 
 

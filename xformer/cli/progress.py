@@ -4,41 +4,54 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from tqdm import tqdm
 
-from xformer.cli.texts import PATIENCE
 from xformer.training.texts import Progress
 
+PATIENCE = 2.0  # seconds of work of which nothing is shown
 EVERY = 10.0  # seconds between lines
+BYTES = "B"
+
+T = TypeVar("T")
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
+def progress(unit: str = BYTES) -> Iterator[Progress]:
     """A function to call with what is done, how many bytes of it are, and of how many.
 
-    Nothing is shown of work that takes less than `PATIENCE` seconds.
+    unit: what is counted in the place of bytes. Nothing is shown before `PATIENCE` is over.
     """
-    shown = _Bars() if sys.stderr.isatty() else _Lines()
+    shown = _Bars(unit) if sys.stderr.isatty() else _Lines(unit)
     try:
         yield shown
     finally:
         shown.close()
 
 
+def each(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
+    """The items, and how many of them are done."""
+    with progress(unit) as report:
+        report(what, 0, len(items))
+        for done, item in enumerate(items, start=1):
+            yield item
+            report(what, done, len(items))
+
+
 class _Bars:
     """A bar for each piece of work."""
 
-    def __init__(self) -> None:
-        self.bar = tqdm(disable=True)
+    def __init__(self, unit: str) -> None:
+        self.unit, self.bar = unit, tqdm(disable=True)
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self.bar.disable or self.bar.desc != f"{what}: ":
             self.close()
-            options = {"unit": "B", "unit_scale": True, "leave": False, "delay": PATIENCE}
-            self.bar = tqdm(desc=what, total=total, **options)
+            options = {"unit": self.unit, "unit_scale": self.unit == BYTES, "delay": PATIENCE}
+            self.bar = tqdm(desc=what, total=total, leave=False, **options)
         self.bar.update(done - self.bar.n)
 
     def close(self) -> None:
@@ -48,8 +61,8 @@ class _Bars:
 class _Lines:
     """Lines on stderr, for a log."""
 
-    def __init__(self) -> None:
-        self.what, self.start, self.next = "", 0.0, 0.0
+    def __init__(self, unit: str) -> None:
+        self.unit, self.what, self.start, self.next = unit, "", 0.0, 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = time.perf_counter()
@@ -57,7 +70,9 @@ class _Lines:
             self.what, self.start, self.next = what, now, now + PATIENCE
         if now >= self.next and done:
             left = (now - self.start) / done * (total - done)
-            amount = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+            amount = f"{done:,} of {total:,} {self.unit}"
+            if self.unit == BYTES:
+                amount = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
             print(f"{what}: {amount}, {left:.0f} s left", file=sys.stderr, flush=True)
             self.next = now + EVERY
 

@@ -10,11 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from xformer import backends
-
-PATIENCE = 2.0  # seconds without a progress bar
+from xformer.cli.progress import progress
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,14 +47,20 @@ def texts_of(args: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def watched(n_texts: int) -> Iterator[dict[str, Any]]:
-    """Options `progress` for a bar, if it takes long; warnings are one line on stderr."""
-    hidden = not sys.stderr.isatty()
-    bar = tqdm(total=n_texts, unit="text", delay=PATIENCE, leave=False, disable=hidden)
-    with bar, warnings.catch_warnings():
+def watched(what: str, n_texts: int) -> Iterator[dict[str, Any]]:
+    """Options `progress`, to show how far it is; warnings are one line on stderr."""
+    done = 0
+    with progress("texts") as report, warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show
-        yield {"progress": bar.update}
+
+        def update(n: int) -> None:
+            nonlocal done
+            done += n
+            report(what, done, n_texts)
+
+        update(0)
+        yield {"progress": update}
 
 
 def shown(text: str, width: int = 60) -> str:

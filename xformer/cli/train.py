@@ -44,13 +44,18 @@ def run(args: argparse.Namespace) -> int:
     noted = {"every": options.every, "keep": options.keep, "notes": train_options.kept(options)}
     with Run(folder, job.place, about, model=job.model, **noted) as run:
         job.corpus.vocabulary.save(folder)
-        params = job.model.init_from(job.place.generator(options.seed, options.dtype))
-        state = run.begin(start(params, job.config), options.at)
-        _introduce(job, state, options)
-        if state.step < job.config.steps and not is_stale(state, job.config):
-            state = _train(job, run, state, options.sample_every)
+        # No name for the first state: it would be kept in memory until training ends.
+        state = _train(job, run, _begun(job, run, options), options.sample_every)
     _conclude(job, state, folder)
     return 0
+
+
+def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
+    """The state to go on from, and what there is to say beforehand."""
+    params = job.model.init_from(job.place.generator(options.seed, options.dtype))
+    state = run.begin(start(params, job.config), options.at)
+    _introduce(job, state, options)
+    return state
 
 
 def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
@@ -69,6 +74,8 @@ def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
 def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
     """The state after the last step; Ctrl-C ends training early."""
     n_steps = job.config.steps
+    if state.step == n_steps or is_stale(state, job.config):
+        return state
     hidden = not sys.stderr.isatty()
     bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
     validation = "-"

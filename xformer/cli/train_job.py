@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from xformer import backends
 from xformer.cli.models import enable_float64
-from xformer.cli.progress import progress
-from xformer.cli.texts import PATIENCE
+from xformer.cli.progress import each, progress
 from xformer.cli.train_options import config_of
 from xformer.models import GPT
 from xformer.training import (
@@ -62,9 +58,7 @@ class Held:
         self.batches = batches
 
     def __iter__(self) -> Iterator[Batch]:
-        hidden = not sys.stderr.isatty()
-        options = {"delay": PATIENCE, "leave": False, "disable": hidden}
-        yield from tqdm(self.batches, desc="validating", unit="batch", **options)
+        yield from each(self.batches, "validating", "batches")
 
 
 def job_of(options: argparse.Namespace) -> Job:

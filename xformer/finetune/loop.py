@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from xformer import training
 from xformer.backends import Backend
 from xformer.finetune.base import Example, Task
 from xformer.finetune.pairs import Contrastive
-from xformer.training import Rows, Step, TrainConfig
+from xformer.training import Batch, Rows, Step, TrainConfig
 
 
 def train(
@@ -32,18 +32,27 @@ def evaluate(
     *,
     batch_size: int = 8,
     seed: int = 0,
+    progress: Callable[[int], Any] | None = None,
 ) -> float:
     """The mean loss over all examples' targets, in nats, without dropout.
 
-    The same seed hides the same tokens. ValueError where there are too few examples.
+    The same seed hides the same tokens. progress: called with the number of examples after each
+    batch. ValueError where there are too few examples.
     """
     if not examples:
         raise ValueError("evaluate: there are no examples")
     _require_pairs("evaluate", task, min(batch_size, len(examples)))
     batches = Rows(examples, batch_size, task.batch, seed).held_out()
-    found = training.evaluate(task.loss, params, batches, place)
+    watched = batches if progress is None else _counted(batches, progress)
+    found = training.evaluate(task.loss, params, watched, place)
     assert found is not None  # every example has a target
     return found
+
+
+def _counted(batches: Iterable[Batch], progress: Callable[[int], Any]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        progress(len(batch.arrays[0]))
 
 
 def _require_pairs(what: str, task: Task, n: int) -> None:

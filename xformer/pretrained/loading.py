@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,16 @@ def load(
     backend: str = "numpy",
     dtype: str = "float32",
     device: str | None = None,
+    *,
+    progress: Callable[[str, int, int], Any] | None = None,
 ) -> tuple[Any, Any]:
     """The model in a folder of config.json and safetensors files, and its parameters.
 
     model, params = load("gpt2")
     logits, cache = model.forward(params, tokens)
 
-    A file is taken for one of llama2.c's (`.bin`, version 0).
+    A file is taken for one of llama2.c's (`.bin`, version 0). progress: called at first and after
+    each tensor with what is done, the bytes of parameters that are there, and of how many.
 
     On NumPy, float32 parameters of a float32 file are read-only views of the file, which is mapped
     into memory: they cost nothing until they are used. FileNotFoundError where there is no model,
@@ -70,7 +74,7 @@ def load(
         wanted = " or ".join(place.dtypes)
         raise ValueError(f"load: dtype must be {wanted} on backend {place.name}, got {dtype!r}")
     found, tensors, matched = _found(Path(folder))
-    return found, _read(found, matched, tensors, place, dtype)
+    return found, _read(found, matched, tensors, place, dtype, progress)
 
 
 def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | llama2c.Mapped]:
@@ -286,15 +290,22 @@ def _read(
     tensors: files.Tensors | llama2c.Mapped,
     backend: backends.Backend,
     dtype: str,
+    progress: Callable[[str, int, int], Any] | None,
 ) -> Any:
     """The parameters on a backend, the largest tensor first: see `files.Tensors`."""
     largest = {name: -i for i, name in enumerate(tensors)}
     matched = sorted(matched, key=lambda pair: -max(largest[name] for name in pair[1]))
     leaves: dict[str, Any] = {}
+    done, width = 0, np.dtype(dtype).itemsize
+    total = width * sum(math.prod(shape) for shape in _shapes(model).values())
+    report = progress or (lambda *_: None)
+    report("loading", done, total)
     for link, names in matched:
         arrays = link.read([tensors.read(name, dtype) for name in names])
         for name, array in arrays.items():
             leaves[name] = backend.asarray(array, dtype)
+            done += width * array.size
+        report("loading", done, total)
         if backend.name != "numpy":  # its arrays may be views
             del arrays
             for name in names:

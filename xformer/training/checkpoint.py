@@ -50,7 +50,10 @@ def save(
         for name, array in tree.flatten(params).items()
     }
     with replacing(target / WEIGHTS, target / CONFIG) as (weights, text):
-        save_file(arrays, weights, metadata={"xformer": json.dumps(config)})
+        try:
+            save_file(arrays, weights, metadata={"xformer": json.dumps(config)})
+        except safetensors.SafetensorError as error:  # what it makes of a full disk
+            raise OSError(f"{target / WEIGHTS} cannot be written: {error}") from error
         text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
