@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -476,6 +477,12 @@ def test_long_work_has_a_bar_on_a_terminal(
         report("tokenising", 2_000_000, 4_000_000)
     shown = capsys.readouterr().err
     assert "reading:" in shown and "tokenising:" in shown and "4.00M" in shown
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    with progress.progress() as report:  # one bar for all of it
+        report("reading", 0, 4_000_000)
+        time.sleep(0.15)
+        report("reading", 3_000_000, 4_000_000)
+    assert "75%" in capsys.readouterr().err
 
 
 def test_things_are_counted_too(

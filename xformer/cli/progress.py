@@ -48,7 +48,7 @@ class _Bars:
         self.unit, self.bar = unit, tqdm(disable=True)
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if self.bar.disable or self.bar.desc != f"{what}: ":
+        if self.bar.disable or self.bar.desc != what:
             self.close()
             options = {"unit": self.unit, "unit_scale": self.unit == BYTES, "delay": PATIENCE}
             self.bar = tqdm(desc=what, total=total, leave=False, **options)
