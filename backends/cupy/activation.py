@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
 
@@ -64,7 +64,7 @@ class ActivationCache(NamedTuple):
         return dx
 
 
-def elementwise(source: Source, name: str, arrays: tuple[Array, ...], **macros: str) -> None:
+def elementwise(source: Source, name: str, arrays: tuple[Array, ...], **macros: Any) -> None:
     """Launch a kernel that gives each thread one pack of contiguous arrays of one shape."""
     like = arrays[0]
     vec = wide(like.size, *arrays)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 from xformer.backends.cupy.module import Source, blocks, contiguous, launch
@@ -83,8 +83,15 @@ def add_rows(out: Array, y: Array, ids: Array) -> None:
     shape = rows, width, y.strides[0] // size
     if _deterministic.get():
         order = xp.argsort(ids, stable=True)
-        grid, args = (rows, blocks(width, BLOCK)), (y, xp.take(ids, order), order, out, *shape)
-        launch(SOURCE, "add_sorted", out, grid=grid, block=(BLOCK,), args=args)
+        _launch(
+            "add_sorted",
+            out,
+            (rows, blocks(width, BLOCK)),
+            (y, xp.take(ids, order), order, out, *shape),
+        )
     else:
-        grid, args = (blocks(rows * width, BLOCK),), (y, ids, out, *shape)
-        launch(SOURCE, "add_rows", out, grid=grid, block=(BLOCK,), args=args)
+        _launch("add_rows", out, (blocks(rows * width, BLOCK),), (y, ids, out, *shape))
+
+
+def _launch(name: str, like: Array, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    launch(SOURCE, name, like, grid=grid, block=(BLOCK,), args=args)
