@@ -48,11 +48,13 @@ def get(name: str = "numpy", device: str | None = None) -> Backend:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
     try:
         module = importlib.import_module(f"xformer.backends.{name.replace('-', '_')}")
+        backend: Backend = module.backend(device)
+    except Unusable:
+        raise
     except ImportError as error:
         raise Unusable(
             f"backend {name} cannot be used: {error}. Install it with {_INSTALL[name]}"
         ) from error
-    backend: Backend = module.backend(device)
     return backend
 
 

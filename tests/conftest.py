@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from libraries import LIBRARIES, opened
+from libraries import LIBRARIES, STAND_IN, opened
 from xformer.backends import Backend
 
 from xformer import backends
@@ -25,15 +25,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend",
         action="append",
-        choices=backends.NAMES,
+        choices=(*backends.NAMES, STAND_IN),
         help="test only on this backend, and fail where it cannot run; may be given several times",
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    names = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
-    if "library" in metafunc.fixturenames and not any("library" in name for name in names):
-        metafunc.parametrize("library", LIBRARIES, indirect=True)
+    parametrized = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    if "library" in metafunc.fixturenames and not any("library" in name for name in parametrized):
+        demanded = metafunc.config.getoption("--backend") or ()
+        names = (*LIBRARIES, STAND_IN) if STAND_IN in demanded else LIBRARIES
+        metafunc.parametrize("library", names, indirect=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,9 +48,9 @@ def forget_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The backend of a name in `LIBRARIES`; skips where it cannot run and was not demanded."""
+    """The backend of a name that `opened` knows; skips where it cannot run and was not demanded."""
     demanded = request.config.getoption("--backend")
-    if demanded and LIBRARIES[request.param] not in demanded:
+    if demanded and LIBRARIES.get(request.param, STAND_IN) not in demanded:
         pytest.skip(f"{request.param} was not demanded by --backend")
     try:
         with opened(request.param) as backend:

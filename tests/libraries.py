@@ -23,6 +23,8 @@ LIBRARIES = {
     "jax": "jax",
     "cupy": "cupy",
 }
+# Only for tests that name it, and for --backend: CuPy's kernels on the CPU.
+STAND_IN = "cuda_shim"
 
 
 class ReadOnly(Backend):
@@ -41,7 +43,15 @@ def only(*libraries: str) -> pytest.MarkDecorator:
 
 @contextmanager
 def opened(library: str) -> Iterator[Backend]:
-    """The backend of a name in `LIBRARIES`, itself of that name. Raises `backends.Unusable`."""
+    """The backend of a name in `LIBRARIES`, or of the stand-in, itself of that name.
+
+    Raises `backends.Unusable`.
+    """
+    if library == STAND_IN:
+        import cuda_shim
+
+        yield cuda_shim.backend()
+        return
     device = "device1" if library.endswith("device1") else None
     backend = backends.get(LIBRARIES[library], device)
     backend = dataclasses.replace(backend, name=library)

@@ -23,7 +23,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
     Llama, llama2.c and GPT-J. ValueError where shapes do not fit, TypeError where dtypes or
     libraries differ. Derivation: docs/derivations/rope.md
     """
-    _require_tables(x, cos, sin)
+    require_tables(x, cos, sin)
     return _turn(x, cos, sin, interleaved), RopeCache(cos, sin, interleaved, tuple(x.shape))
 
 
@@ -57,7 +57,8 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     return xp.concat(parts, axis=-1)
 
 
-def _require_tables(x: Array, cos: Array, sin: Array) -> None:
+def require_tables(x: Array, cos: Array, sin: Array) -> None:
+    """ValueError, TypeError unless the tables are of the dtype of x and fit its shape."""
     batch, _, length, width = x.shape
     for name, table in (("cos", cos), ("sin", sin)):
         require_like("rope", name, table, x)

@@ -1,0 +1,26 @@
+// Activations, elementwise over n elements, contiguous: y = ACT(x); dx = dy * ACT'(x), by the
+// formulas of activation.cuh. A thread a pack: grid n / (VEC * 256), block 256.
+//
+// Budget: activation_forward: 32 registers, 0 spilled, 0 shared
+// Budget: activation_backward: 32 registers, 0 spilled, 0 shared
+#include "activation.cuh"
+
+extern "C" __global__ void activation_forward(const real* __restrict__ x, real* __restrict__ y,
+                                              long long n) {
+    const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * VEC;
+    if (i >= n) return;
+    Pack p = load(x + i);
+    for (int k = 0; k < VEC; ++k) p.v[k] = ACT(p.v[k]);
+    store(y + i, p);
+}
+
+extern "C" __global__ void activation_backward(const real* __restrict__ x,
+                                               const real* __restrict__ dy, real* __restrict__ dx,
+                                               long long n) {
+    const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * VEC;
+    if (i >= n) return;
+    const Pack p = load(x + i);
+    Pack g = load(dy + i);
+    for (int k = 0; k < VEC; ++k) g.v[k] *= D_ACT(p.v[k]);
+    store(dx + i, g);
+}

@@ -1,0 +1,73 @@
+"""The activations, each one launch forward and one backward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
+
+from xformer import ops
+from xformer.checks import require_gradient
+from xformer.dispatch import Overridable, kernel
+from xformer.ops.activation import ACTIVATIONS
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "erf"))
+BLOCK = 256  # threads, each with a pack of elements
+
+
+def no_such_form(x: Array, *, approximate: str = "none") -> str | None:
+    """Why the kernel cannot run."""
+    return None if approximate in ("none", "tanh") else f"there is no form {approximate!r}"
+
+
+@kernel(ops.gelu, "cupy", unsupported=no_such_form)
+def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache]:
+    """y = x * Phi(x)."""
+    return activation(x, "gelu" if approximate == "none" else "gelu_tanh")
+
+
+def _register(op: Overridable) -> None:
+    name = op.__name__
+
+    def run(x: Array) -> tuple[Array, ActivationCache]:
+        return activation(x, name)
+
+    run.__name__ = name
+    kernel(op, "cupy")(run)
+
+
+for _op in (ops.erf, ops.quick_gelu, ops.relu, ops.relu_squared, ops.sigmoid, ops.silu, ops.tanh):
+    _register(_op)
+
+
+def activation(x: Array, name: str) -> tuple[Array, ActivationCache]:
+    """y = act(x), elementwise, for an activation of that name."""
+    x = contiguous(x)
+    y = empty(x)
+    elementwise(SOURCE, "activation_forward", (x, y), ACTIVATION=name)
+    return y, ActivationCache(x, name)
+
+
+class ActivationCache(NamedTuple):
+    """What an activation keeps for its backward."""
+
+    x: Array
+    name: str
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * act'(x)."""
+        require_gradient(self.name, "dy", dy, self.x)
+        dy = contiguous(dy)
+        dx = empty(dy)
+        elementwise(SOURCE, "activation_backward", (self.x, dy, dx), ACTIVATION=self.name)
+        return dx
+
+
+def elementwise(source: Source, name: str, arrays: tuple[Array, ...], **macros: Any) -> None:
+    """Launch a kernel that gives each thread one pack of contiguous arrays of one shape."""
+    like = arrays[0]
+    vec = wide(like.size, *arrays)
+    grid = blocks(like.size, BLOCK * (16 // like.dtype.itemsize if vec else 1))
+    args = (*arrays, like.size)
+    launch(source, name, like, grid=(grid,), block=(BLOCK,), args=args, WIDE=vec, **macros)

@@ -1,0 +1,25 @@
+// Sums of parts (K, P, D) over P, for each of K: out (K, D). The second stage of the parameters'
+// gradients: the order is fixed, so the result is the same in every run.
+//
+// A block sums 32 columns: its 8 warps take every eighth part, one warp adds up the eight.
+// Grid: (D / 32, K), block: 256.
+//
+// Budget: column_sums: 40 registers, 0 spilled, 2112 shared
+#include "common.cuh"
+
+extern "C" __global__ void column_sums(const real* __restrict__ parts, real* __restrict__ out,
+                                       long long n_parts, long long width) {
+    __shared__ real sums[8][33];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const long long column = blockIdx.x * 32ll + lane;
+    parts += blockIdx.y * n_parts * width;
+    real sum = 0;
+    if (column < width)
+        for (long long p = warp; p < n_parts; p += 8) sum += parts[p * width + column];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && column < width) {
+        for (int i = 1; i < 8; ++i) sum += sums[i][lane];
+        out[blockIdx.y * width + column] = sum;
+    }
+}

@@ -1,0 +1,108 @@
+"""`cross_entropy`: a block a token; the mean without a look at the number of tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.cross_entropy import cross_entropy as reference
+from xformer.ops.cross_entropy import require_options, split_ignored
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDE=(0, 1))
+MAX_THREADS = 1024
+
+
+@kernel(reference, "cupy")
+def cross_entropy(
+    logits: Array,
+    *,
+    targets: Array,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Array, CrossEntropyCache]:
+    """loss of each token by one launch, their sum or mean by another."""
+    label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
+    z_loss = number("cross_entropy", "z_loss", z_loss)
+    require_options(ignore_index, reduction)
+    require_axis("cross_entropy", logits, -1, "logits")
+    split_ignored(logits, targets, ignore_index)  # checks them
+    logits = contiguous(logits)
+    xp = array_namespace(logits)
+    targets = contiguous(xp.astype(targets, xp.int64, copy=False))
+    loss, lse = empty(logits, targets.shape), empty(logits, targets.shape)
+    ignored = _ignored(ignore_index)
+    launch(
+        SOURCE,
+        "cross_entropy_forward",
+        logits,
+        grid=(lse.size,),
+        block=(threads(logits.shape[-1], MAX_THREADS),),
+        args=(logits, targets, loss, lse, logits.shape[-1], *ignored, label_smoothing, z_loss),
+        WIDE=wide(logits.shape[-1], logits),
+    )
+    scale = None
+    if reduction != "none":
+        tokens, scale = loss, empty(logits, ())
+        loss = empty(logits, ())
+        launch(
+            SOURCE,
+            "token_total",
+            logits,
+            grid=(1,),
+            block=(threads(lse.size, MAX_THREADS),),
+            args=(tokens, targets, loss, scale, lse.size, *ignored, int(reduction == "mean")),
+            WIDE=0,
+        )
+    cache = CrossEntropyCache(logits, targets, ignore_index, lse, scale, label_smoothing, z_loss)
+    return loss, cache
+
+
+class CrossEntropyCache(NamedTuple):
+    """What `cross_entropy` keeps for its backward; probabilities are recomputed from lse."""
+
+    logits: Array  # (..., V)
+    targets: Array  # (...), int64
+    ignore_index: int | None
+    lse: Array  # (...), 0 for ignored tokens
+    scale: Array | None  # (): 1, or 1 / number of tokens; None where tokens are kept apart
+    label_smoothing: float
+    z_loss: float
+
+    def backward(self, dloss: Array) -> Array:
+        """dlogits as in the reference."""
+        shape = self.lse.shape if self.scale is None else ()
+        require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)
+        return dlogits(self, dloss, empty(self.logits))
+
+
+def dlogits(cache: CrossEntropyCache, dloss: Array, out: Array) -> Array:
+    """The gradient, written to `out` (..., V), contiguous.
+
+    That may be the logits themselves, for a caller who owns them and needs them no more: then this
+    is the cache's last backward.
+    """
+    logits, targets, ignore_index, lse, scale, label_smoothing, z_loss = cache
+    width = logits.shape[-1]
+    options = (*_ignored(ignore_index), label_smoothing, z_loss, int(scale is None))
+    launch(
+        SOURCE,
+        "cross_entropy_backward",
+        logits,
+        grid=(lse.size,),
+        block=(threads(width, MAX_THREADS),),
+        args=(logits, targets, lse, contiguous(dloss), scale, out, width, *options),
+        WIDE=wide(width, logits, out),
+    )
+    return out
+
+
+def _ignored(ignore_index: int | None) -> tuple[int, int]:
+    """Whether an index is ignored, and which."""
+    return (0, 0) if ignore_index is None else (1, int(ignore_index))

@@ -1,0 +1,63 @@
+"""`dropout`: bits drawn and used in one launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
+from xformer.backends.cupy.random_bits import on_device, words
+
+from xformer.checks import require_shape
+from xformer.dispatch import kernel
+from xformer.ops.dropout import dropout as reference
+from xformer.ops.dropout import require_rate
+from xformer.ops.random_bits import Key
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDE=(0, 1))
+BLOCK = 256  # threads, of four elements each
+
+
+def step_is_an_array(x: Array, *, rate: float, key: Key | None) -> str | None:
+    """Why the kernel cannot run."""
+    return on_device(key)
+
+
+@kernel(reference, "cupy", unsupported=step_is_an_array)
+def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCache]:
+    """y = x * keep / (1 - rate)."""
+    rate = require_rate("dropout", "rate", rate, "key", key)
+    return _drop(x, rate, key), DropoutCache(rate, key, x.shape)
+
+
+class DropoutCache(NamedTuple):
+    """What `dropout` keeps for its backward: no array."""
+
+    rate: float
+    key: Key | None
+    shape: tuple[int, ...]
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * keep / (1 - rate), with the forward mask."""
+        require_shape("dropout", "dy", dy, self.shape)
+        return _drop(dy, self.rate, self.key)
+
+
+def _drop(x: Array, rate: float, key: Key | None) -> Array:
+    lowest = round(rate * 2**32)  # of the 2^32 words the lowest that keeps
+    if rate == 0 or key is None:
+        return x
+    if lowest == 2**32:
+        return array_namespace(x).zeros_like(x)
+    x, y = contiguous(x), empty(x)
+    launch(
+        SOURCE,
+        "dropout",
+        x,
+        grid=(blocks(x.size, 4 * BLOCK),),
+        block=(BLOCK,),
+        args=(x, y, x.size, 1.0 - rate, lowest, *words(key)),
+        WIDE=wide(x.size, x, y),
+    )
+    return y

@@ -1,0 +1,40 @@
+"""`glu`: the activation and the product in one launch, forward and backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xformer.backends.cupy.activation import elementwise
+from xformer.backends.cupy.module import Source, contiguous, empty
+
+from xformer.checks import require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.activation import ACTIVATIONS, require_activation
+from xformer.ops.glu import glu as reference
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATIONS))
+
+
+@kernel(reference, "cupy")
+def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
+    """y = act(gate) * up, elementwise."""
+    require_activation("glu", activation)
+    gate, up, y = contiguous(gate), contiguous(up), empty(gate)
+    elementwise(SOURCE, "glu_forward", (gate, up, y), ACTIVATION=activation)
+    return y, GluCache(gate, up, activation)
+
+
+class GluCache(NamedTuple):
+    """What `glu` keeps for its backward; the activation is computed again."""
+
+    gate: Array  # (..., F)
+    up: Array  # (..., F)
+    activation: str
+
+    def backward(self, dy: Array) -> tuple[Array, Array]:
+        """dgate = dy * up * act'(gate); dup = dy * act(gate)."""
+        require_gradient("glu", "dy", dy, self.gate)
+        arrays = self.gate, self.up, contiguous(dy), empty(dy), empty(dy)
+        elementwise(SOURCE, "glu_backward", arrays, ACTIVATION=self.activation)
+        return arrays[3], arrays[4]

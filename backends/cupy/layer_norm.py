@@ -1,0 +1,73 @@
+"""`layer_norm`: a block a row; the parameters' gradients by sums of fixed order."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from xformer.backends.cupy.column_sums import PARTS, column_sums, fits_shared
+from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.layer_norm import layer_norm as reference
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDE=(0, 1))
+
+
+@kernel(reference, "cupy")
+def layer_norm(
+    x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
+) -> tuple[Array, LayerNormCache]:
+    """y = (x - mean) * rstd * w + b, and mean and rstd in passing."""
+    eps = number("layer_norm", "eps", eps, low=0)
+    require_axis("layer_norm", x, -1)
+    x, w, b = contiguous(x), contiguous(w), None if b is None else contiguous(b)
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    y, mean, rstd = empty(x), empty(x, (rows,)), empty(x, (rows,))
+    vec = wide(width, x, w, b, y)
+    launch(
+        SOURCE,
+        "layer_norm_forward",
+        x,
+        grid=(rows,),
+        block=(threads(width),),
+        args=(x, w, b, y, mean, rstd, width, eps, int(eps_inside)),
+        WIDE=vec,
+    )
+    return y, LayerNormCache(x, w, mean, rstd, 0.0 if eps_inside else eps, b is not None)
+
+
+class LayerNormCache(NamedTuple):
+    """What `layer_norm` keeps for its backward."""
+
+    x: Array  # (..., D)
+    w: Array  # (D,)
+    mean: Array  # (N,)
+    rstd: Array  # (N,)
+    eps_outside: float  # eps where it stands outside the root, else 0
+    has_b: bool
+
+    def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
+        """dx, dw, db as in the reference."""
+        require_gradient("layer_norm", "dy", dy, self.x)
+        x, w, mean, rstd, eps_outside, has_b = self
+        dy = contiguous(dy)
+        rows, width = mean.shape[0], w.shape[0]
+        n_parts = min(rows, PARTS)
+        dx, parts = empty(x), empty(x, (1 + has_b, n_parts, width))
+        arrays = x, w, mean, rstd, dy, dx, parts
+        shared = fits_shared((1 + has_b) * width * x.dtype.itemsize)
+        launch(
+            SOURCE,
+            "layer_norm_backward",
+            x,
+            grid=(n_parts,),
+            block=(threads(width),),
+            args=(*arrays, rows, width, eps_outside, int(has_b), int(shared > 0)),
+            shared=shared,
+            WIDE=wide(width, x, w, dy, dx, parts),
+        )
+        sums = column_sums(parts)
+        return dx, sums[0, :], sums[1, :] if has_b else None

@@ -1,0 +1,135 @@
+"""CUDA source and its launch: the one seam between the kernels' Python and what runs them.
+
+    SOURCE = Source(__file__, WIDE=(0, 1))  # softmax.cu beside softmax.py
+    launch(SOURCE, "softmax_forward", x, grid=(rows,), block=(128,), args=(x, y, width), WIDE=1)
+
+The arrays choose the launcher: CuPy's is in `driver`; the tests bring one that runs the same source
+on the CPU. So nothing here and in the kernels' Python imports CuPy. How a kernel is written and
+tested: docs/cuda.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from xformer.typing import Array
+
+# Compiled at the first launch; the names of REAL, the type of the arrays.
+REALS = {"float32": "float", "float64": "double"}
+MAX_THREADS = 256  # of a block that works on one row
+
+Launcher = Callable[..., None]
+LAUNCHERS: dict[type, Launcher] = {}  # type of the arrays -> what launches on them
+
+
+class Source:
+    """A .cu file, compiled for each type of numbers and choice of its macros that is launched.
+
+    beside: the .py file of the same name   macros: name -> the values that it may have.
+    """
+
+    def __init__(self, beside: str, **macros: tuple[Any, ...]) -> None:
+        self.path = Path(beside).with_suffix(".cu")
+        self.name = self.path.stem
+        self.macros = macros
+
+    @cached_property
+    def text(self) -> str:
+        """The file with its headers in place: compilers that cache by source see all of it."""
+        return "\n".join(_expanded(self.path, set()))
+
+    def options(self, dtype: str, macros: dict[str, Any]) -> tuple[str, ...]:
+        """Options of the compiler. ValueError for macros that are not the source's."""
+        if macros.keys() != self.macros.keys() or any(
+            value not in self.macros[name] for name, value in macros.items()
+        ):
+            raise ValueError(f"{self.path.name} is compiled with {self.macros}, got {macros}")
+        given = [f"-D{name}={value}" for name, value in macros.items()]
+        return "-std=c++17", f"-DREAL={REALS[dtype]}", *given
+
+    def variants(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every dtype and choice of macros."""
+        for dtype, *values in product(REALS, *self.macros.values()):
+            yield dtype, dict(zip(self.macros, values, strict=True))
+
+
+def _expanded(path: Path, seen: set[Path]) -> Iterator[str]:
+    seen.add(path)
+    yield f'#line 1 "{path.name}"'
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.startswith('#include "'):
+            yield line
+            continue
+        header = path.parent / line.split('"')[1]
+        if header not in seen:
+            yield from _expanded(header, seen)
+        yield f'#line {number + 1} "{path.name}"'
+
+
+def launch(
+    source: Source,
+    name: str,
+    like: Array,
+    *,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple[Any, ...],
+    shared: int = 0,
+    **macros: Any,
+) -> None:
+    """Run `name` of `source` on the device of `like`, whose dtype REAL is; no blocks, no launch.
+
+    args: arrays, None for a null pointer, ints as long long, floats as REAL. shared: bytes of
+    dynamic shared memory of a block.
+    """
+    if 0 in grid:
+        return
+    run = LAUNCHERS.get(type(like)) or _launcher(type(like))
+    run(source, name, like, grid, block, args, shared, macros)
+
+
+def _launcher(array_type: type) -> Launcher:
+    from xformer.backends.cupy import driver
+
+    if issubclass(array_type, driver.ARRAY):
+        return LAUNCHERS[driver.ARRAY]
+    module = array_type.__module__
+    raise TypeError(f"launch: arrays must be CuPy's, got {array_type.__name__} of {module}")
+
+
+# ---- What the kernels' Python has in common ----
+
+
+def contiguous(x: Array) -> Array:
+    """x, copied where it is not contiguous."""
+    return x if x.flags.c_contiguous else array_namespace(x).ascontiguousarray(x)
+
+
+def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Array:
+    """An array to be written to, of the shape and dtype of `like` unless given, on its device."""
+    shape = like.shape if shape is None else shape
+    dtype = like.dtype if dtype is None else dtype
+    return array_namespace(like).empty(shape, dtype=dtype, device=like.device)
+
+
+def wide(width: int, *arrays: Array | None) -> int:
+    """1 where rows of `width` elements can be read and written 16 bytes at a time, else 0."""
+    size = next(a.dtype.itemsize for a in arrays if a is not None)
+    aligned = all(a is None or a.data.ptr % 16 == 0 for a in arrays)
+    return int(aligned and width * size % 16 == 0)
+
+
+def threads(items: int, limit: int = MAX_THREADS) -> int:
+    """Threads of a block for that many items: a power of two of whole warps, at most `limit`."""
+    return min(limit, max(32, 1 << (items - 1).bit_length()))
+
+
+def blocks(items: int, size: int) -> int:
+    """Blocks of `size` that cover all items."""
+    return -(-items // size)

@@ -1,0 +1,77 @@
+"""`rms_norm`: a block a row; the gain's gradient by sums of fixed order."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from xformer.backends.cupy.column_sums import PARTS, column_sums, fits_shared
+from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.rms_norm import rms_norm as reference
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDE=(0, 1))
+
+
+def no_gain(
+    x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
+) -> str | None:
+    """Why the kernel cannot run."""
+    return "there is no w to add the offset to" if w is None and offset != 0 else None
+
+
+@kernel(reference, "cupy", unsupported=no_gain)
+def rms_norm(
+    x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
+) -> tuple[Array, RmsNormCache]:
+    """y = (offset + w) * x * rstd, and rstd in passing."""
+    eps = number("rms_norm", "eps", eps, low=0)
+    offset = number("rms_norm", "offset", offset)
+    require_axis("rms_norm", x, -1)
+    x, w = contiguous(x), None if w is None else contiguous(w)
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    y, rstd = empty(x), empty(x, (rows,))
+    launch(
+        SOURCE,
+        "rms_norm_forward",
+        x,
+        grid=(rows,),
+        block=(threads(width),),
+        args=(x, w, y, rstd, width, eps, offset),
+        WIDE=wide(width, x, w, y),
+    )
+    return y, RmsNormCache(x, w, rstd, offset)
+
+
+class RmsNormCache(NamedTuple):
+    """What `rms_norm` keeps for its backward."""
+
+    x: Array  # (..., D)
+    w: Array | None  # (D,)
+    rstd: Array  # (N,)
+    offset: float
+
+    def backward(self, dy: Array) -> tuple[Array, Array | None]:
+        """dx and dw as in the reference."""
+        require_gradient("rms_norm", "dy", dy, self.x)
+        x, w, rstd, offset = self
+        dy = contiguous(dy)
+        rows, width = rstd.shape[0], x.shape[-1]
+        n_parts = min(rows, PARTS)
+        dx = empty(x)
+        parts = None if w is None else empty(x, (1, n_parts, width))
+        shared = 0 if w is None else fits_shared(width * x.dtype.itemsize)
+        launch(
+            SOURCE,
+            "rms_norm_backward",
+            x,
+            grid=(n_parts if w is not None else rows,),
+            block=(threads(width),),
+            args=(x, w, rstd, dy, dx, parts, rows, width, offset, int(shared > 0)),
+            shared=shared,
+            WIDE=wide(width, x, w, dy, dx, parts),
+        )
+        return dx, None if parts is None else column_sums(parts)[0, :]

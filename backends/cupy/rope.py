@@ -1,0 +1,57 @@
+"""`rope` in one launch that reads its input by strides."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
+
+from xformer.checks import require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.rope import require_tables
+from xformer.ops.rope import rope as reference
+from xformer.typing import Array
+
+SOURCE = Source(__file__)
+BLOCK = 256  # threads
+
+
+@kernel(reference, "cupy")
+def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
+    """(a, b) -> (a cos - b sin, b cos + a sin) for pairs of channels."""
+    require_tables(x, cos, sin)
+    cos, sin = contiguous(cos), contiguous(sin)
+    return _turn(x, cos, sin, interleaved, 1), RopeCache(cos, sin, interleaved, tuple(x.shape))
+
+
+class RopeCache(NamedTuple):
+    """What `rope` keeps for its backward: the tables, which all its calls share."""
+
+    cos: Array  # (T, R/2) or (B, T, R/2)
+    sin: Array  # like cos
+    interleaved: bool
+    shape: tuple[int, ...]  # (B, H, T, K)
+
+    def backward(self, dy: Array) -> Array:
+        """dx is dy turned back."""
+        require_gradient("rope", "dy", dy, self.cos, self.shape)
+        return _turn(dy, self.cos, self.sin, self.interleaved, -1)
+
+
+def _turn(x: Array, cos: Array, sin: Array, interleaved: bool, sign: int) -> Array:
+    batch, heads, length, width = x.shape
+    half = cos.shape[-1]
+    y, rows = empty(x), batch * heads * length
+    sizes = rows, heads, length, width, half
+    strides = [stride // x.dtype.itemsize for stride in x.strides]
+    table_stride = length * half if cos.ndim == 3 else 0
+    across = min(BLOCK, max(1, 1 << (half - 1).bit_length() if half else 32))
+    launch(
+        SOURCE,
+        "rope",
+        x,
+        grid=(blocks(rows, BLOCK // across),),
+        block=(across, BLOCK // across),
+        args=(x, cos, sin, y, *sizes, *strides, table_stride, int(interleaved), sign),
+    )
+    return y

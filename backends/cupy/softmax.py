@@ -1,0 +1,53 @@
+"""`softmax`: a block a row, along any axis."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+
+from xformer.checks import require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.softmax import softmax as reference
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDE=(0, 1))
+
+
+@kernel(reference, "cupy")
+def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
+    """y = exp(x - max(x)) / sum(exp(x - max(x))) along `axis`."""
+    require_axis("softmax", x, axis)
+    x, y = contiguous(x), empty(x)
+    _launch("softmax_forward", (x, y), axis)
+    return y, SoftmaxCache(y, axis)
+
+
+class SoftmaxCache(NamedTuple):
+    """What `softmax` keeps for its backward."""
+
+    y: Array  # shape of x
+    axis: int
+
+    def backward(self, dy: Array) -> Array:
+        """dx = y * (dy - sum(dy * y))."""
+        require_gradient("softmax", "dy", dy, self.y)
+        dy, dx = contiguous(dy), empty(dy)
+        _launch("softmax_backward", (self.y, dy, dx), self.axis)
+        return dx
+
+
+def _launch(name: str, arrays: tuple[Array, ...], axis: int) -> None:
+    like = arrays[0]
+    shape, axis = like.shape, axis % like.ndim
+    n, inner = shape[axis], math.prod(shape[axis + 1 :])
+    launch(
+        SOURCE,
+        name,
+        like,
+        grid=(math.prod(shape[:axis]) * inner,),
+        block=(threads(n),),
+        args=(*arrays, n, inner),
+        WIDE=wide(n, *arrays) if inner == 1 else 0,
+    )

@@ -1,0 +1,52 @@
+"""A stand-in for CUDA: the kernels of backends/cupy, launched by their own Python, on the CPU.
+
+`build.load` compiles a .cu file with g++ and `shim.h`; `array.Array` takes CuPy's place. To the
+dispatch this folder is the backend of the library "cuda_shim", whose kernels are those of CuPy.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from xformer.backends.base import Backend, Unusable
+from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imports no CuPy
+
+from cuda_shim.array import DEVICE, Array, Fault, namespace
+from cuda_shim.build import COMPILER, missing_compiler
+from cuda_shim.launcher import launch
+from xformer import dispatch
+
+__all__ = ["COMPILER", "DEVICE", "Array", "Fault", "ShimBackend", "backend"]
+
+NAME = __name__
+
+
+@dataclass(frozen=True)
+class ShimBackend(Backend):
+    """Arrays that only kernels and the namespace can reach."""
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """The values of an array as a NumPy array on the host."""
+        return np.array(array.host)
+
+    def _from_host(self, host: np.ndarray) -> Array:
+        return Array(np.array(host, order="C"))
+
+
+def backend(device: str | None = None) -> Backend:
+    """The stand-in; its only device is "cuda:0"."""
+    if device not in (None, DEVICE):
+        raise ValueError(f"backend {NAME} has one device, {DEVICE}, got {device!r}")
+    if why := missing_compiler():
+        raise Unusable(f"the CUDA stand-in cannot be used: {why}")
+    return ShimBackend(NAME, namespace, DEVICE, ("float32", "float64"), np.__version__)
+
+
+LAUNCHERS[Array] = launch
+sys.modules[f"xformer.backends.{NAME}"] = sys.modules[NAME]  # where the dispatch looks for it
+for op in dispatch.ops():
+    if "cupy" in op.kernels:
+        op.kernels[NAME] = op.kernels["cupy"]  # the list itself: later kernels too

@@ -1,0 +1,162 @@
+"""Arrays that lie, as far as a program can see, on a device: NumPy's, behind CuPy's manners."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import array_api_compat.numpy as host_xp
+import numpy as np
+
+DEVICE = "cuda:0"
+UNWRITTEN = 0xFF  # every byte of a new array: NaN, or -1
+
+
+class Fault(RuntimeError):
+    """What a device would not have survived, or not have noticed."""
+
+
+class Array:
+    """An array of the stand-in. NumPy cannot read it unasked, nor mix it with its own."""
+
+    __array_ufunc__ = None
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, host: np.ndarray) -> None:
+        self.host = host
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("implicit conversion of a device array to a NumPy array")
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return namespace
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "shape", "ndim", "size", "strides", "flags", "itemsize", "nbytes"):
+            return getattr(self.host, name)
+        if name in ("T", "mT"):
+            return Array(getattr(self.host, name))
+        raise AttributeError(name)
+
+    @property
+    def device(self) -> str:
+        return DEVICE
+
+    @property
+    def data(self) -> Any:
+        """As CuPy's: its `ptr` is the address of the first element."""
+        return SimpleNamespace(ptr=self.host.ctypes.data)
+
+    def copy(self) -> Array:
+        return Array(self.host.copy())
+
+    def __getitem__(self, index: Any) -> Array:
+        return wrap(self.host[unwrap(index)])
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        self.host[unwrap(index)] = unwrap(values)
+
+    def __bool__(self) -> bool:
+        return bool(self.host)
+
+    def __int__(self) -> int:
+        return int(self.host)
+
+    def __index__(self) -> int:
+        return operator.index(self.host[()])
+
+    def __float__(self) -> float:
+        return float(self.host)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __repr__(self) -> str:
+        return f"cuda_shim.{self.host!r}"
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: Array, *others: Any) -> Any:
+        if any(isinstance(other, np.ndarray) for other in others):
+            raise TypeError(f"{name}: device arrays do not mix with NumPy arrays")
+        result = getattr(self.host, name)(*(unwrap(other) for other in others))
+        return result if result is NotImplemented else wrap(result)
+
+    return apply
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+for _name in (*_BINARY, "lshift", "rshift"):
+    for _side in ("", "r"):
+        setattr(Array, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert"):
+    setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def wrap(value: Any) -> Any:
+    """Arrays and NumPy's scalars as arrays of the stand-in, inside tuples too."""
+    if isinstance(value, np.ndarray | np.generic):
+        return Array(np.asarray(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(wrap, value))
+    return type(value)(map(wrap, value)) if isinstance(value, tuple | list) else value
+
+
+def unwrap(value: Any) -> Any:
+    """The reverse."""
+    if isinstance(value, Array):
+        return value.host
+    return type(value)(map(unwrap, value)) if type(value) in (tuple, list) else value
+
+
+class Namespace:
+    """array-api-compat's NumPy for these arrays."""
+
+    __name__ = "cuda_shim"
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(host_xp, name)
+        if callable(found) and not isinstance(found, type):
+            found = _function(found)
+        setattr(self, name, found)
+        return found
+
+    def __array_namespace_info__(self) -> Any:
+        info = host_xp.__array_namespace_info__()
+        return SimpleNamespace(
+            default_device=lambda: DEVICE,
+            devices=lambda: [DEVICE],
+            **{name: _function(getattr(info, name)) for name in ("dtypes", "default_dtypes")},
+            capabilities=info.capabilities,
+        )
+
+    def empty(self, shape: Any, *, dtype: Any = None, device: Any = None) -> Array:
+        """As a device gives memory: with what was there, here NaN."""
+        _require_device(device)
+        host = np.empty(shape, dtype)
+        host.view(np.uint8).fill(UNWRITTEN) if host.ndim else host.fill(np.nan)
+        return Array(host)
+
+
+def _function(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        _require_device(options.pop("device", None))
+        for value in (*args, *options.values()):
+            if isinstance(value, np.ndarray) and function is not host_xp.asarray:
+                raise TypeError(f"{function.__name__}: device arrays do not mix with NumPy arrays")
+        named = {name: unwrap(value) for name, value in options.items()}
+        return wrap(function(*map(unwrap, args), **named))
+
+    return call
+
+
+def _require_device(device: Any) -> None:
+    if device not in (None, DEVICE):
+        raise ValueError(f"there is one device, {DEVICE}, got {device!r}")
+
+
+namespace = Namespace()

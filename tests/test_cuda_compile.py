@@ -1,0 +1,96 @@
+"""Every CUDA source under NVIDIA's own compiler, for every architecture, within its budget."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import xformer.backends.cupy
+from cuda_shim import nvrtc
+from cuda_shim.nvrtc import Use
+from xformer.backends.cupy.module import Source
+
+FOLDER = Path(xformer.backends.cupy.__file__).parent
+ARCHITECTURES = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")
+EVERY_CHOICE = "sm_90"  # compiled here with every choice of macros
+
+
+def source(path: Path) -> Source:
+    module = importlib.import_module(f"xformer.backends.cupy.{path.stem}")
+    found: Source = module.SOURCE
+    return found
+
+
+SOURCES = [source(path) for path in sorted(FOLDER.glob("*.cu"))]
+every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.name)
+
+
+def budgets(source: Source) -> dict[str, Use]:
+    """The lines `// Budget: kernel: 40 registers, 0 spilled, 256 shared` of a source."""
+    line = r"^// Budget: (\w+): (\d+) registers, (\d+) spilled, (\d+) shared$"
+    return {
+        name: Use(*map(int, numbers))
+        for name, *numbers in re.findall(line, source.path.read_text(encoding="utf-8"), re.M)
+    }
+
+
+@every_source
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiles_within_its_budget(source: Source, architecture: str) -> None:
+    """No error, no warning; registers, spills, shared memory (in float64; less in float32)."""
+    try:
+        nvrtc.library()
+    except ImportError as error:
+        pytest.skip(f"CUDA is not compiled: {error}")
+    allowed = budgets(source)
+    for dtype, macros in source.variants():
+        others = [name for name in macros if name != "WIDE"]
+        if architecture != EVERY_CHOICE and any(
+            macros[name] != source.macros[name][0] for name in others
+        ):
+            continue
+        options = (*source.options(dtype, macros), f"--gpu-architecture={architecture}")
+        used = nvrtc.compiled(source.text, source.path.name, options)
+        assert used.keys() == allowed.keys(), "each kernel has a line // Budget"
+        for name, use in used.items():
+            over = [f for f in Use._fields if getattr(use, f) > getattr(allowed[name], f)]
+            assert not over, f"{name} {dtype} {macros} uses {use}, may use {allowed[name]}"
+
+
+def test_compiler_reports_what_is_wrong() -> None:
+    """Errors and warnings are not passed over, nor spills."""
+    try:
+        nvrtc.library()
+    except ImportError as error:
+        pytest.skip(f"CUDA is not compiled: {error}")
+    options = ("--gpu-architecture=sm_80",)
+    with pytest.raises(SyntaxError, match='identifier "y" is undefined'):
+        nvrtc.compiled("__global__ void k(float* x) { *x = y; }", "k.cu", options)
+    with pytest.raises(SyntaxError, match="never referenced"):
+        nvrtc.compiled("__global__ void k(float* x) { int unused; }", "k.cu", options)
+    text = """extern "C" __global__ void __launch_bounds__(1024, 2) k(float* x, int n) {
+    __shared__ float row[8];
+    float v[64];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) v[i] = x[i * n];
+    __syncthreads();
+    row[threadIdx.x % 8] = v[0];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i * n] = v[63 - i] + row[i % 8];
+}"""
+    use = nvrtc.compiled(text, "k.cu", options)["k"]
+    assert use.registers == 32
+    assert use.spilled > 0
+    assert use.shared == 32
+
+
+@every_source
+def test_source_says_what_it_computes(source: Source) -> None:
+    """Formula, layout, geometry at the top; budgets behind them."""
+    top = source.path.read_text(encoding="utf-8").split("\n#include")[0].splitlines()
+    assert all(line.startswith("//") for line in top)
+    assert len(top) > 3
+    assert any("rid" in line or "block a" in line for line in top), "say the launch geometry"
+    assert budgets(source)

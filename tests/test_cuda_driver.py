@@ -1,0 +1,116 @@
+"""Launching on CuPy's arrays, as far as it can be seen without CuPy: what CuPy is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+# A CuPy that notes what it is asked to compile and to launch.
+FAKE = """
+import sys, types
+import numpy as np
+
+log, current = [], [0]
+class Device:
+    def __init__(self, id):
+        self.id = id
+    def __enter__(self):
+        self.before, current[0] = current[0], self.id
+    def __exit__(self, *_):
+        current[0] = self.before
+class ndarray:
+    def __init__(self, dtype, device=0):
+        self.dtype, self.device = np.dtype(dtype), Device(device)
+class RawKernel:
+    max_dynamic_shared_size_bytes = None
+    def __init__(self, name):
+        self.name = name
+    def __call__(self, grid, block, args, *, shared_mem):
+        kinds = [a.dtype.name if isinstance(a, np.generic) else type(a).__name__ for a in args]
+        asked = self.max_dynamic_shared_size_bytes
+        log.append((self.name, current[0], grid, block, kinds, shared_mem, asked))
+class RawModule:
+    def __init__(self, *, code, options):
+        log.append(("compiled", options, "#include" in code, "block_reduce" in code))
+    def get_function(self, name):
+        return RawKernel(name)
+runtime = types.SimpleNamespace(getDevice=lambda: current[0])
+sys.modules["cupy"] = types.ModuleType("cupy")
+fakes = dict(ndarray=ndarray, RawModule=RawModule, cuda=types.SimpleNamespace(runtime=runtime))
+vars(sys.modules["cupy"]).update(fakes)
+
+from xformer.backends.cupy.module import launch
+from xformer.backends.cupy.softmax import SOURCE
+
+def run(dtype, *args, shared=0, device=0, vec=0):
+    like = ndarray(dtype, device)
+    launch(SOURCE, "softmax_forward", like, grid=(2,), block=(32,), args=(like, *args),
+           shared=shared, WIDE=vec)
+"""
+
+
+def said(code: str, folder: Path) -> list[str]:
+    """What `code` prints behind the fake, in a new interpreter."""
+    command = [sys.executable, "-c", f"{FAKE}\n{code}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_one_compilation_for_each_dtype_and_choice(tmp_path: Path) -> None:
+    code = """
+for dtype, vec in (("f4", 0), ("f4", 0), ("f8", 0), ("f4", 1), ("f8", 0)):
+    run(dtype, vec=vec)
+compiled = [entry for entry in log if entry[0] == "compiled"]
+print(len(log) - len(compiled), *(" ".join(entry[1]) for entry in compiled), sep="\\n")
+print({entry[2:] for entry in compiled})
+"""
+    assert said(code, tmp_path) == [
+        "5",
+        "-std=c++17 -DREAL=float -DWIDE=0",
+        "-std=c++17 -DREAL=double -DWIDE=0",
+        "-std=c++17 -DREAL=float -DWIDE=1",
+        "{(False, True)}",  # headers stand in the source: CuPy caches by it
+    ]
+
+
+def test_arguments_have_the_kernels_types(tmp_path: Path) -> None:
+    code = """
+for dtype in ("f4", "f8"):
+    run(dtype, None, 3, 0.5)
+    print(*log[-1][4])
+run("f4", shared=50000)
+print(log[-1][5:])
+run("f4", shared=100)
+print(log[-1][5])
+"""
+    assert said(code, tmp_path) == [
+        "ndarray uint64 int64 float32",
+        "ndarray uint64 int64 float64",
+        "(50000, 50000)",  # beyond 48 KiB it must be asked for
+        "100",
+    ]
+
+
+def test_launches_where_the_array_is(tmp_path: Path) -> None:
+    code = """
+run("f4", device=1)
+run("f4", device=0)
+print([entry[1] for entry in log if entry[0] != "compiled"], current)
+class Mine(ndarray):
+    pass
+like = Mine("f4")
+launch(SOURCE, "softmax_forward", like, grid=(1,), block=(32,), args=(like,), WIDE=0)
+launch(SOURCE, "softmax_forward", like, grid=(1, 0), block=(32,), args=(like,), WIDE=0)
+print(len(log))
+try:
+    launch(SOURCE, "softmax_forward", np.ones(3), grid=(1,), block=(32,), args=(), WIDE=0)
+except TypeError as error:
+    print(error)
+"""
+    assert said(code, tmp_path) == [
+        "[1, 0] [0]",
+        "4",
+        "launch: arrays must be CuPy's, got ndarray of numpy",
+    ]

@@ -1,0 +1,363 @@
+"""CUDA kernels beyond the cases of the catalogue: sizes, layouts, limits, on the stand-in.
+
+The registry's own comparison is in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import cuda_shim
+import numpy as np
+import pytest
+from libraries import STAND_IN, only
+from xformer.backends import Backend
+from xformer.backends.cupy import adamw, cross_entropy, deterministic, global_norm
+from xformer.backends.cupy.module import LAUNCHERS, contiguous, threads, wide
+
+from xformer import Key, backends, ops, optim, reference_only
+
+pytestmark = only(STAND_IN)
+
+Host = np.ndarray
+RNG = np.random.default_rng()
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """The same numbers for a test, whichever others run."""
+    RNG.bit_generator.state = np.random.default_rng(
+        zlib.crc32(request.node.name.encode())
+    ).bit_generator.state
+
+
+def normal(*shape: int) -> Host:
+    return RNG.normal(size=shape)
+
+
+def outcome(
+    backend: Backend, op: Callable[..., Any], arrays: Any, options: Any, dtype: str
+) -> list[Host]:
+    """y and the gradients on a backend, from numbers rounded to float32."""
+
+    def given(a: Any) -> Any:
+        if not isinstance(a, np.ndarray):
+            return a
+        return backend.asarray(a.astype(np.float32).astype(dtype) if a.dtype.kind == "f" else a)
+
+    y, cache = op(*map(given, arrays), **{name: given(a) for name, a in options.items()})
+    shape = tuple(y.shape)
+    dy = np.asarray(0.5 + np.cos(np.arange(np.prod(shape, dtype=int)))).reshape(shape)
+    grads = cache.backward(given(dy))
+    grads = grads if isinstance(grads, tuple) else (grads,)
+    return [backend.to_numpy(a) for a in (y, *grads) if a is not None]
+
+
+def require_exact(library: Backend, op: Callable[..., Any], *arrays: Any, **options: Any) -> None:
+    """In float32 within twice the reference's error, in float64 to rounding."""
+    numpy = backends.get()
+    with reference_only():
+        exact = outcome(numpy, op, arrays, options, "float64")
+        plain = outcome(numpy, op, arrays, options, "float32")
+    for dtype in ("float32", "float64"):
+        got = outcome(library, op, arrays, options, dtype)
+        for i, (a, p, wanted) in enumerate(zip(got, plain, exact, strict=True)):
+            assert (a.shape, a.dtype.name) == (wanted.shape, dtype)
+            size = np.max(np.abs(wanted), initial=0)
+            # The error of a few numbers can be nothing by chance: then roundings are counted.
+            eps = 8 * np.finfo(np.float32).eps if dtype == "float32" else 1e-13
+            off_plain = np.max(np.abs(p - wanted), initial=0) if dtype == "float32" else 0
+            allowed = eps * size + 2 * off_plain
+            off = np.max(np.abs(a - wanted), initial=0)
+            assert off <= allowed, f"{'y' if i == 0 else f'gradient {i}'} {dtype}: {off:.1e}"
+
+
+# ---- Rows: one element, a warp and one more, packs, more than a block has threads ----
+
+WIDTHS = (1, 4, 31, 33, 64, 260, 1028)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows(library: Backend, rows: int, width: int) -> None:
+    x, w, b = normal(rows, width), normal(width), normal(width)
+    require_exact(library, ops.layer_norm, x, w, b, eps=0.1)
+    require_exact(library, ops.layer_norm, x, w, eps=0.1, eps_inside=False)
+    require_exact(library, ops.rms_norm, x, w, eps=0.1, offset=1.0)
+    require_exact(library, ops.rms_norm, x, eps=0.1)
+    require_exact(library, ops.softmax, 3 * x)
+    require_exact(library, ops.glu, x, b + x)
+    require_exact(library, ops.gelu, 3 * x)
+
+
+def test_more_rows_than_parts(library: Backend) -> None:
+    """The blocks of the backward pass walk over several rows each, and sum what they see."""
+    x, w, b = normal(1100, 3), normal(3), normal(3)
+    require_exact(library, ops.layer_norm, x, w, b)
+    require_exact(library, ops.rms_norm, x, w)
+
+
+def test_sums_that_do_not_fit_in_shared_memory(library: Backend) -> None:
+    x, w, b = normal(3, 6200), normal(6200), normal(6200)
+    require_exact(library, ops.layer_norm, x, w, b)
+    require_exact(library, ops.rms_norm, normal(3, 12400), normal(12400))
+
+
+def test_no_rows(library: Backend) -> None:
+    x, w = np.zeros((0, 5)), normal(5)
+    for op, arrays in ((ops.layer_norm, (x, w, w)), (ops.rms_norm, (x, w)), (ops.glu, (x, x))):
+        with reference_only():
+            wanted = outcome(backends.get(), op, arrays, {}, "float32")
+        got = outcome(library, op, arrays, {}, "float32")
+        for a, b in zip(got, wanted, strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_softmax_along_every_axis(library: Backend) -> None:
+    for axis in (0, 1, 2, -2):
+        require_exact(library, ops.softmax, normal(5, 40, 4), axis=axis)
+
+
+def test_large_and_forbidden_scores(library: Backend) -> None:
+    x = np.array([[1e4, 1e4 - 1, -1e4], [-np.inf, 0.0, 1.0], [-np.inf, -np.inf, 3.0]])
+    require_exact(library, ops.softmax, x)
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "tanh", "sigmoid", "erf", "relu_squared"])
+def test_limits_of_activations(library: Backend, name: str) -> None:
+    require_limits(library, getattr(ops, name))
+
+
+def test_limits_of_gelu(library: Backend) -> None:
+    require_limits(library, ops.quick_gelu)
+    require_limits(library, ops.gelu)
+    require_limits(library, ops.gelu, approximate="tanh")
+
+
+def require_limits(library: Backend, op: Any, **options: Any) -> None:
+    x = np.array([-np.inf, np.inf, np.nan, -1e30, 1e30, -0.0, 0.0, 1e-30, 90.0, -90.0], np.float32)
+    y, cache = op(library.asarray(x), **options)
+    dx = cache.backward(library.asarray(np.ones_like(x)))
+    with reference_only(), np.errstate(invalid="ignore", over="ignore"):
+        wanted, cache = op(x, **options)
+        wanted_dx = cache.backward(np.ones_like(x))
+    for got, exact in ((y, wanted), (dx, wanted_dx)):
+        got = library.to_numpy(got)
+        assert np.array_equal(np.isnan(got), np.isnan(exact)), (got, exact)
+        assert np.allclose(got, exact, rtol=1e-6, atol=1e-37, equal_nan=True), (got, exact)
+
+
+# ---- How arrays lie ----
+
+
+def test_views_that_are_not_aligned(library: Backend) -> None:
+    """16-byte accesses need addresses and rows that are multiples of it."""
+    x = library.asarray(normal(65).astype(np.float32))
+    assert wide(64, x[:64]) == 1
+    assert wide(64, x[1:]) == 0
+    assert wide(62, x[:62]) == 0
+    y, _ = ops.silu(x[1:])
+    whole, _ = ops.silu(x)
+    assert np.array_equal(library.to_numpy(y), library.to_numpy(whole)[1:])
+
+
+def test_threads_of_a_block(library: Backend) -> None:
+    assert [threads(n) for n in (1, 32, 33, 200, 256, 5000)] == [32, 32, 64, 256, 256, 256]
+
+
+def test_rope_reads_by_strides(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a packed product, (B, T, 3, H, K), are turned without a copy of them."""
+    packed = library.asarray(normal(2, 5, 3, 4, 8).astype(np.float32))
+    q = packed[:, :, 1, ...]
+    q = library.xp.permute_dims(q, (0, 2, 1, 3))
+    angles = normal(5, 4)
+    cos, sin = (library.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+    seen: list[int] = []
+    launch = LAUNCHERS[cuda_shim.Array]
+
+    def noted(
+        source: Any, name: str, like: Any, grid: Any, block: Any, args: Any, *rest: Any
+    ) -> None:
+        seen.append(args[0].data.ptr)
+        launch(source, name, like, grid, block, args, *rest)
+
+    monkeypatch.setitem(LAUNCHERS, cuda_shim.Array, noted)
+    for interleaved in (False, True):
+        y, _ = ops.rope(q, cos=cos, sin=sin, interleaved=interleaved)
+        copied, _ = ops.rope(contiguous(q), cos=cos, sin=sin, interleaved=interleaved)
+        assert np.array_equal(library.to_numpy(y), library.to_numpy(copied))
+    assert seen[::2] == [q.data.ptr] * 2
+
+
+@pytest.mark.parametrize("width", [2, 7, 64, 70])
+def test_rope_widths(library: Backend, width: int) -> None:
+    half = width // 2 if width != 70 else 32
+    for lead in ((), (2,)):
+        tables = {"cos": normal(*lead, 3, half), "sin": normal(*lead, 3, half)}
+        for interleaved in (False, True):
+            options = {**tables, "interleaved": interleaved}
+            require_exact(library, ops.rope, normal(2, 5, 3, width), **options)
+
+
+# ---- Dropout: the bits are those of the reference ----
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (64,), (33, 31)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dropout_is_the_same_to_the_bit(library: Backend, shape: Any, dtype: str) -> None:
+    x = normal(*shape).astype(dtype)
+    for key in (Key(0), Key(2**64 - 1, 2**32 - 1, 2**32 - 1), Key(5, 6, 7)):
+        for rate in (0.3, 1 - 2.0**-32, 2.0**-33):
+            with reference_only():
+                wanted, _ = ops.dropout(x, rate=rate, key=key)
+            y, cache = ops.dropout(library.asarray(x), rate=rate, key=key)
+            assert np.array_equal(library.to_numpy(y), wanted)
+            assert np.array_equal(library.to_numpy(cache.backward(library.asarray(x))), wanted)
+
+
+def test_key_whose_step_is_on_the_device(library: Backend) -> None:
+    key = Key(3, library.asarray(np.array(4)), 5)
+    x = library.asarray(np.ones(9, np.float32))
+    y, _ = ops.dropout(x, rate=0.5, key=key)
+    wanted, _ = ops.dropout(x, rate=0.5, key=Key(3, 4, 5))
+    assert np.array_equal(library.to_numpy(y), library.to_numpy(wanted))
+
+
+# ---- Cross-entropy ----
+
+
+@pytest.mark.parametrize("width", [1, 33, 5003, 8192])
+def test_many_classes(library: Backend, width: int) -> None:
+    logits = 5 * normal(3, width)
+    targets = np.array([0, width - 1, width // 2])
+    options: dict[str, Any] = {"targets": targets, "label_smoothing": 0.1, "z_loss": 0.01}
+    for reduction in ("mean", "none"):
+        require_exact(library, ops.cross_entropy, logits, reduction=reduction, **options)
+
+
+def test_many_tokens(library: Backend) -> None:
+    targets = RNG.integers(-1, 3, 2100)
+    require_exact(library, ops.cross_entropy, normal(2100, 3), targets=targets, ignore_index=-1)
+
+
+def test_ignored_tokens_may_hold_anything(library: Backend) -> None:
+    logits = normal(3, 4).astype(np.float32)
+    logits[1] = [np.nan, np.inf, -np.inf, 0]
+    targets = np.array([1, -100, 2])
+    loss, cache = ops.cross_entropy(
+        library.asarray(logits), targets=library.asarray(targets), ignore_index=-100
+    )
+    dlogits = library.to_numpy(cache.backward(library.asarray(np.float32(1))))
+    wanted, _ = ops.cross_entropy(logits[::2], targets=targets[::2])
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
+    assert np.array_equal(dlogits[1], np.zeros(4))
+    assert np.isfinite(dlogits).all()
+
+
+def test_forbidden_classes(library: Backend) -> None:
+    """A logit of -inf has probability 0; smoothing 1 looks at no target."""
+    logits = np.array([[1.0, -np.inf, 2.0]], np.float32)
+    loss, cache = ops.cross_entropy(library.asarray(logits), targets=library.asarray([0]))
+    assert np.isfinite(float(loss))
+    assert library.to_numpy(cache.backward(library.asarray(np.float32(1))))[0, 1] == 0
+
+
+def test_gradient_in_place_of_the_logits(library: Backend) -> None:
+    logits, targets = normal(5, 130).astype(np.float32), RNG.integers(0, 130, 5)
+    one = library.asarray(np.float32(1))
+    for reduction in ("mean", "sum"):
+        own = library.asarray(logits)
+        _, cache = ops.cross_entropy(
+            own, targets=library.asarray(targets), reduction=reduction, z_loss=0.1
+        )
+        wanted = library.to_numpy(cache.backward(one))
+        assert np.array_equal(library.to_numpy(own), logits)  # not written to
+        assert cross_entropy.dlogits(cache, one, own) is own
+        assert np.array_equal(library.to_numpy(own), wanted)
+
+
+def test_bad_targets(library: Backend) -> None:
+    logits = library.asarray(normal(2, 3))
+    with pytest.raises(ValueError, match=r"^cross_entropy: targets must lie in \[0, 3\)"):
+        ops.cross_entropy(logits, targets=library.asarray([0, 3]))
+    with pytest.raises(ValueError, match=r"^cross_entropy: reduction must be"):
+        ops.cross_entropy(logits, targets=library.asarray([0, 2]), reduction="max")
+
+
+# ---- Sums over repeated ids ----
+
+
+@pytest.mark.parametrize("width", [1, 5, 300])
+def test_repeated_ids(library: Backend, width: int) -> None:
+    ids = RNG.integers(0, 7, 60)
+    x, y = normal(7, width), normal(60, width)
+    require_exact(library, ops.index_add, x, y, ids=ids)
+    with deterministic():
+        require_exact(library, ops.index_add, x, y, ids=ids)
+        require_exact(library, ops.index_add, x, y[:0], ids=ids[:0])
+        require_exact(library, ops.embedding, x, ids=ids.reshape(5, 12))
+
+
+def test_only_the_sorted_form_repeats_itself(library: Backend) -> None:
+    """Atomic additions come in another order each time: the stand-in shuffles them."""
+    ids = library.asarray(np.zeros(300, np.int64))
+    dy = library.asarray(
+        (normal(300, 3) * 10.0 ** RNG.integers(-4, 4, (300, 1))).astype(np.float32)
+    )
+    _, cache = ops.embedding(library.asarray(np.zeros((2, 3), np.float32)), ids=ids)
+
+    def outcomes() -> set[bytes]:
+        return {library.to_numpy(cache.backward(dy)).tobytes() for _ in range(8)}
+
+    assert len(outcomes()) > 1
+    with deterministic():
+        assert len(outcomes()) == 1
+
+
+def test_rows_are_read_by_their_stride(library: Backend) -> None:
+    dy = library.asarray(normal(6, 2, 5).astype(np.float32))[:, 1, :]
+    ids = library.asarray(np.array([1, 0, 1, 1, 2, 0]))
+    _, cache = ops.embedding(library.asarray(np.zeros((3, 5), np.float32)), ids=ids)
+    wanted = np.zeros((3, 5), np.float32)
+    np.add.at(wanted, ids.host, dy.host)
+    for context in (deterministic(), reference_only()):
+        assert np.allclose(library.to_numpy(cache.backward(dy)), wanted, rtol=1e-6)
+        with context:
+            assert np.allclose(library.to_numpy(cache.backward(dy)), wanted, rtol=1e-6)
+
+
+# ---- The optimiser's ----
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 1000])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_adamw(library: Backend, size: int, in_place: bool) -> None:
+    p, state = normal(size), None
+    state = optim.adamw_init(p)
+    own = [library.asarray(a) for a in (p, state.m, state.v)]
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
+    for step in (1, 2, 3):
+        g = normal(size)
+        p, state = optim.adamw(p, g, state, **options)
+        old = own[0]
+        own = list(
+            adamw.adamw(
+                own[0], library.asarray(g), *own[1:], step=step, in_place=in_place, **options
+            )
+        )
+        assert (own[0] is old) == in_place
+        for got, wanted in zip(own, (p, state.m, state.v), strict=True):
+            assert np.allclose(library.to_numpy(got), wanted, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_global_norm(library: Backend, dtype: str) -> None:
+    arrays = [normal(*shape).astype(dtype) for shape in ((5,), (), (0, 3), (64, 33), (1024,))]
+    norm = global_norm.global_norm([library.asarray(a) for a in arrays])
+    wanted = np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in arrays))
+    assert norm.shape == ()
+    assert float(norm) == pytest.approx(wanted, rel=4 * float(np.finfo(dtype).eps))
+    many = library.asarray(np.ones(200_000, dtype))  # more than the blocks cover at once
+    assert float(global_norm.global_norm([many])) == pytest.approx(200_000**0.5, rel=1e-6)

@@ -1,0 +1,107 @@
+"""Toy models trained through the CUDA launchers, on the stand-in, beside NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda_shim
+import numpy as np
+import pytest
+from causal_models import causal
+from judges import FLOAT32, FLOAT64
+from libraries import STAND_IN, only
+from xformer.backends import Backend
+from xformer.backends.cupy.module import LAUNCHERS
+
+import xformer
+from xformer import backends, ops, optim, tree
+from xformer.training import Corpus, TrainConfig, train
+
+V = 37  # of causal_models
+WITHIN = {"float64": FLOAT64, "float32": 5 * FLOAT32}  # a whole model: more sums, one after another
+# What is left to generic code: linear maps, attention, masks and the optimiser's trees.
+GPT_KERNELS = {
+    *("layer_norm_forward", "layer_norm_backward", "column_sums"),
+    *("activation_forward", "activation_backward", "dropout", "add_rows"),
+    *("cross_entropy_forward", "token_total", "cross_entropy_backward"),
+}
+LLAMA_KERNELS = {
+    *("rms_norm_forward", "rms_norm_backward", "column_sums"),
+    *("glu_forward", "glu_backward", "rope", "add_rows"),
+    *("cross_entropy_forward", "token_total", "cross_entropy_backward"),
+}
+
+
+def gpt() -> tuple[Any, Any]:
+    model = xformer.GPT(vocab_size=V, n_layers=2, d_model=12, n_heads=3, max_len=10, dropout=0.2)
+    return model, model.init(0, dtype="float64")
+
+
+MODELS = {"gpt": (gpt, GPT_KERNELS), "llama": (lambda: causal("llama"), LLAMA_KERNELS)}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the kernels that are launched."""
+    names: set[str] = set()
+    launch = LAUNCHERS[cuda_shim.Array]
+
+    def noted(source: Any, name: str, *rest: Any) -> None:
+        names.add(name)
+        launch(source, name, *rest)
+
+    monkeypatch.setitem(LAUNCHERS, cuda_shim.Array, noted)
+    return names
+
+
+def steps(backend: Backend, model: Any, params: Any, dtype: str) -> tuple[list[float], Any, Any]:
+    """Losses of three training steps, the first gradients, the last parameters, on the host."""
+    params = tree.map(lambda p: backend.asarray(p, dtype), params)
+    state, losses, first = optim.adamw_init(params), [], None
+    rng = np.random.default_rng(1)
+    for step in range(3):
+        tokens = backend.asarray(rng.integers(0, V, (2, 7)))
+        targets = backend.asarray(rng.integers(-1, V, (2, 7)))
+        options = {"dropout_key": ops.Key(3, step)} if hasattr(model, "dropout") else {}
+        loss, cache = model.loss(params, tokens, targets, ignore_index=-1, **options)
+        grads, _ = optim.clip_by_global_norm(cache.backward(), max_norm=1.0)
+        first = tree.map(backend.to_numpy, grads) if first is None else first
+        params, state = optim.adamw(params, grads, state, lr=1e-3, eps=1e-3)
+        losses.append(float(loss))
+    return losses, first, tree.map(backend.to_numpy, params)
+
+
+@only(STAND_IN)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", WITHIN)
+def test_training_steps(library: Backend, launched: set[str], name: str, dtype: str) -> None:
+    make, kernels = MODELS[name]
+    model, params = make()
+    losses, grads, trained = steps(library, model, params, dtype)
+    assert launched == kernels
+    wanted_losses, wanted_grads, wanted = steps(backends.get(), model, params, "float64")
+    assert losses == pytest.approx(wanted_losses, rel=WITHIN[dtype])
+    for got, exact in ((grads, wanted_grads), (trained, wanted)):
+        got, exact = tree.flatten(got), tree.flatten(exact)
+        assert got.keys() == exact.keys()
+        top = max(np.max(np.abs(value)) for value in exact.values())
+        for leaf, value in exact.items():
+            # The gradient of a bias of keys is zero: a sum of numbers that are not.
+            size = max(np.max(np.abs(value)), top / 100)
+            off = np.max(np.abs(got[leaf] - value)) / size
+            assert off < 10 * WITHIN[dtype], f"{leaf}: {off:.1e}"
+
+
+@only(STAND_IN)
+def test_training_loop(library: Backend) -> None:
+    """The loop of `xformer train`, unchanged: the same losses as on NumPy."""
+    text = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
+    corpus = Corpus(text, text[:100], "a line of Hamlet")
+    config = TrainConfig(steps=3, batch_size=2, eval_every=3, eval_batches=1)
+    model = xformer.GPT(vocab_size=256, n_layers=1, d_model=8, n_heads=2, max_len=6, dropout=0.1)
+    losses = {}
+    for backend in (library, backends.get()):
+        params = tree.map(backend.asarray, model.init(0))
+        run = list(train(model, params, corpus, config, backend))
+        losses[backend.name] = [*(step.loss for step in run), run[-1].validation]
+    assert losses[STAND_IN] == pytest.approx(losses["numpy"], rel=WITHIN["float32"])
