@@ -40,10 +40,10 @@ def cross_entropy(
     """
     label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z_loss = number("cross_entropy", "z_loss", z_loss)
-    _require_options(ignore_index, reduction)
+    require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
     xp = array_namespace(logits)
-    targets, kept = _split_ignored(logits, targets, ignore_index)
+    targets, kept = split_ignored(logits, targets, ignore_index)
     x = logits if kept is None else _where_kept(kept, logits)
     top = xp.max(x, axis=-1, keepdims=True)
     lse = xp.log(xp.sum(xp.exp(x - top), axis=-1)) + top[..., 0]  # (...)
@@ -96,7 +96,7 @@ class CrossEntropyCache(NamedTuple):
         return dlogits * (dloss * self.weight)[..., None]
 
 
-def _split_ignored(
+def split_ignored(
     logits: Array, targets: Array, ignore_index: int | None
 ) -> tuple[Array, Array | None]:
     """Targets with 0 in place of ignored ones, and which are kept. Checks the rest."""
@@ -113,7 +113,7 @@ def _where_kept(kept: Array, logits: Array) -> Array:
     return array_namespace(logits).where(kept[..., None], logits, 0.0)
 
 
-def _require_options(ignore_index: int | None, reduction: str) -> None:
+def require_options(ignore_index: int | None, reduction: str) -> None:
     if not isinstance(ignore_index, int | None):
         raise TypeError(f"cross_entropy: ignore_index must be an int, got {ignore_index!r}")
     if reduction not in ("mean", "sum", "none"):
