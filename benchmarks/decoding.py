@@ -23,6 +23,7 @@ from xformer import pretrained, tree
 PEER = "transformers"
 NAMES = (PEER, "transformers loop", "xformer numpy", "xformer torch")
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+LARGE = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
 SMALL = {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256, "vocab_size": 65}
 STORIES = {
     "model_type": "llama",
@@ -52,7 +53,7 @@ class Text(NamedTuple):
 TEXTS = (
     Text("stories260K", STORIES, prompt=1, new=200, rounds=10),
     Text("char-gpt", GPT2 | SMALL, prompt=16, new=200, rounds=10),
-    Text("gpt2", GPT2, prompt=16, new=64, rounds=8),
+    Text("gpt2", GPT2 | LARGE, prompt=16, new=64, rounds=8),
 )
 BY_NAME = {text.name: text for text in TEXTS}
 

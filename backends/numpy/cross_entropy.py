@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-
 from xformer.backends.numpy.rows import row_blocks, rows
 from xformer.backends.numpy.threads import scratch
+
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.cross_entropy import cross_entropy as reference
@@ -32,7 +32,7 @@ def cross_entropy(
     require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
     targets, kept = split_ignored(logits, targets, ignore_index)
-    lse, hit, mean = np.empty((3, targets.size), logits.dtype)
+    lse, hit, mean = (np.empty(targets.size, logits.dtype) for _ in range(3))
 
     def piece(x: Array, targets: Array, at: slice) -> None:
         e = scratch("exp", x.shape, x.dtype)

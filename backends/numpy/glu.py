@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-
 from xformer.backends.numpy.logistic import LOG2_E, inverse_sigmoid, within
 from xformer.backends.numpy.rows import BLOCK, flat
 from xformer.backends.numpy.threads import blocks, scratch
+
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.glu import glu as reference
@@ -55,15 +55,17 @@ class GluCache(NamedTuple):
 
         def piece(start: int, stop: int) -> None:
             gate, up, dy, dgate, dup = (a[start:stop] for a in arrays)
-            gate = within(gate, FAR)
-            s = inverse_sigmoid(gate, SILU, scratch("sigmoid", gate.shape, gate.dtype), None)
+            near = within(gate, FAR)
+            s = inverse_sigmoid(near, SILU, scratch("sigmoid", gate.shape, gate.dtype), None)
             np.reciprocal(s, out=s)
+            np.multiply(near, s, out=dup)
             np.subtract(1, s, out=dgate)
-            np.multiply(gate, s, out=dup)
             dgate *= dup
             dgate += s
             dgate *= up
             dgate *= dy
+            if near is not gate:
+                np.multiply(np.maximum(gate, -FAR), s, out=dup)
             dup *= dy
 
         with np.errstate(over="ignore"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-
 from xformer.backends.numpy.rows import Sums, factor, row_blocks, rows
 from xformer.backends.numpy.threads import scratch
+
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.layer_norm import layer_norm as reference
@@ -56,7 +56,7 @@ class LayerNormCache(NamedTuple):
         w, width, gain = self.w, dy.shape[-1], factor(self.w)
         dx, xs, dys = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy)
         dxs = dx.reshape(xs.shape)
-        dw, db = (Sums(*xs.shape, dy.dtype) for _ in range(2))
+        dw, db = (Sums(len(xs), width, dy.dtype) for _ in range(2))
 
         def piece(start: int, stop: int) -> None:
             at = slice(start, stop)

@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-
 from xformer.backends.numpy.rows import Sums, row_blocks
+
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.linear import linear as reference
@@ -52,7 +52,7 @@ class LinearCache(NamedTuple):
 
 def _sum(dy: Array) -> Array:
     """The sum over rows, as products with ones."""
-    sums = Sums(*dy.shape, dy.dtype)
+    sums = Sums(dy.shape[0], dy.shape[1], dy.dtype)
 
     def piece(start: int, stop: int) -> None:
         np.matmul(np.ones(stop - start, dy.dtype), dy[start:stop], out=sums.of(start))

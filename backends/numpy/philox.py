@@ -12,7 +12,7 @@ _LOW, _HIGH = np.uint64(MASK), np.uint64(32)
 
 
 def words(key: Key, starts: Array, width: int) -> Array:
-    """Elements start to start + width - 1 of the stream, for each of starts (N,): uint32 (N, width).
+    """Elements start, ..., start + width - 1 of a stream, for starts (N,): uint32 (N, width).
 
     Rows that begin at a multiple of 4 cost least.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-
 from xformer.backends.numpy.rows import BLOCK, flat, masked
 from xformer.backends.numpy.threads import blocks
+
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.relu import relu as reference
@@ -19,7 +19,9 @@ def relu(x: Array) -> tuple[Array, ReluCache]:
     """max(0, x) as `clip`, which is twice as fast as NumPy's maximum with a number."""
     y = np.empty(x.shape, x.dtype)
     xs, ys = flat(x), flat(y)
-    blocks(lambda start, stop: np.clip(xs[start:stop], 0, np.inf, out=ys[start:stop]), xs.size, BLOCK)
+    blocks(
+        lambda start, stop: np.clip(xs[start:stop], 0, np.inf, out=ys[start:stop]), xs.size, BLOCK
+    )
     return y, ReluCache(y)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
 from xformer.backends.numpy.rows import Sums, factor, row_blocks, rows
 from xformer.backends.numpy.threads import scratch
+
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rms_norm import rms_norm as reference
@@ -29,7 +29,9 @@ def rms_norm(
     eps = number("rms_norm", "eps", eps, low=0)
     offset = number("rms_norm", "offset", offset)
     require_axis("rms_norm", x, -1)
-    gain = w + offset if offset else w
+    gain: Any = w
+    if offset:
+        gain = gain + offset
     y, xs, width = np.empty(x.shape, x.dtype), rows(x), x.shape[-1]
     ys, gains, rstd = y.reshape(xs.shape), factor(gain), np.zeros((len(xs), 2), x.dtype)
 
@@ -55,7 +57,7 @@ class RmsNormCache(NamedTuple):
         require_gradient("rms_norm", "dy", dy, self.x)
         gain, width, gains = self.gain, dy.shape[-1], factor(self.gain)
         dx, xs, dys = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy)
-        dxs, dw = dx.reshape(xs.shape), Sums(*xs.shape, dy.dtype)
+        dxs, dw = dx.reshape(xs.shape), Sums(len(xs), width, dy.dtype)
 
         def piece(start: int, stop: int) -> None:
             at = slice(start, stop)

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import numpy as np
-
 from xformer.backends.numpy.threads import Piece, blocks, scratch
+
 from xformer.typing import Array
 
 BLOCK = 1 << 16  # elements
@@ -65,7 +65,7 @@ class Sums:
 
 
 def masked(x: Array, keep: Array, out: Array) -> None:
-    """x where `keep`, else 0, of flat arrays, bit by bit: `where` takes twice as long."""
+    """x where `keep`, else 0, of contiguous arrays, by bits: `where` takes twice as long."""
     integer = np.dtype(f"i{x.itemsize}")
     mask = scratch("mask", x.shape, integer)
     mask[...] = np.negative(keep.view(np.int8), out=scratch("keep", x.shape, np.int8))  # 0 or -1

@@ -6,25 +6,12 @@ compute without the GIL, but one thread at a time begins them.
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.threads import scratch
-from xformer.backends.numpy.tiles import (
-    COLUMNS,
-    EXP2,
-    FEW,
-    Part,
-    Scores,
-    columns,
-    fold,
-    place,
-    transposed,
-    unfold,
-)
+from xformer.backends.numpy.flash import Attention, Gradients, attend, backward
+from xformer.backends.numpy.tiles import Scores
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
@@ -34,11 +21,27 @@ from xformer.ops.sdpa import sdpa as reference
 from xformer.ops.softcap import require_cap
 from xformer.typing import Array
 
-BOUND = 30.0  # exponents of at most this need no maximum taken off: e^-30 and e^30 have inverses
-UNIT = math.log2(math.e) if EXP2 else 1.0  # what exponents are measured in, those of 2 in bits
+
+def no_queries(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key | None = None,
+) -> str | None:
+    """Why the kernel cannot run."""
+    return "there are no queries" if 0 in q.shape[:3] else None
 
 
-@kernel(reference, "numpy")
+@kernel(reference, "numpy", unsupported=no_queries)
 def sdpa(
     q: Array,
     k: Array,
@@ -54,7 +57,7 @@ def sdpa(
     dropout_rate: float = 0.0,
     dropout_key: Key | None = None,
 ) -> tuple[Array, SdpaCache]:
-    """ctx = e v / total, e = exp(scores - top), total = sum(e) (arXiv:2205.14135)."""
+    """In parts that need no more memory than their queries, keys and values."""
     require_heads("sdpa", q, k, mask)
     if bias is not None:
         require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
@@ -73,312 +76,37 @@ def sdpa(
     )
     ctx = _empty(*q.shape[:3], v.shape[3], q.dtype)
     top, total = np.empty((2, *q.shape[:3], 1), q.dtype)
-    cache = SdpaCache(scores, v, sinks, ctx, top, total, None if bias is None else bias.shape)
-    if q.shape[2] < FEW:
-        _at_once(cache)
-    else:
-        scores.run(lambda part: _forward(cache, part), q.shape[3] + v.shape[3], (True, True))
-    return ctx, cache
+    all_parts = Attention(scores, v, sinks, ctx, top, total)
+    scores.run(lambda part: attend(all_parts, part), q.shape[3] + v.shape[3], (True, True))
+    return ctx, SdpaCache(all_parts, None if bias is None else bias.shape)
 
 
 class SdpaCache(NamedTuple):
     """What `sdpa` keeps for its backward."""
 
-    scores: Scores  # q, k, bias, mask and options
-    v: Array  # (B, G, S, M)
-    sinks: Array | None  # (H,)
-    ctx: Array  # (B, H, T, M)
-    top: Array  # (B, H, T, 1)
-    total: Array  # (B, H, T, 1), the sink's share in it
+    attention: Attention
     bias_shape: tuple[int, ...] | None
-
-    @property
-    def no_dbias(self) -> bool:
-        """Whether the bias is the same for all keys, and so for all that the softmax is over."""
-        bias = self.scores.bias
-        return bias is None or (bias.shape[3] == 1 and self.sinks is None)
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array | None, Array | None]:
         """dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx."""
-        require_gradient("sdpa", "dctx", dctx, self.ctx)
-        q, k, bias = self.scores.q, self.scores.k, self.scores.bias
+        own = self.attention
+        require_gradient("sdpa", "dctx", dctx, own.ctx)
+        q, k, v, bias = own.scores.q, own.scores.k, own.v, own.scores.bias
         grads = Gradients(
-            *(_empty(*x.shape, x.dtype) for x in (q, k, self.v)),
+            *(_empty(*x.shape, x.dtype) for x in (q, k, v)),
             None if bias is None else np.zeros(bias.shape, q.dtype),
-            None if self.sinks is None else np.zeros(self.top.shape, q.dtype),
+            None if own.sinks is None else np.zeros(own.top.shape, q.dtype),
         )
-        apart = (True, True) if self.no_dbias else (bias.shape[0] > 1, bias.shape[1] > 1)
-        width = 3 * q.shape[3] + 2 * self.v.shape[3]
-        self.scores.run(lambda part: _backward(self, part, dctx, grads), width, apart)
+        apart = (bias.shape[0] > 1, bias.shape[1] > 1) if own.bias_matters else (True, True)
+        width = 3 * q.shape[3] + 2 * v.shape[3]
+        own.scores.run(lambda part: backward(own, part, dctx, grads), width, apart)
         dbias = dsinks = None
         if self.bias_shape is not None:
             dbias = np.reshape(grads.bias, self.bias_shape)
-        if self.sinks is not None:
-            shares = np.exp(self.sinks[:, None, None] - self.top)  # times total
+        if own.sinks is not None:
+            shares = np.exp(own.sinks[:, None, None] - own.top)  # times total
             dsinks = -np.sum(shares * grads.inner, axis=(0, 2, 3))
         return grads.q, grads.k, grads.v, dbias, dsinks
-
-
-class Gradients(NamedTuple):
-    """What the parts fill in."""
-
-    q: Array  # (B, H, T, K)
-    k: Array  # (B, G, S, K)
-    v: Array  # (B, G, S, M)
-    bias: Array | None
-    inner: Array | None  # (B, H, T, 1), over total; for the sinks
-
-
-def _at_once(c: SdpaCache) -> None:
-    """ctx, top and total for few queries: in one tile, without a copy of the keys."""
-    q, k = c.scores.q, c.scores.k
-    b, g, h, t, s = (
-        slice(0, n) for n in (q.shape[0], k.shape[1], q.shape[1], q.shape[2], k.shape[2])
-    )
-    part = Part(b, g, h)
-    queries = fold(q * c.scores.factor(1.0), part)
-    e, _ = c.scores.tile(queries, k.mT, part, t, s, 1.0)
-    c.scores.forbid(e, part, t, s, np.add, -np.inf)
-    first = _begin(c.top, c.total, c.sinks)
-    _take_off_top(e, c.top, c.total, None, first)
-    np.exp(e, out=e)
-    c.total[...] += np.add.reduce(e, axis=-1, keepdims=True)
-    c.total[c.total == 0] = 1  # no key to attend to
-    if c.scores.rate:
-        e *= c.scores.kept(part, t, s)
-    np.multiply(unfold(fold(e, part) @ c.v, part), _rescaled(c, c.total), out=c.ctx)
-
-
-def _forward(c: SdpaCache, part: Part) -> None:
-    """The same of a part."""
-    if c.scores.few_keys or c.sinks is not None or not _plain(c, part):
-        _shifted(c, part)
-
-
-def _plain(c: SdpaCache, part: Part) -> bool:
-    """With top = 0, two passes less; False where scores are too far from it."""
-    own = part.b, part.h
-    keys = transposed(c.scores.k[part.b, part.g], c.scores.factor(UNIT), "keys")
-    v = c.v[part.b, part.g]
-    ctx, total = c.ctx[own], c.total[own]
-    c.top[own] = 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for t, low, high in c.scores.rows(part):
-            if low == high:
-                return False
-            queries, sums = c.scores.queries(part, t), _place_for(ctx[:, :, t], part, "ctx")
-            for s in columns(low, high):
-                first = s.start == low
-                e, _ = c.scores.tile(queries, keys, part, t, s, UNIT)
-                _power(c.scores, e, part, t, s)
-                _add_product(e, _ones(e), total[:, :, t], first)
-                if c.scores.rate:
-                    e *= c.scores.kept(part, t, s)
-                _add_product(fold(e, part), v[:, :, s], sums, first)
-            if part.shared:
-                ctx[:, :, t] = unfold(sums, part)
-    if not (total.min() >= np.exp(-BOUND) and total.max() <= np.exp(BOUND)):
-        return False
-    ctx *= _rescaled(c, total)
-    return True
-
-
-def _shifted(c: SdpaCache, part: Part) -> None:
-    """With the maximum of each query's scores taken off, and put up as keys come."""
-    keys = transposed(c.scores.k[part.b, part.g], c.scores.factor(1.0), "keys")
-    v, sinks = c.v[part.b, part.g], None if c.sinks is None else c.sinks[part.h]
-    for t, low, high in c.scores.rows(part):
-        here, queries = (part.b, part.h, t), c.scores.queries(part, t)
-        top, total = c.top[here], c.total[here]
-        sums = _place_for(c.ctx[here], part, "ctx")
-        first = _begin(top, total, sinks) and low < high
-        if not first:
-            sums[...] = 0
-        for s in columns(low, high):
-            e, _ = c.scores.tile(queries, keys, part, t, s, 1.0)
-            c.scores.forbid(e, part, t, s, np.add, -np.inf)
-            _take_off_top(e, top, total, unfold(sums, part), first)
-            np.exp(e, out=e)
-            _add_product(e, _ones(e), total, first)
-            if c.scores.rate:
-                e *= c.scores.kept(part, t, s)
-            _add_product(fold(e, part), v[:, :, s], sums, first)
-            first = False
-        total[total == 0] = 1  # no key to attend to
-        np.multiply(unfold(sums, part), _rescaled(c, total), out=c.ctx[here])
-
-
-def _power(scores: Scores, e: Array, part: Part, t: slice, s: slice) -> None:
-    """e to these scores, in UNITs; 0 only afterwards, as powers that are 0 take long."""
-    (np.exp2 if EXP2 else np.exp)(e, out=e)
-    scores.forbid(e, part, t, s, np.multiply, 0)
-
-
-def _begin(top: Array, total: Array, sinks: Array | None) -> bool:
-    """Before the first key; whether there is nothing."""
-    if sinks is None:
-        top[...] = total[...] = 0
-        return True
-    top[...] = np.maximum(sinks[:, None, None], _lowest(top))  # a key of value 0
-    total[...] = np.exp(sinks[:, None, None] - top)
-    return False
-
-
-def _take_off_top(e: Array, top: Array, total: Array, sums: Array | None, first: bool) -> None:
-    """Take the maximum so far off the scores; what earlier keys have summed to follows it."""
-    highest = np.maximum.reduce(e, axis=-1, keepdims=True, initial=_lowest(e))
-    if not first:
-        np.maximum(highest, top, out=highest)
-        decay = np.exp(top - highest)
-        total *= decay
-        if sums is not None:
-            sums *= decay
-    e -= highest
-    top[...] = highest
-
-
-class Work(NamedTuple):
-    """What the tiles of a part share, going back."""
-
-    top: Array | None  # None where it is 0
-    keys: Array  # (b, g, K, S), times what makes products scores; of few queries they are
-    values: Array  # (b, g, M, S)
-    value_scale: float  # of `values`: dscores are linear in them, and so are scaled at no cost
-    dout: Array  # (b, h, T, M), dctx over total, so that e may stand in the place of probs
-    dk: Array  # (b, g, S, K)
-    dv: Array  # (b, g, S, M)
-
-
-def _backward(c: SdpaCache, part: Part, dctx: Array, grads: Gradients) -> None:
-    """All gradients of a part; none of its keys and values is another's."""
-    own, theirs = (part.b, part.h), (part.b, part.g)
-    k, v, top = c.scores.k[theirs], c.v[theirs], c.top[own]
-    top = top if top.any() else None
-    few = c.scores.q.shape[2] < FEW
-    value_scale = c.scores.scale if c.no_dbias and c.sinks is None else 1.0
-    dout = scratch("dout", c.ctx[own].shape, v.dtype)
-    np.multiply(dctx[own], _rescaled(c, c.total[own]), out=dout)
-    work = Work(
-        top,
-        k.mT if few else transposed(k, c.scores.factor(UNIT if top is None else 1.0), "keys"),
-        transposed(v, value_scale, "values"),
-        value_scale,
-        dout,
-        scratch("dk", k.shape, k.dtype),
-        scratch("dv", v.shape, v.dtype),
-    )
-    first = None
-    for t, low, high in c.scores.rows(part):
-        if first is None and not (first := (low, high) == (0, k.shape[2])):
-            work.dk[...], work.dv[...] = 0, 0
-        if low < high:
-            _rows_back(c, part, work, grads, t, low, high, first)
-        else:
-            grads.q[part.b, part.h, t] = 0
-        first = False
-    grads.k[theirs], grads.v[theirs] = work.dk, work.dv
-
-
-def _rows_back(
-    c: SdpaCache,
-    part: Part,
-    work: Work,
-    grads: Gradients,
-    t: slice,
-    low: int,
-    high: int,
-    first: bool,
-) -> None:
-    """The gradients of some queries, and what their keys and values get from them."""
-    k, dq_here = c.scores.k[part.b, part.g], grads.q[part.b, part.h, t]
-    queries, dout = c.scores.queries(part, t), work.dout[:, :, t]
-    dq, dout_rows = _place_for(dq_here, part, "dq"), fold(dout, part)
-    inner = None
-    if high - low > COLUMNS:
-        inner = np.vecdot(dout, c.ctx[part.b, part.h, t])[..., None]
-        inner *= (1 - c.scores.rate) * work.value_scale
-    for s in columns(low, high):
-        e, slope = _recomputed(c, part, work, queries, t, s)
-        de = scratch("de", (*queries.shape[:3], e.shape[3]), e.dtype)
-        de = unfold(np.matmul(dout_rows, work.values[..., s], out=de), part)
-        dropped = e
-        if c.scores.rate:
-            kept = c.scores.kept(part, t, s)
-            dropped = e * kept
-            de *= kept
-        _add_product(fold(dropped, part).mT, dout_rows, work.dv[:, :, s], first)
-        if inner is None:  # all keys are here: exact where one has all the weight
-            inner = np.vecdot(e, de)[..., None] / c.total[part.b, part.h, t]
-        de -= inner
-        de *= e
-        if not c.no_dbias:
-            _add_to(grads.bias, de, part, t, s)
-        if work.value_scale != c.scores.scale:
-            de *= c.scores.scale
-        if slope is not None:
-            de *= slope
-        _add_product(fold(de, part), k[:, :, s], dq, s.start == low)
-        _add_product(fold(de, part).mT, queries, work.dk[:, :, s], first)
-    if part.shared:
-        dq_here[...] = unfold(dq, part)
-    if grads.inner is not None:
-        grads.inner[part.b, part.h, t] = inner
-
-
-def _recomputed(
-    c: SdpaCache, part: Part, work: Work, queries: Array, t: slice, s: slice
-) -> tuple[Array, Array | None]:
-    """e of a tile; the slope of the softcap."""
-    unit = UNIT if work.top is None else 1.0
-    if c.scores.q.shape[2] < FEW:  # as `_at_once` did: another rounding would not fit top and total
-        queries = queries * c.scores.factor(unit)
-    e, slope = c.scores.tile(queries, work.keys, part, t, s, unit)
-    if work.top is None:
-        _power(c.scores, e, part, t, s)
-    else:
-        c.scores.forbid(e, part, t, s, np.add, -np.inf)
-        e -= work.top[:, :, t]
-        np.exp(e, out=e)
-    return e, slope
-
-
-def _place_for(x: Array, part: Part, name: str) -> Array:
-    """Where products for x (b, h, t, .) go: folded, in x itself if that has as many axes."""
-    n_groups = part.g.stop - part.g.start
-    if x.shape[1] == n_groups:
-        return x
-    return scratch(name, (x.shape[0], n_groups, x[0, ..., 0].size // n_groups, x.shape[3]), x.dtype)
-
-
-def _lowest(x: Array) -> float:
-    """In the place of -inf, which taken off itself is no number."""
-    return float(np.finfo(x.dtype).min) / 2
-
-
-def _rescaled(c: SdpaCache, total: Array) -> Array:
-    """1 / total, and what dropout scales up by."""
-    return (1 / (1 - c.scores.rate) if c.scores.rate < 1 else 1.0) / total
-
-
-def _ones(e: Array) -> Array:
-    return _column(e.shape[3], e.dtype)
-
-
-@functools.lru_cache(maxsize=32)
-def _column(n: int, dtype: np.dtype) -> Array:
-    return np.ones((n, 1), dtype)
-
-
-def _add_product(a: Array, b: Array, out: Array, first: bool) -> None:
-    if first:
-        np.matmul(a, b, out=out)
-    else:
-        out += np.matmul(a, b, out=scratch("product", out.shape, out.dtype))
-
-
-def _add_to(dbias: Array, dscores: Array, part: Part, t: slice, s: slice) -> None:
-    axes = tuple(i for i, n in enumerate(dbias.shape) if n == 1)
-    dbias[place(dbias, part, t, s)] += np.sum(dscores, axis=axes, keepdims=True)
 
 
 def _empty(b: int, h: int, t: int, k: int, dtype: Any) -> Array:

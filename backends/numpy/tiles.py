@@ -17,7 +17,7 @@ ROWS = 64  # queries of a tile
 COLUMNS = 2048  # keys of a tile, at most
 TILE = 1 << 17  # elements of a tile, over all its heads: two of them fit in a core's L2 cache
 THREADED = 1 << 22  # multiplications that are worth waking a thread for
-FEW = 16  # queries too few for copies to pay; keys, of which one may have all the weight: just 1
+FEW = 16  # queries for which copies do not pay; keys of which one may have all the weight
 NARROW = 512  # keys of a tile that is masked whole: faster than short pieces of its rows
 
 # Powers of 2 where NumPy has them for a vector at once, then in half the time of powers of e.
@@ -33,9 +33,9 @@ class Part(NamedTuple):
     h: slice  # heads of the queries
 
     @property
-    def shared(self) -> bool:
-        """Whether several heads of queries share one of the keys."""
-        return self.h.stop - self.h.start > self.g.stop - self.g.start
+    def shared(self) -> int:
+        """How many heads of queries share one of the keys."""
+        return (self.h.stop - self.h.start) // (self.g.stop - self.g.start)
 
 
 class Scores(NamedTuple):
@@ -57,7 +57,12 @@ class Scores(NamedTuple):
 
         apart: whether parts of different batch elements, and of different groups, may run at once.
         """
-        threads = n_threads() if self.q[..., 0].size * self.k.shape[2] * width > THREADED else 1
+        (n_batch, n_heads, n_queries), n_groups = self.q.shape[:3], self.k.shape[1]
+        size = n_batch * n_heads * n_queries * self.k.shape[2]
+        if size <= TILE and size * width <= THREADED:
+            fn(Part(slice(0, n_batch), slice(0, n_groups), slice(0, n_heads)))
+            return
+        threads = n_threads() if size * width > THREADED else 1
         lists: dict[tuple[int, int], list[Part]] = {}
         for part in self._parts(threads):
             place = part.b.start if apart[0] else 0, part.g.start if apart[1] else 0
@@ -76,14 +81,22 @@ class Scores(NamedTuple):
         (n_batch, n_groups, n_keys), n_rows = self.k.shape[:3], self.q.shape[2]
         r = self.q.shape[1] // n_groups
         group = max(1, r * min(ROWS, n_rows) * min(COLUMNS, n_keys))  # elements
-        n_g = min(n_groups, max(1, TILE // group))
-        n_b = min(-(-n_batch // threads), max(1, TILE // (group * n_groups)))
-        if n_batch < threads:
-            n_g = min(n_g, -(-n_groups // threads))
-        for b in range(0, n_batch, max(1, n_b)):
+        n_g = _even(n_groups, TILE // group, threads if n_batch < threads else 1)
+        n_b = _even(n_batch, TILE // (group * n_groups), threads)
+        for b in range(0, n_batch, n_b):
             for g in range(0, n_groups, n_g):
                 end = min(g + n_g, n_groups)
                 yield Part(slice(b, min(b + n_b, n_batch)), slice(g, end), slice(g * r, end * r))
+
+    @property
+    def few_queries(self) -> bool:
+        """Whether they are too few for copies of the keys to pay."""
+        return self.q.shape[2] < FEW
+
+    @property
+    def everywhere(self) -> tuple[slice, slice]:
+        """All queries and all keys."""
+        return slice(0, self.q.shape[2]), slice(0, self.k.shape[2])
 
     @property
     def few_keys(self) -> bool:
@@ -175,22 +188,26 @@ def columns(low: int, high: int) -> Iterator[slice]:
 
 def fold(x: Array, part: Part) -> Array:
     """(b, h, t, .) -> (b, g, r * t, .); a copy, where heads share keys and x is not contiguous."""
-    if not part.shared:
-        return x
-    return x.reshape(x.shape[0], part.g.stop - part.g.start, -1, x.shape[3])
+    r = part.shared
+    return x if r == 1 else x.reshape(x.shape[0], x.shape[1] // r, r * x.shape[2], x.shape[3])
 
 
 def unfold(x: Array, part: Part) -> Array:
     """(b, g, r * t, .) -> (b, h, t, .), of contiguous memory."""
-    if not part.shared:
-        return x
-    return x.reshape(x.shape[0], part.h.stop - part.h.start, -1, x.shape[3])
+    r = part.shared
+    return x if r == 1 else x.reshape(x.shape[0], x.shape[1] * r, x.shape[2] // r, x.shape[3])
 
 
 def transposed(x: Array, scale: float, name: str) -> Array:
     """scale * x (b, g, S, .) as (b, g, ., S): BLAS is faster with it than with a view."""
     b, g, s, k = x.shape
     return np.multiply(x.mT, scale, out=scratch(name, (b, g, k, s), x.dtype))
+
+
+def _even(n: int, most: int, least_pieces: int) -> int:
+    """The size of equal pieces of n, of at most `most` and at least 1."""
+    pieces = max(-(-n // max(1, most)), min(n, least_pieces), 1)
+    return max(1, -(-n // pieces))
 
 
 def own(x: Array, part: Part, *rest: slice) -> Array:
