@@ -16,7 +16,6 @@ from xformer.backends.numpy.threads import scratch
 from xformer.backends.numpy.tiles import (
     COLUMNS,
     EXP2,
-    ROWS,
     Part,
     Scores,
     columns,
@@ -184,7 +183,7 @@ def backward(c: Attention, part: Part, dctx: Array, grads: Gradients) -> None:
     own, theirs = (part.b, part.h), (part.b, part.g)
     k, v, top = c.scores.k[theirs], c.v[theirs], c.top[own]
     top = top if top.any() else None
-    few, once = c.scores.few_queries, c.scores.q.shape[2] <= ROWS
+    few, once = c.scores.few_queries, c.scores.q.shape[2] <= c.scores.n_rows
     sums = ("dk", grads.k, k), ("dv", grads.v, v)
     value_scale = c.scores.scale if not c.bias_matters and c.sinks is None else 1.0
     dout = scratch("dout", c.ctx[own].shape, v.dtype)

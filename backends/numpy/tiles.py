@@ -13,8 +13,8 @@ from xformer.backends.numpy.threads import blocks, n_threads, scratch
 from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
-ROWS = 64  # queries of a tile
-COLUMNS = 2048  # keys of a tile, at most
+ROWS = (64, 256)  # queries of a tile: fewer do less beyond a diagonal, more read keys less often
+COLUMNS = 512  # keys of a tile, at most
 TILE = 1 << 17  # elements of a tile, over all its heads: two of them fit in a core's L2 cache
 THREADED = 1 << 22  # multiplications that are worth waking a thread for
 FEW = 16  # queries for which copies do not pay; keys of which one may have all the weight
@@ -78,15 +78,20 @@ class Scores(NamedTuple):
 
     def _parts(self, threads: int) -> Iterator[Part]:
         """As many heads as a tile holds, then as many batch elements; something for each thread."""
-        (n_batch, n_groups, n_keys), n_rows = self.k.shape[:3], self.q.shape[2]
+        n_batch, n_groups, n_keys = self.k.shape[:3]
         r = self.q.shape[1] // n_groups
-        group = max(1, r * min(ROWS, n_rows) * min(COLUMNS, n_keys))  # elements
+        group = max(1, r * self.n_rows * min(COLUMNS, n_keys))  # elements
         n_g = _even(n_groups, TILE // group, threads if n_batch < threads else 1)
         n_b = _even(n_batch, TILE // (group * n_groups), threads)
         for b in range(0, n_batch, n_b):
             for g in range(0, n_groups, n_g):
                 end = min(g + n_g, n_groups)
                 yield Part(slice(b, min(b + n_b, n_batch)), slice(g, end), slice(g * r, end * r))
+
+    @property
+    def n_rows(self) -> int:
+        """How many queries a tile has."""
+        return min(max(ROWS[0], self.k.shape[2] // 8), ROWS[1], self.q.shape[2])
 
     @property
     def few_queries(self) -> bool:
@@ -111,8 +116,8 @@ class Scores(NamedTuple):
         n_queries, n_keys = self.q.shape[2], self.k.shape[2]
         ahead = n_keys - n_queries
         least, most = self._unpadded(part)
-        for start in reversed(range(0, n_queries, ROWS)):
-            stop, low, high = min(start + ROWS, n_queries), least, most
+        for start in reversed(range(0, n_queries, self.n_rows)):
+            stop, low, high = min(start + self.n_rows, n_queries), least, most
             if self.left is not None:
                 low = max(low, start + ahead - self.left)
             if self.right is not None:
