@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: forward, backward and step of the named shapes on every backend."""
+"""`python -m benchmarks`: a training step, or inference, of the named shapes beside the peers."""
 
 from __future__ import annotations
 
@@ -12,37 +12,42 @@ from tqdm import tqdm
 
 from benchmarks import contestants, machine, report, step
 from benchmarks.contestants import PEER
-from benchmarks.shapes import BY_NAME, DEFAULT
+from benchmarks.harness import Disagreement
+from benchmarks.shapes import BY_NAME, SHAPES, Shape
 from xformer import backends
 
 RESULTS = Path(__file__).parent / "results"
-# array-api-strict shows that code is right, not that it is fast.
-LEFT_OUT = "array-api-strict"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print the tables, write the JSON. Returns 1 where results disagree."""
+    """Run; of each shape print a table and write JSON. Returns 1 where results disagree."""
     args = parse(argv)
-    peer = ["torch"] if PEER in contestants.names(args.backend) else []
-    libraries = _unique([*args.backend, *peer])
-    found = machine.describe(libraries) | {"threads": machine.share_threads(), "shapes": []}
-    rounds = {name: args.rounds or BY_NAME[name].rounds for name in args.shape}
-    total = sum(step.ticks(args.backend, n) for n in rounds.values())
-    try:
-        with tqdm(total=total, disable=None, leave=False) as bar:
-            for name, n in rounds.items():
-                bar.set_description(name)
-                shape = BY_NAME[name]
-                found["shapes"].append(step.measure(shape, args.backend, n, bar.update))
-    except step.Disagreement as wrong:
-        print(f"benchmarks: results disagree, nothing is reported.\n{wrong}", file=sys.stderr)
-        return 1
-    print(report.text(found))
-    out = args.out or RESULTS / default_name(found)
-    out.parent.mkdir(exist_ok=True)
-    report.write(found, out)
-    print(f"\nWritten: {out}")
+    for name in args.shape:
+        shape = BY_NAME[name]
+        try:
+            found = run(shape, args)
+        except (Disagreement, MemoryError) as wrong:
+            print(f"benchmarks: nothing is reported.\n{wrong}", file=sys.stderr)
+            return 1
+        print(report.text(found))
+        out = args.out / default_name(found, f"step-{name}")
+        report.write(found, out)
+        print(f"\nWritten: {out}\n")
     return 0
+
+
+def run(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one shape; what is found, and where."""
+    names = args.contestant or contestants.default(shape)
+    chosen = args.work or step.works(shape)
+    rounds = args.rounds or shape.rounds
+    libraries = [name.split()[0] for name in names]
+    found = machine.describe([n for n in backends.NAMES if n in libraries])
+    found |= {"threads": machine.threads(), "load": machine.load()}
+    found["absent"] = [why for name in contestants.names() if (why := contestants.why_not(name))]
+    total = step.ticks(names, rounds, chosen)
+    with tqdm(total=total, desc=shape.name, disable=None, leave=False) as bar:
+        return found | step.measure(shape, names, rounds, chosen, bar.update)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -52,38 +57,49 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--shape",
         action="append",
         metavar="NAME",
-        help=f"one of {', '.join(BY_NAME)}; repeatable (default: {', '.join(DEFAULT)})",
+        help=f"one of {', '.join(BY_NAME)}; repeatable (default: all)",
     )
     parser.add_argument(
-        "--backend",
+        "--contestant",
         action="append",
         metavar="NAME",
-        help=f"one of {', '.join(backends.NAMES)}; repeatable (default: all here but {LEFT_OUT})",
+        help=f"one of {', '.join(contestants.names())}; repeatable (default: {PEER}, and all "
+        "others here that are as fast as they can be)",
+    )
+    parser.add_argument(
+        "--work",
+        action="append",
+        metavar="NAME",
+        help=f"one of {', '.join(step.WORKS)}; repeatable (default: step, or forward where the "
+        "shape is not for training)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: in results/")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
     args = parser.parse_args(argv)
-    args.shape = _unique(args.shape or DEFAULT)
-    args.backend = _unique(args.backend or [n for n in backends.available() if n != LEFT_OUT])
+    args.shape = _unique(args.shape or [shape.name for shape in SHAPES])
+    args.contestant, args.work = _unique(args.contestant or []), _unique(args.work or [])
+    known = {"shape": BY_NAME, "contestant": contestants.names(), "work": step.WORKS}
+    for option, names in known.items():
+        for name in getattr(args, option):
+            if name not in names:
+                parser.error(f"--{option} must be one of {', '.join(names)}, got {name!r}")
+    for name in args.contestant:
+        if why := contestants.why_not(name):
+            parser.error(f"--contestant: {why}")
     for name in args.shape:
-        if name not in BY_NAME:
-            parser.error(f"--shape must be one of {', '.join(BY_NAME)}, got {name!r}")
-    for name in args.backend:
-        try:
-            backends.get(name)
-        except (ValueError, backends.Unusable) as error:
-            parser.error(f"--backend: {error}")
+        if not BY_NAME[name].training and set(args.work) - {"forward"}:
+            parser.error(f"--work must be forward for {name}, got {', '.join(args.work)}")
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    if args.out is not None and not args.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {args.out.parent}")
+    if not args.out.is_dir():
+        parser.error(f"--out: there is no folder {args.out}")
     return args
 
 
-def default_name(found: dict[str, Any]) -> str:
+def default_name(found: dict[str, Any], question: str = "step") -> str:
     """By day and commit, so that a result does not replace one of other code."""
     commit = (found["commit"] or "no-commit")[:9] + ("-dirty" if found["dirty"] else "")
-    return f"step-{found['date'][:10]}-{commit}.json"
+    return f"{question}-{found['date'][:10]}-{commit}.json"
 
 
 def _unique(names: Sequence[str]) -> list[str]:

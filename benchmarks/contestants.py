@@ -1,13 +1,16 @@
-"""Who takes part: this library on each backend, and the peer.
+"""Who takes part: this library on each backend, and the peers.
 
 A contestant is named "<backend> kernel", "<backend> reference" (where no kernel may run),
-"jax jit" (the whole step under `jax.jit`) or "torch eager" (`benchmarks.eager`).
+"jax jit" (the whole step under `jax.jit`), "torch eager" (`benchmarks.eager`) or "torch compile"
+(the same under `torch.compile`).
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import os
+import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -17,11 +20,12 @@ from benchmarks.shapes import Shape
 from xformer import backends, dispatch, optim, reference_only, tree
 
 LR = 3e-4
-PEER = "torch eager"
+PEER, COMPILED, JITTED = "torch eager", "torch compile", "jax jit"
+COMPILERS = ("g++", "clang++")
 
 
 class Contestant(Protocol):
-    """What is measured: forward, forward and backward, and a step of AdamW; float32."""
+    """What is measured, in float32: forward; forward and backward; and a step of AdamW."""
 
     backend: backends.Backend
 
@@ -30,6 +34,8 @@ class Contestant(Protocol):
     def backward(self) -> Any: ...
 
     def step(self) -> Any: ...
+
+    def output(self) -> np.ndarray: ...
 
     def gradients(self) -> tuple[float, dict[str, np.ndarray]]: ...
 
@@ -40,23 +46,27 @@ class Ours:
     def __init__(
         self,
         shape: Shape,
+        weights: Any,
         backend: backends.Backend,
         context: Callable[[], AbstractContextManager[None]] = nullcontext,
         dtype: str = "float32",
     ) -> None:
-        self.model, self.backend, self.context = shape.model, backend, context
-        self.params, self.data = shape.params(backend, dtype), shape.data(backend)
-        self.state = optim.adamw_init(self.params)
+        self.shape, self.backend, self.context = shape, backend, context
+        self.params = tree.map(lambda w: backend.asarray(w, dtype), weights)
+        self.data = shape.data(backend)
+        self.state = optim.adamw_init(self.params) if shape.training else None
 
     def forward(self) -> Any:
-        """The loss, with the cache that backward needs."""
+        """The loss, with the cache that backward needs; what is not for training alone."""
         with self.context():
-            return self.model.loss(self.params, *self.data)
+            if self.shape.training:
+                return self.shape.model.loss(self.params, *self.data)
+            return self._pooled()
 
     def backward(self) -> tuple[Any, Any]:
         """The loss and its gradients."""
         with self.context():
-            loss, cache = self.model.loss(self.params, *self.data)
+            loss, cache = self.shape.model.loss(self.params, *self.data)
             return loss, cache.backward()
 
     def step(self) -> Any:
@@ -66,29 +76,45 @@ class Ours:
             self.params, self.state = optim.adamw(self.params, grads, self.state, lr=LR)
             return loss
 
+    def output(self) -> np.ndarray:
+        """What comes out of a shape that is not for training, on the host."""
+        return self.backend.to_numpy(self.forward())
+
     def gradients(self) -> tuple[float, dict[str, np.ndarray]]:
         """The loss and its gradients by dotted name, on the host."""
         loss, grads = self.backward()
         return float(loss), tree.flatten(tree.map(self.backend.to_numpy, grads))
 
+    def _pooled(self) -> Any:
+        y, _ = self.shape.model.pooled(self.params, *self.data)
+        return y
+
 
 class Jitted(Ours):
     """The same under `jax.jit`: each of the three one compiled function."""
 
-    def __init__(self, shape: Shape, backend: backends.Backend) -> None:
-        super().__init__(shape, backend)
+    def __init__(self, shape: Shape, weights: Any, backend: backends.Backend) -> None:
+        super().__init__(shape, weights, backend)
         import jax
 
+        model = shape.model
+
+        def forward(params: Any, *data: Any) -> Any:
+            return (
+                model.loss(params, *data)[0] if shape.training else model.pooled(params, *data)[0]
+            )
+
         def backward(params: Any, *data: Any) -> tuple[Any, Any]:
-            loss, cache = shape.model.loss(params, *data)
+            loss, cache = model.loss(params, *data)
             return loss, cache.backward()
 
         def step(params: Any, state: Any, *data: Any) -> tuple[Any, Any, Any]:
             loss, grads = backward(params, *data)
             return loss, *optim.adamw(params, grads, state, lr=LR)
 
-        self._forward = jax.jit(lambda params, *data: shape.model.loss(params, *data)[0])
-        self._backward, self._step = jax.jit(backward), jax.jit(step)
+        self._forward, self._backward = jax.jit(forward), jax.jit(backward)
+        # As a loop of JAX has it: what is replaced gives its memory.
+        self._step = jax.jit(step, donate_argnums=(0, 1))
 
     def forward(self) -> Any:
         """The loss alone: what backward would need is not computed."""
@@ -105,31 +131,60 @@ class Jitted(Ours):
         return loss
 
 
-def names(backend_names: Sequence[str]) -> list[str]:
-    """Names of the contestants on these backends; the peer comes first, where installed."""
-    found = [PEER] if importlib.util.find_spec("torch") else []
-    for name in backend_names:
-        backends.get(name)  # registers its kernels
-        has_kernels = any(name in op.kernels for op in dispatch.ops())
-        found += [f"{name} kernel"] if has_kernels else []
-        found += [f"{name} jit"] if name == "jax" else []
+def names() -> list[str]:
+    """Every contestant that there is; the peer comes first."""
+    found = [PEER, COMPILED]
+    for name in backends.NAMES:
+        if name != "array-api-strict":
+            found.append(f"{name} kernel")
+        found += [JITTED] if name == "jax" else []
         found.append(f"{name} reference")
     return found
 
 
-def make(name: str, shape: Shape) -> Contestant:
+def why_not(name: str) -> str | None:
+    """Why a contestant cannot take part here, or None where it can."""
+    if name in (PEER, COMPILED) and importlib.util.find_spec("torch") is None:
+        return f"{name}: torch is not installed"
+    if name == COMPILED and not os.environ.get("CXX") and not any(map(shutil.which, COMPILERS)):
+        return f"{name}: there is no C++ compiler ({' or '.join(COMPILERS)})"
+    if name in (PEER, COMPILED):
+        return None
+    library, _, how = name.rpartition(" ")
+    why = backends.why_not(library)
+    if why is None and how == "kernel" and not any(library in op.kernels for op in dispatch.ops()):
+        return f"{name}: backend {library} has no kernels"
+    return None if why is None else f"{name}: {why}"
+
+
+def default(shape: Shape) -> list[str]:
+    """Who takes part unless others are named: all that are as fast as they can be, and fit.
+
+    Without `jax.jit`, and without kernels, the libraries show that code is right.
+    """
+    fast = [n for n in names() if not n.endswith("reference") and n != "jax kernel"]
+    if not shape.scores_fit:
+        fast = [n for n in fast if n in (PEER, COMPILED, "numpy kernel")]
+    return [name for name in fast if why_not(name) is None]
+
+
+def make(name: str, shape: Shape, weights: Any) -> Contestant:
     """The contestant of that name, at the start of its training."""
-    if name == PEER:
+    if name in (PEER, COMPILED):
         from benchmarks.eager import Eager
 
-        return Eager(shape)
-    backend_name, _, how = name.rpartition(" ")
-    backend = backends.get(backend_name)
+        return Eager(shape, weights, compiled=name == COMPILED)
+    library, _, how = name.rpartition(" ")
+    backend = backends.get(library)
     if how == "jit":
-        return Jitted(shape, backend)
-    return Ours(shape, backend, reference_only if how == "reference" else nullcontext)
+        return Jitted(shape, weights, backend)
+    return Ours(shape, weights, backend, reference_only if how == "reference" else nullcontext)
 
 
-def judge(shape: Shape) -> Contestant:
-    """What every contestant must agree with: NumPy in float64, without kernels."""
-    return Ours(shape, backends.get("numpy"), reference_only, "float64")
+def judge(shape: Shape, weights: Any) -> Contestant:
+    """What every contestant must agree with, in float64: the peer; NumPy's reference without it."""
+    if why_not(PEER) is None:
+        from benchmarks.eager import Eager
+
+        return Eager(shape, weights, dtype="float64")
+    return Ours(shape, weights, backends.get("numpy"), reference_only, "float64")

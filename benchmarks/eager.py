@@ -1,7 +1,6 @@
 """The peer: the same models in plain PyTorch, eager, with autograd and its fused AdamW.
 
-Written as a PyTorch user would: packed projections, `scaled_dot_product_attention`, and nothing of
-xformer but the parameter types, in which weights come and gradients go.
+Written as a PyTorch user would, of `benchmarks.eager_layers`.
 """
 
 from __future__ import annotations
@@ -14,37 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.contestants import LR
+from benchmarks.eager_layers import Block, Linear, Norm, host, parameter
 from benchmarks.shapes import Shape
-from xformer import GPT, Transformer, backends, tree
-from xformer.layers import (
-    AttentionParams,
-    BlockParams,
-    EmbedParams,
-    FeedForwardParams,
-    KeyValueParams,
-    LinearParams,
-    NormParams,
-    StackParams,
-    sinusoidal,
-)
-from xformer.models import EncoderDecoderParams, LanguageModelParams
+from xformer import backends, tree
+from xformer.layers import EmbedParams, StackParams, sinusoidal
+from xformer.models import EncoderDecoderParams, LanguageModel, LanguageModelParams
 
 
 class Eager:
     """The contestant: see `contestants.Ours`, whose methods these are."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.backend = backends.get("torch")
-        params = shape.params(backends.get("numpy"))
-        kind = EagerGPT if isinstance(shape.model, GPT) else EagerTransformer
-        self.model = kind(shape.model, params)
+    def __init__(
+        self, shape: Shape, weights: Any, *, dtype: str = "float32", compiled: bool = False
+    ) -> None:
+        self.backend, self.training = backends.get("torch"), shape.training
+        kind = EagerLanguageModel if isinstance(shape.network, LanguageModel) else EagerTransformer
+        self.model = kind(shape.model, weights).to(getattr(torch, dtype))
+        self.run = torch.compile(self.model) if compiled else self.model
         self.data = shape.data(self.backend)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+        if shape.training:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     def forward(self) -> Tensor:
-        """The loss, with the graph that backward needs."""
-        loss: Tensor = self.model(*self.data)
-        return loss
+        """The loss, with the graph that backward needs; what is not for training alone."""
+        with torch.inference_mode(not self.training):
+            found: Tensor = self.run(*self.data)
+            return found
 
     def backward(self) -> Tensor:
         """The loss; gradients are left in the parameters."""
@@ -59,166 +53,82 @@ class Eager:
         self.optimizer.step()
         return loss
 
+    def output(self) -> np.ndarray:
+        """What comes out of a shape that is not for training, on the host."""
+        return self.forward().numpy()
+
     def gradients(self) -> tuple[float, dict[str, np.ndarray]]:
         """The loss and its gradients by dotted name, on the host."""
         loss = self.backward()
         return loss.item(), tree.flatten(self.model.grads())
 
 
-class Linear(nn.Linear):
-    """One product for several projections of the same input."""
+class EagerLanguageModel(nn.Module):
+    """The counterpart of `xformer.models.LanguageModel`, as GPT-2, Llama and BERT have it."""
 
-    def __init__(self, *parts: LinearParams) -> None:
-        w = np.concatenate([p.w for p in parts], axis=1)
-        super().__init__(*w.shape)
-        self.widths = [p.w.shape[1] for p in parts]
-        self.weight = _parameter(w.T)
-        self.bias = _parameter(np.concatenate([p.b for p in parts]))
-
-    def grads(self) -> list[LinearParams]:
-        """Gradients of the parts."""
-        dw = self.weight.grad.T.split(self.widths, dim=1)
-        db = self.bias.grad.split(self.widths)
-        return [LinearParams(*_host(pair)) for pair in zip(dw, db, strict=True)]
-
-
-class LayerNorm(nn.LayerNorm):
-    """A norm with given parameters."""
-
-    def __init__(self, params: NormParams, eps: float) -> None:
-        super().__init__(params.w.shape[0], eps=eps)
-        self.weight, self.bias = _parameter(params.w), _parameter(params.b)
-
-    def grads(self) -> NormParams:
-        """Gradients of the parameters."""
-        return NormParams(*_host((self.weight.grad, self.bias.grad)))
-
-
-class SelfAttention(nn.Module):
-    """Attention of a sequence to itself."""
-
-    def __init__(self, params: AttentionParams, n_heads: int) -> None:
+    def __init__(self, model: Any, params: LanguageModelParams) -> None:
         super().__init__()
-        self.n_heads = n_heads
-        self.qkv, self.o = Linear(params.q, *params.kv[:2]), Linear(params.o)
+        network = getattr(model, "network", model)
+        own = params.embed
+        self.causal, self.tied = network.causal, params.head is None
+        self.table = parameter(own.table)
+        self.positions = None if own.positions is None else parameter(own.positions)
+        self.types = None if own.types is None else parameter(own.types)
+        self.embed_norm = None if own.norm is None else Norm(own.norm, network.embed.norm)
+        self.blocks = nn.ModuleList(map(Block, params.stack.blocks, network.blocks))
+        last = params.stack.norm
+        self.norm = None if last is None else Norm(last, network.blocks[-1].norm_config)
+        self.head = None if self.tied else Linear(params.head)
+        if network.rotary is not None:
+            angles = _angles(network.source["max_position_embeddings"], network.rotary)
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin())
+        self.turns = network.rotary is not None
 
-    def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """mask: boolean, True = may attend."""
-        q, k, v = (_split(part, self.n_heads) for part in self.qkv(x).chunk(3, dim=-1))
-        return self.o(_merge(F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)))
-
-    def grads(self) -> AttentionParams:
-        """Gradients of the parameters."""
-        q, k, v = self.qkv.grads()
-        return AttentionParams(q, KeyValueParams(k, v), *self.o.grads())
-
-
-class CrossAttention(nn.Module):
-    """Attention of a sequence to the memory."""
-
-    def __init__(self, params: AttentionParams, n_heads: int) -> None:
-        super().__init__()
-        self.n_heads = n_heads
-        self.q, self.kv, self.o = Linear(params.q), Linear(*params.kv[:2]), Linear(params.o)
-
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """mask: boolean, True = may attend."""
-        q = _split(self.q(x), self.n_heads)
-        k, v = (_split(part, self.n_heads) for part in self.kv(memory).chunk(2, dim=-1))
-        return self.o(_merge(F.scaled_dot_product_attention(q, k, v, mask)))
-
-    def grads(self) -> AttentionParams:
-        """Gradients of the parameters."""
-        return AttentionParams(*self.q.grads(), KeyValueParams(*self.kv.grads()), *self.o.grads())
-
-
-class Block(nn.Module):
-    """One layer of an encoder or a decoder."""
-
-    def __init__(self, params: BlockParams, model: GPT | Transformer) -> None:
-        super().__init__()
-        self.pre, self.activation = model.norm == "pre", model.activation
-        self.attn_norm = LayerNorm(params.attn_norm, model.eps)
-        self.attn = SelfAttention(params.attn, model.n_heads)
-        self.has_cross = params.cross is not None
-        if self.has_cross:
-            self.cross_norm = LayerNorm(params.cross_norm, model.eps)
-            self.cross = CrossAttention(params.cross, model.n_heads)
-        self.ffn_norm = LayerNorm(params.ffn_norm, model.eps)
-        self.up, self.down = Linear(params.ffn.up), Linear(params.ffn.down)
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        memory: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-    ) -> Tensor:
-        """The sublayers, each with its residual and its norm."""
-        x = self._residual(x, self.attn_norm, lambda x: self.attn(x, mask, causal))
-        if self.has_cross:
-            x = self._residual(x, self.cross_norm, lambda x: self.cross(x, memory, memory_mask))
-        return self._residual(x, self.ffn_norm, self._feed_forward)
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        gelu = self.activation == "gelu_tanh"
-        return self.down(F.gelu(hidden, approximate="tanh") if gelu else F.relu(hidden))
-
-    def _residual(self, x: Tensor, norm: LayerNorm, sublayer: Any) -> Tensor:
-        return x + sublayer(norm(x)) if self.pre else norm(x + sublayer(x))
-
-    def grads(self) -> BlockParams:
-        """Gradients of the parameters."""
-        return BlockParams(
-            self.attn_norm.grads(),
-            self.attn.grads(),
-            self.cross_norm.grads() if self.has_cross else None,
-            self.cross.grads() if self.has_cross else None,
-            self.ffn_norm.grads(),
-            FeedForwardParams(*self.up.grads(), *self.down.grads()),
-        )
-
-
-class EagerGPT(nn.Module):
-    """The counterpart of `xformer.GPT` with its defaults: pre-LN, learned positions, tied head."""
-
-    def __init__(self, model: GPT, params: LanguageModelParams) -> None:
-        super().__init__()
-        self.table = _parameter(params.embed.table)
-        self.positions = _parameter(params.embed.positions)
-        self.blocks = nn.ModuleList(Block(p, model) for p in params.stack.blocks)
-        self.norm = LayerNorm(params.stack.norm, model.eps)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss."""
-        x = F.embedding(tokens, self.table) + self.positions[: tokens.shape[1]]
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The mean loss; without targets the mean of each text's hidden states, (B, D)."""
+        x = self._embedded(tokens)
+        length = tokens.shape[1]
+        rotary = (self.cos[:length], self.sin[:length]) if self.turns else None
         for block in self.blocks:
-            x = block(x, causal=True)
-        logits = F.linear(self.norm(x), self.table)
+            x = block(x, causal=self.causal, rotary=rotary)
+        if self.norm is not None:
+            x = self.norm(x)
+        if targets is None:
+            return x.mean(dim=1)
+        logits = F.linear(x, self.table) if self.tied else self.head(x)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.table)
+        if self.types is not None:
+            x = x + self.types[0]
+        if self.positions is not None:
+            x = x + self.positions[: tokens.shape[1]]
+        return x if self.embed_norm is None else self.embed_norm(x)
+
     def grads(self) -> LanguageModelParams:
-        """Gradients of the parameters."""
+        """Gradients of the parameters of a decoder."""
+        positions = None if self.positions is None else host(self.positions.grad)[0]
+        embed = EmbedParams(*host(self.table.grad), positions, None)
         blocks = tuple(block.grads() for block in self.blocks)
-        table, positions = _host((self.table.grad, self.positions.grad))
-        embed = EmbedParams(table, positions, None)
-        return LanguageModelParams(embed, StackParams(blocks, self.norm.grads(), None), None)
+        head = None if self.tied else self.head.grads()[0]
+        return LanguageModelParams(embed, StackParams(blocks, self.norm.grads(), None), head)
 
 
 class EagerTransformer(nn.Module):
     """The counterpart of `xformer.Transformer` with its defaults: post-LN, sinusoidal positions."""
 
-    def __init__(self, model: Transformer, params: EncoderDecoderParams) -> None:
+    def __init__(self, model: Any, params: EncoderDecoderParams) -> None:
         super().__init__()
-        self.pad_id = model.pad_id
-        self.src_table = _parameter(params.src_embed.table)
-        self.tgt_table = _parameter(params.tgt_embed.table)
-        positions = sinusoidal(model.max_len, model.d_model, like=params.src_embed.table)
+        self.pad_id, network = model.pad_id, model.network
+        self.src_table = parameter(params.src_embed.table)
+        self.tgt_table = parameter(params.tgt_embed.table)
+        like = params.src_embed.table.astype(np.float64)
+        positions = sinusoidal(model.max_len, model.d_model, like=like)
         self.register_buffer("positions", torch.tensor(positions))
-        self.encoder = nn.ModuleList(Block(p, model) for p in params.encoder.blocks)
-        self.decoder = nn.ModuleList(Block(p, model) for p in params.decoder.blocks)
+        self.encoder = nn.ModuleList(map(Block, params.encoder.blocks, network.encoder))
+        self.decoder = nn.ModuleList(map(Block, params.decoder.blocks, network.decoder))
         self.head = Linear(params.head)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
@@ -238,7 +148,7 @@ class EagerTransformer(nn.Module):
 
     def grads(self) -> EncoderDecoderParams:
         """Gradients of the parameters."""
-        src, tgt = _host((self.src_table.grad, self.tgt_table.grad))
+        src, tgt = host(self.src_table.grad, self.tgt_table.grad)
         return EncoderDecoderParams(
             EmbedParams(src, None, None),
             EmbedParams(tgt, None, None),
@@ -248,17 +158,9 @@ class EagerTransformer(nn.Module):
         )
 
 
-def _parameter(values: np.ndarray) -> nn.Parameter:
-    return nn.Parameter(torch.tensor(np.ascontiguousarray(values)))
-
-
-def _host(tensors: tuple[Tensor, ...]) -> list[np.ndarray]:
-    return [t.numpy().copy() for t in tensors]
-
-
-def _split(x: Tensor, n_heads: int) -> Tensor:
-    return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-
-
-def _merge(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
+def _angles(length: int, config: Any) -> Tensor:
+    """Angles of plain rotary positions, (T, K), in float64."""
+    pairs = torch.arange(0, config.width, 2, dtype=torch.float64)
+    turns = config.theta ** (-pairs / config.width)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), turns)
+    return torch.cat([angles, angles], dim=-1)

@@ -7,10 +7,7 @@ runs in its own environment, `--ours VENV` and `--theirs VENV`, with a model tha
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,7 +19,7 @@ from tqdm import tqdm
 
 from benchmarks import embeddings_page, harness, machine, report
 from benchmarks.__main__ import RESULTS, default_name
-from benchmarks.step import Disagreement
+from benchmarks.harness import Disagreement
 
 OURS, THEIRS = "xformer", "sentence-transformers"
 TOLERANCE = 1e-5  # of vectors of length 1 in float32
@@ -41,36 +38,10 @@ REST = (
 )
 
 
-class Contestant:
+def start(name: str, python: str, folder: str) -> harness.Process:
     """A process of `embedder.py`, which is ready once it has embedded a sentence."""
-
-    def __init__(self, name: str, python: str, folder: str) -> None:
-        n = str(machine.n_cpus())
-        own = {name: n for name in machine.VARIABLES} | {"HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            [python, Path(__file__).with_name("embedder.py"), name, folder],
-            env=os.environ | own,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-        )
-        if self._line() != "ready\n":
-            raise RuntimeError(f"{name} did not start: {python}, {folder}")
-
-    def ask(self, **request: Any) -> Any:
-        """Its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self._line())
-
-    def __del__(self) -> None:
-        self.process.communicate()  # the end of its input ends it
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
+    command = [python, Path(__file__).with_name("embedder.py"), name, folder]
+    return harness.Process(name, command, machine.environment() | {"HF_HUB_OFFLINE": "1"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     venvs = {OURS: Path(args.ours), THEIRS: Path(args.theirs)}
     pythons = {name: str(venv / "bin" / "python") for name, venv in venvs.items()}
-    found = machine.describe(["numpy"]) | {"threads": {"cpus": machine.n_cpus()}, "load": _load()}
+    found = machine.describe(["numpy"]) | {
+        "threads": {"cpus": machine.n_cpus()},
+        "load": machine.load(),
+    }
     try:
         with tqdm(total=ticks(args.rounds), disable=None, leave=False) as bar:
             found |= measure(pythons, args.model, args.rounds, bar.update)
@@ -95,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in found["rows"]:
         row["install_bytes"] = installed(venvs[row["name"]])
     print(embeddings_page.text(found))
-    out = args.out or RESULTS / default_name(found).replace("step", "embeddings", 1)
+    out = args.out or RESULTS / default_name(found, "embeddings")
     report.write(found, out)
     print(f"\nWritten: {out}")
     if args.page is not None:
@@ -113,16 +87,17 @@ def measure(
 ) -> dict[str, Any]:
     """Check, then measure: starts, then embeddings a second, in turns."""
     texts = sentences(max(n for n, _ in WORKS.values()))
-    begin = {name: partial(Contestant, name, python, folder) for name, python in pythons.items()}
-    starts = harness.interleave(begin, STARTS, 1, tick)
-    running = {name: start() for name, start in begin.items()}
+    begin = {name: partial(start, name, python, folder) for name, python in pythons.items()}
+    turns: Any = {name: partial(harness.timed, fn) for name, fn in begin.items()}
+    starts = harness.interleave(turns, STARTS, tick)
+    running = {name: fn() for name, fn in begin.items()}
     difference = check({name: one.ask(show=texts) for name, one in running.items()})
-    runs = {
-        (name, work): partial(one.ask, run=texts[:n], batch=batch)
+    turns = {
+        (name, work): partial(harness.timed, partial(one.ask, run=texts[:n], batch=batch))
         for name, one in running.items()
         for work, (n, batch) in WORKS.items()
     }
-    seconds = harness.interleave(runs, rounds, 1, tick)
+    seconds = harness.interleave(turns, rounds, tick)
     about = {name: one.ask(about=True) for name, one in running.items()}
     rows = []
     for name in pythons:
@@ -154,11 +129,6 @@ def installed(venv: Path) -> int:
         for path in packages.rglob("*")
         if path.is_file() and not path.relative_to(packages).parts[0].startswith(NOT_NEEDED)
     )
-
-
-def _load() -> float | None:
-    """Of the machine, over the last minute, where the system tells."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def sentences(n: int) -> list[str]:

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tqdm(total=args.steps * len(WAYS), unit="step", disable=None, leave=False) as bar:
         found |= measure(args.data, args.steps, bar.update)
     print(text(found))
-    out = args.out or RESULTS / default_name(found).replace("step", "finetuning", 1)
+    out = args.out or RESULTS / default_name(found, "finetuning")
     report.write(found, out)
     print(f"\nWritten: {out}")
     if args.page is not None:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks import harness, machine, report
 from benchmarks.__main__ import RESULTS, default_name
 from benchmarks.embeddings_page import BEGIN, END
-from benchmarks.step import Disagreement
+from benchmarks.harness import Disagreement
 from xformer import backends, pretrained
 from xformer.generation import beam_search, generate, prefill, speculative
 from xformer.generation.samplers import compose, temperature, top_k, top_p
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks: nothing is reported.\n{wrong}", file=sys.stderr)
         return 1
     print(text(found))
-    out = args.out or RESULTS / default_name(found).replace("step", "generation", 1)
+    out = args.out or RESULTS / default_name(found, "generation")
     report.write(found, out)
     print(f"\nWritten: {out}")
     if args.page is not None:
@@ -76,8 +76,8 @@ def measure(
             if words.decode(ids) != story:
                 raise Disagreement(f"{library}, {name}: the text is not the published one")
         works |= {(name, library): work for name, work in own.items()}
-    runs = {key: run for key, (run, _) in works.items()}
-    seconds = harness.interleave(runs, rounds, 1, tick)
+    turns = {key: partial(harness.timed, run) for key, (run, _) in works.items()}
+    seconds = harness.interleave(turns, rounds, tick)
     rows: dict[str, dict[str, Any]] = {}
     for (name, library), times in seconds.items():
         n = works[name, library][1]

@@ -1,71 +1,140 @@
-"""Measuring: interleaved rounds, peak memory in a process of its own."""
+"""Measuring: processes that answer requests, and interleaved rounds."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-from benchmarks.shapes import Shape
+from typing import Any, Self, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
 ROOT = Path(__file__).parents[1]
 # Idle threads of BLAS and OpenMP spin for up to 30 ms, at the cost of whoever comes next.
 SETTLE = 0.05  # seconds
+READY = "ready"
+
+
+class Disagreement(AssertionError):
+    """A contestant's results are wrong: its times mean nothing."""
+
+
+class Process:
+    """A contestant's process, once it has said that it is ready: requests and answers in JSON."""
+
+    def __init__(self, name: str, command: Sequence[str | Path], env: Mapping[str, str]) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            encoding="utf-8",
+        )
+        if self._line() != READY:
+            raise RuntimeError(f"{name} did not start: {' '.join(map(str, command))}{self._end()}")
+
+    def ask(self, **request: Any) -> Any:
+        """Its answer. RuntimeError, with what it wrote to standard error, where it has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and has no answer
+        line = self._line()
+        if not line:
+            raise RuntimeError(f"{self.name} ended{self._end()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """The end of its input ends it."""
+        self._process.communicate()
+        self._errors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process"):
+            self.close()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip("\n")
+
+    def _end(self) -> str:
+        """How it ended, and the last of what it said."""
+        self._process.communicate()
+        self._errors.seek(0)
+        return f", exit status {self._process.returncode}\n{self._errors.read()[-2000:]}"
+
+
+def serve(answers: Mapping[str, Callable[..., Any]]) -> None:
+    """A contestant's side: `{"name": {arguments}}` is answered by answers[name](**arguments).
+
+    What libraries print goes to standard error, so that it is not taken for an answer.
+    """
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    print(READY, file=out, flush=True)
+    for line in sys.stdin:
+        ((name, arguments),) = json.loads(line).items()
+        print(json.dumps(answers[name](**arguments)), file=out, flush=True)
+
+
+def timed(run: Callable[[], Any], repeats: int = 1) -> list[float]:
+    """Seconds of each of `repeats` runs on end. Freeing what a run returns is not timed."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = run()
+        seconds.append(time.perf_counter() - start)
+        del result
+    return seconds
 
 
 def interleave(
-    runs: dict[K, Callable[[], Any]], rounds: int, repeats: int, tick: Callable[[], Any]
+    turns: Mapping[K, Callable[[], list[float]]], rounds: int, tick: Callable[[], Any]
 ) -> dict[K, list[float]]:
-    """Seconds of each run, rounds * repeats of them; `tick` is called after each turn.
+    """Seconds of the runs of each turn in all rounds; `tick` is called after each turn.
 
-    In a round each run has one turn, so that all see the same disturbances, in an order drawn anew
-    (a fixed cycle would give each always the same predecessor). A turn is `repeats` runs on end,
-    as in a training loop: a short run alone would find threads asleep and caches cold. One round
-    before the first warms up and is not counted. A run returns when its work is done; freeing what
-    it returns is not timed.
+    In a round each has one turn, so that all see the same disturbances, in an order drawn anew (a
+    fixed cycle would give each always the same predecessor). A turn is several runs on end where
+    they are short, as in a training loop: one alone would find threads asleep and caches cold. One
+    round before the first warms up and is not counted.
     """
-    seconds: dict[K, list[float]] = {name: [] for name in runs}
+    seconds: dict[K, list[float]] = {name: [] for name in turns}
     shuffle = random.Random(0).shuffle
     for n in range(rounds + 1):
-        order = list(runs)
+        order = list(turns)
         shuffle(order)
         for name in order:
             time.sleep(SETTLE)
-            for _ in range(repeats):
-                start = time.perf_counter()
-                result = runs[name]()
-                elapsed = time.perf_counter() - start
-                del result
-                if n:
-                    seconds[name].append(elapsed)
+            found = turns[name]()
+            if n:
+                seconds[name] += found
             tick()
     return seconds
 
 
-def summary(seconds: list[float], peer: list[float] | None) -> dict[str, float | None]:
+def summary(seconds: Sequence[float], peer: Sequence[float] | None) -> dict[str, float | None]:
     """Minimum and median in milliseconds, and the ratio of the minima to a peer's."""
     return {
         "min_ms": 1e3 * min(seconds),
         "median_ms": 1e3 * statistics.median(seconds),
         "ratio": None if peer is None else min(seconds) / min(peer),
     }
-
-
-def peak_memory(shape: Shape, name: str) -> int | None:
-    """Peak bytes of contestant `name` over two steps, imports included, in a fresh process.
-
-    Of the process, or of the device's allocator (`Backend.memory`); None where nobody tells.
-    """
-    command = [sys.executable, "-m", "benchmarks.memory", shape.name, name]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"measuring the memory of {name} failed:\n{done.stderr}")
-    peak = done.stdout.strip()
-    return None if peak == "None" else int(peak)

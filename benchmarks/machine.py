@@ -6,15 +6,19 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import threadpoolctl
+
 import xformer
 from benchmarks.harness import ROOT
 from xformer import backends
 
+PACKAGES = ("numpy", "array-api-compat")
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -28,34 +32,49 @@ def n_cpus() -> int:
 def share_threads() -> dict[str, Any]:
     """Give every library one thread for each CPU of this process, and say what they have.
 
-    NumPy's BLAS is set through threadpoolctl where that is installed; without it, BLAS takes its
-    own default, all CPUs unless an environment variable says otherwise. torch is set by its own
-    function. JAX has no such function and takes the CPUs of the process.
+    NumPy's BLAS is set through threadpoolctl, torch by its own function. JAX has no such function
+    and takes the CPUs of the process.
     """
-    n = n_cpus()
-    threads: dict[str, Any] = {"cpus": n}
-    for name in VARIABLES:
-        if name in os.environ:
-            threads[name] = os.environ[name]
     try:
         import torch
     except ImportError:
         pass
     else:
-        torch.set_num_threads(n)
-        threads["torch"] = torch.get_num_threads()
+        torch.set_num_threads(n_cpus())
+    threadpoolctl.threadpool_limits(n_cpus(), user_api="blas")
+    return threads()
+
+
+def environment() -> dict[str, str]:
+    """What gives a new process one thread for each CPU of this one, whatever library it takes."""
+    return {name: str(n_cpus()) for name in VARIABLES} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def threads() -> dict[str, Any]:
+    """The threads that the libraries of this process have; it loads none for that."""
+    found: dict[str, Any] = {"cpus": n_cpus()}
+    if "torch" in sys.modules:
+        found["torch"] = sys.modules["torch"].get_num_threads()
+    pools = threadpoolctl.threadpool_info()
+    return found | {"blas": [p["num_threads"] for p in pools if p["user_api"] == "blas"]}
+
+
+def free_memory() -> int | None:
+    """Bytes that new processes may take, where the system tells (Linux)."""
     try:
-        import threadpoolctl
-    except ImportError:
-        threads["blas"] = "its default (threadpoolctl is not installed)"
-    else:
-        threadpoolctl.threadpool_limits(n, user_api="blas")
-        pools = threadpoolctl.threadpool_info()
-        threads["blas"] = [p["num_threads"] for p in pools if p["user_api"] == "blas"]
-    return threads
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    sizes = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(sizes["MemAvailable"].split()[0])
 
 
-def describe(backend_names: Sequence[str]) -> dict[str, Any]:
+def load() -> float | None:
+    """Of the machine, over the last minute, where the system tells."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def describe(backend_names: Sequence[str], packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """Date, commit, machine and versions."""
     changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
@@ -69,9 +88,7 @@ def describe(backend_names: Sequence[str]) -> dict[str, Any]:
             "cpus": os.cpu_count(),
         },
         "python": platform.python_version(),
-        "versions": {
-            name: importlib.metadata.version(name) for name in ("numpy", "array-api-compat")
-        }
+        "versions": {name: importlib.metadata.version(name) for name in packages}
         | {"xformer": xformer.__version__},
         "backends": {name: backends.get(name).describe() for name in backend_names},
     }

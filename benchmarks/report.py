@@ -7,54 +7,72 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step import WORKS
 
-
-def text(result: dict[str, Any]) -> str:
-    """The whole result in Markdown."""
-    return "\n".join([header(result), *(table(shape) for shape in result["shapes"])])
-
-
-def header(result: dict[str, Any]) -> str:
-    """Machine, versions, commit, and how to read the tables."""
-    machine, commit = result["machine"], result["commit"]
-    at = f"commit {commit[:12]}" if commit else "no commit"
-    if result["dirty"]:
-        at += " with local changes"
-    threads = ", ".join(f"{name} {count}" for name, count in result["threads"].items())
+def text(found: dict[str, Any]) -> str:
+    """A run of one shape in Markdown."""
+    products = found["products"]
     return f"""\
-{result["date"]}, xformer {result["versions"]["xformer"]}, {at}
-{machine["cpu"]}, {machine["system"]} {machine["architecture"]}; threads: {threads}
-Python {result["python"]}; {"; ".join(result["backends"].values())}
+{header(found)}
 
-Milliseconds: minimum (median); x: minimum over torch eager's minimum. Error: the largest relative
-one of loss, gradients and loss after a step, against float64. Peak: of a process of its own."""
+## {found["shape"]}: {found["model"]}
+
+{found["dtype"]}, {found["rounds"]} rounds of {found["repeats"]}; {products["gflop"]:.4g} GFLOP of \
+necessary products, alone in {_digits(products["min_ms"])} ms, {products["gflop_per_s"]:.0f} \
+GFLOP/s
+
+{table(found)}"""
 
 
-def table(shape: dict[str, Any]) -> str:
-    """The table of one shape."""
-    works = tuple(WORKS)
-    head = [shape["shape"], *(column for work in works for column in (f"{work} ms", "x"))]
-    head += ["tokens/s", "peak MB", "error"]
+def header(found: dict[str, Any]) -> str:
+    """Machine, versions, commit, and how to read the table."""
+    machine, commit = found["machine"], found["commit"]
+    at = f"commit {commit[:12]}" if commit else "no commit"
+    if found["dirty"]:
+        at += " with local changes"
+    load = "" if found["load"] is None else f", load before it {found['load']:.1f}"
+    return f"""\
+{found["date"]}, xformer {found["versions"]["xformer"]}, {at}
+{machine["cpu"]}, {machine["system"]} {machine["architecture"]}; {found["threads"]["cpus"]} \
+threads{load}
+Python {found["python"]}; {"; ".join(found["backends"].values())}
+
+Milliseconds: minimum (median); x: minimum over torch eager's minimum. Light: time of the necessary
+products alone over that of the {found["work"]}. Dispatch: a call, and its share of the \
+{found["work"]}. Error: the
+largest relative one, against {found["judge"]} in float64."""
+
+
+def table(found: dict[str, Any]) -> str:
+    """Of each contestant one row."""
+    works = found["works"]
+    head = [found["shape"], *(column for work in works for column in (f"{work} ms", "x"))]
+    head += ["tokens/s", "light", "peak MB", "dispatch", "error"]
     rows = [head]
-    for row in shape["rows"]:
+    for row in found["rows"]:
         cells = [row["name"]]
         for work in works:
             times = row[work]
             cells.append(f"{_digits(times['min_ms'])} ({_digits(times['median_ms'])})")
             cells.append("-" if times["ratio"] is None else f"{times['ratio']:.2f}")
+        cells.append(f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else "-")
+        cells.append(f"{row['light']:.0%}" if "light" in row else "-")
         peak = row["peak_bytes"]
-        cells.append(f"{row['tokens_per_s']:.0f}")
         cells.append("-" if peak is None else f"{peak / 1e6:.0f}")
-        cells.append(f"{row['error']['numpy float64']:.0e}")
+        cells.append(dispatching(found, row))
+        cells.append(f"{row['error']:.0e}")
         rows.append(cells)
-    how = f"{shape['dtype']}, {shape['rounds']} rounds of {shape['repeats']}"
-    return f"""
-## {shape["shape"]}: {shape["model"]}
+    return align(rows)
 
-{how}, error at most {shape["tolerance"]:.0e}
 
-{_align(rows)}"""
+def dispatching(found: dict[str, Any], row: dict[str, Any]) -> str:
+    """Microseconds a call, and its share of the work."""
+    cost = row.get("dispatch")
+    if cost is None:
+        return "-"
+    cell = f"{1e6 * cost['seconds'] / cost['calls']:.1f} us"
+    if found["work"] in row:
+        cell += f", {1e3 * cost['seconds'] / row[found['work']]['min_ms']:.2%}"
+    return cell
 
 
 def write(result: dict[str, Any], path: Path) -> None:
@@ -68,7 +86,7 @@ def _digits(ms: float) -> str:
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
-def _align(rows: list[list[str]]) -> str:
+def align(rows: list[list[str]]) -> str:
     """Markdown whose columns also stand under each other as plain text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 

@@ -2,50 +2,65 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
-from xformer import GPT, Transformer, backends, tree
+from xformer import GPT, Transformer, backends, pretrained, tree
+from xformer.initial import Shapes
+from xformer.measure import blocks_of
+from xformer.models import LanguageModel
 from xformer.typing import Array
+
+SHAPE, WEIGHTS = "shape.pickle", "weights.safetensors"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model with the batch it is trained on."""
+    """A model with the batch it is trained on, or runs on."""
 
     name: str
-    model: GPT | Transformer
+    model: GPT | Transformer | LanguageModel
     batch: int  # B
     length: int  # T, of the source too
     rounds: int  # by default; so many that the minimum settles
     repeats: int  # runs on end in a round, about 0.1 s of them
-    tolerance: float = 1e-5  # of losses and gradients in float32, as a relative error
+    tolerance: float = 1e-5  # of what comes out in float32, as a relative error
+    training: bool = True  # otherwise the mean of the hidden states, as for sentence embeddings
+    scores_fit: bool = True  # whether attention that holds all T x T scores fits into 16 GB
 
-    def params(self, backend: backends.Backend, dtype: str = "float32") -> Any:
-        """The same float32 values on every backend: initial weights, all of them disturbed.
+    @property
+    def network(self) -> Any:
+        """The model that a short configuration stands for."""
+        return getattr(self.model, "network", self.model)
+
+    def weights(self) -> Any:
+        """Initial weights in float32, all of them disturbed.
 
         A bias of zero or a norm's weight of one would hide a gradient that forgets it.
         """
         rng = np.random.default_rng(1)
 
-        def move(p: np.ndarray) -> Array:
-            noise = rng.normal(0.0, 0.02, p.shape).astype(p.dtype)
-            return backend.asarray(p + noise, dtype)
+        def move(p: np.ndarray) -> np.ndarray:
+            return (p + rng.normal(0.0, 0.02, p.shape)).astype(np.float32)
 
         return tree.map(move, self.model.init(0))
 
     def data(self, backend: backends.Backend) -> tuple[Array, ...]:
-        """What `model.loss` takes after the parameters: random token ids."""
-        rng, model = np.random.default_rng(2), self.model
-        if isinstance(model, GPT):
-            ids = rng.integers(0, model.vocab_size, (self.batch, self.length + 1))
-            host = (ids[:, :-1], ids[:, 1:])
+        """What comes after the parameters: random token ids, and targets."""
+        rng, network = np.random.default_rng(2), self.network
+        if isinstance(network, LanguageModel):
+            size = network.embed.vocab_size
+            ids = rng.integers(0, size, (self.batch, self.length + self.training))
+            host = (ids[:, :-1], ids[:, 1:]) if self.training else (ids,)
         else:
             host = (
-                self._padded(rng, model.src_vocab_size, self.length),
-                self._padded(rng, model.tgt_vocab_size, self.length + 1),
+                self._padded(rng, network.src_embed.vocab_size, self.length),
+                self._padded(rng, network.tgt_embed.vocab_size, self.length + 1),
             )
         return tuple(backend.asarray(np.ascontiguousarray(ids)) for ids in host)
 
@@ -57,52 +72,94 @@ class Shape:
 
     def describe(self) -> str:
         """One line: the model's sizes and the batch's."""
-        m = self.model
-        if isinstance(m, GPT):
-            what, layers, vocab = "GPT", f"{m.n_layers}", f"{m.vocab_size}"
+        network = self.network
+        block = blocks_of(network)[0]
+        if isinstance(network, LanguageModel):
+            what = "decoder" if network.causal else "encoder"
+            layers, vocab = f"{len(network.blocks)}", f"{network.embed.vocab_size}"
         else:
-            what, layers = "encoder-decoder", f"{m.n_encoder_layers}+{m.n_decoder_layers}"
-            vocab = f"{m.src_vocab_size}/{m.tgt_vocab_size}"
+            what, layers = "encoder-decoder", f"{len(network.encoder)}+{len(network.decoder)}"
+            vocab = f"{network.src_embed.vocab_size}/{network.tgt_embed.vocab_size}"
+        heads = f"{block.n_heads}"
+        if block.kv_heads != block.n_heads:
+            heads += f"/{block.kv_heads}"
         return (
-            f"{what}, {layers} layers, width {m.d_model}, {m.n_heads} heads, vocabulary {vocab}, "
+            f"{what}, {layers} layers, width {block.d_model}, {heads} heads, vocabulary {vocab}, "
             f"batch {self.batch} of {self.length} tokens"
         )
 
 
+def store(shape: Shape, folder: Path) -> None:
+    """Write shape and weights for the processes of a run."""
+    (folder / SHAPE).write_bytes(pickle.dumps(shape))
+    save_file(tree.flatten(shape.weights()), folder / WEIGHTS)
+
+
+def load(folder: Path) -> tuple[Shape, Any]:
+    """What `store` wrote: the shape, and the weights on the host."""
+    shape: Shape = pickle.loads((folder / SHAPE).read_bytes())
+    like = shape.model.init_from(Shapes())
+    return shape, tree.unflatten(like, load_file(folder / WEIGHTS))
+
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+MINILM = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+}
+# A ReLU's input that rounds to the other side of 0 alone makes 3e-4; of 25 million some do.
+RELU = 3e-3
 SHAPES = (
-    Shape(
-        "tiny",
-        GPT(vocab_size=256, n_layers=2, d_model=64, n_heads=4, max_len=32),
-        batch=4,
-        length=32,
-        rounds=10,
-        repeats=10,
-    ),
+    Shape("tiny", GPT(256, 4, 128, 4, max_len=64), batch=12, length=64, rounds=20, repeats=10),
+    Shape("char-gpt", GPT(65, 6, 384, 6, max_len=256), batch=12, length=256, rounds=15, repeats=1),
+    Shape("gpt2", GPT(50257, 12, 768, 12, max_len=1024), batch=1, length=1024, rounds=5, repeats=1),
+    Shape("llama", pretrained.model(LLAMA), batch=4, length=512, rounds=7, repeats=1),
     Shape(
         "encdec",
-        Transformer(
-            src_vocab_size=1000,
-            tgt_vocab_size=1000,
-            d_model=128,
-            n_heads=4,
-            n_encoder_layers=2,
-            n_decoder_layers=2,
-            max_len=32,
-        ),
-        batch=16,
+        Transformer(8000, 8000, 256, 4, n_encoder_layers=3, n_decoder_layers=3, max_len=32),
+        batch=128,
         length=32,
-        rounds=10,
-        repeats=2,
-        tolerance=1e-3,  # a ReLU's input that rounds to the other side of 0 alone makes 3e-4
+        rounds=15,
+        repeats=1,
+        tolerance=RELU,
     ),
     Shape(
-        "char-gpt",
-        GPT(vocab_size=65, n_layers=6, d_model=384, n_heads=6, max_len=256),
-        batch=12,
-        length=256,
+        "long",
+        GPT(65, 4, 256, 4, max_len=8192),
+        batch=1,
+        length=8192,
         rounds=5,
         repeats=1,
+        scores_fit=False,
+    ),
+    *(
+        Shape(
+            f"minilm-{batch}",
+            pretrained.model(MINILM, names=()),  # without a pooler
+            batch=batch,
+            length=128,
+            rounds=20,
+            repeats=repeats,
+            training=False,
+        )
+        for batch, repeats in ((32, 1), (1, 10))
     ),
 )
 BY_NAME = {shape.name: shape for shape in SHAPES}
-DEFAULT = ("tiny", "encdec")  # two to three minutes on two cores; char-gpt takes longer

@@ -2,112 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
-from benchmarks import contestants, harness
-from benchmarks.contestants import PEER, Contestant
+from benchmarks import contestants, harness, machine, shapes
+from benchmarks.contestants import PEER
+from benchmarks.harness import Disagreement
 from benchmarks.shapes import Shape
+from benchmarks.worker import JUDGE, LIGHT
 
 WORKS = {"forward": "forward", "forward+backward": "backward", "step": "step"}
 
 
-class Disagreement(AssertionError):
-    """A contestant's results are wrong: its times mean nothing."""
+def works(shape: Shape) -> tuple[str, ...]:
+    """What is measured unless something else is asked for."""
+    return ("step",) if shape.training else ("forward",)
 
 
-class Outcome(NamedTuple):
-    """What contestants are compared by."""
-
-    loss: float
-    grads: dict[str, np.ndarray]
-    next_loss: float  # after a step of AdamW
+def start(name: str, folder: Path) -> harness.Process:
+    """The process of a contestant, of the products alone, or of the judge."""
+    command = [sys.executable, "-m", "benchmarks.worker", folder, name]
+    return harness.Process(name, command, machine.environment())
 
 
-def outcome(contestant: Contestant) -> Outcome:
-    """Loss and gradients at the start, and the loss one step on."""
-    loss, grads = contestant.gradients()
-    contestant.step()
-    return Outcome(loss, grads, contestant.gradients()[0])
-
-
-def error(found: Outcome, truth: Outcome) -> tuple[float, str]:
-    """The largest relative error of losses and gradients, and where it is."""
-    if found.grads.keys() != truth.grads.keys():
-        differ = ", ".join(sorted(found.grads.keys() ^ truth.grads.keys()))
-        return np.inf, f"gradients that only one side has, {differ}"
-    errors = {
-        "loss": abs(found.loss / truth.loss - 1),
-        "loss after a step": abs(found.next_loss / truth.next_loss - 1),
-    }
-    # A gradient that is zero by mathematics (a key's bias) is nothing but rounding of others'.
-    floor = 1e-2 * max(_norm(g) for g in truth.grads.values())
-    for name, right in truth.grads.items():
-        got = found.grads[name]
-        if got.shape != right.shape:
-            return np.inf, f"gradient {name}, which must be {right.shape}, not {got.shape}"
-        errors[f"gradient {name}"] = _norm(got - right) / max(_norm(right), floor)
+def error(found: Path, truth: Path, losses: Mapping[str, float], true: Mapping[str, float]) -> Any:
+    """The largest relative error of losses and of the arrays in two files, and where it is."""
+    errors = {name: abs(losses[name] / true[name] - 1) for name in true}
+    with safe_open(found, "np") as got, safe_open(truth, "np") as want:
+        if differ := sorted(set(got.keys()) ^ set(want.keys())):
+            return np.inf, f"arrays that only one side has, {', '.join(differ)}"
+        # A gradient that is zero by mathematics (a key's bias) is nothing but rounding of others'.
+        norms = {name: _norm(want.get_tensor(name)) for name in want.keys()}  # noqa: SIM118
+        floor = 1e-2 * max(norms.values())
+        for name, norm in norms.items():
+            a, b = got.get_tensor(name), want.get_tensor(name)
+            if a.shape != b.shape:
+                return np.inf, f"{name}, which must be {b.shape}, not {a.shape}"
+            errors[name] = _norm(a - b) / max(norm, floor)
     where = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
     return errors[where], where
 
 
 def _norm(x: np.ndarray) -> float:
-    return float(np.linalg.norm(x))
+    return float(np.linalg.norm(x.astype(np.float64)))
 
 
-def check(shape: Shape, taking_part: dict[str, Contestant]) -> dict[str, dict[str, float]]:
-    """Errors of each contestant against the float64 judge and against the peer.
+class Check:
+    """Compares contestants with the judge, a process that has ended before they begin."""
 
-    Raises Disagreement, naming all that are beyond the shape's tolerance.
-    """
-    truths = {"numpy float64": outcome(contestants.judge(shape))}
-    found = {name: outcome(contestant) for name, contestant in taking_part.items()}
-    if PEER in found:
-        truths[PEER] = found[PEER]
-    errors: dict[str, dict[str, float]] = {}
-    wrong = []
-    for name, theirs in found.items():
-        errors[name] = {}
-        for judge, truth in truths.items():
-            if judge == name:
-                continue
-            errors[name][judge], where = error(theirs, truth)
-            if not errors[name][judge] <= shape.tolerance:
-                wrong.append(
-                    f"{shape.name}: {name} is wrong in {where}: relative error "
-                    f"{errors[name][judge]:.1e} to {judge}, allowed {shape.tolerance:.0e}"
-                )
-    if wrong:
-        raise Disagreement("\n".join(wrong))
-    return errors
+    def __init__(self, shape: Shape, folder: Path) -> None:
+        self.shape, self.truth, self.found = shape, folder / "truth", folder / "found"
+        self.wrong: list[str] = []
+        with start(JUDGE, folder) as judge:
+            self.true = judge.ask(outcome={"path": str(self.truth)})
+
+    def __call__(self, name: str, one: Any) -> float:
+        """The error of a contestant; what is beyond the tolerance is kept for `finish`."""
+        losses = one.ask(outcome={"path": str(self.found)})
+        found, where = error(self.found, self.truth, losses, self.true)
+        self.found.unlink()
+        if not found <= self.shape.tolerance:
+            self.wrong.append(
+                f"{self.shape.name}: {name} is wrong in {where}: relative error {found:.1e} to "
+                f"float64, allowed {self.shape.tolerance:.0e}"
+            )
+        return found
+
+    def finish(self) -> None:
+        """Disagreement, naming all that are wrong."""
+        self.truth.unlink()
+        if self.wrong:
+            raise Disagreement("\n".join(self.wrong))
+
+
+def require_memory(running: Mapping[str, Any], limit: int | None) -> None:
+    """MemoryError where what all processes hold, and one in its step, comes near the limit."""
+    if limit is None:
+        return
+    found = {name: one.ask(about={}) for name, one in running.items()}
+    sizes = {n: (a["bytes"], a["peak_bytes"]) for n, a in found.items() if a["bytes"] is not None}
+    held = sum(now for now, _ in sizes.values())
+    more = max((peak - now for now, peak in sizes.values()), default=0)
+    if held + more > limit:
+        raise MemoryError(
+            f"{', '.join(running)} together need {(held + more) / 1e9:.1f} GB, and there are "
+            f"{limit / 1e9:.1f}; name fewer with --contestant"
+        )
 
 
 def measure(
     shape: Shape,
-    backend_names: Sequence[str],
+    names: Sequence[str],
     rounds: int,
+    chosen: Sequence[str],
     tick: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
-    """Check, then measure: times, and peak memory. Returns what the report prints and stores."""
-    taking_part = {name: contestants.make(name, shape) for name in contestants.names(backend_names)}
-    errors = check(shape, taking_part)
-    rows: dict[str, dict[str, Any]] = {name: {"name": name} for name in taking_part}
-    runs = {
-        (name, work): partial(_finish, contestant, method)
-        for name, contestant in taking_part.items()
-        for work, method in WORKS.items()
-    }
-    seconds = harness.interleave(runs, rounds, shape.repeats, tick)
-    for name, row in rows.items():
-        for work in WORKS:
-            row[work] = harness.summary(seconds[name, work], seconds.get((PEER, work)))
-        row["tokens_per_s"] = shape.batch * shape.length / (1e-3 * row["step"]["min_ms"])
-        row["peak_bytes"] = harness.peak_memory(shape, name)
-        row["error"] = errors[name]
-        tick()
+    """Check, then measure. Returns what the report prints and stores."""
+    limit = machine.free_memory()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        shapes.store(shape, folder)
+        check = Check(shape, folder)
+        running: dict[str, Any] = {}
+        rows: dict[str, dict[str, Any]] = {}
+        for name in names:
+            running[name] = stack.enter_context(start(name, folder))
+            rows[name] = {"name": name, "error": check(name, running[name])}
+            require_memory(running, limit)
+            tick()
+        check.finish()
+        light = stack.enter_context(start(LIGHT, folder))
+        own = works(shape)[0]
+        asked = {(name, work): one for name, one in running.items() for work in chosen}
+        turns = {
+            key: partial(one.ask, run={"work": WORKS[key[1]], "repeats": shape.repeats})
+            for key, one in (asked | {(LIGHT, own): light}).items()
+        }
+        seconds = harness.interleave(turns, rounds, tick)
+        products = _products(light.ask(about={})["flops"], seconds[LIGHT, own])
+        for name, row in rows.items():
+            row |= running[name].ask(about={})
+            for work in chosen:
+                row[work] = harness.summary(seconds[name, work], seconds.get((PEER, work)))
+            if own in chosen:
+                row |= _rates(shape, row[own]["min_ms"], products["min_ms"])
+            if name.endswith("kernel"):
+                row["dispatch"] = running[name].ask(dispatch={"work": WORKS[own]})
     return {
         "shape": shape.name,
         "model": shape.describe(),
@@ -115,17 +143,26 @@ def measure(
         "rounds": rounds,
         "repeats": shape.repeats,
         "tolerance": shape.tolerance,
+        "judge": "torch eager" if contestants.why_not(PEER) is None else "numpy reference",
         "peer": PEER if PEER in rows else None,
+        "work": own,
+        "works": list(chosen),
+        "products": products,
         "rows": list(rows.values()),
     }
 
 
-def ticks(backend_names: Sequence[str], rounds: int) -> int:
+def _products(flops: int, seconds: Sequence[float]) -> dict[str, float]:
+    found = harness.summary(seconds, None)
+    return {"gflop": flops / 1e9, "gflop_per_s": flops / 1e9 / min(seconds)} | found
+
+
+def _rates(shape: Shape, step_ms: float, products_ms: float) -> dict[str, float]:
+    """Tokens a second, and the speed of light: the products' share of the time."""
+    tokens = shape.batch * shape.length
+    return {"tokens_per_s": tokens / (1e-3 * step_ms), "light": products_ms / step_ms}
+
+
+def ticks(names: Sequence[str], rounds: int, chosen: Sequence[str]) -> int:
     """How often `measure` calls `tick`."""
-    return len(contestants.names(backend_names)) * (len(WORKS) * (rounds + 1) + 1)
-
-
-def _finish(contestant: Contestant, method: str) -> Any:
-    result = getattr(contestant, method)()
-    contestant.backend.synchronize()
-    return result
+    return len(names) + (len(names) * len(chosen) + 1) * (rounds + 1)

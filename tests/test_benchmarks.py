@@ -6,86 +6,198 @@ import json
 import math
 import platform
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from benchmarks import contestants, harness, machine, report, step
+from benchmarks import contestants, dispatching, harness, machine, report, shapes, step
 from benchmarks.__main__ import default_name, main
-from benchmarks.shapes import BY_NAME, DEFAULT
-from xformer import GPT, Transformer, backends, ops, optim, tree
-from xformer.dispatch import Kernel
+from benchmarks.contestants import COMPILED, PEER
+from benchmarks.products import Light
+from benchmarks.shapes import BY_NAME, LLAMA, MINILM, Shape
+from benchmarks.worker import JUDGE, LIGHT, Worker
+from xformer import GPT, Transformer, backends, ops, optim, pretrained, tree
+from xformer.dispatch import Kernel, overridable
 from xformer.ops.gelu import GeluCache
 from xformer.ops.linear import LinearCache
 
-TINY = ["--shape", "tiny", "--backend", "numpy", "--rounds", "1"]
-
+ROWS: dict[str, Any] = {"batch": 2, "length": 9, "rounds": 1, "repeats": 2}
+LLAMA_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 13,
+}
+BERT_SIZES = LLAMA_SIZES | {"max_position_embeddings": 12}
+GPT_SHAPE = Shape("gpt", GPT(11, n_layers=1, d_model=8, n_heads=2, max_len=12), **ROWS)
 SMALL = (
-    replace(BY_NAME["tiny"], model=GPT(11, n_layers=1, d_model=8, n_heads=2, max_len=32), length=9),
-    replace(
-        BY_NAME["encdec"],
-        length=9,
-        model=Transformer(
+    GPT_SHAPE,
+    Shape(
+        "encdec",
+        Transformer(
             11, 13, d_model=8, n_heads=2, n_encoder_layers=1, n_decoder_layers=1, max_len=32
         ),
+        tolerance=1e-3,
+        **ROWS,
     ),
+    Shape("llama", pretrained.model(LLAMA | LLAMA_SIZES), **ROWS),
+    Shape("bert", pretrained.model(MINILM | BERT_SIZES, names=()), training=False, **ROWS),
 )
+RUN = ["--shape", "tiny", "--rounds", "1", "--out"]
 
 
+class InProcess:
+    """In the place of a contestant's process, so that what runs there can be changed."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        shape, weights = shapes.load(folder)
+        if name == LIGHT:
+            light = Light(shape)
+            self.answers: dict[str, Callable[..., Any]] = {
+                "run": lambda work, repeats: harness.timed(light.run, repeats),
+                "about": lambda: {"flops": light.flops},
+            }
+            return
+        make = contestants.judge if name == JUDGE else lambda *a: contestants.make(name, *a)
+        self.worker = Worker(shape, make(shape, weights))
+        names = ("outcome", "run", "about", "dispatch")
+        self.answers = {name: getattr(self.worker, name) for name in names}
+
+    def ask(self, **request: Any) -> Any:
+        ((name, arguments),) = request.items()
+        return self.answers[name](**arguments)
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "start", InProcess)
+    monkeypatch.setattr(harness, "SETTLE", 0.0)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name of `tiny`, what runs at once."""
+    monkeypatch.setitem(BY_NAME, "tiny", replace(GPT_SHAPE, name="tiny"))
+
+
+def checked(shape: Shape, names: list[str], folder: Path) -> dict[str, float]:
+    shapes.store(shape, folder)
+    check = step.Check(shape, folder)
+    errors = {name: check(name, InProcess(name, folder)) for name in names}
+    check.finish()
+    return errors
+
+
+def of(names: list[str]) -> list[str]:
+    """As options."""
+    return [word for name in names for word in ("--contestant", name)]
+
+
+@pytest.mark.usefixtures("small")
 def test_a_run_prints_a_table_and_writes_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(BY_NAME, "tiny", replace(BY_NAME["tiny"], repeats=2))
-    out = tmp_path / "result.json"
-    assert main([*TINY, "--out", str(out)]) == 0
+    names = ["numpy kernel", "numpy reference"]
+    names += [PEER] if contestants.why_not(PEER) is None else []
+    works = ["forward", "forward+backward", "step"]
+    options = [word for work in works for word in ("--work", work)]
+    assert main([*RUN, str(tmp_path), *of(names), *options]) == 0
+    (out,) = tmp_path.iterdir()
     printed, stored = capsys.readouterr().out, out.read_text(encoding="utf-8")
-    result = json.loads(stored)
-    assert report.text(result) in printed
-    assert list(tmp_path.iterdir()) == [out]
+    found = json.loads(stored)
+    assert out.name == default_name(found, "step-tiny")
+    assert report.text(found) in printed
 
-    (shape,) = result["shapes"]
-    rows = {row["name"]: row for row in shape["rows"]}
-    assert list(rows) == contestants.names(["numpy"])
-    assert {"numpy kernel", "numpy reference"} <= rows.keys()
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == names
     for name, row in rows.items():
         assert f"| {name} " in printed
-        for work in ("forward", "forward+backward", "step"):
+        for work in works:
             assert 0 < row[work]["min_ms"] <= row[work]["median_ms"]
-        assert row["tokens_per_s"] == pytest.approx(4 * 32 / (row["step"]["min_ms"] / 1e3))
+        least = row["step"]["min_ms"]
+        assert row["tokens_per_s"] == pytest.approx(2 * 9 / (least / 1e3))
+        assert row["light"] == pytest.approx(found["products"]["min_ms"] / least)
         assert row["peak_bytes"] is None or 1e7 < row["peak_bytes"] < 1e10
-        assert 0 < row["error"]["numpy float64"] <= shape["tolerance"]
-        if shape["peer"]:
-            best = rows["torch eager"]["step"]["min_ms"]
-            assert row["step"]["ratio"] == pytest.approx(row["step"]["min_ms"] / best)
-    has_torch = "torch" in backends.available()
-    assert shape["peer"] == ("torch eager" if has_torch else None)
-    assert result["backends"].keys() == {"numpy", *(["torch"] if has_torch else [])}
-    assert shape["rounds"] == 1
+        assert 0 < row["error"] <= found["tolerance"]
+        assert ("dispatch" in row) == (name == "numpy kernel")
+        if found["peer"]:
+            assert row["step"]["ratio"] == pytest.approx(least / rows[PEER]["step"]["min_ms"])
+        # What only another contestant needs would be in the peak of this one's memory.
+        assert ("torch" in row["threads"]) == (name == PEER)
+        assert set(row["threads"]["blas"]) <= {machine.n_cpus()}
+    assert found["peer"] == (PEER if PEER in names else None)
+    assert found["work"] == "step" and found["rounds"] == 1 and found["repeats"] == 2
+    assert found["products"]["gflop"] > 0
     for private in (str(Path.home()), str(harness.ROOT), sys.prefix, str(tmp_path)):
         assert private not in stored
     assert platform.node() not in stored.replace('"', " ").split()
 
 
-def test_without_torch_there_are_no_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contestants, "names", lambda _: ["numpy reference"])
-    result = step.measure(SMALL[0], ["numpy"], rounds=1)
-    assert result["peer"] is None
-    assert result["rows"][0]["step"]["ratio"] is None
-    assert "| - |" in " ".join(report.table(result).split())
+@pytest.mark.usefixtures("in_process")
+def test_without_the_peer_there_are_no_ratios() -> None:
+    found = step.measure(GPT_SHAPE, ["numpy reference"], 1, ["step"])
+    assert found["peer"] is None
+    assert found["rows"][0]["step"]["ratio"] is None
+    assert "| - |" in " ".join(report.table(found).split())
 
 
+@pytest.mark.usefixtures("in_process")
+def test_inference_is_a_forward() -> None:
+    shape = SMALL[-1]
+    calls = []
+    found = step.measure(shape, ["numpy kernel"], 2, step.works(shape), lambda: calls.append(1))
+    assert found["work"] == "forward" and found["rows"][0]["light"] > 0
+    assert len(calls) == step.ticks(["numpy kernel"], 2, step.works(shape))
+
+
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("shape", SMALL, ids=lambda s: s.name)
-@pytest.mark.parametrize("name", ["numpy kernel", "torch eager", "torch kernel", "jax jit"])
-def test_contestants_agree(name: str, shape: Any) -> None:
-    if (library := name.split()[0]) not in backends.available():
-        pytest.skip(backends.why_not(library))
-    errors = step.check(shape, {name: contestants.make(name, shape)})
-    assert errors[name]["numpy float64"] < shape.tolerance
+@pytest.mark.parametrize("name", ["numpy kernel", PEER, "torch kernel", "jax jit"])
+def test_contestants_agree(name: str, shape: Shape, tmp_path: Path) -> None:
+    if why := contestants.why_not(name):
+        pytest.skip(why)
+    assert 0 < checked(shape, [name], tmp_path)[name] < shape.tolerance
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_the_compiled_peer_agrees(tmp_path: Path) -> None:
+    if why := contestants.why_not(COMPILED):
+        pytest.skip(why)
+    shapes.store(GPT_SHAPE, tmp_path)
+    with harness.Process(
+        COMPILED,
+        [sys.executable, "-m", "benchmarks.worker", tmp_path, COMPILED],
+        machine.environment(),
+    ) as one:
+        check = step.Check(GPT_SHAPE, tmp_path)
+        assert check(COMPILED, one) < GPT_SHAPE.tolerance
+        assert len(one.ask(run={"work": "step", "repeats": 3})) == 3
+
+
+def test_without_a_compiler_the_compiled_peer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(contestants.shutil, "which", lambda _: None)
+    why = contestants.why_not(COMPILED)
+    assert why == "torch compile: there is no C++ compiler (g++ or clang++)"
+    assert COMPILED not in contestants.default(GPT_SHAPE)
+
+
+@pytest.mark.usefixtures("in_process", "small")
 def test_a_kernel_with_a_wrong_gradient_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,20 +210,44 @@ def test_a_kernel_with_a_wrong_gradient_fails(
         return y, Wrong(*cache)
 
     monkeypatch.setitem(ops.gelu.kernels, "numpy", [Kernel(wrong, "numpy", None)])
-    out = tmp_path / "result.json"
-    assert main([*TINY, "--out", str(out)]) == 1
+    names = ["numpy kernel", "numpy reference"]
+    assert main([*RUN, str(tmp_path), *of(names)]) == 1
     captured = capsys.readouterr()
-    assert "tiny: numpy kernel is wrong in gradient" in captured.err
+    assert "nothing is reported.\ntiny: numpy kernel is wrong in gradient" in captured.err
     assert "numpy reference" not in captured.err
     assert captured.out == ""
-    assert not out.exists()
+    assert not list(tmp_path.iterdir())
 
 
+def test_a_peer_with_a_wrong_gradient_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is the judge that is wrong in the same way: then all others differ."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(step, "start", InProcess)
+    from benchmarks import eager_layers
+
+    grads = eager_layers.Norm.grads
+
+    def wrong(self: Any) -> Any:
+        found = grads(self)
+        return found._replace(w=1.001 * found.w)
+
+    shapes.store(GPT_SHAPE, tmp_path)
+    check = step.Check(GPT_SHAPE, tmp_path)
+    monkeypatch.setattr(eager_layers.Norm, "grads", wrong)
+    check(PEER, InProcess(PEER, tmp_path))
+    with pytest.raises(harness.Disagreement, match=r"^gpt: torch eager is wrong in .*norm"):
+        check.finish()
+    with pytest.raises(harness.Disagreement, match=r"^gpt: numpy kernel is wrong in .*norm"):
+        checked(GPT_SHAPE, [PEER, "numpy kernel"], tmp_path)
+
+
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("factor", [1.001, math.nan])
 def test_a_reference_with_a_wrong_gradient_fails(
-    factor: float, monkeypatch: pytest.MonkeyPatch
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The float64 judge shares its mistake: torch eager does not."""
     pytest.importorskip("torch")
     backward = LinearCache.backward
 
@@ -120,40 +256,48 @@ def test_a_reference_with_a_wrong_gradient_fails(
         return dx, factor * dw, db
 
     monkeypatch.setattr(LinearCache, "backward", wrong)
-    taking_part = {name: contestants.make(name, SMALL[0]) for name in contestants.names(["numpy"])}
-    with pytest.raises(step.Disagreement, match=r"numpy reference is wrong in .* to torch eager"):
-        step.check(SMALL[0], taking_part)
+    with pytest.raises(harness.Disagreement, match=r"numpy reference is wrong in .* to float64"):
+        checked(GPT_SHAPE, ["numpy reference"], tmp_path)
 
 
-def test_a_wrong_optimiser_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_a_wrong_optimiser_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     adamw = optim.adamw
     monkeypatch.setattr(
         optim, "adamw", lambda p, g, state, *, lr: adamw(p, g, state, lr=lr, weight_decay=1.0)
     )
-    taking_part = {name: contestants.make(name, SMALL[0]) for name in contestants.names(["numpy"])}
-    with pytest.raises(step.Disagreement, match="wrong in loss after a step"):
-        step.check(SMALL[0], taking_part)
+    with pytest.raises(harness.Disagreement, match="wrong in loss after a step"):
+        checked(GPT_SHAPE, ["numpy kernel"], tmp_path)
 
 
-def test_missing_gradients_and_wrong_shapes_fail() -> None:
-    truth = step.Outcome(1.0, {"w": np.ones((2, 3))}, 0.9)
-    assert step.error(truth, truth)[0] == 0
-    more = truth._replace(grads={**truth.grads, "b": np.ones(3)})
-    assert step.error(more, truth) == (math.inf, "gradients that only one side has, b")
-    turned = truth._replace(grads={"w": np.ones((3, 2))})
-    where = "gradient w, which must be (2, 3), not (3, 2)"
-    assert step.error(turned, truth) == (math.inf, where)
+def test_missing_gradients_and_wrong_shapes_fail(tmp_path: Path) -> None:
+    def stored(name: str, **arrays: np.ndarray) -> Path:
+        save_file(arrays, tmp_path / name)
+        return tmp_path / name
+
+    losses, w = {"loss": 1.0}, np.ones((2, 3), np.float32)
+    truth = stored("truth", w=w.astype(np.float64))
+    assert step.error(stored("same", w=w), truth, losses, losses)[0] == 0
+    assert step.error(stored("same", w=w), truth, {"loss": 1.5}, losses) == (0.5, "loss")
+    more = stored("more", w=w, b=np.ones(3, np.float32))
+    only = "arrays that only one side has, b"
+    assert step.error(more, truth, losses, losses) == (math.inf, only)
+    turned = stored("turned", w=np.ones((3, 2), np.float32))
+    where = "w, which must be (2, 3), not (3, 2)"
+    assert step.error(turned, truth, losses, losses) == (math.inf, where)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "huge"], "--shape must be one of tiny, encdec, char-gpt, got 'huge'"),
-        (["--backend", "tensor"], "--backend: backend must be one of numpy, cupy, torch"),
+        (["--shape", "huge"], "--shape must be one of tiny, char-gpt, gpt2, llama, encdec, long,"),
+        (["--contestant", "tensor"], "--contestant must be one of torch eager, torch compile,"),
+        (["--work", "rest"], "--work must be one of forward, forward+backward, step, got 'rest'"),
+        (["--shape", "minilm-1", "--work", "step"], "--work must be forward for minilm-1, got"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--rounds", "many"], "--rounds: invalid int value: 'many'"),
-        (["--out", "no/such/folder/x.json"], "--out: there is no folder"),
+        (["--out", "no/such/folder"], "--out: there is no folder"),
         (["--threads", "2"], "unrecognized arguments"),
     ],
 )
@@ -166,54 +310,137 @@ def test_bad_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_an_unusable_backend_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    missing = [name for name in backends.NAMES if name not in backends.available()]
-    if not missing:
-        pytest.skip("every backend can be used here")
+def test_a_contestant_that_cannot_take_part_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backends, "why_not", lambda name: f"backend {name} cannot be used: why")
     with pytest.raises(SystemExit):
-        main(["--backend", missing[0]])
-    assert f"backend {missing[0]} cannot be used" in capsys.readouterr().err
+        main(["--contestant", "cupy kernel"])
+    assert "--contestant: cupy kernel: backend cupy cannot be used: why" in capsys.readouterr().err
+
+
+def test_where_all_scores_do_not_fit_only_those_in_blocks_take_part() -> None:
+    there = contestants.default(BY_NAME["char-gpt"])
+    assert "numpy kernel" in there and "numpy reference" not in there
+    left = set(there) - set(contestants.default(BY_NAME["long"]))
+    assert left == {n for n in there if n not in (PEER, COMPILED, "numpy kernel")}
 
 
 def test_rounds_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "SETTLE", 0.0)
     done: list[str] = []
-    runs = {name: lambda name=name: done.append(name) for name in "abcd"}
+
+    def turn(name: str) -> Callable[[], list[float]]:
+        return lambda: harness.timed(lambda: done.append(name), 3)
+
     ticks: list[None] = []
-    seconds = harness.interleave(runs, rounds=8, repeats=3, tick=lambda: ticks.append(None))
+    turns = {name: turn(name) for name in "abcd"}
+    seconds = harness.interleave(turns, 8, lambda: ticks.append(None))
     assert [len(seconds[name]) for name in "abcd"] == [8 * 3] * 4
     assert len(ticks) == 4 * 9  # one round warms up
     assert len(done) == 3 * 4 * 9
-    turns = done[::3]
-    assert all(done[3 * i : 3 * i + 3] == [name] * 3 for i, name in enumerate(turns))
-    rounds = ["".join(turns[i : i + 4]) for i in range(0, len(turns), 4)]
+    order = done[::3]
+    assert all(done[3 * i : 3 * i + 3] == [name] * 3 for i, name in enumerate(order))
+    rounds = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
     assert all(sorted(r) == list("abcd") for r in rounds)
     assert len(set(rounds)) > 4
 
 
-def test_memory_of_an_unknown_contestant_fails() -> None:
-    with pytest.raises(RuntimeError, match="memory of nobody reference failed"):
-        harness.peak_memory(BY_NAME["tiny"], "nobody reference")
+def test_times_are_those_of_the_runs() -> None:
+    seconds = harness.timed(lambda: time.sleep(0.02), 3)
+    assert len(seconds) == 3 and all(0.02 <= s < 1 for s in seconds)
+    found = harness.summary([0.003, 0.001, 0.002], [0.004, 0.002])
+    assert found == {"min_ms": 1.0, "median_ms": 2.0, "ratio": 0.5}
 
 
-def test_every_parameter_is_disturbed() -> None:
-    backend = backends.get("numpy")
+def program(code: str) -> harness.Process:
+    return harness.Process("it", [sys.executable, "-c", code], {})
+
+
+def test_what_libraries_print_is_no_answer() -> None:
+    code = "from benchmarks.harness import serve\nserve({'twice': lambda n: print(n) or 2 * n})"
+    with program(code) as process:
+        assert [process.ask(twice={"n": n}) for n in (1, 4)] == [2, 8]
+
+
+def test_a_process_that_ends_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"it did not start: .*exit status 1\n.*No, not so"):
+        program("raise SystemExit('No, not so')")
+    code = "from benchmarks.harness import serve\nserve({'fail': lambda: 1 / 0})"
+    process = program(code)
+    with pytest.raises(RuntimeError, match=r"(?s)it ended, exit status 1\n.*ZeroDivisionError"):
+        process.ask(fail={})
+
+
+def test_an_unknown_contestant_does_not_start(tmp_path: Path) -> None:
+    shapes.store(GPT_SHAPE, tmp_path)
+    with pytest.raises(RuntimeError, match=r"(?s)nobody kernel did not start.*ValueError"):
+        step.start("nobody kernel", tmp_path)
+
+
+def test_processes_must_fit_into_memory() -> None:
+    class Holds:
+        def __init__(self, now: int, peak: int) -> None:
+            self.found = {"bytes": now, "peak_bytes": peak}
+
+        def ask(self, about: Any) -> dict[str, int]:
+            return self.found
+
+    running = {"a": Holds(2, 5), "b": Holds(3, 4)}  # 5 held, and 3 more while a runs
+    step.require_memory(running, 8)
+    step.require_memory(running, None)
+    with pytest.raises(MemoryError, match=r"a, b together need .* name fewer with --contestant"):
+        step.require_memory(running, 7)
+
+
+def test_dispatch_costs_what_comes_before_the_kernel() -> None:
+    def check(x: np.ndarray) -> None:
+        time.sleep(1e-4)
+
+    def slow(x: np.ndarray) -> tuple[np.ndarray, None]:
+        time.sleep(0.1)
+        return x, None
+
+    slow.check = check  # type: ignore[attr-defined]
+    op = overridable(slow)
+    x = np.zeros(3)
+    try:
+        found = dispatching.cost(lambda: [op(x), op(x), op(x)])
+    finally:
+        from xformer import dispatch
+
+        dispatch._ops.remove(op)
+    assert found["calls"] == 3
+    assert 3 * 1e-4 < found["seconds"] < 3 * 0.05
+    assert op.reference is slow
+
+
+def test_every_parameter_is_disturbed_and_stored(tmp_path: Path) -> None:
     for shape in SMALL:
-        params = tree.flatten(shape.params(backend))
-        assert all(np.std(p) > 0 for p in params.values())
-        assert {p.dtype for p in params.values()} == {np.dtype("float32")}
+        weights = tree.flatten(shape.weights())
+        assert all(np.std(w) > 0 for w in weights.values())
+        assert {w.dtype for w in weights.values()} == {np.dtype("float32")}
+        shapes.store(shape, tmp_path)
+        same, stored = shapes.load(tmp_path)
+        assert same == shape
+        for name, w in tree.flatten(stored).items():
+            np.testing.assert_array_equal(w, weights[name])
 
 
-def test_the_shapes_of_the_default_run_are_known() -> None:
-    assert set(DEFAULT) < set(BY_NAME)
-    assert all(name in shape.describe() for name, shape in [("GPT", BY_NAME["char-gpt"])])
+def test_shapes_are_described() -> None:
+    assert BY_NAME["llama"].describe() == (
+        "decoder, 8 layers, width 512, 8/2 heads, vocabulary 32000, batch 4 of 512 tokens"
+    )
+    assert "encoder-decoder, 3+3 layers" in BY_NAME["encdec"].describe()
+    assert BY_NAME["minilm-1"].describe().startswith("encoder, 6 layers, width 384, 12 heads")
 
 
 def test_outside_a_repository_there_is_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "ROOT", tmp_path)
-    found = machine.describe(["numpy"]) | {"threads": {"cpus": 1}, "shapes": []}
+    found = machine.describe(["numpy"])
     assert found["commit"] is found["dirty"] is None
+    found |= {"threads": {"cpus": 1}, "load": 0.5, "judge": "torch eager", "work": "step"}
     assert "no commit" in report.header(found)
     assert default_name(found) == f"step-{found['date'][:10]}-no-commit.json"

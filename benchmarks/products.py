@@ -1,0 +1,146 @@
+"""The speed of light: the matrix products that a step cannot do without, and nothing else.
+
+Of every linear map the product forward, and two backward in training: of the weights, and of what
+came in. Projections of the same vectors are one product. Of attention two products forward, four
+backward, over all keys, or half of them where it is causal; windows and padding are not deducted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.shapes import Shape
+from xformer.layers import BlockConfig
+from xformer.models import LanguageModel, LMHead
+
+# Scores at a time: what does not stay in cache would time the memory.
+SCORES = 1 << 19
+
+
+class Product(NamedTuple):
+    """(m, k) times (k, n)."""
+
+    m: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> int:
+        """A multiplication and an addition are two."""
+        return 2 * self.m * self.k * self.n
+
+
+class Linear(NamedTuple):
+    """A linear map of N rows from I to O."""
+
+    rows: int
+    width_in: int
+    width_out: int
+
+    def products(self, training: bool) -> Iterator[Product]:
+        """y = x w; dx = dy w^T, dw = x^T dy."""
+        n, i, o = self
+        yield Product(n, i, o)
+        if training:
+            yield Product(n, o, i)
+            yield Product(i, n, o)
+
+
+class Attention(NamedTuple):
+    """The heads of a batch side by side: N = B H T queries, each with S keys."""
+
+    queries: int
+    keys: int
+    width: int  # K of queries and keys
+    value_width: int  # M
+
+    def products(self, training: bool) -> Iterator[Product]:
+        """q k^T, p v; dp = dctx v^T, dv = p^T dctx, dq = ds k, dk = ds^T q: some rows at a time."""
+        _, s, k, m = self
+        step = max(SCORES // s, 1)
+        for start in range(0, self.queries, step):
+            n = min(step, self.queries - start)
+            yield Product(n, k, s)
+            yield Product(n, s, m)
+            if training:
+                yield Product(n, m, s)
+                yield Product(s, n, m)
+                yield Product(n, s, k)
+                yield Product(s, n, k)
+
+
+def parts(shape: Shape) -> Iterator[Linear | Attention]:
+    """The linear maps and attentions of a forward."""
+    network = shape.network
+    batch, length = shape.batch, shape.length
+    rows = batch * length
+    if isinstance(network, LanguageModel):
+        for config in network.blocks:
+            yield from _block(config, batch, length, causal=network.causal)
+    else:
+        for config in network.encoder:
+            yield from _block(config, batch, length, causal=False)
+        for config in network.decoder:
+            yield from _block(config, batch, length, causal=True)
+            yield from _attention(config, batch, length, length, crosses=True)
+    if isinstance(network.head, LMHead):
+        last = network.embed if isinstance(network, LanguageModel) else network.target_embed
+        yield Linear(rows, config.d_model, last.vocab_size)
+
+
+def _block(config: BlockConfig, batch: int, length: int, *, causal: bool) -> Iterator[Any]:
+    """Self-attention, and the feed-forward network."""
+    keys = (length + 1) // 2 if causal else length
+    yield from _attention(config, batch, length, keys)
+    rows, ways_in = batch * length, 2 if config.gated else 1
+    yield Linear(rows, config.d_model, ways_in * config.d_ff)
+    yield Linear(rows, config.d_ff, config.d_model)
+
+
+def _attention(
+    config: BlockConfig, batch: int, length: int, keys: int, crosses: bool = False
+) -> Iterator[Any]:
+    """The projections, those of keys and values with the queries' unless it crosses; the heads."""
+    rows, width = batch * length, config.d_model
+    queries = config.n_heads * config.head_width
+    both = config.kv_heads * (config.head_width + config.value_width)
+    if crosses:
+        yield Linear(rows, width, queries)
+        yield Linear(rows, width, both)
+    else:
+        yield Linear(rows, width, queries + both)
+    yield Attention(config.n_heads * rows, keys, config.head_width, config.value_width)
+    yield Linear(rows, config.n_heads * config.value_width, width)
+
+
+def products(shape: Shape) -> list[Product]:
+    """All products of a step, or of a forward where the shape is not for training."""
+    return [p for part in parts(shape) for p in part.products(shape.training)]
+
+
+class Light:
+    """The contestant that only multiplies, by NumPy's BLAS; its operands lie in one buffer each."""
+
+    def __init__(self, shape: Shape) -> None:
+        found = products(shape)
+        rng = np.random.default_rng(0)
+        sizes = [max(p.m * p.k for p in found), max(p.k * p.n for p in found)]
+        left, right = (rng.random(size, np.float32) for size in sizes)
+        out = np.empty(max(p.m * p.n for p in found), np.float32)
+        self.flops = sum(p.flops for p in found)
+        self._operands = [
+            (
+                left[: p.m * p.k].reshape(p.m, p.k),
+                right[: p.k * p.n].reshape(p.k, p.n),
+                out[: p.m * p.n].reshape(p.m, p.n),
+            )
+            for p in found
+        ]
+
+    def run(self) -> None:
+        """All products, one after the other."""
+        for left, right, out in self._operands:
+            np.matmul(left, right, out=out)
