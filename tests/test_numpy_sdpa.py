@@ -122,6 +122,14 @@ def test_more_keys_than_a_tile_has(size: int, sinks: bool, monkeypatch: Any) -> 
         require_same(given, mask=mask, causal=name != "one", dropout_rate=0.2, dropout_key=KEY)
 
 
+@pytest.mark.parametrize("size", [1, 30])
+def test_long_sequences(size: int) -> None:
+    """Of more keys than a tile has, and so many that it has more queries."""
+    for window in (None, (900, None), (5, 5)):
+        given = inputs((2, 1), (700, 1300), batch=1, size=size)
+        require_same(given, causal=True, window=window)
+
+
 FULL = (2, 4, 70, 80)
 
 

@@ -53,7 +53,7 @@ class LayerNormCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
         """dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), dxhat = dy * w."""
         require_gradient("layer_norm", "dy", dy, self.x)
-        w, width, gain = self.w, dy.shape[-1], factor(self.w)
+        w, width = self.w, dy.shape[-1]
         dx, xs, dys = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy)
         dxs = dx.reshape(xs.shape)
         dw, db = (Sums(len(xs), width, dy.dtype) for _ in range(2))
@@ -70,11 +70,11 @@ class LayerNormCache(NamedTuple):
                 slope /= self._share(rstd)
             if self.has_b:
                 np.matmul(np.ones_like(rstd), dy, out=db.of(start))
-            centred *= (slope * rstd**2)[:, None]
-            centred += (dy @ w * rstd / width)[:, None]
-            np.matmul(self.rstd[at], gain, out=dx)
-            dx *= dy
+            np.multiply(dy, w, out=dx)
+            dx -= (dy @ w / width)[:, None]
+            centred *= (slope * rstd)[:, None]
             dx -= centred
+            dx *= rstd[:, None]
 
         row_blocks(piece, *xs.shape)
         return dx, dw.total(), db.total() if self.has_b else None

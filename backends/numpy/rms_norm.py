@@ -55,7 +55,7 @@ class RmsNormCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, Array]:
         """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * gain."""
         require_gradient("rms_norm", "dy", dy, self.x)
-        gain, width, gains = self.gain, dy.shape[-1], factor(self.gain)
+        gain, width = self.gain, dy.shape[-1]
         dx, xs, dys = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy)
         dxs, dw = dx.reshape(xs.shape), Sums(len(xs), width, dy.dtype)
 
@@ -64,10 +64,10 @@ class RmsNormCache(NamedTuple):
             x, dy, dx, rstd = xs[at], dys[at], dxs[at], self.rstd[at, 0]
             np.multiply(dy, x, out=dx)
             np.matmul(rstd, dx, out=dw.of(start))
-            slope = dx @ gain * rstd**3 / width  # mean of dxhat * xhat, times rstd^2
-            np.matmul(self.rstd[at], gains, out=dx)
-            dx *= dy
-            dx -= np.multiply(x, slope[:, None], out=scratch("centred", x.shape, x.dtype))
+            slope = dx @ gain * rstd**2 / width  # mean of dxhat * xhat, times rstd
+            np.multiply(dy, gain, out=dx)
+            dx -= np.multiply(x, slope[:, None], out=scratch("xhat", x.shape, x.dtype))
+            dx *= rstd[:, None]
 
         row_blocks(piece, *xs.shape)
         return dx, dw.total()

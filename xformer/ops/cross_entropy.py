@@ -114,7 +114,7 @@ def _where_kept(kept: Array, logits: Array) -> Array:
 
 
 def require_options(ignore_index: int | None, reduction: str) -> None:
-    """TypeError, ValueError for an ignore_index or a reduction that is none."""
+    """TypeError unless ignore_index is an int or None, ValueError for another reduction."""
     if not isinstance(ignore_index, int | None):
         raise TypeError(f"cross_entropy: ignore_index must be an int, got {ignore_index!r}")
     if reduction not in ("mean", "sum", "none"):
