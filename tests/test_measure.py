@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -210,12 +211,15 @@ def counted(y: Any) -> Any:
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "BERT, classes"])
 def test_flops_are_those_of_all_products_that_run(name: str) -> None:
-    """Of T^2 pairs in each attention: by the reference, what is masked is computed too."""
+    """Of T^2 pairs in each attention: by the reference, what is masked is computed too.
+
+    Experts are NumPy's, which see their own rows alone.
+    """
     batch, length = 2, 7
     model = MODELS[name]
     params = tree.map(counted, model.init())
     Counted.flops = 0
-    with reference_only():
+    with nullcontext() if name == "experts" else reference_only():
         model.forward(params, *map(counted, inputs(name, batch, length)[0]))
     configs, network = [], getattr(model, "network", model)
     for part, times in (("blocks", 1), ("encoder", 1), ("decoder", 2)):
