@@ -18,7 +18,7 @@ from numerical import TWO_POINT, numerical_gradient, relative_error
 from printed import Printed
 
 import xformer
-from xformer import layers, tree
+from xformer import layers, reference_only, tree
 
 PRINTED = Printed("003")
 N, T, T_DEC, D, M, H = 3, 2, 4, 4, 3, 3
@@ -49,6 +49,7 @@ def params(n_heads: int, w_o: np.ndarray | None) -> layers.AttentionParams:
 
 
 @functools.cache
+@reference_only()  # whose caches keep what the document prints
 def arrays() -> dict[str, np.ndarray]:
     """Every array the document prints before its encoder-decoder, by this library's layers."""
     s = draws()
