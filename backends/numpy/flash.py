@@ -11,7 +11,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-
 from xformer.backends.numpy.threads import scratch
 from xformer.backends.numpy.tiles import (
     COLUMNS,
@@ -24,6 +23,7 @@ from xformer.backends.numpy.tiles import (
     transposed,
     unfold,
 )
+
 from xformer.typing import Array
 
 BOUND = 30.0  # exponents of at most this need no maximum taken off: e^-30 and e^30 have inverses
@@ -67,7 +67,7 @@ def attend(c: Attention, part: Part) -> None:
 
 def _at_once(c: Attention, part: Part) -> None:
     """For few queries: in one tile, without a copy of the keys."""
-    own, theirs, t, s = (part.b, part.h), (part.b, part.g), *c.scores.everywhere
+    own, theirs, (t, s) = (part.b, part.h), (part.b, part.g), c.scores.everywhere
     top, total, queries = c.top[own], c.total[own], c.scores.queries(part, t)
     keys = c.scores.k[theirs].mT
     e, _ = c.scores.tile(queries * c.scores.factor(1.0), keys, part, t, s, 1.0)
