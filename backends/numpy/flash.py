@@ -67,7 +67,7 @@ def attend(c: Attention, part: Part) -> None:
 
 def _at_once(c: Attention, part: Part) -> None:
     """For few queries: in one tile, without a copy of the keys."""
-    own, theirs, t, s = (part.b, part.h), (part.b, part.g), *c.scores.everywhere
+    own, theirs, (t, s) = (part.b, part.h), (part.b, part.g), c.scores.everywhere
     top, total, queries = c.top[own], c.total[own], c.scores.queries(part, t)
     keys = c.scores.k[theirs].mT
     e, _ = c.scores.tile(queries * c.scores.factor(1.0), keys, part, t, s, 1.0)

@@ -74,7 +74,7 @@ def sdpa(
         require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key),
         dropout_key,
     )
-    ctx = _empty(*q.shape[:3], v.shape[3], q.dtype)
+    ctx = _empty((*q.shape[:3], v.shape[3]), q.dtype)
     top, total = np.empty((2, *q.shape[:3], 1), q.dtype)
     all_parts = Attention(scores, v, sinks, ctx, top, total)
     scores.run(lambda part: attend(all_parts, part), q.shape[3] + v.shape[3], (True, True))
@@ -93,24 +93,29 @@ class SdpaCache(NamedTuple):
         require_gradient("sdpa", "dctx", dctx, own.ctx)
         q, k, v, bias = own.scores.q, own.scores.k, own.v, own.scores.bias
         grads = Gradients(
-            *(_empty(*x.shape, x.dtype) for x in (q, k, v)),
+            _empty(q.shape, q.dtype),
+            _empty(k.shape, k.dtype),
+            _empty(v.shape, v.dtype),
             None if bias is None else np.zeros(bias.shape, q.dtype),
             None if own.sinks is None else np.zeros(own.top.shape, q.dtype),
         )
-        apart = (bias.shape[0] > 1, bias.shape[1] > 1) if own.bias_matters else (True, True)
+        apart = (True, True)
+        if bias is not None and own.bias_matters:  # nobody adds where another one does
+            apart = bias.shape[0] > 1, bias.shape[1] > 1
         width = 3 * q.shape[3] + 2 * v.shape[3]
         own.scores.run(lambda part: backward(own, part, dctx, grads), width, apart)
         dbias = dsinks = None
-        if self.bias_shape is not None:
-            dbias = np.reshape(grads.bias, self.bias_shape)
+        if grads.bias is not None:
+            dbias = grads.bias.reshape(self.bias_shape)
         if own.sinks is not None:
             shares = np.exp(own.sinks[:, None, None] - own.top)  # times total
             dsinks = -np.sum(shares * grads.inner, axis=(0, 2, 3))
         return grads.q, grads.k, grads.v, dbias, dsinks
 
 
-def _empty(b: int, h: int, t: int, k: int, dtype: Any) -> Array:
+def _empty(shape: tuple[int, ...], dtype: Any) -> Array:
     """(B, H, T, K), the heads of a token side by side in memory: merged without a copy."""
+    b, h, t, k = shape
     return np.empty((b, t, h, k), dtype).transpose(0, 2, 1, 3)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from xformer.backends.numpy.philox import words
@@ -20,9 +20,17 @@ THREADED = 1 << 22  # multiplications that are worth waking a thread for
 FEW = 16  # queries for which copies do not pay; keys of which one may have all the weight
 NARROW = 512  # keys of a tile that is masked whole: faster than short pieces of its rows
 
-# Powers of 2 where NumPy has them for a vector at once, then in half the time of powers of e.
-_VECTORS = np.lib.introspect.opt_func_info(func_name="^exp2$", signature="float32")
-EXP2 = "baseline" not in _VECTORS["exp2"]["ff"]["current"]
+
+def _vector_exp2() -> bool:
+    """Whether this NumPy on this machine takes powers of 2 of a whole vector at once."""
+    introspect = getattr(np.lib, "introspect", None)  # of NumPy 2.1
+    if introspect is None:
+        return False
+    found = introspect.opt_func_info(func_name="^exp2$", signature="float32")
+    return "baseline" not in found.get("exp2", {}).get("ff", {}).get("current", "baseline")
+
+
+EXP2 = _vector_exp2()  # then they take half the time of powers of e
 
 
 class Part(NamedTuple):
@@ -178,10 +186,10 @@ class Scores(NamedTuple):
 
     def kept(self, part: Part, t: slice, s: slice) -> Array:
         """1 where dropout keeps a probability of the tile, else 0: (b, h, t, s)."""
-        n_heads, n_queries, n_keys = *self.q.shape[1:3], self.k.shape[2]
+        (n_heads, n_queries), n_keys = self.q.shape[1:3], self.k.shape[2]
         b, h, i = np.ogrid[part.b, part.h, t]
         starts = ((b * n_heads + h) * n_queries + i) * n_keys + s.start
-        drawn = words(self.key, starts.reshape(-1), s.stop - s.start)
+        drawn = words(cast(Key, self.key), starts.reshape(-1), s.stop - s.start)
         kept = drawn >= round(self.rate * 2**32)
         return kept.reshape(*starts.shape, -1).astype(self.q.dtype)
 
@@ -237,5 +245,6 @@ def _band(
     what: float,
 ) -> Array:
     """(n, m): nothing to be done where row + low <= column <= row + high, `what` elsewhere."""
-    inside = np.tri(n, m, high, dtype=bool) if low is None else ~np.tri(n, m, low - 1, dtype=bool)
+    column, row = np.arange(m), np.arange(n)[:, None]
+    inside = (low is None or column >= row + low) & (high is None or column <= row + high)
     return np.where(inside, how.identity, what).astype(dtype)
