@@ -49,7 +49,7 @@ def params(n_heads: int, w_o: np.ndarray | None) -> layers.AttentionParams:
 
 
 @functools.cache
-@reference_only()  # whose caches keep what the document prints
+@reference_only()
 def arrays() -> dict[str, np.ndarray]:
     """Every array the document prints before its encoder-decoder, by this library's layers."""
     s = draws()
