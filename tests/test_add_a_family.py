@@ -45,7 +45,8 @@ def test_every_option_is_in_a_table(kind: Any) -> None:
     named = {
         name for row in table.splitlines() for name in re.findall("`(.+?)`", row.split("|")[1])
     }
-    assert named == {field.name for field in dataclasses.fields(kind)} - {"source"}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert named == fields - {"source", "checkpoint"}  # neither is the family's to say
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from xformer.backends.cupy.module import LAUNCHERS
 
 import xformer
 from xformer import backends, ops, optim, tree
-from xformer.training import Corpus, TrainConfig, train
+from xformer.training import TrainConfig, Windows, loss_of, start, train
 
 V = 37  # of causal_models
 WITHIN = {"float64": FLOAT64, "float32": 5 * FLOAT32}  # a whole model: more sums, one after another
@@ -96,12 +96,14 @@ def test_training_steps(library: Backend, launched: set[str], name: str, dtype: 
 def test_training_loop(library: Backend) -> None:
     """The loop of `xformer train`, unchanged: the same losses as on NumPy."""
     text = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
-    corpus = Corpus(text, text[:100], "a line of Hamlet")
-    config = TrainConfig(steps=3, batch_size=2, eval_every=3, eval_batches=1)
+    config = TrainConfig(steps=3, batch_size=2, eval_every=3)
     model = xformer.GPT(vocab_size=256, n_layers=1, d_model=8, n_heads=2, max_len=6, dropout=0.1)
+    source = Windows(text, model.max_len, config.batch_size)
+    held_out = list(source.held_out(1))
     losses = {}
     for backend in (library, backends.get()):
         params = tree.map(backend.asarray, model.init(0))
-        run = list(train(model, params, corpus, config, backend))
+        first = start(params, config)
+        run = list(train(loss_of(model), first, source, config, backend, held_out=held_out))
         losses[backend.name] = [*(step.loss for step in run), run[-1].validation]
     assert losses[STAND_IN] == pytest.approx(losses["numpy"], rel=WITHIN["float32"])

@@ -1,4 +1,4 @@
-"""The documents print what is between a forward and its gradients; the reference's caches hold it."""
+"""The documents print what lies between forward and gradients; the reference keeps it in caches."""
 
 from __future__ import annotations
 
