@@ -15,10 +15,7 @@ from xformer.backends.numpy import (
     glu,
     index_add,
     layer_norm,
-    linear,
-    relu,
     rms_norm,
-    sdpa,
 )
 
 __all__ = [
@@ -32,10 +29,7 @@ __all__ = [
     "glu",
     "index_add",
     "layer_norm",
-    "linear",
-    "relu",
     "rms_norm",
-    "sdpa",
 ]
 
 
