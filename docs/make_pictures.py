@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of these pages (extras `plot`, `hf`), each if it can be.
+"""Draw the pictures of the README and of look.md (extras `plot`, `hf`), each if it can be.
 
 xformer train --out runs/readme
 XFORMER_DATA=folder python docs/make_pictures.py --run runs/readme

@@ -23,7 +23,7 @@ from typing import Any
 import runs
 
 from xformer import files
-from xformer.training import checkpoint, state
+from xformer.training import checkpoint
 
 
 class Events:
@@ -61,8 +61,7 @@ class Events:
         return wrapped
 
     def install(self) -> None:
-        for module in (checkpoint, state):
-            module.save_file = self.around_saving(module.save_file)  # type: ignore[attr-defined]
+        checkpoint.save_file = self.around_saving(checkpoint.save_file)
         files._sync = self.around(files._sync)
         for name in ("replace", "fsync"):
             setattr(os, name, self.around(getattr(os, name)))

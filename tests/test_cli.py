@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import xformer
-from xformer.cli import main
+from xformer.cli import main, train, train_options
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +28,15 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_train_then_generate(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_then_generate(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "EVERY", 0.0)  # seconds between lines
     command = ["train", "--preset", "tiny", "--steps", "12", "--data", str(text)]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "a unigram model has" in out and "step 12/12" in out and "a sample" in out
+    assert re.search(r"^step 11/12  loss \d\.\d{3}  validation -  [\d,]+ tokens/s", out, re.M)
     assert re.search(r"validation loss \d\.\d{3} nats per byte, after step 12", out)
     log = [json.loads(line) for line in Path("runs/gpt/log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log] == list(range(1, 13))
@@ -61,8 +69,16 @@ def test_a_used_folder_is_not_overwritten(text: Path, capsys: pytest.CaptureFixt
     ("command", "message"),
     [
         (["train", "--data", "absent.txt"], "there is no file or folder"),
-        (["train", "--steps", "0"], "steps must be at least 1, got 0"),
-        (["train", "--seed", "-1"], "seed must be at least 0, got -1"),
+        (["train", "--steps", "0"], "--steps must be an int of at least 1, got 0"),
+        (["train", "--seed", "-1"], "--seed must be an int of at least 0, got -1"),
+        (["train", "--batch", "0"], "--batch must be an int of at least 1, got 0"),
+        (["train", "--validate-every", "0"], "--validate-every must be an int of at least 1"),
+        (["train", "--validate-batches", "0"], "--validate-batches must be an int of at least 1"),
+        (["train", "--sample-every", "0"], "--sample-every must be an int of at least 1, got 0"),
+        (["train", "--keep", "0"], "--keep must be an int of at least 1, got 0"),
+        (["train", "--context", "0"], "--context must be an int of at least 1, got 0"),
+        (["train", "--lr", "nan"], "--lr must lie in [0, inf], got nan"),
+        (["train", "--clip", "-1"], "--clip must lie in [0, inf], got -1"),
         (["generate", "--checkpoint", "absent", "--prompt", "x"], "absent is no checkpoint"),
     ],
 )
@@ -72,14 +88,15 @@ def test_mistakes_are_one_line(
     assert main(command) == 1
     err = capsys.readouterr().err
     assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (b"", "is empty, there is no text in it"),
-        (b"x", "the text is too short: a window of 128 tokens needs 129, got 0 (the training part"),
-        (b"x" * 1000, "129, got 100 (the validation part; --context makes it shorter)"),
+        (b"x", "the training part of short.txt is empty: there must be text enough for both"),
+        (b"x" * 900, "129, got 90 (the validation part; --context makes it shorter)"),
         (b"caf\xe9" * 1000, "is not UTF-8 text: byte 0xe9 at offset 3"),
     ],
 )
@@ -90,6 +107,112 @@ def test_text_that_is_none_leaves_nothing_behind(
     assert main(["train", "--data", "short.txt"]) == 1
     assert message in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+TINY = ["train", "--preset", "tiny", "--layers", "1", "--context", "16", "--width", "16"]
+
+
+def test_what_is_said_last_can_be_done(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of characters, of which there may be no "def", and where a text begins with a dash."""
+    monkeypatch.setattr(train, "_sample", lambda *_, **__: None)
+    text.write_text("-- 1 2 3 " * 300)
+    options = ["--vocabulary", "characters", "--clip", "0", "--out", "a run"]
+    assert main([*TINY, "--steps", "1", "--data", str(text), *options]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(Path("a run/run.json").read_text())["about"]["training"]["clip"] is None
+    command = shlex.split(last.removeprefix("more: xformer "))
+    assert main([*command, "--max-new", "2"]) == 0
+
+
+def test_a_run_goes_on_with_both_its_parts_only(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That which is validated on too; prepared or not makes no difference."""
+    monkeypatch.setattr(train, "_sample", lambda *_, **__: None)
+    assert main([*TINY, "--steps", "2", "--data", str(text), "--out", "a"]) == 0
+    assert main(["prepare", str(text), "tokens"]) == 0
+    assert main(["train", "--resume", "a", "--data", "tokens"]) == 0
+    text.write_text(text.read_text()[:-9] + "end dog. ")
+    capsys.readouterr()
+    assert main(["train", "--resume", "a"]) == 1
+    assert "is of another run: data.validation is" in capsys.readouterr().err
+
+
+def test_damaged_tokens_are_not_trained_on(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", str(text), "tokens", "--share", "0"]) == 0
+    capsys.readouterr()
+    assert main([*TINY, "--data", "tokens"]) == 1
+    said = capsys.readouterr().err
+    assert "the validation part of fox.txt is empty" in said and "--context" not in said
+    assert main(["prepare", str(text), "others"]) == 0
+    content = bytearray(Path("others/train.bin").read_bytes())
+    content[100] ^= 1
+    Path("others/train.bin").write_bytes(content)
+    assert main([*TINY, "--data", "others"]) == 1
+    assert "train.bin: is damaged, its SHA-256 is not that" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "is not a run of xformer train, and goes on from Python only"),
+        ({"more": 1}, "is not a run of xformer train, and goes on from Python only"),
+        ({"preset": "nope"}, "notes: preset must be one of tiny, small, medium, got 'nope'"),
+        ({"backend": "abacus"}, "notes: backend must be one of numpy, "),
+        ({"steps": "x"}, "notes: steps must be an integer from 0 to"),
+        ({"width": None}, "notes: width is missing"),
+        ({"data": 5}, "notes: data must be a string, got 5"),
+        ({"clip": "x"}, "notes: clip must be a number, got 'x'"),
+        ({"patience": "x"}, "notes: patience must be an integer from 0 to"),
+        ({"optimiser": "adamax"}, "--optimiser must be one of sgd, "),
+    ],
+)
+def test_a_damaged_run_is_named(
+    change: dict[str, object] | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = train_options.PRESETS["tiny"]._asdict() | train_options.DEFAULTS
+    content: dict[str, object] = {"format": "xformer-run-1", "about": {}}
+    if change is not None:
+        content["notes"] = usual | change
+    Path("a").mkdir()
+    Path("a/run.json").write_text(json.dumps(content))
+    assert main(["train", "--resume", "a"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (["--out", "fox.txt"], "--out: fox.txt is a file; name a new folder"),
+        (["--out", "fox.txt/a"], "fox.txt/a cannot be made: Not a directory"),
+        (["--out", "sealed/a"], "sealed/a cannot be made: Permission denied"),
+        ([], "runs/gpt cannot be made: Permission denied"),
+    ],
+)
+def test_a_folder_that_cannot_be_made(
+    out: list[str],
+    message: str,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the system says it, which lets a superuser write everywhere."""
+    real = os.mkdir
+
+    def mkdir(path: Any, *args: Any) -> None:
+        if Path(path).parts[0] in ("sealed", "runs"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        real(path, *args)
+
+    before = text.read_bytes()
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert main([*TINY, "--data", str(text), *out]) == 1
+    assert capsys.readouterr().err == f"xformer: error: {message}\n"
+    assert [p.name for p in Path().iterdir()] == ["fox.txt"] and text.read_bytes() == before
 
 
 def test_an_empty_prompt_is_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

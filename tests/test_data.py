@@ -34,6 +34,7 @@ from xformer.training import (
 )
 from xformer.training import pieces as cutting
 from xformer.training.pieces import decoded
+from xformer.training.texts import Document, Texts
 
 # Texts
 
@@ -56,6 +57,16 @@ def test_a_folder_is_split_by_files(tmp_path: Path) -> None:
     assert "20 files, 1 empty or not UTF-8 left out" in found.description
     assert load_corpus(tmp_path, share=0.5).validation.tobytes().startswith(b"file 01\nfile 03\n")
     assert len(load_corpus(tmp_path, share=0).validation) == 0
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1 / 3, 0.4, 0.45, 0.5])
+def test_a_share_of_documents_is_what_it_says(share: float) -> None:
+    found = Texts(lambda: (Document(str(i), "a") for i in range(200)), 200, 200, "")
+    held = [i for i, (is_held_out, _) in enumerate(found.documents(share)) if is_held_out]
+    assert held[0] == 1 and len(held) in (math.floor(200 * share), math.ceil(200 * share))
+    if share in (0.01, 0.1, 1 / 3, 0.5):
+        assert held == list(range(1, 200, round(1 / share)))
+    assert not any(is_held_out for is_held_out, _ in found.documents(0))
 
 
 def test_a_file_is_split_at_its_last_tenth(tmp_path: Path) -> None:
@@ -333,7 +344,7 @@ def test_nothing_is_left_of_a_folder_that_failed(
     with pytest.raises(KeyboardInterrupt):
         prepare(source, tmp_path / "out", progress=stopped)
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"^\S*out cannot be written: No space left on device$"):
         prepare(source, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -357,6 +368,21 @@ def test_a_full_disk_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def folder(tmp_path: Path) -> Path:
     prepare(documents(tmp_path), tmp_path / "out", Characters.of)
     return tmp_path / "out"
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin"])
+def test_damaged_tokens_are_found_where_they_are_read(name: str, folder: Path) -> None:
+    """A wrong bit, and an id that is none, by the pass over all of them."""
+    path, data = folder / name, (folder / name).read_bytes()
+    seen: list[tuple[str, int, int]] = []
+    training.unigram_loss(open_corpus(folder), lambda *told: seen.append(told))
+    assert (f"checking {path.stem} tokens", len(data), len(data)) in seen
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CorpusError, match=rf"{name}: is damaged, its SHA-256 is not that in corp"):
+        training.unigram_loss(open_corpus(folder))
+    path.write_bytes(data[:-1] + b"\xc8")
+    with pytest.raises(CorpusError, match=rf"{name}: ids must lie in \[0, 27\), .*, got 200"):
+        training.unigram_loss(open_corpus(folder))
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin"])

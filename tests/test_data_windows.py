@@ -186,13 +186,27 @@ def test_the_fingerprint_is_of_what_decides_the_batches() -> None:
     assert len({base, *(source.fingerprint() for source in others)}) == 6
 
 
-def test_the_fingerprint_of_a_long_text_reads_a_part_of_it() -> None:
+def test_the_fingerprint_of_a_long_text_is_of_all_of_it() -> None:
     long = np.zeros(3_000_000, np.uint8)
     base = Windows(long, 8, 4).fingerprint()
+    for place in (0, 2_000, 2_999_999):
+        long[place] = 1
+        assert Windows(long, 8, 4).fingerprint() != base
+        long[place] = 0
+    assert Windows(long, 8, 4).fingerprint() == base
+
+
+def test_the_fingerprint_of_a_mapped_file(tmp_path: Path) -> None:
+    """Of its digest where that is known; else of runs all over it."""
+    long = np.memmap(tmp_path / "a", np.uint8, "w+", shape=3_000_000)
+    base = Windows(long, 8, 4).fingerprint()
     for place in (0, 1_500_000, 2_999_999):  # its ends, and a longer change in the middle
-        other = long.copy()
-        other[max(place - 2000, 0) : place + 2000] = 1
-        assert Windows(other, 8, 4).fingerprint() != base
+        long[max(place - 2000, 0) : place + 2000] = 1
+        assert Windows(long, 8, 4).fingerprint() != base
+        long[:] = 0
+    told = [Windows(long, 8, 4, sha256=digest).fingerprint() for digest in ("a", "b")]
+    assert len({base, *told}) == 3
+    assert told[0] == Windows(long[:].copy(), 8, 4, sha256="a").fingerprint()
 
 
 @pytest.mark.parametrize(

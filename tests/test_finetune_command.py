@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,8 @@ from finetuning import BERT, CLASSIFIER, GPT2, LLAMA, T5, write_folder, write_li
 from test_finetune import records
 from truths import published
 
-from xformer import finetune, pretrained, tree
+from xformer import finetune, pretrained, training, tree
+from xformer.cli import finetune as cli_finetune
 from xformer.cli import main
 from xformer.pretrained.tokenizer import tokenizer
 
@@ -258,8 +262,8 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-len", "1"], "max_len must be an int of at least 2, got 1"),
         (["--max-len", "33", "--model", "gpt"], "max_len must be at most the model's 32, got 33"),
         (["--validate", "1"], "share must lie in [0, 1), got 1"),
-        (["--steps", "0"], "steps must be at least 1, got 0"),
-        (["--batch", "0"], "batch_size must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be an int of at least 1, got 0"),
+        (["--batch", "0"], "--batch must be an int of at least 1, got 0"),
         (["--lora", "0"], "attach: rank must be an int of at least 1, got 0"),
         (["--lora", "2", "--targets", "*.qkv"], "'*.qkv' matches no linear map; there are *.attn"),
         (["--alpha", "2"], "--alpha and --targets are of adapters, and go with --lora"),
@@ -269,8 +273,8 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
         (["--train", "x"], "thaw: 'x' matches none of"),
         (["--out", "base"], "base is not empty"),
         (["--model", "bare"], "is no file of a tokenizer, and no folder with one"),
-        (["--lr", "nan"], "lr must lie in [0, inf], got nan"),
-        (["--seed", "-1"], "seed must be at least 0"),
+        (["--lr", "nan"], "--lr must lie in [0, inf], got nan"),
+        (["--seed", "-1"], "--seed must be an int of at least 0, got -1"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -333,6 +337,81 @@ def test_ctrl_c_saves_what_there_is(
     said = capsys.readouterr()
     assert "stopped early" in said.err and "saved to new after 1 steps" in said.out
     assert Path("new/model.safetensors").exists()
+
+
+def test_ctrl_c_while_it_is_measured_keeps_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pressed once while training, and again while the last model is validated."""
+    real, calls = finetune.evaluate, itertools.count()
+
+    def pressed(*args: Any, **options: Any) -> float:
+        if next(calls):
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    def steps(*args: Any) -> Any:
+        for step in train(*args):
+            signal.raise_signal(signal.SIGINT)
+            yield step
+
+    train = finetune.train
+    monkeypatch.setattr(finetune, "evaluate", pressed)
+    monkeypatch.setattr(finetune, "train", steps)
+    folder("causal")
+    assert main(command("causal")) == 0
+    assert "saved to new after 1 steps" in capsys.readouterr().out
+    pretrained.load("new")
+
+
+@pytest.mark.parametrize("until", [1, 3])
+def test_the_best_model_is_kept(
+    until: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a training that goes wrong, and of one that ends worse than it was."""
+    losses = iter([9.0, 2.0, 3.0, 4.0])
+
+    def steps(*args: Any) -> Any:
+        for step in train(*args):
+            if step.step > until:
+                raise training.Diverged("the loss is nan")
+            yield step
+
+    train = finetune.train
+    monkeypatch.setattr(finetune, "train", steps)
+    monkeypatch.setattr(cli_finetune, "EVERY", 1)
+    monkeypatch.setattr("xformer.training.loop.evaluate", lambda *_: next(losses))
+    folder("causal")
+    assert main(command("causal")) == 1
+    err = capsys.readouterr().err
+    assert f"the loss is nan; new has the model of step {min(until, 2)}, the best that was" in err
+    kept = pretrained.load("new")[1].embed.table
+
+    losses = iter([9.0, 2.0, 3.0, 4.0][:until] + [10.0] * 4)
+    monkeypatch.setattr(finetune, "train", train)
+    assert main(command("causal", "--out", "whole")) == 0
+    out = capsys.readouterr().out
+    assert f"before; of step {min(until, 2)}, which was the best\n" in out
+    assert np.array_equal(kept, pretrained.load("whole")[1].embed.table)
+
+
+def test_training_that_goes_wrong_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    folder("causal")
+    with np.errstate(all="ignore"):
+        assert main(command("causal", "--lr", "1e30")) == 1
+    assert "no model was validated before, and none is saved" in capsys.readouterr().err
+    assert not any(Path("new").iterdir())
+
+
+def test_a_full_disk_is_foreseen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder("causal")
+    monkeypatch.setattr(cli_finetune.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert main(command("causal")) == 1
+    said = capsys.readouterr()
+    assert "new: the model needs 0.1 MB, and 0.0 MB are free" in said.err
+    assert "validat" not in said.out
 
 
 def test_a_checkpoint_of_ours_is_no_base(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,13 @@ def test_the_command_prints_the_accounts(
     training.save(tmp_path / "gpt", model, model.init(), NUMPY)
     command = ["ledger", "--model", str(tmp_path / "gpt"), "--batch", "4", "--length", "32"]
     assert main([*command, "--measure"]) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
     assert "layers 0-2" in printed and "each" in printed and "peak" in printed
+    assert said == "training for a few steps, to measure\n"
+    if NUMPY.memory().peak is not None:  # which not every system tells
+        row = r"^  measured +[\d.]+ MB  (\d+)\.\d% of it is accounted for$"
+        (share,) = re.findall(row, printed, re.MULTILINE)
+        assert 50 < int(share) < 110
     assert main([*command, "--checkpoint-activations", "--optimiser", "lion", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     spare = GPT(**SIZES, max_len=64, checkpoint=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from truths import published
 
 from xformer.cli import COMMANDS, main
 
@@ -47,6 +48,20 @@ def test_what_is_linked_is_there(page: str) -> None:
         assert (DOCS / link).is_file(), link
     for script in re.findall(r"python (\S+\.py)", page):
         assert (DOCS.parent / script).is_file(), script
+
+
+def test_the_picture_of_attention_is_of_today(tmp_path: Path) -> None:
+    """All that is written in it, in order; its lines differ between versions of matplotlib."""
+    for package in ("matplotlib", "tokenizers"):
+        pytest.importorskip(package)
+    model, out = published("stories260K.bin"), tmp_path / "attention.svg"
+    (text,) = re.findall(r'^xformer attention .*"(.*)" --out attention\.svg$', PAGE, re.MULTILINE)
+    assert main(["attention", "--model", str(model), text, "--out", str(out)]) == 0
+    drawn, shown = (
+        re.findall("<!-- (.*?) -->", path.read_text(encoding="utf-8"))
+        for path in (out, DOCS / "pictures" / "attention.svg")
+    )
+    assert drawn == shown and len(drawn) > 30
 
 
 def test_the_script_draws_every_picture() -> None:

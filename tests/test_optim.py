@@ -275,7 +275,7 @@ BAD_OPTIONS = {
         "adafactor: eps must lie in [0, inf], got -1",
     ),
     "decay of adafactor": ("adafactor", {"lr": 1, "decay": -1}, "adafactor: decay must lie in [0"),
-    "momentum of muon": ("muon", {"lr": 1, "momentum": 1.5}, "muon: momentum must lie in [0, 1]"),
+    "momentum of muon": ("muon", {"lr": 1, "momentum": 1}, "muon: momentum must lie in [0, 1)"),
     "steps of muon": (
         "muon",
         {"lr": 1, "ns_steps": 0},

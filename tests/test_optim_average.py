@@ -256,6 +256,18 @@ def test_the_scale_grows_and_shrinks() -> None:
     assert tree.flatten(scale) == {"scale": 65536.0, "good_steps": 1999}
 
 
+def test_a_scale_does_not_fall_to_zero() -> None:
+    """What is not finite at any scale is said, and the last scale can still be divided by."""
+    scale = LossScale()
+    with pytest.raises(FloatingPointError, match=r"not finite at a scale of 1\.18e-38 either"):
+        for _ in range(2000):
+            scale = scale.update(False)
+    assert scale.scale == 2.0**-126
+    with np.errstate(all="raise"):
+        grads, finite = scale.unscale(scale.dloss(np.float32(1)), np.float32(0))
+    assert finite and grads == 1
+
+
 def test_bad_scales() -> None:
     for options, message in (
         ({"growth": 0.5}, r"update: growth must lie in \[1, inf\], got 0\.5"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import subprocess
@@ -23,7 +24,7 @@ from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.plots import Log, read_log, save, training_curves
 from xformer.plots.attention import MOST, attention_picture
 from xformer.plots.curves import large, rates, small, smoothed
-from xformer.plots.flow import at_initialisation, flow, flow_picture
+from xformer.plots.flow import _apart, at_initialisation, flow, flow_picture
 from xformer.plots.maps import attention_maps
 from xformer.plots.style import styled
 
@@ -31,7 +32,7 @@ NUMPY = xf.backends.get("numpy")
 PNG, SVG = b"\x89PNG", b"<?xml"
 
 
-def row(step: int, **other: Any) -> dict[str, Any]:
+def row(step: float, **other: Any) -> dict[str, Any]:
     """A line of a log."""
     usual = {"loss": 4 / step, "norm": 1 / step, "lr": 1e-3, "tokens": 100 * step}
     return {"step": step, **usual, "seconds": 0.5 * step, "memory": 1, "validation": None, **other}
@@ -74,14 +75,17 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([row(1), '{"step": 2,'], r"log\.jsonl, line 2: must be a JSON object"),
+        ([row(1), '{"step": 2,'], r"log\.jsonl, line 2: must be a JSON object, [^:]*$"),
         ([row(1), "", row(2)], r"log\.jsonl, line 2: must be a JSON object"),
         (["[1, 2]"], r"log\.jsonl, line 1: must be a JSON object, got \[1, 2\]"),
         ([row(1), {"step": 2, "loss": 1.0}], r"line 2: norm, lr, tokens, seconds missing"),
         ([row(1), row(2, loss="low")], r"line 2: loss must be a number, got 'low'"),
         ([row(1), row(2, lr=True)], r"line 2: lr must be a number, got True"),
         ([row(1, tokens=10**400)], r"line 1: tokens must be a number"),
-        ([row(1), {**row(2), "step": None}], r"line 2: step must be a number, got None"),
+        ([row(1), {**row(2), "step": None}], r"line 2: step must be a whole number .*, got None"),
+        ([row(1.5)], r"line 1: step must be a whole number above 0, got 1\.5"),
+        ([row(math.nan)], r"line 1: step must be a whole number above 0, got nan"),
+        ([row(1, seconds=math.inf)], r"line 1: seconds must be a number, got inf"),
         ([row(2), row(2)], r"line 2: steps must rise, got 2 after 2"),
         (["\udcff"], r"line 1: must be a JSON object"),
     ],
@@ -181,6 +185,29 @@ def test_runs_are_told_apart(drawing: None, tmp_path: Path) -> None:
     assert loss.lines[0].get_color() == loss.lines[1].get_color() == lr.lines[0].get_color()
 
 
+def test_long_names_fit_the_picture(drawing: None, tmp_path: Path) -> None:
+    log = read_log(write_log(tmp_path / "a", [row(1), row(2)]))
+    long = log._replace(name="a path of $n$ letters, and a 猫/" * 9)
+    figure = training_curves([long, log, log])
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+
+
+def test_a_legend_says_what_is_there(drawing: None, tmp_path: Path) -> None:
+    rows = [row(i) for i in range(1, 120)]
+    short, long = (read_log(write_log(tmp_path / str(n), rows[:n])) for n in (20, 119))
+    best = short._replace(validation=np.ones(20))
+    for logs, texts in (
+        ([short, short], ["training"]),
+        ([short, long], ["training, smoothed"]),
+        ([short, best], ["training", "validation"]),
+    ):
+        loss, *_ = curves(training_curves(logs))
+        assert [text.get_text() for text in loss.get_legend().get_texts()] == texts
+    assert training_curves([short]).get_suptitle() == "20"
+
+
 def test_ten_runs_are_told_apart(drawing: None, tmp_path: Path) -> None:
     logs = [read_log(write_log(tmp_path / str(i), [row(1), row(2)])) for i in range(10)]
     _, lr, *_ = curves(training_curves(logs))
@@ -236,10 +263,10 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(
 
     def broken(part: Path, **_: Any) -> None:
         part.write_text("<svg")
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "no space left", str(part))
 
     monkeypatch.setattr(figure, "savefig", broken)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=f"^{path} cannot be written: no space left$"):
         save(figure, path)
     assert path.read_text() == "the old one" and list(tmp_path.iterdir()) == [path]
 
@@ -255,6 +282,17 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'xformer-array\[plot\]'"), styled():
         pass
+
+
+@pytest.mark.parametrize(
+    "command", [["plot", "nothing"], ["attention", "a", "--model", "no"], ["flow", "--layers", "0"]]
+)
+def test_a_command_says_so_before_any_work(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(command) == 1
+    assert "matplotlib is not installed: pip install" in capsys.readouterr().err
 
 
 def test_no_window_is_opened(drawing: None, tmp_path: Path) -> None:
@@ -443,16 +481,26 @@ def test_maps_refuse_what_does_not_go_together() -> None:
 
 def test_a_picture_has_a_panel_a_head_and_names_tokens(drawing: None, tmp_path: Path) -> None:
     probs = np.random.default_rng(0).dirichlet(np.ones(3), size=(5, 2))
-    figure = attention_picture(probs, ["$a", "b$"], [" the", "\n", "encyclopaedias"], title="$")
+    figure = attention_picture(probs, ["$a", "猫b$"], [" the", "\n", "encyclopaedias"], title="$")
     panels = [axes for axes in figure.axes if axes.images and axes.get_title(loc="left")]
     assert [axes.get_title(loc="left") for axes in panels] == [f"head {i}" for i in range(5)]
     for axes, head in zip(panels, probs, strict=True):
         np.testing.assert_array_equal(axes.images[0].get_array(), head)
     texts = [t.get_text() for t in panels[0].get_yticklabels()]
-    assert texts == ["$a", "b$"]
+    assert texts == ["$a", "\\u732bb$"]
     texts = [t.get_text() for t in panels[-1].get_xticklabels()]
     assert texts == ["the", "\\n", "encyclopaed\N{HORIZONTAL ELLIPSIS}"]
-    assert save(figure, tmp_path / "a.png").read_bytes()[:4] == PNG
+    assert figure.axes[-1].get_ylabel() == "share of attention"
+    assert save(figure, tmp_path / "a.png").read_bytes()[:4] == PNG  # no warning of a glyph
+
+
+def test_labels_shrink_with_their_panels(drawing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, sizes = ["a"] * 10, []
+    for widest in (24, 1.5):  # inches, of which two panels of 10 tokens want 3
+        monkeypatch.setattr("xformer.plots.attention.WIDEST", widest)
+        figure = attention_picture(np.ones((2, 10, 10)) / 10, names, names)
+        sizes.append({label.get_fontsize() for label in figure.axes[0].get_yticklabels()})
+    assert sizes == [{7.0}, {3.5}]
 
 
 def test_a_picture_refuses_what_does_not_fit(drawing: None) -> None:
@@ -481,6 +529,7 @@ def test_the_command_draws_a_trained_model(
         (["a text", "--layer", "2"], "--layer must lie in [0, 2), got 2"),
         (["a text", "--kind", "cross"], "--kind and --target go with an encoder-decoder"),
         (["a text" * 20], "64 tokens fit a picture, got 120"),
+        ([""], "the text must hold at least one token"),
     ):
         assert main(["attention", "--model", gpt, *options, "--out", str(out)]) == 1
         assert message in capsys.readouterr().err
@@ -512,6 +561,53 @@ def test_the_command_draws_an_encoder_decoder(
     assert main(["attention", "--model", t5, "the fox", *options]) == 0
     assert capsys.readouterr().out.startswith(f"{out}\ntarget: ")
     assert out.is_file()
+
+
+@pytest.fixture
+def translator(tmp_path: Path) -> Path:
+    """An encoder-decoder and its words, as a run of `training.Pairs` leaves them."""
+    pytest.importorskip("tokenizers")
+    words = training.train_bpe(["the quick brown fox"], 270, specials=("<pad>", "<s>", "</s>"))
+    table = embed(vocab_size=words.size, max_len=80)
+    model = EncoderDecoder((block(),), (block(),), table, shared_embed=True, head=LMHead())
+    training.save(tmp_path / "mt", model, model.init(), NUMPY)
+    words.save(tmp_path / "mt")
+    return tmp_path / "mt"
+
+
+def test_the_commands_take_an_encoder_decoder_of_ones_own(
+    drawing: None,
+    translator: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, drawn = translator / "a.svg", {}
+
+    def picture(probs: Any, queries: list[str], keys: list[str], **options: Any) -> Any:
+        drawn.update(queries=queries, keys=keys, **options)
+        return attention_picture(probs, queries, keys, **options)
+
+    monkeypatch.setattr("xformer.cli.attention.attention_picture", picture)
+    command = ["attention", "--model", str(translator), "fox", "--target", "the", "--out", str(out)]
+    assert main(command) == 0 and out.read_bytes().startswith(SVG)
+    assert drawn["keys"][-1] == drawn["queries"][-1] == "</s>"  # a source ends as in training
+    assert drawn["labels"] == ("token written", "token of the source")
+    command = ["generate", "--model", str(translator), "--prompt", "fox", "--max-new", "2"]
+    assert main(command) == 0
+    read = len(drawn["keys"])
+    assert f"{read} tokens read" in capsys.readouterr().err
+
+
+def test_a_model_without_its_words_is_refused(
+    drawing: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = xf.Transformer(11, 13, 8, 2, 1, 1, 7)
+    training.save(tmp_path, model, model.init(), NUMPY)
+    assert main(["attention", "--model", str(tmp_path), "a"]) == 1
+    assert capsys.readouterr().err == (
+        f"xformer: error: {tmp_path}: its vocabulary must have the 11 and 13 tokens of its "
+        "Transformer, got 256 of bytes, as it has none of its own\n"
+    )
 
 
 # Flow
@@ -572,6 +668,9 @@ def test_flows_are_drawn(drawing: None, tmp_path: Path, capsys: pytest.CaptureFi
     assert out.read_bytes().startswith(SVG)
     flows = [at_initialisation(norm, 3, 8, 2) for norm in ("pre", "post")]
     assert len(flow_picture(flows).axes) == 2
+    figure = flow_picture([at_initialisation("pre", n, 8, 2) for n in (1, 2)])
+    assert all(tick == int(tick) for axes in figure.axes for tick in axes.get_xticks())
+    assert _apart(range(1, 13)) == [1, 2, 3, 4, 5, 7, 9, 12] and _apart([4]) == [4]
     with pytest.raises(ValueError, match="there are no flows"):
         flow_picture([])
     assert main(["flow", "--layers", "0"]) == 1

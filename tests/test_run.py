@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import io
 import json
+import math
 import os
 import shutil
+import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+from hostile import files_of_at_most
 from runs import NUMPY, begun, opened, rows, trained
 
 import xformer as xf
 from xformer import training
-from xformer.training import CheckpointError, Diverged, run
-from xformer.training.run import checkpoints
+from xformer.training import CheckpointError, Diverged, lock, log, run
+from xformer.training.run import checkpoints, path_of
 
 
 def names(folder: Path) -> list[str]:
@@ -69,6 +75,35 @@ def test_the_model_is_the_best_one(tmp_path: Path) -> None:
             assert training.load(tmp_path, NUMPY)[1].embed.table[0, 0] == kept
 
 
+def test_it_says_what_made_it(tmp_path: Path) -> None:
+    """For people: with another version it goes on."""
+    with opened(tmp_path, notes={"lr": 1}):
+        pass
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["about"] == runs.ABOUT and content["notes"] == {"lr": 1}
+    assert content["made"]["xformer"] == xf.__version__ and content["made"]["date"].endswith("UTC")
+    assert content["made"]["backend"] == NUMPY.describe() and content["made"]["machine"]
+    content["made"] = {"xformer": "0.0.1"}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    with opened(tmp_path):
+        assert json.loads((tmp_path / "run.json").read_text()) == content
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_its_files_have_the_rights_of_other_files(umask: int, tmp_path: Path) -> None:
+    if os.name != "posix":
+        pytest.skip("the system has no rights of this kind")
+    before = os.umask(umask)
+    try:
+        with opened(tmp_path) as found:
+            found.save(begun()._replace(step=1))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}
+    assert "step-00000001.safetensors" in modes and "model.safetensors" in modes
+    assert {stat.S_IMODE(mode) for mode in modes.values()} == {0o666 & ~umask}
+
+
 def test_a_run_of_a_model_of_ones_own(tmp_path: Path) -> None:
     """Nothing but the loss need be known of it."""
     trained(tmp_path / "run", model=None, n=3)
@@ -80,11 +115,119 @@ def test_a_run_of_a_model_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_log_ends_with_its_checkpoint(tmp_path: Path) -> None:
     trained(tmp_path, n=4)  # checkpoints of 3 and 4
-    with (tmp_path / "log.jsonl").open("ab") as log:
-        log.write(b'{"step": 5, "loss": 1}\n{"step": 6, "lo')
+    with (tmp_path / "log.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "loss": 1}\n{"step": 6, "lo')
     with opened(tmp_path) as found:
         found.begin(begun())
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+STEPS = [b'{"step": %d}\n' % n for n in range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept", "why"),
+    [
+        ([*STEPS[:4], b""], STEPS[:4], None),
+        (STEPS, STEPS[:4], None),
+        ([*STEPS[:5], b'{"step": 6, "lo'], STEPS[:4], None),
+        ([*STEPS[:3], b'{"step": 4}'], STEPS[:4], None),  # all of it, but for its end
+        ([*STEPS[:3], b'{"st'], STEPS[:3], None),
+        ([*STEPS, b'{"step": 7}\n'], STEPS[:4], "ends with step 7, .* after step 4"),
+        ([STEPS[0], b"{st\xffp\n", *STEPS[2:]], [STEPS[0], *STEPS[2:4]], "is damaged in line 2"),
+        ([*STEPS[:2], b"[]\n"], STEPS[:2], "is damaged in line 3"),
+        ([*STEPS[:2], *STEPS[:4]], STEPS[:4], "is damaged in line 3"),  # twice the same
+        ([*STEPS[:2], b"[" * 100_000 + b"\n", *STEPS[3:]], [*STEPS[:2], STEPS[3]], "in line 3"),
+    ],
+)
+def test_what_a_log_loses(
+    lines: list[bytes], kept: list[bytes], why: str | None, tmp_path: Path
+) -> None:
+    """Up to step 4, where a killed process may have been 2 steps further."""
+    path, old = tmp_path / "log.jsonl", tmp_path / "log.jsonl.aside"
+    path.write_bytes(b"".join(lines))
+    expected = nullcontext() if why is None else pytest.warns(UserWarning, match=f"jsonl .*{why}")
+    with expected:
+        log.shorten(path, 4, 2)
+    assert path.read_bytes() == b"".join(kept)
+    assert names(tmp_path) == [path.name, *([] if why is None else [old.name])]
+    assert why is None or old.read_bytes() == b"".join(lines)
+
+
+def test_a_run_without_its_checkpoints_loses_nothing(tmp_path: Path) -> None:
+    """However few steps it had. Twice: what is aside already stays."""
+    olds = []
+    for end in ("aside", "aside-2"):
+        trained(tmp_path, n=2)
+        kept = [tmp_path / "log.jsonl", tmp_path / "model.safetensors"]
+        olds += [(path.with_name(f"{path.name}.{end}"), path.read_bytes()) for path in kept]
+        for path in checkpoints(tmp_path).values():
+            path.unlink()
+        expected = pytest.warns(UserWarning, match=r"ends with step 2, .*on after step 0")
+        with expected, opened(tmp_path) as found:
+            assert found.begin(begun()).step == 0
+        assert rows(tmp_path) == []
+    assert all(path.read_bytes() == content for path, content in olds)
+
+
+class Slow(io.FileIO):
+    """A file on a system that takes three bytes at a time."""
+
+    def write(self, data: Any) -> int:
+        return super().write(data[:3])
+
+
+def test_all_of_a_line_is_written_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with Slow(path, "ab") as file:
+        log.append(file, STEPS[0])
+        with files_of_at_most(len(STEPS[0]) + 7), pytest.raises(OSError, match="large"):
+            log.append(file, STEPS[1])
+        assert path.read_bytes() == STEPS[0]
+        log.append(file, STEPS[2])
+    assert path.read_bytes() == STEPS[0] + STEPS[2]
+
+
+def stepped(found: training.Run, steps: dict[int, int]) -> None:
+    """Save states of steps, whose best ones are given; their parameters tell which they are."""
+    for step, best in steps.items():
+        average = xf.tree.map(lambda p, step=step: np.full_like(p, step), begun().ema)
+        state = begun()._replace(ema=average, step=step, best_step=best, best=1 / (best + 1))
+        found.save(state)
+
+
+@pytest.mark.parametrize(
+    ("best", "kept"),
+    [
+        ({1: 1, 2: 1, 3: 1}, 1),  # the same one, which is there
+        ({1: 0, 2: 2, 3: 3}, 2),
+        ({1: 0, 2: 0, 3: 3}, 2),  # none was measured
+        ({1: 1, 2: 1, 3: 3}, 2),  # that of step 1 was removed with step 3
+    ],
+)
+def test_going_back_brings_back_the_model(best: dict[int, int], kept: int, tmp_path: Path) -> None:
+    with opened(tmp_path) as found:
+        stepped(found, best)
+        state = found.begin(begun(), at=2)
+        assert training.load(tmp_path, NUMPY)[1].embed.table[0, 0] == kept
+        wanted = {"step": 2, "best_step": 0 if best == {1: 1, 2: 1, 3: 3} else best[2]}
+        assert {name: getattr(state, name) for name in wanted} == wanted
+        assert math.isinf(state.best) == (best == {1: 1, 2: 1, 3: 3})
+    with opened(tmp_path) as found:  # and it stays so
+        assert repr(found.begin(begun())) == repr(state)
+        assert training.load(tmp_path, NUMPY)[1].embed.table[0, 0] == kept
+
+
+def test_what_was_set_aside_stays(tmp_path: Path) -> None:
+    with opened(tmp_path) as found:
+        for end in ("aside", "aside-2"):
+            stepped(found, {1: 1, 2: 2})
+            contents = [path_of(tmp_path, 2), tmp_path / "model.safetensors"]
+            before = [path.read_bytes() for path in contents]
+            found.begin(begun(), at=1)
+            olds = [path.with_name(f"{path.name}.{end}") for path in contents]
+            assert [path.read_bytes() for path in olds] == before
+    assert len(list(tmp_path.rglob("*.aside*"))) == 4
 
 
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
@@ -106,19 +249,19 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one(tmp_path: Path) -> None:
     newest, older = (checkpoints(tmp_path / "run")[step] for step in (13, 12))
     damage(newest)
     content = newest.read_bytes()
-    log = (tmp_path / "run/log.jsonl").read_bytes()
+    lines = (tmp_path / "run/log.jsonl").read_bytes()
     with pytest.raises(
         CheckpointError,
         match=r"step-00000013.* is damaged: .*; that of step 12 is whole, and --at 12 goes on fr",
     ):
         trained(tmp_path / "run")
     assert newest.read_bytes() == content and older.is_file()
-    assert (tmp_path / "run/log.jsonl").read_bytes() == log
+    assert (tmp_path / "run/log.jsonl").read_bytes() == lines
 
-    trained(tmp_path / "run", at=12)
-    aside = newest.with_suffix(".aside")
-    assert aside.read_bytes() == content
-    aside.unlink()
+    with pytest.warns(UserWarning, match=r"ends with step 13, .* on after step 12; the log as"):
+        trained(tmp_path / "run", at=12)
+    assert newest.with_name(f"{newest.name}.aside").read_bytes() == content
+    assert (tmp_path / "run/log.jsonl.aside").read_bytes() == lines
     runs.require_alike(tmp_path / "run", tmp_path / "never")
 
 
@@ -207,18 +350,36 @@ def test_two_do_not_train_in_one_folder(tmp_path: Path) -> None:
     trained(tmp_path, n=1)
 
 
+def test_a_folder_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on network drives without locks: nobody else is there."""
+
+    def none(handle: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock, "_lock", none)
+    with pytest.raises(OSError, match=r"cannot be locked: No locks available: ") as caught:
+        trained(tmp_path)
+    assert caught.value.errno == errno.ENOLCK and caught.value.filename == str(tmp_path)
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match="file"):
         trained(tmp_path / "file" / "run")
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    if os.name != "posix" or os.geteuid() == 0:
-        pytest.skip("whom the system lets write everywhere")
-    tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError):
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the system says it, which lets a superuser write everywhere."""
+
+    def denied(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PermissionError, match=f"Permission denied: '{tmp_path}"):
         trained(tmp_path)
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}])
@@ -243,16 +404,25 @@ def test_a_disk_too_small_is_noticed_before_the_first_step(
     trained(tmp_path)
 
 
-def test_the_space_that_is_asked_for_is_enough(tmp_path: Path) -> None:
-    most = 0
-    with opened(tmp_path) as found:
-        state = found.begin(begun())
+def test_the_space_that_is_asked_for_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that lies there, just before a half-written file takes its place."""
+    large = dataclasses.replace(runs.MODEL, d_model=64)  # a header is small beside it
+    state = training.start(large.init(0), runs.CONFIG)
+    used = []
+    rename = os.replace
+
+    def replace(part: Path, target: Path) -> None:
+        used.append(sum(path.stat().st_size for path in tmp_path.rglob("*.*")))
+        rename(part, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with opened(tmp_path, model=large) as found:
         needed = found.space_needed(state)
-        for _ in found.record(runs.steps(state)):
-            used = sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors"))
-            most = max(most, used)
-    one = max(p.stat().st_size for p in checkpoints(tmp_path).values())
-    assert most + one < 1.5 * needed + 50_000  # of headers, which are large beside such a model
+        for step in range(1, 7):
+            found.save(state._replace(step=step, best_step=min(step, 2)))
+    assert 0.7 * needed < max(used) < needed + 6 * 5000  # of headers
 
 
 def full(*_: object, **__: object) -> None:
@@ -267,13 +437,13 @@ def half(arrays: Any, path: Path, **_: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "instead"),
     [
-        (training.state, "save_file", half),
         (training.checkpoint, "save_file", half),
+        (run, "write_state", full),
         (xf.files, "_sync", full),
         (os, "replace", full),
-        (run, "_line", full),
+        (run, "append", full),
     ],
-    ids=["state", "model", "sync", "rename", "log"],
+    ids=["arrays", "state", "sync", "rename", "log"],
 )
 def test_a_disk_that_fills_leaves_the_last_good_checkpoint(
     place: Any, name: str, instead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -283,12 +453,52 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(
     before = checkpoints(tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(place, name, instead)
-        with pytest.raises(OSError, match=r"No space .*; the last good checkpoint is .*00003\.saf"):
+        message = r"No space .*\nthe last good checkpoint is .*00003\.saf"
+        with pytest.raises(OSError, match=message) as caught:
             trained(tmp_path / "run")
+    assert caught.value.errno == errno.ENOSPC
     assert checkpoints(tmp_path / "run") == before
     assert not list(tmp_path.rglob("*.part"))
     trained(tmp_path / "run")
     runs.require_alike(tmp_path / "run", tmp_path / "never")
+
+
+class Remote(OSError):
+    """An error with a constructor of its own, as of a data source."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(errno.ECONNRESET, f"{host}:{port} is gone", "batches")
+
+
+def test_an_error_of_the_data_stays_what_it_is(tmp_path: Path) -> None:
+    def steps() -> Any:
+        yield next(runs.steps(begun()))
+        raise Remote("far", 80)
+
+    with opened(tmp_path) as found:
+        with pytest.raises(Remote, match=r"far:80 is gone: 'batches'\nthere is no ch") as caught:
+            list(found.record(steps()))
+        assert caught.value.errno == errno.ECONNRESET and caught.value.filename == "batches"
+    assert not checkpoints(tmp_path)
+
+
+# Leaving the loop
+
+
+def test_a_break_loses_no_step(tmp_path: Path) -> None:
+    with opened(tmp_path, every=100) as found:
+        steps = found.record(runs.steps(found.begin(begun())))
+        for step in steps:  # which has a name, and so goes on to be there
+            if step.step == 3:
+                break
+    assert list(checkpoints(tmp_path)) == [3] and len(rows(tmp_path)) == 3
+
+
+def test_an_error_in_the_loop_saves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), opened(tmp_path, every=100) as found:
+        for _ in found.record(runs.steps(found.begin(begun()))):
+            raise ZeroDivisionError
+    assert not checkpoints(tmp_path) and len(rows(tmp_path)) == 1
 
 
 # Losses that go wrong
@@ -302,15 +512,15 @@ def test_a_loss_that_is_not_finite_names_the_last_good_checkpoint(tmp_path: Path
     with opened(tmp_path) as found:
         steps = training.train(loss, found.begin(begun()), runs.source(), runs.CONFIG, NUMPY)
         with pytest.raises(
-            Diverged, match=r"the loss of step 6 is nan.*; the last good checkpoint is .*-00000003"
+            Diverged, match=r"the loss of step 6 is nan.*\nthe last good checkpoint is .*-00000003"
         ):
             list(found.record(steps))
     assert len(rows(tmp_path)) == 5
 
 
-def test_what_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_null_in_the_log() -> None:
     step = next(runs.steps(begun()))
-    line = json.loads(run._line(step._replace(validation=float("nan"), norm=float("inf"))))
+    line = json.loads(log.line_of(step._replace(validation=float("nan"), norm=float("inf"))))
     assert line["validation"] is None and line["norm"] is None and line["step"] == 1
 
 

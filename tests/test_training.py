@@ -20,6 +20,8 @@ from xformer.backends import Backend
 
 import xformer as xf
 from xformer import optim, training
+from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, NormConfig, RelativeConfig
+from xformer.models import EncoderDecoder, LMHead
 
 GPT = xf.GPT(vocab_size=256, n_layers=1, d_model=16, n_heads=2, max_len=8)
 NUMPY = xf.backends.get("numpy")
@@ -253,6 +255,23 @@ def test_biases_and_norms_do_not_decay() -> None:
         np.testing.assert_allclose(leaf, 0.95 if leaf.ndim > 1 else 1.0, err_msg=name)
 
 
+@pytest.mark.parametrize("optimiser", optim.OPTIMISERS)
+def test_weight_decay_unless_given(optimiser: str) -> None:
+    """None where it would be a part of the gradient, as of Adam and SGD."""
+    params = xf.tree.map(lambda p: np.ones_like(p), GPT.init(0))
+    zeros = xf.tree.map(np.zeros_like, params)
+
+    def stepped(**options: float) -> np.ndarray:
+        config = training.TrainConfig(steps=1, optimiser=optimiser, **options)
+        own = config.chosen_optimiser()
+        new, _ = own.step(params, zeros, own.init(params), lr=0.1)
+        return np.asarray(new.embed.table)
+
+    usual = 0.0 if optimiser in ("adam", "sgd") else 0.1
+    assert np.array_equal(stepped(), stepped(weight_decay=usual))
+    assert not np.array_equal(stepped(), stepped(weight_decay=0.5))
+
+
 def test_muon_is_for_the_matrices_of_blocks() -> None:
     state = training.TrainConfig(steps=1, optimiser="muon").chosen_optimiser().init(GPT.init(0))
     owned = set(xf.tree.flatten(state["0"].momentum))
@@ -266,14 +285,23 @@ def test_muon_is_for_the_matrices_of_blocks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
-        ({"eval_every": 0}, "eval_every must be at least 1, got 0"),
-        ({"eval_batches": 0}, "eval_batches must be at least 1, got 0"),
-        ({"patience": 0}, "patience must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"warmup": -1}, "warmup must be at least 0, got -1"),
+        ({"steps": 0}, "steps must be an int of at least 1, got 0"),
+        ({"steps": 2.5}, "steps must be an int of at least 1, got 2.5"),
+        ({"batch_size": 0}, "batch_size must be an int of at least 1, got 0"),
+        ({"accumulate": 0}, "accumulate must be an int of at least 1, got 0"),
+        ({"eval_every": 0}, "eval_every must be an int of at least 1, got 0"),
+        ({"eval_batches": 0}, "eval_batches must be an int of at least 1, got 0"),
+        ({"patience": 0}, "patience must be an int of at least 1, got 0"),
+        ({"seed": -1}, "seed must be an int of at least 0, got -1"),
+        ({"seed": 1 << 64}, "seed must be below 2.64"),
+        ({"warmup": 1.5}, "warmup must be an int of at least 0, got 1.5"),
+        ({"lr": -1.0}, r"lr must lie in \[0, inf\], got -1"),
+        ({"lr": math.inf}, "lr must be finite, got inf"),
+        ({"lr": "a"}, "lr must be a number, got str"),
+        ({"final_lr": 2.0}, r"final_lr must lie in \[0, 1\], got 2"),
+        ({"betas": (2, 3)}, r"betas must lie in \[0, 1\), got \(2, 3\)"),
+        ({"betas": 0.9}, "betas must be two numbers, got 0.9"),
+        ({"clip": 0.0}, "clip must be above 0 and finite, or None for no clipping, got 0"),
         ({"clip": -1.0}, r"clip must lie in \[0, inf\], got -1"),
         ({"ema": 1.5}, r"ema must lie in \[0, 1\], got 1.5"),
         ({"weight_decay": math.nan}, "weight_decay must lie in"),
@@ -282,7 +310,7 @@ def test_muon_is_for_the_matrices_of_blocks() -> None:
     ],
 )
 def test_impossible_numbers_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=f"^TrainConfig: {message}"):
         training.TrainConfig(**{"steps": 1, **options})
 
 
@@ -329,6 +357,44 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
         ),
     ):
         list(steps)
+
+
+def test_gradients_whose_norm_overflows_are_named() -> None:
+    """Each is finite; the largest one is named."""
+
+    def loss(params: Any, batch: Any, place: Any, key: Any = None) -> Any:
+        return np.float32(1), Fixed()
+
+    class Fixed(NamedTuple):
+        def backward(self, dloss: Any) -> Any:
+            return {"a": np.float32([1e25, 2]), "b": np.float32([[3, -1e30]]), "c": np.ones(1)}
+
+    state = training.start(xf.tree.map(np.zeros_like, Fixed().backward(1)), CONFIG)
+    source = training.Windows(corpus().train, 8, 2)
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(
+            training.Diverged,
+            match=r"the norm of its gradient inf; each .* is finite, that of b up to 1e\+30; lr w",
+        ),
+    ):
+        next(training.train(loss, state, source, CONFIG, NUMPY))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_validation_that_is_not_finite_stops_the_run(value: float) -> None:
+    def loss(params: Any, batch: Any, place: Any, key: Any = None) -> Any:
+        found, cache = training.loss_of(GPT)(params, batch, place, key)
+        return (found * value if key is None else found), cache
+
+    config = dataclasses.replace(CONFIG, eval_every=2)
+    source = training.Windows(corpus().train, 8, 2)
+    state, held_out = training.start(GPT.init(0), config), source.held_out(1)
+    steps = training.train(loss, state, source, config, NUMPY, held_out=list(held_out))
+    assert next(steps).step == 1
+    message = rf"^the validation loss after step 2 is {value}, the mean training loss of late 6"
+    with pytest.raises(training.Diverged, match=message):
+        next(steps)
 
 
 def test_a_loss_that_rises_too_far_stops_the_run() -> None:
@@ -389,13 +455,42 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         training.save(tmp_path, object(), {}, NUMPY)
 
 
-def test_an_encoder_decoder_comes_back_too(tmp_path: Path) -> None:
-    model = xf.Transformer(11, 13, 8, 2, 1, 1, 7, tied=True, shared_memory=True)
+EMBED = EmbedConfig(11, 8, 8, 7, norm=NormConfig("rms"))
+WINDOWED = BlockConfig(8, 2, 4, window=(2, None))
+ROUTED = BlockConfig(8, 2, 4, experts=ExpertsConfig(2, 1, 4))
+PAIR = EncoderDecoder(
+    (WINDOWED, ROUTED),
+    (WINDOWED,),
+    EMBED,
+    shared_embed=True,
+    encoder_relative=RelativeConfig(2),
+    head=LMHead(),
+    source={"eos_token_id": [1, 2]},
+)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [xf.Transformer(11, 13, 8, 2, 1, 1, 7, tied=True, shared_memory=True), PAIR],
+    ids=lambda model: type(model).__name__,
+)
+def test_an_encoder_decoder_comes_back_too(model: Any, tmp_path: Path) -> None:
     params = model.init(3)
     training.save(tmp_path, model, params, NUMPY)
     found, back = training.load(tmp_path, NUMPY)
     assert found == model
     assert all((a == b).all() for a, b in zip(*map(leaves, (params, back)), strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"head": 5}, {"encoder": 3}, {"encoder": [None]}, {"src_embed": [1]}, {"source": {}, "x": 1}],
+)
+def test_a_damaged_encoder_decoder_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    training.save(tmp_path, PAIR, PAIR.init(), NUMPY)
+    rewrite(tmp_path, sizes=change)
+    with pytest.raises(training.CheckpointError, match="its configuration is damaged"):
+        training.load(tmp_path, NUMPY)
 
 
 def leaves(params: object) -> list[np.ndarray]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -109,6 +111,41 @@ def test_digits_are_read(
     last = capsys.readouterr().out.splitlines()[-1]
     (share,) = re.findall(r"epoch  30  test accuracy (\d+\.\d+)%", last)
     assert float(share) > 97
+
+
+def test_multi30k_goes_from_texts_to_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps of a tiny model on 20 pairs; then again, with a bar that its BLEU is above."""
+    for package in ("tokenizers", "sacrebleu", "matplotlib"):
+        pytest.importorskip(package)
+    multi30k = script("multi30k")
+    (tmp_path / "multi30k").mkdir()
+    texts = {
+        "de": "Ein kleiner Hund läuft mit dem Ball {} weg.\n",
+        "en": "A small dog runs away with ball {}.\n",
+    }
+    for part, n in (("train", 20), ("val", 3), ("test_2016_flickr", 3)):
+        for language, text in texts.items():
+            lines = "".join(text.format(i) for i in range(n))
+            path = tmp_path / "multi30k" / f"{part}.{language}.gz"
+            path.write_bytes(gzip.compress(lines.encode()))
+    sizes = {"VOCAB_SIZE": 300, "WIDTH": 8, "N_LAYERS": 1, "MAX_NEW": 3, "SHOWN": 2}
+    for name, value in {"DATA": tmp_path, **sizes}.items():
+        monkeypatch.setattr(multi30k, name, value)
+    run, picture = tmp_path / "run", tmp_path / "cross.svg"
+    monkeypatch.setattr("sys.argv", ["multi30k.py", "--out", str(run), "--steps", "2"])
+    assert multi30k.main() == 1
+    printed, progress = capsys.readouterr()
+    assert re.search(r"^5 beams: BLEU 0\.\d \(nrefs:1\|.*\) in \d+ s$", printed, re.MULTILINE)
+    assert "| German | ours, 5 beams | reference |" in printed and progress == ""
+    model, _ = training.load(run, xf.backends.get("numpy"))
+    assert model == multi30k.translator(training.load_vocabulary(run).size)
+
+    monkeypatch.setattr(multi30k, "BAR", -1.0)
+    sys.argv += ["--picture", str(picture), "--beams", "1"]
+    assert multi30k.main() == 0
+    assert "<!-- token written -->" in picture.read_text(encoding="utf-8")
 
 
 def test_nanogpt_begins_as_nanogpt(tmp_path: Path) -> None:

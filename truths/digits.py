@@ -65,7 +65,7 @@ def main() -> int:
     data = split()
     start = time.perf_counter()
     for epoch, params in enumerate(train(*data[:2], args.epochs, args.seed), 1):
-        if epoch % 10 == 0 or epoch == args.epochs:
+        if epoch % 5 == 0 or epoch == args.epochs:
             right, seconds = accuracy(params, *data[2:]), time.perf_counter() - start
             print(f"epoch {epoch:3}  test accuracy {right:.2%}  {seconds:.0f} s", flush=True)
     return 0 if right > 0.97 else 1

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from xformer import optim, tree
+from xformer.cli.progress import each
 from xformer.layers import BlockConfig, EmbedConfig, NormConfig
 from xformer.models import LanguageModel, LMHead
 
@@ -95,7 +96,7 @@ def train(
     """The losses of all steps, one document each, and the parameters after them."""
     bos, losses = len(letters), []
     state = optim.adam_init(tree.trained(params))
-    for step in range(STEPS):
+    for step in each(range(STEPS), "training", "steps"):
         document = documents[step % len(documents)]
         ids = [bos, *map(letters.index, document), bos][: CONTEXT + 1]
         tokens = np.array([ids], np.int64)

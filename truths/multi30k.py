@@ -8,13 +8,15 @@ files train, val and test_2016_flickr, each .de.gz and .en.gz, in the folder mul
 
     pip install -e '.[truths,hf,plot]' && XFORMER_DATA=folder python truths/multi30k.py
 
-A run that was stopped goes on when it is called again.
+A run that was stopped goes on when it is called again. `xformer generate` and `xformer attention`
+take the model that it leaves: `--model runs/multi30k`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,8 @@ import numpy as np
 from tqdm import tqdm
 
 from xformer import backends, optim, tree
+from xformer.cli import main as xformer
+from xformer.cli.progress import each
 from xformer.generation import beam_search, generate, prefill
 from xformer.layers import BlockConfig, EmbedConfig
 from xformer.models import EncoderDecoder, LMHead
@@ -51,6 +55,7 @@ STEPS, WARMUP, MAX_TOKENS, MAX_LEN = 2000, 800, 2000, 100
 EMA, SMOOTHING = 0.998, 0.1
 BATCH, MAX_NEW = 50, 80  # of sentences that are translated together, tokens of a translation
 SHOWN = 10  # translations
+BAR = 25.0  # BLEU that was wanted beforehand
 
 
 class Corpus(NamedTuple):
@@ -63,12 +68,12 @@ class Corpus(NamedTuple):
 
 
 def main() -> int:
-    """Train, translate, and print how well."""
+    """Train, translate, print how well, and compare the BLEU of beam search with the bar."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/multi30k"), help="of the run")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--beams", type=int, default=5)
-    parser.add_argument("--picture", type=Path, help="where to draw the cross-attention")
+    parser.add_argument("--picture", type=Path, help="where to draw cross-attention (extra plot)")
     args = parser.parse_args()
     corpus = read(DATA / "multi30k")
     model = translator(corpus.words.size)
@@ -77,20 +82,19 @@ def main() -> int:
     minutes = f"{state.seconds / 60:.1f} minutes of training"
     held_out = pairs_of(corpus, corpus.validation).held_out()
     loss = evaluate(loss_of(model, ignore_index=IGNORED), params, held_out, backends.get("numpy"))
-    print(f"{state.step} steps, {minutes}; validation loss {loss:.3f} nats a token")
+    print(f"{state.step} steps, {minutes}; validation loss {loss:.3f} nats a token", flush=True)
     sources, references = zip(*corpus.test, strict=True)
-    found = {}
-    for n_beams in (1, args.beams):
+    for n_beams in dict.fromkeys((1, args.beams)):
         begun = time.perf_counter()
-        found[n_beams] = translate(model, params, corpus.words, sources, n_beams)
-        name = "greedy" if n_beams == 1 else f"{n_beams} beams"
-        bleu, seconds = score(found[n_beams], references), time.perf_counter() - begun
-        print(f"{name}: BLEU {bleu} in {seconds:.0f} s", flush=True)
+        ours = translate(model, params, corpus.words, sources, n_beams)
+        bleu, signature = score(ours, references)
+        seconds = time.perf_counter() - begun
+        print(f"{named(n_beams)}: BLEU {bleu:.1f} ({signature}) in {seconds:.0f} s", flush=True)
+    print(f"\n| German | ours, {named(args.beams)} | reference |\n|---|---|---|")
     for i in np.linspace(0, len(sources) - 1, SHOWN).astype(int):
-        print(f"\n{sources[i]}\n  ours:      {found[args.beams][i]}\n  reference: {references[i]}")
-    if args.picture is not None:
-        draw(model, params, corpus.words, shortest(sources), args.picture)
-    return 0
+        print(f"| {sources[i]} | {ours[i]} | {references[i]} |")
+    drawn = args.picture is None or draw(args.out, short(sources), args.picture)
+    return 0 if bleu > BAR and drawn else 1
 
 
 def read(folder: Path) -> Corpus:
@@ -98,7 +102,8 @@ def read(folder: Path) -> Corpus:
     names = ("train", "val", "test_2016_flickr")
     parts = [parallel(folder / f"{name}.de.gz", folder / f"{name}.en.gz") for name in names]
     texts = [text for pair in parts[0] for text in pair]
-    return Corpus(train_bpe(texts, VOCAB_SIZE, specials=(PAD, BOS, EOS)), *parts)
+    counted = each(texts, "learning byte pairs", "texts")
+    return Corpus(train_bpe(counted, VOCAB_SIZE, specials=(PAD, BOS, EOS)), *parts)
 
 
 def translator(vocab_size: int) -> EncoderDecoder:
@@ -144,9 +149,11 @@ def trained(model: EncoderDecoder, corpus: Corpus, folder: Path, steps: int) -> 
     n_params = sum(leaf.size for leaf in tree.flatten(params).values())
     print(f"{len(corpus.train):,} pairs, {source.per_epoch} batches; {n_params:,} parameters")
     about = {"model": repr(model), "training": repr(config), "data": source.fingerprint()}
-    with Run(folder, place, about, every=source.per_epoch) as run:
+    with Run(folder, place, about, model=model, every=source.per_epoch) as run:
+        corpus.words.save(folder)
         state = run.begin(start(params, config, optimiser))
-        with tqdm(total=steps, initial=state.step, unit="step") as bar, interruptible() as stopping:
+        bar = tqdm(total=steps, initial=state.step, unit="step", disable=None)
+        with bar, interruptible() as stopping:
             made = train(
                 loss_of(model, label_smoothing=SMOOTHING, ignore_index=IGNORED),
                 state,
@@ -164,12 +171,15 @@ def trained(model: EncoderDecoder, corpus: Corpus, folder: Path, steps: int) -> 
 
 
 def show(bar: Any, step: Step) -> None:
-    """A step on the bar, and a line for each validation."""
+    """A step on the bar, and a line for each validation; where there is no bar, more lines."""
     bar.update()
     bar.set_postfix_str(f"loss {step.loss:.3f}", refresh=False)
     if step.validation is not None:
         smoothed = f"validation {step.validation:.3f} with smoothed targets"
         bar.write(f"step {step.step}: {smoothed}, {step.seconds:.0f} s")
+    elif bar.disable and step.step % 10 == 0:
+        bar.write(f"step {step.step}: loss {step.loss:.3f}, {step.seconds:.0f} s")
+    sys.stdout.flush()
 
 
 def translate(
@@ -179,7 +189,7 @@ def translate(
     rows, found = source_ids(words, texts), [""] * len(texts)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     options: Any = {"max_new": MAX_NEW, "stop": (words.eos_id,)}
-    for first in range(0, len(order), BATCH):
+    for first in each(range(0, len(order), BATCH), f"translating, {named(n_beams)}", "batches"):
         part = order[first : first + BATCH]
         prefix = prefill(model, params, [rows[i] for i in part], start_id=words.bos_id)
         if n_beams == 1:
@@ -192,35 +202,28 @@ def translate(
     return found
 
 
-def score(translations: Sequence[str], references: Sequence[str]) -> str:
-    """BLEU by sacrebleu, with its signature."""
+def named(n_beams: int) -> str:
+    """How a translation is searched."""
+    return "greedy" if n_beams == 1 else f"{n_beams} beams"
+
+
+def score(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
+    """BLEU by sacrebleu, and its signature."""
     from sacrebleu.metrics import BLEU
 
     metric = BLEU()
     result = metric.corpus_score(list(translations), [list(references)])
-    return f"{result.score:.1f} ({metric.get_signature()})"
+    return result.score, str(metric.get_signature())
 
 
-def shortest(texts: Sequence[str]) -> str:
+def short(texts: Sequence[str]) -> str:
     """The first sentence of 8 to 12 words, for a picture that can be read."""
     return next(text for text in texts if 8 <= len(text.split()) <= 12)
 
 
-def draw(model: EncoderDecoder, params: Any, words: Subwords, text: str, path: Path) -> None:
-    """The cross-attention of the last layer while it translates a text."""
-    from xformer.plots import save
-    from xformer.plots.attention import attention_picture
-    from xformer.plots.maps import attention_maps
-
-    (row,) = source_ids(words, [text])
-    assert words.bos_id is not None
-    prefix = prefill(model, params, [row], start_id=words.bos_id)
-    (ids,) = generate(model, params, prefix, max_new=MAX_NEW, stop=(words.eos_id or 0,))
-    src, tgt = np.asarray([row]), np.asarray([[words.bos_id, *ids[:-1]]])
-    probs = attention_maps(model, params, src, tgt)["cross"][-1][0]
-    names = [[words.decode([i]) or EOS for i in part] for part in (ids, row)]
-    title = f"cross-attention, layer {N_LAYERS - 1} of 0 to {N_LAYERS - 1}"
-    print(save(attention_picture(probs, *names, title=title), path))
+def draw(folder: Path, text: str, path: Path) -> bool:
+    """The cross-attention of the run's model while it translates a text; whether that worked."""
+    return xformer(["attention", "--model", str(folder), text, "--out", str(path)]) == 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from xformer.training import (
     Characters,
     Run,
     State,
+    Step,
     TrainConfig,
     Windows,
     interruptible,
@@ -76,15 +78,24 @@ def trained(text: str, folder: Path, steps: int = STEPS) -> State:
         words.save(folder)
         state = run.begin(start(initial(model), config, optimiser))
         options: Any = {"held_out": held_out, "optimiser": optimiser, "schedule": schedule}
-        with tqdm(total=steps, initial=state.step, unit="step") as bar, interruptible() as stopping:
+        bar = tqdm(total=steps, initial=state.step, unit="step", disable=None)
+        with bar, interruptible() as stopping:
             made = train(loss_of(model), state, source, config, place, **options)
             for step in run.record(made, stopping):
                 state = step.state
-                bar.update()
-                bar.set_postfix_str(f"loss {step.loss:.3f}", refresh=False)
-                if step.validation is not None:
-                    bar.write(f"step {step.step}: validation {step.validation:.4f}")
+                show(bar, step)
     return state
+
+
+def show(bar: Any, step: Step) -> None:
+    """A step on the bar, and a line for each validation; where there is no bar, more lines."""
+    bar.update()
+    bar.set_postfix_str(f"loss {step.loss:.3f}", refresh=False)
+    if step.validation is not None:
+        bar.write(f"step {step.step}: validation {step.validation:.4f}")
+    elif bar.disable and step.step % 50 == 0:
+        bar.write(f"step {step.step}: loss {step.loss:.3f}")
+    sys.stdout.flush()
 
 
 def initial(model: GPT) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shutil
@@ -29,6 +30,13 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
+
+
+def aside(path: Path) -> Path:
+    """An unused name beside a file, for what is no longer in use and not to be lost."""
+    numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    names = (path.with_name(f"{path.name}.aside{number}") for number in numbers)
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def require_new(folder: Path) -> None:

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
-        print(f"xformer: error: {error}", file=sys.stderr)
+        notes = getattr(error, "__notes__", [])  # such as which checkpoint is the last good one
+        print("xformer: error:", "; ".join([str(error), *notes]), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("xformer: interrupted", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import backends
-from xformer.cli.models import Found, opened
+from xformer.cli.models import Found, opened, start_id
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
@@ -17,7 +17,7 @@ from xformer.generation.text import ends_of, prompt_ids
 from xformer.models import EncoderDecoder
 from xformer.plots.attention import LABELS, MOST, attention_picture
 from xformer.plots.maps import attention_maps
-from xformer.plots.style import require_format, save
+from xformer.plots.style import require_drawable, save
 
 KINDS = ("encoder", "decoder", "cross")  # of an encoder-decoder
 NAMES = {"self": "self-attention", "cross": "cross-attention"} | {
@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw, and say where."""
-    require_format(args.out)  # before any work is done
+    require_drawable(args.out)
     found = opened(args)
     is_pair = isinstance(getattr(found.model, "network", found.model), EncoderDecoder)
     if not is_pair and (args.kind is not None or args.target is not None):
@@ -99,7 +99,7 @@ def _on_axes(kind: str, read: Read) -> tuple[list[int] | None, list[int] | None]
 
 
 def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
-    tokens = prompt_ids(found.tokenizer, args.text)
+    tokens = found.prompt(args.text, "text")
     if not is_pair:
         return Read(tokens, None, [])
     start = start_id(found)
@@ -108,21 +108,10 @@ def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
         prefix = prefill(found.model, found.params, [tokens], start_id=start)
         (written,) = generate(found.model, found.params, prefix, max_new=MOST, stop=ends)
     else:
-        written = prompt_ids(found.tokenizer, args.target)
+        written = prompt_ids(found.tokenizer, args.target, "target")
         end = found.tokenizer.eos_id
         written += [end] if end is not None and written[-1] != end else []
     return Read(tokens, [start, *written[:-1]], written)
-
-
-def start_id(found: Found) -> int:
-    """The id that targets begin with."""
-    source = getattr(found.model, "source", None) or {}
-    names = ("decoder_start_token_id", "pad_token_id")
-    ids = (*(source.get(name) for name in names), found.tokenizer.bos_id)
-    start = next((i for i in ids if i is not None), None)
-    if start is None:
-        raise ValueError("neither the model nor its tokenizer says which token begins a target")
-    return int(start)
 
 
 def name_of(words: Any, i: int) -> str:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
     with watched("classifying", len(texts)) as progress:
-        model, params, tokenizer, _ = opened(args)
+        model, params, tokenizer, *_ = opened(args)
         names = labels(model)
         probabilities = classify(
             model,

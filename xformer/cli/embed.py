@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     with watched("embedding", len(texts)) as progress:
-        model, params, tokenizer, _ = opened(args)
+        model, params, tokenizer, *_ = opened(args)
         vectors = embed(
             model, params, tokenizer, texts, batch_size=args.batch, **options, **progress
         )

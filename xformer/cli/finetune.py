@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,16 @@ from xformer.backends import Backend
 from xformer.cli.models import opened
 from xformer.cli.progress import each
 from xformer.cli.texts import watched
-from xformer.cli.train import new_folder
+from xformer.cli.train import STOPPING, new_folder
+from xformer.cli.train_options import by_option
 from xformer.finetune import Record, Task, TrainConfig, lora
 from xformer.pretrained.convert import as_llama
 from xformer.sentences import settings
-from xformer.training import Step
+from xformer.training import Diverged, Step, interruptible
 from xformer.training.config import SCHEDULES
 
 RATES = {True: 5e-4, False: 5e-5}  # of adapters, of whole models
+EVERY = 100  # steps at least between validations, of which there are four at most
 LINES = 10  # of progress, where there is no terminal
 
 
@@ -67,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, validate before and after, and save."""
+    """Train, validate before and now and then, and keep the best model."""
     config = _config(args)
     if args.task is None:
         args.task = finetune.suited(args.data, args.model)
@@ -82,45 +86,74 @@ def run(args: argparse.Namespace) -> int:
     validation = finetune.examples(task, read(held_out)) if held_out else []
     params = _chosen(args, params, is_new)
     out = new_folder(args.out, "finetuned")
+    _require_space(out, params)
 
     _introduce(model, params, place)
     cut = sum(example.is_cut for example in (*examples, *validation))
     note = f"; {cut:,} are cut to {task.max_len} tokens" if cut else ""
     print(f"examples: {len(examples):,} to train on, {len(validation):,} to validate on{note}")
     before = _measured(task, params, validation, args, place)
-    last = _train(finetune.train(task, params, examples, config, place), config.steps)
-    after = _measured(task, last.params, validation, args, place)
-    if before is not None and after is not None:
-        print(f"validation loss {after:.3f} nats, {before:.3f} before")
-    adapter = finetune.save(model, last.params, out, tokenizer=words, base=args.model)
-    print(f"saved to {out} after {last.step} steps, {last.seconds:.0f} s")
-    if adapter is not None:
-        print(f"the adapter alone: {adapter}")
+    kept = _Kept(out, partial(finetune.save, model, folder=out, tokenizer=words, base=args.model))
+    last = _train(finetune.train(task, params, examples, config, place, validation), config, kept)
+    if last.validation is None:  # stopped early, or there is nothing to validate on
+        kept.offer(last)  # first, so that it is not lost where validating is stopped too
+        with suppress(KeyboardInterrupt):
+            kept.offer(last, _measured(task, last.params, validation, args, place))
+    _conclude(args, kept, last, before)
+    return 0
+
+
+class _Kept:
+    """The model in a folder: the best validated one, or the last while none is validated."""
+
+    def __init__(self, out: Path, save: Callable[[Any], Path | None]) -> None:
+        self.out, self.save = out, save
+        self.step, self.loss = 0, math.inf
+        self.adapter: Path | None = None
+
+    def offer(self, step: Step, loss: float | None = None) -> None:
+        """Save the model after a step, unless a better one is there."""
+        loss = math.inf if loss is None else loss
+        if not self.step or loss < self.loss:
+            if self.step != step.step:
+                self.adapter = self.save(step.params)
+            self.step, self.loss = step.step, loss
+
+
+def _conclude(args: argparse.Namespace, kept: _Kept, last: Step, before: float | None) -> None:
+    """Say what came of it."""
+    if before is not None and kept.loss < math.inf:
+        which = "" if kept.step == last.step else f"; of step {kept.step}, which was the best"
+        print(f"validation loss {kept.loss:.3f} nats, {before:.3f} before{which}")
+    print(f"saved to {kept.out} after {last.step} steps, {last.seconds:.0f} s")
+    if kept.adapter is not None:
+        print(f"the adapter alone: {kept.adapter}")
     elif args.lora is not None:
         print("more than adapters was trained: they are merged, and not saved alone")
-    return 0
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:
     if args.lora is None and (args.alpha is not None or args.targets):
         raise ValueError("--alpha and --targets are of adapters, and go with --lora")
-    return TrainConfig(
-        steps=args.steps,
-        batch_size=args.batch,
-        lr=RATES[args.lora is not None] if args.lr is None else args.lr,
-        warmup=max(1, args.steps // 10),
-        schedule=args.schedule,
-        betas=(0.9, 0.999),
-        weight_decay=0.0,
-        seed=args.seed,
-    )
+    with by_option():
+        return TrainConfig(
+            steps=args.steps,
+            batch_size=args.batch,
+            lr=RATES[args.lora is not None] if args.lr is None else args.lr,
+            warmup=max(1, args.steps // 10),
+            schedule=args.schedule,
+            betas=(0.9, 0.999),
+            weight_decay=0.0,
+            eval_every=max(EVERY, args.steps // 4),
+            seed=args.seed,
+        )
 
 
 def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, Any, Any, bool]:
     """The model, its parameters, its tokenizer, and whether its head is new."""
     words: Any  # more than what generating asks for
-    model, params, words, is_checkpoint = opened(args)
-    if is_checkpoint:
+    model, params, words, *_ = opened(args)
+    if getattr(model, "source", None) is None:
         raise ValueError(f"{args.model} was made by xformer train, which trains; give another one")
     if model.source["model_type"] == "llama2.c":
         model, params = as_llama(model, params)
@@ -166,6 +199,15 @@ def _size(params: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in tree.flatten(tree.thaw(params)).values())
 
 
+def _require_space(out: Path, params: Any) -> None:
+    """OSError where the disk has no room for the model, and for it once more as it is replaced."""
+    needed, free = 2 * tree.nbytes(params), shutil.disk_usage(out).free
+    if needed > free:
+        raise OSError(
+            f"{out}: the model needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+        )
+
+
 def _measured(
     task: Task, params: Any, examples: Sequence[Any], args: argparse.Namespace, place: Backend
 ) -> float | None:
@@ -176,24 +218,39 @@ def _measured(
         return finetune.evaluate(task, params, examples, place, **options)
 
 
-def _train(steps: Any, n_steps: int) -> Step:
-    """The last step made; Ctrl-C ends training early."""
-    bar = tqdm(total=n_steps, unit="step", disable=not sys.stderr.isatty())
+def _train(steps: Iterator[Step], config: TrainConfig, kept: _Kept) -> Step:
+    """The last step made, the best validated ones kept; Ctrl-C ends training early."""
+    bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty())
     last: Step | None = None
-    with bar:
-        try:
+    try:
+        with bar, interruptible(STOPPING) as stopping:
             for last in steps:
+                if last.validation is not None:
+                    kept.offer(last, last.validation)
                 bar.set_postfix_str(f"loss {last.loss:.3f}")
                 bar.update()
-                if bar.disable and last.step % max(1, n_steps // LINES) == 0:
-                    rate = last.tokens / last.seconds
-                    print(f"step {last.step}/{n_steps}  loss {last.loss:.3f}  {rate:,.0f} tokens/s")
-        except KeyboardInterrupt:
-            if last is None:
-                raise
-            print("\nstopped early", file=sys.stderr)
+                if bar.disable:
+                    _report(last, config.steps)
+                if stopping():
+                    break
+    except KeyboardInterrupt:  # pressed twice
+        if last is None:
+            raise
+    except Diverged as error:
+        saved = f"{kept.out} has the model of step {kept.step}, the best that was validated"
+        error.add_note(saved if kept.step else "no model was validated before, and none is saved")
+        raise
     assert last is not None  # there is at least one step
+    if last.step < config.steps:
+        print("\nstopped early", file=sys.stderr)
     return last
+
+
+def _report(step: Step, n_steps: int) -> None:
+    if step.validation is not None or step.step % max(1, n_steps // LINES) == 0:
+        found = "" if step.validation is None else f"  validation {step.validation:.3f}"
+        rate = step.tokens / step.seconds
+        print(f"step {step.step}/{n_steps}  loss {step.loss:.3f}{found}  {rate:,.0f} tokens/s")
 
 
 def _fields() -> str:

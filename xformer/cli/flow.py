@@ -8,7 +8,7 @@ from typing import Any
 from xformer.cli.plot import add_out
 from xformer.layers.block import NORMS
 from xformer.plots.flow import at_initialisation, flow_picture
-from xformer.plots.style import require_format, save
+from xformer.plots.style import require_drawable, save
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw, and say where."""
-    require_format(args.out)  # before any work is done
+    require_drawable(args.out)
     flows = []
     for norm in dict.fromkeys(args.norms):
         for depth in sorted(set(args.layers)):

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from xformer import backends
-from xformer.cli.models import Found, opened
+from xformer.cli.models import Found, opened, start_id
 from xformer.generation import Prefix, beam_search, decoded, prefill, samplers, stream, until
 from xformer.generation.prefix import network_of
-from xformer.generation.text import ends_of, prompt_ids
+from xformer.generation.text import ends_of
 from xformer.models import EncoderDecoder
 
 MAX_NEW, TEMPERATURE = 300, 0.8
@@ -60,13 +60,15 @@ def run(args: argparse.Namespace) -> int:
     sampler = _sampler(args)
     found = opened(args)
     network = network_of("generate", found.model)
-    prompt = prompt_ids(found.tokenizer, args.prompt)
+    prompt = found.prompt(args.prompt)
+    is_target = isinstance(network, EncoderDecoder)
+    first = start_id(found) if is_target else None
     start = time.perf_counter()
-    text = prefill(network, found.params, [prompt[-network.context :] if found.slides else prompt])
+    ids_read = prompt[-network.context :] if found.slides else prompt
+    text = prefill(network, found.params, [ids_read], start_id=first)
     read = time.perf_counter()
     new: list[int] = []
     ids = _recorded(_new_ids(args, found, network, text, sampler), new)
-    is_target = isinstance(network, EncoderDecoder)
     pieces = until(decoded(found.tokenizer, ids, () if is_target else prompt), args.stop)
     write(pieces if args.stream else ["".join(pieces)], "" if is_target else args.prompt)
     rate = len(new) / (time.perf_counter() - read)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from xformer import backends, pretrained, tree
 from xformer.cli.progress import progress
 from xformer.generation import Bytes
-from xformer.generation.text import Codec
-from xformer.models import GPT
+from xformer.generation.text import Codec, prompt_ids
+from xformer.models import EncoderDecoder
 from xformer.pretrained import files
 from xformer.pretrained.reading import read_json
 from xformer.pretrained.tokenizer import tokenizer
@@ -25,7 +25,14 @@ class Found(NamedTuple):
     model: Any
     params: Any
     tokenizer: Codec
-    slides: bool  # a text may outgrow the context: of bytes, by xformer train
+    slides: bool = False  # a text may outgrow the context: of a GPT by xformer train
+    ends: bool = False  # a source has its end, as in `training.Pairs`; other tokenizers set it
+
+    def prompt(self, text: str, what: str = "prompt") -> list[int]:
+        """The ids that it reads of a text. ValueError, with what the text is, for none."""
+        ids = prompt_ids(self.tokenizer, text, what)
+        end = self.tokenizer.eos_id
+        return [*ids, end] if self.ends and end is not None else ids
 
 
 def opened(args: argparse.Namespace) -> Found:
@@ -48,19 +55,35 @@ def opened(args: argparse.Namespace) -> Found:
         model, params = pretrained.load(
             path, args.backend, args.dtype, args.device, progress=report
         )
-    return Found(model, params, own or _tokenizer_beside(path, model), slides=False)
+    return Found(model, params, own or _tokenizer_beside(path, model))
 
 
 def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
     model, params = checkpoint.load(path, backend)
     words = vocabulary_of(path)
-    if not isinstance(model, GPT) or model.vocab_size != words.size:
+    network = getattr(model, "network", model)
+    is_pair = isinstance(network, EncoderDecoder)
+    tables = (network.src_embed, network.target_embed) if is_pair else (network.embed,)
+    sizes = sorted({table.vocab_size for table in tables if table is not None})
+    if sizes != [words.size]:
+        what = " of bytes, as it has none of its own" if isinstance(words, Bytes) else ""
         raise ValueError(
-            f"of checkpoints, only a GPT goes here, with a vocabulary of its size, {words.size}; "
-            f"{path} has {model}"
+            f"{path}: its vocabulary must have the {' and '.join(map(str, sizes))} tokens of its "
+            f"{type(model).__name__}, got {words.size}{what}"
         )
     params = tree.map(lambda a: backend.asarray(backend.to_numpy(a), dtype), params)
-    return Found(model, params, words, slides=True)
+    return Found(model, params, words, slides=not is_pair, ends=is_pair)
+
+
+def start_id(found: Found) -> int:
+    """The id that targets of an encoder-decoder begin with. ValueError where nothing says it."""
+    source = getattr(found.model, "source", None) or {}
+    names = ("decoder_start_token_id", "pad_token_id")
+    ids = (*(source.get(name) for name in names), found.tokenizer.bos_id)
+    start = next((i for i in ids if i is not None), None)
+    if start is None:
+        raise ValueError("neither the model nor its tokenizer says which token begins a target")
+    return int(start)
 
 
 def vocabulary_of(folder: Path) -> Vocabulary:

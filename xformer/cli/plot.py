@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from xformer.cli.progress import each
 from xformer.plots.curves import AXES, training_curves
 from xformer.plots.log import Log, read_log
-from xformer.plots.style import require_format, save
+from xformer.plots.style import require_drawable, save
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,8 +28,8 @@ def add_out(parser: argparse.ArgumentParser, default: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw, and say where."""
-    require_format(args.out)  # before any work is done
-    logs = [read_log(path) for path in args.runs]
+    require_drawable(args.out)
+    logs = [read_log(path) for path in each(args.runs, "reading", "logs")]
     print(save(training_curves(_named(logs, args.runs), x=args.x), args.out))
     return 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tqdm import tqdm
 from xformer import tree
 from xformer.cli import train_options
 from xformer.cli.generate import write
+from xformer.cli.progress import EVERY
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
@@ -39,7 +42,10 @@ def run(args: argparse.Namespace) -> int:
         "model": {"name": "GPT", **dataclasses.asdict(job.model)},
         "training": dataclasses.asdict(job.config),
         "dtype": options.dtype,
-        "data": job.source.fingerprint(),
+        "data": {
+            "training": job.source.fingerprint(),
+            "validation": job.validation.fingerprint(),
+        },
     }
     noted = {"every": options.every, "keep": options.keep, "notes": train_options.kept(options)}
     with Run(folder, job.place, about, model=job.model, **noted) as run:
@@ -78,7 +84,7 @@ def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
         return state
     hidden = not sys.stderr.isatty()
     bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
-    validation = "-"
+    validation, said = "-", state.seconds
     with bar, interruptible(STOPPING) as stopping:
         steps = train(job.loss, state, job.source, job.config, job.place, held_out=job.held_out)
         for step in run.record(steps, stopping):
@@ -86,8 +92,9 @@ def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
             rate = step.tokens / step.seconds
             if step.validation is not None:
                 validation = f"{step.validation:.3f}"
-                if bar.disable:
-                    print(_line(step, n_steps, rate), flush=True)
+            if bar.disable and (step.validation is not None or step.seconds - said >= EVERY):
+                print(_line(step, n_steps, validation, rate), flush=True)
+                said = step.seconds
             bar.set_postfix_str(
                 f"loss {step.loss:.3f}, validation {validation}, {rate:,.0f} tokens/s"
             )
@@ -102,10 +109,10 @@ def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
     return state
 
 
-def _line(step: Step, n_steps: int, rate: float) -> str:
+def _line(step: Step, n_steps: int, validation: str, rate: float) -> str:
     left = step.seconds / step.step * (n_steps - step.step)
     return (
-        f"step {step.step}/{n_steps}  loss {step.loss:.3f}  validation {step.validation:.3f}  "
+        f"step {step.step}/{n_steps}  loss {step.loss:.3f}  validation {validation}  "
         f"{rate:,.0f} tokens/s  {left:.0f} s left"
     )
 
@@ -123,7 +130,8 @@ def _conclude(job: Job, state: State, folder: Path) -> None:
     print(f"\na sample, continuing {job.prompt!r}:\n")
     _, params = load(folder, job.place)
     _sample(job, params, max_new=300)
-    print(f'\nmore: xformer generate --checkpoint {folder} --prompt "class "')
+    more = f"--checkpoint {shlex.quote(str(folder))} --prompt={shlex.quote(job.prompt)}"
+    print(f"\nmore: xformer generate {more}")
 
 
 def _sample(job: Job, params: Any, max_new: int) -> None:
@@ -133,13 +141,21 @@ def _sample(job: Job, params: Any, max_new: int) -> None:
 
 
 def new_folder(out: str | None, name: str = "gpt") -> Path:
-    """An empty place to save to, made before any work is done. FileExistsError for a used one."""
+    """An empty place to save to, made before any work is done.
+
+    FileExistsError for a used one, OSError that names it where it cannot be made.
+    """
     if out is not None:
         folder = Path(out)
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise FileExistsError(f"--out: {folder} is a file; name a new folder")
         if folder.exists() and any(folder.iterdir()):
             raise FileExistsError(f"--out: {folder} is not empty; name a new folder")
     else:
         names = [name, *(f"{name}-{i}" for i in range(2, 10_000))]
         folder = next(p for p in (Path("runs", n) for n in names) if not p.exists())
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{folder} cannot be made: {error.strerror}") from error
     return folder

@@ -39,6 +39,7 @@ class Job(NamedTuple):
     loss: Loss
     corpus: Corpus
     source: Windows
+    validation: Windows
     held_out: Held
     config: TrainConfig
     place: backends.Backend
@@ -68,17 +69,17 @@ def job_of(options: argparse.Namespace) -> Job:
     config = config_of(options)
     with progress() as report:
         corpus = load_corpus(options.data, _words(options), progress=report)
-    parts = {"training": corpus.train, "validation": corpus.validation}
-    windows = {name: _windows(name, part, options) for name, part in parts.items()}
+        source, validation = (_windows(corpus, i, options) for i in (0, 1))
+        baseline = unigram_loss(corpus, report)  # which finds damaged tokens, before any folder
     sizes = (options.layers, options.width, options.heads, options.context)
     model = GPT(corpus.vocabulary.size, *sizes, dropout=options.dropout)
     prompt = PROMPT
     if options.data is not None:
         prompt = corpus.vocabulary.decode(corpus.validation[:PROMPT_LENGTH].tolist())
     loss = loss_of(dataclasses.replace(model, checkpoint=options.checkpoint_activations))
-    held_out = Held(list(windows["validation"].held_out(config.eval_batches)))
-    rest = (windows["training"], held_out, config, place, prompt, unigram_loss(corpus))
-    return Job(model, loss, corpus, *rest)
+    held_out = Held(list(validation.held_out(config.eval_batches)))
+    rest = (held_out, config, place, prompt, baseline)
+    return Job(model, loss, corpus, source, validation, *rest)
 
 
 def _words(options: argparse.Namespace) -> Any:
@@ -93,8 +94,18 @@ def _words(options: argparse.Namespace) -> Any:
     return named_vocabulary(options.vocabulary)
 
 
-def _windows(name: str, tokens: Any, options: argparse.Namespace) -> Windows:
+def _windows(corpus: Corpus, i: int, options: argparse.Namespace) -> Windows:
+    """Windows of the part to train on, or of that to validate on."""
+    tokens, name = corpus[:2][i], ("training", "validation")[i]
+    if not len(tokens):
+        raise ValueError(
+            f"the {name} part of {corpus.description} is empty: there must be text enough for "
+            "both parts, and where it was prepared a --share above 0"
+        )
+    sha256 = None if corpus.sha256 is None else corpus.sha256[i]
     try:
-        return Windows(tokens, options.context, options.batch, options.seed)
+        return Windows(tokens, options.context, options.batch, options.seed, sha256)
     except ValueError as error:
+        if len(tokens) > options.context:
+            raise
         raise ValueError(f"{error} (the {name} part; --context makes it shorter)") from error

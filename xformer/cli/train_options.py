@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from xformer import backends
+from xformer.checks import require_sizes
 from xformer.optim import OPTIMISERS
+from xformer.pretrained.config import Config
 from xformer.training import TrainConfig
 from xformer.training.config import NOAM, SCHEDULES
-from xformer.training.run import read_run
+from xformer.training.run import RUN, read_run
 
 
 class Preset(NamedTuple):
@@ -40,10 +45,11 @@ DEFAULTS: dict[str, Any] = {
     "optimiser": "adamw",
     "schedule": "cosine",
     "warmup": 50,
-    "weight_decay": 0.1,
+    "weight_decay": None,
     "clip": 1.0,
     "ema": None,
     "validate_every": 100,
+    "validate_batches": 8,
     "patience": None,
     "seed": 0,
     "dtype": "float32",
@@ -54,6 +60,15 @@ DEFAULTS: dict[str, Any] = {
     "keep": 2,
     "sample_every": None,
 }
+# Of what has no usual value, its type.
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("data", "vocabulary", "device"), str),
+    **dict.fromkeys(("weight_decay", "ema"), float),
+    **dict.fromkeys(("patience", "sample_every"), int),
+}
+# Fields of `TrainConfig` whose options have other names.
+FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
+DTYPES = ("float32", "float64")
 # What may be another when a run goes on: where and how often, but not what is computed.
 FREE = ("data", "backend", "device", "checkpoint_activations", "every", "keep", "sample_every")
 
@@ -90,7 +105,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add("--backend", choices=backends.NAMES, help="default: numpy")
     add("--device", help="of the backend, such as cuda:1; its default one unless given")
-    add("--dtype", choices=("float32", "float64"), help="default: float32")
+    add("--dtype", choices=DTYPES, help="default: float32")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -102,10 +117,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--schedule", choices=(*SCHEDULES, NOAM), help="default: cosine")
     add("--warmup", type=int, metavar="STEPS", help="default: 50")
     add("--optimiser", choices=OPTIMISERS, help="default: adamw")
-    add("--weight-decay", type=float, metavar="X", help="of matrices (default: 0.1)")
-    add("--clip", type=float, metavar="NORM", help="of all gradients together (default: 1)")
+    decay = "of matrices (default: 0.1; 0 of adam and sgd, where it is a part of the gradient)"
+    add("--weight-decay", type=float, metavar="X", help=decay)
+    add("--clip", type=float, metavar="NORM", help="of all gradients (default: 1; 0: none)")
     add("--ema", type=float, metavar="DECAY", help="train as ever, keep a moving average")
     add("--validate-every", type=int, metavar="STEPS", help="default: 100")
+    held_out = "of held-out text, spread evenly over it (default: 8)"
+    add("--validate-batches", type=int, metavar="N", help=held_out)
     add("--patience", type=int, metavar="N", help="validations without a better one, then stop")
     add("--seed", type=int, help="default: 0")
 
@@ -123,7 +141,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def settled(args: argparse.Namespace) -> argparse.Namespace:
     """Every option: as given, as the run to resume has it, by the preset, or as usual.
 
-    ValueError for options that a run cannot change when it goes on.
+    ValueError for options that a run cannot change when it goes on, and for impossible ones.
     """
     if args.resume is None:
         if args.at is not None:
@@ -136,13 +154,17 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
     given = {name: value for name, value in vars(args).items() if value is not None}
     for name, value in before.items():
         if name not in FREE and given.get(name, value) != value:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option}: the run in {args.resume} has {value}, got {given[name]}")
+            raise ValueError(
+                f"--{_dashed(name)}: the run in {args.resume} has {value}, got {given[name]}"
+            )
     options = DEFAULTS | {"resume": None, "at": None, "out": None} | before | given
     sizes = PRESETS[options["preset"]]._asdict()
     options = sizes | options
     if options["data"] is not None:
         options["data"] = str(Path(options["data"]).absolute())
+    for name in ("context", "every", "keep", "sample_every"):
+        if options[name] is not None:
+            require_sizes("train", 1, **{f"--{_dashed(name)}": options[name]})
     return argparse.Namespace(**options)
 
 
@@ -153,27 +175,58 @@ def kept(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:
-    """What they say of training."""
-    return TrainConfig(
-        steps=options.steps,
-        batch_size=options.batch,
-        accumulate=options.accumulate,
-        optimiser=options.optimiser,
-        lr=options.lr,
-        schedule=options.schedule,
-        warmup=options.warmup,
-        weight_decay=options.weight_decay,
-        clip=options.clip,
-        ema=options.ema,
-        eval_every=options.validate_every,
-        patience=options.patience,
-        seed=options.seed,
-    )
+    """What they say of training. ValueError that names the option which is impossible."""
+    with by_option():
+        return TrainConfig(
+            steps=options.steps,
+            batch_size=options.batch,
+            accumulate=options.accumulate,
+            optimiser=options.optimiser,
+            lr=options.lr,
+            schedule=options.schedule,
+            warmup=options.warmup,
+            weight_decay=options.weight_decay,
+            clip=options.clip or None,
+            ema=options.ema,
+            eval_every=options.validate_every,
+            eval_batches=options.validate_batches,
+            patience=options.patience,
+            seed=options.seed,
+        )
+
+
+@contextmanager
+def by_option() -> Iterator[None]:
+    """Errors of `TrainConfig` name the option in the place of its field."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, what = str(error).removeprefix("TrainConfig: ").partition(" ")
+        raise ValueError(f"--{_dashed(FIELDS.get(name, name))} {what}") from error
 
 
 def _of_run(folder: str) -> dict[str, Any]:
-    found = read_run(folder)["notes"]
+    """The options of a run, each of its type. ValueError where they are none, or damaged."""
+    found = read_run(folder).get("notes")
     names = {*DEFAULTS, *Preset._fields}
     if not isinstance(found, dict) or found.keys() != names:
         raise ValueError(f"{folder} is not a run of xformer train, and goes on from Python only")
-    return found
+    usual = PRESETS["small"]._asdict() | DEFAULTS
+    types = {name: type(value) for name, value in usual.items() if value is not None} | TYPES
+    choices = {"preset": [*PRESETS], "dtype": DTYPES, "backend": backends.NAMES}
+    c = Config(found, f"{Path(folder, RUN)}: notes")
+    read: dict[type, Callable[..., Any]] = {
+        int: partial(c.integer, high=1 << 64), float: c.number, bool: c.flag, str: c.text
+    }  # fmt: skip
+    return {
+        name: read[types[name]](
+            name,
+            **({"null": None} if usual[name] is None else {}),
+            **({"choices": choices[name]} if name in choices else {}),
+        )
+        for name in names
+    }
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

@@ -13,15 +13,27 @@ from xformer.training import Batch, Rows, Step, TrainConfig
 
 
 def train(
-    task: Task, params: Any, examples: Sequence[Example], config: TrainConfig, place: Backend
+    task: Task,
+    params: Any,
+    examples: Sequence[Example],
+    config: TrainConfig,
+    place: Backend,
+    held_out: Sequence[Example] = (),
 ) -> Iterator[Step]:
-    """`training.train` from its first step, without validation; frozen parameters stay as they are.
+    """`training.train` from its first step; frozen parameters stay as they are.
 
-    ValueError where nothing is trained or there are too few examples; Diverged as there.
+    held_out: examples to validate on every config.eval_every steps and after the last, as
+    `evaluate` does. ValueError where nothing is trained or there are too few examples; Diverged as
+    there.
     """
     _require_pairs("train", task, min(config.batch_size, len(examples)))
     source = Rows(examples, config.batch_size, task.batch, config.seed)
-    yield from training.train(task.loss, training.start(params, config), source, config, place)
+    batches: list[Batch] = []
+    if held_out:
+        _require_pairs("train", task, min(config.batch_size, len(held_out)))
+        batches += Rows(held_out, config.batch_size, task.batch, config.seed).held_out()
+    start = training.start(params, config)
+    yield from training.train(task.loss, start, source, config, place, held_out=batches)
 
 
 def evaluate(

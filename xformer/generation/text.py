@@ -66,14 +66,17 @@ def ends_of(tokenizer: Codec, model: Any) -> frozenset[int]:
     return frozenset(i for i in ends if i is not None)
 
 
-def prompt_ids(tokenizer: Codec, prompt: str) -> list[int]:
-    """The ids of a prompt, of which there is at least one: see `stream_text`."""
+def prompt_ids(tokenizer: Codec, prompt: str, what: str = "prompt") -> list[int]:
+    """The ids of a prompt, of which there is at least one: see `stream_text`.
+
+    what: its name in the ValueError.
+    """
     ids = tokenizer.encode(prompt)
     if ids:
         return ids
     if tokenizer.bos_id is None:
         raise ValueError(
-            "the prompt must hold at least one token: the tokenizer has none that begins a text"
+            f"the {what} must hold at least one token: the tokenizer has none that begins a text"
         )
     return [tokenizer.bos_id]
 

@@ -11,6 +11,8 @@ from xformer import tree
 from xformer.checks import number, require_sizes
 from xformer.typing import Array
 
+SMALLEST = 2.0**-126  # the smallest normal number of float32
+
 
 class LossScale(NamedTuple):
     """The factor of the loss, which adapts (arXiv:1710.03740, section 3.2); torch's GradScaler.
@@ -53,11 +55,18 @@ class LossScale(NamedTuple):
         """After a step: times backoff if it overflowed, times growth after `interval` good ones.
 
         ValueError for a growth below 1, a backoff outside [0, 1], an interval below 1.
+        FloatingPointError where the scale would fall below `SMALLEST`: what overflows even then is
+        not finite without a scale either.
         """
         growth = number("update", "growth", growth, low=1)
         backoff = number("update", "backoff", backoff, low=0, high=1)
         require_sizes("update", 1, interval=interval)
         if not finite:
+            if self.scale * backoff < SMALLEST:
+                raise FloatingPointError(
+                    f"update: gradients are not finite at a scale of {self.scale:.3g} either: "
+                    "it is the loss or the parameters that are not"
+                )
             return LossScale(self.scale * backoff)
         if self.good_steps + 1 < interval:
             return LossScale(self.scale, self.good_steps + 1)

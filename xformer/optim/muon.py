@@ -55,7 +55,9 @@ def muon(
     for what, other in (("the gradient", grads), ("the momentum", state.momentum)):
         require_matching("muon", params, other, what)
     lr = learning_rate("muon", lr)
-    mu = number("muon", "momentum", momentum, low=0, high=1)
+    mu = number("muon", "momentum", momentum)
+    if not 0 <= mu < 1:
+        raise ValueError(f"muon: momentum must lie in [0, 1), got {momentum}")
     keep = 1 - lr * number("muon", "weight_decay", weight_decay, low=0)
     m = tree.map(lambda m, g: mu * m + (1 - mu) * g, state.momentum, grads)
     u = tree.map(lambda m, g: mu * m + (1 - mu) * g, m, grads) if nesterov else m

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from xformer.plots.style import SHADES, panels, styled
+from xformer.plots.style import SHADES, panels, readable, styled
 
 MOST = 64  # tokens on an axis: more could not be read
 WIDEST = 24.0  # inches of all panels together
 LABEL = 0.15  # inches that a token's label needs
+LETTERS = 12  # of a label
 LABELS = ("token that attends", "token attended to")
 TICKS = (0.0, 0.05, 0.25, 0.5, 1.0)
 
@@ -43,34 +44,35 @@ def attention_picture(
             f"{len(keys)}"
         )
     n_heads = len(probs)
-    rows, columns, size = _grid(n_heads, len(queries), len(keys))
-    figure, axes = panels(rows, columns, size, sharex=True, sharey=True)
+    rows, columns, size, scale = _grid(n_heads, len(queries), len(keys))
+    figure, axes = panels(rows, columns, size)
     for panel in axes.flat[n_heads:]:
         panel.set_visible(False)
     for head, panel in enumerate(axes.flat[:n_heads]):
         image = _panel(panel, probs[head], f"head {head}")
+    named: dict[str, Any] = {"parse_math": False, "fontsize": 7 * scale}
     for panel in axes[:, 0]:
-        panel.set_yticks(range(len(queries)), map(_short, queries), parse_math=False)
+        panel.set_yticks(range(len(queries)), map(_short, queries), **named)
     for column in range(columns):  # below the last head of each column
         lowest = axes[(n_heads - 1 - column) // columns, column]
-        lowest.set_xticks(range(len(keys)), map(_short, keys), rotation=90, parse_math=False)
-        lowest.tick_params(labelbottom=True)
+        lowest.set_xticks(range(len(keys)), map(_short, keys), rotation=90, **named)
     bar = figure.colorbar(image, ax=axes, shrink=0.5 if rows > 1 else 0.9, aspect=30, ticks=TICKS)
     bar.ax.tick_params(length=0)
+    bar.set_label("share of attention")
     figure.supylabel(labels[0], fontsize=9.5)
     figure.supxlabel(labels[1], fontsize=9.5)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def _grid(n_heads: int, n_queries: int, n_keys: int) -> tuple[int, int, tuple[float, float]]:
-    """Rows and columns of panels, and the size of all in inches."""
+def _grid(n_heads: int, n_queries: int, n_keys: int) -> tuple[int, int, tuple[float, float], float]:
+    """Rows and columns of panels, the size of all in inches, the share of `LABEL` that is left."""
     columns = _columns(n_heads, n_keys / n_queries)
     rows = -(-n_heads // columns)
     width, height = (max(LABEL * n, 1.1) for n in (n_keys, n_queries))
     scale = min(1.0, WIDEST / (columns * width))
     size = (scale * columns * (width + 0.15) + 1.9, scale * rows * (height + 0.3) + 1.3)
-    return rows, columns, size
+    return rows, columns, size, scale
 
 
 def _panel(axes: Any, probs: np.ndarray, title: str) -> Any:
@@ -79,7 +81,8 @@ def _panel(axes: Any, probs: np.ndarray, title: str) -> Any:
     image = axes.imshow(probs, cmap=SHADES, norm=PowerNorm(0.5, 0, 1), aspect="auto")
     axes.set_title(title, fontsize=9)
     axes.grid(False)
-    axes.tick_params(length=0, labelsize=7)
+    axes.set(xticks=[], yticks=[])
+    axes.tick_params(length=0)
     axes.spines[["top", "right"]].set_visible(True)
     return image
 
@@ -92,8 +95,7 @@ def _columns(n_heads: int, ratio: float) -> int:
     return best if 0.5 < best / wanted < 2 else min(max(round(wanted), 1), n_heads)
 
 
-def _short(token: str, most: int = 12) -> str:
+def _short(token: str) -> str:
     """A token's name, its blanks and line ends visible."""
-    text = token.strip() or token.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "\u2423")
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return text if len(text) <= most else f"{text[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+    text = readable(token.strip() or token.replace(" ", "\N{OPEN BOX}"))
+    return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}\N{HORIZONTAL ELLIPSIS}"

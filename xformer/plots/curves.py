@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from xformer.plots.log import Log
-from xformer.plots.style import line_of, orders_of_magnitude, panels, styled
+from xformer.plots.style import line_of, orders_of_magnitude, panels, readable, styled
 
 AXES = ("step", "tokens", "seconds")
 HALF = 100  # a smoothed value is the mean of N / 100 on either side, and of itself
 PIECES = 200  # of a run, for each of which there is one speed
+LETTERS = 110  # of names, side by side in the width of the figure
 POINTS: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "lw": 0.8}
 
 
@@ -56,6 +57,7 @@ def training_curves(logs: Sequence[Log], *, x: str = "step") -> Any:
         axes.set_xlabel(x)
         axes.xaxis.set_major_formatter(lambda value, _: large(value))
     if alone:
+        figure.suptitle(_name(logs[0]), fontsize=11, parse_math=False)
         loss.legend()
     else:
         _names(figure, loss, logs)
@@ -135,9 +137,23 @@ def _names(figure: Any, loss: Any, logs: Sequence[Log]) -> None:
     """Below the panels the runs; beside the losses what lines and points are."""
     from matplotlib.lines import Line2D
 
-    runs = [Line2D([], [], **line_of(i), label=log.name) for i, log in enumerate(logs)]
-    figure.legend(handles=runs, loc="outside lower center", ncols=min(len(logs), 4))
+    names = [_name(log) for log in logs]
+    runs = [Line2D([], [], **line_of(i)) for i in range(len(logs))]
+    columns = LETTERS // (max(map(len, names)) + 8)  # with its line
+    ncols = min(len(logs), max(columns, 1), 4)
+    legend = figure.legend(runs, names, loc="outside lower center", ncols=ncols)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     grey: dict[str, Any] = {"color": "#666666"}
-    training = Line2D([], [], **grey, label="training, smoothed")
-    points = Line2D([], [], **grey | POINTS, label="validation")
-    loss.legend(handles=[training, points])
+    smooth = any(len(log.step) >= HALF for log in logs)
+    found = [Line2D([], [], **grey, label="training" + ", smoothed" * smooth)]
+    if any(np.isfinite(log.validation).any() for log in logs):
+        found.append(Line2D([], [], **grey | POINTS, label="validation"))
+    loss.legend(handles=found)
+
+
+def _name(log: Log) -> str:
+    """What a run is called; of a long name, such as a path, the middle is left out."""
+    name = readable(log.name)
+    half = LETTERS // 2 - 1
+    return name if len(name) <= LETTERS else f"{name[:half]}\N{HORIZONTAL ELLIPSIS}{name[-half:]}"

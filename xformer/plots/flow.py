@@ -100,15 +100,31 @@ def flow_picture(flows: Sequence[Flow]) -> Any:
         _labelled(axes[2], "gradient of the last layer, norm", "layers of the model")
         depths = sorted({found.depth for found in flows})
         axes[2].set_xscale("log")
-        axes[2].set_xticks(depths, map(str, depths))
+        axes[2].set_xticks(_apart(depths))
+        axes[2].xaxis.set_major_formatter("{x:.0f}")
         axes[2].set_xticks([], minor=True)
     axes[0].legend(title="norms", alignment="left")
     return figure
 
 
 def _labelled(axes: Any, title: str, xlabel: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set(title=title, xlabel=xlabel)
+    axes.xaxis.set_major_locator(
+        MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10), min_n_ticks=1)
+    )
     orders_of_magnitude(axes)
+
+
+def _apart(depths: Sequence[int]) -> list[int]:
+    """From the largest those that a logarithmic axis has room to name."""
+    room = (depths[-1] / depths[0]) ** 0.08
+    kept = [depths[-1]]
+    for depth in depths[-2::-1]:
+        if kept[-1] / depth >= room:
+            kept.append(depth)
+    return kept[::-1]
 
 
 def _input(block: Any) -> Array:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 LOG = "log.jsonl"
-NUMBERS = ("step", "loss", "norm", "lr", "tokens", "seconds")
+NUMBERS = dict.fromkeys(("step", "loss", "norm", "lr", "tokens", "seconds"))  # of every line
+MOST = 2.0**1000
 
 
 class Log(NamedTuple):
@@ -27,6 +28,9 @@ class Log(NamedTuple):
     validation: np.ndarray
 
 
+COLUMNS = Log._fields[1:]
+
+
 def read_log(run: str | os.PathLike[str]) -> Log:
     """The log of a run, given its folder or the file.
 
@@ -39,37 +43,40 @@ def read_log(run: str | os.PathLike[str]) -> Log:
     if not path.is_file():
         raise FileNotFoundError(f"{run} is no run of xformer train: there is no {path}")
     lines = path.read_bytes().split(b"\n")[:-1]
-    rows: list[dict[str, float]] = []
+    rows: list[list[float]] = []
     for number, line in enumerate(lines, 1):
-        row = _row(line, f"{path}, line {number}")
-        if rows and row["step"] <= rows[-1]["step"]:
-            raise ValueError(
-                f"{path}, line {number}: steps must rise, got {row['step']:.0f} after "
-                f"{rows[-1]['step']:.0f}"
-            )
-        rows.append(row)
+        try:
+            rows.append(_row(line, rows[-1][0] if rows else 0))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
     if not rows:
         raise ValueError(f"{path} holds no step yet")
-    columns = (np.array([row[name] for row in rows]) for name in Log._fields[1:])
-    return Log(path.parent.name or str(path.parent), *columns)
+    return Log(path.parent.name or str(path.parent), *np.array(rows).T)
 
 
-def _row(line: bytes, where: str) -> dict[str, float]:
+def _row(line: bytes, last: float) -> list[float]:
+    """The numbers of a line, which comes after that of step `last`."""
     try:
-        found = json.loads(line)
+        found = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: must be a JSON object, {error}") from error
+        what = getattr(error, "msg", error)  # which says no line: it would be that of the object
+        raise ValueError(f"must be a JSON object, {what}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{where}: must be a JSON object, got {found!r:.60}")
-    if missing := [name for name in NUMBERS if name not in found]:
-        raise ValueError(f"{where}: {', '.join(missing)} missing")
-    return {name: _number(found.get(name), name, where) for name in Log._fields[1:]}
+        raise ValueError(f"must be a JSON object, got {found!r:.60}")
+    if not found.keys() >= NUMBERS.keys():
+        raise ValueError(f"{', '.join(n for n in NUMBERS if n not in found)} missing")
+    step = found["step"]
+    if type(step) is not int or not 0 < step < MOST:
+        raise ValueError(f"step must be a whole number above 0, got {step!r:.60}")
+    if step <= last:
+        raise ValueError(f"steps must rise, got {step} after {last:.0f}")
+    return [_number(name, found.get(name)) for name in COLUMNS]
 
 
-def _number(value: Any, name: str, where: str) -> float:
+def _number(name: str, value: Any) -> float:
     """`value`, NaN for null, which NaN and infinity are written as."""
-    if value is None and name != "step":
+    if type(value) in (int, float) and -MOST < value < MOST:  # false of NaN and infinity
+        return float(value)
+    if value is None:
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 2.0**1000:
-        raise ValueError(f"{where}: {name} must be a number, got {value!r:.60}")
-    return float(value)
+    raise ValueError(f"{name} must be a number, got {value!r:.60}")

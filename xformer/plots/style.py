@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,21 @@ STYLE = {
 @contextmanager
 def styled() -> Iterator[None]:
     """What is drawn inside looks as `STYLE` says. ImportError where matplotlib is missing."""
+    require_matplotlib()
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):  # type: ignore[arg-type, unused-ignore]
+        yield
+
+
+def require_matplotlib() -> None:
+    """ImportError, with the extra, where matplotlib is missing."""
     try:
-        from matplotlib import rc_context
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "matplotlib is not installed: pip install 'xformer-array[plot]'"
         ) from error
-    with rc_context(STYLE):  # type: ignore[arg-type, unused-ignore]
-        yield
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
@@ -83,6 +91,27 @@ def orders_of_magnitude(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def readable(text: str) -> str:
+    """A name with the letters that the font lacks as Python writes them: \\u732b."""
+    drawn = _drawn()
+    return "".join(c if ord(c) in drawn else c.encode("unicode_escape").decode() for c in text)
+
+
+@cache
+def _drawn() -> frozenset[int]:
+    """The letters of the font, which comes with matplotlib: the same on every machine."""
+    from matplotlib import font_manager
+
+    font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
+    return frozenset(i for i in font.get_charmap() if chr(i).isprintable())
+
+
+def require_drawable(path: str | os.PathLike[str]) -> None:
+    """Before any work is done: errors of `save`, ImportError where matplotlib is missing."""
+    require_format(path)
+    require_matplotlib()
+
+
 def require_format(path: str | os.PathLike[str]) -> Path:
     """`path`; ValueError unless it ends in .png or .svg."""
     if Path(path).suffix.lower() not in FORMATS:
@@ -91,12 +120,18 @@ def require_format(path: str | os.PathLike[str]) -> Path:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a picture, in the format that its name ends with, whole or not at all."""
+    """Write a picture, in the format that its name ends with, whole or not at all.
+
+    ValueError for another format, OSError, with the name, where it cannot be written.
+    """
     target = require_format(path)
     kind = target.suffix.lower()[1:]
-    target.parent.mkdir(parents=True, exist_ok=True)
     # No date and no versions: drawn again, nothing differs.
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    with styled(), replacing(target) as (part,):
-        figure.savefig(part, format=kind, dpi=200, metadata=metadata)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with styled(), replacing(target) as (part,):
+            figure.savefig(part, format=kind, dpi=200, metadata=metadata)
+    except OSError as error:
+        raise OSError(f"{target} cannot be written: {error.strerror or error}") from error
     return target

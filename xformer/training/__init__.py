@@ -4,7 +4,7 @@ from xformer.generation.vocabulary import Bytes, Characters
 from xformer.training.batch import Batch, Source
 from xformer.training.checkpoint import CheckpointError, inspect, load, save
 from xformer.training.config import TrainConfig
-from xformer.training.corpus import Corpus, unigram_loss
+from xformer.training.corpus import Corpus, CorpusError, unigram_loss
 from xformer.training.interrupt import interruptible
 from xformer.training.lines import parallel
 from xformer.training.loop import Diverged, Loss, Step, evaluate, loss_of, start, train
@@ -14,7 +14,7 @@ from xformer.training.rows import Rows
 from xformer.training.run import Run
 from xformer.training.state import State, read_state, write_state
 from xformer.training.texts import Texts, texts
-from xformer.training.token_files import CorpusError, open_corpus
+from xformer.training.token_files import open_corpus
 from xformer.training.vocabulary import (
     Subwords,
     Vocabulary,

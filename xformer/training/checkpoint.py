@@ -6,11 +6,14 @@ two parts can never come from different runs.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import safetensors
@@ -22,7 +25,7 @@ from xformer.initial import Shapes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = "xformer-1"
-MODELS = {"GPT": models.GPT, "Transformer": models.Transformer}
+MODELS = {kind.__name__: kind for kind in (models.GPT, models.Transformer, models.EncoderDecoder)}
 
 
 class CheckpointError(ValueError):
@@ -43,18 +46,31 @@ def save(
     config = {
         "format": FORMAT,
         "model": type(model).__name__,
-        "config": dataclasses.asdict(model),
+        "config": asdict(model),
     }
     arrays = {
         name: np.ascontiguousarray(backend.to_numpy(array))
         for name, array in tree.flatten(params).items()
     }
     with replacing(target / WEIGHTS, target / CONFIG) as (weights, text):
-        try:
-            save_file(arrays, weights, metadata={"xformer": json.dumps(config)})
-        except safetensors.SafetensorError as error:  # what it makes of a full disk
-            raise OSError(f"{target / WEIGHTS} cannot be written: {error}") from error
+        write_arrays(arrays, weights, target / WEIGHTS, {"xformer": json.dumps(config)})
         text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_arrays(
+    arrays: Mapping[str, np.ndarray], part: Path, target: Path, metadata: dict[str, str]
+) -> None:
+    """A safetensors file at `part`, which is to be `target`; OSError where it cannot be written.
+
+    With the rights of other new files: that of safetensors is one for its owner alone.
+    """
+    part.touch()
+    mode = part.stat().st_mode
+    try:
+        save_file(dict(arrays), part, metadata=metadata)
+    except safetensors.SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"{target} cannot be written: {error}") from error
+    part.chmod(stat.S_IMODE(mode))
 
 
 def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any, Any]:
@@ -100,10 +116,29 @@ def _model(text: str | None, path: Path) -> Any:
     try:
         config = json.loads(text)
         if config["format"] == FORMAT:
-            return MODELS[config["model"]](**config["config"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+            return _made(MODELS[config["model"]], config["config"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: its configuration is damaged: {error!r}") from error
     raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
+
+
+def _made(kind: Any, fields: Any) -> Any:
+    """A configuration of its fields as JSON has them, which knows neither such nor tuples."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _value(hints.get(name), value) for name, value in dict(fields).items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    """`value` as its hint has it: a configuration or a tuple, or None; else as it is."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kind = next((k for k in kinds if is_dataclass(k) or get_origin(k) is tuple), None)
+    if kind is None or value is None:
+        return value
+    if is_dataclass(kind):
+        return _made(kind, value)
+    if not isinstance(value, list):
+        raise TypeError(f"must be a list, got {value!r:.60}")
+    return tuple(_value(get_args(kind)[0], item) for item in value)
 
 
 def _require_parameters(model: Any, have: dict[str, tuple[int, ...]], path: Path) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xformer.checks import number
+from xformer.checks import number, require_sizes
 from xformer.optim import OPTIMISERS, Optimiser, Rule, Schedule, decay_matrices, grouped, schedules
+from xformer.optim._checks import two_betas
+from xformer.training.shuffle import require_seed
 
 # Name -> schedule after the warm-up, of the peak, the steps that are left, and the final share.
 SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
@@ -24,11 +26,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lion": {"betas": (0.9, 0.99)},
     "sgd": {"momentum": 0.9},
 }
+# Name -> weight decay unless it is given. Of the last two it is a part of the gradient.
+DECAY = dict.fromkeys(OPTIMISERS, 0.1) | {"adam": 0.0, "sgd": 0.0}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. ValueError for numbers that make no sense."""
+    """How to train. ValueError for numbers that make no sense, TypeError for what is no number."""
 
     steps: int
     batch_size: int = 8  # of each batch that a source makes
@@ -39,8 +43,8 @@ class TrainConfig:
     warmup: int = 50  # steps of linear rise
     final_lr: float = 0.1  # share of the peak after the last step, where a schedule falls
     betas: tuple[float, float] | None = None  # of adam, adamw, lion; unless given as `OPTIONS`
-    weight_decay: float = 0.1  # of parameters of two dimensions and more
-    clip: float | None = 1.0  # global norm
+    weight_decay: float | None = None  # of two dimensions and more; unless given as `DECAY`
+    clip: float | None = 1.0  # global norm; None: gradients stay as they are
     ema: float | None = None  # decay of a moving average of the parameters
     eval_every: int = 100
     eval_batches: int = 8
@@ -49,22 +53,30 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "eval_every", "eval_batches", "patience"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("seed", "warmup"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("weight_decay", "clip", "diverged", "final_lr"):
+        counts = ("steps", "batch_size", "accumulate", "eval_every", "eval_batches", "patience")
+        given = {name: getattr(self, name) for name in counts}
+        require_sizes("TrainConfig", 1, **{k: n for k, n in given.items() if n is not None})
+        require_sizes("TrainConfig", 0, warmup=self.warmup)
+        require_seed("TrainConfig", self.seed)
+        for name in ("lr", "weight_decay", "clip", "diverged", "final_lr", "ema"):
             if getattr(self, name) is not None:
-                number("TrainConfig", name, getattr(self, name), low=0)
-        if self.ema is not None:
-            number("TrainConfig", "ema", self.ema, low=0, high=1)
+                high = 1 if name in ("final_lr", "ema") else math.inf
+                number("TrainConfig", name, getattr(self, name), low=0, high=high)
+        for name in ("lr", "weight_decay"):
+            if getattr(self, name) == math.inf:
+                raise ValueError(f"TrainConfig: {name} must be finite, got inf")
+        if self.clip in (0, math.inf):
+            raise ValueError(
+                f"TrainConfig: clip must be above 0 and finite, or None for no clipping, "
+                f"got {self.clip}"
+            )
+        if self.betas is not None:
+            two_betas("TrainConfig", self.betas)
         for name, known in (("optimiser", OPTIMISERS), ("schedule", (*SCHEDULES, NOAM))):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                    f"TrainConfig: {name} must be one of {', '.join(known)}, "
+                    f"got {getattr(self, name)!r}"
                 )
 
     def learning_rate(self) -> Schedule:
@@ -78,13 +90,15 @@ class TrainConfig:
 
     def chosen_optimiser(self) -> Optimiser:
         """The optimiser; biases and norms do not decay. Muon is for matrices inside blocks only."""
-        name = self.optimiser
+        name, decay = self.optimiser, self.weight_decay
+        if decay is None:
+            decay = DECAY[name]
         first: tuple[Rule, ...] = ()
         if name == "muon":
-            options = {"match_adamw": True, "weight_decay": self.weight_decay}
+            options = {"match_adamw": True, "weight_decay": decay}
             first = (Rule("*.blocks.*", "muon", options=options, min_ndim=2),)
             name = "adamw"
         own = dict(OPTIONS.get(name, {}))
         if self.betas is not None and "betas" in own:
             own["betas"] = tuple(self.betas)
-        return grouped(*first, *decay_matrices(name, self.weight_decay, **own))
+        return grouped(*first, *decay_matrices(name, decay, **own))

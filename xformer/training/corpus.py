@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,9 +14,14 @@ from xformer.training.vocabulary import Vocabulary
 
 DTYPES = ("<u1", "<u2", "<u4")  # of tokens
 STEP = 1 << 22  # tokens that are counted at once
+HEADER = "corpus.json"
 
 # A vocabulary, or what makes one of texts: Characters.of.
 Words = Vocabulary | Callable[[Iterable[str]], Vocabulary]
+
+
+class CorpusError(ValueError):
+    """A folder of tokens that is damaged, or not one of ours; the message names the file."""
 
 
 class Corpus(NamedTuple):
@@ -25,20 +31,23 @@ class Corpus(NamedTuple):
     validation: np.ndarray  # (M,)
     description: str
     vocabulary: Vocabulary = Bytes()
+    sha256: tuple[str, str] | None = None  # of both parts, where they are known
 
 
-def unigram_loss(corpus: Corpus) -> float:
+def unigram_loss(corpus: Corpus, progress: Progress | None = None) -> float:
     """Nats per validation token of the training part's frequencies, each count plus one.
 
-    ValueError where there is nothing to validate on.
+    Reads every token once, and so is where damage is found: CorpusError for an id outside the
+    vocabulary, and for a part that is not what its SHA-256 says. ValueError where there is nothing
+    to validate on.
     """
     if not len(corpus.validation):
         raise ValueError("unigram_loss: the validation part must not be empty")
     counts = np.ones(corpus.vocabulary.size, np.int64)
-    for part in _steps(corpus.train):
-        counts += np.bincount(part, minlength=len(counts))
+    for ids in _checked(corpus, 0, progress):
+        counts += np.bincount(ids, minlength=len(counts))
     log_probs = np.log(counts / counts.sum())
-    total = sum(float(log_probs[part].sum()) for part in _steps(corpus.validation))
+    total = sum(float(log_probs[ids].sum()) for ids in _checked(corpus, 1, progress))
     return -total / len(corpus.validation)
 
 
@@ -69,8 +78,23 @@ def dtype_of(words: Vocabulary) -> np.dtype[np.unsignedinteger]:
     return next(d for d in map(np.dtype, DTYPES) if words.size <= np.iinfo(d).max + 1)
 
 
-def _steps(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    return (tokens[start : start + STEP] for start in range(0, len(tokens), STEP))
+def _checked(corpus: Corpus, i: int, progress: Progress | None) -> Iterator[np.ndarray]:
+    """The tokens of part i, some at a time; CorpusError as `unigram_loss`."""
+    tokens, size, digest = corpus[:2][i], corpus.vocabulary.size, hashlib.sha256()
+    where = getattr(tokens, "filename", None) or f"the {Corpus._fields[i]} part"
+    for start in range(0, len(tokens), STEP):
+        ids = tokens[start : start + STEP]
+        if (ids < 0).any() or (ids >= size).any():
+            wrong = ids[(ids < 0) | (ids >= size)][0]
+            raise CorpusError(f"{where}: ids must lie in [0, {size}), the vocabulary, got {wrong}")
+        if corpus.sha256 is not None:
+            digest.update(np.ascontiguousarray(ids).data)
+        yield ids
+        if progress is not None:
+            done = min(start + STEP, len(tokens)) * tokens.itemsize
+            progress(f"checking {Corpus._fields[i]} tokens", done, tokens.nbytes)
+    if corpus.sha256 is not None and digest.hexdigest() != corpus.sha256[i]:
+        raise CorpusError(f"{where}: is damaged, its SHA-256 is not that in {HEADER}")
 
 
 def _reported(

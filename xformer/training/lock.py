@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 LOCK = "lock"
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what the systems say of one that is
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder; BlockingIOError where another process does.
+    """Hold a folder; BlockingIOError where another process does, OSError where none can.
 
     The system lets go of it when the process ends, however it ends.
     """
@@ -20,6 +22,9 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             _lock(file.fileno())
         except OSError as error:
+            if error.errno not in HELD:
+                why = f"cannot be locked: {error.strerror}"
+                raise OSError(error.errno, why, str(folder)) from error
             raise BlockingIOError(f"{folder} is in use: another process trains there") from error
         yield
 

@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
 
 class Diverged(FloatingPointError):
-    """A loss or a gradient that is not finite, or a loss that has risen too far."""
+    """A loss, a gradient or a validation that is not finite, or a loss that has risen too far."""
 
 
 def loss_of(model: Any, **options: Any) -> Loss:
@@ -104,6 +104,9 @@ def train(
     optimiser, schedule: in the place of those of config, for what it has no words for. A state
     decides all that follows it: the same losses come after it whenever it is gone on from, bit for
     bit on NumPy, and to rounding on every backend. Raises Diverged, and nothing after it is done.
+
+    A step of config.accumulate batches is one of the big batch that they make, to rounding, where
+    there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
     """
     optimiser = optimiser or config.chosen_optimiser()
     schedule = schedule or config.learning_rate()
@@ -183,6 +186,11 @@ def _with_loss(state: State, loss: float) -> State:
 def _judged(state: State, validation: float | None) -> State:
     if validation is None:
         return state
+    if not math.isfinite(validation):
+        raise Diverged(
+            f"the validation loss after step {state.step} is {validation}, the mean training loss "
+            f"of late {state.mean:.3g}"
+        )
     if validation < state.best:
         return state._replace(best=validation, best_step=state.step, stale=0)
     return state._replace(stale=state.stale + 1)
@@ -194,16 +202,32 @@ def _require_sound(
     """Diverged where training is no longer of use; `state` is that before the step."""
     what = f"the loss of step {state.step + 1} is {loss}, the norm of its gradient {norm:.3g}"
     if not math.isfinite(loss) or not math.isfinite(norm):
-        names = [name for name, g in tree.flatten(grads).items() if not _is_finite(g)]
-        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        where = f"; not finite: the gradient of {names[0]}{more}" if names else ""
-        raise Diverged(f"{what}{where}; lr was {lr:.2e}")
+        raise Diverged(f"{what}{_culprit(grads, norm)}; lr was {lr:.2e}")
     limit = math.inf if config.diverged is None else config.diverged * max(state.first, 1.0)
     if state.mean > limit:
         raise Diverged(
             f"{what}; the mean of late, {state.mean:.3g}, is above {limit:.3g}, "
             f"{config.diverged:g} times that of the first step; lr was {lr:.2e}"
         )
+
+
+def _culprit(grads: Any, norm: float) -> str:
+    """The gradients that are not finite; where only their norm is not, the largest of them."""
+    leaves = tree.flatten(grads)
+    names = [name for name, g in leaves.items() if not _is_finite(g)]
+    if names:
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        return f"; not finite: the gradient of {names[0]}{more}"
+    if math.isfinite(norm):
+        return ""
+    sizes = {name: _largest(g) for name, g in leaves.items()}
+    name = max(sizes, key=sizes.__getitem__)
+    return f"; each gradient is finite, that of {name} up to {sizes[name]:.3g}"
+
+
+def _largest(array: Array) -> float:
+    xp = array_namespace(array)
+    return float(xp.max(xp.abs(array)))
 
 
 def _is_finite(array: Array) -> bool:

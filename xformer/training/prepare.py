@@ -6,17 +6,18 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from xformer.files import making, require_new
-from xformer.training.corpus import Corpus, Words, dtype_of, encoded, made
+from xformer.training.corpus import HEADER, Corpus, Words, dtype_of, encoded, made
 from xformer.training.texts import Progress, Texts, require_share, texts
 from xformer.training.token_files import (
     FORMAT,
-    HEADER,
     PARTS,
     digest,
     open_corpus,
@@ -56,7 +57,8 @@ def load_corpus(
     train, validation = (
         np.concatenate([np.empty(0, dtype_of(words)), *part]) for part in parts.values()
     )
-    return Corpus(train, validation, found.description, words)
+    sha256 = hashlib.sha256(train.data).hexdigest(), hashlib.sha256(validation.data).hexdigest()
+    return Corpus(train, validation, found.description, words, sha256)
 
 
 def prepare(
@@ -80,7 +82,7 @@ def prepare(
     found = texts(path, field=field, progress=progress)
     words = made(vocabulary, found, progress)
     _require_room(target, found, words)
-    with making(target) as part:
+    with _named(target), making(target) as part:
         words.save(part)
         files = [part / f"{name}.bin" for name in PARTS]
         with files[0].open("wb") as train, files[1].open("wb") as validation:
@@ -98,6 +100,17 @@ def prepare(
         text = json.dumps(header, indent=2) + "\n"
         (part / HEADER).write_text(text, encoding="utf-8")
     return open_corpus(target)
+
+
+@contextmanager
+def _named(target: Path) -> Iterator[None]:
+    """Errors of the system that name no file, as that of a full disk, name the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(f"{target} cannot be written: {error.strerror}") from error
 
 
 class _Out:

@@ -5,6 +5,7 @@ log.jsonl                                a line for every step
 checkpoints/step-00000100.safetensors    the last ones, and that of the best validation
 model.safetensors, config.json           the best model so far, for `training.load`
 lock                                     held by the process that trains
+*.aside, *.aside-2                       what a run that went back has no use for: never deleted
 """
 
 from __future__ import annotations
@@ -12,23 +13,26 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from xformer import tree
+from xformer import __version__, backends, tree
 from xformer.backends import Backend
 from xformer.checks import require_sizes
-from xformer.files import replacing
+from xformer.files import aside, replacing
 from xformer.training import checkpoint
 from xformer.training.checkpoint import CheckpointError
 from xformer.training.lock import LOCK, locked
+from xformer.training.log import LOG, append, line_of, shorten
 from xformer.training.loop import Diverged, Step
 from xformer.training.state import Saved, State, read_state, require_same, write_state
 
-RUN, LOG, CHECKPOINTS = "run.json", "log.jsonl", "checkpoints"
+RUN, CHECKPOINTS = "run.json", "checkpoints"
 FORMAT = "xformer-run-1"
 HALVES = (".*.part", ".tmp??????")  # what a killed process leaves: of ours, of safetensors
 
@@ -57,6 +61,7 @@ class Run:
         self.every, self.keep, self.notes = every, keep, notes
         self._open = ExitStack()
         self._saved = -1  # the step of the newest checkpoint
+        self._left: State | None = None  # after the last step that was made, until it is saved
 
     def __enter__(self) -> Run:
         """BlockingIOError where another process trains there, ValueError for another run's folder,
@@ -77,16 +82,24 @@ class Run:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Let go of the folder."""
-        self._open.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let go of the folder; the last step is saved before, unless there was an error."""
+        with self._open:
+            if kind is None:
+                with self._explained():
+                    self._finish()
+            self._left = None
 
     def begin(self, start: State, at: int | None = None) -> State:
         """The state of the newest checkpoint, or `start` where there is none; the log ends there.
 
-        at: of the checkpoint of that step; newer ones are set aside, under other names. ValueError
-        where it does not fit `start`, CheckpointError where it is damaged, OSError where the disk
-        has no room for what training will write.
+        at: of the checkpoint of that step; newer ones, their model and their log are set aside
+        under other names. The model is the best one of that time then, or, where its checkpoint is
+        gone, that of the step, and the best is yet to be found. Model and log are also set aside
+        where there is no checkpoint. A UserWarning says where the log is, one damaged too.
+
+        ValueError where a checkpoint does not fit `start`, CheckpointError where it is damaged,
+        OSError where the disk has no room for what training will write.
         """
         found = checkpoints(self.folder)
         if at is not None and at not in found:
@@ -100,11 +113,16 @@ class Run:
             saved.require(self.about)
             state = saved.restored(start, self.place)
             self._saved = state.step
-        self._require_space(start)
-        for step, path in found.items():
-            if step > state.step:
-                path.replace(path.with_suffix(".aside"))
-        _shorten(self.folder / LOG, state.step)
+        self._require_space(state)
+        newer = [path for step, path in found.items() if step > state.step]
+        model = self.folder / checkpoint.WEIGHTS
+        if (newer or not found) and self.model is not None and model.is_file():
+            newer.insert(0, model)  # first: rather no model than that of a step that is given up
+        for path in newer:
+            path.replace(aside(path))
+        if found and self.model is not None:
+            state = self._with_model(state)
+        shorten(self.folder / LOG, state.step, self.every if found and not newer else 0)
         self._prune(state)  # as a process may have been killed before it did
         return state
 
@@ -113,26 +131,20 @@ class Run:
     ) -> Iterator[Step]:
         """The steps, each in the log before it comes out; checkpoints in between and at the end.
 
-        stop: asked after each step whether to end there. Diverged and OSError say which checkpoint
-        to go on from.
+        stop: asked after each step whether to end there. A `break` does too, and its step is saved
+        when the run is left. A note of Diverged and OSError says which checkpoint to go on from.
         """
-        step = None
-        try:
+        with self._explained():
             with (self.folder / LOG).open("ab", buffering=0) as log:
                 for step in steps:
-                    log.write(_line(step))
-                    state = step.state
-                    if state.step % self.every == 0 or state.best_step == state.step:
-                        os.fsync(log.fileno())  # a checkpoint's steps are all in the log
-                        self.save(state)
+                    append(log, line_of(step))
+                    self._left = step.state
+                    if step.step % self.every == 0 or step.state.best_step == step.step:
+                        self._finish()
                     yield step
                     if stop():
                         break
-                os.fsync(log.fileno())
-            if step is not None:
-                self.save(step.state)
-        except (Diverged, OSError) as error:
-            raise type(error)(f"{error}; {self._last_good()}") from error
+            self._finish()
 
     def save(self, state: State) -> None:
         """Write the checkpoint of a state, unless it is there, and remove what is no longer kept.
@@ -150,10 +162,47 @@ class Run:
 
     def space_needed(self, state: State) -> int:
         """Bytes that training may add to the folder: checkpoints, one more while it is written."""
-        params = tree.nbytes(state.params)
-        models = 0 if self.model is None else 2 * params
-        have = sum(path.stat().st_size for path in checkpoints(self.folder).values())
-        return max((self.keep + 2) * tree.nbytes(state) - have, tree.nbytes(state)) + models
+        one = _stored(state)
+        models = 0 if self.model is None else 2 * _stored(state.params)
+        found = checkpoints(self.folder).items()
+        have = sum(path.stat().st_size for step, path in found if step <= state.step)
+        return max((self.keep + 2) * one - have, one) + models
+
+    def _finish(self) -> None:
+        """Save the state after the last step that was made."""
+        if self._left is None:
+            return
+        with (self.folder / LOG).open("ab") as log:
+            os.fsync(log.fileno())  # a checkpoint's steps are all in the log
+        self.save(self._left)
+        self._left = None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """After an error nothing more is saved; what may happen to a run says where to go on."""
+        try:
+            yield
+        except Exception as error:
+            self._left = None
+            if isinstance(error, Diverged | OSError):
+                error.add_note(self._last_good())
+            raise
+
+    def _with_model(self, state: State) -> State:
+        """The state, with its best model in the folder; without the best, where that is gone."""
+        if (self.folder / checkpoint.WEIGHTS).is_file():
+            return state
+        best, place = state, self.place
+        if state.best_step not in (0, state.step):
+            try:
+                saved = read_state(path_of(self.folder, state.best_step))
+                place = backends.get("numpy")  # a device need not hold two states
+                best = saved.restored(state, place)
+            except (FileNotFoundError, CheckpointError):
+                state = best = state._replace(best=math.inf, best_step=0)
+                write_state(path_of(self.folder, state.step), state, self.place, self.about)
+        checkpoint.save(self.folder, self.model, best.averaged, place)
+        return state
 
     def _read(self, found: dict[int, Path], step: int) -> Saved:
         try:
@@ -185,7 +234,14 @@ class Run:
             )
 
     def _describe(self) -> None:
-        content = {"format": FORMAT, "about": self.about, "notes": self.notes}
+        made = {  # for people: never compared
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "xformer": __version__,
+            "python": platform.python_version(),
+            "machine": platform.platform(),
+            "backend": self.place.describe(),
+        }
+        content = {"format": FORMAT, "about": self.about, "notes": self.notes, "made": made}
         with replacing(self.folder / RUN) as (part,):
             part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -226,32 +282,11 @@ def checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
     return {int(n): named[n] for n in sorted(filter(str.isdecimal, named), key=int)}
 
 
+def _stored(leaves: Any) -> int:
+    """Bytes in a file, where an array that is there twice, as an average at first, is so too."""
+    return sum(tree.nbytes(leaf) for leaf in tree.flatten(leaves).values())
+
+
 def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return folder / CHECKPOINTS / f"step-{step:08}.safetensors"
-
-
-def _line(step: Step) -> bytes:
-    """One line of the log; what is not finite is null, since JSON has no such numbers."""
-    numbers = {name: value for name, value in step._asdict().items() if name != "state"}
-    for name, value in numbers.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            numbers[name] = None
-    return json.dumps(numbers, allow_nan=False).encode() + b"\n"
-
-
-def _shorten(path: Path, step: int) -> None:
-    """Cut a log behind the line of a step, and before a line that is no such."""
-    if not path.is_file():
-        return
-    with path.open("r+b") as log:
-        end = 0
-        for line in log:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except (ValueError, KeyError, TypeError):
-                break
-            end += len(line)
-        log.truncate(end)
-        os.fsync(log.fileno())

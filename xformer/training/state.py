@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
-from safetensors.numpy import save_file
 
 from xformer import tree
 from xformer.backends import Backend
 from xformer.files import replacing
-from xformer.training.checkpoint import CheckpointError
+from xformer.training.checkpoint import CheckpointError, write_arrays
 
 FORMAT = "xformer-state-1"
 WORDS, DIGEST = "xformer", "sha256"  # keys of the file's metadata
@@ -108,10 +107,7 @@ def write_state(
     words = json.dumps({"format": FORMAT, "about": about, "numbers": plain})
     metadata = {WORDS: words, DIGEST: _digest(arrays, words)}
     with replacing(Path(path)) as (part,):
-        try:
-            save_file(arrays, part, metadata=metadata)
-        except safetensors.SafetensorError as error:  # what it makes of a full disk
-            raise OSError(f"{path} cannot be written: {error}") from error
+        write_arrays(arrays, part, Path(path), metadata)
 
 
 def read_state(path: str | os.PathLike[str]) -> Saved:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +54,9 @@ class Texts(NamedTuple):
     def documents(self, share: float = 0.1) -> Iterator[tuple[bool, Document]]:
         """Whether each document is held out, for validation, and the document.
 
-        Of several documents every tenth, for a share of 0.1, beginning with the second; of a
-        single one the last tenth. ValueError unless 0 <= share <= 0.5.
+        Of several documents every tenth, for a share of 0.1, beginning with the second, and for
+        any share as many as it says; of a single one the last tenth. ValueError unless
+        0 <= share <= 0.5.
         """
         require_share(share)
         if share and self.n_documents == 1:
@@ -62,9 +64,11 @@ class Texts(NamedTuple):
             yield False, head
             yield True, tail
             return
-        every = round(1 / share) if share else 0
+        part = Fraction(share).limit_denominator(10**9)  # 0.1 is a little more than a tenth
         for i, document in enumerate(self.read()):
-            yield bool(every) and i % every == 1, document
+            # The document that brings the share's part of those before it to another whole number.
+            before, now = ((i - n) * part.numerator // part.denominator for n in (2, 1))
+            yield now > before, document
 
 
 def texts(

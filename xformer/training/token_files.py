@@ -18,23 +18,20 @@ import numpy as np
 from xformer.generation.vocabulary import VOCABULARY
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
-from xformer.training.corpus import DTYPES, Corpus
+from xformer.training.corpus import DTYPES, HEADER, Corpus, CorpusError
 from xformer.training.vocabulary import TOKENIZER, Vocabulary, load_vocabulary
 
-HEADER, FORMAT = "corpus.json", "xformer-corpus-1"
+FORMAT = "xformer-corpus-1"
 PARTS = ("train", "validation")
 MAX_TOKENS = 1 << 50
 STEP = 1 << 24  # bytes of a file that are read at once for its digest
 
 
-class CorpusError(ValueError):
-    """A folder of tokens that is damaged, or not one of ours; the message names the file."""
-
-
 def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corpus:
     """The corpus that `prepare` made in a folder, its tokens mapped (`np.memmap`), not read.
 
-    verify: read all tokens once and compare their digests. FileNotFoundError where there is no
+    verify: read all tokens once and compare their digests, as `unigram_loss` does too.
+    FileNotFoundError where there is no
     corpus, CorpusError where it is damaged, cut short, or has another vocabulary beside it.
     """
     root = Path(folder)
@@ -49,7 +46,8 @@ def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corp
     train, validation = (
         _mapped(root / f"{name}.bin", header.dtype, *header.parts[name], verify) for name in PARTS
     )
-    return Corpus(train, validation, header.description, words)
+    sha256 = header.parts["train"][1], header.parts["validation"][1]
+    return Corpus(train, validation, header.description, words, sha256)
 
 
 def digest(path: Path) -> str:

@@ -13,7 +13,8 @@ from xformer.checks import require_sizes
 from xformer.training.batch import Batch
 from xformer.training.shuffle import permuted, require_seed
 
-RUNS = 1024  # of as many tokens, that stand for a longer text in the fingerprint
+STEP = 1 << 20  # tokens that are hashed at once
+RUNS = 1024  # of as many tokens, that stand for a longer file in the fingerprint
 
 
 class Windows:
@@ -23,13 +24,23 @@ class Windows:
     read. An epoch cuts the text into windows that adjoin, from another of the first places each
     time, and gives every one of them once, in another order; what is left of it after the last
     whole batch begins the next batch. Batch: tokens (B, T), targets (B, T), int64.
+
+    sha256: of the tokens, where it is known, as a `Corpus` has it; for the fingerprint.
     """
 
-    def __init__(self, tokens: Any, length: int, batch_size: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: Any,
+        length: int,
+        batch_size: int,
+        seed: int = 0,
+        sha256: str | None = None,
+    ) -> None:
         require_sizes("Windows", 1, length=length, batch_size=batch_size)
         require_seed("Windows", seed)
         _require_tokens(tokens, length)
         self.tokens, self.length, self.batch_size, self.seed = tokens, length, batch_size, seed
+        self.sha256 = sha256
         # One less than fit, so that an epoch may start from each place of a window.
         self.n_windows = max(1, len(tokens) // length - 1)
         self.n_starts = len(tokens) - self.n_windows * length
@@ -64,15 +75,24 @@ class Windows:
             yield self._cut(starts[i : i + size])
 
     def fingerprint(self) -> str:
-        """SHA-256 of the sizes, the seed and the tokens: of a long text, of runs all over it."""
-        digest = hashlib.sha256(
-            f"windows {len(self.tokens)} {self.length} {self.batch_size} {self.seed}".encode()
-        )
-        n = len(self.tokens)
-        starts = [0] if n <= RUNS**2 else np.linspace(0, n - RUNS, RUNS).astype(np.int64)
+        """SHA-256 of the sizes, the seed and the tokens.
+
+        Of a mapped file, which may be larger than memory, and whose own SHA-256 is not given: of a
+        thousand runs of tokens all over it, between which a change is not seen.
+        """
+        about = f"windows {len(self.tokens)} {self.length} {self.batch_size} {self.seed}"
+        tokens = self.sha256 or self._sampled()
+        return hashlib.sha256(f"{about} {tokens}".encode()).hexdigest()
+
+    def _sampled(self) -> str:
+        """SHA-256 of the tokens, whatever their dtype; of a large mapped file, of some of them."""
+        n, digest = len(self.tokens), hashlib.sha256()
+        is_large = getattr(self.tokens, "_mmap", None) is not None and n > RUNS**2
+        starts = np.linspace(0, n - RUNS, RUNS).astype(np.int64) if is_large else range(0, n, STEP)
         for start in starts:
-            run = self.tokens[start : start + (n if n <= RUNS**2 else RUNS)]
-            digest.update(np.asarray(run, "<i8").tobytes())
+            run = self.tokens[start : start + (RUNS if is_large else STEP)]
+            run = run.astype(_small(run))
+            digest.update(f"{run.dtype.str} ".encode() + run.tobytes())
         self._let_go()
         return digest.hexdigest()
 
@@ -89,6 +109,13 @@ class Windows:
             return
         if hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _small(ids: np.ndarray) -> str:
+    """The smallest dtype that holds all ids: to hash eight bytes of each takes as long again."""
+    low, high = int(ids.min()), int(ids.max())
+    small = (d for d in ("<u1", "<u2", "<u4") if low >= 0 and high <= np.iinfo(d).max)
+    return next(small, "<i8")
 
 
 def _require_tokens(tokens: Any, length: int) -> None:

@@ -1,0 +1,86 @@
+"""The log of a run: a JSON object for every step, each a line."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+
+from xformer.files import aside, replacing
+from xformer.training.loop import Step
+
+LOG = "log.jsonl"
+
+
+def line_of(step: Step) -> bytes:
+    """One line of the log; what is not finite is null, since JSON has no such numbers."""
+    numbers = {name: value for name, value in step._asdict().items() if name != "state"}
+    for name, value in numbers.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            numbers[name] = None
+    return json.dumps(numbers, allow_nan=False).encode() + b"\n"
+
+
+def append(log: io.FileIO, line: bytes) -> None:
+    """All of a line, or OSError and nothing of it, so that the next one does not join a part."""
+    end = log.seek(0, os.SEEK_END)
+    rest = line
+    try:
+        while rest:  # a disk that fills up takes a part, and refuses only what comes then
+            rest = rest[log.write(rest) :]
+    except OSError:
+        log.truncate(end)
+        raise
+
+
+def shorten(path: Path, step: int, most: int) -> None:
+    """Cut what a killed process left behind the line of a step: `most` lines, and a part of one.
+
+    Where there are more, or a line is damaged, the log is first kept as it was under another name,
+    and a UserWarning says so; the lines up to the step that can be read stay.
+    """
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    kept, last, damaged = _parted(content, step)
+    if damaged or last > step + most:
+        why = f"ends with step {last}, and the run goes on after step {step}"
+        why = f"is damaged in line {damaged}" if damaged else why
+        old = aside(path)
+        with replacing(old, path) as (copy, part):
+            copy.write_bytes(content)
+            part.write_bytes(kept)
+        warnings.warn(f"{path} {why}; the log as it was is kept: {old.name}", stacklevel=3)
+    elif kept != content:
+        with replacing(path) as (part,):
+            part.write_bytes(kept)
+
+
+def _parted(content: bytes, step: int) -> tuple[bytes, int, int]:
+    """The lines up to a step, the last step of all, the number of the first damaged line or 0."""
+    lines = content.splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n") and _step_of(lines[-1]) is None:
+        lines.pop()  # it was being written
+    kept: list[bytes] = []
+    last = damaged = 0
+    for number, line in enumerate(lines, start=1):
+        n = _step_of(line)
+        if n is None or n <= last:
+            damaged = damaged or number
+            continue
+        last = n
+        if n <= step:
+            kept.append(line.rstrip(b"\n") + b"\n")
+    return b"".join(kept), last, damaged
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step that a line is of; None where it is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int else None
