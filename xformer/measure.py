@@ -73,9 +73,9 @@ def _by_part(saved: Any, inputs: Sequence[Any]) -> dict[str, int]:
     seen: set[int] = set()
     for name, leaf in tree.flatten(saved).items():
         own = parts.setdefault(_part_of(name), [])
-        if id(leaf) not in seen:
+        if id(_owner(leaf)) not in seen:
             own.append(leaf)
-            seen.add(id(leaf))
+            seen.add(id(_owner(leaf)))
     return {part: _nbytes(leaves, inputs) for part, leaves in parts.items()}
 
 
@@ -158,7 +158,7 @@ def _nbytes(kept: Any, inputs: Sequence[Any]) -> int:
 
 def _owner(array: Any) -> Any:
     """The array whose memory it is that this one views."""
-    while isinstance(array.base, np.ndarray):
+    while isinstance(getattr(array, "base", None), np.ndarray):
         array = array.base
     return array
 

@@ -16,6 +16,7 @@ from xformer.backends.numpy import (
     index_add,
     layer_norm,
     rms_norm,
+    sdpa,
 )
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "index_add",
     "layer_norm",
     "rms_norm",
+    "sdpa",
 ]
 
 

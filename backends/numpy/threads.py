@@ -17,6 +17,7 @@ from contextvars import Context, copy_context
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import threadpoolctl
@@ -55,13 +56,23 @@ def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
 
     A fresh array of its size would cost a page fault for every 4 KiB.
     """
-    kept: dict[str, Array] = _kept.__dict__
-    dtype = np.dtype(dtype)
+    kept, dtype = _kept.buffers, np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     buffer = kept.get(name)
     if buffer is None or buffer.nbytes < nbytes:
         buffer = kept[name] = np.empty(nbytes, np.uint8)
     return np.ndarray(shape, dtype, buffer)
+
+
+def scratch_nbytes() -> int:
+    """Bytes that the `scratch` of all threads takes."""
+    return sum(buffer.nbytes for kept in _everyone.values() for buffer in list(kept.values()))
+
+
+def forget_scratch() -> None:
+    """Let go of the `scratch` of all threads."""
+    for kept in list(_everyone.values()):
+        kept.clear()
 
 
 class _State:
@@ -90,8 +101,20 @@ class _Job:
             self.error = error
 
 
+class _Buffers(dict[str, Array]):
+    """Scratch memory by its name; unlike a dict, it can be referred to weakly."""
+
+
+class _Kept(threading.local):
+    """A thread's own buffers, which go with it."""
+
+    def __init__(self) -> None:
+        self.buffers = _everyone[threading.get_ident()] = _Buffers()
+
+
 _state = _State()
-_kept = threading.local()
+_everyone: WeakValueDictionary[int, _Buffers] = WeakValueDictionary()
+_kept = _Kept()
 
 
 def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
