@@ -15,7 +15,8 @@ from xformer import backends
 
 if importlib.util.find_spec("jax"):
     # JAX compiles every operation for every shape; small arrays want it done quickly, not well.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    quickly = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    os.environ.setdefault("XLA_FLAGS", quickly)
     from xformer.backends.jax import enable_float64
 
     enable_float64()
@@ -33,9 +34,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrized = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
     if "library" in metafunc.fixturenames and not any("library" in name for name in parametrized):
-        demanded = metafunc.config.getoption("--backend") or ()
-        names = (*LIBRARIES, STAND_IN) if STAND_IN in demanded else LIBRARIES
+        demanded = metafunc.config.getoption("--backend")
+        names = [
+            name
+            for name, backend in (LIBRARIES | {STAND_IN: STAND_IN}).items()
+            if (backend in demanded if demanded else name != STAND_IN)
+        ]
         metafunc.parametrize("library", names, indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow ones are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests on JAX are slow, unless it is demanded: it compiles every op for every shape.
+
+    test_gradients.py, whose cases are compiled in one piece, always runs.
+    """
+    if config.getoption("--backend"):
+        return
+    for item in items:
+        on = getattr(item, "callspec", None)
+        if on and on.params.get("library") == "jax" and item.path.name != "test_gradients.py":
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

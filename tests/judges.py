@@ -37,6 +37,50 @@ def by_hand(case: Case, backend: Backend, dtype: str = "float64") -> Values:
     return values
 
 
+def compiled(case: Case, backend: Backend) -> tuple[Values, Values]:
+    """As `by_hand` and, by JAX's reverse mode through the same forward code, as it should be.
+
+    Under one `jax.jit`: op by op, JAX compiles each of them, which takes ten times as long.
+    """
+    import jax
+
+    both, args, dys = _on_jax(case, backend, "float64")
+    lowered = jax.jit(both).lower(args, dys)
+    # What is compiled quickly, as the tests ask for, has NaN in some of JAX's own gradients where
+    # a query may attend to nothing.
+    for options in ({}, {"xla_backend_optimization_level": 1}):
+        y, grads, judged = lowered.compile(options)(args, dys)
+        by_jax = named(backend, y, judged)
+        if all(np.isfinite(a).all() for a in by_jax.values()):
+            break
+    return named(backend, y, grads), by_jax
+
+
+def dtypes(case: Case, backend: Backend, dtype: str) -> set[str]:
+    """Those of outputs and gradients by hand, as JAX infers them without computing anything."""
+    import jax
+
+    both, args, dys = _on_jax(case, backend, dtype)
+    y, grads, _ = jax.eval_shape(both, args, dys)
+    return {str(leaf.dtype) for leaf in jax.tree.leaves((y, grads))}
+
+
+def _on_jax(case: Case, backend: Backend, dtype: str) -> tuple[Any, Any, Any]:
+    import jax
+
+    fn, args = case.build(backend, dtype)
+
+    def forward(args: Any) -> Any:
+        return outputs(fn(*args)[0])
+
+    def both(args: Any, dys: Any) -> Any:
+        y, cache = fn(*args)
+        _, pull_back = jax.vjp(forward, args)
+        return y, gradients(args, cache.backward(*dys)), pull_back(dys)[0]
+
+    return both, args, douts(backend, jax.eval_shape(forward, args), dtype)
+
+
 @functools.cache
 def on_numpy(case: Case, dtype: str = "float64") -> Values:
     """The same on NumPy in float64, from inputs and dy rounded to `dtype`."""
@@ -67,15 +111,6 @@ def by_torch_autograd(case: Case, backend: Backend) -> Values:
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
     }
     return named(backend, y, tree.unflatten({"args": args}, given)["args"])
-
-
-def by_jax(case: Case, backend: Backend) -> Values:
-    """Gradients by JAX's reverse mode through the same forward code."""
-    import jax
-
-    fn, args = case.build(backend)
-    y, pull_back = jax.vjp(lambda *args: outputs(fn(*args)[0]), *args)
-    return named(backend, y, pull_back(douts(backend, y)))
 
 
 def require_close(got: Values, wanted: Values, rtol: float) -> None:

@@ -106,6 +106,7 @@ def of(names: list[str]) -> list[str]:
     return [word for name in names for word in ("--contestant", name)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_run_prints_a_table_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -23,6 +23,7 @@ FILES = (benchmark.MODEL, benchmark.WORDS, benchmark.TEXT)
 
 
 # PEFT still asks transformers for something by its old name.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_the_examples_print_what_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from judges import (
     AUTOGRAD,
     FLOAT32,
     FLOAT64,
     by_hand,
-    by_jax,
     by_torch_autograd,
+    compiled,
+    dtypes,
     on_numpy,
     require_close,
 )
-from libraries import only
+from libraries import LIBRARIES, only
 from xformer.backends import Backend
 
 from xformer import backends, reference_only
 from xformer.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
+OPS = [case for case in cases() if case.room == "ops"]
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+but_jax = only(*(name for name in LIBRARIES if name != "jax"))  # which has tests of its own
+
+
+def on_jax() -> Iterator[Any]:
+    """All cases; slow, but for one of each layer and model: they compile for long."""
+    seen: set[str] = set()
+    for case in cases():
+        slow = case.room != "ops" and case.subject in seen
+        seen.add(case.subject)
+        yield pytest.param(case, marks=[pytest.mark.slow] if slow else [], id=case.name)
 
 
 @every_case
@@ -32,11 +47,13 @@ def test_gradient_is_the_derivative(case: Case) -> None:
 
 
 @every_case
+@but_jax
 def test_same_numbers_on_every_library(case: Case, library: Backend) -> None:
     require_close(by_hand(case, library), on_numpy(case), FLOAT64)
 
 
 @every_case
+@but_jax
 def test_float32(case: Case, library: Backend) -> None:
     got, wanted = by_hand(case, library, "float32"), on_numpy(case, "float32")
     assert all(a.dtype == "float32" for a in got.values())
@@ -51,10 +68,21 @@ def test_gradient_is_autograds(case: Case, library: Backend) -> None:
         require_close(by_hand(case, library), by_torch_autograd(case, library), AUTOGRAD)
 
 
+@pytest.mark.parametrize("case", list(on_jax()))
+@only("jax")
+def test_jax_has_the_same_numbers_and_gradients(case: Case, library: Backend) -> None:
+    got, judged = compiled(case, library)
+    require_close(got, on_numpy(case), FLOAT64)
+    require_close(got, judged, AUTOGRAD)
+
+
 @every_case
 @only("jax")
-def test_gradient_is_jaxs(case: Case, library: Backend) -> None:
-    require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
-    if case.room == "ops":  # what stands on them calls the same ops
-        with reference_only():
-            require_close(by_hand(case, library), by_jax(case, library), AUTOGRAD)
+def test_jax_stays_in_float32(case: Case, library: Backend) -> None:
+    assert dtypes(case, library, "float32") == {"float32"}
+
+
+@pytest.mark.parametrize("case", OPS[::16], ids=lambda case: case.name)
+@only("jax")
+def test_jax_op_by_op(case: Case, library: Backend) -> None:
+    require_close(by_hand(case, library), on_numpy(case), FLOAT64)

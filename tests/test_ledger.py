@@ -153,6 +153,7 @@ def test_checkpointing_leaves_a_layer_its_input() -> None:
     assert spare.peak < plain.peak
 
 
+@pytest.mark.slow
 def test_of_a_large_model_only_a_layer_is_made() -> None:
     gpt = GPT(1000, 48, 256, 4, 64)
     tracemalloc.start()

@@ -124,6 +124,7 @@ def test_import_loads_no_array_framework(tmp_path: Path) -> None:
     assert not loaded & {"torch", "jax", "jaxlib", "cupy", "array_api_strict", "matplotlib"}
 
 
+@pytest.mark.slow
 def test_import_takes_at_most_twice_as_long_as_numpy(tmp_path: Path) -> None:
     code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
     seconds: dict[str, list[float]] = {"numpy": [], "xformer": []}

@@ -555,6 +555,7 @@ def test_loading_takes_little_more_than_the_model(tmp_path: Path, dtype: str, co
     assert peak <= 1.2 * model
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize(("one", "other"), [("BF16", "BF16"), ("F32", "BF16")])
 def test_comparing_takes_little(tmp_path: Path, one: str, other: str) -> None:

@@ -98,6 +98,7 @@ def exact(params: Any, prompt: list[int], sampler: Any) -> dict[tuple[int, ...],
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "sampler"),
     [
