@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from xformer.backends.numpy.threads import forget_scratch
 
 from xformer import GPT, Transformer, backends, training, tree
 from xformer.cli import main
@@ -65,12 +66,18 @@ MODELS = {
 BATCH, LENGTH = 16, 48
 
 
+def whole(array: np.ndarray) -> np.ndarray:
+    """The array that this one views."""
+    return array if array.base is None else whole(array.base)
+
+
 def traced_peak(model: Any, batch: int, length: int, **options: Any) -> int:
     """The bytes that Python and NumPy allocated at most in some steps of the training loop."""
     network = getattr(model, "network", model)
     source = Same(arguments(network, batch, length, "float32")[1])
     config = TrainConfig(STEPS, **options)
     gc.collect()
+    forget_scratch()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -93,7 +100,7 @@ def test_of_every_optimiser_too(optimiser: str) -> None:
     """At one short sequence, where the update is what takes most."""
     wide = GPT(256, 3, 192, 4, 16)
     found = ledger(wide, batch=1, length=8, optimiser=optimiser)
-    assert found.peak == found.update
+    assert found.update > found.backward
     assert found.peak == pytest.approx(traced_peak(wide, 1, 8, optimiser=optimiser), rel=0.06)
 
 
@@ -125,7 +132,8 @@ def test_a_layer_is_charged_what_its_cache_holds() -> None:
     ]  # fmt: skip
     seen: set[int] = set()
     for i, block in enumerate(cache.model.hidden.stack.blocks):
-        leaves = {id(a): a for a in tree.flatten(block).values() if isinstance(a, np.ndarray)}
+        arrays = [a for a in tree.flatten(block).values() if isinstance(a, np.ndarray)]
+        leaves = {id(a): a for a in map(whole, arrays)}
         new = [a for key, a in leaves.items() if key not in own | seen]
         # Views of parameters, reshaped, are no memory.
         weights = list(tree.flatten(params).values())

@@ -24,6 +24,7 @@ import numpy as np
 
 from xformer import backends, optim, tree
 from xformer.backends.numpy.stand_in import Tally, stand_in
+from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 from xformer.checks import require_sizes
 from xformer.initial import Shapes
 from xformer.measure import arguments, saved_by_part
@@ -52,6 +53,7 @@ class Ledger(NamedTuple):
     loss_work: int  # at most, while a backward goes through the loss and the head
     layer_work: int  # at most, while it goes through a layer, beside the gradients it returns
     update_work: int  # at most, in the optimiser, beside what it returns
+    scratch: int  # that NumPy's kernels keep from one call to the next
 
     @property
     def grads(self) -> int:
@@ -72,7 +74,7 @@ class Ledger(NamedTuple):
     @property
     def peak(self) -> int:
         """The most that a step holds."""
-        return max(self.backward, self.update)
+        return max(self.backward, self.update) + self.scratch
 
 
 def ledger(
@@ -95,8 +97,10 @@ def ledger(
     tally = Tally()
     shapes = network.init_from(Shapes())
     params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
+    forget_scratch()
     work = [_backward_work(cut, batch, length, dtype) for cut in _one_layer_of_each(network)]
     loss_work, layer_work = (max(kind) for kind in zip(*work, strict=True))
+    scratch = scratch_nbytes()
     return Ledger(
         tree.nbytes(params),
         tree.nbytes(own.init(params)),
@@ -104,6 +108,7 @@ def ledger(
         loss_work,
         layer_work,
         _update_work(network, dtype, own, tree.nbytes(params)),
+        scratch,
     )
 
 
@@ -162,6 +167,7 @@ def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[i
     """What `Ledger` calls loss_work and layer_work, of a model of one layer."""
     params = network.init(0, "numpy", dtype)
     _, examples = arguments(network, batch, length, dtype)
+    network.loss(params, *examples, dropout_key=Key(0))[1].backward()  # makes the scratch memory
     with _traced():
         loss, cache = network.loss(params, *examples, dropout_key=Key(0))
         cache = getattr(cache, "tokens", cache)  # the losses of routers take next to nothing

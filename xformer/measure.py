@@ -73,9 +73,9 @@ def _by_part(saved: Any, inputs: Sequence[Any]) -> dict[str, int]:
     seen: set[int] = set()
     for name, leaf in tree.flatten(saved).items():
         own = parts.setdefault(_part_of(name), [])
-        if id(leaf) not in seen:
+        if id(_owner(leaf)) not in seen:
             own.append(leaf)
-            seen.add(id(leaf))
+            seen.add(id(_owner(leaf)))
     return {part: _nbytes(leaves, inputs) for part, leaves in parts.items()}
 
 
@@ -148,10 +148,19 @@ def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any
 
 
 def _nbytes(kept: Any, inputs: Sequence[Any]) -> int:
-    """Bytes of the arrays in a tree that are no parameters, no inputs, and no views of them."""
+    """Bytes of the arrays in a tree, those once that several are views of, without inputs' own."""
     arrays = [a for a in tree.flatten(kept).values() if isinstance(a, np.ndarray | np.generic)]
     new = [a for a in arrays if not is_stand_in(a)]
-    return tree.nbytes([a for a in new if not any(np.may_share_memory(a, x) for x in inputs)])
+    return tree.nbytes(
+        [_owner(a) for a in new if not any(np.may_share_memory(a, x) for x in inputs)]
+    )
+
+
+def _owner(array: Any) -> Any:
+    """The array whose memory it is that this one views."""
+    while isinstance(getattr(array, "base", None), np.ndarray):
+        array = array.base
+    return array
 
 
 def blocks_of(network: Any) -> tuple[BlockConfig, ...]:

@@ -5,9 +5,34 @@ from __future__ import annotations
 import array_api_compat.numpy as xp
 import numpy
 from xformer.backends.base import Backend
-from xformer.backends.numpy import append, experts, gelu, index_add
+from xformer.backends.numpy import (
+    append,
+    cross_entropy,
+    dropout,
+    embedding,
+    experts,
+    gelu,
+    glu,
+    index_add,
+    layer_norm,
+    rms_norm,
+    sdpa,
+)
 
-__all__ = ["append", "backend", "experts", "gelu", "index_add"]
+__all__ = [
+    "append",
+    "backend",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "experts",
+    "gelu",
+    "glu",
+    "index_add",
+    "layer_norm",
+    "rms_norm",
+    "sdpa",
+]
 
 
 def backend(device: str | None = None) -> Backend:

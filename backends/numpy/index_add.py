@@ -16,8 +16,13 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """Sort the rows by id and sum each run with `add.reduceat`."""
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     out = x.copy()
+    add_rows(out, y, ids)
+    return out, IndexAddCache(ids, x.shape)
+
+
+def add_rows(out: Array, y: Array, ids: Array) -> None:
+    """out[ids[n]] += y[n] for every n, in place; ids in range."""
     if ids.size:
         order = np.argsort(ids, kind="stable")
         found, start = np.unique(ids[order], return_index=True)
         out[found] += np.add.reduceat(y[order], start, axis=0)
-    return out, IndexAddCache(ids, x.shape)

@@ -1,0 +1,71 @@
+"""`dropout` in blocks of rows; the mask is kept as bits: making it again would cost most of all."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from xformer.backends.numpy.philox import words
+from xformer.backends.numpy.rows import masked, row_blocks, rows
+
+from xformer.checks import require_shape
+from xformer.dispatch import kernel
+from xformer.ops.dropout import dropout as reference
+from xformer.ops.dropout import require_rate
+from xformer.ops.random_bits import Key
+from xformer.typing import Array
+
+
+def all_or_none(x: Array, *, rate: Any, key: Key | None) -> str | None:
+    """Why the kernel cannot run."""
+    if isinstance(rate, Real) and 0 < float(rate) < 1 - 2**-32:
+        return None
+    return "nothing is drawn at a rate of 0 or 1"
+
+
+@kernel(reference, "numpy", unsupported=all_or_none)
+def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCache]:
+    """Draw the words of a block of rows, keep a bit of each, and apply them."""
+    rate = require_rate("dropout", "rate", rate, "key", key)
+    lowest = np.uint32(round(rate * 2**32))  # of the 2^32 words the lowest that keeps
+    y, xs = np.empty(x.shape, x.dtype), rows(np.atleast_1d(x))
+    ys, (n, width) = y.reshape(xs.shape), xs.shape
+    bits = np.empty((n, -(-width // 8)), np.uint8)
+
+    def piece(start: int, stop: int) -> None:
+        first = np.array([start * width])
+        keep = words(cast(Key, key), first, (stop - start) * width)[0] >= lowest
+        keep = keep.reshape(-1, width)
+        bits[start:stop] = np.packbits(keep, axis=-1)
+        _drop(xs[start:stop], rate, keep, ys[start:stop])
+
+    if width:
+        row_blocks(piece, n, width)
+    return y, DropoutCache(rate, bits, x.shape)
+
+
+class DropoutCache(NamedTuple):
+    """What `dropout` keeps for its backward: a bit for each element."""
+
+    rate: float
+    bits: Array  # (N, D / 8), of x as (N, D)
+    shape: tuple[int, ...]
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * keep / (1 - rate), with the forward mask."""
+        require_shape("dropout", "dy", dy, self.shape)
+        dx, dys = np.empty(dy.shape, dy.dtype), rows(np.atleast_1d(dy))
+        dxs, (n, width) = dx.reshape(dys.shape), dys.shape
+
+        def piece(start: int, stop: int) -> None:
+            keep = np.unpackbits(self.bits[start:stop], axis=-1, count=width)
+            _drop(dys[start:stop], self.rate, keep, dxs[start:stop])
+
+        row_blocks(piece, n, width)
+        return dx
+
+
+def _drop(x: Array, rate: float, keep: Array, out: Array) -> None:
+    np.divide(x, 1 - rate, out=out)
+    masked(out, keep, out=out)

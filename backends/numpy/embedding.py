@@ -1,0 +1,35 @@
+"""`embedding` whose backward writes only to the rows that were taken."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from xformer.backends.numpy.index_add import add_rows
+
+from xformer.checks import require_ids, require_shape
+from xformer.dispatch import kernel
+from xformer.ops.embedding import embedding as reference
+from xformer.typing import Array
+
+
+@kernel(reference, "numpy")
+def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
+    """y = table[ids]."""
+    ids = require_ids("embedding", "ids", ids, table.shape[0], table)
+    return np.take(table, ids, axis=0), EmbeddingCache(ids, table.shape)
+
+
+class EmbeddingCache(NamedTuple):
+    """What `embedding` keeps for its backward: no copy of the table."""
+
+    ids: Array  # (...)
+    table_shape: tuple[int, int]  # (V, D)
+
+    def backward(self, dy: Array) -> Array:
+        """dtable = zeros with dy added at the rows ids; memory of the others is never touched."""
+        require_shape("embedding", "dy", dy, (*self.ids.shape, self.table_shape[1]))
+        dtable = np.zeros(self.table_shape, dy.dtype)
+        add_rows(dtable, dy.reshape(math.prod(self.ids.shape), dy.shape[-1]), self.ids.reshape(-1))
+        return dtable

@@ -1,0 +1,85 @@
+"""`layer_norm` in blocks of rows: each goes through all operations in the cache of its core."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from xformer.backends.numpy.rows import Sums, factor, row_blocks, rows
+from xformer.backends.numpy.threads import scratch
+
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.layer_norm import layer_norm as reference
+from xformer.typing import Array
+
+
+@kernel(reference, "numpy")
+def layer_norm(
+    x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
+) -> tuple[Array, LayerNormCache]:
+    """Centred rows, their variance from these, then rstd, w and b in place."""
+    eps = number("layer_norm", "eps", eps, low=0)
+    require_axis("layer_norm", x, -1)
+    y, xs, width = np.empty(x.shape, x.dtype), rows(x), x.shape[-1]
+    ys, gain = y.reshape(xs.shape), factor(w)
+    mean, rstd = np.empty(len(xs), x.dtype), np.zeros((len(xs), 2), x.dtype)
+
+    def piece(start: int, stop: int) -> None:
+        x, y, at = xs[start:stop], ys[start:stop], slice(start, stop)
+        mean[at] = np.einsum("ij->i", x) / width
+        np.subtract(x, mean[at, None], out=y)
+        var = np.vecdot(y, y) / width
+        rstd[at, 0] = 1 / np.sqrt(var + eps) if eps_inside else 1 / (np.sqrt(var) + eps)
+        y *= np.matmul(rstd[at], gain, out=scratch("gain", y.shape, y.dtype))
+        if b is not None:
+            y += b
+
+    row_blocks(piece, *xs.shape)
+    outside = 0.0 if eps_inside else eps
+    return y, LayerNormCache(x, w, mean, rstd, outside, b is not None)
+
+
+class LayerNormCache(NamedTuple):
+    """What `layer_norm` keeps for its backward."""
+
+    x: Array  # (..., D)
+    w: Array  # (D,)
+    mean: Array  # (N,)
+    rstd: Array  # (N, 2), the second column zeros
+    eps_outside: float  # eps where it stands outside the root, else 0
+    has_b: bool
+
+    def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
+        """dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), dxhat = dy * w."""
+        require_gradient("layer_norm", "dy", dy, self.x)
+        w, width = self.w, dy.shape[-1]
+        dx, xs, dys = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy)
+        dxs = dx.reshape(xs.shape)
+        dw, db = (Sums(len(xs), width, dy.dtype) for _ in range(2))
+
+        def piece(start: int, stop: int) -> None:
+            at = slice(start, stop)
+            dy, dx, rstd = dys[at], dxs[at], self.rstd[at, 0]
+            centred = scratch("centred", dy.shape, dy.dtype)
+            np.subtract(xs[at], self.mean[at, None], out=centred)
+            np.multiply(dy, centred, out=dx)
+            np.matmul(rstd, dx, out=dw.of(start))
+            slope = dx @ w * rstd / width  # mean of dxhat * xhat
+            if self.eps_outside:
+                slope /= self._share(rstd)
+            if self.has_b:
+                np.matmul(np.ones_like(rstd), dy, out=db.of(start))
+            np.multiply(dy, w, out=dx)
+            dx -= (dy @ w / width)[:, None]
+            centred *= (slope * rstd)[:, None]
+            dx -= centred
+            dx *= rstd[:, None]
+
+        row_blocks(piece, *xs.shape)
+        return dx, dw.total(), db.total() if self.has_b else None
+
+    def _share(self, rstd: Array) -> Array:
+        """1 - eps * rstd = std / (std + eps); 1 in a constant row, whose xhat is 0."""
+        share = 1 - self.eps_outside * rstd
+        return np.where(share > 0, share, 1)

@@ -1,0 +1,73 @@
+"""`rms_norm` in blocks of rows: each goes through all operations in the cache of its core."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.numpy.rows import Sums, factor, row_blocks, rows
+from xformer.backends.numpy.threads import scratch
+
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.rms_norm import rms_norm as reference
+from xformer.typing import Array
+
+
+def no_gain(
+    x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
+) -> str | None:
+    """Why the kernel cannot run."""
+    return "w is None" if w is None else None
+
+
+@kernel(reference, "numpy", unsupported=no_gain)
+def rms_norm(
+    x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
+) -> tuple[Array, RmsNormCache]:
+    """The mean square of a row as one product, then rstd and the gain in place."""
+    eps = number("rms_norm", "eps", eps, low=0)
+    offset = number("rms_norm", "offset", offset)
+    require_axis("rms_norm", x, -1)
+    gain: Any = w
+    if offset:
+        gain = gain + offset
+    y, xs, width = np.empty(x.shape, x.dtype), rows(x), x.shape[-1]
+    ys, gains, rstd = y.reshape(xs.shape), factor(gain), np.zeros((len(xs), 2), x.dtype)
+
+    def piece(start: int, stop: int) -> None:
+        x, y, at = xs[start:stop], ys[start:stop], slice(start, stop)
+        rstd[at, 0] = 1 / np.sqrt(np.vecdot(x, x) / width + eps)
+        np.matmul(rstd[at], gains, out=y)
+        y *= x
+
+    row_blocks(piece, *xs.shape)
+    return y, RmsNormCache(x, gain, rstd)
+
+
+class RmsNormCache(NamedTuple):
+    """What `rms_norm` keeps for its backward."""
+
+    x: Array  # (..., D)
+    gain: Array  # (D,)
+    rstd: Array  # (N, 2), the second column zeros
+
+    def backward(self, dy: Array) -> tuple[Array, Array]:
+        """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * gain."""
+        require_gradient("rms_norm", "dy", dy, self.x)
+        gain, width = self.gain, dy.shape[-1]
+        dx, xs, dys = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy)
+        dxs, dw = dx.reshape(xs.shape), Sums(len(xs), width, dy.dtype)
+
+        def piece(start: int, stop: int) -> None:
+            at = slice(start, stop)
+            x, dy, dx, rstd = xs[at], dys[at], dxs[at], self.rstd[at, 0]
+            np.multiply(dy, x, out=dx)
+            np.matmul(rstd, dx, out=dw.of(start))
+            slope = dx @ gain * rstd**2 / width  # mean of dxhat * xhat, times rstd
+            np.multiply(dy, gain, out=dx)
+            dx -= np.multiply(x, slope[:, None], out=scratch("xhat", x.shape, x.dtype))
+            dx *= rstd[:, None]
+
+        row_blocks(piece, *xs.shape)
+        return dx, dw.total()

@@ -1,0 +1,176 @@
+"""Pieces of an array's rows on several threads: NumPy lets go of the GIL while it computes.
+
+As many threads as NumPy's BLAS has, which follows the user (`OPENBLAS_NUM_THREADS`,
+`threadpoolctl.threadpool_limits`). While pieces run, BLAS has one: each of them calls it itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import threadpoolctl
+
+from xformer.typing import Array
+
+Piece = Callable[[int, int], Any]
+
+
+def n_threads() -> int:
+    """How many threads BLAS has now; 1 where it cannot be asked, and within a piece."""
+    return min((library.get_num_threads() or 1 for library in _blas()), default=1)
+
+
+def blocks(fn: Piece, n: int, size: int) -> None:
+    """fn(start, stop) over [0, n), in pieces of at most `size`, on the threads of NumPy's BLAS.
+
+    In the caller, one after the other, where there is one piece or one thread, within a piece, and
+    while another thread of the program has the pool. What a piece raises comes out; then the pieces
+    that have not begun are left out.
+    """
+    helpers = min(-(-n // size), n_threads()) - 1 if n > size else 0
+    if helpers < 1 or not _state.pool.acquire(blocking=False):
+        for start in range(0, n, size):
+            fn(start, min(start + size, n))
+        return
+    try:
+        with _one_thread():
+            _shared(fn, n, size, helpers)
+    finally:
+        _state.pool.release()
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Memory of this thread's own, not cleared; its next use is by the same name.
+
+    A fresh array of its size would cost a page fault for every 4 KiB.
+    """
+    kept, dtype = _kept.buffers, np.dtype(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    buffer = kept.get(name)
+    if buffer is None or buffer.nbytes < nbytes:
+        buffer = kept[name] = np.empty(nbytes, np.uint8)
+    return np.ndarray(shape, dtype, buffer)
+
+
+def scratch_nbytes() -> int:
+    """Bytes that the `scratch` of all threads takes."""
+    return sum(buffer.nbytes for kept in _everyone.values() for buffer in list(kept.values()))
+
+
+def forget_scratch() -> None:
+    """Let go of the `scratch` of all threads."""
+    for kept in list(_everyone.values()):
+        kept.clear()
+
+
+class _State:
+    """The pool; in the child of a fork, which has none of its threads, a new one."""
+
+    def __init__(self) -> None:
+        self.pool = threading.Lock()  # of whoever has all threads
+        self.jobs: SimpleQueue[tuple[_Job, Context]] = SimpleQueue()
+        self.n_threads = 0
+
+
+class _Job:
+    """One call of `blocks`: its threads take pieces until none is left."""
+
+    def __init__(self, fn: Piece, n: int, size: int) -> None:
+        self.fn, self.n, self.size = fn, n, size
+        self.starts = itertools.count(0, size)
+        self.done: SimpleQueue[None] = SimpleQueue()
+        self.error: BaseException | None = None
+
+    def work(self) -> None:
+        try:
+            while self.error is None and (start := next(self.starts)) < self.n:
+                self.fn(start, min(start + self.size, self.n))
+        except BaseException as error:
+            self.error = error
+
+
+class _Buffers(dict[str, Array]):
+    """Scratch memory by its name; unlike a dict, it can be referred to weakly."""
+
+
+class _Kept(threading.local):
+    """A thread's own buffers, which go with it."""
+
+    def __init__(self) -> None:
+        self.buffers = _everyone[threading.get_ident()] = _Buffers()
+
+
+_state = _State()
+_everyone: WeakValueDictionary[int, _Buffers] = WeakValueDictionary()
+_kept = _Kept()
+
+
+def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
+    state, job = _state, _Job(fn, n, size)
+    for _ in range(helpers):
+        state.jobs.put((job, copy_context()))
+    while state.n_threads < helpers:
+        threading.Thread(target=_help, args=(state.jobs,), daemon=True).start()
+        state.n_threads += 1
+    job.work()
+    for _ in range(helpers):
+        try:
+            state.jobs.get_nowait()  # that a helper has not come to yet
+        except Empty:
+            job.done.get()
+    if job.error is not None:
+        raise job.error
+
+
+def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
+    while True:
+        job, context = jobs.get()
+        for library in _blas():
+            library.set_num_threads(1)  # where each thread has a number of its own
+        context.run(job.work)
+        job.done.put(None)
+        del job, context  # else its arrays would live until the next
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = [(library, library.get_num_threads()) for library in _blas()]
+    try:
+        for library, _ in before:
+            library.set_num_threads(1)
+        yield
+    finally:
+        for library, n in before:
+            library.set_num_threads(n)
+            if hasattr(library, "clear_controlling_thread"):  # threadpoolctl 3.8
+                library.clear_controlling_thread()  # else only this thread could set it again
+
+
+@functools.cache
+def _blas() -> list[Any]:
+    """NumPy's own BLAS, or all there are. Looking for them takes a millisecond."""
+    found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    folder = Path(np.__file__).parent.parent
+    own = [x for x in found if Path(x.filepath).is_relative_to(folder) and "numpy" in x.filepath]
+    return own or found
+
+
+def _forked() -> None:
+    global _state
+    _state = _State()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

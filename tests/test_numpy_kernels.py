@@ -1,0 +1,191 @@
+"""NumPy's kernels over several blocks on several threads, and at the ends of the number line.
+
+The cases of the catalogue, on which tests/test_kernels.py tries every kernel, fill one block.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from test_kernels import contiguous, expanded, require_exact, sliced, transposed
+from xformer.backends.numpy.rows import BLOCK
+
+from xformer import Key, backends, ops, reference_only
+from xformer.typing import Array
+
+NUMPY = backends.get("numpy")
+KEY = Key(2**40 + 3, 5, 7)
+LEAD, WIDTH = (3, 241), 211  # primes
+SHAPE = (*LEAD, WIDTH)
+W = (WIDTH,)
+assert 2 * BLOCK < math.prod(SHAPE) < 3 * BLOCK  # the last block is shorter
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        yield
+
+
+def ids(shape: tuple[int, ...], high: int) -> Array:
+    return np.random.default_rng(5).integers(0, high, shape)
+
+
+CASES: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
+    (ops.gelu, (SHAPE,), {"approximate": "none"}),
+    (ops.gelu, (SHAPE,), {"approximate": "tanh"}),
+    (ops.glu, (SHAPE, SHAPE), {}),
+    (ops.dropout, (SHAPE,), {"rate": 0.3, "key": KEY}),
+    (ops.layer_norm, (SHAPE, W, W), {}),
+    (ops.layer_norm, (SHAPE, W, None), {"eps": 0.1, "eps_inside": False}),
+    (ops.rms_norm, (SHAPE, W), {"offset": 1.0}),
+    (ops.rms_norm, ((2, BLOCK + 1), (BLOCK + 1,)), {}),  # a row is more than a block
+    (ops.embedding, ((503, 101),), {"ids": ids((7, 101), 503)}),
+    (ops.cross_entropy, (SHAPE,), {"targets": ids(LEAD, WIDTH)}),
+    (
+        ops.cross_entropy,
+        (SHAPE,),
+        {
+            "targets": ids(LEAD, WIDTH),
+            "ignore_index": 3,
+            "label_smoothing": 0.1,
+            "z_loss": 0.01,
+            "reduction": "none",
+        },
+    ),
+)
+
+
+def named(case: tuple[Any, Any, dict[str, Any]]) -> str:
+    return " ".join([case[0].__name__, *(f"{k} {v}" for k, v in case[2].items() if k != "targets")])
+
+
+def drawn(shapes: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
+    rng = np.random.default_rng(3)
+    return tuple(s if s is None else rng.normal(0.3, 1, s).astype(dtype) for s in shapes)
+
+
+@pytest.mark.parametrize("layout", [contiguous, sliced, transposed, expanded])
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_several_blocks_are_as_exact(case: Any, layout: Any) -> None:
+    op, shapes, options = case
+    args = tuple(x if x is None else layout(x) for x in drawn(shapes, "float32"))
+    (kernel,) = op.kernels["numpy"]
+    require_exact(NUMPY, kernel, op, args, options, layout)
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_float64(case: Any) -> None:
+    op, shapes, options = case
+    args = drawn(shapes, "float64")
+    (kernel,) = op.kernels["numpy"]
+    if kernel.unsupported is not None and (why := kernel.unsupported(*args, **options)):
+        assert op is ops.gelu and "float32" in why
+        return
+    for got, wanted in zip(results(op, args, options), reference(op, args, options), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_any_number_of_threads_gives_the_same(case: Any) -> None:
+    op, shapes, options = case
+    args = drawn(shapes, "float32")
+    several = results(op, args, options)
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        for one, other in zip(results(op, args, options), several, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def results(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Array]:
+    """The output and all gradients."""
+    y, cache = op(*args, **options)
+    dy = np.asarray(np.random.default_rng(4).normal(size=y.shape), args[0].dtype)
+    grads = cache.backward(dy)
+    return [a for a in (y, *(grads if isinstance(grads, tuple) else (grads,))) if a is not None]
+
+
+def reference(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Array]:
+    with reference_only():
+        return results(op, args, options)
+
+
+# ---- The ends of the number line ----
+
+FAR = [0.0, -0.0, 1e-40, 5.0, 50.0, 99.0, 101.0, 1e5, 1e30, 3e38, np.inf]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("op", "n_args", "options"),
+    [
+        (ops.gelu, 1, {"approximate": "none"}),
+        (ops.gelu, 1, {"approximate": "tanh"}),
+        (ops.glu, 2, {}),
+    ],
+)
+def test_far_out(op: Any, n_args: int, options: dict[str, Any], dtype: str) -> None:
+    """As the reference, without a warning; NaN stays NaN and does not spread."""
+    x = np.asarray([*FAR, *(-a for a in FAR)], dtype)
+    args = (x, *(np.ones_like(x) for _ in range(n_args - 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pairs = list(zip(results(op, args, options), reference(op, args, options), strict=True))
+    for got, wanted in pairs:
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    x[3] = np.nan
+    y, _ = op(*args, **options)
+    assert np.flatnonzero(np.isnan(y)).tolist() == [3]
+
+
+def test_exact_gelu_against_erf() -> None:
+    x = np.linspace(-9, 9, 20_001).astype(np.float32)
+    phi = np.asarray([0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x.astype(float)])
+    y, cache = ops.gelu(x)
+    slope = phi + x * np.exp(-0.5 * x.astype(float) ** 2) / math.sqrt(2 * math.pi)
+    assert np.max(np.abs(y - x * phi) / np.maximum(1, np.abs(x))) < 2e-7
+    assert np.max(np.abs(cache.backward(np.ones_like(x)) - slope)) < 4e-7
+
+
+def test_a_gradient_that_is_not_finite_stays_where_it_is() -> None:
+    x = np.asarray([-1.0, 1.0, -1.0, 1.0], np.float32)
+    dy = np.asarray([np.inf, np.nan, np.nan, -np.inf], np.float32)
+    options: Any = {"rate": 0.5, "key": Key(1)}
+    _, cache = ops.dropout(x, **options)
+    with reference_only():
+        _, judge = ops.dropout(x, **options)
+    np.testing.assert_array_equal(cache.backward(dy), judge.backward(dy))
+
+
+# ---- What one kernel alone promises ----
+
+
+@pytest.mark.parametrize("rate", [1e-12, 1e-9, 0.1, 0.999, 1 - 1e-9, 1 - 2**-33])
+@pytest.mark.parametrize("size", [1, 8, 13, 3 * BLOCK - 5])
+def test_dropout_is_that_of_the_reference(rate: float, size: int) -> None:
+    x = np.linspace(1, 2, size, dtype=np.float32)
+    args: Any = (ops.dropout, (x,), {"rate": rate, "key": KEY})
+    for got, wanted in zip(results(*args), reference(*args), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_ignored_tokens_may_be_nan() -> None:
+    (logits,) = drawn((SHAPE,), "float32")
+    targets = ids(LEAD, WIDTH)
+    options = {"targets": targets, "ignore_index": 3, "reduction": "mean"}
+    wanted = results(ops.cross_entropy, (logits,), options)
+    logits[targets == 3] = np.nan
+    for got, want in zip(results(ops.cross_entropy, (logits,), options), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_embedding_leaves_the_rows_of_others() -> None:
+    (table,) = drawn(((7, 3),), "float32")
+    _, cache = ops.embedding(table, ids=np.asarray([[5, 2], [5, 5]]))
+    dtable = cache.backward(np.ones((2, 2, 3), np.float32))
+    assert dtable[:, 0].tolist() == [0, 0, 1, 0, 0, 3, 0]

@@ -1,0 +1,175 @@
+"""Pieces on several threads: each runs once, and BLAS has its number of threads again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import threadpoolctl
+from xformer.backends.numpy.threads import blocks, n_threads, scratch
+
+SECONDS = 60  # before a test that hangs fails
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        if n_threads() != 3:
+            pytest.skip("NumPy's BLAS cannot be given 3 threads")
+        yield
+
+
+def together(n: int) -> Callable[[], None]:
+    """A function that returns once `n` threads have called it."""
+    return threading.Barrier(n, timeout=SECONDS).wait
+
+
+@pytest.mark.parametrize(("n", "size"), [(0, 3), (1, 1), (7, 3), (9, 3), (10, 100), (100, 1)])
+def test_each_piece_once(n: int, size: int) -> None:
+    seen: list[tuple[int, int]] = []
+    blocks(lambda start, stop: seen.append((start, stop)), n, size)
+    assert sorted(seen) == [(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def test_as_many_threads_as_blas_has() -> None:
+    meet, names = together(3), set()
+
+    def piece(start: int, stop: int) -> None:
+        meet()  # that all three are in a piece at once
+        names.add(threading.current_thread())
+
+    blocks(piece, 3, 1)
+    assert len(names) == 3 and threading.current_thread() in names
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        names.clear()
+        blocks(lambda start, stop: names.add(threading.current_thread()), 20, 1)
+    assert names == {threading.current_thread()}
+
+
+def test_blas_has_one_thread_meanwhile() -> None:
+    meet, during = together(3), []
+
+    def piece(start: int, stop: int) -> None:
+        meet()
+        during.append(n_threads())
+
+    blocks(piece, 3, 1)
+    assert during == [1, 1, 1] and n_threads() == 3
+
+
+def test_another_thread_of_the_program_can_set_it_afterwards() -> None:
+    blocks(lambda start, stop: None, 4, 1)
+    found = []
+
+    def other() -> None:
+        with threadpoolctl.threadpool_limits(2, user_api="blas"):
+            found.append(n_threads())
+            blocks(lambda start, stop: None, 4, 1)
+            found.append(n_threads())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(SECONDS)
+    assert found == [2, 2]
+
+
+@pytest.mark.parametrize("bad", [0, 5, 19])
+def test_errors_come_out(bad: int) -> None:
+    def piece(start: int, stop: int) -> None:
+        if start == bad:
+            raise KeyError(bad)
+
+    with pytest.raises(KeyError, match=str(bad)):
+        blocks(piece, 20, 1)
+    assert n_threads() == 3
+    test_each_piece_once(20, 3)
+
+
+def test_errors_of_other_threads_come_out() -> None:
+    meet, caller = together(3), threading.current_thread()
+
+    def piece(start: int, stop: int) -> None:
+        meet()
+        if threading.current_thread() is not caller:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        blocks(piece, 3, 1)
+    assert n_threads() == 3
+
+
+def test_pieces_within_a_piece() -> None:
+    counts = np.zeros((8, 5), int)
+
+    def piece(start: int, stop: int) -> None:
+        def inner(first: int, last: int) -> None:
+            counts[start:stop, first:last] += 1
+
+        blocks(inner, 5, 2)
+
+    blocks(piece, 8, 1)
+    assert (counts == 1).all()
+
+
+def test_two_threads_of_the_program_at_once() -> None:
+    meet, counts = together(2), np.zeros((2, 50), int)
+
+    def caller(row: int) -> None:
+        def piece(start: int, stop: int) -> None:
+            if start == 0:
+                meet()  # inside the other one's call
+            counts[row, start:stop] += 1
+
+        blocks(piece, 50, 1)
+
+    threads = [threading.Thread(target=caller, args=(row,)) for row in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert (counts == 1).all() and n_threads() == 3
+
+
+def test_settings_of_the_caller_hold_in_its_pieces() -> None:
+    meet = together(3)
+
+    def piece(start: int, stop: int) -> None:
+        meet()
+        np.float32(1) / np.zeros(1, np.float32)
+
+    with np.errstate(divide="ignore"):
+        blocks(piece, 3, 1)
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        blocks(piece, 3, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_after_a_fork() -> None:
+    test_as_many_threads_as_blas_has()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            test_as_many_threads_as_blas_has()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_scratch_is_a_threads_own() -> None:
+    a = scratch("a", (3, 5), np.float32)
+    a[...] = 1
+    assert np.shares_memory(a, scratch("a", (3, 2), np.float64))
+    assert not np.shares_memory(a, scratch("b", (3, 5), np.float32))
+    b = scratch("a", (100,), np.float64)
+    assert b.shape == (100,) and b.dtype == np.float64 and b.flags.writeable
+    other = []
+    thread = threading.Thread(target=lambda: other.append(scratch("a", (100,), np.float64)))
+    thread.start()
+    thread.join(SECONDS)
+    assert not np.shares_memory(b, other[0])
