@@ -5,13 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 
 import pytest
+import threadpoolctl
 from libraries import LIBRARIES, STAND_IN, opened
 from xformer.backends import Backend
 
 from xformer import backends
+
+# Several tests run at once, and more threads than cores wait for each other. Here, and in workers
+# and commands; tests of threads ask for their own.
+threadpoolctl.threadpool_limits(1)
+for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
 
 if importlib.util.find_spec("jax"):
     # JAX compiles every operation for every shape; small arrays want it done quickly, not well.
@@ -28,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         choices=(*backends.NAMES, STAND_IN),
         help="test only on this backend, and fail where it cannot run; may be given several times",
+    )
+
+    parser.addoption(
+        "--skipped-in",
+        metavar="FILE",
+        help="run only the tests that a run with --junitxml=FILE skipped, for want of a library",
     )
 
 
@@ -49,12 +63,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     test_gradients.py, whose cases are compiled in one piece, always runs.
     """
+    if earlier := config.getoption("--skipped-in"):
+        skipped = _skipped(earlier)
+        items[:] = [item for item in items if skipped & {_module(item), _name(item)}]
     if config.getoption("--backend"):
         return
     for item in items:
         on = getattr(item, "callspec", None)
         if on and on.params.get("library") == "jax" and item.path.name != "test_gradients.py":
             item.add_marker(pytest.mark.slow)
+
+
+def _skipped(path: str) -> set[str]:
+    """Modules and tests that a run's XML says were skipped."""
+    cases = [case for case in ElementTree.parse(path).iter("testcase") if case.findall("skipped")]
+    return {f"{case.get('classname')}.{case.get('name')}".lstrip(".") for case in cases}
+
+
+def _module(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0].removesuffix(".py").replace("/", ".")
+
+
+def _name(item: pytest.Item) -> str:
+    return f"{_module(item)}.{item.name}"
 
 
 @pytest.fixture(scope="module", autouse=True)
