@@ -188,7 +188,7 @@ def test_runs_are_told_apart(drawing: None, tmp_path: Path) -> None:
 def test_long_names_fit_the_picture(drawing: None, tmp_path: Path) -> None:
     log = read_log(write_log(tmp_path / "a", [row(1), row(2)]))
     long = log._replace(name="a path of $n$ letters, and a 猫/" * 9)
-    figure = training_curves([long, log, log])
+    figure = training_curves([long, long, long])
     figure.draw_without_rendering()
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width

@@ -93,7 +93,7 @@ def show(bar: Any, step: Step) -> None:
     bar.set_postfix_str(f"loss {step.loss:.3f}", refresh=False)
     if step.validation is not None:
         bar.write(f"step {step.step}: validation {step.validation:.4f}")
-    elif bar.disable and step.step % 50 == 0:
+    elif bar.disable and step.step % 20 == 0:
         bar.write(f"step {step.step}: loss {step.loss:.3f}")
     sys.stdout.flush()
 
