@@ -51,7 +51,7 @@ from xformer.training.batch import IGNORED
 DATA = Path(os.environ.get("XFORMER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 VOCAB_SIZE, WIDTH, N_LAYERS, DROPOUT = 6000, 256, 3, 0.1
-STEPS, WARMUP, MAX_TOKENS, MAX_LEN = 2000, 800, 2000, 100
+STEPS, WARMUP, MAX_TOKENS, MAX_LEN = 1000, 800, 2000, 100
 EMA, SMOOTHING = 0.998, 0.1
 BATCH, MAX_NEW = 50, 80  # of sentences that are translated together, tokens of a translation
 SHOWN = 10  # translations
