@@ -334,3 +334,12 @@ def test_a_run_has_its_vocabulary(
     assert main(["train", "--resume", "run"]) == 0
     model, _ = training.load("run", xf.backends.get("numpy"))
     assert model.vocab_size == training.load_vocabulary("run").size
+
+
+def test_a_warning_is_one_line(stopped: str) -> None:
+    program = "import sys; from xformer.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "train", "--resume", stopped, "--at", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stderr.splitlines() if "log.jsonl" in line]
+    assert line.startswith("xformer: warning: ") and line.endswith("is kept: log.jsonl.aside")
+    assert "warn(" not in done.stderr

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import xformer
 from xformer.cli import (
@@ -46,13 +48,14 @@ DESCRIPTION = "The transformer, forward and backward, on any array library."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its errors are one line on stderr and exit status 1."""
+    """Run one command; its errors are one line on stderr and exit status 1, warnings a line too."""
     parser = argparse.ArgumentParser(prog="xformer", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"xformer {xformer.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
+    usual, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
@@ -62,4 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("xformer: interrupted", file=sys.stderr)
         return 130
+    finally:
+        warnings.formatwarning = usual
     return status
+
+
+def _one_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    return f"xformer: warning: {message}\n"
