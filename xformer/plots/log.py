@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LOG = "log.jsonl"
+from xformer.training.log import LOG
+
 NUMBERS = dict.fromkeys(("step", "loss", "norm", "lr", "tokens", "seconds"))  # of every line
 MOST = 2.0**1000
 

@@ -82,18 +82,19 @@ def _checked(corpus: Corpus, i: int, progress: Progress | None) -> Iterator[np.n
     """The tokens of part i, some at a time; CorpusError as `unigram_loss`."""
     tokens, size, digest = corpus[:2][i], corpus.vocabulary.size, hashlib.sha256()
     where = getattr(tokens, "filename", None) or f"the {Corpus._fields[i]} part"
+    is_file = corpus.sha256 is not None and isinstance(tokens, np.memmap)  # else it is just made
     for start in range(0, len(tokens), STEP):
         ids = tokens[start : start + STEP]
         if (ids < 0).any() or (ids >= size).any():
             wrong = ids[(ids < 0) | (ids >= size)][0]
             raise CorpusError(f"{where}: ids must lie in [0, {size}), the vocabulary, got {wrong}")
-        if corpus.sha256 is not None:
+        if is_file:
             digest.update(np.ascontiguousarray(ids).data)
         yield ids
         if progress is not None:
             done = min(start + STEP, len(tokens)) * tokens.itemsize
             progress(f"checking {Corpus._fields[i]} tokens", done, tokens.nbytes)
-    if corpus.sha256 is not None and digest.hexdigest() != corpus.sha256[i]:
+    if corpus.sha256 is not None and is_file and digest.hexdigest() != corpus.sha256[i]:
         raise CorpusError(f"{where}: is damaged, its SHA-256 is not that in {HEADER}")
 
 

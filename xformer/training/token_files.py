@@ -31,8 +31,8 @@ def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corp
     """The corpus that `prepare` made in a folder, its tokens mapped (`np.memmap`), not read.
 
     verify: read all tokens once and compare their digests, as `unigram_loss` does too.
-    FileNotFoundError where there is no
-    corpus, CorpusError where it is damaged, cut short, or has another vocabulary beside it.
+    FileNotFoundError where there is no corpus, CorpusError where it is damaged, cut short, or has
+    another vocabulary beside it.
     """
     root = Path(folder)
     if not os.path.lexists(root / HEADER):
