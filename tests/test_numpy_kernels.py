@@ -62,6 +62,14 @@ CASES: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
 )
 
 
+ROWS, COLUMNS = (SHAPE, (WIDTH, 101), (101,)), ((3, WIDTH), (WIDTH, 1009), (1009,))
+LINEAR: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
+    (ops.linear, ROWS, {}),
+    (ops.linear, (*COLUMNS[:2], None), {}),
+    (ops.linear, COLUMNS, {"fixed": True}),
+)
+
+
 def named(case: tuple[Any, Any, dict[str, Any]]) -> str:
     return " ".join([case[0].__name__, *(f"{k} {v}" for k, v in case[2].items() if k != "targets")])
 
@@ -72,7 +80,7 @@ def drawn(shapes: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("layout", [contiguous, sliced, transposed, expanded])
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("case", CASES + LINEAR, ids=named)
 def test_several_blocks_are_as_exact(case: Any, layout: Any) -> None:
     op, shapes, options = case
     args = tuple(x if x is None else layout(x) for x in drawn(shapes, "float32"))
@@ -80,7 +88,7 @@ def test_several_blocks_are_as_exact(case: Any, layout: Any) -> None:
     require_exact(NUMPY, kernel, op, args, options, layout)
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("case", CASES + LINEAR, ids=named)
 def test_float64(case: Any) -> None:
     op, shapes, options = case
     args = drawn(shapes, "float64")

@@ -15,6 +15,7 @@ from xformer.backends.numpy import (
     glu,
     index_add,
     layer_norm,
+    linear,
     rms_norm,
     sdpa,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "glu",
     "index_add",
     "layer_norm",
+    "linear",
     "rms_norm",
     "sdpa",
 ]
