@@ -10,19 +10,21 @@ function, and the kernels that it registers for the ops.
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 
 from xformer.backends.base import Backend, Generator, Memory, Unusable
 
 from xformer.dispatch import library_of
 from xformer.typing import Array
 
-NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict")
+NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba")
 
 _INSTALL = {
     "cupy": "pip install 'xformer-array[cuda13]' (or [cuda12])",
     "torch": "pip install 'xformer-array[torch]'",
     "jax": "pip install 'xformer-array[jax]'",
     "array-api-strict": "pip install array-api-strict",
+    "numba": "pip install 'xformer-array[numba]'",
 }
 
 __all__ = [
@@ -44,17 +46,9 @@ def get(name: str = "numpy", device: str | None = None) -> Backend:
     Raises ValueError for an unknown name, Unusable (an ImportError) saying why a known one cannot
     be used here and how to install it.
     """
-    if name not in NAMES:
-        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
-    try:
-        module = importlib.import_module(f"xformer.backends.{name.replace('-', '_')}")
-        backend: Backend = module.backend(device)
-    except Unusable:
-        raise
-    except ImportError as error:
-        raise Unusable(
-            f"backend {name} cannot be used: {error}. Install it with {_INSTALL[name]}"
-        ) from error
+    module, backend = _open(name, device)
+    if name == "numba":  # its arrays are NumPy's, and its kernels only for those who ask for them
+        module.register()
     return backend
 
 
@@ -71,7 +65,21 @@ def available() -> tuple[str, ...]:
 def why_not(name: str) -> str | None:
     """Why backend `name` cannot be used here, or None where it can."""
     try:
-        get(name)
+        _open(name, None)
     except Unusable as error:
         return str(error)
     return None
+
+
+def _open(name: str, device: str | None) -> tuple[ModuleType, Backend]:
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
+    try:
+        module = importlib.import_module(f"xformer.backends.{name.replace('-', '_')}")
+        return module, module.backend(device)
+    except Unusable:
+        raise
+    except ImportError as error:
+        raise Unusable(
+            f"backend {name} cannot be used: {error}. Install it with {_INSTALL[name]}"
+        ) from error

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 import threadpoolctl
-from libraries import LIBRARIES, STAND_IN, opened
+from libraries import LIBRARIES, ON_DEMAND, STAND_IN, opened
 from xformer.backends import Backend
 
-from xformer import backends
+from xformer import backends, dispatch
+
+NUMBA = "xformer.backends.numba"
 
 # Several tests run at once, and more threads than cores wait for each other. Here, and in workers
 # and commands; tests of threads ask for their own.
@@ -52,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = [
             name
             for name, backend in (LIBRARIES | {STAND_IN: STAND_IN}).items()
-            if (backend in demanded if demanded else name != STAND_IN)
+            if (backend in demanded if demanded else name not in ON_DEMAND)
         ]
         metafunc.parametrize("library", names, indirect=True)
 
@@ -94,6 +96,15 @@ def forget_compiled() -> Iterator[None]:
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def without_numba() -> Iterator[None]:
+    """A test that asks for the backend numba leaves its kernels to no other."""
+    yield
+    for op in dispatch.ops():
+        kernels = op.kernels.get("numpy", [])
+        kernels[:] = [k for k in kernels if not k.run.__module__.startswith(NUMBA)]
 
 
 @pytest.fixture

@@ -22,9 +22,10 @@ LIBRARIES = {
     "torch": "torch",
     "jax": "jax",
     "cupy": "cupy",
+    "numba": "numba",
 }
-# Only for tests that name it, and for --backend: CuPy's kernels on the CPU.
-STAND_IN = "cuda_shim"
+STAND_IN = "cuda_shim"  # CuPy's kernels on the CPU
+ON_DEMAND = ("numba", STAND_IN)  # for tests that name them, and for --backend
 
 
 class ReadOnly(Backend):

@@ -1,0 +1,41 @@
+"""NumPy arrays whose kernels are loops compiled by numba (extra `numba`), where asked for.
+
+    backend = xformer.backends.get("numba")
+
+From then on they run in the whole process, before those of `xformer.backends.numpy`, which stay for
+what they do not do: float64, above all. Compiling takes some seconds once on a machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numba
+from xformer.backends import numpy
+from xformer.backends.base import Backend
+from xformer.backends.numba import gelu, glu, layer_norm, rms_norm
+
+from xformer import ops
+from xformer.dispatch import Overridable, kernel
+
+__all__ = ["KERNELS", "backend", "register"]
+
+KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
+    (ops.gelu, gelu.gelu, gelu.not_float32),
+    (ops.glu, glu.glu, glu.not_float32_silu),
+    (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
+    (ops.rms_norm, rms_norm.rms_norm, rms_norm.no_gain),
+)
+
+
+def register() -> None:
+    """Run them from now on."""
+    for op, run, unsupported in KERNELS:
+        if all(known.run is not run for known in op.kernels["numpy"]):
+            kernel(op, "numpy", unsupported=unsupported)(run)
+
+
+def backend(device: str | None = None) -> Backend:
+    """NumPy's backend under another name."""
+    return replace(numpy.backend(device), name="numba", version=numba.__version__)

@@ -1,0 +1,44 @@
+"""How loops are compiled, and the powers of 2 in them: none of libm's that LLVM could vectorise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+
+# NaN and infinity stay as they are. Of rows: sums in any order, but no fused products, with which
+# a b - c would not be 0 where c is a b, nor reciprocals in the place of quotients.
+ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
+LOG2_E = np.float32(math.log2(math.e))
+
+
+def elementwise(fn: Any) -> Any:
+    """`fn` as machine code, made at its first call and kept on disk; it runs without the GIL."""
+    return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=ELEMENTS)(fn)
+
+
+def rowwise(fn: Any) -> Any:
+    """The same for sums over rows."""
+    return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=ROWS)(fn)
+
+
+@numba.njit(forceinline=True, error_model="numpy", fastmath=ELEMENTS)
+def exp2(x: Any) -> Any:
+    """2^x in float32 to 1e-7; at most 2^127, and 0 below 2^-126. NaN gives a number.
+
+    2^i 2^f, i whole and |f| <= 1/2: a polynomial of least relative error for 2^f.
+    """
+    x = min(max(x, np.float32(-127)), np.float32(127))
+    i = np.floor(x + np.float32(0.5))
+    f = x - i
+    p = np.float32(0.00015345811754806547)
+    p = p * f + np.float32(0.0013399931217237316)
+    p = p * f + np.float32(0.009618488958032047)
+    p = p * f + np.float32(0.055503287769710634)
+    p = p * f + np.float32(0.24022646890625604)
+    p = p * f + np.float32(0.6931472057372641)
+    p = p * f + np.float32(1)
+    # The bits of 2^i: an exponent of i + 127, 0 for i = -127.
+    return p * np.int32((np.int32(i) + np.int32(127)) << np.int32(23)).view(np.float32)

@@ -1,0 +1,94 @@
+"""Kernels compiled by numba: as exact as the reference, in any layout, and only where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from test_kernels import LAYOUTS, laid_out, parameters, require_exact
+from test_numpy_kernels import CASES, drawn, named, results
+
+from xformer import backends, dispatch, ops, tree
+from xformer.catalogue import cases
+from xformer.dispatch import Kernel, Overridable
+
+pytest.importorskip("numba", reason="extra numba is not installed")
+from xformer.backends.numba import KERNELS
+
+NUMPY = backends.get("numpy")
+COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        yield
+
+
+@pytest.mark.parametrize("op", COMPILED, ids=lambda op: op.__name__)
+def test_signature_is_the_references(op: Overridable) -> None:
+    assert parameters(COMPILED[op].run) == parameters(op.reference)
+    assert parameters(COMPILED[op].unsupported) == parameters(op.reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("op", COMPILED, ids=lambda op: op.__name__)
+def test_as_exact_as_the_reference(op: Overridable, layout: Callable[[Any], Any]) -> None:
+    """On the catalogue's cases, as tests/test_kernels.py does it of all other kernels."""
+    ran = 0
+    for case in (case for case in cases() if case.subject == op.__name__):
+        fn, args = case.build(NUMPY, "float32")
+        if fn.func is op:
+            args = tree.map(lambda x: laid_out(layout, x), args)
+            if not COMPILED[op].unsupported(*args, **fn.keywords):
+                require_exact(NUMPY, COMPILED[op], op, args, fn.keywords, layout)
+                ran += 1
+    assert ran
+
+
+BLOCKS = [case for case in CASES if case[0] in COMPILED]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("case", BLOCKS, ids=named)
+def test_several_blocks_are_as_exact(case: Any, layout: Callable[[Any], Any]) -> None:
+    op, shapes, options = case
+    args = tuple(x if x is None else layout(x) for x in drawn(shapes, "float32"))
+    if COMPILED[op].unsupported(*args, **options) is None:
+        require_exact(NUMPY, COMPILED[op], op, args, options, layout)
+    else:
+        assert options["eps_inside"] is False
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=named)
+def test_nan_and_infinity_stay(case: Any) -> None:
+    """Where the reference has a number that is not finite there is the same one, and no other."""
+    op, shapes, options = case
+    args = drawn(shapes, "float32")
+    if COMPILED[op].unsupported(*args, **options) is not None:
+        assert options["eps_inside"] is False
+        return
+    x = args[0].reshape(-1, args[0].shape[-1])
+    x[0, 0] = np.nan
+    if op in (ops.gelu, ops.glu):  # in sums over rows it makes NaN, here or there
+        x[1, :2] = np.inf, -np.inf
+    with np.errstate(all="ignore"):
+        wanted = results(op.reference, args, options)
+        got = results(COMPILED[op].run, args, options)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
+        np.testing.assert_array_equal(np.isinf(one), np.isinf(other))
+
+
+def test_only_where_asked_for() -> None:
+    x = np.ones((3, 4), np.float32)
+    assert backends.why_not("numba") is None
+    assert "numba" not in dispatch.explain(ops.gelu, x)
+    assert backends.get("numba").name == "numba"
+    backends.get("numba")
+    assert dispatch.explain(ops.gelu, x).startswith("gelu on numpy: xformer.backends.numba.gelu")
+    assert dispatch.explain(ops.gelu, x.astype("float64")).count("numba") == 1
+    assert type(ops.gelu(x)[1]).__module__ == "xformer.backends.numba.gelu"
