@@ -27,11 +27,15 @@ def together(n: int) -> Callable[[], None]:
     return threading.Barrier(n, timeout=SECONDS).wait
 
 
-@pytest.mark.parametrize(("n", "size"), [(0, 3), (1, 1), (7, 3), (9, 3), (10, 100), (100, 1)])
+@pytest.mark.parametrize(
+    ("n", "size"), [(0, 3), (1, 1), (7, 3), (9, 3), (10, 100), (100, 1), (3, 1)]
+)
 def test_each_piece_once(n: int, size: int) -> None:
     seen: list[tuple[int, int]] = []
     blocks(lambda start, stop: seen.append((start, stop)), n, size)
-    assert sorted(seen) == [(start, min(start + size, n)) for start in range(0, n, size)]
+    starts, stops = zip(*sorted(seen), strict=True) if seen else ((), ())
+    assert (*starts, n) == (0, *stops) if n else not seen
+    assert all(stop - start <= size for start, stop in seen)
 
 
 def test_as_many_threads_as_blas_has() -> None:

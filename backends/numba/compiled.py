@@ -11,6 +11,8 @@ import numpy as np
 # NaN and infinity stay as they are. Of rows: sums in any order, but no fused products, with which
 # a b - c would not be 0 where c is a b, nor reciprocals in the place of quotients.
 ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
+BLOCK = 1 << 17  # elements: fewer are done before a thread is awake
+FEW = 32  # rows that are summed one after the other: sums of such sums are more exact
 LOG2_E = np.float32(math.log2(math.e))
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2
+from xformer.backends.numba.compiled import BLOCK, LOG2_E, elementwise, exp2
 from xformer.backends.numpy.gelu import EXACT, TANH
 from xformer.backends.numpy.rows import flat
 from xformer.backends.numpy.threads import blocks
@@ -15,7 +15,6 @@ from xformer.checks import require_gradient
 from xformer.ops.gelu import CUBIC, FAR, SCALE
 from xformer.typing import Array
 
-BLOCK = 1 << 17  # elements
 T0, T1 = map(np.float32, TANH)
 E0, E1, E2, E3, E4, E5, E6 = map(np.float32, EXACT)
 SLOPE0, SLOPE1 = np.float32(2 * SCALE), np.float32(6 * SCALE * CUBIC)

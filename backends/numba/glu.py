@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2
+from xformer.backends.numba.compiled import BLOCK, LOG2_E, elementwise, exp2
 from xformer.backends.numpy.rows import flat
 from xformer.backends.numpy.threads import blocks
 
@@ -13,7 +13,6 @@ from xformer.checks import require_gradient
 from xformer.ops.silu import FAR
 from xformer.typing import Array
 
-BLOCK = 1 << 16  # elements
 FAR32, ONE = np.float32(FAR), np.float32(1)
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.compiled import BLOCK, FEW, rowwise
 from xformer.backends.numpy.rows import Sums, row_blocks, rows
 
 from xformer.checks import number, require_axis, require_gradient
@@ -34,7 +34,7 @@ def layer_norm(
         at = slice(start, stop)
         _forward(xs[at], gain, offset, np.float32(eps), ys[at], mean[at], rstd[at])
 
-    row_blocks(piece, *xs.shape)
+    row_blocks(piece, *xs.shape, BLOCK)
     return y, LayerNormCache(x, w, mean, rstd, b is not None)
 
 
@@ -52,13 +52,13 @@ class LayerNormCache(NamedTuple):
         require_gradient("layer_norm", "dy", dy, self.x)
         dx, xs, dys, w = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy), np.array(self.w)
         dxs = dx.reshape(xs.shape)
-        dw, db = (Sums(*xs.shape, dy.dtype) for _ in range(2))
+        dw, db = (Sums(*xs.shape, dy.dtype, BLOCK) for _ in range(2))
 
         def piece(start: int, stop: int) -> None:
             at, sums = slice(start, stop), (dw.of(start), db.of(start))
             _backward(xs[at], w, self.mean[at], self.rstd[at], dys[at], dxs[at], *sums)
 
-        row_blocks(piece, *xs.shape)
+        row_blocks(piece, *xs.shape, BLOCK)
         return dx, dw.total(), db.total() if self.has_b else None
 
 
@@ -83,6 +83,7 @@ def _forward(x: Any, w: Any, b: Any, eps: Any, y: Any, mean: Any, rstd: Any) -> 
 @rowwise
 def _backward(x: Any, w: Any, mean: Any, rstd: Any, dy: Any, dx: Any, dw: Any, db: Any) -> None:
     n, width = x.shape
+    sums = np.zeros((2, width), x.dtype)
     dw[:] = 0
     db[:] = 0
     for i in range(n):
@@ -93,10 +94,14 @@ def _backward(x: Any, w: Any, mean: Any, rstd: Any, dy: Any, dx: Any, dw: Any, d
             dxhat = dy[i, j] * w[j]
             level += dxhat
             slope += dxhat * xhat
-            dw[j] += dy[i, j] * xhat
-            db[j] += dy[i, j]
+            sums[0, j] += dy[i, j] * xhat
+            sums[1, j] += dy[i, j]
         level /= np.float32(width)
         slope /= np.float32(width)
         for j in range(width):
             xhat = (x[i, j] - centre) * scale
             dx[i, j] = scale * (dy[i, j] * w[j] - level - xhat * slope)
+        if i % FEW == FEW - 1 or i == n - 1:
+            dw += sums[0]
+            db += sums[1]
+            sums[:] = 0

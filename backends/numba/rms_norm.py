@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.compiled import BLOCK, FEW, rowwise
 from xformer.backends.numpy.rows import Sums, row_blocks, rows
 
 from xformer.checks import number, require_axis, require_gradient
@@ -34,7 +34,7 @@ def rms_norm(
         at = slice(start, stop)
         _forward(xs[at], gain, np.float32(eps), ys[at], rstd[at])
 
-    row_blocks(piece, *xs.shape)
+    row_blocks(piece, *xs.shape, BLOCK)
     return y, RmsNormCache(x, gain, rstd)
 
 
@@ -49,13 +49,13 @@ class RmsNormCache(NamedTuple):
         """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * gain."""
         require_gradient("rms_norm", "dy", dy, self.x)
         dx, xs, dys = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy)
-        dxs, dw = dx.reshape(xs.shape), Sums(*xs.shape, dy.dtype)
+        dxs, dw = dx.reshape(xs.shape), Sums(*xs.shape, dy.dtype, BLOCK)
 
         def piece(start: int, stop: int) -> None:
             at = slice(start, stop)
             _backward(xs[at], self.gain, self.rstd[at], dys[at], dxs[at], dw.of(start))
 
-        row_blocks(piece, *xs.shape)
+        row_blocks(piece, *xs.shape, BLOCK)
         return dx, dw.total()
 
 
@@ -75,13 +75,17 @@ def _forward(x: Any, gain: Any, eps: Any, y: Any, rstd: Any) -> None:
 @rowwise
 def _backward(x: Any, gain: Any, rstd: Any, dy: Any, dx: Any, dw: Any) -> None:
     n, width = x.shape
+    sums = np.zeros(width, x.dtype)
     dw[:] = 0
     for i in range(n):
         scale, slope = rstd[i], np.float32(0)  # mean of dxhat * xhat
         for j in range(width):
             xhat = x[i, j] * scale
             slope += dy[i, j] * gain[j] * xhat
-            dw[j] += dy[i, j] * xhat
+            sums[j] += dy[i, j] * xhat
         slope /= np.float32(width)
         for j in range(width):
             dx[i, j] = scale * (dy[i, j] * gain[j] - x[i, j] * scale * slope)
+        if i % FEW == FEW - 1 or i == n - 1:
+            dw += sums
+            sums[:] = 0

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
-from xformer.backends.numpy.threads import Piece, blocks, scratch
+from xformer.backends.numpy.threads import Piece, blocks, even, scratch
 
 from xformer.typing import Array
 
@@ -23,14 +23,13 @@ def rows(x: Any) -> Array:
     return np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def row_blocks(piece: Piece, n: int, width: int) -> None:
+def row_blocks(piece: Piece, n: int, width: int, block: int = BLOCK) -> None:
     """piece(start, stop) for blocks of n rows of that width, on all threads."""
-    blocks(piece, n, rows_of_block(width))
+    blocks(piece, n, _most(width, block))
 
 
-def rows_of_block(width: int) -> int:
-    """How many rows of that width a block has."""
-    return max(1, BLOCK // max(1, width))
+def _most(width: int, block: int) -> int:
+    return max(1, block // max(1, width))
 
 
 def factor(row: Array) -> Array:
@@ -49,8 +48,8 @@ class Sums:
     The same in every run, and more exact than one running sum.
     """
 
-    def __init__(self, n: int, width: int, dtype: Any) -> None:
-        self.size = rows_of_block(width)
+    def __init__(self, n: int, width: int, dtype: Any, block: int = BLOCK) -> None:
+        self.size = even(n, _most(width, block))
         self.parts = np.empty((-(-n // self.size), width), dtype)
 
     def of(self, start: int) -> Array:

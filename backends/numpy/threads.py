@@ -33,12 +33,13 @@ def n_threads() -> int:
 
 
 def blocks(fn: Piece, n: int, size: int) -> None:
-    """fn(start, stop) over [0, n), in pieces of at most `size`, on the threads of NumPy's BLAS.
+    """fn(start, stop) over [0, n), in pieces of `even(n, size)`, on the threads of NumPy's BLAS.
 
     In the caller, one after the other, where there is one piece or one thread, within a piece, and
     while another thread of the program has the pool. What a piece raises comes out; then the pieces
     that have not begun are left out.
     """
+    size = even(n, size)
     helpers = min(-(-n // size), n_threads()) - 1 if n > size else 0
     if helpers < 1 or not _state.pool.acquire(blocking=False):
         for start in range(0, n, size):
@@ -49,6 +50,15 @@ def blocks(fn: Piece, n: int, size: int) -> None:
             _shared(fn, n, size, helpers)
     finally:
         _state.pool.release()
+
+
+def even(n: int, most: int) -> int:
+    """The size of pieces of n, of at most `most`: equal ones and, if it can be, an even number.
+
+    Then two threads are ready together; and the pieces do not depend on how many threads there are.
+    """
+    pieces = -(-n // most)
+    return max(1, -(-n // (pieces + pieces % 2))) if pieces > 1 else most
 
 
 def run(todo: list[Callable[[], Any]]) -> None:
