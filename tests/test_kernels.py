@@ -19,6 +19,7 @@ from xformer import Key, backends, dispatch, reference_only, tree
 from xformer.catalogue import cases
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
+from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held
 from xformer.layers.past import append
 from xformer.ops import random_bits, rope
@@ -34,8 +35,8 @@ KERNELS = [
     for library, kernels in op.kernels.items()
     for kernel in kernels
 ]
-# append: tests/test_past.py, held: tests/test_checkpointing.py
-WITHOUT_GRADIENT = (random_bits, in_range, append, held)
+# append: test_past.py, held: test_checkpointing.py, advance: test_numpy_advance.py
+WITHOUT_GRADIENT = (random_bits, in_range, append, held, advance)
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
 REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]
 

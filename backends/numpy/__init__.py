@@ -6,6 +6,7 @@ import array_api_compat.numpy as xp
 import numpy
 from xformer.backends.base import Backend
 from xformer.backends.numpy import (
+    advance,
     append,
     cross_entropy,
     dropout,
@@ -21,6 +22,7 @@ from xformer.backends.numpy import (
 )
 
 __all__ = [
+    "advance",
     "append",
     "backend",
     "cross_entropy",

@@ -28,7 +28,9 @@ Piece = Callable[[int, int], Any]
 
 
 def n_threads() -> int:
-    """How many threads BLAS has now; 1 where it cannot be asked, and within a piece."""
+    """How many threads BLAS has, or had (`blas_alone`); 1 in a piece, and where it does not say."""
+    if _kept.n_threads:
+        return _kept.n_threads
     return min((library.get_num_threads() or 1 for library in _blas()), default=1)
 
 
@@ -69,6 +71,20 @@ def run(todo: list[Callable[[], Any]]) -> None:
             todo[i]()
 
     blocks(piece, len(todo), 1)
+
+
+@contextmanager
+def blas_alone() -> Iterator[None]:
+    """BLAS has one thread meanwhile, and `blocks` as many as BLAS had: for many small products.
+
+    It would wake the others for a vector and 10,000 weights.
+    """
+    before, _kept.n_threads = _kept.n_threads, n_threads()
+    try:
+        with _one_thread():
+            yield
+    finally:
+        _kept.n_threads = before
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -130,6 +146,7 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.buffers = _everyone[threading.get_ident()] = _Buffers()
+        self.n_threads = 0  # within `blas_alone`
 
 
 _state = _State()

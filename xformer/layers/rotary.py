@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -62,6 +63,11 @@ def frequencies(config: RopeConfig, length: int) -> Frequencies:
     In float64, on the host. ValueError for a negative length.
     """
     require_sizes("rotary", 0, length=length)
+    return _known(config, length if length > config.same_until else 0)
+
+
+@functools.lru_cache(maxsize=64)  # of a text that grows they are asked for at each token
+def _known(config: RopeConfig, length: int) -> Frequencies:
     return SCALINGS[config.scaling](config, length)
 
 

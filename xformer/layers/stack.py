@@ -268,8 +268,12 @@ def _order(params: StackParams, configs: Sequence[BlockConfig]) -> tuple[int, ..
             f"stack: params must hold a block for each of {n_layers} layers, or for equal runs of "
             f"them, got {n_blocks}"
         )
-    run = n_layers // n_blocks
-    return tuple(i // run for i in range(n_layers))
+    return tuple(block_of_layer(i, params, configs) for i in range(n_layers))
+
+
+def block_of_layer(i: int, params: StackParams, configs: Sequence[BlockConfig]) -> int:
+    """The block whose parameters layer i has."""
+    return i // (len(configs) // len(params.blocks))
 
 
 def _add(a: Any, b: Any) -> Any:

@@ -13,6 +13,7 @@ from xformer import backends, ops, tree
 from xformer.backends import Generator
 from xformer.checks import number, require_mask, require_tokens
 from xformer.initial import normal, xavier_uniform
+from xformer.layers.advance import advance
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
@@ -262,21 +263,20 @@ class EncoderDecoder:
         length = state.length + tokens.shape[1]
         own: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), _ = embed(own, ids=tokens, config=self.target_embed, start=state.length)
-        x, cache = stack(
+        x, past = advance(
             x,
             params.decoder,
             state.memory,
             None,
             pos,
             configs=self.decoder,
-            relative=self.decoder_relative,
             past=state.past,
             n_past=state.length,
-            causal=True,
+            relative=self.decoder_relative,
             memory_mask=_keys("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
         )
         logits, _ = self.head.forward(x if every else x[:, -1:, :], params.head, own.table)
-        state = state._replace(past=cache.past, length=length)
+        state = state._replace(past=past, length=length)
         return logits if every else logits[:, 0, :], state
 
     def loss(

@@ -14,6 +14,7 @@ from xformer import backends, ops
 from xformer.backends import Generator
 from xformer.checks import as_indices, number, require_mask, require_tokens
 from xformer.initial import normal
+from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.past import Past, require_rows, rewound
@@ -273,23 +274,22 @@ class LanguageModel:
         positions = self._places(tokens, kept, state.length)
         places = None if kept is None else positions
         (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
-        x, cache = stack(
+        x, past = advance(
             x,
             params.stack,
             None,
             self._alibi(x, length),
             pos,
             configs=self.blocks,
-            relative=self.relative,
-            rotary=self._rotary(x, length, positions, length),
             past=state.past,
             n_past=state.length,
+            relative=self.relative,
+            rotary=self._rotary(x, length, positions, length),
             mask=None if kept is None else kept[:, None, None, :],
-            causal=True,
         )
         x = x if every else x[:, -1:, :]
         logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
-        return logits if every else logits[:, 0, :], State(cache.past, kept, length)
+        return logits if every else logits[:, 0, :], State(past, kept, length)
 
     def rewind(self, state: State, n: int) -> State:
         """`state` without its last `n` tokens, for which another text may follow.

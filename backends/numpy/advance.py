@@ -1,0 +1,185 @@
+"""`advance` by one token: as few calls as can be, since each takes as long as its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from xformer.backends.append import append
+from xformer.backends.numpy.products import product
+from xformer.backends.numpy.threads import blas_alone, run
+
+from xformer.dispatch import kernel
+from xformer.layers.advance import advance as reference
+from xformer.layers.attention import AttentionParams, KeyValue
+from xformer.layers.block import BlockConfig, BlockParams
+from xformer.layers.feed_forward import FeedForwardParams
+from xformer.layers.linear import LinearParams
+from xformer.layers.norm import NormParams
+from xformer.layers.past import Past
+from xformer.layers.relative import RelativeConfig
+from xformer.layers.rotary import Rotary
+from xformer.layers.stack import StackParams, block_of_layer
+from xformer.ops.activation import ACTIVATIONS
+from xformer.ops.gelu import CUBIC, SCALE
+from xformer.tree import value
+from xformer.typing import Array
+
+LARGE = 1 << 19  # weights of a map whose product is worth waking a thread for
+
+
+def unsupported(
+    x: Array,
+    params: StackParams,
+    memory: Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    past: Sequence[Past],
+    n_past: int,
+    relative: RelativeConfig | None = None,
+    rotary: Rotary | None = None,
+    mask: Array | None = None,
+    memory_mask: Array | None = None,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if x.shape[1] != 1 or past[0].k is None:
+        return "not one token after others"
+    if not (memory is bias is pos is relative is mask is memory_mask is None):
+        return "a memory, a bias, positions in each layer or padding"
+    for config, own in zip(configs, params.blocks, strict=False):
+        if config.norm == "post" or config.parallel or config.experts or config.softcap:
+            return "post-LN, parallel blocks, experts or softcap"
+        attn = own.attn
+        if not (attn.sinks is attn.shaw is attn.q_norm is own.cross is None):
+            return "norms of queries, sinks, Shaw's positions or cross-attention"
+        maps = (attn.q, *attn.kv[:2], attn.o, *own.ffn) if attn.kv else (None,)
+        if not all(isinstance(p, LinearParams) for p in maps if p is not own.ffn[2]):
+            return "adapters"
+    return None
+
+
+@kernel(reference, "numpy", unsupported=unsupported)
+def advance(
+    x: Array,
+    params: StackParams,
+    memory: Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    past: Sequence[Past],
+    n_past: int,
+    relative: RelativeConfig | None = None,
+    rotary: Rotary | None = None,
+    mask: Array | None = None,
+    memory_mask: Array | None = None,
+) -> tuple[Array, tuple[Past, ...]]:
+    """Its vector (B, D) through all layers."""
+    grown, y = [], x[:, 0]
+    with blas_alone(), np.errstate(over="ignore"):  # of silu, where its sigmoid is 0
+        for i, config in enumerate(configs):
+            own = params.blocks[block_of_layer(i, params, configs)]
+            y, after = _block(y, own, config, rotary, past[i])
+            grown.append(after)
+        y = _norm(y, params.norm, configs[-1])
+    return y[:, None], tuple(grown)
+
+
+def _block(
+    x: Array, params: BlockParams, config: BlockConfig, rotary: Rotary | None, past: Past
+) -> tuple[Array, Past]:
+    branch, past = _attend(_norm(x, params.attn_norm, config), params.attn, config, rotary, past)
+    x = x + _norm(branch, params.attn_out_norm, config)
+    branch = _feed(_norm(x, params.ffn_norm, config), params.ffn, config)
+    x += _norm(branch, params.ffn_out_norm, config)
+    return x, past
+
+
+def _attend(
+    x: Array, params: AttentionParams, config: BlockConfig, rotary: Rotary | None, past: Past
+) -> tuple[Array, Past]:
+    n, n_heads, n_groups = len(x), config.n_heads, config.kv_heads
+    projections: Any = params.kv
+    q, k = _linear(x, params.q), _linear(x, projections.k)
+    v = _linear(x, projections.v).reshape(n, n_groups, 1, -1)
+    if rotary is None:
+        q, k = q.reshape(n, n_heads, 1, -1), k.reshape(n, n_groups, 1, -1)
+    else:
+        both = np.concatenate((q, k), axis=-1).reshape(n, n_heads + n_groups, 1, -1)
+        both = _turned(both, rotary)
+        q, k = both[:, :n_heads], both[:, n_heads:]
+    if config.window is not None and config.window[0] is not None:
+        past = past.last(config.window[0])
+    past = append(k, v, past=past)
+    keys: Any = past.k
+    q = q.reshape(n, n_groups, n_heads // n_groups, -1)
+    q *= k.shape[-1] ** -0.5 if config.scale is None else config.scale
+    scores = q @ keys.mT  # (B, G, H / G, S)
+    scores -= scores.max(axis=-1, keepdims=True)
+    probs = np.exp(scores, out=scores)
+    probs /= np.add.reduce(probs, axis=-1, keepdims=True)
+    return _linear((probs @ past.v).reshape(n, -1), params.o), past
+
+
+def _turned(x: Array, rotary: Rotary) -> Array:
+    """`ops.rope`."""
+    cos, sin, interleaved = rotary
+    if cos.ndim == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    half = cos.shape[-1]
+    first = slice(0, 2 * half, 2) if interleaved else slice(half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    a, b, y = x[..., first], x[..., second], x.copy()
+    y[..., first] = a * cos - b * sin
+    y[..., second] = b * cos + a * sin
+    return y
+
+
+def _feed(x: Array, params: FeedForwardParams, config: BlockConfig) -> Array:
+    hidden = _linear(x, params.up)
+    if params.gate is None:
+        return _linear(_activated(hidden, config.activation), params.down)
+    opened = _activated(_linear(x, params.gate), config.activation)
+    opened *= hidden
+    return _linear(opened, params.down)
+
+
+def _activated(x: Array, name: str) -> Array:
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    if name == "gelu_tanh":
+        y = np.tanh(SCALE * x * (1 + CUBIC * (x * x)))
+        y += 1
+        y *= 0.5 * x
+        return y
+    return ACTIVATIONS[name](x)[0]
+
+
+def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
+    if params is None:
+        return x
+    w, b, width = value(params.w), value(params.b), x.shape[-1]
+    if config.norm_kind == "rms":
+        y = x * (w + config.norm_offset if config.norm_offset else w)
+        y /= np.sqrt(np.vecdot(x, x) / width + config.eps)[:, None]
+        return y
+    y = x - (np.add.reduce(x, axis=-1) / width)[:, None]
+    y *= w / np.sqrt(np.vecdot(y, y) / width + config.eps)[:, None]
+    if b is not None:
+        y += b
+    return y
+
+
+def _linear(x: Array, params: LinearParams) -> Array:
+    w, b = value(params.w), value(params.b)
+    if w.size < LARGE:
+        y = x @ w
+        if b is not None:
+            y += b
+        return y
+    y = np.empty((len(x), w.shape[1]), x.dtype)
+    run(product(x, w, y, b))
+    return y

@@ -1,0 +1,124 @@
+"""`advance` by one token on NumPy: what the reference says, in every form that it takes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from causal_models import NAMES, V, causal
+from xformer.backends.numpy import advance as kernel
+
+from xformer import dispatch, reference_only, tree
+from xformer.layers import BlockConfig, EmbedConfig
+from xformer.layers.advance import advance
+from xformer.layers.rope_config import RopeConfig
+from xformer.models import LanguageModel
+
+LEFT = {"gpt_neox", "mixtral", "qwen3", "gemma2", "positions for q, k, v", "alibi", "shaw"}
+LEFT |= {"relative bias", "post-norm"}
+WIDE = BlockConfig(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm_kind="rms", norm_offset=1.0)
+FORMS = {
+    "gelu_tanh, window": {"activation": "gelu_tanh", "window": (3, None)},
+    "gated silu, no biases": {"activation": "silu", "gated": True, "bias": False},
+    "gated gelu, sandwich": {"activation": "gelu", "gated": True, "norm": "sandwich"},
+    "output norms, scale": {"norm": "output", "scale": 0.3},
+    "layer norms": {"norm_kind": "layer", "norm_offset": 0.0},
+}
+
+
+def own(form: str, *, interleaved: bool = False, dtype: str = "float64") -> tuple[Any, Any]:
+    """A model with rotary positions in part of each head, and parameters far from the first."""
+    blocks = (replace(WIDE, **FORMS[form]),) * 3
+    rotary = RopeConfig(6, interleaved=interleaved)
+    embed = EmbedConfig(V, 24, 24, positions="none")
+    model = LanguageModel(embed, blocks, rotary=rotary, n_groups=1)
+    rng = np.random.default_rng(3)
+    params = tree.map(lambda p: p + rng.normal(0, 0.3, p.shape), model.init(1, dtype="float64"))
+    return model, tree.map(lambda p: p.astype(dtype), params)
+
+
+def continued(model: Any, params: Any, n_texts: int) -> list[Any]:
+    """Logits after each of nine tokens, five of them read one by one, and the state at the end."""
+    ids = np.random.default_rng(4).integers(0, V, (n_texts, 9))
+    _, state = model.extend(params, ids[:, :4], model.start())
+    steps = []
+    for i in range(4, 9):
+        logits, state = model.extend(params, ids[:, i : i + 1], state)
+        steps.append(logits)
+    return [*steps, *(array for past in state.past for array in (past.k, past.v))]
+
+
+def require_same(model: Any, params: Any, n_texts: int = 1, rtol: float = 1e-11) -> None:
+    got = continued(model, params, n_texts)
+    with reference_only():
+        wanted = continued(model, params, n_texts)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * np.abs(other).max())
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One element for each token that the kernel has advanced by."""
+    calls: list[int] = []
+    (entry,) = advance.kernels["numpy"]
+
+    def run(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return entry.run(*args, **options)
+
+    monkeypatch.setitem(advance.kernels, "numpy", [entry._replace(run=run)])
+    return calls
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family(name: str, ran: list[int]) -> None:
+    model, params = causal(name)
+    require_same(getattr(model, "network", model), params, n_texts=2)
+    assert len(ran) == (0 if name in LEFT else 5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form: str, interleaved: bool, ran: list[int]) -> None:
+    require_same(*own(form, interleaved=interleaved), n_texts=3)
+    assert len(ran) == 5
+
+
+def test_large_maps_on_several_threads(monkeypatch: pytest.MonkeyPatch, ran: list[int]) -> None:
+    monkeypatch.setattr(kernel, "LARGE", 10)
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        require_same(*own("layer norms"), n_texts=1)
+        require_same(*own("gated silu, no biases"), n_texts=2)
+    assert len(ran) == 10
+
+
+def test_float32_and_frozen_and_read_only(ran: list[int]) -> None:
+    model, params = own("gelu_tanh, window", dtype="float32")
+    for leaf in tree.flatten(params).values():
+        leaf.flags.writeable = False
+    require_same(model, tree.freeze(params), rtol=2e-5)
+    assert len(ran) == 5
+
+
+def test_far_out_there_is_no_warning() -> None:
+    model, params = own("gated silu, no biases", dtype="float32")
+    blocks = [p._replace(ffn=tree.map(lambda w: w * 1e4, p.ffn)) for p in params.stack.blocks]
+    params = params._replace(stack=params.stack._replace(blocks=tuple(blocks)))
+    assert all(np.isfinite(a).all() for a in continued(model, params, 1))
+
+
+def test_why_not() -> None:
+    model, params = own("layer norms")
+    x = np.ones((1, 1, 24))
+    _, state = model.extend(params, np.ones((1, 3), int), model.start())
+    options: Any = {"configs": model.blocks, "past": state.past, "n_past": 3}
+    said = dispatch.explain(advance, x, params.stack, **options)
+    assert said.startswith("advance on numpy: xformer.backends.numpy.advance.advance")
+    mask = np.ones((1, 1, 1, 4), bool)
+    assert "padding" in dispatch.explain(advance, x, params.stack, mask=mask, **options)
+    first = options | {"past": model.start().past}
+    assert "not one token" in dispatch.explain(advance, x, params.stack, **first)
