@@ -6,30 +6,38 @@ import array_api_compat.numpy as xp
 import numpy
 from xformer.backends.base import Backend
 from xformer.backends.numpy import (
+    adam,
     append,
+    clip,
     cross_entropy,
     dropout,
+    ema,
     embedding,
     experts,
     gelu,
     glu,
     index_add,
     layer_norm,
+    linear,
     rms_norm,
     sdpa,
 )
 
 __all__ = [
+    "adam",
     "append",
     "backend",
+    "clip",
     "cross_entropy",
     "dropout",
+    "ema",
     "embedding",
     "experts",
     "gelu",
     "glu",
     "index_add",
     "layer_norm",
+    "linear",
     "rms_norm",
     "sdpa",
 ]
