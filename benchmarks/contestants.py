@@ -52,7 +52,8 @@ class Ours:
         dtype: str = "float32",
     ) -> None:
         self.shape, self.backend, self.context = shape, backend, context
-        self.params = tree.map(lambda w: backend.asarray(w, dtype), weights)
+        # Copies, since steps write over them, and the weights are those of every contestant.
+        self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), weights)
         self.data = shape.data(backend)
         self.state = optim.adamw_init(self.params) if shape.training else None
 
@@ -73,7 +74,8 @@ class Ours:
         """The loss before a step of AdamW."""
         with self.context():
             loss, grads = self.backward()
-            self.params, self.state = optim.adamw(self.params, grads, self.state, lr=LR)
+            options: Any = {"lr": LR, "donate": True}
+            self.params, self.state = optim.adamw(self.params, grads, self.state, **options)
             return loss
 
     def output(self) -> np.ndarray:

@@ -56,7 +56,8 @@ def trained(folder: Path, *, n: int | None = None, at: int | None = None, **opti
     with opened(folder, **options) as run:
         state = run.begin(begun(), at)
         last = CONFIG.steps if n is None else state.step + n
-        for step in run.record(itertools.islice(steps(state), last - state.step)):
+        made = steps(state, donate=True)
+        for step in run.record(itertools.islice(made, last - state.step)):
             state = step.state
     return state
 

@@ -266,7 +266,7 @@ def test_a_wrong_optimiser_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("torch")
     adamw = optim.adamw
     monkeypatch.setattr(
-        optim, "adamw", lambda p, g, state, *, lr: adamw(p, g, state, lr=lr, weight_decay=1.0)
+        optim, "adamw", lambda *trees, **options: adamw(*trees, **options, weight_decay=1.0)
     )
     with pytest.raises(harness.Disagreement, match="wrong in loss after a step"):
         checked(GPT_SHAPE, ["numpy kernel"], tmp_path)

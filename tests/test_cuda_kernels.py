@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 from libraries import STAND_IN, only
 from xformer.backends import Backend
-from xformer.backends.cupy import adamw, cross_entropy, deterministic, global_norm
+from xformer.backends.cupy import cross_entropy, deterministic, global_norm
 from xformer.backends.cupy.module import LAUNCHERS, contiguous, threads, wide
 
-from xformer import Key, backends, ops, optim, reference_only
+from xformer import Key, backends, explain, ops, optim, reference_only, tree
+from xformer.optim.adam import adam_update
 
 pytestmark = only(STAND_IN)
 
 Host = np.ndarray
 RNG = np.random.default_rng()
+ADAM: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8}
 
 
 @pytest.fixture(autouse=True)
@@ -332,24 +334,26 @@ def test_rows_are_read_by_their_stride(library: Backend) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 1000])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_adamw(library: Backend, size: int, in_place: bool) -> None:
-    p, state = normal(size), None
+@pytest.mark.parametrize("donate", [False, True])
+def test_adamw(library: Backend, size: int, donate: bool) -> None:
+    p = normal(size)
     state = optim.adamw_init(p)
-    own = [library.asarray(a) for a in (p, state.m, state.v)]
+    own, own_state = library.asarray(p), tree.map(library.asarray, state)._replace(step=0)
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
-    for step in (1, 2, 3):
-        g = normal(size)
-        p, state = optim.adamw(p, g, state, **options)
-        old = own[0]
-        own = list(
-            adamw.adamw(
-                own[0], library.asarray(g), *own[1:], step=step, in_place=in_place, **options
-            )
-        )
-        assert (own[0] is old) == in_place
-        for got, wanted in zip(own, (p, state.m, state.v), strict=True):
+    for _ in range(3):
+        g, old = normal(size), own
+        with reference_only():
+            p, state = optim.adamw(p, g, state, **options)
+        own, own_state = optim.adamw(own, library.asarray(g), own_state, donate=donate, **options)
+        assert (own is old) == donate
+        for got, wanted in ((own, p), (own_state.m, state.m), (own_state.v, state.v)):
             assert np.allclose(library.to_numpy(got), wanted, rtol=1e-13, atol=1e-15)
+
+
+def test_a_rate_on_the_device_is_not_waited_for(library: Backend) -> None:
+    w = library.asarray(normal(5))
+    said = explain(adam_update, [w], [w], [w], [w], rate=w[0], root=1.0, keep=1.0, **ADAM)
+    assert "the reference" in said and "rate, root and keep must be numbers of the host" in said
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

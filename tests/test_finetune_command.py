@@ -326,8 +326,8 @@ def test_ctrl_c_saves_what_there_is(
 ) -> None:
     from xformer import finetune
 
-    def interrupted(*args: Any) -> Any:
-        yield next(iter(real(*args)))
+    def interrupted(*args: Any, **options: Any) -> Any:
+        yield next(iter(real(*args, **options)))
         raise KeyboardInterrupt
 
     real = finetune.train
@@ -350,8 +350,8 @@ def test_ctrl_c_while_it_is_measured_keeps_the_model(
             raise KeyboardInterrupt
         return real(*args, **options)
 
-    def steps(*args: Any) -> Any:
-        for step in train(*args):
+    def steps(*args: Any, **options: Any) -> Any:
+        for step in train(*args, **options):
             signal.raise_signal(signal.SIGINT)
             yield step
 
@@ -371,8 +371,8 @@ def test_the_best_model_is_kept(
     """Of a training that goes wrong, and of one that ends worse than it was."""
     losses = iter([9.0, 2.0, 3.0, 4.0])
 
-    def steps(*args: Any) -> Any:
-        for step in train(*args):
+    def steps(*args: Any, **options: Any) -> Any:
+        for step in train(*args, **options):
             if step.step > until:
                 raise training.Diverged("the loss is nan")
             yield step

@@ -82,7 +82,7 @@ def traced_peak(model: Any, batch: int, length: int, **options: Any) -> int:
     try:
         before = tracemalloc.get_traced_memory()[0]
         state = [start(network.init(), config)]  # handed over, so that nothing here keeps it
-        for _ in train(loss_of(network), state.pop(), source, config, NUMPY):
+        for _ in train(loss_of(network), state.pop(), source, config, NUMPY, donate=True):
             pass
         return tracemalloc.get_traced_memory()[1] - before
     finally:
@@ -95,12 +95,20 @@ def test_the_peak_is_what_is_allocated(name: str) -> None:
     assert found.peak == pytest.approx(traced_peak(MODELS[name], BATCH, LENGTH), rel=0.06)
 
 
+def test_of_a_tied_table_there_are_three_in_the_end() -> None:
+    """The gradients of its two uses, and their sum."""
+    large = GPT(6000, 1, 64, 4, 16)
+    for batch in (1, 8):
+        found = ledger(large, batch=batch, length=16)
+        assert found.peak == pytest.approx(traced_peak(large, batch, 16), rel=0.02)
+
+
 @pytest.mark.parametrize("optimiser", ["sgd", "adam", "lion", "adafactor", "muon"])
 def test_of_every_optimiser_too(optimiser: str) -> None:
-    """At one short sequence, where the update is what takes most."""
+    """At one short sequence, where the update takes most, unless it writes over all."""
     wide = GPT(256, 3, 192, 4, 16)
     found = ledger(wide, batch=1, length=8, optimiser=optimiser)
-    assert found.update > found.backward
+    assert (found.update > found.backward) == (optimiser != "adam")
     assert found.peak == pytest.approx(traced_peak(wide, 1, 8, optimiser=optimiser), rel=0.06)
 
 
@@ -161,7 +169,7 @@ def test_of_a_large_model_only_a_layer_is_made() -> None:
     found = ledger(gpt, batch=1, length=8)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.update > 8 * 4 * 48 * 12 * 256**2
+    assert found.update > 4 * 4 * 48 * 12 * 256**2
     assert most < found.update / 10
 
 

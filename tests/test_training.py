@@ -157,6 +157,25 @@ def test_what_is_frozen_stays() -> None:
         train(xf.tree.freeze(params))
 
 
+@pytest.mark.parametrize("optimiser", optim.OPTIMISERS)
+def test_donated_states_are_the_same_while_they_last(optimiser: str) -> None:
+    """Bit for bit, with an average that at first is the parameters; on NumPy Adam's are reused."""
+    config = dataclasses.replace(CONFIG, steps=6, ema=0.9, eval_every=2, optimiser=optimiser)
+    kept = list(train(xf.tree.freeze(MASKED.init(0), "*.norm*"), config, model=MASKED))
+    params = xf.tree.freeze(MASKED.init(0), "*.norm*")
+    donated = train(params, config, model=MASKED, donate=True)
+    for one, other in zip(kept, donated, strict=True):
+        for name, leaf in xf.tree.flatten(one.state).items():
+            again = xf.tree.flatten(other.state)[name]
+            if name != "seconds":
+                leaf, again = xf.tree.value(leaf), xf.tree.value(again)
+                assert np.array_equal(leaf, again, equal_nan=True), name
+        assert (one.loss, one.norm, one.validation) == (other.loss, other.norm, other.validation)
+    written = params.embed.table is other.params.embed.table
+    assert written == (optimiser in ("adam", "adamw", "muon"))
+    assert other.state.ema.embed.table is not other.params.embed.table
+
+
 def test_early_stopping_counts_validations() -> None:
     """Validation is best at once, since after it the rate is so high that nothing is learnt."""
     config = dataclasses.replace(CONFIG, steps=50, eval_every=2, patience=3, diverged=None)

@@ -163,6 +163,7 @@ def trained(model: EncoderDecoder, corpus: Corpus, folder: Path, steps: int) -> 
                 held_out=list(held_out.held_out()),
                 optimiser=optimiser,
                 schedule=schedule,
+                donate=True,
             )
             for step in run.record(made, stopping):
                 state = step.state

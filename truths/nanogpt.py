@@ -77,10 +77,10 @@ def trained(text: str, folder: Path, steps: int = STEPS) -> State:
     with Run(folder, place, about, model=model, every=250) as run:
         words.save(folder)
         state = run.begin(start(initial(model), config, optimiser))
-        options: Any = {"held_out": held_out, "optimiser": optimiser, "schedule": schedule}
+        options: Any = {"optimiser": optimiser, "schedule": schedule, "donate": True}
         bar = tqdm(total=steps, initial=state.step, unit="step", disable=None)
         with bar, interruptible() as stopping:
-            made = train(loss_of(model), state, source, config, place, **options)
+            made = train(loss_of(model), state, source, config, place, held_out=held_out, **options)
             for step in run.record(made, stopping):
                 state = step.state
                 show(bar, step)

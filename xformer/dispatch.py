@@ -2,7 +2,8 @@
 
 `@overridable` marks a reference written in the array API. `@kernel(op, library)` registers a
 function of the same signature for the arrays of one library. The choice is made once, going
-forward, by the type of the op's first array; the cache that comes back decides who runs backward.
+forward, by the type of the op's first array, or of the first in a list; the cache that comes back
+decides who runs backward.
 """
 
 from __future__ import annotations
@@ -51,13 +52,17 @@ class Overridable:
         """Run the op."""
         if self._check is not None:
             self._check(*args, **kwargs)
-        first = args[0] if args else kwargs.get(self._first)
-        kernels = self.kernels.get(library_of(type(first)))
+        kernels = self.kernels.get(self._library(args, kwargs))
         if kernels and not _reference_only.get():
             for kernel in kernels:
                 if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
                     return kernel.run(*args, **kwargs)
         return self.reference(*args, **kwargs)
+
+    def _library(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """That of the first array, which may be the first of a list."""
+        first = args[0] if args else kwargs.get(self._first)
+        return library_of(type(first[0] if isinstance(first, list) and first else first))
 
     def __repr__(self) -> str:
         return f"<op {self.__name__}, kernels: {', '.join(sorted(self.kernels)) or 'none'}>"
@@ -127,8 +132,7 @@ def reference_only() -> Iterator[None]:
 
 def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
     """Say which implementation of `op` these arguments would run, and why the others would not."""
-    first = args[0] if args else kwargs.get(op._first)
-    library = library_of(type(first))
+    library = op._library(args, kwargs)
     lines, chosen = [], None
     for candidate in op.kernels.get(library, []):
         name = f"{candidate.run.__module__}.{candidate.run.__name__}"

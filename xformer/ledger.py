@@ -3,7 +3,8 @@
 found = ledger(model, batch=8, length=128)
 print(found.peak, measured_peak(model, batch=8, length=128))
 
-In bytes, of NumPy arrays; Python itself and its libraries are not counted.
+In bytes, of NumPy arrays; Python itself and its libraries are not counted. States are donated to
+the next step, as the commands do it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Ledger(NamedTuple):
     saved: dict[str, int]  # by each part of the model, for its backward
     loss_work: int  # at most, while a backward goes through the loss and the head
     layer_work: int  # at most, while it goes through a layer, beside the gradients it returns
-    update_work: int  # at most, in the optimiser, beside what it returns
+    update_work: int  # at most, in the optimiser, beside what is written over
     scratch: int  # that NumPy's kernels keep from one call to the next
 
     @property
@@ -68,8 +69,8 @@ class Ledger(NamedTuple):
 
     @property
     def update(self) -> int:
-        """The most that clipping and the optimiser hold, which make all anew and keep the old."""
-        return 2 * (self.params + self.state + self.grads) + self.update_work
+        """The most that the optimiser holds; clipping writes over the gradients."""
+        return self.params + self.state + self.grads + self.update_work
 
     @property
     def peak(self) -> int:
@@ -100,15 +101,15 @@ def ledger(
     forget_scratch()
     work = [_backward_work(cut, batch, length, dtype) for cut in _one_layer_of_each(network)]
     loss_work, layer_work = (max(kind) for kind in zip(*work, strict=True))
-    scratch = scratch_nbytes()
+    update_work = _update_work(network, dtype, own, tree.nbytes(params))
     return Ledger(
         tree.nbytes(params),
         tree.nbytes(own.init(params)),
         saved_by_part(network, batch, length, dtype),
         loss_work,
         layer_work,
-        _update_work(network, dtype, own, tree.nbytes(params)),
-        scratch,
+        update_work,
+        scratch_nbytes(),
     )
 
 
@@ -171,25 +172,28 @@ def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[i
     with _traced():
         loss, cache = network.loss(params, *examples, dropout_key=Key(0))
         cache = getattr(cache, "tokens", cache)  # the losses of routers take next to nothing
-        (dlogits, dx), at_loss = _peak(_through_head, cache, loss)
+        (dlogits, dx, tied), at_loss = _peak(_through_head, cache, loss)
         grads, at_layer = _peak(_without_head(cache.model).backward, dx)
-        return at_loss, at_layer + dlogits.nbytes + dx.nbytes - tree.nbytes(grads)
+        at_layer = max(at_layer - tree.nbytes(grads), 2 * tied)  # in the end the head's, and a sum
+        return at_loss, at_layer + dlogits.nbytes + dx.nbytes
 
 
 def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -> int:
     """What `Ledger` calls update_work, of parameters of so many bytes.
 
-    Some optimisers need it for a parameter at a time, some for all together: from one and from two
-    layers of each kind it is known for all.
+    Some optimisers need it for a parameter at a time, some for all together, and some make anew
+    what they return: from one and from two layers of each kind it is known for all.
     """
     sizes, work = [], []
     for times in (1, 2):
         params = _shortened(network, times).init(0, "numpy", dtype)
         state, grads = optimiser.init(params), tree.map(np.zeros_like, params)
+        step = partial(optimiser.step, lr=1e-3, donate=True)
+        params, state = step(params, grads, state)  # makes the scratch memory
         with _traced():
-            new, most = _peak(partial(optimiser.step, lr=1e-3), params, grads, state)
+            new, most = _peak(step, params, grads, state)
         sizes.append(tree.nbytes(params))
-        work.append(max(most - tree.nbytes(new), 0))
+        work.append(most)
         del params, state, grads, new
     slope = (work[1] - work[0]) / (sizes[1] - sizes[0])
     return work[0] + max(int(slope * (n_bytes - sizes[0])), 0)
@@ -223,11 +227,11 @@ def _peak(step: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     return result, tracemalloc.get_traced_memory()[1] - before
 
 
-def _through_head(cache: Any, loss: Any) -> tuple[Any, Any]:
-    """Gradients of the logits and of the hidden states."""
+def _through_head(cache: Any, loss: Any) -> tuple[Any, Any, int]:
+    """Gradients of the logits and of the hidden states, and bytes of that of a tied table."""
     dlogits = cache.loss.backward(one(loss))
-    head = getattr(cache.model, "decode", cache.model).head
-    return dlogits, head.backward(dlogits)[0]
+    dx, _, dtable = getattr(cache.model, "decode", cache.model).head.backward(dlogits)
+    return dlogits, dx, tree.nbytes(dtable)
 
 
 def _without_head(cache: Any) -> Any:
@@ -262,6 +266,7 @@ def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) 
             source,
             config,
             place,
+            donate=True,
         ):
             pass
 

@@ -14,7 +14,7 @@ leaf: `map` keeps it, `flatten` leaves it out. A leaf of parameters that is `Fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -107,7 +107,7 @@ def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
         return None
     names = _names(first)
     if names is None:
-        if any(t is None or _names(t) is not None for t in trees):
+        if any(t is None or _names(t) is not None for t in trees[1:]):
             raise ValueError(f"tree.map: {path or 'the root'} is an array in the first tree only")
         return fn(*trees)
     for other in trees[1:]:
@@ -116,9 +116,9 @@ def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
                 f"tree.map: {path or 'the root'} has parts {', '.join(names)} in the first tree, "
                 f"got {', '.join(_names(other) or ()) or type(other).__name__}"
             )
+    children = zip(*(_parts(t) for t in trees), strict=True)
     parts = [
-        _map(fn, tuple(_part(t, i) for t in trees), f"{path}.{name}".lstrip("."))
-        for i, name in enumerate(names)
+        _map(fn, below, _inside(path, name)) for name, below in zip(names, children, strict=True)
     ]
     return _rebuild(first, parts)
 
@@ -135,8 +135,8 @@ def _map_nodes(fn: Callable[[str, Any], Any], node: Any, kind: Any, path: str) -
     if names is None:
         return node
     parts = [
-        _map_nodes(fn, _part(node, i), kind, f"{path}.{name}".lstrip("."))
-        for i, name in enumerate(names)
+        _map_nodes(fn, part, kind, _inside(path, name))
+        for name, part in zip(names, _parts(node), strict=True)
     ]
     return _rebuild(node, parts)
 
@@ -160,8 +160,8 @@ def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
     Raises ValueError listing the names that are missing and those that are unexpected.
     """
     wanted = flatten(like)
-    missing, extra = sorted(wanted.keys() - leaves.keys()), sorted(leaves.keys() - wanted.keys())
-    if missing or extra:
+    if wanted.keys() != leaves.keys():
+        missing, extra = (sorted(a.keys() - b) for a, b in ((wanted, leaves), (leaves, wanted)))
         raise ValueError(
             f"unflatten: missing {', '.join(missing) or 'nothing'}; "
             f"unexpected {', '.join(extra) or 'nothing'}"
@@ -177,13 +177,24 @@ def nbytes(tree: Any) -> int:
     return sum(math.prod(a.shape) * _itemsize(a) for a in arrays.values())
 
 
-def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    names = _names(tree)
+def _walk(tree: Any, path: str) -> list[tuple[str, Any]]:
+    """Leaves and their names, in order."""
+    found: list[tuple[str, Any]] = []
+    _collect(tree, path, found)
+    return found
+
+
+def _collect(node: Any, path: str, found: list[tuple[str, Any]]) -> None:
+    names = _names(node)
     if names is not None:
-        for i, name in enumerate(names):
-            yield from _walk(_part(tree, i), f"{path}.{name}".lstrip("."))
-    elif tree is not None and not isinstance(tree, Constant):
-        yield path, tree
+        for name, part in zip(names, _parts(node), strict=True):
+            _collect(part, _inside(path, name), found)
+    elif node is not None and not isinstance(node, Constant):
+        found.append((path, node))
+
+
+def _inside(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name.lstrip(".")
 
 
 def _names(node: Any) -> tuple[str, ...] | None:
@@ -197,8 +208,8 @@ def _names(node: Any) -> tuple[str, ...] | None:
     return None
 
 
-def _part(node: Any, index: int) -> Any:
-    return list(node.values())[index] if isinstance(node, dict) else node[index]
+def _parts(node: Any) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node
 
 
 def _rebuild(like: Any, parts: list[Any]) -> Any:

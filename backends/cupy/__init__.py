@@ -9,9 +9,11 @@ from __future__ import annotations
 from xformer.backends.base import Backend
 from xformer.backends.cupy import (
     activation,
+    adamw,
     append,
     cross_entropy,
     dropout,
+    global_norm,
     glu,
     index_add,
     layer_norm,
@@ -24,11 +26,13 @@ from xformer.backends.cupy.index_add import deterministic
 
 __all__ = [
     "activation",
+    "adamw",
     "append",
     "backend",
     "cross_entropy",
     "deterministic",
     "dropout",
+    "global_norm",
     "glu",
     "index_add",
     "layer_norm",

@@ -10,7 +10,7 @@ tested: docs/cuda.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -109,6 +109,14 @@ def _launcher(array_type: type) -> Launcher:
 def contiguous(x: Array) -> Array:
     """x, copied where it is not contiguous."""
     return x if x.flags.c_contiguous else array_namespace(x).ascontiguousarray(x)
+
+
+def not_alike(leaves: Sequence[Array]) -> str | None:
+    """Why one launcher cannot take them all; None where all are as the first, of a real dtype."""
+    kind, dtype = type(leaves[0]), leaves[0].dtype
+    if dtype.name in REALS and all(type(x) is kind and x.dtype == dtype for x in leaves):
+        return None
+    return "the leaves must all be of one library, and all float32 or all float64"
 
 
 def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Array:

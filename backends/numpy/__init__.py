@@ -6,10 +6,13 @@ import array_api_compat.numpy as xp
 import numpy
 from xformer.backends.base import Backend
 from xformer.backends.numpy import (
+    adam,
     advance,
     append,
+    clip,
     cross_entropy,
     dropout,
+    ema,
     embedding,
     experts,
     gelu,
@@ -22,11 +25,14 @@ from xformer.backends.numpy import (
 )
 
 __all__ = [
+    "adam",
     "advance",
     "append",
     "backend",
+    "clip",
     "cross_entropy",
     "dropout",
+    "ema",
     "embedding",
     "experts",
     "gelu",

@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"examples: {len(examples):,} to train on, {len(validation):,} to validate on{note}")
     before = _measured(task, params, validation, args, place)
     kept = _Kept(out, partial(finetune.save, model, folder=out, tokenizer=words, base=args.model))
-    last = _train(finetune.train(task, params, examples, config, place, validation), config, kept)
+    steps = finetune.train(task, params, examples, config, place, validation, donate=True)
+    last = _train(steps, config, kept)
     if last.validation is None:  # stopped early, or there is nothing to validate on
         kept.offer(last)  # first, so that it is not lost where validating is stopped too
         with suppress(KeyboardInterrupt):
@@ -233,7 +234,7 @@ def _train(steps: Iterator[Step], config: TrainConfig, kept: _Kept) -> Step:
                     _report(last, config.steps)
                 if stopping():
                     break
-    except KeyboardInterrupt:  # pressed twice
+    except KeyboardInterrupt:  # pressed twice, in an update perhaps: then some numbers are new
         if last is None:
             raise
     except Diverged as error:

@@ -95,7 +95,7 @@ def accounts(found: Ledger, optimiser: str, measured: int | None) -> Iterator[Ro
     yield "", scaled(found.update_work, "B"), "in the optimiser, at most"
     yield "  scratch", scaled(found.scratch, "B"), "that kernels keep from call to call"
     yield "  backward", scaled(found.backward, "B"), "with what it works with, its most"
-    yield "  update", scaled(found.update, "B"), "old and new of parameters, gradients, optimiser"
+    yield "  update", scaled(found.update, "B"), "parameters, gradients, and the optimiser at work"
     yield "  peak", scaled(found.peak, "B"), "the larger of the two, and scratch"
     if measured is not None:
         share = f"{found.peak / measured:.1%} of it is accounted for"

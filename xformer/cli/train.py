@@ -86,7 +86,8 @@ def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
     bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
     validation, said = "-", state.seconds
     with bar, interruptible(STOPPING) as stopping:
-        steps = train(job.loss, state, job.source, job.config, job.place, held_out=job.held_out)
+        options: Any = {"held_out": job.held_out, "donate": True}
+        steps = train(job.loss, state, job.source, job.config, job.place, **options)
         for step in run.record(steps, stopping):
             state = step.state
             rate = step.tokens / step.seconds

@@ -19,12 +19,14 @@ def train(
     config: TrainConfig,
     place: Backend,
     held_out: Sequence[Example] = (),
+    *,
+    donate: bool = False,
 ) -> Iterator[Step]:
     """`training.train` from its first step; frozen parameters stay as they are.
 
     held_out: examples to validate on every config.eval_every steps and after the last, as
-    `evaluate` does. ValueError where nothing is trained or there are too few examples; Diverged as
-    there.
+    `evaluate` does. donate: as there, so that params may be written over too. ValueError where
+    nothing is trained or there are too few examples; Diverged as there.
     """
     _require_pairs("train", task, min(config.batch_size, len(examples)))
     source = Rows(examples, config.batch_size, task.batch, config.seed)
@@ -32,8 +34,9 @@ def train(
     if held_out:
         _require_pairs("train", task, min(config.batch_size, len(held_out)))
         batches += Rows(held_out, config.batch_size, task.batch, config.seed).held_out()
-    start = training.start(params, config)
-    yield from training.train(task.loss, start, source, config, place, held_out=batches)
+    options: Any = {"held_out": batches, "donate": donate}
+    state = training.start(params, config)
+    yield from training.train(task.loss, state, source, config, place, **options)
 
 
 def evaluate(

@@ -14,13 +14,31 @@ from xformer.typing import Array
 
 def require_matching(op: str, params: Any, other: Any, what: str = "the gradient") -> None:
     """ValueError, TypeError unless `other` has a leaf like each of params, and no more."""
-    leaves, wanted = tree.flatten(other), tree.flatten(params)
-    for name, p in wanted.items():
+    matching(op, tree.flatten(params), other, what)
+
+
+def matching(op: str, params: dict[str, Array], other: Any, what: str) -> dict[str, Array]:
+    """The leaves of `other` by name, in the order of those of params. As `require_matching`."""
+    leaves = tree.flatten(other)
+    for name, p in params.items():
         if name not in leaves:
             raise ValueError(f"{op}: {what} of {name or 'params'} is missing")
         require_gradient(op, f"{what} of {name or 'params'}", leaves[name], p)
-    if extra := sorted(leaves.keys() - wanted.keys()):
+    if extra := sorted(leaves.keys() - params.keys()):
         raise ValueError(f"{op}: there is {what} of {', '.join(extra)}, but no such parameter")
+    return {name: leaves[name] for name in params}
+
+
+def rebuilt(like: Any, old: dict[str, Array], new: dict[str, Array]) -> Any:
+    """`like` with new leaves; itself where each is the old one, which was written over."""
+    same = old.keys() == new.keys() and all(new[name] is leaf for name, leaf in old.items())
+    return like if same else tree.unflatten(like, new)
+
+
+def all_distinct(*trees: dict[str, Array]) -> bool:
+    """Whether no array is there twice, as a tied weight may be: else none may be written over."""
+    ids = [id(leaf) for leaves in trees for leaf in leaves.values()]
+    return len(set(ids)) == len(ids)
 
 
 def require_state(op: str, state: Any, kind: type) -> None:

@@ -41,6 +41,7 @@ def adafactor(
     eps: tuple[float, float] = (1e-30, 1e-3),
     relative: bool = False,
     weight_decay: float = 0.0,
+    donate: bool = False,
 ) -> tuple[Any, AdafactorState]:
     """p <- (1 - a * weight_decay) p - a * u / max(1, rms(u) / clip) (arXiv:1804.04235, alg. 4, 5).
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.checks import number
+from xformer.dispatch import overridable
 from xformer.optim._checks import (
+    all_distinct,
     in_dtype,
     learning_rate,
+    matching,
+    rebuilt,
     require_matching,
     require_state,
     two_betas,
@@ -47,18 +52,20 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    donate: bool = False,
 ) -> tuple[Any, AdamState]:
     """p <- p - lr * mhat / (sqrt(vhat) + eps) (arXiv:1412.6980); as torch.optim.Adam.
 
     mhat = m / (1 - beta1^t), vhat = v / (1 - beta2^t). weight_decay * p is added to the gradient.
-    params, grads: trees of one structure. ValueError for betas outside [0, 1), negative numbers,
-    and gradients whose shapes are not their parameters'.
+    params, grads: trees of one structure; donate: as every `Optimiser` has it. ValueError for betas
+    outside [0, 1), negative numbers, and gradients whose shapes are not their parameters'.
     """
     weight_decay = number("adam", "weight_decay", weight_decay, low=0)
-    require_matching("adam", params, grads)
     if weight_decay:
+        require_matching("adam", params, grads)
         grads = tree.map(lambda p, g: g + weight_decay * p, params, grads)
-    return _step("adam", params, grads, state, learning_rate("adam", lr), betas, eps, keep=1.0)
+    lr = learning_rate("adam", lr)
+    return _step("adam", params, grads, state, lr, betas, eps, 1.0, donate)
 
 
 def adamw(
@@ -70,14 +77,15 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
+    donate: bool = False,
 ) -> tuple[Any, AdamState]:
     """p <- (1 - lr * weight_decay) p, then a step of Adam (arXiv:1711.05101); as torch's AdamW.
 
-    params, grads: trees of one structure. ValueError as `adam`.
+    params, grads, donate: as of `adam`, and ValueError too.
     """
     lr = learning_rate("adamw", lr)
     keep = 1 - lr * number("adamw", "weight_decay", weight_decay, low=0)
-    return _step("adamw", params, grads, state, lr, betas, eps, keep)
+    return _step("adamw", params, grads, state, lr, betas, eps, keep, donate)
 
 
 def _step(
@@ -89,20 +97,53 @@ def _step(
     betas: tuple[float, float],
     eps: float,
     keep: float,
+    donate: bool,
 ) -> tuple[Any, AdamState]:
     require_state(op, state, AdamState)
-    for what, other in (("the gradient", grads), ("m", state.m), ("v", state.v)):
-        require_matching(op, params, other, what)
+    p = tree.flatten(params)
+    wanted = (("the gradient", grads), ("m", state.m), ("v", state.v))
+    g, m, v = (matching(op, p, other, what) for what, other in wanted)
     beta1, beta2 = two_betas(op, betas)
-    eps = number(op, "eps", eps, low=0)
     t = state.step + 1
-    m = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.m, grads)
-    v = tree.map(lambda v, g: beta2 * v + (1 - beta2) * g**2, state.v, grads)
-    rate = lr / (1 - beta1**t)
-    root = (1 - beta2**t) ** 0.5  # math.sqrt takes no traced step (jax.jit)
+    new = adam_update(
+        *(list(leaves.values()) for leaves in (p, g, m, v)),
+        rate=lr / (1 - beta1**t),
+        root=(1 - beta2**t) ** 0.5,  # math.sqrt takes no traced step (jax.jit)
+        keep=keep,
+        betas=(beta1, beta2),
+        eps=number(op, "eps", eps, low=0),
+        donate=donate and all_distinct(p, m, v),
+    )
+    new_p, new_m, new_v = (dict(zip(p, leaves, strict=True)) for leaves in new)
+    state = AdamState(t, rebuilt(state.m, m, new_m), rebuilt(state.v, v, new_v))
+    return rebuilt(params, p, new_p), state
+
+
+@overridable
+def adam_update(
+    params: Sequence[Array],
+    grads: Sequence[Array],
+    m: Sequence[Array],
+    v: Sequence[Array],
+    *,
+    rate: Any,
+    root: float,
+    keep: Any,
+    betas: tuple[float, float],
+    eps: float,
+    donate: bool = False,
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """p <- keep p - rate m / (sqrt(v) / root + eps), of the leaves of a tree, after the moments.
+
+    m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2. donate: what a kernel may write
+    over are params, m and v; no array is there twice.
+    """
+    beta1, beta2 = betas
 
     def update(p: Array, m: Array, v: Array) -> Array:
         old, step = in_dtype(keep, p), in_dtype(rate, p)
         return old * p - step * m / (array_namespace(v).sqrt(v) / in_dtype(root, p) + eps)
 
-    return tree.map(update, params, m, v), AdamState(t, m, v)
+    m = [beta1 * m + (1 - beta1) * g for m, g in zip(m, grads, strict=True)]
+    v = [beta2 * v + (1 - beta2) * g**2 for v, g in zip(v, grads, strict=True)]
+    return [update(*leaf) for leaf in zip(params, m, v, strict=True)], m, v

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.checks import number
+from xformer.dispatch import overridable
+from xformer.optim._checks import all_distinct, rebuilt
 from xformer.typing import Array
 
 
-def clip_by_global_norm(grads: Any, *, max_norm: float) -> tuple[Any, Array]:
+def clip_by_global_norm(grads: Any, *, max_norm: float, donate: bool = False) -> tuple[Any, Array]:
     """grads * min(1, max_norm / (norm + 1e-6)), and the norm over all of them, before clipping.
 
-    As torch.nn.utils.clip_grad_norm_; the norm stays on the device, ().  ValueError where there
-    are no gradients or max_norm is not positive.
+    As torch.nn.utils.clip_grad_norm_; the norm stays on the device, (). donate: the gradients may
+    be written over, and are not to be used again; where the norm is not finite they never are.
+    ValueError where there are no gradients or max_norm is not positive.
     """
-    leaves = list(tree.flatten(grads).values())
+    leaves = tree.flatten(grads)
     if not leaves:
         raise ValueError("clip_by_global_norm: there are no gradients")
     max_norm = number("clip_by_global_norm", "max_norm", max_norm)
     if max_norm <= 0:
         raise ValueError(f"clip_by_global_norm: max_norm must be positive, got {max_norm}")
-    xp = array_namespace(leaves[0])
-    norm = xp.sqrt(sum(xp.sum(g**2) for g in leaves))
+    donate = donate and all_distinct(leaves)
+    clipped, norm = clip_leaves(list(leaves.values()), max_norm=max_norm, donate=donate)
+    return rebuilt(grads, leaves, dict(zip(leaves, clipped, strict=True))), norm
+
+
+@overridable
+def clip_leaves(
+    grads: Sequence[Array], *, max_norm: float, donate: bool = False
+) -> tuple[Sequence[Array], Array]:
+    """What `clip_by_global_norm` does, of the leaves of a tree, of which none is there twice."""
+    xp = array_namespace(grads[0])
+    norm = xp.sqrt(sum(xp.sum(g**2) for g in grads))
     scale = xp.minimum(max_norm / (norm + 1e-6), 1.0)
-    return tree.map(lambda g: g * scale, grads), norm
+    return [g * scale for g in grads], norm

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from xformer import tree
 from xformer.checks import number
-from xformer.optim._checks import require_matching
+from xformer.dispatch import overridable
+from xformer.optim._checks import all_distinct, matching, rebuilt
+from xformer.typing import Array
 
 
-def ema(average: Any, params: Any, *, decay: float) -> Any:
+def ema(average: Any, params: Any, *, decay: float, donate: bool = False) -> Any:
     """average + (1 - decay) (params - average), after each step; before the first it is params.
 
     A decay of 0.999 looks back over about 1,000 steps; the average of the last of them often
     generalises better than any one (arXiv:1806.04498). average, params: trees of one structure, as
-    torch's AveragedModel with get_ema_multi_avg_fn. ValueError for a decay outside [0, 1].
+    torch's AveragedModel with get_ema_multi_avg_fn. donate: the average may be written over, and
+    is not to be used again. ValueError for a decay outside [0, 1].
     """
-    require_matching("ema", params, average, "the average")
-    new = 1 - number("ema", "decay", decay, low=0, high=1)
-    return tree.map(lambda a, p: a + new * (p - a), average, params)
+    new = tree.flatten(params)
+    old = matching("ema", new, average, "the average")
+    share = 1 - number("ema", "decay", decay, low=0, high=1)
+    leaves = list(old.values()), list(new.values())
+    moved = ema_leaves(*leaves, share=share, donate=donate and all_distinct(old, new))
+    return rebuilt(average, old, dict(zip(old, moved, strict=True)))
+
+
+@overridable
+def ema_leaves(
+    average: Sequence[Array], params: Sequence[Array], *, share: float, donate: bool = False
+) -> Sequence[Array]:
+    """average + share (params - average), of the leaves of trees, of which none is there twice."""
+    return [a + share * (p - a) for a, p in zip(average, params, strict=True)]

@@ -37,6 +37,7 @@ def lion(
     lr: float,
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
+    donate: bool = False,
 ) -> tuple[Any, LionState]:
     """p <- (1 - lr * weight_decay) p - lr * sign(beta1 m + (1 - beta1) g) (arXiv:2302.06675).
 

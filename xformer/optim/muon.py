@@ -37,6 +37,7 @@ def muon(
     weight_decay: float = 0.1,
     match_adamw: bool = False,
     ns_steps: int = 5,
+    donate: bool = False,
 ) -> tuple[Any, MuonState]:
     """w <- (1 - lr * weight_decay) w - lr * s * newton_schulz(u); as torch.optim.Muon.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from xformer import tree
 from xformer.checks import number, require_sizes
-from xformer.optim._checks import learning_rate, require_matching
+from xformer.optim._checks import learning_rate, matching, rebuilt
 from xformer.optim.adafactor import adafactor, adafactor_init
 from xformer.optim.adam import adam, adam_init, adamw, adamw_init
 from xformer.optim.lion import lion, lion_init
@@ -20,10 +20,15 @@ from xformer.typing import Array
 
 
 class Optimiser(NamedTuple):
-    """Two pure functions. A state is a tree of arrays and ints, the same one after every step."""
+    """Two pure functions. A state is a tree of arrays and ints, the same one after every step.
+
+    donate, of a step: params and state may be written over, and are not to be used again, as what
+    `jax.jit` is told by donate_argnums. Adam and AdamW are so where a kernel runs (on NumPy and
+    CuPy), but for arrays that cannot be written to; the others make all anew.
+    """
 
     init: Callable[[Any], Any]  # params -> state
-    step: Callable[..., tuple[Any, Any]]  # (params, grads, state, *, lr, **options) -> both anew
+    step: Callable[..., tuple[Any, Any]]  # (params, grads, state, *, lr, donate, **options) -> both
 
 
 OPTIMISERS: dict[str, Optimiser] = {
@@ -69,7 +74,7 @@ class Rule:
 
     def owns(self, name: str, p: Array) -> bool:
         """Whether the rule is for a parameter."""
-        return self.named(name) and p.ndim >= self.min_ndim
+        return p.ndim >= self.min_ndim and self.named(name)
 
     @property
     def pair(self) -> Optimiser:
@@ -80,30 +85,32 @@ class Rule:
 def grouped(*rules: Rule) -> Optimiser:
     """An optimiser of several: each parameter is stepped by the first rule that is for it.
 
-    Its state is a dict with the state of each rule, by its place. ValueError, at the first step,
-    for a parameter without a rule, and for a rule whose patterns match no name at all.
+    Each is given its parameters in a dict, by their dotted names. The state is a dict with the
+    state of each rule, by its place. ValueError, at the first step, for a parameter without a rule,
+    and for a rule whose patterns match no name at all.
     """
     if not rules:
         raise ValueError("grouped: there must be at least one Rule, got none")
 
     def init(params: Any) -> dict[str, Any]:
-        owned = _owned(params, rules)
-        return {key: rule.pair.init(_part(params, owned[key])) for key, rule in _keyed(rules)}
+        parts = _parts(tree.flatten(params), rules)
+        return {key: rule.pair.init(part) for key, rule, part in parts}
 
     def step(
-        params: Any, grads: Any, state: dict[str, Any], *, lr: float
+        params: Any, grads: Any, state: dict[str, Any], *, lr: float, donate: bool = False
     ) -> tuple[Any, dict[str, Any]]:
         lr = learning_rate("grouped", lr)
-        require_matching("grouped", params, grads)
+        old = tree.flatten(params)
+        slopes = matching("grouped", old, grads, "the gradient")
         _require_groups(state, len(rules))
-        owned = _owned(params, rules)
-        leaves: dict[str, Any] = {}
+        new: dict[str, Any] = {}
         states: dict[str, Any] = {}
-        for key, rule in _keyed(rules):
-            parts = (_part(params, owned[key]), _part(grads, owned[key]))
-            new, states[key] = rule.pair.step(*parts, state[key], lr=lr * rule.lr, **rule.options)
-            leaves |= tree.flatten(new)
-        return tree.unflatten(params, leaves), states
+        for key, rule, part in _parts(old, rules):
+            own = {name: slopes[name] for name in part}
+            options = {"lr": lr * rule.lr, "donate": donate, **rule.options}
+            stepped, states[key] = rule.pair.step(part, own, state[key], **options)
+            new |= tree.flatten(stepped)
+        return rebuilt(params, old, new), states
 
     return Optimiser(init, step)
 
@@ -121,31 +128,22 @@ def decay_matrices(
     )
 
 
-def _keyed(rules: tuple[Rule, ...]) -> list[tuple[str, Rule]]:
-    return [(str(i), rule) for i, rule in enumerate(rules)]
-
-
-def _owned(params: Any, rules: tuple[Rule, ...]) -> dict[str, set[str]]:
-    """The names of the parameters of each rule."""
-    leaves = tree.flatten(params)
-    owned: dict[str, set[str]] = {key: set() for key, _ in _keyed(rules)}
+def _parts(
+    leaves: dict[str, Array], rules: tuple[Rule, ...]
+) -> list[tuple[str, Rule, dict[str, Array]]]:
+    """Each rule, by its place, and its parameters by their names."""
+    found = [(str(i), rule, dict[str, Array]()) for i, rule in enumerate(rules)]
     for name, p in leaves.items():
-        owner = next((key for key, rule in _keyed(rules) if rule.owns(name, p)), None)
-        if owner is None:
+        part = next((part for _, rule, part in found if rule.owns(name, p)), None)
+        if part is None:
             raise ValueError(
                 f"grouped: no rule is for {name or 'params'} of shape {tuple(p.shape)}"
             )
-        owned[owner].add(name)
+        part[name] = p
     for rule in rules:
         if leaves and not any(rule.named(name) for name in leaves):
             raise ValueError(f"grouped: {rule.match!r} matches none of {len(leaves)} parameters")
-    return owned
-
-
-def _part(whole: Any, names: set[str]) -> Any:
-    """`whole`, None in the place of all leaves but those of these names."""
-    leaves = tree.flatten(whole)
-    return tree.unflatten(whole, {n: leaf if n in names else None for n, leaf in leaves.items()})
+    return found
 
 
 def _require_groups(state: Any, n: int) -> None:

@@ -47,7 +47,7 @@ class Step(NamedTuple):
     seconds: float  # since the start, validation included
     memory: int | None  # bytes at most so far; None where the system does not tell
     validation: float | None  # nats per target, where it was measured
-    state: State  # after the step
+    state: State  # after the step; where states are donated, until the next is asked for
 
     @property
     def params(self) -> Any:
@@ -97,6 +97,7 @@ def train(
     held_out: Iterable[Batch] = (),
     optimiser: Optimiser | None = None,
     schedule: Schedule | None = None,
+    donate: bool = False,
 ) -> Iterator[Step]:
     """Yields a `Step` after each step that is left of config.steps, or of its patience.
 
@@ -105,6 +106,9 @@ def train(
     decides all that follows it: the same losses come after it whenever it is gone on from, bit for
     bit on NumPy, and to rounding on every backend. Raises Diverged, and nothing after it is done.
 
+    donate: the given state, and that of each step, may be written over by the next step, which then
+    needs no memory for another: copy what is to outlive it. Nothing else may hold their arrays.
+
     A step of config.accumulate batches is one of the big batch that they make, to rounding, where
     there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
     """
@@ -112,9 +116,11 @@ def train(
     schedule = schedule or config.learning_rate()
     held_out = list(held_out) if isinstance(held_out, Iterator) else held_out
     begun = time.perf_counter() - state.seconds
+    if donate and state.ema is not None:  # at first it may be the parameters themselves
+        state = state._replace(ema=tree.map(_copy, state.ema))
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
-        state, value, norm = _step(loss, state, source, config, place, optimiser, lr)
+        state, value, norm = _step(loss, state, source, config, place, optimiser, lr, donate)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
             validation = evaluate(loss, state.averaged, held_out, place)
@@ -148,6 +154,7 @@ def _step(
     place: Backend,
     optimiser: Optimiser,
     lr: float,
+    donate: bool,
 ) -> tuple[State, float, float]:
     """The state after a step, its loss and the norm of its gradient."""
     numbers = range(state.batches, state.batches + config.accumulate)
@@ -159,13 +166,14 @@ def _step(
 
     value, grads = optim.accumulate(one, state.params, batches)
     clip = math.inf if config.clip is None else config.clip
-    clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip)
+    clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
     state = _with_loss(state, float(value))
     _require_sound(state, float(value), float(norm), grads, config, lr)
-    trained, own = optimiser.step(tree.trained(state.params), clipped, state.optimiser, lr=lr)
+    options = {"lr": lr, "donate": donate}
+    trained, own = optimiser.step(tree.trained(state.params), clipped, state.optimiser, **options)
     average = state.ema
     if config.ema is not None:
-        average = optim.ema(average, trained, decay=config.ema)
+        average = optim.ema(average, trained, decay=config.ema, donate=donate)
     state = state._replace(
         params=tree.join(state.params, trained),
         optimiser=own,
@@ -175,6 +183,10 @@ def _step(
         tokens=state.tokens + sum(batch.n_tokens for batch in batches),
     )
     return state, float(value), float(norm)
+
+
+def _copy(array: Array) -> Array:
+    return array_namespace(array).asarray(array, copy=True)
 
 
 def _with_loss(state: State, loss: float) -> State:

@@ -1,0 +1,64 @@
+"""A step of Adam over all leaves: each piece goes through all of it while it is in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from xformer.backends.numpy.leaves import over, unlike
+from xformer.backends.numpy.threads import scratch
+
+from xformer.dispatch import kernel
+from xformer.optim.adam import adam_update as reference
+from xformer.typing import Array
+
+
+def of_several_kinds(
+    params: Sequence[Array],
+    grads: Sequence[Array],
+    m: Sequence[Array],
+    v: Sequence[Array],
+    *,
+    rate: Any,
+    root: float,
+    keep: Any,
+    betas: tuple[float, float],
+    eps: float,
+    donate: bool = False,
+) -> str | None:
+    """All leaves must be as the first."""
+    return unlike(params)
+
+
+@kernel(reference, "numpy", unsupported=of_several_kinds)
+def adam_update(
+    params: Sequence[Array],
+    grads: Sequence[Array],
+    m: Sequence[Array],
+    v: Sequence[Array],
+    *,
+    rate: Any,
+    root: float,
+    keep: Any,
+    betas: tuple[float, float],
+    eps: float,
+    donate: bool = False,
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """p <- keep p - (rate root) m / (sqrt(v) + eps root): a division less than the formula has."""
+    beta1, beta2 = betas
+    keep, rate, eps = float(keep), float(rate) * float(root), eps * float(root)
+
+    def step(*parts: Array) -> None:
+        p, g, m, v, new_p, new_m, new_v = parts
+        t = scratch("adam", g.shape, g.dtype)
+        np.multiply(m, beta1, out=new_m)
+        np.add(new_m, np.multiply(g, 1 - beta1, out=t), out=new_m)
+        np.multiply(np.multiply(g, g, out=t), 1 - beta2, out=t)
+        np.add(np.multiply(v, beta2, out=new_v), t, out=new_v)
+        np.add(np.sqrt(new_v, out=t), eps, out=t)
+        np.multiply(np.divide(new_m, t, out=t), rate, out=t)
+        np.subtract(p if keep == 1 else np.multiply(p, keep, out=new_p), t, out=new_p)
+
+    params, m, v = over(step, params, grads, m, v, replaced=(0, 2, 3), donate=donate)
+    return params, m, v
