@@ -10,16 +10,21 @@ import pytest
 import threadpoolctl
 from test_kernels import LAYOUTS, laid_out, parameters, require_exact
 from test_numpy_kernels import CASES, drawn, named, results
+from test_optim_kernels import CASES as UPDATES
+from test_optim_kernels import drawn as drawn_leaves
+from test_optim_kernels import flat, wide
 
 from xformer import backends, dispatch, ops, tree
 from xformer.catalogue import cases
 from xformer.dispatch import Kernel, Overridable
+from xformer.optim.adam import adam_update
 
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import KERNELS
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
+WITH_GRADIENT = [op for op in COMPILED if op is not adam_update]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +40,7 @@ def test_signature_is_the_references(op: Overridable) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("op", COMPILED, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", WITH_GRADIENT, ids=lambda op: op.__name__)
 def test_as_exact_as_the_reference(op: Overridable, layout: Callable[[Any], Any]) -> None:
     """On the catalogue's cases, as tests/test_kernels.py does it of all other kernels."""
     ran = 0
@@ -47,6 +52,24 @@ def test_as_exact_as_the_reference(op: Overridable, layout: Callable[[Any], Any]
                 require_exact(NUMPY, COMPILED[op], op, args, fn.keywords, layout)
                 ran += 1
     assert ran
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_adam(layout: Callable[[Any], Any], donate: bool) -> None:
+    n_trees, _, options = UPDATES[adam_update]
+    for option in options:
+        trees = [[laid_out(layout, x) for x in leaves] for leaves in drawn_leaves(n_trees)]
+        exact = flat(adam_update.reference(*wide(trees), **option))
+        plain = flat(adam_update.reference(*trees, **option))
+        got = flat(COMPILED[adam_update].run(*trees, **option, donate=donate))
+        for a, p, wanted in zip(got, plain, exact, strict=True):
+            assert a.shape == np.shape(p) and a.dtype == np.float32
+            off, off_plain = (np.max(np.abs(x - wanted), initial=0) for x in (a, p))
+            rounding = 4 * np.finfo(np.float32).eps * np.max(np.abs(wanted), initial=0)
+            assert off <= 2 * off_plain + rounding, a.shape
+    doubles = [[x.astype(np.float64) for x in leaves] for leaves in trees]
+    assert COMPILED[adam_update].unsupported(*doubles, **option) == "only float32"
 
 
 BLOCKS = [case for case in CASES if case[0] in COMPILED]

@@ -14,14 +14,16 @@ from typing import Any
 import numba
 from xformer.backends import numpy
 from xformer.backends.base import Backend
-from xformer.backends.numba import gelu, glu, layer_norm, rms_norm
+from xformer.backends.numba import adam, gelu, glu, layer_norm, rms_norm
 
 from xformer import ops
 from xformer.dispatch import Overridable, kernel
+from xformer.optim.adam import adam_update
 
 __all__ = ["KERNELS", "backend", "register"]
 
 KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
+    (adam_update, adam.adam_update, adam.not_float32),
     (ops.gelu, gelu.gelu, gelu.not_float32),
     (ops.glu, glu.glu, glu.not_float32_silu),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
