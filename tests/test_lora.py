@@ -10,11 +10,11 @@ import pytest
 from judges import AUTOGRAD
 from libraries import only
 from xformer.backends import Backend
+from xformer.backends.numpy.linear import LinearCache
 
 from xformer import backends, optim, pretrained, tree
 from xformer.finetune import lora
 from xformer.layers import LinearParams, LoRAParams
-from xformer.ops.linear import LinearCache
 from xformer.tree import Frozen, value
 
 NUMPY = backends.get("numpy")

@@ -15,6 +15,8 @@ from xformer.backends.numpy import (
     glu,
     index_add,
     layer_norm,
+    linear,
+    linear_cross_entropy,
     rms_norm,
     sdpa,
 )
@@ -30,6 +32,8 @@ __all__ = [
     "glu",
     "index_add",
     "layer_norm",
+    "linear",
+    "linear_cross_entropy",
     "rms_norm",
     "sdpa",
 ]

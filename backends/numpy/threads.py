@@ -51,6 +51,16 @@ def blocks(fn: Piece, n: int, size: int) -> None:
         _state.pool.release()
 
 
+def run(todo: list[Callable[[], Any]]) -> None:
+    """All of these, on the threads of NumPy's BLAS."""
+
+    def piece(start: int, stop: int) -> None:
+        for i in range(start, stop):
+            todo[i]()
+
+    blocks(piece, len(todo), 1)
+
+
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Memory of this thread's own, not cleared; its next use is by the same name.
 
