@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.shapes import Shape
-from xformer import backends, dispatch, optim, reference_only, tree
+from xformer import backends, dispatch, inference, optim, reference_only, tree
 
 LR = 3e-4
 PEER, COMPILED, JITTED = "torch eager", "torch compile", "jax jit"
@@ -87,6 +87,7 @@ class Ours:
         loss, grads = self.backward()
         return float(loss), tree.flatten(tree.map(self.backend.to_numpy, grads))
 
+    @inference()
     def _pooled(self) -> Any:
         y, _ = self.shape.model.pooled(self.params, *self.data)
         return y

@@ -22,7 +22,7 @@ from benchmarks import harness, machine, report
 from benchmarks.__main__ import RESULTS, default_name
 from benchmarks.embeddings_page import BEGIN, END
 from benchmarks.harness import Disagreement
-from xformer import backends, pretrained
+from xformer import backends, inference, pretrained
 from xformer.generation import beam_search, generate, prefill, speculative
 from xformer.generation.samplers import compose, temperature, top_k, top_p
 from xformer.pretrained.tokenizer import tokenizer
@@ -94,6 +94,7 @@ def ways(model: Any, params: Any, place: backends.Backend, story: list[int]) -> 
     stack = params.stack._replace(blocks=params.stack.blocks[:GUESSES])
     draft = replace(model, blocks=model.blocks[:GUESSES]), params._replace(stack=stack)
 
+    @inference()
     def uncached() -> list[list[int]]:
         ids = [BOS]
         for _ in range(LENGTH):

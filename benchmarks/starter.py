@@ -19,10 +19,11 @@ def xformer(folder: str) -> Any:
     """This library, on NumPy."""
     import numpy as np
 
-    from xformer import pretrained
+    from xformer import inference, pretrained
 
     model, params = pretrained.load(folder)
-    logits, _ = model.forward(params, np.asarray([PROMPT]))
+    with inference():
+        logits, _ = model.forward(params, np.asarray([PROMPT]))
     return logits[0, -1]
 
 

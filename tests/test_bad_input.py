@@ -111,6 +111,7 @@ CALLS = {
         {"mask": numbers(2, 1, 3, 7) > 0},
     ),
     "cross_entropy": Call({"logits": X}, {"targets": IDS}),
+    "linear_cross_entropy": Call({"x": X, "w": numbers(5, 7), "b": numbers(7)}, {"targets": IDS}),
     "mse": Call({"x": X, "y": numbers(2, 3, 5)}, {}),
     "info_nce": Call({"a": numbers(3, 5), "b": numbers(3, 5)}, {}),
     "index_add": Call({"x": numbers(5, 7), "y": numbers(3, 7)}, {"ids": IDS[0]}),
@@ -129,6 +130,8 @@ CALLS = {
     ),
     "router_z_loss": Call({"logits": numbers(2, 5)}, {"mask": np.array([True, False])}),
 }
+
+OF_OPTIONS = {"linear_cross_entropy": "cross_entropy"}  # the op that refuses bad ones
 
 
 def run(name: str, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -196,7 +199,8 @@ def test_mixed_libraries(library: Backend, name: str) -> None:
     for here, argument, there in both:
         mixed = here | {argument: there[argument]}
         call = (mixed, options) if here is arrays else (arrays, mixed)
-        with raises(TypeError, f"{name}: {argument} must be an array of ..."):
+        op = OF_OPTIONS.get(name, name) if here is options else name
+        with raises(TypeError, f"{op}: {argument} must be an array of ..."):
             run(name, *call)
 
 
@@ -210,7 +214,7 @@ def test_mixed_devices(name: str) -> None:
             run(name, arrays | {argument: other_arrays[argument]}, options)
     for argument, value in options.items():
         if hasattr(value, "shape"):
-            with raises(ValueError, f"{name}: {argument} must be on ..."):
+            with raises(ValueError, f"{OF_OPTIONS.get(name, name)}: {argument} must be on ..."):
                 run(name, arrays, options | {argument: other_options[argument]})
 
 
@@ -265,6 +269,7 @@ def test_options_do_not_widen_float32() -> None:
         "sdpa": {"scale": half, "softcap": half, "dropout_rate": half, "dropout_key": KEY},
         "shaw": {"scale": half, "dropout_rate": half, "dropout_key": KEY},
         "cross_entropy": {"label_smoothing": half, "z_loss": half},
+        "linear_cross_entropy": {"label_smoothing": half, "z_loss": half},
         "info_nce": {"scale": half},
     }
     for name, call in CALLS.items():
@@ -1116,17 +1121,15 @@ def test_targets() -> None:
     model, params = gpt()
     for targets, error, message in (
         (TOKENS.tolist(), TypeError, "targets must be an integer array, got list"),
-        (
-            TOKENS[:, :3],
-            ValueError,
-            "targets must be (...,) with ... = (2, 4) (from logits), got ...",
-        ),
         (TOKENS + 1, ValueError, "targets must lie in [0, 11), got ids from 2 to 11"),
         (TOKENS - 2, ValueError, "targets must lie in [0, 11), got ids from -1 to 8"),
         (TOKENS * 1.0, TypeError, "targets must be an integer array, got dtype float64"),
     ):
         with raises(error, f"cross_entropy: {message}"):
             model.loss(params, TOKENS, targets)
+    message = "linear_cross_entropy: targets must be (...,) with ... = (2, 4) (from x), got ..."
+    with raises(ValueError, message):
+        model.loss(params, TOKENS, TOKENS[:, :3])
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'smoothing'"):
         model.loss(params, TOKENS, TOKENS, smoothing=0.1)
 

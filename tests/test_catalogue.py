@@ -35,7 +35,7 @@ def public(room: Any) -> list[Any]:
 
 
 def is_data(thing: Any) -> bool:
-    return inspect.isclass(thing) and not hasattr(thing, "loss")
+    return inspect.isclass(thing) and not hasattr(thing, "init_from")
 
 
 def test_names_are_unique() -> None:

@@ -36,6 +36,8 @@ MODELS = {
     "GPT": GPT(**SIZES, max_len=64),
     "dropout": GPT(**SIZES, max_len=64, dropout=0.1),
     "large vocabulary": GPT(**SIZES | {"vocab_size": 4000, "n_layers": 2}, max_len=64),
+    "in chunks": GPT(**SIZES | {"vocab_size": 12_000, "n_layers": 2}, max_len=64),
+    "in chunks, untied": GPT(**SIZES | {"vocab_size": 6_000}, max_len=64, tied=False),
     "deep": GPT(**SIZES | {"n_layers": 8}, max_len=64),
     "checkpoint": GPT(**SIZES | {"n_layers": 8}, max_len=64, checkpoint=True),
     "two kinds of layers": LanguageModel(
@@ -62,6 +64,7 @@ MODELS = {
         head=LMHead(tied=True),
     ),
     "Transformer": Transformer(300, 300, 64, 4, 2, 2, 64, dropout=0.1, shared_memory=True),
+    "Transformer, in chunks": Transformer(300, 5_000, 64, 4, 1, 1, 64),
 }
 BATCH, LENGTH = 16, 48
 
@@ -180,12 +183,16 @@ def test_of_a_large_model_only_a_layer_is_made() -> None:
         (GPT(256, 4, 128, 4, 128), 8, 128),
         (GPT(256, 4, 128, 4, 128, dropout=0.1), 8, 128),
         (GPT(5000, 2, 256, 4, 64), 8, 64),
+        (GPT(20_000, 2, 64, 4, 128), 16, 128),
         (GPT(5000, 4, 512, 8, 64), 1, 32),
         (GPT(65, 6, 384, 6, 256), 4, 256),
         (GPT(65, 6, 384, 6, 256, checkpoint=True), 4, 256),
         (Transformer(2000, 2000, 256, 4, 3, 3, 64, dropout=0.1), 16, 32),
     ],
-    ids=["small", "dropout", "vocabulary", "wide", "char-GPT", "char-GPT again", "Transformer"],
+    ids=[
+        *("small", "dropout", "vocabulary", "chunks", "wide", "char-GPT", "char-GPT again"),
+        "Transformer",
+    ],
 )
 def test_a_process_that_trains_takes_as_much(model: Any, batch: int, length: int) -> None:
     peak = measured_peak(model, batch=batch, length=length)

@@ -10,12 +10,11 @@ import pytest
 from judges import AUTOGRAD
 from libraries import only
 from xformer.backends import Backend
-from xformer.backends.numpy import linear as numpy_linear
+from xformer.backends.numpy.linear import LinearCache
 
 from xformer import backends, optim, pretrained, tree
 from xformer.finetune import lora
 from xformer.layers import LinearParams, LoRAParams
-from xformer.ops.linear import LinearCache
 from xformer.tree import Frozen, value
 
 NUMPY = backends.get("numpy")
@@ -140,9 +139,8 @@ def test_gradients_of_the_base_are_never_computed(name: str) -> None:
     """No linear map but an adapter's own keeps what a gradient of its weights would need."""
     model, params = made(name, targets=("*.attn.q", "*.attn.kv.v"))
     _, cache = loss_of(name, model, params)
-    maps: dict[str, Any] = {}
-    kinds = LinearCache, numpy_linear.LinearCache
-    tree.map_nodes(maps.setdefault, cache, kinds)
+    maps: dict[str, LinearCache] = {}
+    tree.map_nodes(maps.setdefault, cache, LinearCache)
     for where, node in maps.items():
         of_adapter = where.endswith((".linear.up.op", ".linear.down.op"))
         assert (node.x is not None) == of_adapter, where

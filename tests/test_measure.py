@@ -63,6 +63,7 @@ RELATIVE = RelativeConfig(4, n_buckets=8, max_distance=6)
 
 MODELS = {
     "GPT": GPT(vocab_size=19, n_layers=2, d_model=12, n_heads=4, max_len=64, dropout=0.1),
+    "GPT, large vocabulary": GPT(5003, 1, 12, 4, 64),
     "GPT, untied, post-norm": GPT(19, 1, 12, 4, 64, tied=False, norm="post", position_mode="qkv"),
     "Llama, windows": LanguageModel(
         PLAIN, blocks(1, **LLAMA) + blocks(1, window=(3, None), **LLAMA), **TURNED
@@ -78,6 +79,12 @@ MODELS = {
     ),
     "parallel, alibi": LanguageModel(PLAIN, blocks(parallel=True, sinks=True), alibi=True),
     "BERT": LanguageModel(head=MaskedLMHead(), **BERT),
+    "BERT, large vocabulary": LanguageModel(
+        embed(vocab_size=5003, positions="none"),
+        blocks(1),
+        causal=False,
+        head=MaskedLMHead(tied=False),
+    ),
     "BERT, classes": LanguageModel(head=Classifier(3, dropout=0.2), **BERT),
     "BERT, pooler": LanguageModel(head=Pooler(), **BERT),
     "ALBERT": LanguageModel(
@@ -226,6 +233,8 @@ def test_flops_are_those_of_all_products_that_run(name: str) -> None:
         configs += times * getattr(network, part, ())
     heads = sum(c.n_heads * (c.head_width + c.value_width) for c in configs)
     attention = 2 * heads * batch * length**2
+    if name == "experts":  # the kernel of linear gives plain arrays, whose products are not seen
+        attention = 0
     assert measured(model, batch, length, "float32").flops + attention == Counted.flops
 
 

@@ -6,17 +6,23 @@ The cases of the catalogue, on which tests/test_kernels.py tries every kernel, f
 from __future__ import annotations
 
 import math
+import re
+import tracemalloc
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import threadpoolctl
 from test_kernels import contiguous, expanded, require_exact, sliced, transposed
+from xformer.backends.numpy import linear_cross_entropy
 from xformer.backends.numpy.rows import BLOCK
+from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 
-from xformer import Key, backends, ops, reference_only
+from xformer import Key, backends, explain, inference, ops, reference_only
+from xformer.dispatch import keeps_nothing
 from xformer.typing import Array
 
 NUMPY = backends.get("numpy")
@@ -24,6 +30,7 @@ KEY = Key(2**40 + 3, 5, 7)
 LEAD, WIDTH = (3, 241), 211  # primes
 SHAPE = (*LEAD, WIDTH)
 W = (WIDTH,)
+CLASSES = 4099  # a prime, and enough for the kernel of linear_cross_entropy
 assert 2 * BLOCK < math.prod(SHAPE) < 3 * BLOCK  # the last block is shorter
 
 
@@ -60,6 +67,29 @@ CASES: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
         },
     ),
 )
+
+CASES += tuple(
+    (ops.linear_cross_entropy, ((7, 29, 67), (67, CLASSES), b), options)
+    for b, options in (
+        (None, {"targets": ids((7, 29), CLASSES)}),
+        (
+            (CLASSES,),
+            {
+                "targets": ids((7, 29), 5),
+                "ignore_index": 3,
+                "label_smoothing": 0.1,
+                "z_loss": 0.01,
+                "reduction": "sum",
+            },
+        ),
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 203 rows above; the last chunk is shorter."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 50 * CLASSES)
 
 
 ROWS, COLUMNS = (SHAPE, (WIDTH, 101), (101,)), ((3, WIDTH), (WIDTH, 1009), (1009,))
@@ -197,3 +227,98 @@ def test_embedding_leaves_the_rows_of_others() -> None:
     _, cache = ops.embedding(table, ids=np.asarray([[5, 2], [5, 5]]))
     dtable = cache.backward(np.ones((2, 2, 3), np.float32))
     assert dtable[:, 0].tolist() == [0, 0, 1, 0, 0, 3, 0]
+
+
+# ---- linear_cross_entropy, in chunks ----
+
+
+def head(n: int = 203, d: int = 67, *, bias: bool = False) -> tuple[tuple[Array, ...], Any]:
+    """x, w and b, and as many targets."""
+    args = drawn(((n, d), (d, CLASSES), (CLASSES,) if bias else None), "float32")
+    return args, ids((n,), CLASSES)
+
+
+def test_a_loss_that_nothing_follows_is_not_multiplied() -> None:
+    """By dloss = 1: the backward makes no array."""
+    args, targets = head(bias=True)
+    _, cache = ops.linear_cross_entropy(*args, targets=targets)
+    grads = cache.backward(np.ones((), np.float32))
+    for grad, again in zip(grads, cache.backward(np.ones((), np.float32)), strict=True):
+        assert grad is again
+    for grad, half in zip(grads, cache.backward(np.full((), 0.5, np.float32)), strict=True):
+        np.testing.assert_array_equal(half, grad / 2)  # the cache is as it was
+
+
+def test_a_gradient_lies_in_memory_as_its_weight() -> None:
+    (x, w, _), targets = head()
+    for own in (w, np.ascontiguousarray(w.T).T):
+        dw = ops.linear_cross_entropy(x, own, targets=targets)[1].dw
+        assert dw.flags.c_contiguous == own.flags.c_contiguous
+        assert dw.flags.c_contiguous or dw.T.flags.c_contiguous
+
+
+def test_ignored_rows_are_left_out() -> None:
+    """Whatever they hold, and however many they are: also all."""
+    (x, w, b), targets = head(bias=True)
+    targets[::3] = -1
+    options = {"targets": targets, "ignore_index": -1}
+    wanted = results(ops.linear_cross_entropy, (x, w, b), options)
+    spoiled = x.copy()
+    spoiled[::3] = np.nan
+    for got, want in zip(
+        results(ops.linear_cross_entropy, (spoiled, w, b), options), wanted, strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+    assert not wanted[1][::3].any() and wanted[1][1::3].any()
+    options["targets"] = np.full_like(targets, -1)
+    for got in results(ops.linear_cross_entropy, (x, w, b), options):
+        assert not got.any()
+
+
+def test_logits_are_there_one_chunk_at_a_time() -> None:
+    (x, w, _), targets = head(n=1009)
+    options = {"targets": targets}
+    (small, kept), (large, _) = (
+        held(x, w, options, context) for context in (nullcontext(), reference_only())
+    )
+    logits = 1009 * CLASSES * 4
+    assert large > 2 * logits
+    assert small < w.nbytes + logits / 5 and kept < w.nbytes + x.nbytes + 20_000
+    with inference():
+        ops.linear_cross_entropy(x, w, **options)
+    alone, kept = held(x, w, options, inference())
+    assert alone < logits / 5 and kept < 20_000
+
+
+def held(x: Array, w: Array, options: Any, context: Any) -> tuple[int, int]:
+    """The most that a loss and its backward held, where it has one, and what the loss left."""
+    forget_scratch()
+    tracemalloc.start()
+    try:
+        with context:
+            loss, cache = ops.linear_cross_entropy(x, w, **options)
+            kept = tracemalloc.get_traced_memory()[0] - scratch_nbytes()
+            if not keeps_nothing():
+                cache.backward(np.ones_like(loss))
+        return tracemalloc.get_traced_memory()[1], kept
+    finally:
+        tracemalloc.stop()
+
+
+def test_few_classes_and_losses_apart_are_for_the_reference() -> None:
+    (x, w, _), targets = head()
+    for less, options, why in (
+        (w[:, :4095], {}, "there are fewer than 4096 classes"),
+        (w, {"reduction": "none"}, 'reduction "none" has a dloss for each token'),
+    ):
+        text = explain(ops.linear_cross_entropy, x, less, targets=targets % 4095, **options)
+        assert "the reference" in text and why in text
+
+
+def test_what_is_wrong_with_targets_is_said_in_the_same_words() -> None:
+    (x, w, _), targets = head()
+    for bad in (targets + CLASSES, targets - CLASSES, targets * 1.0, targets.tolist()):
+        with reference_only(), pytest.raises((TypeError, ValueError)) as wanted:
+            ops.linear_cross_entropy(x, w, targets=bad)
+        with pytest.raises(wanted.type, match=f"^{re.escape(str(wanted.value))}$"):
+            ops.linear_cross_entropy(x, w, targets=bad)

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from xformer import ops, tree
-from xformer.dispatch import explain, kernel, overridable, reference_only
+from xformer.dispatch import explain, inference, kernel, overridable, reference_only
 from xformer.gradcheck import GradientError, gradcheck
 from xformer.ops import Key
 
@@ -29,6 +29,7 @@ __all__ = [
     "backends",
     "explain",
     "gradcheck",
+    "inference",
     "initial",
     "kernel",
     "layers",

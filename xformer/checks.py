@@ -77,7 +77,7 @@ def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> Array:
     return ids
 
 
-@overridable
+@overridable(backward=False)
 def in_range(ids: Array, *, size: int) -> bool:
     """Whether all ids lie in [0, size). A backend whose arrays have no values yet says True."""
     return bool(array_namespace(ids).all((ids >= 0) & (ids < size)))

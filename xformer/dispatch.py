@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 Unsupported = Callable[..., str | None]
 
@@ -23,6 +23,7 @@ Unsupported = Callable[..., str | None]
 _FOLDERS = {"jaxlib": "jax"}
 
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
+_inference: ContextVar[bool] = ContextVar("inference", default=False)
 _ops: list[Overridable] = []
 _libraries: dict[type, str] = {}
 
@@ -35,15 +36,31 @@ class Kernel(NamedTuple):
     unsupported: Unsupported | None  # same arguments -> why it cannot run, or None
 
 
+class Dropped(NamedTuple):
+    """What an op gives in the place of its cache within `inference()`."""
+
+    def backward(self, *dy: Any) -> Any:
+        """RuntimeError."""
+        raise RuntimeError(f"backward: the cache was {_MADE}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: the cache was {_MADE}")
+
+
+_MADE = "made within inference(), which keeps nothing"
+
+
 class Overridable:
     """A callable op: checks its arguments, then runs the first kernel that can, or the reference.
 
-    Attributes: `reference` (the array API implementation) and `kernels` (library -> kernels).
+    Attributes: `reference` (the array API implementation), `kernels` (library -> kernels) and
+    `has_backward` (whether it returns (y, cache)).
     """
 
-    def __init__(self, reference: Callable[..., Any]) -> None:
+    def __init__(self, reference: Callable[..., Any], *, backward: bool = True) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
+        self.has_backward = backward
         self.kernels: dict[str, list[Kernel]] = {}
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
         self._first = next(iter(inspect.signature(reference).parameters))
@@ -53,11 +70,16 @@ class Overridable:
         if self._check is not None:
             self._check(*args, **kwargs)
         kernels = self.kernels.get(self._library(args, kwargs))
+        run = self.reference
         if kernels and not _reference_only.get():
             for kernel in kernels:
                 if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
-                    return kernel.run(*args, **kwargs)
-        return self.reference(*args, **kwargs)
+                    run = kernel.run
+                    break
+        if self.has_backward and _inference.get():
+            y, _ = run(*args, **kwargs)
+            return y, Dropped()
+        return run(*args, **kwargs)
 
     def _library(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """That of the first array, which may be the first of a list."""
@@ -74,9 +96,22 @@ class Overridable:
     __qualname__: str
 
 
-def overridable(reference: Callable[..., Any]) -> Overridable:
-    """Mark `reference` as an op that backends may override with kernels."""
-    op = Overridable(reference)
+@overload
+def overridable(reference: Callable[..., Any]) -> Overridable: ...
+
+
+@overload
+def overridable(*, backward: bool) -> Callable[[Callable[..., Any]], Overridable]: ...
+
+
+def overridable(reference: Callable[..., Any] | None = None, *, backward: bool = True) -> Any:
+    """Mark `reference` as an op that backends may override with kernels.
+
+    It returns (y, cache), or anything else where it is `@overridable(backward=False)`.
+    """
+    if reference is None:
+        return functools.partial(overridable, backward=backward)
+    op = Overridable(reference, backward=backward)
     _ops.append(op)
     return op
 
@@ -128,6 +163,25 @@ def reference_only() -> Iterator[None]:
         yield
     finally:
         _reference_only.reset(token)
+
+
+@contextmanager
+def inference() -> Iterator[None]:
+    """Within this context ops keep nothing for a backward, which raises RuntimeError.
+
+    For a forward alone, in as much memory as that takes. Around one call, and never across a yield:
+    a generator would leave its caller in this context.
+    """
+    token = _inference.set(True)
+    try:
+        yield
+    finally:
+        _inference.reset(token)
+
+
+def keeps_nothing() -> bool:
+    """Whether `inference` is active: then what only a backward needs can be left out."""
+    return _inference.get()
 
 
 def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:

@@ -55,6 +55,7 @@ class Ledger(NamedTuple):
     layer_work: int  # at most, while it goes through a layer, beside the gradients it returns
     update_work: int  # at most, in the optimiser, beside what is written over
     scratch: int  # that NumPy's kernels keep from one call to the next
+    early: int = 0  # of the gradients, those that the saved set holds already
 
     @property
     def grads(self) -> int:
@@ -64,7 +65,7 @@ class Ledger(NamedTuple):
     @property
     def backward(self) -> int:
         """The most that a loss and its backward hold; its cache is kept to the end."""
-        work = max(self.loss_work, self.grads + self.layer_work)
+        work = max(self.loss_work, self.grads - self.early + self.layer_work)
         return self.params + self.state + sum(self.saved.values()) + work
 
     @property
@@ -100,7 +101,7 @@ def ledger(
     params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
     forget_scratch()
     work = [_backward_work(cut, batch, length, dtype) for cut in _one_layer_of_each(network)]
-    loss_work, layer_work = (max(kind) for kind in zip(*work, strict=True))
+    loss_work, layer_work, early = (max(kind) for kind in zip(*work, strict=True))
     update_work = _update_work(network, dtype, own, tree.nbytes(params))
     return Ledger(
         tree.nbytes(params),
@@ -110,6 +111,7 @@ def ledger(
         layer_work,
         update_work,
         scratch_nbytes(),
+        early,
     )
 
 
@@ -164,18 +166,18 @@ def _one_layer_of_each(network: Any) -> Iterator[Any]:
             yield replace(network, blocks=(config,), n_groups=None, **routed)
 
 
-def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[int, int]:
-    """What `Ledger` calls loss_work and layer_work, of a model of one layer."""
+def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[int, int, int]:
+    """What `Ledger` calls loss_work, layer_work and early, of a model of one layer."""
     params = network.init(0, "numpy", dtype)
     _, examples = arguments(network, batch, length, dtype)
     network.loss(params, *examples, dropout_key=Key(0))[1].backward()  # makes the scratch memory
     with _traced():
         loss, cache = network.loss(params, *examples, dropout_key=Key(0))
-        cache = getattr(cache, "tokens", cache)  # the losses of routers take next to nothing
-        (dlogits, dx, tied), at_loss = _peak(_through_head, cache, loss)
-        grads, at_layer = _peak(_without_head(cache.model).backward, dx)
-        at_layer = max(at_layer - tree.nbytes(grads), 2 * tied)  # in the end the head's, and a sum
-        return at_loss, at_layer + dlogits.nbytes + dx.nbytes
+        own = getattr(cache, "tokens", cache).model  # the losses of routers take next to nothing
+        top, at_loss = _peak(getattr(own, "decode", own).head.backward, one(loss))
+        grads, at_layer = _peak(_above(own, top).backward, one(loss))
+        new = tree.nbytes(grads) - (early := _held_bytes(grads, cache))
+        return at_loss, at_layer + tree.nbytes(top) - _held_bytes(top, cache) - new, early
 
 
 def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -> int:
@@ -227,18 +229,27 @@ def _peak(step: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     return result, tracemalloc.get_traced_memory()[1] - before
 
 
-def _through_head(cache: Any, loss: Any) -> tuple[Any, Any, int]:
-    """Gradients of the logits and of the hidden states, and bytes of that of a tied table."""
-    dlogits = cache.loss.backward(one(loss))
-    dx, _, dtable = getattr(cache.model, "decode", cache.model).head.backward(dlogits)
-    return dlogits, dx, tree.nbytes(dtable)
+class _Done(NamedTuple):
+    """In the place of a head's cache, what its backward has returned."""
+
+    grads: tuple[Any, ...]
+
+    def backward(self, dloss: Any) -> tuple[Any, ...]:
+        return self.grads
 
 
-def _without_head(cache: Any) -> Any:
-    """The cache of a model, for a backward from its hidden states."""
+def _above(cache: Any, top: tuple[Any, ...]) -> Any:
+    """The cache of a model, for a backward that goes on from that of its head."""
     if hasattr(cache, "decode"):
-        return cache._replace(decode=cache.decode._replace(head=None))
-    return cache._replace(head=None)
+        return cache._replace(decode=cache.decode._replace(head=_Done(top)))
+    return cache._replace(head=_Done(top))
+
+
+def _held_bytes(grads: Any, cache: Any) -> int:
+    """Bytes of those gradients that a cache holds."""
+    held = [a for a in tree.flatten(cache).values() if isinstance(a, np.ndarray)]
+    given = tree.flatten(grads).values()
+    return tree.nbytes([g for g in given if any(np.may_share_memory(g, a) for a in held)])
 
 
 class Same:

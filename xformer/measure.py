@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import tree
-from xformer.backends.numpy.stand_in import Tally, is_stand_in, stand_in
+from xformer.backends.numpy.stand_in import Tally, is_stand_in, is_unmade, stand_in
 from xformer.initial import Shapes
 from xformer.layers import BlockConfig
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, Pooler, Transformer
@@ -85,7 +85,12 @@ def _part_of(name: str) -> str:
         which = {"encode": "encoder ", "decode": "decoder "}.get(found[1], "")
         return f"{which}layer {found[2]}"
     words = name.split(".")
-    for word, part in (("embed", "embedding"), ("stack", "around the layers"), ("head", "head")):
+    for word, part in (
+        ("embed", "embedding"),
+        ("stack", "around the layers"),
+        ("loss", "loss"),
+        ("head", "head"),
+    ):
         if word in words:
             return part
     return "loss"
@@ -134,7 +139,8 @@ def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any
     network = getattr(model, "network", model)
     tokens = np.zeros((batch, length), np.int64)
     if isinstance(model, Transformer):
-        return (tokens, tokens), (tokens, np.zeros((batch, length + 1), np.int64))
+        targets = np.full((batch, length + 1), int(model.pad_id == 0))  # which count in the loss
+        return (tokens, tokens), (tokens, targets)
     width = blocks_of(network)[0].d_model
     vectors = np.zeros((batch, length, width), dtype)
     if isinstance(network, EncoderDecoder):
@@ -158,6 +164,8 @@ def _nbytes(kept: Any, inputs: Sequence[Any]) -> int:
 
 def _owner(array: Any) -> Any:
     """The array whose memory it is that this one views."""
+    if is_unmade(array):
+        return array
     while isinstance(getattr(array, "base", None), np.ndarray):
         array = array.base
     return array

@@ -20,6 +20,7 @@ from xformer.backends.numpy import (
     index_add,
     layer_norm,
     linear,
+    linear_cross_entropy,
     rms_norm,
     sdpa,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "index_add",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "rms_norm",
     "sdpa",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from xformer.backends.numpy.threads import n_threads
+from xformer.backends.numpy.threads import n_threads, scratch
 
 from xformer.typing import Array
 
@@ -13,21 +13,31 @@ SMALL = 1 << 18  # multiplications: not worth waking a thread for; OpenBLAS itse
 PIECE = 768  # rows or columns, at most: y of it is still in the cache when its bias comes
 
 
-def product(x: Array, w: Array, y: Array, b: Array | None = None) -> list[Callable[[], None]]:
-    """Pieces of y[...] = x w + b, independent of each other.
+def product(
+    x: Array,
+    w: Array,
+    y: Array,
+    b: Array | None = None,
+    *,
+    add: bool = False,
+    step: int | None = None,
+) -> list[Callable[[], None]]:
+    """Pieces of y[...] = x w + b, or with `add` of y += x w, independent of each other.
 
-    x: (N, I)   w: (I, O)   b: (O,) or None   y: (N, O). Rows of y or columns, whichever are more.
+    x: (N, I)   w: (I, O)   b: (O,) or None   y: (N, O). Rows of y or columns, whichever are more:
+    `step` of them, unless given by the number of threads, on which the last bit may then depend.
     """
     n, m = y.shape
-    step = _step(max(n, m), n * m * x.shape[1])
+    step = _step(max(n, m), n * m * x.shape[1]) if step is None else step
+    into = _added if add else np.matmul
 
     def rows(at: slice) -> None:
-        np.matmul(x[at], w, out=y[at])
+        into(x[at], w, out=y[at])
         if b is not None:
             y[at] += b
 
     def columns(at: slice) -> None:
-        np.matmul(x, w[:, at], out=y[:, at])
+        into(x, w[:, at], out=y[:, at])
         if b is not None:
             y[:, at] += b[at]
 
@@ -37,6 +47,11 @@ def product(x: Array, w: Array, y: Array, b: Array | None = None) -> list[Callab
 
 def _of(piece: Callable[[slice], None], start: int, stop: int) -> Callable[[], None]:
     return lambda: piece(slice(start, stop))
+
+
+def _added(x: Array, w: Array, out: Array) -> None:
+    part = np.matmul(x, w, out=scratch("product", out.shape, out.dtype))
+    np.add(out, part, out=out)
 
 
 def _step(length: int, size: int) -> int:

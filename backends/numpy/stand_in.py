@@ -22,7 +22,8 @@ class Tally:
 class StandIn(np.ndarray):
     """Zeros that all lie in one place. Its views are stand-ins too, all else that it gives is not.
 
-    A product with it gives zeros, at once, and is written in its tally.
+    A product with it gives zeros, at once, and is written in its tally. What is written to one goes
+    nowhere. `np.empty_like` of it stands in for memory that would be new: see `is_unmade`.
     """
 
     tally: Tally
@@ -32,12 +33,17 @@ class StandIn(np.ndarray):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         plain = [_plain(x) for x in inputs]
+        out = options.get("out", (None,))[0]
+        if isinstance(out, StandIn):
+            return out
         if ufunc is not np.matmul:
             return getattr(ufunc, method)(*plain, **options)
         x, w = plain
         lead = np.broadcast_shapes(x.shape[:-2], w.shape[:-2])
         y = np.zeros((*lead, x.shape[-2], w.shape[-1]), np.result_type(x, w))
         self.tally.flops += 2 * y.size * x.shape[-1]
+        if out is not None:
+            out[...] = y
         return y
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
@@ -45,6 +51,8 @@ class StandIn(np.ndarray):
             return _take(*args, **options)
         if function is np.zeros_like:  # of an optimiser's state
             return stand_in(args[0].shape, args[0].dtype.name, args[0].tally)
+        if function is np.empty_like:
+            return np.broadcast_to(np.zeros((), args[0].dtype), args[0].shape).view(StandIn)
         y = super().__array_function__(function, types, args, options)
         return y if is_stand_in(y) else _plain(y)
 
@@ -56,8 +64,13 @@ def stand_in(shape: Sequence[int], dtype: str, tally: Tally) -> StandIn:
     return found
 
 
+def is_unmade(array: Array) -> bool:
+    """Whether an array stands in for one that is made of a parameter, as its gradient is."""
+    return isinstance(array, StandIn) and not is_stand_in(array)
+
+
 def is_stand_in(array: Array) -> bool:
-    """Whether an array is a stand-in, or a view of one."""
+    """Whether an array is a parameter's stand-in, or a view of one."""
     return any(np.may_share_memory(array, zero) for zero in _ZERO.values())
 
 

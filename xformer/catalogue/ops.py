@@ -44,6 +44,7 @@ def cases() -> Iterator[Case]:
         _sdpa_scores,
         _shaw,
         _losses,
+        _linear_losses,
         _experts,
         _router_losses,
     ):
@@ -289,6 +290,41 @@ def _losses() -> Iterator[Case]:
     yield case("all ignored", low=6, ignore_index=6)
     yield case("label_smoothing", label_smoothing=0.1)
     yield case("z_loss", z_loss=0.3)
+
+
+def _linear_losses() -> Iterator[Case]:
+    def case(
+        note: str,
+        lead: tuple[int, ...] = (2, 3),
+        n_classes: int = 7,
+        *,
+        low: int = 0,
+        bias: bool = True,
+        **options: Any,
+    ) -> Case:
+        def targets(rng: Generator, _: Backend) -> Array:
+            return rng.integers(lead, low=low, high=7)
+
+        shapes = (*lead, 5), (5, n_classes), (n_classes,) if bias else None
+        name = f"linear_cross_entropy: {note}"
+        return _op(name, ops.linear_cross_entropy, *shapes, targets=targets, **options)
+
+    together: Options = {"ignore_index": -1, "label_smoothing": 0.1, "z_loss": 0.3}
+    for reduction in ("mean", "sum", "none"):
+        yield case(f"{reduction}, all options", low=-1, reduction=reduction, **together)
+    yield case("no b", bias=False)
+    yield case("one token", ())
+    # As many classes as kernels want to have before they make chunks.
+    yield case("4099 classes", n_classes=4099)
+    yield case("4099 classes, all options", n_classes=4099, low=-1, reduction="sum", **together)
+    fixed: Options = {"targets": _ids((2, 3), 7), "w": _normal((5, 4099)), "fixed": True}
+    yield _op("linear_cross_entropy: w fixed", _fixed_linear_loss, (2, 3, 5), (4099,), **fixed)
+
+
+def _fixed_linear_loss(x: Array, b: Array, *, w: Array, **options: Any) -> tuple[Array, Any]:
+    """`ops.linear_cross_entropy` whose w is no argument."""
+    loss, cache = ops.linear_cross_entropy(x, w, b, **options)
+    return loss, Without(cache, (1,))
 
 
 def _choice(rows: int, n_experts: int, k: int) -> Draw:

@@ -34,7 +34,7 @@ def contrastive_loss(
         params, tokens, mask=mask, how=how, normalize=True, dropout_key=dropout_key
     )
     loss, cache = ops.info_nce(y[:n, :], y[n:, :], scale=scale)
-    return loss, ContrastiveCache(cache, pooled)
+    return loss, ContrastiveCache(cache, pooled, loss)
 
 
 class ContrastiveCache(NamedTuple):
@@ -42,9 +42,9 @@ class ContrastiveCache(NamedTuple):
 
     loss: Any
     model: Any
+    value: Array  # (), the loss
 
     def backward(self, dloss: Array | None = None) -> Any:
         """Gradients of the model's parameters; dloss is 1 unless given."""
-        dloss = one(self.loss.lse) if dloss is None else dloss
-        da, db = self.loss.backward(dloss)
+        da, db = self.loss.backward(one(self.value) if dloss is None else dloss)
         return self.model.backward(array_namespace(da).concat([da, db]))

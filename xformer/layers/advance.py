@@ -14,7 +14,7 @@ from xformer.layers.stack import StackParams, stack
 from xformer.typing import Array
 
 
-@overridable
+@overridable(backward=False)
 def advance(
     x: Array,
     params: StackParams,

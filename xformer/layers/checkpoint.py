@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.dispatch import overridable
+from xformer.dispatch import keeps_nothing, overridable
 from xformer.layers.block import BlockConfig, block
 from xformer.typing import Array
 
 
 def checkpointed(
     *args: Any, config: BlockConfig, dropout_key: ops.Key | None = None, **options: Any
-) -> tuple[Array, CheckpointCache]:
+) -> tuple[Array, Any]:
     """`layers.block`, of which only the arguments are kept (arXiv:1604.06174).
 
     The backward runs the forward once more: the same operations on the same arrays, and dropout
@@ -20,6 +20,8 @@ def checkpointed(
     is repeatable. It costs about a third of the time of a step.
     """
     y, cache = block(*args, config=config, dropout_key=dropout_key, **options)
+    if keeps_nothing():
+        return y, cache  # which holds less than the arguments
     router = None
     if config.experts is not None:
         router = RouterCache(cache.router.router_logits, cache.router.ids)
@@ -52,7 +54,7 @@ class CheckpointCache(NamedTuple):
         return cache.backward(dy, *drouter_logits)
 
 
-@overridable
+@overridable(backward=False)
 def held(x: Array, *, memory: Any, key: ops.Key | None, dy: Array) -> tuple[Any, ...]:
     """x, memory and key as they are, for a second forward that must wait for dy.
 

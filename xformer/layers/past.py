@@ -92,7 +92,7 @@ def rewound(
     )
 
 
-@overridable
+@overridable(backward=False)
 def append(k: Array, v: Array, *, past: Past) -> Past:
     """`past` and after it k (B, G, T, K) and v (B, G, T, M). `past` itself stays what it was."""
     if past.k is None or past.v is None:

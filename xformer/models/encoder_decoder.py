@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from array_api_compat import array_namespace
 from xformer import backends, ops, tree
 from xformer.backends import Generator
 from xformer.checks import number, require_mask, require_tokens
+from xformer.dispatch import inference
 from xformer.initial import normal, xavier_uniform
 from xformer.layers.advance import advance
 from xformer.layers.attention import KeyValue
@@ -28,9 +29,11 @@ from xformer.layers.stack import (
     stack,
 )
 from xformer.models.heads import LMHead, require_present
-from xformer.models.loss import LossCache, cross_entropy_of
+from xformer.models.loss import LossCache
 from xformer.shapes import require_array
 from xformer.typing import Array
+
+Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, table) -> (y, cache)
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,31 @@ class EncoderDecoder:
         dropout_key: ops.Key | None = None,
     ) -> tuple[Array, DecodeCache]:
         """Logits of the token after each of tgt (B, T), given the encoded source: (B, T, V)."""
+        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
+        return self._decode(
+            self._logits, params, memory, memory_pos, tgt, dropout_key=dropout_key, **masks
+        )
+
+    def _logits(self, x: Array, params: Any, table: Any) -> tuple[Array, Any]:
+        """What stands on the decoder: hidden states are their own where there is no head."""
+        if self.head is None:
+            require_present("EncoderDecoder", "params.head", params, False)
+            return x, None
+        return self.head.forward(x, params, table)
+
+    def _decode(
+        self,
+        top: Top,
+        params: EncoderDecoderParams,
+        memory: Array,
+        memory_pos: Array | None,
+        tgt: Array,
+        *,
+        src_mask: Array | None,
+        tgt_mask: Array | None,
+        dropout_key: ops.Key | None,
+    ) -> tuple[Array, DecodeCache]:
+        """As `decode`, with `top` of hidden states, the head's parameters and the table on it."""
         n_layers = len(self.decoder)
         require_stack("decoder", params.decoder, self.decoder, self.decoder_norm, n_layers)
         keys = dropout_streams(dropout_key, n_layers)
@@ -177,12 +205,8 @@ class EncoderDecoder:
             dropout_key=keys[1],
             checkpoint=self.checkpoint,
         )
-        head_cache = None
-        if self.head is None:
-            require_present("EncoderDecoder", "params.head", params.head, False)
-        else:
-            x, head_cache = self.head.forward(x, params.head, own.table)
-        return x, DecodeCache(embed_cache, stack_cache, head_cache)
+        y, head_cache = top(x, params.head, None if own is None else own.table)
+        return y, DecodeCache(embed_cache, stack_cache, head_cache)
 
     def forward(
         self,
@@ -200,6 +224,21 @@ class EncoderDecoder:
         tgt_mask: (B, S), (B, T), True = a token, not padding. dropout_key None: no dropout.
         ValueError, TypeError where they are not such.
         """
+        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
+        return self._forward(self._logits, params, src, tgt, dropout_key=dropout_key, **masks)
+
+    def _forward(
+        self,
+        top: Top,
+        params: EncoderDecoderParams,
+        src: Array,
+        tgt: Array,
+        *,
+        src_mask: Array | None,
+        tgt_mask: Array | None,
+        dropout_key: ops.Key | None,
+    ) -> tuple[Array, EncoderDecoderCache]:
+        """As `forward`, with `top` on the decoder as in `_decode`."""
         require_array("EncoderDecoder", "src", src)
         require_array("EncoderDecoder", "tgt", tgt)
         if src.shape[:1] != tgt.shape[:1]:
@@ -212,7 +251,8 @@ class EncoderDecoder:
         )
         # Past the encoder's blocks, its embedding and its output.
         decode_key = dropout_key and dropout_key.at(SITES * len(self.encoder) + 2)
-        y, decode_cache = self.decode(
+        y, decode_cache = self._decode(
+            top,
             params,
             memory,
             memory_pos,
@@ -223,6 +263,7 @@ class EncoderDecoder:
         )
         return y, EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed)
 
+    @inference()
     def start(
         self, params: EncoderDecoderParams, src: Array, *, src_mask: Array | None = None
     ) -> DecoderState:
@@ -243,6 +284,7 @@ class EncoderDecoder:
         past = rewound(state.past, windows, length=state.length, n=n)
         return state._replace(past=past, length=state.length - n)
 
+    @inference()
     def extend(
         self,
         params: EncoderDecoderParams,
@@ -297,10 +339,10 @@ class EncoderDecoder:
         """
         if self.head is None:
             raise ValueError("EncoderDecoder: a loss needs a head, got none")
-        logits, cache = self.forward(
-            params, src, tgt, src_mask=src_mask, tgt_mask=tgt_mask, dropout_key=dropout_key
-        )
-        return cross_entropy_of(logits, cache, targets, options)
+        top = partial(self.head.loss, targets=targets, **options)
+        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
+        loss, cache = self._forward(top, params, src, tgt, dropout_key=dropout_key, **masks)
+        return loss, LossCache(cache, loss)
 
 
 class EncoderDecoderParams(NamedTuple):
@@ -349,7 +391,7 @@ class EncodeCache(NamedTuple):
 
 
 class DecodeCache(NamedTuple):
-    """What `EncoderDecoder.decode` keeps for its backward."""
+    """What `EncoderDecoder.decode` keeps for its backward, or a loss, of which dy is dloss."""
 
     embed: Any
     stack: Any
@@ -369,7 +411,7 @@ class DecodeCache(NamedTuple):
 
 
 class EncoderDecoderCache(NamedTuple):
-    """What `EncoderDecoder.forward` keeps for its backward."""
+    """What `EncoderDecoder.forward` keeps for its backward, or its loss, of which dy is dloss."""
 
     encode: EncodeCache
     decode: DecodeCache

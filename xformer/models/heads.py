@@ -3,12 +3,15 @@
 A head is its configuration, with `init` and `forward`; a model holds one, or None for hidden
 states. `init(rng, width, embed)` gets the width of the hidden states and the configuration of the
 embedding; `forward(x, params, table, ...)` the embedding's table, since a head may be tied to it.
-Its cache's backward returns gradients of x, params and table.
+Its cache's backward returns gradients of x, params and table. `loss` is `forward` and the
+cross-entropy of its logits, which it need not hold all at once; its cache's backward takes dloss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
@@ -21,9 +24,12 @@ from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.pooling import pool
+from xformer.models.loss import cross_entropy_of, linear_loss
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.ops.softcap import require_cap
 from xformer.typing import Array
+
+Top = Callable[[Array, Any], tuple[Array, Any]]  # (x, LinearParams) -> (y, cache)
 
 
 @dataclass(frozen=True)
@@ -55,29 +61,51 @@ class LMHead:
         self, x: Array, params: LinearParams | None, table: Array, **_: Any
     ) -> tuple[Array, LMHeadCache]:
         """x: (B, T, D)   table: (V, D)   logits: (B, T, V)."""
+        logits, cache = self._topped(linear, x, params, table)
+        if self.softcap is None:
+            return logits, cache
+        logits, cap = ops.softcap(logits, cap=self.softcap)
+        return logits, cache._replace(cap=cap)
+
+    def loss(
+        self,
+        x: Array,
+        params: LinearParams | None,
+        table: Array,
+        *,
+        targets: Array,
+        mask: Array | None = None,
+        dropout_key: ops.Key | None = None,
+        **options: Any,
+    ) -> tuple[Array, Any]:
+        """Cross-entropy of targets (B, T); options: those of `ops.cross_entropy`."""
+        if self.softcap is not None:
+            return cross_entropy_of(*self.forward(x, params, table), targets, options)
+        return self._topped(partial(linear_loss, targets, options), x, params, table)
+
+    def _topped(
+        self, top: Top, x: Array, params: LinearParams | None, table: Array
+    ) -> tuple[Array, LMHeadCache]:
+        """`top` of scale * x and the head's w and b."""
         require_present("LMHead", "params.head", params, not self.tied)
         own = LinearParams(transposed(table), None) if params is None else params
-        x = x if self.scale == 1.0 else x * self.scale
-        logits, top = linear(x, own)
-        cap = None
-        if self.softcap is not None:
-            logits, cap = ops.softcap(logits, cap=self.softcap)
-        return logits, LMHeadCache(top, cap, self.tied, self.scale)
+        y, cache = top(x if self.scale == 1.0 else x * self.scale, own)
+        return y, LMHeadCache(cache, None, self.tied, self.scale)
 
 
 class LMHeadCache(NamedTuple):
-    """What `LMHead.forward` keeps for its backward."""
+    """What `LMHead.forward`, or its loss, keeps for its backward."""
 
-    linear: Any
+    top: Any
     cap: Any
     tied: bool
     scale: float
 
-    def backward(self, dlogits: Array) -> tuple[Array, LinearParams | None, Array | None]:
+    def backward(self, dy: Array) -> tuple[Array, LinearParams | None, Array | None]:
         """Gradients of x, params, table; None for the one that was not used."""
         if self.cap is not None:
-            dlogits = self.cap.backward(dlogits)
-        dx, dparams = self.linear.backward(dlogits)
+            dy = self.cap.backward(dy)
+        dx, dparams = self.top.backward(dy)
         dx = dx if self.scale == 1.0 else dx * self.scale
         return (dx, None, transposed(dparams.w)) if self.tied else (dx, dparams, None)
 
@@ -108,13 +136,33 @@ class MaskedLMHead:
         self, x: Array, params: MaskedLMHeadParams, table: Array, **_: Any
     ) -> tuple[Array, MaskedLMHeadCache]:
         """x: (B, T, D)   table: (V, E)   logits: (B, T, V)."""
+        return self._topped(linear, x, params, table)
+
+    def loss(
+        self,
+        x: Array,
+        params: MaskedLMHeadParams,
+        table: Array,
+        *,
+        targets: Array,
+        mask: Array | None = None,
+        dropout_key: ops.Key | None = None,
+        **options: Any,
+    ) -> tuple[Array, MaskedLMHeadCache]:
+        """Cross-entropy of targets (B, T); options: those of `ops.cross_entropy`."""
+        return self._topped(partial(linear_loss, targets, options), x, params, table)
+
+    def _topped(
+        self, top: Top, x: Array, params: MaskedLMHeadParams, table: Array
+    ) -> tuple[Array, MaskedLMHeadCache]:
+        """`top` of norm(act(x w_dense + b_dense)) and the head's w and b."""
         require_present("MaskedLMHead", "params.head.w", params.w, not self.tied)
         x, dense = linear(x, params.dense)
         x, act = ACTIVATIONS[self.activation](x)
         x, gains = norm(x, params.norm, config=NormConfig(eps=self.eps))
         w = transposed(table) if params.w is None else params.w
-        logits, top = linear(x, LinearParams(w, params.b))
-        return logits, MaskedLMHeadCache(dense, act, gains, top, self.tied)
+        y, cache = top(x, LinearParams(w, params.b))
+        return y, MaskedLMHeadCache(dense, act, gains, cache, self.tied)
 
 
 class MaskedLMHeadParams(NamedTuple):
@@ -127,17 +175,17 @@ class MaskedLMHeadParams(NamedTuple):
 
 
 class MaskedLMHeadCache(NamedTuple):
-    """What `MaskedLMHead.forward` keeps for its backward."""
+    """What `MaskedLMHead.forward`, or its loss, keeps for its backward."""
 
     dense: Any
     act: Any
     norm: Any
-    linear: Any
+    top: Any
     tied: bool
 
-    def backward(self, dlogits: Array) -> tuple[Array, MaskedLMHeadParams, Array | None]:
+    def backward(self, dy: Array) -> tuple[Array, MaskedLMHeadParams, Array | None]:
         """Gradients of x, params, table; table None where it was not used."""
-        dx, (dw, db) = self.linear.backward(dlogits)
+        dx, (dw, db) = self.top.backward(dy)
         dx, dnorm = self.norm.backward(dx)
         dx, ddense = self.dense.backward(self.act.backward(dx))
         own, dtable = (None, transposed(dw)) if self.tied else (dw, None)
@@ -199,6 +247,21 @@ class Classifier:
         x, drop = ops.dropout(x, rate=rate, key=dropout_key and dropout_key.at(1))
         logits, out = linear(x, params.out)
         return logits, ClassifierCache(pooled, before, dense, act, drop, out)
+
+    def loss(
+        self,
+        x: Array,
+        params: ClassifierParams,
+        table: Array,
+        *,
+        targets: Array,
+        mask: Array | None = None,
+        dropout_key: ops.Key | None = None,
+        **options: Any,
+    ) -> tuple[Array, Any]:
+        """Cross-entropy of targets (B,); options: those of `ops.cross_entropy`."""
+        given = self.forward(x, params, table, mask=mask, dropout_key=dropout_key)
+        return cross_entropy_of(*given, targets, options)
 
 
 class ClassifierParams(NamedTuple):

@@ -13,6 +13,7 @@ from array_api_compat import array_namespace, device
 from xformer import backends, ops
 from xformer.backends import Generator
 from xformer.checks import as_indices, number, require_mask, require_tokens
+from xformer.dispatch import inference
 from xformer.initial import normal
 from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
@@ -31,7 +32,7 @@ from xformer.layers.stack import (
     stack,
 )
 from xformer.models.heads import Head, LMHead, MaskedLMHead, Pooler, require_present, zeros_of
-from xformer.models.loss import LossCache, cross_entropy_of, one
+from xformer.models.loss import LossCache, one
 from xformer.shapes import require_array
 from xformer.typing import Array
 
@@ -160,10 +161,17 @@ class LanguageModel:
         if self.head is None:
             require_present("LanguageModel", "params.head", params.head, False)
         else:
-            key = dropout_key and dropout_key.at(SITES * len(self.blocks) + 2)
-            table = None if params.embed is None else params.embed.table
-            x, head_cache = self.head.forward(x, params.head, table, mask=mask, dropout_key=key)
+            around = self._around_head(params, mask, dropout_key)
+            x, head_cache = self.head.forward(x, params.head, **around)
         return x, LanguageModelCache(hidden, head_cache)
+
+    def _around_head(
+        self, params: LanguageModelParams, mask: Array | None, dropout_key: ops.Key | None
+    ) -> dict[str, Any]:
+        """What a head gets beside hidden states and its parameters."""
+        key = dropout_key and dropout_key.at(SITES * len(self.blocks) + 2)
+        table = None if params.embed is None else params.embed.table
+        return {"table": table, "mask": mask, "dropout_key": key}
 
     def hidden(
         self,
@@ -244,6 +252,7 @@ class LanguageModel:
         """No text yet, for `extend`."""
         return State((Past(),) * len(self.blocks))
 
+    @inference()
     def extend(
         self,
         params: LanguageModelParams,
@@ -356,7 +365,7 @@ class LanguageModel:
         """
         if self.head is None or isinstance(self.head, Pooler):
             raise ValueError("LanguageModel: a loss needs a head that gives logits, got none")
-        logits, cache = self.forward(
+        x, hidden = self.hidden(
             params,
             tokens,
             mask=mask,
@@ -364,11 +373,13 @@ class LanguageModel:
             types=types,
             dropout_key=dropout_key,
         )
-        loss, loss_cache = cross_entropy_of(logits, cache, targets, options)
+        around = self._around_head(params, mask, dropout_key)
+        loss, top = self.head.loss(x, params.head, targets=targets, **around, **options)
+        cache = LossCache(LanguageModelCache(hidden, top), loss)
         if not (self.balance or self.router_z):
-            return loss, loss_cache
-        more, dlogits = self._router_loss(cache.hidden.stack, mask)
-        return loss + more, BalancedLossCache(loss_cache, dlogits)
+            return loss, cache
+        more, routers = self._router_loss(hidden.stack, mask)
+        return loss + more, BalancedLossCache(cache, routers)
 
     def pooled(
         self,
@@ -400,8 +411,8 @@ class LanguageModel:
             y, norm = ops.l2_normalize(y)
         return y, PooledCache(hidden, pool_cache, pooler, norm, params.head)
 
-    def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, tuple[Any, ...]]:
-        """The auxiliary losses of all routers together, and for each layer dlogits or None."""
+    def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, RouterLossCache]:
+        """The auxiliary losses of all routers together."""
         layers = [i for i, config in enumerate(self.blocks) if config.experts is not None]
         routers = [cache.blocks[i].router for i in layers]
         xp = array_namespace(routers[0].router_logits)
@@ -409,18 +420,12 @@ class LanguageModel:
         ids = xp.concat([router.ids for router in routers])
         rows = routers[0].router_logits.shape[0]
         kept = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(layers),))
-        loss: Any = 0.0
-        dlogits: Any = 0.0
-        for weight, (term, back) in (
-            (self.balance, ops.load_balancing(logits, ids=ids, mask=kept)),
-            (self.router_z, ops.router_z_loss(logits, mask=kept)),
-        ):
-            loss = loss + weight * term
-            dlogits = dlogits + weight * back.backward(one(term))
-        per_layer: list[Any] = [None] * len(self.blocks)
-        for n, i in enumerate(layers):
-            per_layer[i] = dlogits[n * rows : (n + 1) * rows, :]
-        return loss, tuple(per_layer)
+        balance, balance_cache = ops.load_balancing(logits, ids=ids, mask=kept)
+        z, z_cache = ops.router_z_loss(logits, mask=kept)
+        weights = self.balance, self.router_z
+        return weights[0] * balance + weights[1] * z, RouterLossCache(
+            balance_cache, z_cache, weights, tuple(layers), len(self.blocks)
+        )
 
 
 class LanguageModelParams(NamedTuple):
@@ -487,7 +492,7 @@ class HiddenCache(NamedTuple):
 
 
 class LanguageModelCache(NamedTuple):
-    """What `LanguageModel.forward` keeps for its backward."""
+    """What `LanguageModel.forward` keeps for its backward, or its loss, of which dy is dloss."""
 
     hidden: HiddenCache
     head: Any
@@ -519,16 +524,33 @@ class BalancedLossCache(NamedTuple):
     """What `LanguageModel.loss` keeps where routers have losses of their own."""
 
     tokens: LossCache
-    drouter_logits: tuple[Any, ...]  # of each layer, or None: the gradient for dloss = 1
+    routers: RouterLossCache
 
     def backward(self, dloss: Array | None = None) -> LanguageModelParams:
         """Gradients of params; dloss is 1 unless given."""
-        dloss = one(self.tokens.loss.lse) if dloss is None else dloss
-        drouter_logits = tuple(d if d is None else d * dloss for d in self.drouter_logits)
-        grads: LanguageModelParams = self.tokens.model.backward(
-            self.tokens.loss.backward(dloss), drouter_logits
-        )
+        dloss = one(self.tokens.value) if dloss is None else dloss
+        grads: LanguageModelParams = self.tokens.model.backward(dloss, self.routers.backward(dloss))
         return grads
+
+
+class RouterLossCache(NamedTuple):
+    """What the auxiliary losses of routers keep for their backward."""
+
+    balance: Any
+    z: Any
+    weights: tuple[float, float]
+    layers: tuple[int, ...]  # those with a router
+    n_layers: int
+
+    def backward(self, dloss: Array) -> tuple[Array | None, ...]:
+        """Of each layer dlogits of its router, or None."""
+        balance, z = self.weights
+        dlogits = balance * self.balance.backward(dloss) + z * self.z.backward(dloss)
+        rows = dlogits.shape[0] // len(self.layers)
+        per_layer: list[Array | None] = [None] * self.n_layers
+        for n, i in enumerate(self.layers):
+            per_layer[i] = dlogits[n * rows : (n + 1) * rows, :]
+        return tuple(per_layer)
 
 
 class PooledCache(NamedTuple):

@@ -7,27 +7,52 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer import ops
+from xformer.layers.linear import LinearCache, LinearParams, LoRAParams, linear
+from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
 def cross_entropy_of(
     logits: Array, cache: Any, targets: Array, options: dict[str, Any]
-) -> tuple[Array, LossCache]:
-    """Cross-entropy of a model's logits; `cache` is the model's, whose backward follows on."""
+) -> tuple[Array, LogitsLossCache]:
+    """Cross-entropy of logits that are there; `cache` is theirs, whose backward follows on."""
     loss, loss_cache = ops.cross_entropy(logits, targets=targets, **options)
-    return loss, LossCache(loss_cache, cache)
+    return loss, LogitsLossCache(cache, loss_cache)
+
+
+class LogitsLossCache(NamedTuple):
+    """What `cross_entropy_of` keeps for its backward."""
+
+    logits: Any
+    loss: Any
+
+    def backward(self, dloss: Array) -> Any:
+        """What the backward of the logits' cache returns."""
+        return self.logits.backward(self.loss.backward(dloss))
+
+
+def linear_loss(
+    targets: Array, options: dict[str, Any], x: Array, params: LinearParams | LoRAParams
+) -> tuple[Array, Any]:
+    """Cross-entropy of the logits `layers.linear(x, params)`; gradients of x and params."""
+    if isinstance(params, LoRAParams):
+        return cross_entropy_of(*linear(x, params), targets, options)
+    w, b = params
+    loss, cache = ops.linear_cross_entropy(
+        x, value(w), value(b), targets=targets, fixed=isinstance(w, Frozen), **options
+    )
+    return loss, LinearCache(cache, isinstance(b, Frozen))
 
 
 class LossCache(NamedTuple):
     """What a model's `loss` keeps for its backward."""
 
-    loss: Any
-    model: Any
+    model: Any  # its backward takes dloss
+    value: Array  # (), the loss
 
     def backward(self, dloss: Array | None = None) -> Any:
         """Gradients of the model's parameters; dloss is 1 unless given."""
-        dloss = one(self.loss.lse) if dloss is None else dloss
-        return self.model.backward(self.loss.backward(dloss))
+        return self.model.backward(one(self.value) if dloss is None else dloss)
 
 
 def one(like: Array) -> Array:

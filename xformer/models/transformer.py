@@ -11,6 +11,7 @@ from array_api_compat import array_namespace, device
 from xformer import backends, ops
 from xformer.backends import Generator
 from xformer.checks import as_indices, require_id, require_layers, require_sizes, require_tokens
+from xformer.dispatch import inference
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
 from xformer.models.encoder_decoder import (
@@ -159,6 +160,7 @@ class Transformer:
         options = {"ignore_index": self.pad_id, "dropout_key": dropout_key, **masks, **options}
         return self.network.loss(params, src, tgt[:, :-1], tgt[:, 1:], **options)
 
+    @inference()
     def generate(
         self, params: EncoderDecoderParams, src: Array, *, start_id: int, end_id: int, max_new: int
     ) -> Array:

@@ -12,6 +12,7 @@ from xformer.ops.info_nce import info_nce
 from xformer.ops.l2_normalize import l2_normalize
 from xformer.ops.layer_norm import layer_norm
 from xformer.ops.linear import linear
+from xformer.ops.linear_cross_entropy import linear_cross_entropy
 from xformer.ops.load_balancing import load_balancing
 from xformer.ops.log_softmax import log_softmax
 from xformer.ops.mse import mse
@@ -44,6 +45,7 @@ __all__ = [
     "l2_normalize",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "load_balancing",
     "log_softmax",
     "mse",

@@ -29,7 +29,7 @@ class Key(NamedTuple):
         return self._replace(site=self.site + site)
 
 
-@overridable
+@overridable(backward=False)
 def random_bits(like: Array, *, key: Key, size: int) -> Array:
     """`size` random words in [0, 2^32) by Philox4x32-10 (Salmon et al., SC 2011), on like's device.
 

@@ -119,7 +119,7 @@ def _step(
     return rebuilt(params, p, new_p), state
 
 
-@overridable
+@overridable(backward=False)
 def adam_update(
     params: Sequence[Array],
     grads: Sequence[Array],

@@ -32,7 +32,7 @@ def clip_by_global_norm(grads: Any, *, max_norm: float, donate: bool = False) ->
     return rebuilt(grads, leaves, dict(zip(leaves, clipped, strict=True))), norm
 
 
-@overridable
+@overridable(backward=False)
 def clip_leaves(
     grads: Sequence[Array], *, max_norm: float, donate: bool = False
 ) -> tuple[Sequence[Array], Array]:

@@ -28,7 +28,7 @@ def ema(average: Any, params: Any, *, decay: float, donate: bool = False) -> Any
     return rebuilt(average, old, dict(zip(old, moved, strict=True)))
 
 
-@overridable
+@overridable(backward=False)
 def ema_leaves(
     average: Sequence[Array], params: Sequence[Array], *, share: float, donate: bool = False
 ) -> Sequence[Array]:

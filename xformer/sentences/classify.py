@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer import ops
+from xformer import inference, ops
 from xformer.models import Classifier
 from xformer.sentences.batches import Progress, by_batch, require_language_model
 from xformer.typing import Array
@@ -38,6 +38,7 @@ def classify(
         raise ValueError(f"classify: problem_type must be {' or '.join(KINDS)}, got {kind!r:.100}")
     alone = kind == KINDS[1] or head.n_labels == 1
 
+    @inference()
     def probabilities(tokens: Array, mask: Array) -> Array:
         logits, _ = model.forward(params, tokens, mask=mask)
         return (ops.sigmoid if alone else ops.softmax)(logits)[0]

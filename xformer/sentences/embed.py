@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer import ops
+from xformer import inference, ops
 from xformer.sentences.batches import Progress, by_batch, require_language_model
 from xformer.typing import Array
 
@@ -46,6 +46,7 @@ def embed(
     usual = "last" if model.causal else "mean"
     how = {None: usual, "cls": "first"}.get(pooling, pooling)
 
+    @inference()
     def vectors(tokens: Array, mask: Array) -> Array:
         y, _ = model.pooled(params, tokens, mask=mask, how=how, normalize=normalize)
         return y

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace
 
-from xformer import ops, optim, tree
+from xformer import inference, ops, optim, tree
 from xformer.backends import Backend
 from xformer.optim import Optimiser, Schedule
 from xformer.training.batch import Batch
@@ -133,10 +133,15 @@ def train(
 
 
 def evaluate(loss: Loss, params: Any, batches: Iterable[Batch], place: Backend) -> float | None:
-    """Mean loss in nats over the targets of all batches, without dropout; None without batches."""
+    """Mean loss in nats over the targets of all batches, without dropout; None without batches.
+
+    The loss is called within `inference()`.
+    """
     total, count = 0.0, 0
     for batch in batches:
-        total += float(loss(params, batch, place)[0]) * batch.n_targets
+        with inference():
+            mean, _ = loss(params, batch, place)
+        total += float(mean) * batch.n_targets
         count += batch.n_targets
     return total / count if count else None
 

@@ -1,0 +1,163 @@
+"""`linear_cross_entropy` in chunks of rows: of all logits, those of one chunk are there at a time.
+
+They become their own gradient in place, and that its share of dx, dw and db, before the next chunk
+overwrites it. A backward has nothing left to do but to multiply by dloss.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from xformer.backends.numpy.cross_entropy import Tokens, less
+from xformer.backends.numpy.products import product
+from xformer.backends.numpy.rows import row_blocks
+from xformer.backends.numpy.threads import run, scratch
+
+from xformer.checks import number, require_gradient
+from xformer.dispatch import keeps_nothing, kernel
+from xformer.ops.cross_entropy import require_options, split_ignored
+from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
+from xformer.typing import Array
+
+CHUNK = 1 << 24  # logits, to the nearest number of chunks: 64 MB, rows enough for fast products
+LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
+STEP = 512  # rows or columns of a piece of a product, however many threads there are
+
+
+def too_small(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    targets: Array,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    fixed: bool = False,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if w.shape[1] < LARGE:  # whatever N is: `measure` finds from few tokens what many would keep
+        return f"there are fewer than {LARGE} classes"
+    return 'reduction "none" has a dloss for each token' if reduction == "none" else None
+
+
+@kernel(reference, "numpy", unsupported=too_small)
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    targets: Array,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    fixed: bool = False,
+) -> tuple[Array, LinearCrossEntropyCache | None]:
+    """The loss, and its gradients unless within `inference()`. Ignored tokens are left out."""
+    a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
+    z = number("cross_entropy", "z_loss", z_loss)
+    require_options(ignore_index, reduction)
+    targets, kept = split_ignored(w, targets, ignore_index)
+    xs, chosen = x.reshape(targets.size, x.shape[-1]), None
+    if kept is not None and not kept.all():
+        chosen = np.flatnonzero(kept)
+        xs, targets = xs[chosen], targets.reshape(-1)[chosen]
+    n = len(xs)
+    weight = 1 / max(n, 1) if reduction == "mean" else 1.0
+    tokens = Tokens.of(targets, x.dtype, a, z)
+    grads = None if keeps_nothing() else Gradients.of(xs, w, b, fixed)
+    size = max(1, -(-n // max(1, round(n * w.shape[1] / CHUNK))))
+    for start in range(0, max(n, 1), size):  # once where there is no row
+        _chunk(xs, w, b, slice(start, min(start + size, n)), tokens, weight, grads)
+    loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)
+    return loss, _cache(grads, x.shape, chosen)
+
+
+class LinearCrossEntropyCache(NamedTuple):
+    """What `linear_cross_entropy` keeps for its backward: gradients for dloss = 1."""
+
+    dx: Array  # (..., D)
+    dw: Array | None  # (D, V); None: w is not trained
+    db: Array | None  # (V,)
+
+    def backward(self, dloss: Array) -> tuple[Array, Array | None, Array | None]:
+        """Times dloss; as they are where that is 1, as it is of a loss that nothing follows."""
+        require_gradient("linear_cross_entropy", "dloss", dloss, self.dx, ())
+        if dloss == 1:
+            return self.dx, self.dw, self.db
+        dx, dw, db = (None if grad is None else grad * dloss for grad in self)
+        return dx, dw, db
+
+
+class Gradients(NamedTuple):
+    """For dloss = 1, of the tokens that are not ignored."""
+
+    dx: Array  # (N, D)
+    dw: Array | None  # (D, V), as w lies in memory: a tied head's lies sideways
+    db: Array | None  # (V,)
+
+    @staticmethod
+    def of(x: Array, w: Array, b: Array | None, fixed: bool) -> Gradients:
+        """Nothing yet."""
+        return Gradients(
+            np.empty(x.shape, x.dtype),
+            None if fixed else np.empty_like(w),
+            None if b is None else np.empty_like(b),
+        )
+
+    def add(self, x: Array, w: Array, dlogits: Array, at: slice) -> None:
+        """What a chunk of rows adds; the first one is what is there."""
+        # Each of these sums over all of V and takes the longest, so that they come first.
+        pieces = product(dlogits, w.T, self.dx[at], step=STEP // 2)
+        add = at.start > 0
+        if self.dw is not None:
+            dw, own = self.dw, (x[at].T, dlogits)
+            if not dw.flags.c_contiguous:
+                dw, own = dw.T, (dlogits.T, x[at])
+            pieces += product(*own, dw, add=add, step=STEP)
+        if self.db is not None:
+            ones = np.ones((1, len(dlogits)), dlogits.dtype)
+            pieces += product(ones, dlogits, self.db[None], add=add, step=16 * STEP)
+        run(pieces)
+
+
+def _chunk(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    at: slice,
+    tokens: Tokens,
+    weight: float,
+    grads: Gradients | None,
+) -> None:
+    """These rows: their logits, which become exp(logits), and in turn dlogits."""
+    logits = scratch("logits", (at.stop - at.start, w.shape[1]), x.dtype)
+    run(product(x[at], w, logits, b, step=STEP))
+
+    def piece(start: int, stop: int) -> None:
+        e, own = logits[start:stop], slice(at.start + start, at.start + stop)
+        total = tokens.read(e, own, e)
+        if grads is not None:
+            e *= (weight * (1 + 2 * tokens.z_loss * tokens.lse[own]) / total)[:, None]
+            less(e, tokens.targets[own], np.full_like(total, weight), tokens.label_smoothing)
+
+    row_blocks(piece, *logits.shape)
+    if grads is not None:
+        grads.add(x, w, logits, at)
+
+
+def _cache(
+    grads: Gradients | None, shape: tuple[int, ...], chosen: Array | None
+) -> LinearCrossEntropyCache | None:
+    """With zeros for the tokens that were left out."""
+    if grads is None:
+        return None
+    dx = grads.dx
+    if chosen is not None:
+        dx = np.zeros((math.prod(shape[:-1]), shape[-1]), dx.dtype)
+        dx[chosen] = grads.dx
+    return LinearCrossEntropyCache(dx.reshape(shape), grads.dw, grads.db)

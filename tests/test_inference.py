@@ -1,0 +1,288 @@
+"""`inference()`: the same outputs, and nothing kept for a backward."""
+
+from __future__ import annotations
+
+import inspect
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from judges import outputs
+from libraries import LIBRARIES, only
+from test_kernels import WITHOUT_GRADIENT
+from xformer.backends import Backend
+from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
+
+import xformer as xf
+from xformer import (
+    GPT,
+    Transformer,
+    backends,
+    dispatch,
+    generation,
+    inference,
+    ops,
+    pretrained,
+    training,
+    tree,
+)
+from xformer.catalogue import Case, cases
+from xformer.dispatch import Dropped, keeps_nothing
+from xformer.layers import BlockConfig, EmbedConfig, NormConfig
+from xformer.models import EncoderDecoder, LanguageModel
+from xformer.pretrained.tokenizer import tokenizer
+from xformer.sentences import classify, embed
+from xformer.training import Batch
+
+NUMPY = backends.get("numpy")
+SAYS = r"made within inference\(\), which keeps nothing$"
+# What composites hold themselves: for generation, for the routers' losses; weights of a mean.
+LITTLE = ("past.k", "past.v", "router_logits", "ids", "weights", "value")
+TOKENS = np.random.default_rng(0).integers(1, 13, (3, 7))
+
+
+def of_each_subject() -> list[Case]:
+    """A case of each op, layer and model."""
+    return list({case.subject: case for case in cases()}.values())
+
+
+def require_nothing(case: Case, library: Backend) -> None:
+    """The case gives the same within `inference`, and keeps arrays of its arguments at most."""
+    fn, args = case.build(library, "float32")
+    wanted, _ = fn(*args)
+    with inference():
+        y, cache = fn(*args)
+    for got, want in zip(outputs(y), outputs(wanted), strict=True):
+        assert np.array_equal(library.to_numpy(got), library.to_numpy(want))
+    if case.room == "ops":
+        cache = getattr(cache, "cache", cache)  # less the gradients that there are not
+        assert isinstance(cache, Dropped), cache
+    own = {id(a) for a in tree.flatten((args, fn.keywords)).values()}
+    for name, leaf in tree.flatten(cache).items():
+        is_little = name.endswith(LITTLE) or id(leaf) in own
+        assert is_little or not hasattr(leaf, "dtype"), name
+    with pytest.raises(RuntimeError, match=f"^backward: the cache was {SAYS}"):
+        deepest(cache).backward(y)
+
+
+def deepest(cache: Any) -> Any:
+    """The first op's cache inside a composite's; one that has none stands for itself."""
+    found: list[Any] = []
+    tree.map_nodes(lambda _, node: found.append(node), cache, Dropped)
+    return found[0] if found else Dropped()
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_nothing_is_kept(case: Case) -> None:
+    require_nothing(case, NUMPY)
+
+
+@pytest.mark.parametrize("case", of_each_subject(), ids=lambda case: case.name)
+@only(*(name for name in LIBRARIES if name not in ("numpy", "jax")))
+def test_on_other_libraries(case: Case, library: Backend) -> None:
+    require_nothing(case, library)
+
+
+@only("jax")
+def test_within_a_compiled_function(library: Backend) -> None:
+    import jax
+
+    gpt, tokens = GPT(13, 2, 8, 2, 7), library.asarray(TOKENS)
+    params = tree.map(library.asarray, gpt.init())
+
+    @jax.jit
+    def forward(params: Any, tokens: Any) -> Any:
+        with inference():
+            return gpt.loss(params, tokens, tokens)
+
+    loss, cache = forward(params, tokens)
+    assert np.isclose(float(loss), float(gpt.loss(params, tokens, tokens)[0]))
+    assert len(jax.tree.leaves(cache)) < 60  # options, and the loss
+    assert all(np.size(leaf) == 1 for leaf in jax.tree.leaves(cache))
+
+
+def test_a_backward_says_why_there_is_none() -> None:
+    gpt = GPT(13, 2, 8, 2, 7)
+    params = gpt.init()
+    with inference():
+        loss, cache = gpt.loss(params, TOKENS, TOKENS)
+    assert tree.nbytes(cache) == loss.nbytes
+    with pytest.raises(RuntimeError, match=f"^backward: the cache was {SAYS}"):
+        cache.backward()
+    y, dropped = within(lambda: ops.tanh(np.ones(3)))
+    with pytest.raises(AttributeError, match=f"^y: the cache was {SAYS}"):
+        dropped.y  # noqa: B018
+    with pytest.raises(RuntimeError, match=SAYS):
+        dropped.backward(y)
+
+
+def within(run: Any) -> Any:
+    with inference():
+        return run()
+
+
+def test_it_ends() -> None:
+    """Within itself, and where something is raised."""
+
+    def kept() -> bool:
+        return not isinstance(ops.tanh(np.ones(3))[1], Dropped)
+
+    with inference():
+        with inference():
+            assert keeps_nothing()
+        assert keeps_nothing() and not kept()
+    assert not keeps_nothing() and kept()
+    with pytest.raises(ZeroDivisionError), inference():
+        raise ZeroDivisionError
+    assert not keeps_nothing() and kept()
+
+
+def test_it_goes_with_reference_only() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+    with inference(), xf.reference_only():
+        y, cache = ops.gelu(x)
+        assert isinstance(cache, Dropped)
+    with xf.reference_only():
+        assert np.array_equal(y, ops.gelu(x)[0])
+
+
+def test_what_returns_no_cache_is_left_alone() -> None:
+    key = xf.Key(1)
+    x = np.zeros(1)
+    bits = ops.random_bits(x, key=key, size=2)  # two, as if they were y and a cache
+    past = xf.layers.past.append(*np.ones((2, 1, 1, 2, 3)), past=xf.layers.past.Past())
+    with inference():
+        assert np.array_equal(ops.random_bits(x, key=key, size=2), bits)
+        assert xf.checks.in_range(np.arange(3), size=3) is True
+        again = xf.layers.past.append(*np.ones((2, 1, 1, 2, 3)), past=xf.layers.past.Past())
+        assert np.array_equal(again.k, past.k) and again.length == 2
+        assert xf.layers.checkpoint.held(x, memory=x, key=key, dy=x) == (x, x, key)
+
+
+def test_an_op_says_whether_it_returns_one() -> None:
+    """Its flag and its annotation agree."""
+    for op in dispatch.ops():
+        if op.__module__.startswith("xformer."):
+            returns = str(inspect.signature(op.reference).return_annotation)
+            has_cache = returns.startswith("tuple[Array, ") and returns.endswith("Cache]")
+            assert op.has_backward == has_cache, op
+            assert op.has_backward != (op in WITHOUT_GRADIENT), op
+
+
+# ---- Memory ----
+
+
+def encoder(checkpoint: bool = False) -> tuple[LanguageModel, Any]:
+    """Of the kind of MiniLM."""
+    block = BlockConfig(64, 4, 256, norm="post", activation="gelu")
+    embed = EmbedConfig(300, 64, 64, 64, positions="learned", norm=NormConfig())
+    model = LanguageModel(embed, (block,) * 6, causal=False, head=None, checkpoint=checkpoint)
+    return model, model.init()
+
+
+def most(run: Any) -> int:
+    """The bytes that `run` held at most, beside the scratch memory of kernels."""
+    forget_scratch()
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1] - scratch_nbytes()
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_forward_takes_the_memory_of_a_layer(checkpoint: bool) -> None:
+    model, params = encoder(checkpoint)
+    tokens = np.random.default_rng(0).integers(0, 300, (16, 64))
+
+    def forward() -> Any:
+        return model.pooled(params, tokens)
+
+    plain, spare = most(forward), most(lambda: within(forward))
+    x = 16 * 64 * 64 * 4
+    # x, what the layer adds to it, and the hidden layer of its feed-forward network, twice.
+    assert spare < 13 * x
+    if not checkpoint:
+        assert plain > 6 * 12 * x > 5 * spare
+    _, cache = within(forward)
+    assert tree.nbytes(cache) < x / 30
+
+
+# ---- Where the library runs forward only ----
+
+
+class Watched:
+    """Notes whether `inference` is active whenever a method is called."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: Any, *names: str) -> None:
+        self.seen: list[bool] = []
+        for name in names:
+            patch.setattr(kind, name, self._noting(getattr(kind, name)))
+
+    def _noting(self, method: Any) -> Any:
+        def noting(*args: Any, **options: Any) -> Any:
+            self.seen.append(keeps_nothing())
+            return method(*args, **options)
+
+        return noting
+
+
+@pytest.mark.parametrize("how", ["stream", "beam_search", "speculative"])
+def test_generation(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    gpt = GPT(13, 2, 8, 2, 32)
+    params, watched = gpt.init(), Watched(monkeypatch, LanguageModel, "_embedded")
+    prompt = [1, 2, 3]
+    if how == "speculative":
+        rounds: Any = generation.speculative(gpt, params, gpt, params, prompt, k=2, max_new=5)
+    elif how == "beam_search":
+        rounds = generation.beam_search(gpt, params, [prompt], n_beams=2, max_new=5)
+    else:
+        rounds = generation.stream(gpt, params, [prompt], max_new=5)
+    for _ in rounds:
+        assert not keeps_nothing()  # here, while a generator waits
+    assert len(watched.seen) > 4 and all(watched.seen)
+
+
+def test_generation_of_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Transformer(13, 13, 8, 2, 1, 1, 16)
+    params = model.init()
+    watched = Watched(monkeypatch, EncoderDecoder, "encode", "_decode")
+    own = model.generate(params, TOKENS, start_id=1, end_id=2, max_new=4)
+    state = model.network.start(params, TOKENS)
+    assert len(watched.seen) > 2 and all(watched.seen) and not keeps_nothing()
+    logits, state = model.network.extend(params, own[:, :1] * 0 + 1, state)
+    assert state.past[0].k.shape[2] == 1 and logits.shape == (3, 13)
+
+
+def test_validation() -> None:
+    gpt = GPT(13, 2, 8, 2, 7)
+    seen: list[bool] = []
+
+    def loss(*args: Any) -> tuple[Any, Any]:
+        seen.append(keeps_nothing())
+        return training.loss_of(gpt)(*args)
+
+    def batches() -> Iterator[Batch]:
+        for _ in range(2):
+            assert not keeps_nothing()
+            yield Batch((TOKENS, TOKENS), {}, TOKENS.size, TOKENS.size)
+
+    params = gpt.init()
+    found = training.evaluate(loss, params, batches(), NUMPY)
+    assert found == pytest.approx(float(gpt.loss(params, TOKENS, TOKENS)[0]))
+    assert seen == [True, True] and not keeps_nothing()
+
+
+def test_sentences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sentences = pytest.importorskip("sentences", reason="tokenizers is not installed")
+    classes = sentences.BERT | {"architectures": ["BertForSequenceClassification"]}
+    watched = Watched(monkeypatch, LanguageModel, "hidden")
+    for name, config, run in (("embed", sentences.BERT, embed), ("classify", classes, classify)):
+        (tmp_path / name).mkdir()
+        folder = sentences.write_model(tmp_path / name, config)
+        run(*pretrained.load(folder), tokenizer(folder), sentences.TEXTS)
+    assert len(watched.seen) > 1 and all(watched.seen) and not keeps_nothing()

@@ -1,0 +1,55 @@
+"""Cross-entropy of the logits x w + b: what stands on top of a language model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from xformer.dispatch import overridable
+from xformer.ops.cross_entropy import cross_entropy
+from xformer.ops.linear import linear
+from xformer.shapes import shapes
+from xformer.typing import Array
+
+
+@overridable
+@shapes("x (..., D)  w (D, V)  b (V)  targets (...)")
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    targets: Array,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    fixed: bool = False,
+) -> tuple[Array, LinearCrossEntropyCache]:
+    """loss = cross_entropy(x w + b), as one op: a kernel need not hold all logits at once.
+
+    x: (..., D)   w: (D, V)   b: (V,) or None   targets: (...) integers in [0, V)   loss: () or
+    (...). Options and errors are those of `linear` and `cross_entropy`. Derivation:
+    docs/derivations/linear_cross_entropy.md
+    """
+    logits, linear_cache = linear(x, w, b, fixed=fixed)  # (..., V)
+    loss, loss_cache = cross_entropy(
+        logits,
+        targets=targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+    )
+    return loss, LinearCrossEntropyCache(linear_cache, loss_cache)
+
+
+class LinearCrossEntropyCache(NamedTuple):
+    """What `linear_cross_entropy` keeps for its backward."""
+
+    linear: Any  # of `linear`
+    loss: Any  # of `cross_entropy`
+
+    def backward(self, dloss: Array) -> tuple[Array, Array | None, Array | None]:
+        """dlogits, and from it dx, dw and db."""
+        dx, dw, db = self.linear.backward(self.loss.backward(dloss))
+        return dx, dw, db
