@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from xformer.backends.base import Backend, Generator, Memory, Unusable
+from xformer.backends.base import Backend, Generator, Memory, Unusable, keep_memory
 
 from xformer.dispatch import library_of
 from xformer.typing import Array
@@ -35,6 +35,7 @@ __all__ = [
     "Unusable",
     "available",
     "get",
+    "keep_memory",
     "of",
     "why_not",
 ]

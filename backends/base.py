@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.typing import Array
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
 
 
 class Unusable(ImportError):
@@ -140,3 +144,15 @@ def process_memory() -> Memory:
         return Memory(None, None)
     unit = 1 if sys.platform == "darwin" else 1024
     return Memory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def keep_memory() -> None:
+    """From now on keep what this process frees for its next arrays, where malloc is glibc's.
+
+    A training step asks for nearly all its memory anew, and each page that has been given back to
+    the system costs microseconds: 4 to 12 % of a step on NumPy.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -55,6 +55,8 @@ class Ours:
         # Copies, since steps write over them, and the weights are those of every contestant.
         self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), weights)
         self.data = shape.data(backend)
+        if shape.training:
+            backends.keep_memory()  # as `xformer train`
         self.state = optim.adamw_init(self.params) if shape.training else None
 
     def forward(self) -> Any:
@@ -141,7 +143,7 @@ def names() -> list[str]:
         if name != "array-api-strict":
             found.append(f"{name} kernel")
         found += [JITTED] if name == "jax" else []
-        found.append(f"{name} reference")
+        found += [f"{name} reference"] if name != "numba" else []  # that is NumPy's
     return found
 
 
@@ -155,7 +157,8 @@ def why_not(name: str) -> str | None:
         return None
     library, _, how = name.rpartition(" ")
     why = backends.why_not(library)
-    if why is None and how == "kernel" and not any(library in op.kernels for op in dispatch.ops()):
+    arrays = "numpy" if library == "numba" else library
+    if why is None and how == "kernel" and not any(arrays in op.kernels for op in dispatch.ops()):
         return f"{name}: backend {library} has no kernels"
     return None if why is None else f"{name}: {why}"
 
@@ -167,7 +170,7 @@ def default(shape: Shape) -> list[str]:
     """
     fast = [n for n in names() if not n.endswith("reference") and n != "jax kernel"]
     if not shape.scores_fit:
-        fast = [n for n in fast if n in (PEER, COMPILED, "numpy kernel")]
+        fast = [n for n in fast if n in (PEER, COMPILED, "numpy kernel", "numba kernel")]
     return [name for name in fast if why_not(name) is None]
 
 

@@ -44,11 +44,12 @@ HEADS = {
     PEER: "torch eager",
     COMPILED: "torch.compile",
     OURS: "NumPy",
+    "numba kernel": "NumPy with numba",
     "cupy kernel": "CuPy",
     "torch kernel": "torch",
     JITTED: "jax.jit",
 }
-COLOURS = ("#9a9a9a", "#c9c9c9", "#1f4e8c", "#4f8f5b", "#b5651d", "#9db8d9")
+COLOURS = ("#9a9a9a", "#c9c9c9", "#1f4e8c", "#5b8fd0", "#4f8f5b", "#b5651d", "#9db8d9")
 Runs = Mapping[str, Any]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -310,6 +311,24 @@ def test_memory_is_plausible(library: Backend) -> None:
         assert after.peak >= array.shape[0] * 4 * 8
     if before.in_use is not None and after.in_use is not None:
         assert after.in_use - before.in_use > 2**25
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is told so")
+@pytest.mark.parametrize("kept", [False, True])
+def test_freed_memory_is_kept(kept: bool, tmp_path: Path) -> None:
+    code = f"""
+import numpy as np
+from xformer import backends
+place = backends.get("numpy")
+if {kept}:
+    backends.keep_memory()
+before = place.memory().in_use
+array = np.ones(2**26)
+del array
+print(place.memory().in_use - before)
+"""
+    grown = int(python(code, tmp_path))
+    assert (grown > 2**28) == kept, grown
 
 
 def test_synchronize_waits_for_the_work(library: Backend) -> None:

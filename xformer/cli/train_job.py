@@ -66,6 +66,7 @@ def job_of(options: argparse.Namespace) -> Job:
     """The job of settled options. ValueError, OSError where there is not text enough."""
     enable_float64(options.backend, options.dtype)
     place = backends.get(options.backend, options.device)
+    backends.keep_memory()
     config = config_of(options)
     with progress() as report:
         corpus = load_corpus(options.data, _words(options), progress=report)
