@@ -26,7 +26,11 @@ def rowwise(fn: Any) -> Any:
     return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=ROWS)(fn)
 
 
-@numba.njit(forceinline=True, error_model="numpy", fastmath=ELEMENTS)
+def _inlined(fn: Any) -> Any:
+    return numba.njit(forceinline=True, error_model="numpy", fastmath=ELEMENTS)(fn)
+
+
+@_inlined
 def exp2(x: Any) -> Any:
     """2^x in float32 to 1e-7; at most 2^127, and 0 below 2^-126. NaN gives a number.
 

@@ -34,7 +34,7 @@ def layer_norm(
         at = slice(start, stop)
         _forward(xs[at], gain, offset, np.float32(eps), ys[at], mean[at], rstd[at])
 
-    row_blocks(piece, *xs.shape, BLOCK)
+    row_blocks(piece, len(xs), xs.shape[1], BLOCK)
     return y, LayerNormCache(x, w, mean, rstd, b is not None)
 
 
@@ -52,13 +52,13 @@ class LayerNormCache(NamedTuple):
         require_gradient("layer_norm", "dy", dy, self.x)
         dx, xs, dys, w = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy), np.array(self.w)
         dxs = dx.reshape(xs.shape)
-        dw, db = (Sums(*xs.shape, dy.dtype, BLOCK) for _ in range(2))
+        dw, db = (Sums(len(xs), xs.shape[1], dy.dtype, BLOCK) for _ in range(2))
 
         def piece(start: int, stop: int) -> None:
             at, sums = slice(start, stop), (dw.of(start), db.of(start))
             _backward(xs[at], w, self.mean[at], self.rstd[at], dys[at], dxs[at], *sums)
 
-        row_blocks(piece, *xs.shape, BLOCK)
+        row_blocks(piece, len(xs), xs.shape[1], BLOCK)
         return dx, dw.total(), db.total() if self.has_b else None
 
 

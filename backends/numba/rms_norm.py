@@ -34,7 +34,7 @@ def rms_norm(
         at = slice(start, stop)
         _forward(xs[at], gain, np.float32(eps), ys[at], rstd[at])
 
-    row_blocks(piece, *xs.shape, BLOCK)
+    row_blocks(piece, len(xs), xs.shape[1], BLOCK)
     return y, RmsNormCache(x, gain, rstd)
 
 
@@ -49,13 +49,13 @@ class RmsNormCache(NamedTuple):
         """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * gain."""
         require_gradient("rms_norm", "dy", dy, self.x)
         dx, xs, dys = np.empty(dy.shape, dy.dtype), rows(self.x), rows(dy)
-        dxs, dw = dx.reshape(xs.shape), Sums(*xs.shape, dy.dtype, BLOCK)
+        dxs, dw = dx.reshape(xs.shape), Sums(len(xs), xs.shape[1], dy.dtype, BLOCK)
 
         def piece(start: int, stop: int) -> None:
             at = slice(start, stop)
             _backward(xs[at], self.gain, self.rstd[at], dys[at], dxs[at], dw.of(start))
 
-        row_blocks(piece, *xs.shape, BLOCK)
+        row_blocks(piece, len(xs), xs.shape[1], BLOCK)
         return dx, dw.total()
 
 

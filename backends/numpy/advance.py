@@ -14,7 +14,6 @@ from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
 from xformer.layers.attention import AttentionParams, KeyValue
 from xformer.layers.block import BlockConfig, BlockParams
-from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormParams
 from xformer.layers.past import Past
@@ -53,7 +52,7 @@ def unsupported(
         if config.norm == "post" or config.parallel or config.experts or config.softcap:
             return "post-LN, parallel blocks, experts or softcap"
         attn = own.attn
-        if not (attn.sinks is attn.shaw is attn.q_norm is own.cross is None):
+        if not all(x is None for x in (attn.sinks, attn.shaw, attn.q_norm, own.cross)):
             return "norms of queries, sinks, Shaw's positions or cross-attention"
         maps = (attn.q, *attn.kv[:2], attn.o, *own.ffn) if attn.kv else (None,)
         if not all(isinstance(p, LinearParams) for p in maps if p is not own.ffn[2]):
@@ -138,7 +137,7 @@ def _turned(x: Array, rotary: Rotary) -> Array:
     return y
 
 
-def _feed(x: Array, params: FeedForwardParams, config: BlockConfig) -> Array:
+def _feed(x: Array, params: Any, config: BlockConfig) -> Array:
     hidden = _linear(x, params.up)
     if params.gate is None:
         return _linear(_activated(hidden, config.activation), params.down)
@@ -173,7 +172,7 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
     return y
 
 
-def _linear(x: Array, params: LinearParams) -> Array:
+def _linear(x: Array, params: Any) -> Array:
     w, b = value(params.w), value(params.b)
     if w.size < LARGE:
         y = x @ w
