@@ -12,6 +12,7 @@ from causal_models import NAMES, V, causal
 from xformer.backends.numpy import advance as kernel
 
 from xformer import dispatch, reference_only, tree
+from xformer.finetune import lora
 from xformer.layers import BlockConfig, EmbedConfig
 from xformer.layers.advance import advance
 from xformer.layers.rope_config import RopeConfig
@@ -109,6 +110,16 @@ def test_far_out_there_is_no_warning() -> None:
     blocks = [p._replace(ffn=tree.map(lambda w: w * 1e4, p.ffn)) for p in params.stack.blocks]
     params = params._replace(stack=params.stack._replace(blocks=tuple(blocks)))
     assert all(np.isfinite(a).all() for a in continued(model, params, 1))
+
+
+def test_adapters_are_left_to_the_reference(ran: list[int]) -> None:
+    """Of the gate alone; a softcap, of the last of layers that share a block."""
+    model, params = own("gated silu, no biases")
+    adapted = lora.attach(params, targets=("*.ffn.gate",), rank=2, alpha=4)
+    require_same(model, tree.map(lambda leaf: leaf + 0.1, adapted))
+    last = replace(model, blocks=(*model.blocks[:2], replace(model.blocks[2], softcap=2.0)))
+    require_same(last, params)
+    assert not ran
 
 
 def test_why_not() -> None:

@@ -14,6 +14,7 @@ from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
 from xformer.layers.attention import AttentionParams, KeyValue
 from xformer.layers.block import BlockConfig, BlockParams
+from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormParams
 from xformer.layers.past import Past
@@ -48,15 +49,17 @@ def unsupported(
         return "not one token after others"
     if not (memory is bias is pos is relative is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
-    for config, own in zip(configs, params.blocks, strict=False):
-        if config.norm == "post" or config.parallel or config.experts or config.softcap:
-            return "post-LN, parallel blocks, experts or softcap"
-        attn = own.attn
-        if not all(x is None for x in (attn.sinks, attn.shaw, attn.q_norm, own.cross)):
+    if any(c.norm == "post" or c.parallel or c.experts or c.softcap for c in configs):
+        return "post-LN, parallel blocks, experts or softcap"
+    for own in params.blocks:
+        attn, kv, ffn = own.attn, own.attn.kv, own.ffn
+        if kv is None or not isinstance(ffn, FeedForwardParams):
+            return "keys from elsewhere or experts"
+        if not all(x is None for x in (attn.sinks, attn.shaw, attn.q_norm, kv.k_norm, own.cross)):
             return "norms of queries, sinks, Shaw's positions or cross-attention"
-        maps = (attn.q, *attn.kv[:2], attn.o, *own.ffn) if attn.kv else (None,)
-        if not all(isinstance(p, LinearParams) for p in maps if p is not own.ffn[2]):
-            return "adapters"
+        maps = (attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.down, ffn.gate or ffn.up)
+        if not all(isinstance(p, LinearParams) for p in maps):
+            return "adapters, or no map after the heads"
     return None
 
 
