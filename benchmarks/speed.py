@@ -49,7 +49,7 @@ HEADS = {
     "torch kernel": "torch",
     JITTED: "jax.jit",
 }
-COLOURS = ("#9a9a9a", "#c9c9c9", "#1f4e8c", "#5b8fd0", "#4f8f5b", "#b5651d", "#9db8d9")
+COLOURS = ("#9a9a9a", "#c9c9c9", "#1f4e8c", "#5b8fd0", "#4f8f5b", "#b5651d", "#d8b65a")
 Runs = Mapping[str, Any]
 
 
