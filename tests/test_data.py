@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from truths import published
 
@@ -113,6 +113,7 @@ def require_whole(folder: Path, text: str, share: float) -> None:
     start=st.integers(0, 20),
     piece=st.integers(4, 30),
 )
+@example(text="a\n.\naaaaaaaaé", start=0, piece=5)
 def test_pieces_are_the_text(text: str, start: int, piece: int) -> None:
     before = "x" * start
 
@@ -123,7 +124,8 @@ def test_pieces_are_the_text(text: str, start: int, piece: int) -> None:
             patch.setattr(cutting, "PIECE", piece)
             found = list(decoded(path, start, start + len(text.encode())))
         assert "".join(found) == text and all(found)
-        assert all(len(part.encode()) <= 2 * piece for part in found)
+        # What is left of a piece, and of the next one, whose only good place was in that.
+        assert all(len(part.encode()) <= 3 * piece for part in found)
 
     with_files(check)
 
