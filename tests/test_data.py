@@ -124,8 +124,7 @@ def test_pieces_are_the_text(text: str, start: int, piece: int) -> None:
             patch.setattr(cutting, "PIECE", piece)
             found = list(decoded(path, start, start + len(text.encode())))
         assert "".join(found) == text and all(found)
-        # What is left of a piece, and of the next one, whose only good place was in that.
-        assert all(len(part.encode()) <= 3 * piece for part in found)
+        assert all(len(part.encode()) <= 2 * piece for part in found)
 
     with_files(check)
 

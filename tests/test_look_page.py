@@ -67,6 +67,7 @@ def test_the_picture_of_attention_is_of_today(tmp_path: Path) -> None:
 def test_a_script_draws_every_picture() -> None:
     drawn = (DOCS / "make_pictures.py").read_text(encoding="utf-8")
     others = (DOCS.parent / "truths" / "multi30k.py").read_text(encoding="utf-8")
-    others += (DOCS.parent / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    speeds = (DOCS.parent / "benchmarks" / "README.md").read_text(encoding="utf-8")
     for picture in (DOCS / "pictures").iterdir():
-        assert picture.name in drawn or picture.stem in others, picture.name
+        by_benchmarks = f"--picture docs/pictures/{picture.name}" in speeds
+        assert picture.name in drawn or picture.stem in others or by_benchmarks, picture.name

@@ -17,7 +17,9 @@ def decoded(path: Path, start: int, end: int) -> Iterator[str]:
         file.seek(start)
         rest = b""
         while start + len(rest) < end:
-            data = rest + file.read(min(PIECE, end - start - len(rest)))
+            # Of the rest the only good place may have been at its beginning: it can be long.
+            room = min(PIECE, 2 * PIECE - len(rest))
+            data = rest + file.read(min(room, end - start - len(rest)))
             if len(data) == len(rest):
                 raise ValueError(f"{path}: was cut short while it was read")
             cut = len(data) if start + len(data) >= end else _place_to_cut(data)
