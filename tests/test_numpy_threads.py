@@ -27,15 +27,24 @@ def together(n: int) -> Callable[[], None]:
     return threading.Barrier(n, timeout=SECONDS).wait
 
 
-@pytest.mark.parametrize(
-    ("n", "size"), [(0, 3), (1, 1), (7, 3), (9, 3), (10, 100), (100, 1), (3, 1)]
-)
+PIECES = {  # of n and size
+    (0, 3): [],
+    (1, 1): [(0, 1)],
+    (7, 3): [(0, 2), (2, 4), (4, 6), (6, 7)],
+    (9, 3): [(0, 3), (3, 6), (6, 9)],  # four would be no smaller
+    (3, 1): [(0, 1), (1, 2), (2, 3)],
+    (10, 9): [(0, 5), (5, 10)],
+    (10, 100): [(0, 10)],
+    (20, 3): [*((i, i + 3) for i in range(0, 18, 3)), (18, 20)],
+    (100, 1): [(i, i + 1) for i in range(100)],
+}
+
+
+@pytest.mark.parametrize(("n", "size"), PIECES)
 def test_each_piece_once(n: int, size: int) -> None:
     seen: list[tuple[int, int]] = []
     blocks(lambda start, stop: seen.append((start, stop)), n, size)
-    starts, stops = zip(*sorted(seen), strict=True) if seen else ((), ())
-    assert (*starts, n) == (0, *stops) if n else not seen
-    assert all(stop - start <= size for start, stop in seen)
+    assert sorted(seen) == PIECES[n, size]
 
 
 def test_as_many_threads_as_blas_has() -> None:

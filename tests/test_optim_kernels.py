@@ -81,7 +81,7 @@ def test_as_exact_as_the_reference(
             a = library.to_numpy(a)
             assert a.shape == np.shape(p) and a.dtype == dtype
             off, off_plain = (np.max(np.abs(x - wanted), initial=0) for x in (a, p))
-            rounding = 4 * np.finfo(dtype).eps * np.max(np.abs(wanted), initial=0)
+            rounding = 2 * np.finfo(dtype).eps * np.max(np.abs(wanted), initial=0)
             assert off <= 2 * off_plain + rounding, f"{a.shape} {dtype}: {off:.1e}"
         if not donate:
             now = [library.to_numpy(x) for leaves in trees for x in leaves]
