@@ -9,7 +9,7 @@ from xformer.backends.numpy.threads import n_threads, scratch
 
 from xformer.typing import Array
 
-SMALL = 1 << 18  # multiplications: not worth waking a thread for; OpenBLAS itself wakes none
+SMALL = 1 << 18  # multiplications: not worth waking a thread for, nor does OpenBLAS, for matrices
 PIECE = 1536  # rows or columns, at most: fewer pack the other factor more often
 
 
