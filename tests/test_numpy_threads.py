@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import threadpoolctl
-from xformer.backends.numpy.threads import blocks, n_threads, scratch
+from xformer.backends.numpy.threads import blas_alone, blocks, n_threads, scratch
 
 SECONDS = 60  # before a test that hangs fails
 
@@ -186,3 +186,27 @@ def test_scratch_is_a_threads_own() -> None:
     thread.start()
     thread.join(SECONDS)
     assert not np.shares_memory(b, other[0])
+
+
+def test_two_threads_that_want_blas_alone() -> None:
+    """Whoever leaves last leaves the number of threads as it was; pieces go on all of them."""
+    inside, left, ran = threading.Event(), threading.Event(), set()
+
+    def other() -> None:
+        with blas_alone():
+            inside.set()
+            left.wait(SECONDS)
+
+    thread = threading.Thread(target=other)
+    with blas_alone():
+        thread.start()
+        inside.wait(SECONDS)
+        assert n_threads() == 3
+        meet = together(3)
+        blocks(lambda start, stop: (meet(), ran.add(threading.get_ident())), 3, 1)
+        with blas_alone():
+            pass
+        assert n_threads() == 3
+    left.set()
+    thread.join(SECONDS)
+    assert len(ran) == 3 and n_threads() == 3

@@ -43,15 +43,17 @@ def blocks(fn: Piece, n: int, size: int) -> None:
     """
     size = even(n, size)
     helpers = min(-(-n // size), n_threads()) - 1 if n > size else 0
-    if helpers < 1 or not _state.pool.acquire(blocking=False):
+    if helpers < 1 or not (_kept.n_threads or _state.pool.acquire(blocking=False)):
         for start in range(0, n, size):
             fn(start, min(start + size, n))
-        return
-    try:
-        with _one_thread():
-            _shared(fn, n, size, helpers)
-    finally:
-        _state.pool.release()
+    elif _kept.n_threads:
+        _shared(fn, n, size, helpers)
+    else:
+        try:
+            with _one_thread():
+                _shared(fn, n, size, helpers)
+        finally:
+            _state.pool.release()
 
 
 def even(n: int, most: int) -> int:
@@ -77,14 +79,20 @@ def run(todo: list[Callable[[], Any]]) -> None:
 def blas_alone() -> Iterator[None]:
     """BLAS has one thread meanwhile, and `blocks` as many as BLAS had: for many small products.
 
-    It would wake the others for a vector and 10,000 weights.
+    It would wake the others for a vector and 10,000 weights. Where another thread of the program
+    has the pool, BLAS has one thread by that.
     """
-    before, _kept.n_threads = _kept.n_threads, n_threads()
+    if _kept.n_threads or not _state.pool.acquire(blocking=False):
+        yield
+        return
+    pool = _state.pool
+    _kept.n_threads = n_threads()
     try:
         with _one_thread():
             yield
     finally:
-        _kept.n_threads = before
+        _kept.n_threads = 0
+        pool.release()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -161,7 +169,11 @@ def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
     while state.n_threads < helpers:
         threading.Thread(target=_help, args=(state.jobs,), daemon=True).start()
         state.n_threads += 1
-    job.work()
+    before, _kept.n_threads = _kept.n_threads, 1  # within a piece
+    try:
+        job.work()
+    finally:
+        _kept.n_threads = before
     for _ in range(helpers):
         try:
             state.jobs.get_nowait()  # that a helper has not come to yet
