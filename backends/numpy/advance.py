@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 from xformer.backends.append import append
-from xformer.backends.numpy.products import product
-from xformer.backends.numpy.threads import blas_alone, run
+from xformer.backends.numpy.threads import blas_alone
 
 from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
@@ -26,7 +26,7 @@ from xformer.ops.gelu import CUBIC, SCALE
 from xformer.tree import value
 from xformer.typing import Array
 
-LARGE = 1 << 19  # weights of a map whose product is worth waking a thread for
+LARGE = 1 << 17  # weights of a map whose product is worth more threads than one
 
 
 def unsupported(
@@ -81,13 +81,19 @@ def advance(
 ) -> tuple[Array, tuple[Past, ...]]:
     """Its vector (B, D) through all layers."""
     grown, y = [], x[:, 0]
-    with blas_alone(), np.errstate(over="ignore"):  # of silu, where its sigmoid is 0
+    with _threads(params), np.errstate(over="ignore"):  # of silu, where its sigmoid is 0
         for i, config in enumerate(configs):
             own = params.blocks[block_of_layer(i, params, configs)]
             y, after = _block(y, own, config, rotary, past[i])
             grown.append(after)
         y = _norm(y, params.norm, configs[-1])
     return y[:, None], tuple(grown)
+
+
+def _threads(params: StackParams) -> AbstractContextManager[None]:
+    """Of a large model BLAS's own: they spin between products, but nothing else wants a core."""
+    ffn: Any = params.blocks[0].ffn
+    return nullcontext() if value(ffn.up.w).size >= LARGE else blas_alone()
 
 
 def _block(
@@ -120,7 +126,7 @@ def _attend(
     q = q.reshape(n, n_groups, n_heads // n_groups, -1)
     q *= k.shape[-1] ** -0.5 if config.scale is None else config.scale
     scores = q @ keys.mT  # (B, G, H / G, S)
-    scores -= scores.max(axis=-1, keepdims=True)
+    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     probs = np.exp(scores, out=scores)
     probs /= np.add.reduce(probs, axis=-1, keepdims=True)
     return _linear((probs @ past.v).reshape(n, -1), params.o), past
@@ -177,11 +183,7 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
 
 def _linear(x: Array, params: Any) -> Array:
     w, b = value(params.w), value(params.b)
-    if w.size < LARGE:
-        y = x @ w
-        if b is not None:
-            y += b
-        return y
-    y = np.empty((len(x), w.shape[1]), x.dtype)
-    run(product(x, w, y, b))
+    y: Array = x @ w
+    if b is not None:
+        y += b
     return y

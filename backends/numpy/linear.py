@@ -1,6 +1,7 @@
 """`linear` in pieces of rows, or of columns, each with its bias while it is in the cache.
 
 On the threads of `threads.blocks`: those of BLAS wait by spinning, and would take time from these.
+Except where a text is written token by token: there nothing but products wants more than one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from xformer.backends.numpy.products import product
 from xformer.backends.numpy.threads import run
 
 from xformer.checks import require_gradient
-from xformer.dispatch import kernel
+from xformer.dispatch import keeps_nothing, kernel
 from xformer.ops.linear import linear as reference
 from xformer.typing import Array
+
+FEW = 16  # rows, whose product takes as long as reading w
 
 
 @kernel(reference, "numpy")
@@ -25,7 +28,12 @@ def linear(
     """Pieces of y, each of them by one thread."""
     rows = _rows(x)
     y = np.empty((len(rows), w.shape[1]), x.dtype)
-    run(product(rows, w, y, b))
+    if keeps_nothing() and len(rows) <= FEW:
+        np.matmul(rows, w, out=y)
+        if b is not None:
+            y += b
+    else:
+        run(product(rows, w, y, b))
     cache = LinearCache(None if fixed else x, w, b is not None, x.shape)
     return y.reshape(*x.shape[:-1], w.shape[1]), cache
 
