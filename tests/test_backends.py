@@ -56,6 +56,26 @@ def test_unknown_name(name: str) -> None:
         backends.why_not(name)
 
 
+def test_numpy_is_imported_without_what_nothing_here_uses(tmp_path: Path) -> None:
+    code = """
+import sys, xformer
+xformer.backends.get("numpy")
+assert "array_api_compat.numpy" in sys.modules
+print(sorted({"unittest", "subprocess", "numpy.f2py.crackfortran"} & {*sys.modules}))
+"""
+    assert python(code, tmp_path) == "[]"
+    code = """
+import xformer, numpy as np
+xformer.backends.get("numpy")
+import numpy.testing.overrides
+from numpy.f2py import crackfortran
+np.testing.assert_equal(np.f2py.crackfortran.__name__, "numpy.f2py.crackfortran")
+import array_api_compat.numpy as xp
+assert xp.testing is np.testing
+"""
+    assert python(code, tmp_path) == ""
+
+
 def test_numpy_is_the_default() -> None:
     assert backends.get().name == "numpy"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array_api_compat.numpy as xp
 import numpy
 from xformer.backends.base import Backend
 from xformer.backends.numpy import (
@@ -24,6 +23,7 @@ from xformer.backends.numpy import (
     rms_norm,
     sdpa,
 )
+from xformer.backends.numpy.namespace import xp
 
 __all__ = [
     "adam",
