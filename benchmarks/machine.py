@@ -46,8 +46,12 @@ def share_threads() -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """What gives a new process one thread for each CPU of this one, whatever library it takes."""
-    return {name: str(n_cpus()) for name in VARIABLES} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    """What gives a new process one thread for each CPU of this one, whatever library it takes.
+
+    And bytecode, which an installed library has, so that a checkout is not compiled at each start.
+    """
+    own = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    return {name: str(n_cpus()) for name in VARIABLES} | own
 
 
 def threads() -> dict[str, Any]:
