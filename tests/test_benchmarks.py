@@ -395,7 +395,7 @@ def test_processes_must_fit_into_memory() -> None:
 
 
 def test_dispatch_costs_what_comes_before_the_kernel() -> None:
-    def check(x: np.ndarray) -> None:
+    def check(args: tuple[np.ndarray, ...], kwargs: dict[str, np.ndarray]) -> None:
         time.sleep(1e-4)
 
     def slow(x: np.ndarray) -> tuple[np.ndarray, None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import array_api_strict as strict
@@ -20,7 +19,8 @@ from xformer.shapes import REMEMBERED, shapes
 def op(x: Any, w: Any, b: Any = None, *, ids: Any = None, mode: str = "a") -> None: ...
 
 
-check: Callable[..., None] = op.check  # type: ignore[attr-defined]
+def check(*args: Any, **kwargs: Any) -> None:
+    op.check(args, kwargs)  # type: ignore[attr-defined]
 
 
 def f32(*shape: int) -> np.ndarray:
@@ -77,9 +77,9 @@ def test_the_same_letter_twice_in_one_argument() -> None:
     @shapes("x (N, N)")
     def square(x: Any) -> None: ...
 
-    square.check(f32(3, 3))  # type: ignore[attr-defined]
+    square.check((f32(3, 3),), {})  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"^square: x must be \(N, N\), got shape \(3, 4\)$"):
-        square.check(f32(3, 4))  # type: ignore[attr-defined]
+        square.check((f32(3, 4),), {})  # type: ignore[attr-defined]
 
 
 TYPES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {

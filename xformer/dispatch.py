@@ -68,8 +68,9 @@ class Overridable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op."""
         if self._check is not None:
-            self._check(*args, **kwargs)
-        kernels = self.kernels.get(self._library(args, kwargs))
+            self._check(args, kwargs)
+        library = _libraries.get(type(args[0])) if args else None
+        kernels = self.kernels.get(library or self._library(args, kwargs))
         run = self.reference
         if kernels and not _reference_only.get():
             for kernel in kernels:

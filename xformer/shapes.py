@@ -26,7 +26,7 @@ PLACED_BY_LIBRARY = ("numpy", "jax")
 
 
 def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Attach `check(*args, **kwargs)` to an op, made from `spec`. Raises ValueError, TypeError."""
+    """Attach `check(args, kwargs)` to an op, made from `spec`. Raises ValueError, TypeError."""
     wanted = {name: _dims(dims) for name, dims in re.findall(r"(\w+) \(([^)]*)\)", spec)}
 
     def decorate(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,21 +36,28 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         names = [p.name for p in arrays]
         also = [name for name in wanted if name not in names]
         op_name = op.__name__
-        passed: set[Any] = set()
+        rest = [tuple(names[n:] + also) for n in range(len(names) + 1)]  # after n arguments
+        passed: dict[Any, bool] = {}  # kinds of call that are right, and whether devices may differ
 
-        def check(*args: Any, **kwargs: Any) -> None:
+        def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if kwargs:
-                rest = names[len(args) :] + also
-                args = (*args[: len(names)], *[kwargs.get(name) for name in rest])
-            kind = tuple([_kind(array) for array in args])
-            if kind not in passed:  # the checks look at nothing else
+                args = args[: len(names)]
+                args += tuple([kwargs.get(name) for name in rest[len(args)]])
+            try:
+                kind = tuple([a if a is None else (type(a), a.dtype, a.shape) for a in args])
+            except AttributeError:  # one is no array, which the op may refuse in its own words
+                kind = None
+            placed = passed.get(kind)  # the checks look at nothing else
+            if placed is None:
                 given = dict(zip(names + also, args, strict=False))
                 _check_arrays(op_name, {name: given.get(name) for name in names}, required)
                 _check_shapes(op_name, given, wanted)
                 if len(passed) == REMEMBERED:
                     passed.clear()
-                passed.add(kind)
-            if len(args) > 1 and library_of(type(args[0])) not in PLACED_BY_LIBRARY:
+                placed = len(args) > 1 and library_of(type(args[0])) not in PLACED_BY_LIBRARY
+                if kind is not None:
+                    passed[kind] = placed
+            if placed:
                 for name, array in zip(names, args, strict=False):
                     if array is not None:
                         require_same_device(op_name, name, array, args[0])
@@ -97,12 +104,6 @@ def dtype_name(array: Any) -> str:
 
 def _dims(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _kind(array: Any) -> Any:
-    if array is None:
-        return None
-    return type(array), getattr(array, "dtype", None), getattr(array, "shape", None)
 
 
 def _check_arrays(op: str, given: dict[str, Any], required: set[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -19,7 +18,7 @@ from xformer.typing import Array
 
 def all_or_none(x: Array, *, rate: Any, key: Key | None) -> str | None:
     """Why the kernel cannot run."""
-    if isinstance(rate, Real) and 0 < float(rate) < 1 - 2**-32:
+    if isinstance(rate, float) and 0 < rate < 1 - 2**-32:
         return None
     return "nothing is drawn at a rate of 0 or 1"
 
