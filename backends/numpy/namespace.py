@@ -1,7 +1,7 @@
 """array_api_compat's NumPy, without what of NumPy nothing here uses: that takes half as long again.
 
-Its import asks for every name of NumPy, so that f2py, ma and testing would be loaded too, and with
-them unittest, email and subprocess. They come when somebody else first looks into them.
+Its import asks for every name of NumPy, so that f2py and testing would be loaded too, and with them
+unittest, email and subprocess. They come when somebody else first looks into them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def _later(name: str) -> None:
 
 
 if "array_api_compat.numpy" not in sys.modules:
-    for part in ("f2py", "ma", "testing"):
-        _later(part)
+    _later("f2py")  # not ma: numba looks into it from several threads, which a late import in
+    _later("testing")  # Python before 3.11.9 does not stand
 
 import array_api_compat.numpy as xp  # noqa: E402
 
