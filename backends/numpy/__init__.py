@@ -20,6 +20,7 @@ from xformer.backends.numpy import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    linears,
     rms_norm,
     sdpa,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linears",
     "rms_norm",
     "sdpa",
 ]

@@ -7,10 +7,11 @@ Except where a text is written token by token: there nothing but products wants 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from xformer.backends.numpy.products import product
+from xformer.backends.numpy.products import product, products
 from xformer.backends.numpy.threads import run
 
 from xformer.checks import require_gradient
@@ -20,22 +21,16 @@ from xformer.typing import Array
 
 FEW = 16  # rows, whose product takes as long as reading w
 
+Map = tuple[Array, Array | None]  # w (I, O), b (O,)
+
 
 @kernel(reference, "numpy")
 def linear(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> tuple[Array, LinearCache]:
     """Pieces of y, each of them by one thread."""
-    rows = _rows(x)
-    y = np.empty((len(rows), w.shape[1]), x.dtype)
-    if keeps_nothing() and len(rows) <= FEW:
-        np.matmul(rows, w, out=y)
-        if b is not None:
-            y += b
-    else:
-        run(product(rows, w, y, b))
-    cache = LinearCache(None if fixed else x, w, b is not None, x.shape)
-    return y.reshape(*x.shape[:-1], w.shape[1]), cache
+    (y,) = mapped(x, [(w, b)])
+    return y, LinearCache(None if fixed else x, w, b, x.shape)
 
 
 class LinearCache(NamedTuple):
@@ -43,23 +38,50 @@ class LinearCache(NamedTuple):
 
     x: Array | None  # (..., I); None: w is not trained
     w: Array  # (I, O)
-    has_b: bool
+    b: Array | None  # (O,)
     x_shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
         """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows: pieces of all three at once."""
         require_gradient("linear", "dy", dy, self.w, (*self.x_shape[:-1], self.w.shape[1]))
-        rows, dw, db = _rows(dy), None, None
-        dx = np.empty((len(rows), self.w.shape[0]), dy.dtype)
-        pieces = product(rows, self.w.T, dx)
-        if self.x is not None:
-            dw = np.empty_like(self.w, dy.dtype)  # as w lies in memory: a tied head's lies sideways
-            pieces += product(_rows(self.x).T, rows, dw)
-        if self.has_b:
-            db = np.empty(rows.shape[1], dy.dtype)
-            pieces += product(np.ones((1, len(rows)), dy.dtype), rows, db[None])
-        run(pieces)
-        return dx.reshape(self.x_shape), dw, db
+        dx, ((dw, db),) = gradients(self.x, self.x_shape, [(self.w, self.b)], [dy])
+        return dx, dw, db
+
+
+def mapped(x: Array, maps: Sequence[Map]) -> list[Array]:
+    """x w + b by each of the maps."""
+    rows = _rows(x)
+    ys = [np.empty((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
+    if keeps_nothing() and len(rows) <= FEW:
+        for (w, b), y in zip(maps, ys, strict=True):
+            np.matmul(rows, w, out=y)
+            if b is not None:
+                y += b
+    else:
+        todo = (product(rows, w, y, b) for (w, b), y in zip(maps, ys, strict=True))
+        run([piece for pieces in todo for piece in pieces])
+    return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
+
+
+def gradients(
+    x: Array | None, x_shape: tuple[int, ...], maps: Sequence[Map], dys: Sequence[Array]
+) -> tuple[Array, list[tuple[Array | None, Array | None]]]:
+    """dx, to which all maps add, and (dw, db) of each; no dw where x is None."""
+    rows, w_of = [_rows(dy) for dy in dys], [w for w, _ in maps]
+    dx = np.empty((len(rows[0]), x_shape[-1]), rows[0].dtype)
+    pieces = products([(dy, w.T) for dy, w in zip(rows, w_of, strict=True)], dx)
+    dmaps: list[tuple[Array | None, Array | None]] = []
+    for (w, b), dy in zip(maps, rows, strict=True):
+        dw = db = None
+        if x is not None:
+            dw = np.empty_like(w, dy.dtype)  # as w lies in memory: a tied head's lies sideways
+            pieces += product(_rows(x).T, dy, dw)
+        if b is not None:
+            db = np.empty_like(b, dy.dtype)
+            pieces += product(np.ones((1, len(dy)), dy.dtype), dy, db[None])
+        dmaps.append((dw, db))
+    run(pieces)
+    return dx.reshape(x_shape), dmaps
 
 
 def _rows(x: Array) -> Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from xformer.backends.numpy.threads import n_threads, scratch
@@ -27,26 +28,32 @@ def product(
     x: (N, I)   w: (I, O)   b: (O,) or None   y: (N, O). Rows of y or columns, whichever are more:
     `step` of them, unless given by the number of threads, on which the last bit may then depend.
     """
+    return products([(x, w)], y, b, add=add, step=step)
+
+
+def products(
+    factors: Sequence[tuple[Array, Array]],
+    y: Array,
+    b: Array | None = None,
+    *,
+    add: bool = False,
+    step: int | None = None,
+) -> list[Callable[[], None]]:
+    """As `product`, of the sum of all x w."""
     n, m = y.shape
-    step = _step(max(n, m), n * m * x.shape[1]) if step is None else step
-    into = _added if add else np.matmul
+    if step is None:
+        step = _step(max(n, m), n * m * sum(x.shape[1] for x, _ in factors))
 
-    def rows(at: slice) -> None:
-        into(x[at], w, out=y[at])
+    def piece(rows: slice, columns: slice) -> None:
+        out = y[rows, columns]
+        for i, (x, w) in enumerate(factors):
+            (_added if add or i else np.matmul)(x[rows], w[:, columns], out=out)
         if b is not None:
-            y[at] += b
+            out += b[columns]
 
-    def columns(at: slice) -> None:
-        into(x, w[:, at], out=y[:, at])
-        if b is not None:
-            y[:, at] += b[at]
-
-    piece = rows if n >= m else columns
-    return [_of(piece, start, start + step) for start in range(0, max(n, m), step)]
-
-
-def _of(piece: Callable[[slice], None], start: int, stop: int) -> Callable[[], None]:
-    return lambda: piece(slice(start, stop))
+    parts = [slice(start, start + step) for start in range(0, max(n, m), step)]
+    every = slice(None)
+    return [partial(piece, *((part, every) if n >= m else (every, part))) for part in parts]
 
 
 def _added(x: Array, w: Array, out: Array) -> None:

@@ -236,9 +236,8 @@ ATTENTION_ARGS = (normal(2, 5, 8), attention_params(8, 8))
 def through_heads(c: Any, dy: np.ndarray, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray) -> Any:
     """Gradients of x and params if those of queries, keys and values (B, T, width) are these."""
     _, dparams, *_ = c.backward(dy)
-    caches = (c.q.linear, c.kv.k.linear, c.kv.v.linear)
-    back = [cache.backward(d) for cache, d in zip(caches, (dq, dk, dv), strict=True)]
-    return sum(b[0] for b in back), with_weights(dparams, *(b[1].w for b in back))
+    dx, back = c.maps.backward(dq, dk, dv)
+    return dx, with_weights(dparams, *(own.w for own in back))
 
 
 def unscaled(c: Any, y: np.ndarray, dy: np.ndarray) -> Any:

@@ -34,6 +34,7 @@ def cases() -> Iterator[Case]:
     """Every layer, with every option."""
     for subject in (
         _linear,
+        _linears,
         _attention,
         _key_value,
         _feed_forward,
@@ -67,6 +68,22 @@ def _linear() -> Iterator[Case]:
     yield case("no bias", b=False)
     yield case("adapter", rank=2)
     yield case("adapter, no bias", b=False, rank=2)
+
+
+def _linears() -> Iterator[Case]:
+    def case(note: str, *biased: bool, lead: tuple[int, ...] = (5, 4)) -> Case:
+        def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+            maps = tuple(
+                linear_params(rng, 6, o, b) for o, b in zip((11, 3, 7), biased, strict=False)
+            )
+            return partial(layers.linears), (rng.normal((*lead, 6)), maps)
+
+        return _layer(f"linears: {note}", make)
+
+    yield case("two", True, True)
+    yield case("three, one without bias", True, False, True)
+    yield case("one, of a vector", True, lead=())
+    yield case("of many rows", False, True, lead=(67,))
 
 
 def _attention() -> Iterator[Case]:

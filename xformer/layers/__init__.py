@@ -12,7 +12,7 @@ from xformer.layers.block import BlockConfig, BlockParams, block
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
-from xformer.layers.linear import LinearParams, LoRAParams, linear
+from xformer.layers.linear import LinearParams, LoRAParams, linear, linears
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.past import Past
 from xformer.layers.pooling import pool
@@ -51,6 +51,7 @@ __all__ = [
     "feed_forward",
     "key_value",
     "linear",
+    "linears",
     "mixture",
     "norm",
     "parallel",

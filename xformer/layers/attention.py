@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.checks import require_sizes
-from xformer.layers.linear import LinearParams, linear
+from xformer.layers.linear import LinearParams, linear, linears
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.past import Past, append
 from xformer.layers.rotary import Rotary
@@ -86,14 +87,18 @@ def attention(
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     _require_memory(memory, memory_pos, rotary, past, params)
     around: Any = {"rotary": rotary, "config": qk_norm}
-    q, q_cache = _project(x, params.q, pos, n_heads, "q", params.q_norm, **around)
-    if params.kv is None:
-        kv, kv_cache = cast(KeyValue, memory), None
+    kv_maps: Any = params.kv
+    if memory is None:
+        (q, *pair), maps = linears(x, (params.q, kv_maps.k, kv_maps.v))
+        kv, kv_cache = _key_value(pair, kv_maps, pos, n_kv_heads, **around)
     else:
-        source, source_pos = (x, pos) if memory is None else (memory, memory_pos)
-        kv, kv_cache = key_value(
-            source, params.kv, source_pos, n_kv_heads=n_kv_heads, rotary=rotary, k_norm=qk_norm
-        )
+        q, maps = linear(x, params.q)
+        kv, kv_cache = cast(KeyValue, memory), None
+        if kv_maps is not None:
+            kv, kv_cache = key_value(
+                memory, kv_maps, memory_pos, n_kv_heads=n_kv_heads, k_norm=qk_norm
+            )
+    q, q_cache = _heads(q, pos, n_heads, "q", params.q_norm, **around)
     n_new = kv.k.shape[2]
     if past is not None:
         if window is not None and window[0] is not None:
@@ -120,18 +125,18 @@ def attention(
         y, o_cache = linear(y, params.o)
     tables = (params.sinks,) if params.shaw is None else params.shaw
     fixed = tuple(isinstance(table, Frozen) for table in tables)
-    caches = (q_cache, kv_cache, core, o_cache)
-    return y, AttentionCache(*caches, memory is None, fixed, past, n_new)
+    caches = (maps, q_cache, kv_cache, core, o_cache)
+    return y, AttentionCache(*caches, fixed, past, n_new)
 
 
 class AttentionCache(NamedTuple):
     """What `attention` keeps for its backward."""
 
-    q: ProjectCache
-    kv: KeyValueCache | None
+    maps: Any  # of x: to the queries, and of a self-attention to keys and values too
+    q: HeadsCache
+    kv: KeyValueHeadsCache | KeyValueCache | None
     core: Any  # of `ops.sdpa` or `ops.shaw`
     o: Any
-    is_self: bool
     fixed: tuple[bool, ...]  # whether the sinks, or both tables of Shaw's, are frozen
     past: Past | None  # with the keys and values of x
     n_new: int  # keys that are not of the past
@@ -142,20 +147,23 @@ class AttentionCache(NamedTuple):
         if self.o is not None:
             dy, do = self.o.backward(dy)
         dq, dk, dv, *dtables = self.core.backward(split_heads(dy, self.q.n_heads))
-        dx, dq_params, dq_norm, dpos = self.q.backward(dq)
+        dq, dq_norm, dpos = self.q.backward(dq)
         n_past = dk.shape[2] - self.n_new
         if n_past:
             dk, dv = dk[:, :, n_past:, :], dv[:, :, n_past:, :]
         dkv = dmemory_pos = None
         dmemory: Any = KeyValue(dk, dv)
-        if self.kv is not None:
-            dmemory, dkv, dmemory_pos = self.kv.backward(dk, dv)
-        if self.is_self:
-            dx = dx + dmemory
-            dpos = None if dpos is None else dpos + dmemory_pos
-            dmemory = dmemory_pos = None
+        if isinstance(self.kv, KeyValueHeadsCache):
+            dk, dv, dk_norm, dkv_pos = self.kv.backward(dk, dv)
+            dx, (dq, dk, dv) = self.maps.backward(dq, dk, dv)
+            dkv, dmemory = KeyValueParams(dk, dv, dk_norm), None
+            dpos = None if dpos is None else dpos + dkv_pos
+        else:
+            dx, dq = self.maps.backward(dq)
+            if self.kv is not None:
+                dmemory, dkv, dmemory_pos = self.kv.backward(dk, dv)
         dbias, dsinks, dshaw = self._tables(dtables)
-        dparams = AttentionParams(dq_params, dkv, do, dq_norm, dsinks, dshaw)
+        dparams = AttentionParams(dq, dkv, do, dq_norm, dsinks, dshaw)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
     def _tables(self, grads: list[Any]) -> tuple[Any, ...]:
@@ -180,30 +188,58 @@ def key_value(
     x: (B, S, D)   pos: (S, K)   k: (B, G, S, K)   v: (B, G, S, M), M = K where pos is given. Keys
     are normalised where params.k_norm is, by k_norm (RMSNorm unless given), then rotated by rotary.
     """
-    k, k_cache = _project(
-        x, params.k, pos, n_kv_heads, "k", params.k_norm, rotary=rotary, config=k_norm
-    )
-    v, v_cache = _project(x, params.v, pos, n_kv_heads, "v")
-    return KeyValue(k, v), KeyValueCache(k_cache, v_cache)
+    pair, maps = linears(x, (params.k, params.v))
+    kv, heads = _key_value(pair, params, pos, n_kv_heads, rotary=rotary, config=k_norm)
+    return kv, KeyValueCache(maps, heads)
 
 
 class KeyValueCache(NamedTuple):
     """What `key_value` keeps for its backward."""
 
-    k: ProjectCache
-    v: ProjectCache
+    maps: Any
+    heads: KeyValueHeadsCache
 
     def backward(self, dk: Array, dv: Array) -> tuple[Array, KeyValueParams, Array | None]:
         """Gradients of x, params, pos."""
-        dx_k, dk_params, dk_norm, dpos_k = self.k.backward(dk)
-        dx_v, dv_params, _, dpos_v = self.v.backward(dv)
-        dpos = None if dpos_k is None else dpos_k + dpos_v
-        return dx_k + dx_v, KeyValueParams(dk_params, dv_params, dk_norm), dpos
+        dk, dv, dk_norm, dpos = self.heads.backward(dk, dv)
+        dx, dparams = self.maps.backward(dk, dv)
+        return dx, KeyValueParams(*dparams, dk_norm), dpos
 
 
-def _project(
-    x: Array,
-    params: LinearParams,
+def _key_value(
+    pair: Sequence[Array],
+    params: KeyValueParams,
+    pos: Array | None,
+    n_kv_heads: int,
+    *,
+    rotary: Rotary | None,
+    config: NormConfig | None,
+) -> tuple[KeyValue, KeyValueHeadsCache]:
+    """Heads of x w_k + b_k and x w_v + b_v, which are the pair."""
+    k, v = pair
+    around: Any = {"rotary": rotary, "config": config}
+    k, k_cache = _heads(k, pos, n_kv_heads, "k", params.k_norm, **around)
+    v, v_cache = _heads(v, pos, n_kv_heads, "v")
+    return KeyValue(k, v), KeyValueHeadsCache(k_cache, v_cache)
+
+
+class KeyValueHeadsCache(NamedTuple):
+    """What `_key_value` keeps for its backward."""
+
+    k: HeadsCache
+    v: HeadsCache
+
+    def backward(
+        self, dk: Array, dv: Array
+    ) -> tuple[Array, Array, NormParams | None, Array | None]:
+        """Gradients of the pair, k_norm, pos."""
+        dk, dk_norm, dpos_k = self.k.backward(dk)
+        dv, _, dpos_v = self.v.backward(dv)
+        return dk, dv, dk_norm, None if dpos_k is None else dpos_k + dpos_v
+
+
+def _heads(
+    y: Array,
     pos: Array | None,
     n_heads: int,
     name: str,
@@ -211,10 +247,9 @@ def _project(
     *,
     rotary: Rotary | None = None,
     config: NormConfig | None = None,
-) -> tuple[Array, ProjectCache]:
-    """rope(norm(split_heads(x w + b) + pos))."""
+) -> tuple[Array, HeadsCache]:
+    """rope(norm(split_heads(y) + pos)). y: (B, T, H * K)."""
     require_sizes("attention", 1, n_heads=n_heads)
-    y, cache = linear(x, params)
     width = y.shape[-1]
     if width % n_heads:
         raise ValueError(
@@ -234,23 +269,20 @@ def _project(
     if rotary is not None:
         heads, rope_cache = ops.rope(heads, **rotary._asdict())
     pos_shape = None if pos is None else tuple(pos.shape)
-    return heads, ProjectCache(cache, all_norm, head_norm, rope_cache, n_heads, pos_shape)
+    return heads, HeadsCache(all_norm, head_norm, rope_cache, n_heads, pos_shape)
 
 
-class ProjectCache(NamedTuple):
-    """What a projection to heads keeps for its backward."""
+class HeadsCache(NamedTuple):
+    """What `_heads` keeps for its backward."""
 
-    linear: Any
     all_norm: Any  # of all heads at once
     head_norm: Any  # of each head
     rope: Any
     n_heads: int
     pos_shape: tuple[int, ...] | None
 
-    def backward(
-        self, dheads: Array
-    ) -> tuple[Array, LinearParams, NormParams | None, Array | None]:
-        """Gradients of x, params, norm_params, pos."""
+    def backward(self, dheads: Array) -> tuple[Array, NormParams | None, Array | None]:
+        """Gradients of y, norm_params, pos."""
         dnorm = None
         if self.rope is not None:
             dheads = self.rope.backward(dheads)
@@ -260,8 +292,7 @@ class ProjectCache(NamedTuple):
         dy = merge_heads(dheads)
         if self.all_norm is not None:
             dy, dnorm = self.all_norm.backward(dy)
-        dx, dparams = self.linear.backward(dy)
-        return dx, dparams, dnorm, dpos
+        return dy, dnorm, dpos
 
 
 def _require_no(what: str, extras: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.layers.linear import LinearParams, linear
+from xformer.layers.linear import LinearParams, linear, linears
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.typing import Array
 
@@ -33,23 +33,22 @@ def feed_forward(
     in `ops.activation.ACTIVATIONS`, ValueError for another one.
     """
     require_activation("feed_forward", activation)
-    hidden, up = linear(x, params.up)  # (..., F)
-    gate = None
     if params.gate is None:
+        hidden, up = linear(x, params.up)  # (..., F)
         hidden, act = ACTIVATIONS[activation](hidden)
     else:
-        opened, gate = linear(x, params.gate)  # (..., F)
+        (hidden, opened), up = linears(x, (params.up, params.gate))
         hidden, act = ops.glu(opened, hidden, activation=activation)
     hidden, drop = ops.dropout(hidden, rate=dropout_rate, key=dropout_key)
     y, down = linear(hidden, params.down)
-    return y, FeedForwardCache(up, gate, act, drop, down)
+    return y, FeedForwardCache(up, params.gate is not None, act, drop, down)
 
 
 class FeedForwardCache(NamedTuple):
     """What `feed_forward` keeps for its backward."""
 
-    up: Any
-    gate: Any
+    up: Any  # and of the gate
+    gated: bool
     act: Any
     drop: Any
     down: Any
@@ -57,11 +56,10 @@ class FeedForwardCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
         """Gradients of x and params."""
         dhidden, ddown = self.down.backward(dy)
-        dhidden = self.drop.backward(dhidden)
-        if self.gate is None:
-            dx, dup = self.up.backward(self.act.backward(dhidden))
+        dhidden = self.act.backward(self.drop.backward(dhidden))
+        if not self.gated:
+            dx, dup = self.up.backward(dhidden)
             return dx, FeedForwardParams(dup, ddown)
-        dopened, dhidden = self.act.backward(dhidden)
-        dx_up, dup = self.up.backward(dhidden)
-        dx_gate, dgate = self.gate.backward(dopened)
-        return dx_up + dx_gate, FeedForwardParams(dup, ddown, dgate)
+        dopened, dhidden = dhidden
+        dx, (dup, dgate) = self.up.backward(dhidden, dopened)
+        return dx, FeedForwardParams(dup, ddown, dgate)

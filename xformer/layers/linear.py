@@ -1,11 +1,14 @@
-"""A linear map, plain or with a low-rank adapter."""
+"""A linear map, plain or with a low-rank adapter; several of the same x."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends.base import Generator
+from xformer.dispatch import overridable
 from xformer.initial import Draw
 from xformer.tree import Constant, Frozen, value
 from xformer.typing import Array
@@ -70,3 +73,30 @@ class LoRACache(NamedTuple):
         dlow, dup = self.up.backward(dy * self.scale.value)
         dx_low, ddown = self.down.backward(dlow)
         return dx + dx_low, LoRAParams(dbase, ddown[0], dup[0], self.scale)
+
+
+@overridable
+def linears(
+    x: Array, params: tuple[LinearParams | LoRAParams, ...]
+) -> tuple[tuple[Array, ...], LinearsCache]:
+    """`linear` of the same x by several params, as to queries, keys and values. x: (..., I)."""
+    ys, caches = zip(*(linear(x, own) for own in params), strict=True)
+    return ys, LinearsCache(caches)
+
+
+class LinearsCache(NamedTuple):
+    """What `linears` keeps for its backward."""
+
+    maps: tuple[LinearCache | LoRACache, ...]
+
+    @property
+    def x(self) -> Array:
+        """What came in, where the first map is plain and trained."""
+        return self.maps[0].op.x  # type: ignore[union-attr]
+
+    def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams | LoRAParams, ...]]:
+        """Gradients of x, to which all maps add, and of params."""
+        dxs, dparams = zip(
+            *(cache.backward(dy) for cache, dy in zip(self.maps, dys, strict=True)), strict=True
+        )
+        return functools.reduce(operator.add, dxs), dparams

@@ -133,7 +133,7 @@ def _input(block: Any) -> Array:
         return block.both.norm.norm.x
     if block.attn.norm is not None and block.attn.place == "pre":
         return block.attn.norm.norm.x
-    return block.attn.sublayer.q.linear.op.x
+    return block.attn.sublayer.maps.x
 
 
 def _rms(x: Array) -> float:
