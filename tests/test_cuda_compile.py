@@ -57,6 +57,7 @@ def test_compiles_within_its_budget(source: Source, architecture: str) -> None:
         for name, use in used.items():
             over = [f for f in Use._fields if getattr(use, f) > getattr(allowed[name], f)]
             assert not over, f"{name} {dtype} {macros} uses {use}, may use {allowed[name]}"
+            assert dtype != "float32" or not use.spilled, f"{name} {macros} spills in float32"
 
 
 def test_compiler_reports_what_is_wrong() -> None:

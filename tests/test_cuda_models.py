@@ -19,13 +19,14 @@ from xformer.training import TrainConfig, Windows, loss_of, start, train
 
 V = 37  # of causal_models
 WITHIN = {"float64": FLOAT64, "float32": 5 * FLOAT32}  # a whole model: more sums, one after another
-# What is left to generic code: linear maps, attention, masks and the optimiser's trees.
-GPT_KERNELS = {
+ATTENTION_KERNELS = {"sdpa_forward", "sdpa_backward_queries", "sdpa_backward_keys"}
+# What is left to generic code: linear maps, masks and the optimiser's trees.
+GPT_KERNELS = ATTENTION_KERNELS | {
     *("layer_norm_forward", "layer_norm_backward", "column_sums"),
     *("activation_forward", "activation_backward", "dropout", "add_rows"),
     *("cross_entropy_forward", "token_total", "cross_entropy_backward"),
 }
-LLAMA_KERNELS = {
+LLAMA_KERNELS = ATTENTION_KERNELS | {
     *("rms_norm_forward", "rms_norm_backward", "column_sums"),
     *("glu_forward", "glu_backward", "rope", "add_rows"),
     *("cross_entropy_forward", "token_total", "cross_entropy_backward"),

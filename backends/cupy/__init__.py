@@ -20,6 +20,7 @@ from xformer.backends.cupy import (
     random_bits,
     rms_norm,
     rope,
+    sdpa,
     softmax,
 )
 from xformer.backends.cupy.index_add import deterministic
@@ -39,6 +40,7 @@ __all__ = [
     "random_bits",
     "rms_norm",
     "rope",
+    "sdpa",
     "softmax",
 ]
 

@@ -1,0 +1,107 @@
+"""What attention's kernels are given, forward and backward: attention.cuh from the host's side."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.module import contiguous
+from xformer.backends.cupy.random_bits import words
+
+from xformer.ops.random_bits import Key
+from xformer.typing import Array
+
+WIDTHS = (32, 64, 128, 256)  # of the heads, rounded up
+BLOCK = 128  # threads
+MIN_OWN, MAX_OTHER, OTHER_BYTES = 16, 32, 16 << 10
+
+
+class Attention(NamedTuple):
+    """What scores and ctx are computed from; arrays are read by their strides."""
+
+    q: Array  # (B, H, T, K)
+    k: Array  # (B, G, S, K)
+    v: Array  # (B, G, S, M)
+    bias: Array | None
+    sinks: Array | None  # (H,), contiguous
+    mask: Array | None
+    scale: float
+    keep: float  # what probabilities that dropout keeps are divided by
+    numbers: tuple[float, ...]  # ATTENTION_PARAMETERS of attention.cuh behind the arrays
+
+    @property
+    def width(self) -> int:
+        """The head width that the kernels are compiled for."""
+        most = max(self.q.shape[3], self.v.shape[3])
+        return next(width for width in WIDTHS if width >= most)
+
+    def arguments(self, *others: Array) -> tuple[Any, ...]:
+        """ATTENTION_PARAMETERS; others: whose rows are accessed too."""
+        return (*self[:6], *self.numbers, packed(*self[:3], *others))
+
+
+def attention(
+    arrays: tuple[Array, Array, Array, Array | None, Array | None, Array | None],
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    scale: float,
+    rate: float,
+    key: Key | None,
+) -> Attention:
+    """Of q, k, v, bias, sinks, mask and the options, which have been checked."""
+    q, k, v, bias, sinks, mask = arrays
+    q, k, v = rows(q), rows(k), rows(v)
+    (_, n_heads, n_queries, width), (_, n_groups, n_keys, value_width) = q.shape, v.shape
+    keep = 1.0 - rate if rate < 1 else 1.0
+    numbers = (
+        *(n_heads, n_groups, n_queries, n_keys, width, value_width),
+        *(*strides(q)[:3], *strides(k)[:3], *strides(v)[:3], *strides(bias), *strides(mask)),
+        n_keys if left is None else min(left, n_keys),  # which bounds nothing
+        n_queries if right is None else min(right, n_queries),
+        scale / (softcap or 1.0),
+        softcap or 0.0,
+        keep,
+        round(rate * 2**32),  # of the 2^32 words the lowest that keeps
+        *((0, 0, 0, 0) if key is None or rate == 0 else words(key)),
+    )
+    sinks = None if sinks is None else contiguous(sinks)
+    return Attention(q, k, v, bias, sinks, mask, scale, keep, numbers)
+
+
+def tile(width: int, size: int, own_bytes: int) -> tuple[int, int]:
+    """OWN and OTHER of attention.cuh, for numbers of `size` bytes."""
+    own = max(MIN_OWN, min(own_bytes // (64 * size), own_bytes // (width * size)))
+    return own, min(MAX_OTHER, OTHER_BYTES // (width * size))
+
+
+def shared(width: int, size: int, own: int, other: int, n_own: int) -> int:
+    """Bytes of n_own tiles of own rows, two of other rows, and one of weights."""
+    pack = 16 // size  # behind every row
+    return size * ((n_own * own + 2 * other) * (width + pack) + own * (other + pack))
+
+
+def rows(x: Array) -> Array:
+    """x, copied where its last axis is not contiguous."""
+    return x if x.shape[-1] < 2 or x.strides[-1] == x.dtype.itemsize else contiguous(x)
+
+
+def strides(x: Array | None) -> tuple[int, ...]:
+    """In elements, of all four axes that x broadcasts to; 0 where it is broadcast."""
+    if x is None:
+        return (0, 0, 0, 0)
+    pairs = zip(x.shape, x.strides, strict=True)
+    own = (0 if n == 1 else stride // x.dtype.itemsize for n, stride in pairs)
+    return (*(0,) * (4 - x.ndim), *own)
+
+
+def packed(*arrays: Array) -> int:
+    """1 where all rows can be read and written 16 bytes at a time, else 0."""
+    size = arrays[0].dtype.itemsize
+    steps = (n for x in arrays for n in (x.data.ptr, x.shape[-1] * size, *x.strides[:-1]))
+    return int(not any(n % 16 for n in steps))
+
+
+def heads_first(x: Array) -> Array:
+    """(B, T, H, K) -> (B, H, T, K), a view: the heads of a token stay side by side in memory."""
+    return array_namespace(x).permute_dims(x, (0, 2, 1, 3))

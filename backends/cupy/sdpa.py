@@ -1,0 +1,158 @@
+"""`sdpa` in tiles that live in shared memory: of the scores only top and total of each query stay.
+
+Of few queries, as in decoding, the keys are split over blocks, whose sums a second launch puts
+together: otherwise all keys of a head would pass through one block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xformer.backends.cupy.attention import (
+    BLOCK,
+    MIN_OWN,
+    WIDTHS,
+    Attention,
+    attention,
+    heads_first,
+    shared,
+    tile,
+)
+from xformer.backends.cupy.module import Source, blocks, empty, launch, threads
+from xformer.backends.cupy.random_bits import on_device
+from xformer.backends.cupy.sdpa_backward import backward
+
+from xformer.checks import require_gradient
+from xformer.dispatch import kernel
+from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
+from xformer.ops.dropout import require_rate
+from xformer.ops.random_bits import Key
+from xformer.ops.sdpa import sdpa as reference
+from xformer.ops.softcap import require_cap
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDTH=WIDTHS, FEW=(0, 1))
+OWN_BYTES = 32 << 10  # as in sdpa.cu
+FEW = MIN_OWN  # queries, at most, that are few
+SPLIT = 128  # keys of a block then: a fixed number, so that every device makes the same sums
+
+
+def too_wide(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key | None = None,
+) -> str | None:
+    """Why the kernel cannot run."""
+    width = max(q.shape[3], v.shape[3])
+    if width > WIDTHS[-1]:
+        return f"heads are {width} wide, more than {WIDTHS[-1]}"
+    return on_device(dropout_key)
+
+
+@kernel(reference, "cupy", unsupported=too_wide)
+def sdpa(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key | None = None,
+) -> tuple[Array, SdpaCache]:
+    """In one launch, or in two where queries are few and keys many."""
+    require_heads("sdpa", q, k, mask)
+    if bias is not None:
+        require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
+    left, right = window_of("sdpa", window)
+    made = attention(
+        (q, k, v, bias, sinks, mask),
+        left,
+        0 if causal else right,
+        None if softcap is None else require_cap("sdpa", softcap),
+        scale_of("sdpa", scale, q),
+        require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key),
+        dropout_key,
+    )
+    n_keys = k.shape[2]
+    if q.shape[2] > FEW:
+        by_token, top, total = _forward(made, 0, 1, n_keys)
+    elif n_keys <= SPLIT:
+        by_token, top, total = _forward(made, 1, 1, n_keys)
+    else:
+        by_token, top, total = _combined(made, blocks(n_keys, SPLIT))
+    return heads_first(by_token), SdpaCache(made, by_token, top, total)
+
+
+class SdpaCache(NamedTuple):
+    """What `sdpa` keeps for its backward."""
+
+    attention: Attention
+    by_token: Array  # ctx, (B, T, H, M)
+    top: Array  # (B, H, T), the highest score
+    total: Array  # (B, H, T), sum of exp(scores - top)
+
+    def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx."""
+        n_batch, n_queries, n_heads, width = self.by_token.shape
+        shape = n_batch, n_heads, n_queries, width
+        require_gradient("sdpa", "dctx", dctx, self.by_token, shape)
+        return backward(*self, dctx)
+
+
+def _forward(a: Attention, few: int, n_splits: int, split: int) -> tuple[Array, Array, Array]:
+    """ctx (B, T, H, M), top and total (B, H, T); where there are splits, theirs along a first axis.
+
+    few: 0 or 1   split: keys of a split.
+    """
+    n_batch, n_heads, n_queries, _ = a.q.shape
+    size, lead = a.q.dtype.itemsize, () if n_splits == 1 else (n_splits,)
+    ctx = empty(a.q, (*lead, n_batch, n_queries, n_heads, a.v.shape[3]))
+    top, total = (empty(a.q, (*lead, *a.q.shape[:3])) for _ in range(2))
+    own, other = tile(a.width, size, 0 if few else OWN_BYTES)
+    launch(
+        SOURCE,
+        "sdpa_forward",
+        a.q,
+        grid=(n_batch * n_heads * blocks(n_queries, own) * n_splits,),
+        block=(BLOCK,),
+        args=(*a.arguments(ctx), ctx, top, total, n_splits, split),
+        shared=shared(a.width, size, own, other, 1),
+        WIDTH=a.width,
+        FEW=few,
+    )
+    return ctx, top, total
+
+
+def _combined(a: Attention, n_splits: int) -> tuple[Array, Array, Array]:
+    """As `_forward`, of all splits together."""
+    parts = _forward(a, 1, n_splits, SPLIT)
+    ctx, top, total = (empty(a.q, x.shape[1:]) for x in parts)
+    _, n_heads, n_queries, _ = a.q.shape
+    width = a.v.shape[3]
+    launch(
+        SOURCE,
+        "sdpa_combine",
+        a.q,
+        grid=(top.size,),
+        block=(threads(width),),
+        args=(*parts, ctx, top, total, n_heads, n_queries, width, a.keep, n_splits),
+        WIDTH=a.width,
+        FEW=1,
+    )
+    return ctx, top, total

@@ -1,0 +1,90 @@
+"""The gradients of `sdpa`: a launch for queries, one for keys and values, one for the bias."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.attention import (
+    BLOCK,
+    WIDTHS,
+    Attention,
+    heads_first,
+    rows,
+    shared,
+    strides,
+    tile,
+)
+from xformer.backends.cupy.column_sums import column_sums
+from xformer.backends.cupy.module import Source, blocks, empty, launch
+
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDTH=WIDTHS)
+OWN_BYTES = 16 << 10  # as in sdpa_backward.cu
+
+
+def backward(
+    a: Attention, by_token: Array, top: Array, total: Array, dctx: Array
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    """dq, dk, dv, dbias, dsinks, from what `SdpaCache` keeps."""
+    (n_batch, n_heads, n_queries, width), (_, n_groups, n_keys, m) = a.q.shape, a.v.shape
+    dq = empty(a.q, (n_batch, n_queries, n_heads, width))
+    dk = empty(a.q, (n_batch, n_keys, n_groups, width))
+    dv = empty(a.q, (n_batch, n_keys, n_groups, m))
+    dctx = rows(dctx)
+    first = *a.arguments(dctx, dq, dk, dv), top, total, dctx, *strides(dctx)[:3]
+    run = Launcher(a, first)
+    tiles, inner = blocks(n_queries, run.own), empty(top)
+    parts = None if a.sinks is None else empty(a.q, (1, n_batch * tiles, n_heads))
+    run("queries", n_batch * n_heads * tiles, by_token, inner, dq, parts, a.scale)
+    run("keys", n_batch * n_groups * blocks(n_keys, run.own), inner, dk, dv)
+    dbias = None if a.bias is None else _dbias(run, a.bias, inner)
+    dsinks = None if parts is None else column_sums(parts)[0, :]
+    return heads_first(dq), heads_first(dk), heads_first(dv), dbias, dsinks
+
+
+class Launcher(NamedTuple):
+    """Launches with what the kernels have in common."""
+
+    attention: Attention
+    first: tuple[Any, ...]  # arguments
+
+    @property
+    def own(self) -> int:
+        """Queries, or keys, of a block."""
+        return tile(self.attention.width, self.attention.q.dtype.itemsize, OWN_BYTES)[0]
+
+    @property
+    def other(self) -> int:
+        """Of the other kind, of a tile."""
+        return tile(self.attention.width, self.attention.q.dtype.itemsize, OWN_BYTES)[1]
+
+    def __call__(self, name: str, grid: int, *args: Any) -> None:
+        a = self.attention
+        launch(
+            SOURCE,
+            f"sdpa_backward_{name}",
+            a.q,
+            grid=(grid,),
+            block=(BLOCK,),
+            args=(*self.first, *args),
+            shared=shared(a.width, a.q.dtype.itemsize, self.own, self.other, 2),
+            WIDTH=a.width,
+        )
+
+
+def _dbias(run: Launcher, bias: Array, inner: Array) -> Array:
+    """dscores, summed over what shares a number of the bias: tile by tile, then over the tiles."""
+    xp, a = array_namespace(bias), run.attention
+    (n_batch, _, n_queries, _), n_keys = a.q.shape, a.k.shape[2]
+    lead_b, lead_h, t, s = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+    same_for_all = s == 1 and a.sinks is None  # that the softmax is over, and so without effect
+    if same_for_all or 0 in (*a.q.shape[:3], n_keys):
+        return xp.zeros_like(bias)
+    row_tiles, column_tiles = blocks(n_queries, run.own), blocks(n_keys, run.other)
+    n_parts = (row_tiles if t == 1 else 1) * (column_tiles if s == 1 else 1)
+    parts = empty(bias, (lead_b * lead_h, n_parts, t * s))
+    grid = lead_b * lead_h * row_tiles * column_tiles
+    run("bias", grid, inner, parts, n_batch, lead_b, lead_h, int(t == 1), int(s == 1))
+    return xp.reshape(column_sums(parts) if n_parts > 1 else parts, bias.shape)
