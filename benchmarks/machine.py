@@ -19,6 +19,7 @@ from benchmarks.harness import ROOT
 from xformer import backends
 
 PACKAGES = ("numpy", "array-api-compat")
+COMPILING = "TORCHINDUCTOR_COMPILE_THREADS"
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -47,7 +48,8 @@ def share_threads() -> dict[str, Any]:
 
 def environment() -> dict[str, str]:
     """What gives a new process one thread for each CPU of this one, whatever library it takes."""
-    return {name: str(n_cpus()) for name in VARIABLES} | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    compiling = os.environ.get(COMPILING, "1")
+    return {name: str(n_cpus()) for name in VARIABLES} | {COMPILING: compiling}
 
 
 def threads() -> dict[str, Any]:

@@ -22,12 +22,13 @@ WITHIN = {"float64": FLOAT64, "float32": 5 * FLOAT32}  # a whole model: more sum
 # What is left to generic code: linear maps, attention, masks and the optimiser's trees.
 GPT_KERNELS = {
     *("layer_norm_forward", "layer_norm_backward", "column_sums"),
-    *("activation_forward", "activation_backward", "dropout", "add_rows"),
+    *("activation_forward", "activation_backward", "dropout"),
+    *("embedding_forward", "add_rows"),
     *("cross_entropy_forward", "token_total", "cross_entropy_backward"),
 }
 LLAMA_KERNELS = {
     *("rms_norm_forward", "rms_norm_backward", "column_sums"),
-    *("glu_forward", "glu_backward", "rope", "add_rows"),
+    *("glu_forward", "glu_backward", "rope", "embedding_forward", "add_rows"),
     *("cross_entropy_forward", "token_total", "cross_entropy_backward"),
 }
 

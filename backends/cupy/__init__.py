@@ -13,16 +13,21 @@ from xformer.backends.cupy import (
     append,
     cross_entropy,
     dropout,
+    embedding,
     global_norm,
     glu,
+    in_range,
     index_add,
     layer_norm,
+    linear,
+    linear_cross_entropy,
     random_bits,
     rms_norm,
     rope,
     softmax,
 )
 from xformer.backends.cupy.index_add import deterministic
+from xformer.backends.cupy.products import tf32
 
 __all__ = [
     "activation",
@@ -32,14 +37,19 @@ __all__ = [
     "cross_entropy",
     "deterministic",
     "dropout",
+    "embedding",
     "global_norm",
     "glu",
+    "in_range",
     "index_add",
     "layer_norm",
+    "linear",
+    "linear_cross_entropy",
     "random_bits",
     "rms_norm",
     "rope",
     "softmax",
+    "tf32",
 ]
 
 
