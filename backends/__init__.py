@@ -10,6 +10,7 @@ function, and the kernels that it registers for the ops.
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 from xformer.backends.base import Backend, Generator, Memory, Unusable, keep_memory
@@ -54,8 +55,16 @@ def get(name: str = "numpy", device: str | None = None) -> Backend:
 
 
 def of(array: Array) -> Backend:
-    """The backend that an array belongs to, on the library's default device."""
-    return get(library_of(type(array)).replace("_", "-"))
+    """The backend that an array belongs to, on the library's default device.
+
+    ValueError where its library has none.
+    """
+    library = library_of(type(array))  # which imports its module
+    module = sys.modules.get(f"{__name__}.{library}")
+    if module is None:
+        raise ValueError(f"array must be of one of {', '.join(NAMES)}, got one of {library}")
+    backend: Backend = module.backend(None)
+    return backend
 
 
 def available() -> tuple[str, ...]:

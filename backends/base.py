@@ -6,6 +6,7 @@ import ctypes
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,6 +72,13 @@ class Backend:
     def memory(self) -> Memory:
         """Bytes in use now and at most so far: of the process, or of the device's allocator."""
         return process_memory()
+
+    def active(self) -> AbstractContextManager[None]:
+        """A context for work on this device; MemoryError there says what is wanted and free.
+
+        Around one call, and never across a yield: a generator would leave its caller in it.
+        """
+        return nullcontext()
 
     def generator(self, seed: int, dtype: str = "float32") -> Generator:
         """Random numbers drawn on the host and transferred: the same on every backend.

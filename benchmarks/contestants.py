@@ -10,13 +10,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.shapes import Shape
+from benchmarks.shapes import STAND_IN, Shape
 from xformer import backends, dispatch, inference, optim, reference_only, tree
 
 LR = 3e-4
@@ -102,6 +104,10 @@ class Jitted(Ours):
         super().__init__(shape, weights, backend)
         import jax
 
+        # On a GPU JAX rounds to TF32 unless it is told not to.
+        jax.config.update(
+            "jax_default_matmul_precision", "tensorfloat32" if shape.tf32 else "highest"
+        )
         model = shape.model
 
         def forward(params: Any, *data: Any) -> Any:
@@ -181,10 +187,31 @@ def make(name: str, shape: Shape, weights: Any) -> Contestant:
 
         return Eager(shape, weights, compiled=name == COMPILED)
     library, _, how = name.rpartition(" ")
-    backend = backends.get(library)
+    backend = backend_of(library, shape.device)
     if how == "jit":
         return Jitted(shape, weights, backend)
-    return Ours(shape, weights, backend, reference_only if how == "reference" else nullcontext)
+    context: Any = reference_only if how == "reference" else nullcontext
+    if shape.tf32:
+        from xformer.backends.cupy import tf32 as context
+    return Ours(shape, weights, backend, context)
+
+
+def backend_of(library: str, device: str | None) -> backends.Backend:
+    """A library's backend; CuPy's stand-in where that is the device, torch's where it is another.
+
+    Others have their usual device: CuPy the current one, JAX a GPU where it sees one.
+    """
+    if (library, device) == ("cupy", STAND_IN):
+        sys.path.append(str(Path(__file__).parents[1] / "tests"))
+        import cuda_shim
+
+        return cuda_shim.backend()
+    return backends.get(library, torch_device(device) if library == "torch" else None)
+
+
+def torch_device(device: str | None) -> str | None:
+    """Where torch is on that device of a shape."""
+    return None if device == STAND_IN else device
 
 
 def judge(shape: Shape, weights: Any) -> Contestant:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.contestants import LR
+from benchmarks.contestants import LR, torch_device
 from benchmarks.eager_layers import Block, Linear, Norm, host, parameter
 from benchmarks.shapes import Shape
 from xformer import backends, tree
@@ -26,9 +26,12 @@ class Eager:
     def __init__(
         self, shape: Shape, weights: Any, *, dtype: str = "float32", compiled: bool = False
     ) -> None:
-        self.backend, self.training = backends.get("torch"), shape.training
+        self.backend = backends.get("torch", torch_device(shape.device))
+        self.training = shape.training
+        torch.set_float32_matmul_precision("high" if shape.tf32 else "highest")
         kind = EagerLanguageModel if isinstance(shape.network, LanguageModel) else EagerTransformer
-        self.model = kind(shape.model, weights).to(getattr(torch, dtype))
+        where = {"device": self.backend.device, "dtype": getattr(torch, dtype)}
+        self.model = kind(shape.model, weights).to(**where)
         self.run = torch.compile(self.model) if compiled else self.model
         self.data = shape.data(self.backend)
         if shape.training:
@@ -55,7 +58,7 @@ class Eager:
 
     def output(self) -> np.ndarray:
         """What comes out of a shape that is not for training, on the host."""
-        return self.forward().numpy()
+        return host(self.forward())[0]
 
     def gradients(self) -> tuple[float, dict[str, np.ndarray]]:
         """The loss and its gradients by dotted name, on the host."""
@@ -135,7 +138,7 @@ class EagerTransformer(nn.Module):
         """The mean loss over what is no padding."""
         tgt, targets = tgt[:, :-1], tgt[:, 1:]
         src_mask = (src != self.pad_id)[:, None, None, :]
-        past = torch.ones(tgt.shape[1], tgt.shape[1], dtype=torch.bool).tril()
+        past = torch.ones(2 * tgt.shape[1:], dtype=torch.bool, device=tgt.device).tril()
         tgt_mask = (tgt != self.pad_id)[:, None, None, :] & past
         memory = F.embedding(src, self.src_table) + self.positions[: src.shape[1]]
         for block in self.encoder:

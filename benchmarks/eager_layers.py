@@ -191,8 +191,8 @@ def parameter(values: np.ndarray) -> nn.Parameter:
 
 
 def host(*tensors: Tensor) -> list[np.ndarray]:
-    """As views."""
-    return [t.numpy() for t in tensors]
+    """As views where they are on the host."""
+    return [t.cpu().numpy() for t in tensors]
 
 
 def split(x: Tensor, head_width: int) -> Tensor:

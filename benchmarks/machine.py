@@ -19,6 +19,7 @@ from benchmarks.harness import ROOT
 from xformer import backends
 
 PACKAGES = ("numpy", "array-api-compat")
+COMPILING = "TORCHINDUCTOR_COMPILE_THREADS"
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -50,7 +51,7 @@ def environment() -> dict[str, str]:
 
     And bytecode, which an installed library has, so that a checkout is not compiled at each start.
     """
-    own = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    own = {COMPILING: os.environ.get(COMPILING, "1"), "PYTHONDONTWRITEBYTECODE": ""}
     return {name: str(n_cpus()) for name in VARIABLES} | own
 
 

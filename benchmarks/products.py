@@ -8,16 +8,19 @@ backward, over all keys, or half of them where it is causal; windows and padding
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.shapes import Shape
+from xformer import backends
 from xformer.layers import BlockConfig
 from xformer.models import LanguageModel, LMHead
 
-# Scores at a time: what does not stay in cache would time the memory.
-SCORES = 1 << 19
+# Scores at a time: what does not stay in cache would time the memory; on a GPU small products would
+# time their launches.
+SCORES, CUDA_SCORES = 1 << 19, 1 << 26
 
 
 class Product(NamedTuple):
@@ -40,7 +43,7 @@ class Linear(NamedTuple):
     width_in: int
     width_out: int
 
-    def products(self, training: bool) -> Iterator[Product]:
+    def products(self, training: bool, scores: int | None = None) -> Iterator[Product]:
         """y = x w; dx = dy w^T, dw = x^T dy."""
         n, i, o = self
         yield Product(n, i, o)
@@ -57,10 +60,10 @@ class Attention(NamedTuple):
     width: int  # K of queries and keys
     value_width: int  # M
 
-    def products(self, training: bool) -> Iterator[Product]:
+    def products(self, training: bool, scores: int | None = None) -> Iterator[Product]:
         """q k^T, p v; dp = dctx v^T, dv = p^T dctx, dq = ds k, dk = ds^T q: some rows at a time."""
         _, s, k, m = self
-        step = max(SCORES // s, 1)
+        step = max((scores or SCORES) // s, 1)
         for start in range(0, self.queries, step):
             n = min(step, self.queries - start)
             yield Product(n, k, s)
@@ -118,18 +121,29 @@ def _attention(
 
 def products(shape: Shape) -> list[Product]:
     """All products of a step, or of a forward where the shape is not for training."""
-    return [p for part in parts(shape) for p in part.products(shape.training)]
+    scores = CUDA_SCORES if shape.device == "cuda" else None
+    return [p for part in parts(shape) for p in part.products(shape.training, scores)]
 
 
 class Light:
-    """The contestant that only multiplies, by NumPy's BLAS; its operands lie in one buffer each."""
+    """The contestant that only multiplies, by NumPy's BLAS; its operands lie in one buffer each.
+
+    By cuBLAS, through CuPy, where torch's device is "cuda".
+    """
 
     def __init__(self, shape: Shape) -> None:
         found = products(shape)
         rng = np.random.default_rng(0)
         sizes = [max(p.m * p.k for p in found), max(p.k * p.n for p in found)]
-        left, right = (rng.random(size, np.float32) for size in sizes)
-        out = np.empty(max(p.m * p.n for p in found), np.float32)
+        sizes.append(max(p.m * p.n for p in found))
+        self.on_cuda = shape.device == "cuda"
+        self.backend = backends.get("cupy" if self.on_cuda else "numpy")
+        left, right, out = (self.backend.asarray(rng.random(n, np.float32)) for n in sizes)
+        self._context: Any = nullcontext
+        if shape.tf32:
+            from xformer.backends.cupy import tf32
+
+            self._context = tf32
         self.flops = sum(p.flops for p in found)
         self._operands = [
             (
@@ -142,5 +156,10 @@ class Light:
 
     def run(self) -> None:
         """All products, one after the other."""
-        for left, right, out in self._operands:
-            np.matmul(left, right, out=out)
+        with self._context():
+            for left, right, out in self._operands:
+                if self.on_cuda:
+                    left.dot(right, out)
+                else:
+                    np.matmul(left, right, out=out)
+            self.backend.synchronize()

@@ -16,6 +16,7 @@ from xformer.measure import blocks_of
 from xformer.models import LanguageModel
 from xformer.typing import Array
 
+STAND_IN = "stand-in"  # of CuPy, on the CPU: tests/cuda_shim
 SHAPE, WEIGHTS = "shape.pickle", "weights.safetensors"
 
 
@@ -32,6 +33,8 @@ class Shape:
     tolerance: float = 1e-5  # of what comes out in float32, as a relative error
     training: bool = True  # otherwise the mean of the hidden states, as for sentence embeddings
     scores_fit: bool = True  # whether attention that holds all T x T scores fits into 16 GB
+    device: str | None = None  # of torch, "cuda"; None: the usual one; STAND_IN: of a dry run
+    tf32: bool = False  # whether products may round their factors to TF32
 
     @property
     def network(self) -> Any:

@@ -25,6 +25,7 @@ LIBRARIES = {
     "numba": "numba",
 }
 STAND_IN = "cuda_shim"  # CuPy's kernels on the CPU
+ON_DEVICE = ("cupy", STAND_IN)  # arrays whose values nobody looks at unasked
 ON_DEMAND = ("numba", STAND_IN)  # for tests that name them, and for --backend
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from xformer.backends import Backend, Generator, Memory, Unusable
 from xformer import backends
 from xformer.dispatch import library_of
 
+ROOT = Path(__file__).parents[1]
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")
 
 
@@ -113,7 +115,7 @@ class Device:
 cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
 ndarray = type("ndarray", (), {{}})
 fakes = {{
-    "cupy": dict(cuda=cuda, __version__="14.2", ndarray=ndarray),
+    "cupy": dict(cuda=cuda, __version__={version!r}, ndarray=ndarray),
     "cupyx": {{}},
     "cupyx.scipy": dict(special=None),
     "array_api_compat.cupy": {{}},
@@ -128,12 +130,20 @@ NO_DEVICE = {
     "driver": 'raise CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")',
     "zero": "return 0",
 }
+NO_DRIVER = (
+    'raise CUDARuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for '
+    'CUDA runtime version")'
+)
+
+
+def behind_fake(answer: str, use: str, folder: Path, version: str = "14.2.0") -> str:
+    return python(FAKE_CUPY.format(answer=answer, use=use, version=version), folder)
 
 
 @pytest.mark.parametrize("answer", NO_DEVICE)
 def test_cupy_without_a_device(answer: str, tmp_path: Path) -> None:
     use = "print(xformer.backends.why_not('cupy'))"
-    said = python(FAKE_CUPY.format(answer=NO_DEVICE[answer], use=use), tmp_path)
+    said = behind_fake(NO_DEVICE[answer], use, tmp_path)
     assert "backend cupy cannot be used: no CUDA device is visible" in said
     assert ("cudaErrorNoDevice" in said) == (answer == "driver")
 
@@ -148,10 +158,86 @@ for name in ("cuda:2", "cuda:", "cuda:x", "cuda:-1", "cpu"):
     except ValueError as error:
         print(error)
 """
-    said = python(FAKE_CUPY.format(answer="return 2", use=use), tmp_path).splitlines()
+    said = behind_fake("return 2", use, tmp_path).splitlines()
     assert said[:3] == ["0", "0", "1"]
     assert said[3] == "backend cupy has devices cuda:0 to cuda:1, got 'cuda:2'"
     assert len(said) == 8
+
+
+def test_cupy_without_a_driver(tmp_path: Path) -> None:
+    said = behind_fake(NO_DRIVER, "print(xformer.backends.why_not('cupy'))", tmp_path)
+    assert (
+        "cupy cannot be used: there is no NVIDIA driver, or it is too old for CuPy's CUDA" in said
+    )
+    assert "cudaErrorInsufficientDriver" in said
+
+
+def test_cupy_that_is_too_old(tmp_path: Path) -> None:
+    oldest = {
+        extra.partition("cupy-")[2].partition(">=")[2]
+        for extra in (line for lines in extras("cuda12", "cuda13") for line in lines)
+        if extra.startswith("cupy-")
+    }
+    assert oldest == {"14.2"}  # what device.OLDEST says below
+    use = "print(xformer.backends.why_not('cupy'))"
+    for version in ("13.6.0", "14.1.9", "9.0"):
+        said = behind_fake("return 1", use, tmp_path, version)
+        assert f"it needs CuPy 14.2 or newer, this is {version}. Install it with pip" in said
+    for version in ("14.2.0", "14.10.0rc1", "15.0.0a1"):
+        assert behind_fake("return 1", use, tmp_path, version) == "None"
+
+
+def extras(*names: str) -> list[list[str]]:
+    """What the project's extras of these names ask for."""
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return [content["project"]["optional-dependencies"][name] for name in names]
+
+
+def test_cupy_with_too_little_memory(tmp_path: Path) -> None:
+    """In a transfer, and in whatever runs in the context of the backend, on its device."""
+    use = """
+import cupy
+current, before = [0], []
+class OutOfMemoryError(MemoryError):
+    pass
+def asarray(host):
+    raise OutOfMemoryError(
+        f"Out of memory allocating {host.nbytes:,} bytes on device {current[0]}."
+    )
+def enter(self):
+    before.append(current[0])
+    current[0] = self.id
+def leave(self, *_):
+    current[0] = before.pop()
+cupy.cuda.Device.__enter__, cupy.cuda.Device.__exit__ = enter, leave
+cupy.cuda.memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+cupy.cuda.runtime.memGetInfo = lambda: (10**9 * current[0], 80 * 10**9)
+cupy.cuda.runtime.getDeviceProperties = lambda i: {"name": f"NVIDIA No. {i}".encode()}
+cupy.get_default_memory_pool = lambda: types.SimpleNamespace(free_bytes=lambda: 5 * 10**8)
+cupy.asarray = asarray
+backend = xformer.backends.get("cupy", "cuda:1")
+for attempt in (lambda: backend.asarray([1.0, 2.0]), lambda: asarray(backend.xp.host)):
+    backend.xp.host = types.SimpleNamespace(nbytes=4096)
+    try:
+        with backend.active():
+            attempt()
+    except MemoryError as error:
+        print(error)
+    print(current)
+try:
+    with backend.active():
+        raise KeyError("other errors pass")
+except KeyError:
+    print(current)
+"""
+    said = behind_fake("return 2", use, tmp_path).splitlines()
+    for line, size in ((said[0], "16"), (said[2], "4,096")):
+        assert line == (
+            f"backend cupy: Out of memory allocating {size} bytes on device 1. Of the 80.00 GB of "
+            "NVIDIA No. 1 (cuda:1) 1.00 GB are free, and 0.50 GB in pieces that are too small; "
+            "smaller batches, or checkpoint=True of the model, need less"
+        )
+    assert [said[1], *said[3:]] == ["[0]"] * 3
 
 
 # ---- Devices ----

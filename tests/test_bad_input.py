@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from libraries import ON_DEVICE
 from xformer.backends import Backend
 
 import xformer
@@ -285,6 +286,8 @@ ID_OPS = {"embedding": "ids", "index_add": "ids", "cross_entropy": "targets"}
 
 @pytest.mark.parametrize("name", ID_OPS)
 def test_ids_out_of_range(library: Backend, name: str) -> None:
+    if library.name in ON_DEVICE:
+        pytest.skip("on CUDA ids give NaN: test_cuda_kernels.py")
     arrays, options = CALLS[name].on(library)
     argument = ID_OPS[name]
     good = CALLS[name].options[argument]
@@ -515,8 +518,9 @@ def test_what_nothing_has_no_answer_for(library: Backend) -> None:
     targets = library.asarray(np.zeros(2, int))
     with raises(ValueError, "cross_entropy: axis -1 of logits must not be empty, got shape (2, 0)"):
         ops.cross_entropy(empty(2, 0), targets=targets)
-    with raises(ValueError, "embedding: ids must lie in [0, 0), got ids from 0 to 0"):
-        ops.embedding(empty(0, 3), ids=targets)
+    if library.name not in ON_DEVICE:
+        with raises(ValueError, "embedding: ids must lie in [0, 0), got ids from 0 to 0"):
+            ops.embedding(empty(0, 3), ids=targets)
 
 
 # ---- Options ----

@@ -114,3 +114,42 @@ except TypeError as error:
         "4",
         "launch: arrays must be CuPy's, got ndarray of numpy",
     ]
+
+
+def test_products_round_to_tf32_within_the_context(tmp_path: Path) -> None:
+    """CuPy's own setting, as it was before, also after an error."""
+    code = """
+import xformer.backends
+from xformer.backends.cupy import tf32
+linalg = types.ModuleType("cupy._core._routines_linalg")
+linalg.COMPUTE_TYPE_TF32, now = 7, {"float32": 1, "float64": 1}
+linalg.get_compute_type = lambda dtype: now[np.dtype(dtype).name]
+linalg.set_compute_type = lambda dtype, kind: now.__setitem__(np.dtype(dtype).name, kind)
+core = types.ModuleType("cupy._core")
+core._routines_linalg = linalg
+sys.modules |= {"cupy._core": core, "cupy._core._routines_linalg": linalg}
+try:
+    with tf32():
+        pass
+except ImportError as error:
+    print(type(error).__name__, str(error)[:28])
+xformer.backends.get = lambda name: print("asked for", name)
+with tf32():
+    print(now)
+    with tf32():
+        print(now)
+    print(now)
+print(now)
+linalg.set_compute_type("float32", 2)
+try:
+    with tf32():
+        raise KeyError
+except KeyError:
+    print(now)
+"""
+    inside, outside = "{'float32': 7, 'float64': 1}", "{'float32': 1, 'float64': 1}"
+    assert said(code, tmp_path) == [
+        "Unusable backend cupy cannot be used:",
+        *("asked for cupy", inside, "asked for cupy", inside, inside, outside),
+        *("asked for cupy", "{'float32': 2, 'float64': 1}"),
+    ]

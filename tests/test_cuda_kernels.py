@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import cuda_shim
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 from libraries import STAND_IN, only
 from xformer.backends import Backend
-from xformer.backends.cupy import cross_entropy, deterministic, global_norm
-from xformer.backends.cupy.module import LAUNCHERS, contiguous, threads, wide
+from xformer.backends.cupy import cross_entropy, deterministic, global_norm, linear_cross_entropy
+from xformer.backends.cupy.module import LAUNCHERS, contiguous, empty, threads, wide
 
-from xformer import Key, backends, explain, ops, optim, reference_only, tree
+from xformer import Key, backends, explain, inference, ops, optim, reference_only, tree
 from xformer.optim.adam import adam_update
 
 pytestmark = only(STAND_IN)
@@ -280,12 +281,140 @@ def test_gradient_in_place_of_the_logits(library: Backend) -> None:
         assert np.array_equal(library.to_numpy(own), wanted)
 
 
-def test_bad_targets(library: Backend) -> None:
+def test_bad_options(library: Backend) -> None:
     logits = library.asarray(normal(2, 3))
-    with pytest.raises(ValueError, match=r"^cross_entropy: targets must lie in \[0, 3\)"):
-        ops.cross_entropy(logits, targets=library.asarray([0, 3]))
     with pytest.raises(ValueError, match=r"^cross_entropy: reduction must be"):
         ops.cross_entropy(logits, targets=library.asarray([0, 2]), reduction="max")
+
+
+# ---- Ids out of range: nobody waits to see them, and they show ----
+
+FAR = (-1, 3, 2**40, -(2**63))
+
+
+@pytest.mark.parametrize("bad", FAR)
+def test_a_target_out_of_range_gives_nan(library: Backend, bad: int) -> None:
+    logits = normal(3, 3).astype(np.float32)
+    targets = library.asarray([0, bad, 2])
+    options: dict[str, Any] = {"targets": targets, "reduction": "none"}
+    loss, cache = ops.cross_entropy(library.asarray(logits), **options)
+    dlogits = cache.backward(library.asarray(np.ones(3, np.float32)))
+    for rows in map(library.to_numpy, (loss, dlogits)):
+        assert np.isnan(rows[1]).all() and np.isfinite(rows[::2]).all()
+    mean, _ = ops.cross_entropy(library.asarray(logits), targets=targets)
+    assert np.isnan(float(mean))
+    kept, _ = ops.cross_entropy(library.asarray(logits), targets=targets, ignore_index=bad)
+    assert np.isfinite(float(kept))
+
+
+@pytest.mark.parametrize("bad", FAR)
+@pytest.mark.parametrize("width", [5, 8])
+def test_an_id_out_of_range_gives_nan(library: Backend, bad: int, width: int) -> None:
+    """And no gradient, in either form of the sum."""
+    table, ids = normal(3, width).astype(np.float32), [2, bad, 0, 2]
+    dy = np.ones((4, width), np.float32)
+    y, cache = ops.embedding(library.asarray(table), ids=library.asarray(ids))
+    assert np.array_equal(library.to_numpy(y)[[0, 2, 3]], table[[2, 0, 2]])
+    assert np.isnan(library.to_numpy(y)[1]).all()
+    wanted = np.array([[1.0], [0.0], [2.0]]) + np.zeros(width)
+    for context in (nullcontext(), deterministic()):
+        with context:
+            dtable = cache.backward(library.asarray(dy))
+            out, _ = ops.index_add(
+                library.asarray(table), library.asarray(dy), ids=library.asarray(ids)
+            )
+        assert np.array_equal(library.to_numpy(dtable), wanted)
+        assert np.allclose(library.to_numpy(out), table + wanted, rtol=1e-6)
+
+
+# ---- Linear maps, and the head with its loss ----
+
+
+@pytest.mark.parametrize("rows", [0, 1, 65, 200])
+def test_linear(library: Backend, rows: int) -> None:
+    """Rows beyond the parts of their sum; weights that lie sideways, as a tied head's do."""
+    x, w, b = normal(rows, 5), normal(5, 33), normal(33)
+    require_exact(library, ops.linear, x, w, b)
+    require_exact(library, ops.linear, x, w, b, fixed=True)
+    y, cache = ops.linear(library.asarray(x), library.asarray(w.T.copy()).T)
+    dx, dw, db = cache.backward(y)
+    assert dw.T.flags.c_contiguous and db is None
+    assert np.allclose(library.to_numpy(dw), x.T @ x @ w, rtol=1e-12)
+    assert np.allclose(library.to_numpy(dx), x @ w @ w.T, rtol=1e-12)
+
+
+def test_linear_maps_of_views(library: Backend) -> None:
+    """The stand-in refuses products whose factors CuPy would copy: they are copied before, once."""
+    x, w = normal(6, 4, 10), normal(10, 14)
+    views = library.asarray(x)[::2, :, ::2], library.asarray(w)[::2, ::2]
+    y, cache = ops.linear(*views)
+    assert np.allclose(library.to_numpy(y), x[::2, :, ::2] @ w[::2, ::2], rtol=1e-12)
+    dx, dw, _ = cache.backward(library.asarray(normal(7, 4, 3)).T)
+    assert (dx.shape, dw.shape) == ((3, 4, 5), (5, 7))
+    with pytest.raises(cuda_shim.Fault, match="a factor must be a matrix that lies as cuBLAS"):
+        views[1].dot(views[1].T)
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows in each chunk but the last, of vocabularies that are small."""
+    monkeypatch.setattr(linear_cross_entropy, "LARGE", 2)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 3 * 70)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 7, 8])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_head_in_chunks(library: Backend, chunks: None, rows: int, reduction: str) -> None:
+    x, w, b = normal(rows, 5), normal(5, 70), normal(70)
+    targets = RNG.integers(-1, 70, rows)
+    options: dict[str, Any] = {"targets": targets, "ignore_index": -1, "reduction": reduction}
+    require_exact(library, ops.linear_cross_entropy, x, w, b, **options)
+    options |= {"label_smoothing": 0.1, "z_loss": 0.01}
+    require_exact(library, ops.linear_cross_entropy, x, w, **options)
+    require_exact(library, ops.linear_cross_entropy, x, w, b, fixed=True, **options)
+
+
+def test_head_that_is_tied(library: Backend, chunks: None) -> None:
+    """The gradient of the transposed table lies as the table does."""
+    x, table, targets = normal(2, 4, 5), normal(70, 5), RNG.integers(0, 70, (2, 4))
+    wanted, wanted_cache = ops.linear_cross_entropy(x, table.T, targets=targets)
+    loss, cache = ops.linear_cross_entropy(
+        library.asarray(x), library.asarray(table).T, targets=library.asarray(targets)
+    )
+    assert type(cache).__module__ == linear_cross_entropy.__name__
+    dx, dw, _ = cache.backward(library.asarray(np.array(2.0)))
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-12)
+    assert dw.T.flags.c_contiguous
+    for got, exact in zip((dx, dw), wanted_cache.backward(np.array(2.0)), strict=False):
+        assert np.allclose(library.to_numpy(got), exact, rtol=1e-10)
+
+
+def test_a_head_holds_one_chunk_of_logits(
+    library: Backend, chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And within `inference()` no gradient."""
+    made: list[tuple[int, ...]] = []
+
+    def noted(like: Any, shape: Any = None, dtype: Any = None) -> Any:
+        made.append(tuple(like.shape if shape is None else shape))
+        return empty(like, shape, dtype)
+
+    monkeypatch.setattr(linear_cross_entropy, "empty", noted)
+    x, w, targets = (library.asarray(a) for a in (normal(9, 5), normal(5, 70), np.arange(9)))
+    ops.linear_cross_entropy(x, w, targets=targets)
+    assert sorted(made) == [(3, 70), (9,), (9,), (9, 5)]
+    made.clear()
+    with inference():
+        ops.linear_cross_entropy(x, w, targets=targets)
+    assert sorted(made) == [(3, 70), (9,), (9,)]
+
+
+def test_a_target_out_of_range_of_a_head(library: Backend, chunks: None) -> None:
+    x, w, targets = (library.asarray(a) for a in (normal(4, 5), normal(5, 70), [1, 70, 2, 3]))
+    loss, cache = ops.linear_cross_entropy(x, w, targets=targets)
+    dx, _, _ = cache.backward(library.asarray(np.array(1.0)))
+    assert np.isnan(float(loss))
+    assert np.isnan(library.to_numpy(dx)).all(axis=1).tolist() == [False, True, False, False]
 
 
 # ---- Sums over repeated ids ----

@@ -23,12 +23,13 @@ ATTENTION_KERNELS = {"sdpa_forward", "sdpa_backward_queries", "sdpa_backward_key
 # What is left to generic code: linear maps, masks and the optimiser's trees.
 GPT_KERNELS = ATTENTION_KERNELS | {
     *("layer_norm_forward", "layer_norm_backward", "column_sums"),
-    *("activation_forward", "activation_backward", "dropout", "add_rows"),
+    *("activation_forward", "activation_backward", "dropout"),
+    *("embedding_forward", "add_rows"),
     *("cross_entropy_forward", "token_total", "cross_entropy_backward"),
 }
 LLAMA_KERNELS = ATTENTION_KERNELS | {
     *("rms_norm_forward", "rms_norm_backward", "column_sums"),
-    *("glu_forward", "glu_backward", "rope", "add_rows"),
+    *("glu_forward", "glu_backward", "rope", "embedding_forward", "add_rows"),
     *("cross_entropy_forward", "token_total", "cross_entropy_backward"),
 }
 

@@ -70,7 +70,7 @@ def require_tokens(op: str, name: str, ids: Any) -> None:
 
 
 def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> Array:
-    """As `require_integers`, and ValueError for ids outside [0, size)."""
+    """As `require_integers`, and ValueError for ids outside [0, size), where `in_range` sees it."""
     ids = require_integers(op, name, ids, like)
     if not in_range(ids, size=size):
         raise ValueError(f"{op}: {name} must lie in [0, {size}), got {_span(ids)}")
@@ -79,7 +79,11 @@ def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> Array:
 
 @overridable(backward=False)
 def in_range(ids: Array, *, size: int) -> bool:
-    """Whether all ids lie in [0, size). A backend whose arrays have no values yet says True."""
+    """Whether all ids lie in [0, size), as far as it is known without waiting for a device.
+
+    Where the ids lie on a device, or have no values yet, the answer is True. What such an id gives
+    there is the library's affair: NaN from CuPy's kernels, and no access outside an array.
+    """
     return bool(array_namespace(ids).all((ids >= 0) & (ids < size)))
 
 

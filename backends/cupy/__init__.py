@@ -13,10 +13,14 @@ from xformer.backends.cupy import (
     append,
     cross_entropy,
     dropout,
+    embedding,
     global_norm,
     glu,
+    in_range,
     index_add,
     layer_norm,
+    linear,
+    linear_cross_entropy,
     random_bits,
     rms_norm,
     rope,
@@ -24,6 +28,7 @@ from xformer.backends.cupy import (
     softmax,
 )
 from xformer.backends.cupy.index_add import deterministic
+from xformer.backends.cupy.products import tf32
 
 __all__ = [
     "activation",
@@ -33,15 +38,20 @@ __all__ = [
     "cross_entropy",
     "deterministic",
     "dropout",
+    "embedding",
     "global_norm",
     "glu",
+    "in_range",
     "index_add",
     "layer_norm",
+    "linear",
+    "linear_cross_entropy",
     "random_bits",
     "rms_norm",
     "rope",
     "sdpa",
     "softmax",
+    "tf32",
 ]
 
 

@@ -1,5 +1,6 @@
-// Sums of parts (K, P, D) over P, for each of K: out (K, D). The second stage of the parameters'
-// gradients: the order is fixed, so the result is the same in every run.
+// Sums over P of parts (K, P, D), contiguous, for each of K: out (K, D). The last of the K may have
+// fewer: `total` is the number of rows of D in all. The second stage of the parameters' gradients, and
+// both stages of a sum over rows: the order is fixed, so the result is the same in every run.
 //
 // A block sums 32 columns: its 8 warps take every eighth part, one warp adds up the eight.
 // Grid: (D / 32, K), block: 256.
@@ -8,14 +9,14 @@
 #include "common.cuh"
 
 extern "C" __global__ void column_sums(const real* __restrict__ parts, real* __restrict__ out,
-                                       long long n_parts, long long width) {
+                                       long long n_parts, long long total, long long width) {
     __shared__ real sums[8][33];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const long long column = blockIdx.x * 32ll + lane;
-    parts += blockIdx.y * n_parts * width;
+    const long long column = blockIdx.x * 32ll + lane, first = blockIdx.y * n_parts;
+    const long long end = first + n_parts < total ? first + n_parts : total;
     real sum = 0;
     if (column < width)
-        for (long long p = warp; p < n_parts; p += 8) sum += parts[p * width + column];
+        for (long long p = first + warp; p < end; p += 8) sum += parts[p * width + column];
     sums[warp][lane] = sum;
     __syncthreads();
     if (warp == 0 && column < width) {

@@ -1,7 +1,8 @@
-"""The second stage of sums over rows."""
+"""Sums over rows, in a fixed order."""
 
 from __future__ import annotations
 
+from array_api_compat import array_namespace
 from xformer.backends.cupy.module import Source, blocks, empty, launch
 
 from xformer.typing import Array
@@ -9,15 +10,28 @@ from xformer.typing import Array
 SOURCE = Source(__file__)
 # Blocks of the first stage: a fixed number, so that every device makes the same sums.
 PARTS = 512
+ROW_PARTS = 64  # of a sum over rows, for each 32 columns
 SHARED = 48 << 10  # bytes that a block has on every device
 
 
 def column_sums(parts: Array) -> Array:
-    """out (K, D) = sum of parts (K, P, D) over P, in a fixed order."""
+    """out (K, D) = sum of parts (K, P, D) over P: the second stage."""
     k, n_parts, width = parts.shape
+    return _summed(parts, k, n_parts, k * n_parts, width)
+
+
+def row_sums(x: Array) -> Array:
+    """out (D,) = sum of x (N, D), contiguous, over N: both stages."""
+    rows, width = x.shape
+    size = max(1, blocks(rows, ROW_PARTS))
+    parts = _summed(x, blocks(rows, size), size, rows, width)
+    return column_sums(array_namespace(x).reshape(parts, (1, *parts.shape)))[0, :]
+
+
+def _summed(parts: Array, k: int, n_parts: int, total: int, width: int) -> Array:
     out = empty(parts, (k, width))
-    grid = (blocks(width, 32), k)
-    launch(SOURCE, "column_sums", parts, grid=grid, block=(256,), args=(parts, out, n_parts, width))
+    args = (parts, out, n_parts, total, width)
+    launch(SOURCE, "column_sums", parts, grid=(blocks(width, 32), k), block=(256,), args=args)
     return out
 
 

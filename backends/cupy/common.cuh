@@ -24,6 +24,10 @@ __device__ __forceinline__ void store(real* p, Pack pack) { *reinterpret_cast<Pa
 
 __device__ __forceinline__ real infinity() { return real(__longlong_as_double(0x7ff0000000000000ll)); }
 
+__device__ __forceinline__ real not_a_number() {
+    return real(__longlong_as_double(0x7ff8000000000000ll));
+}
+
 // NaN stays NaN, which fmin and fmax would lose.
 __device__ __forceinline__ real clip(real x, real low, real high) {
     return x < low ? low : x > high ? high : x;

@@ -3,7 +3,8 @@
 //   loss = (1 - a) (lse - x[target]) + a (lse - mean(x)) + z lse^2,  lse = log(sum(exp(x)))
 //   dlogits = factor * (exp(x - lse) (1 + 2 z lse) - (1 - a) onehot(target) - a / V)
 //
-// a: smoothing, z: z_loss; ignored tokens give 0, whatever their logits hold. A block a token: the
+// a: smoothing, z: z_loss; ignored tokens give 0, whatever their logits hold; a target outside [0, V)
+// gives NaN, in the loss and in its row of dlogits, and nothing is read there. A block a token: the
 // maximum, then the sums around it, the row from memory once. token_total adds the tokens up in one
 // block, in a fixed order, so that no count passes through the host; scale: 1 / number of tokens
 // that are kept, for the mean. dlogits may be logits: each thread writes what it alone has read.
@@ -23,6 +24,10 @@ extern "C" __global__ void cross_entropy_forward(const real* __restrict__ logits
     const long long token = blockIdx.x, target = targets[token];
     if (ignores && target == ignore_index) {
         if (threadIdx.x == 0) loss[token] = lse[token] = 0;
+        return;
+    }
+    if (target < 0 || target >= n_classes) {
+        if (threadIdx.x == 0) loss[token] = lse[token] = not_a_number();
         return;
     }
     logits += token * n_classes;

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
 
-from xformer.checks import number, require_axis, require_gradient
+from xformer.checks import number, require_axis, require_gradient, require_integers
 from xformer.dispatch import kernel
 from xformer.ops.cross_entropy import cross_entropy as reference
-from xformer.ops.cross_entropy import require_options, split_ignored
+from xformer.ops.cross_entropy import require_options
 from xformer.typing import Array
 
 SOURCE = Source(__file__, WIDE=(0, 1))
@@ -32,34 +32,13 @@ def cross_entropy(
     z_loss = number("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
-    split_ignored(logits, targets, ignore_index)  # checks them
     logits = contiguous(logits)
-    xp = array_namespace(logits)
-    targets = contiguous(xp.astype(targets, xp.int64, copy=False))
+    targets = int64_targets(logits, targets)
     loss, lse = empty(logits, targets.shape), empty(logits, targets.shape)
-    ignored = _ignored(ignore_index)
-    launch(
-        SOURCE,
-        "cross_entropy_forward",
-        logits,
-        grid=(lse.size,),
-        block=(threads(logits.shape[-1], MAX_THREADS),),
-        args=(logits, targets, loss, lse, logits.shape[-1], *ignored, label_smoothing, z_loss),
-        WIDE=wide(logits.shape[-1], logits),
-    )
+    token_losses(logits, targets, loss, lse, ignore_index, label_smoothing, z_loss)
     scale = None
     if reduction != "none":
-        tokens, scale = loss, empty(logits, ())
-        loss = empty(logits, ())
-        launch(
-            SOURCE,
-            "token_total",
-            logits,
-            grid=(1,),
-            block=(threads(lse.size, MAX_THREADS),),
-            args=(tokens, targets, loss, scale, lse.size, *ignored, int(reduction == "mean")),
-            WIDE=0,
-        )
+        loss, scale = total_loss(loss, targets, ignore_index, reduction)
     cache = CrossEntropyCache(logits, targets, ignore_index, lse, scale, label_smoothing, z_loss)
     return loss, cache
 
@@ -80,6 +59,56 @@ class CrossEntropyCache(NamedTuple):
         shape = self.lse.shape if self.scale is None else ()
         require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)
         return dlogits(self, dloss, empty(self.logits))
+
+
+def int64_targets(logits: Array, targets: Array) -> Array:
+    """The targets as the kernels read them."""
+    targets = require_integers("cross_entropy", "targets", targets, logits)
+    xp = array_namespace(targets)
+    return contiguous(xp.astype(targets, xp.int64, copy=False))
+
+
+def token_losses(
+    logits: Array,
+    targets: Array,
+    loss: Array,
+    lse: Array,
+    ignore_index: int | None,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """Write the loss and the lse (...) of each token of logits (..., V); all contiguous."""
+    width = logits.shape[-1]
+    options = (*_ignored(ignore_index), label_smoothing, z_loss)
+    launch(
+        SOURCE,
+        "cross_entropy_forward",
+        logits,
+        grid=(lse.size,),
+        block=(threads(width, MAX_THREADS),),
+        args=(logits, targets, loss, lse, width, *options),
+        WIDE=wide(width, logits),
+    )
+
+
+def total_loss(
+    loss: Array, targets: Array, ignore_index: int | None, reduction: str
+) -> tuple[Array, Array]:
+    """The sum or mean of the tokens' losses, and 1 or 1 / number of tokens that are kept: ()."""
+    total, scale = empty(loss, ()), empty(loss, ())
+    launch(
+        SOURCE,
+        "token_total",
+        loss,
+        grid=(1,),
+        block=(threads(loss.size, MAX_THREADS),),
+        args=(
+            *(loss, targets, total, scale, loss.size),
+            *(*_ignored(ignore_index), int(reduction == "mean")),
+        ),
+        WIDE=0,
+    )
+    return total, scale
 
 
 def dlogits(cache: CrossEntropyCache, dloss: Array, out: Array) -> Array:

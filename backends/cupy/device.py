@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import array_api_compat.cupy as xp
@@ -10,6 +13,8 @@ import numpy as np
 from xformer.backends.base import Backend, Memory, Unusable
 
 from xformer.typing import Array
+
+OLDEST = (14, 2)  # as the extras cuda12 and cuda13 ask for
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,27 @@ class CupyBackend(Backend):
             pool = cupy.get_default_memory_pool()
             return Memory(pool.used_bytes(), pool.total_bytes())
 
-    def _from_host(self, host: np.ndarray) -> Array:
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The device is CuPy's current one; what CuPy says of too little memory is said in full."""
+        try:
+            with self.device:
+                yield
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise MemoryError(self._too_little(error)) from error
+
+    def _too_little(self, error: MemoryError) -> str:
         with self.device:
+            free, total = cupy.cuda.runtime.memGetInfo()
+            pieces = cupy.get_default_memory_pool().free_bytes()
+        return (
+            f"backend cupy: {error} Of the {total / 1e9:,.2f} GB of {self.device_name()} "
+            f"(cuda:{self.device.id}) {free / 1e9:,.2f} GB are free, and {pieces / 1e9:,.2f} GB in "
+            "pieces that are too small; smaller batches, or checkpoint=True of the model, need less"
+        )
+
+    def _from_host(self, host: np.ndarray) -> Array:
+        with self.active():
             return cupy.asarray(host)
 
     def device_name(self) -> str:
@@ -43,15 +67,32 @@ class CupyBackend(Backend):
 
 def opened(device: str | None) -> Backend:
     """The backend on "cuda" or "cuda:N", on the current device unless given."""
+    _require_version(cupy.__version__)
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise Unusable(
-            f"backend cupy cannot be used: no CUDA device is visible ({error})"
-        ) from None
+        raise Unusable(f"backend cupy cannot be used: {_why(error)} ({error})") from None
     if count == 0:
         raise Unusable("backend cupy cannot be used: no CUDA device is visible")
     return CupyBackend("cupy", xp, _device(device, count), ("float32", "float64"), cupy.__version__)
+
+
+def _require_version(version: str) -> None:
+    """Unusable for a CuPy that is too old."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise Unusable(
+            f"backend cupy cannot be used: it needs CuPy {oldest} or newer, this is {version}. "
+            "Install it with pip install --upgrade 'xformer-array[cuda13]' (or [cuda12])"
+        )
+
+
+def _why(error: Exception) -> str:
+    """What an error means that CUDA gives in the place of the number of devices."""
+    if "InsufficientDriver" in str(error):  # what it says without a driver too
+        return "there is no NVIDIA driver, or it is too old for CuPy's CUDA"
+    return "no CUDA device is visible"
 
 
 def _device(name: str | None, count: int) -> cupy.cuda.Device:

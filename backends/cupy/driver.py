@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -47,6 +49,19 @@ def _run(kernel: Any, grid: Any, block: Any, args: tuple[Any, ...], shared: int)
     if shared > FREELY:
         kernel.max_dynamic_shared_size_bytes = shared
     kernel(grid, block, args, shared_mem=shared)
+
+
+@contextmanager
+def rounding_to_tf32() -> Iterator[None]:
+    """What `products.tf32` asks of CuPy."""
+    from cupy._core import _routines_linalg as linalg  # there is no other door to it
+
+    before = linalg.get_compute_type(np.float32)
+    linalg.set_compute_type(np.float32, linalg.COMPUTE_TYPE_TF32)
+    try:
+        yield
+    finally:
+        linalg.set_compute_type(np.float32, before)
 
 
 def _argument(arg: Any, real: type) -> Any:

@@ -1,5 +1,5 @@
 // out (V, D) += rows of y (N, D) at ids (N,): the gradient of an embedding. D elements of a row lie
-// together; y is read by its row stride, in elements.
+// together; y is read by its row stride, in elements. Rows with an id outside [0, V) are left out.
 //
 // add_rows: atomic additions, in no fixed order. A thread an element. Grid: N * D / 256.
 // add_sorted: ids sorted, order[n] the place of the nth in y: a block sums one id's rows for 256
@@ -11,19 +11,23 @@
 #include "common.cuh"
 
 extern "C" __global__ void add_rows(const real* __restrict__ y, const long long* __restrict__ ids,
-                                    real* out, long long rows, long long width, long long stride) {
+                                    real* out, long long rows, long long width, long long stride,
+                                    long long n_ids) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= rows * width) return;
-    const long long row = i / width, column = i % width;
-    atomicAdd(out + ids[row] * width + column, y[row * stride + column]);
+    const long long row = i / width, column = i % width, id = ids[row];
+    if (id < 0 || id >= n_ids) return;
+    atomicAdd(out + id * width + column, y[row * stride + column]);
 }
 
 extern "C" __global__ void add_sorted(const real* __restrict__ y, const long long* __restrict__ ids,
                                       const long long* __restrict__ order, real* out,
-                                      long long rows, long long width, long long stride) {
+                                      long long rows, long long width, long long stride,
+                                      long long n_ids) {
     const long long first = blockIdx.x, id = ids[first];
     const long long column = blockIdx.y * (long long)blockDim.x + threadIdx.x;
     if (column >= width || (first > 0 && ids[first - 1] == id)) return;
+    if (id < 0 || id >= n_ids) return;
     real sum = 0;
     for (long long n = first; n < rows && ids[n] == id; ++n) sum += y[order[n] * stride + column];
     out[id * width + column] += sum;

@@ -1,4 +1,4 @@
-"""`in_range` under tracing, where ids may have no values, and whatever is computed has none."""
+"""`in_range` where ids are on a device, or, under tracing, have no values, as nothing has there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from xformer.typing import Array
 
 @kernel(reference, "jax")
 def in_range(ids: Array, *, size: int) -> bool:
-    """Values are looked at on the host; JAX clamps an id without one that is out of range."""
-    if isinstance(ids, jax.core.Tracer):
+    """Values are looked at on the host; elsewhere JAX clamps an id that is out of range."""
+    if isinstance(ids, jax.core.Tracer) or any(d.platform != "cpu" for d in ids.devices()):
         return True
     host = np.asarray(ids)
     return bool(((host >= 0) & (host < size)).all())

@@ -53,6 +53,25 @@ class Array:
     def copy(self) -> Array:
         return Array(self.host.copy())
 
+    def dot(self, other: Array, out: Array | None = None) -> Array:
+        """Of two dimensions; where CuPy would copy what it is given, Fault."""
+        for factor in (self.host, other.host):
+            if factor.ndim != 2 or not (factor.flags.c_contiguous or factor.flags.f_contiguous):
+                raise Fault(
+                    f"dot: a factor must be a matrix that lies as cuBLAS reads it or its "
+                    f"transpose, got shape {factor.shape}, strides {factor.strides}"
+                )
+        if out is None:
+            return Array(self.host @ other.host)
+        if not out.flags.c_contiguous or np.may_share_memory(out.host, self.host):
+            raise Fault("dot: out must be contiguous, and no factor")
+        np.matmul(self.host, other.host, out=out.host)
+        return out
+
+    def __iadd__(self, other: Array) -> Array:
+        self.host += unwrap(other)
+        return self
+
     def __getitem__(self, index: Any) -> Array:
         return wrap(self.host[unwrap(index)])
 

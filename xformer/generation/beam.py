@@ -15,6 +15,7 @@ from xformer.generation.prefix import (
     extended,
     fitting,
     network_of,
+    place_of,
     prefill,
     stop_ids,
 )
@@ -58,11 +59,18 @@ def beam_search(
         )
     stops = stop_ids("beam_search", stop)
     start = fitting("beam_search", network, prompts, max_new)
-    text = start if isinstance(start, Prefix) else prefill(network, params, start)
     rule = Rule(n_beams, max_new, penalty, early_stopping, stops)
+    with place_of(params).active():
+        text = start if isinstance(start, Prefix) else prefill(network, params, start)
+        return [search.ended for search in _searched(network, params, text, rule)]
+
+
+def _searched(network: Any, params: Any, text: Prefix, rule: Rule) -> list[Search]:
+    """The search of each of the texts, when all are done."""
+    n_beams = rule.n_beams
     searches = [Search(rule) for _ in text.ids]
     text = text.rows([i for i in range(len(searches)) for _ in range(n_beams)])
-    for n in range(max_new):
+    for n in range(rule.max_new):
         if n:
             rows = [i * n_beams + row for i, s in enumerate(searches) for row in s.rows]
             if rows != list(range(len(rows))):
@@ -74,7 +82,7 @@ def beam_search(
             search.step(scores.astype(np.float64))
         if all(search.done for search in searches):
             break
-    return [search.ended for search in searches]
+    return searches
 
 
 class Rule(NamedTuple):

@@ -16,6 +16,7 @@ from xformer.generation.prefix import (
     extended,
     fitting,
     network_of,
+    place_of,
     prefill,
     stop_ids,
 )
@@ -86,13 +87,16 @@ def _stream(
     stops: frozenset[int],
     rngs: Sequence[np.random.Generator],
 ) -> Iterator[list[int | None]]:
-    text = prompts if isinstance(prompts, Prefix) else _read(network, params, prompts)
+    place = place_of(params)
+    with place.active():
+        text = prompts if isinstance(prompts, Prefix) else _read(network, params, prompts)
     new: list[int] = []
     running = [True] * len(rngs)
     for n in range(max_new):
-        if n:
-            text = _grown(network, params, text, new)
-        new = _choose(text.logits, text.ids, sampler, rngs)
+        with place.active():
+            if n:
+                text = _grown(network, params, text, new)
+            new = _choose(text.logits, text.ids, sampler, rngs)
         yield [i if runs else None for i, runs in zip(new, running, strict=True)]
         running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
         if not any(running):
@@ -118,9 +122,13 @@ def _choose(
     """The next token of each text."""
     place = beside(logits)
     if sampler is None:
-        require_finite("generate", place.to_numpy(place.xp.max(logits, axis=-1)))
-        likeliest: list[int] = place.to_numpy(place.xp.argmax(logits, axis=-1)).tolist()
-        return likeliest
+        xp, top = place.xp, place.xp.max(logits, axis=-1)
+        # One array, so that a device is waited for once: -1 where none is the likeliest.
+        likeliest = xp.where(xp.isfinite(top), xp.argmax(logits, axis=-1), -1)
+        new: list[int] = place.to_numpy(likeliest).tolist()
+        if min(new) < 0:
+            require_finite("generate", place.to_numpy(top))
+        return new
     return draw(place.to_numpy(sampler(logits, ids)), [rng.random() for rng in rngs])
 
 

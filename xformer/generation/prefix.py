@@ -11,7 +11,7 @@ from array_api_compat import device
 
 from xformer import backends, tree
 from xformer.backends import Backend
-from xformer.checks import require_id, require_sizes
+from xformer.checks import require_id, require_ids, require_sizes
 from xformer.generation.samplers import Ids
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.typing import Array
@@ -63,6 +63,8 @@ def prefill(
         before: Ids = ((),) * len(rows)
         width = 0
     else:
+        own = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
+        _require_known(rows, own)
         before, _, state, width = _aligned(after, rows, network)
     tokens, mask = _padded(rows, place)
     length = tokens.shape[1]
@@ -80,7 +82,9 @@ def opened(
 ) -> tuple[Any, Ids]:
     """The state before any token, and those to read: the prompts, or the beginnings of targets."""
     if not isinstance(network, EncoderDecoder):
+        _require_known(prompts, network.embed)
         return network.start(), prompts
+    _require_known(prompts, network.src_embed)
     sources, kept = _padded(prompts, place, left=False)
     state = network.start(params, sources, src_mask=kept)
     return state, ((_start_id(network, start_id),),) * len(prompts)
@@ -168,6 +172,12 @@ def checked(prompts: Any) -> Ids:
             )
         rows.append(tuple(row.tolist()))
     return tuple(rows)
+
+
+def _require_known(rows: Ids, embed: Any) -> None:
+    """ValueError for ids that a model has not, found on the host: on a device ops do not look."""
+    ids = np.asarray([i for row in rows for i in row])
+    require_ids("prefill", "ids", ids, embed.vocab_size, ids)
 
 
 def _padded(rows: Ids, place: Backend, *, left: bool = True) -> tuple[Array, Array | None]:

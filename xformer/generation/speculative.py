@@ -69,20 +69,23 @@ class Reader(NamedTuple):
 
     def begin(self, prompt: Sequence[int]) -> tuple[Any, list[int]]:
         """The state in which all but the last id has been read, and the ids."""
-        state, ((*ids,),) = opened(self.network, self.params, [prompt], self.place)
+        with self.place.active():
+            state, ((*ids,),) = opened(self.network, self.params, [prompt], self.place)
         if ids[:-1]:
             _, state = self.read(state, ids[:-1], every=False)
         return state, ids
 
     def read(self, state: Any, ids: Sequence[int], *, every: bool = True) -> tuple[Any, Any]:
         """Logits (T, V) after each of ids (T,), and the state."""
-        tokens = self.place.asarray(np.asarray([ids], dtype=np.int64))
-        logits, state = self.network.extend(self.params, tokens, state, every=every)
+        with self.place.active():
+            tokens = self.place.asarray(np.asarray([ids], dtype=np.int64))
+            logits, state = self.network.extend(self.params, tokens, state, every=every)
         return logits[0, ...], state
 
     def probs(self, logits: Any, sampler: Filter, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Probabilities (T, V) of the token after each of the texts."""
-        return probabilities(self.place.to_numpy(sampler(logits, texts)))
+        with self.place.active():
+            return probabilities(self.place.to_numpy(sampler(logits, texts)))
 
 
 def _rounds(

@@ -89,6 +89,14 @@ class EncoderDecoder:
         """The configuration of the target's embedding."""
         return self.src_embed if self.shared_embed else self.tgt_embed
 
+    @property
+    def id_sizes(self) -> tuple[int | None, ...]:
+        """Of src, tgt and targets of `loss` how many ids there are; None where it takes no ids."""
+        src, tgt = (
+            None if e is None else e.vocab_size for e in (self.src_embed, self.target_embed)
+        )
+        return src, tgt, tgt
+
     def init(
         self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
     ) -> EncoderDecoderParams:

@@ -31,7 +31,15 @@ from xformer.layers.stack import (
     require_stack,
     stack,
 )
-from xformer.models.heads import Head, LMHead, MaskedLMHead, Pooler, require_present, zeros_of
+from xformer.models.heads import (
+    Classifier,
+    Head,
+    LMHead,
+    MaskedLMHead,
+    Pooler,
+    require_present,
+    zeros_of,
+)
 from xformer.models.loss import LossCache, one
 from xformer.shapes import require_array
 from xformer.typing import Array
@@ -247,6 +255,14 @@ class LanguageModel:
         if self.embed is None or self.embed.max_len is None:
             return None
         return self.embed.max_len - self.embed.offset
+
+    @property
+    def id_sizes(self) -> tuple[int | None, ...]:
+        """Of tokens and targets of `loss` how many ids there are; None where it takes no ids."""
+        size = None if self.embed is None else self.embed.vocab_size
+        if isinstance(self.head, Classifier):
+            return size, self.head.n_labels
+        return size, size
 
     def start(self) -> State:
         """No text yet, for `extend`."""

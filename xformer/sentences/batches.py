@@ -55,7 +55,8 @@ def by_batch(
     y = np.empty((len(texts), width), place.to_numpy(table[:0, :]).dtype)
     for numbers in _batches([len(ids) for ids in encoded], batch_size, place):
         tokens, mask = _padded([encoded[i] for i in numbers])
-        y[numbers] = place.to_numpy(rows_of(place.asarray(tokens), place.asarray(mask)))
+        with place.active():
+            y[numbers] = place.to_numpy(rows_of(place.asarray(tokens), place.asarray(mask)))
         if progress is not None:
             progress(len(numbers))
     return y

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace
 
 from xformer import inference, ops, optim, tree
 from xformer.backends import Backend
+from xformer.checks import require_ids
+from xformer.generation.prefix import place_of
 from xformer.optim import Optimiser, Schedule
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
@@ -60,11 +62,18 @@ class Diverged(FloatingPointError):
 
 
 def loss_of(model: Any, **options: Any) -> Loss:
-    """The loss of a model, for `train`; options: those of its `loss`."""
+    """The loss of a model, for `train`; options: those of its `loss`.
+
+    It raises ValueError for ids that the model has not, which it finds on the host: on a device ops
+    do not look for them.
+    """
+    sizes = getattr(getattr(model, "network", model), "id_sizes", ())
+    ignored = options.get("ignore_index")
 
     def loss(
         params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
     ) -> tuple[Array, Any]:
+        _require_known(batch, sizes, ignored)
         arrays = [place.asarray(array) for array in batch.arrays]
         masks = {name: place.asarray(mask) for name, mask in batch.masks.items()}
         found: tuple[Array, Any] = model.loss(
@@ -73,6 +82,14 @@ def loss_of(model: Any, **options: Any) -> Loss:
         return found
 
     return loss
+
+
+def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | None) -> None:
+    """ValueError for ids that are not below their array's size; targets may be ignored ones."""
+    for n, (ids, size) in enumerate(zip(batch.arrays, sizes, strict=False), start=1):
+        if size is not None:
+            known = ids if n < len(sizes) else ids[ids != ignored]
+            require_ids("loss", f"ids of array {n} of the batch", known, size, known)
 
 
 def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) -> State:
@@ -84,7 +101,9 @@ def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) 
     if not tree.flatten(trained):
         raise ValueError("train: all parameters are frozen")
     optimiser = optimiser or config.chosen_optimiser()
-    return State(params, optimiser.init(trained), None if config.ema is None else trained)
+    with place_of(trained).active():
+        own = optimiser.init(trained)
+    return State(params, own, None if config.ema is None else trained)
 
 
 def train(
@@ -109,6 +128,8 @@ def train(
     donate: the given state, and that of each step, may be written over by the next step, which then
     needs no memory for another: copy what is to outlive it. Nothing else may hold their arrays.
 
+    A device is waited for once a step, when all of it is under way, for its loss and norm.
+
     A step of config.accumulate batches is one of the big batch that they make, to rounding, where
     there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
     """
@@ -117,10 +138,12 @@ def train(
     held_out = list(held_out) if isinstance(held_out, Iterator) else held_out
     begun = time.perf_counter() - state.seconds
     if donate and state.ema is not None:  # at first it may be the parameters themselves
-        state = state._replace(ema=tree.map(_copy, state.ema))
+        with place.active():
+            state = state._replace(ema=tree.map(_copy, state.ema))
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
-        state, value, norm = _step(loss, state, source, config, place, optimiser, lr, donate)
+        with place.active():
+            state, value, norm = _step(loss, state, source, config, place, optimiser, lr, donate)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
             validation = evaluate(loss, state.averaged, held_out, place)
@@ -139,9 +162,9 @@ def evaluate(loss: Loss, params: Any, batches: Iterable[Batch], place: Backend) 
     """
     total, count = 0.0, 0
     for batch in batches:
-        with inference():
+        with place.active(), inference():
             mean, _ = loss(params, batch, place)
-        total += float(mean) * batch.n_targets
+            total += float(place.to_numpy(mean)) * batch.n_targets
         count += batch.n_targets
     return total / count if count else None
 
@@ -172,13 +195,14 @@ def _step(
     value, grads = optim.accumulate(one, state.params, batches)
     clip = math.inf if config.clip is None else config.clip
     clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
-    state = _with_loss(state, float(value))
-    _require_sound(state, float(value), float(norm), grads, config, lr)
     options = {"lr": lr, "donate": donate}
     trained, own = optimiser.step(tree.trained(state.params), clipped, state.optimiser, **options)
     average = state.ema
     if config.ema is not None:
         average = optim.ema(average, trained, decay=config.ema, donate=donate)
+    found, size = _read(value, norm, place)
+    state = _with_loss(state, found)
+    _require_sound(state, found, size, grads, config, lr)
     state = state._replace(
         params=tree.join(state.params, trained),
         optimiser=own,
@@ -187,7 +211,14 @@ def _step(
         batches=numbers.stop,
         tokens=state.tokens + sum(batch.n_tokens for batch in batches),
     )
-    return state, float(value), float(norm)
+    return state, found, size
+
+
+def _read(loss: Array, norm: Array, place: Backend) -> tuple[float, float]:
+    """Both as numbers, for which the device is waited once."""
+    xp = array_namespace(loss, norm)
+    found, size = place.to_numpy(xp.stack([loss, norm])).tolist()
+    return found, size
 
 
 def _copy(array: Array) -> Array:

@@ -1,0 +1,54 @@
+"""`embedding`: rows in one launch; its gradient is `index_add`'s."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.index_add import add_rows
+from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
+
+from xformer.checks import require_ids, require_shape
+from xformer.dispatch import kernel
+from xformer.ops.embedding import embedding as reference
+from xformer.typing import Array
+
+SOURCE = Source(__file__, WIDE=(0, 1))
+BLOCK = 256  # threads, each with a pack of elements
+
+
+@kernel(reference, "cupy")
+def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
+    """y = table[ids], NaN where an id is out of range."""
+    ids = contiguous(require_ids("embedding", "ids", ids, table.shape[0], table))
+    table = contiguous(table)
+    n_rows, width = table.shape
+    y = empty(table, (*ids.shape, width))
+    vec = wide(width, table, y)
+    launch(
+        SOURCE,
+        "embedding_forward",
+        table,
+        grid=(blocks(y.size, BLOCK * (16 // table.dtype.itemsize if vec else 1)),),
+        block=(BLOCK,),
+        args=(table, ids, y, y.size, width, n_rows),
+        WIDE=vec,
+    )
+    return y, EmbeddingCache(ids, (n_rows, width))
+
+
+class EmbeddingCache(NamedTuple):
+    """What `embedding` keeps for its backward: no copy of the table."""
+
+    ids: Array  # (...)
+    table_shape: tuple[int, int]  # (V, D)
+
+    def backward(self, dy: Array) -> Array:
+        """dtable = zeros with dy added at the rows ids, with no copy of the zeros."""
+        require_shape("embedding", "dy", dy, (*self.ids.shape, self.table_shape[1]))
+        xp = array_namespace(dy)
+        dtable = xp.zeros(self.table_shape, dtype=dy.dtype, device=dy.device)
+        n = self.ids.size
+        rows = xp.reshape(dy, (n, self.table_shape[1]))
+        add_rows(dtable, rows, xp.reshape(self.ids, (n,)))
+        return dtable

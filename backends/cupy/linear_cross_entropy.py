@@ -1,0 +1,122 @@
+"""`linear_cross_entropy` in chunks of rows: of all logits, those of one chunk are there at a time.
+
+They become their own gradient in place, and that its share of dx, dw and db, before the next chunk
+overwrites it: for the sum of the losses. What is left to a backward is a factor, which stays on the
+device: dloss, over the number of tokens where the loss is their mean.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.column_sums import row_sums
+from xformer.backends.cupy.cross_entropy import (
+    CrossEntropyCache,
+    dlogits,
+    int64_targets,
+    token_losses,
+    total_loss,
+)
+from xformer.backends.cupy.module import empty
+from xformer.backends.cupy.products import added, matrix, row_matrix, weight_gradient
+
+from xformer.checks import number, require_gradient
+from xformer.dispatch import keeps_nothing, kernel
+from xformer.ops.cross_entropy import require_options
+from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
+from xformer.typing import Array
+
+CHUNK = 1 << 27  # logits, to the nearest number of chunks: 512 MB, and few sums of dw
+LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
+
+
+def too_small(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    targets: Array,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    fixed: bool = False,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if w.shape[1] < LARGE:
+        return f"there are fewer than {LARGE} classes"
+    return 'reduction "none" has a dloss for each token' if reduction == "none" else None
+
+
+@kernel(reference, "cupy", unsupported=too_small)
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    targets: Array,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    fixed: bool = False,
+) -> tuple[Array, LinearCrossEntropyCache | None]:
+    """The loss, and its gradients unless within `inference()`."""
+    a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
+    z = number("cross_entropy", "z_loss", z_loss)
+    require_options(ignore_index, reduction)
+    targets = array_namespace(w).reshape(int64_targets(w, targets), (-1,))
+    xs, w = row_matrix(x), matrix(w)
+    n, n_classes = xs.shape[0], w.shape[1]
+    loss, lse = empty(xs, (n,)), empty(xs, (n,))
+    one = array_namespace(xs).ones((), dtype=xs.dtype, device=xs.device)
+    grads = None if keeps_nothing() else Gradients(empty(xs), None, None)
+    size = max(1, -(-n // max(1, round(n * n_classes / CHUNK))))
+    buffer = empty(xs, (min(size, n), n_classes))
+    for start in range(0, max(n, 1), size):  # once where there is no row
+        at = slice(start, min(start + size, n))
+        logits = xs[at, :].dot(w, buffer[: at.stop - at.start, :])
+        logits = logits if b is None else added(logits, b)
+        token_losses(logits, targets[at], loss[at], lse[at], ignore_index, a, z)
+        if grads is not None:
+            cache = CrossEntropyCache(logits, targets[at], ignore_index, lse[at], one, a, z)
+            slopes = dlogits(cache, one, logits)  # in place of the logits
+            grads = grads.grown(xs[at, :], w, slopes, at, fixed, b is not None)
+    total, scale = total_loss(loss, targets, ignore_index, reduction)
+    if grads is None:
+        return total, None
+    dx = array_namespace(x).reshape(grads.dx, x.shape)
+    return total, LinearCrossEntropyCache(dx, grads.dw, grads.db, scale)
+
+
+class LinearCrossEntropyCache(NamedTuple):
+    """What `linear_cross_entropy` keeps for its backward: gradients of the sum over tokens."""
+
+    dx: Array  # (..., D)
+    dw: Array | None  # (D, V); None: w is not trained
+    db: Array | None  # (V,)
+    scale: Array  # (): 1, or 1 / number of tokens
+
+    def backward(self, dloss: Array) -> tuple[Array, Array | None, Array | None]:
+        """Times dloss and scale."""
+        require_gradient("linear_cross_entropy", "dloss", dloss, self.dx, ())
+        factor = dloss * self.scale
+        dx, dw, db = (None if grad is None else grad * factor for grad in self[:3])
+        return dx, dw, db
+
+
+class Gradients(NamedTuple):
+    """Those of the chunks so far; `dx` is written to, chunk by chunk."""
+
+    dx: Array  # (N, D)
+    dw: Array | None  # (D, V), as w lies in memory: a tied head's lies sideways
+    db: Array | None  # (V,)
+
+    def grown(
+        self, x: Array, w: Array, dlogits: Array, at: slice, fixed: bool, has_b: bool
+    ) -> Gradients:
+        """With those of the rows `at`."""
+        dlogits.dot(w.T, self.dx[at, :])
+        dw = None if fixed else added(self.dw, weight_gradient(x, dlogits, w))
+        return Gradients(self.dx, dw, added(self.db, row_sums(dlogits)) if has_b else None)

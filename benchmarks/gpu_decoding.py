@@ -1,0 +1,75 @@
+"""One contestant of the decoding in `benchmarks.gpu`: `gpu_decoding.py FOLDER NAME`.
+
+{"write": {"first": id, "n": n}} is answered with the n likeliest ids after one, and the seconds
+that they took. FOLDER holds what `shapes.store` wrote. "cupy kernel" is this library's `generate`;
+"torch eager" and "torch compile" a loop over a model with keys and values in buffers of the whole
+length, the latter as one CUDA graph. All read each id as it comes, since it could end the text.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness, shapes
+from benchmarks.contestants import COMPILED, backend_of
+from benchmarks.shapes import Shape
+
+Write = Callable[[int, int], list[int]]
+
+
+def ours(shape: Shape, weights: Any, library: str) -> tuple[Write, Any]:
+    """As this library's page has it."""
+    from xformer import tree
+    from xformer.generation import generate
+
+    place = backend_of(library, shape.device)
+    params = tree.map(place.asarray, weights)
+    return lambda first, n: generate(shape.model, params, [[first]], max_new=n)[0], place
+
+
+def theirs(shape: Shape, weights: Any, compiled: bool) -> tuple[Write, Any]:
+    """As a user of torch writes it who knows of CUDA graphs."""
+    import torch
+
+    from benchmarks.eager import Eager
+    from benchmarks.eager_decoding import Cached
+
+    eager = Eager(shape, weights)
+    model = Cached(eager.model, shape.length).to(eager.backend.device)
+    run = torch.compile(model, mode="reduce-overhead") if compiled else model
+
+    @torch.inference_mode()
+    def write(first: int, n: int) -> list[int]:
+        token, new = torch.tensor([[first]], device=eager.backend.device), []
+        for at in range(n):
+            place = torch.tensor([at], device=eager.backend.device)
+            token = run(token, place).clone()  # a graph writes its next result over it
+            new.append(int(token))
+        return new
+
+    return write, eager.backend
+
+
+def answers(folder: Path, name: str) -> dict[str, Callable[..., Any]]:
+    """What a contestant can be asked."""
+    shape, weights = shapes.load(folder)
+    library = name.partition(" ")[0]
+    if library == "torch":
+        write, place = theirs(shape, weights, name == COMPILED)
+    else:
+        write, place = ours(shape, weights, library)
+
+    def answer(first: int, n: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        ids = write(first, n)
+        return {"ids": ids, "seconds": time.perf_counter() - start}
+
+    return {"write": answer, "about": lambda: {"peak_bytes": place.memory().peak}}
+
+
+if __name__ == "__main__":
+    harness.serve(answers(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,256 @@
+"""What a CUDA kernel takes, beside what it cannot do without; what it costs the host to begin one.
+
+The floor of a kernel is the time of the bytes that it must read and write, at the rate of a copy,
+or of its multiplications, at the rate of a large product. Everything is measured in interleaved
+turns of several calls on end, and waits for the device at the end of a turn. Each result is first
+compared with that of the op's reference on the same arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from xformer.backends import Backend
+from xformer.backends.cupy import deterministic, module, softmax, tf32
+
+from benchmarks import harness
+from xformer import Key, explain, ops, reference_only, tree
+from xformer.dispatch import Overridable
+from xformer.optim.adam import adam_update
+from xformer.optim.clip import clip_leaves
+from xformer.typing import Array
+
+TOLERANCE = 1e-5  # relative, in the norm of each result in float32
+REAL = 4  # bytes
+KEY = Key(1, 2, 3)
+ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "rate": 1e-3, "root": 1.0, "keep": 0.9}
+
+
+class Sizes(NamedTuple):
+    """Of the arrays; the largest ones must not fit in the device's cache."""
+
+    rows: int
+    width: int
+    tokens: int  # of a head
+    classes: int
+    batch: int  # of attention
+    heads: int
+    length: int
+    matrix: int  # of the product whose rate is measured
+    repeats: int  # calls in a turn
+
+
+LARGE = Sizes(16384, 1024, 4096, 50304, 4, 16, 1024, 8192, 10)
+SMALL = Sizes(6, 8, 3, 4100, 1, 2, 4, 8, 1)  # of a dry run
+
+
+class Case(NamedTuple):
+    """A call, and what it cannot do without: bytes, or multiplications and additions."""
+
+    name: str
+    op: Overridable
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    forward: tuple[int, int]  # bytes, FLOPs
+    backward: tuple[int, int] | None = None  # None: there is none
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def cases(place: Backend, s: Sizes) -> Iterator[Case]:
+    """Every kernel, in the calls that models make."""
+    rng = place.generator(0)
+    n, (x, up) = s.rows * s.width * REAL, (rng.normal((s.rows, s.width)) for _ in range(2))
+    w, b = rng.normal((s.width,)), rng.normal((s.width,))
+    moved: Any = partial(_moved, n)
+    yield Case("layer_norm", ops.layer_norm, (x, w, b), {}, *moved(2, 3))
+    yield Case("rms_norm", ops.rms_norm, (x, w), {}, *moved(2, 3))
+    yield Case("softmax", ops.softmax, (x,), {}, *moved(2, 3))
+    yield Case("gelu", ops.gelu, (x,), {}, *moved(2, 3))
+    yield Case("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, *moved(2, 3))
+    yield Case("glu", ops.glu, (x, up), {}, *moved(3, 5))
+    yield Case("dropout", ops.dropout, (x,), {"rate": 0.1, "key": KEY}, *moved(2, 2))
+    bits = {"key": KEY, "size": s.rows * s.width}
+    yield Case("random_bits", ops.random_bits, (x,), bits, (2 * n, 0))
+    yield from _ids(place, s)
+    yield from _heads(place, s)
+    yield from _products(place, s, x)
+    leaves = [[rng.uniform((s.rows, s.width)) for _ in range(2)] for _ in range(4)]
+    yield Case("adam", adam_update, tuple(leaves), ADAM, (2 * 7 * n, 0))
+    yield Case("clip", clip_leaves, (leaves[0],), {"max_norm": 1.0}, (2 * 3 * n, 0))
+
+
+def _moved(n: int, forward: int, backward: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """So many arrays of n bytes each way."""
+    return (forward * n, 0), (backward * n, 0)
+
+
+def _ids(place: Backend, s: Sizes) -> Iterator[Case]:
+    rng = place.generator(1)
+    table, ids = rng.normal((s.classes, s.width)), rng.integers((s.rows,), high=s.classes)
+    n, whole = s.rows * s.width * REAL, s.classes * s.width * REAL
+    for name, context in (("embedding", nullcontext), ("embedding, sorted", deterministic)):
+        floors = (2 * n, 0), (n + whole, 0)
+        yield Case(name, ops.embedding, (table,), {"ids": ids}, *floors, context)
+    logits, targets = rng.normal((s.tokens, s.classes)), rng.integers((s.tokens,), high=s.classes)
+    n = s.tokens * s.classes * REAL
+    options = {"targets": targets, "ignore_index": -1}
+    yield Case("cross_entropy", ops.cross_entropy, (logits,), options, (n, 0), (2 * n, 0))
+
+
+def _heads(place: Backend, s: Sizes) -> Iterator[Case]:
+    """Attention, and the rotary embedding of its queries."""
+    rng, width = place.generator(2), 64
+    q, k, v = (rng.normal((s.batch, s.heads, s.length, width)) for _ in range(3))
+    cos, sin = (rng.uniform((s.length, width // 2)) for _ in range(2))
+    n = math.prod(q.shape) * REAL
+    yield Case("rope", ops.rope, (q,), {"cos": cos, "sin": sin}, (2 * n, 0), (2 * n, 0))
+    flops = 2 * s.batch * s.heads * s.length * (s.length + 1) // 2 * width  # of one product
+    floors = (4 * n, 2 * flops), (8 * n, 5 * flops)  # the scores are made again
+    yield Case("sdpa, causal", ops.sdpa, (q, k, v), {"causal": True}, *floors)
+
+
+def _products(place: Backend, s: Sizes, x: Array) -> Iterator[Case]:
+    rng = place.generator(3)
+    w, b = rng.normal((s.width, 4 * s.width)), rng.normal((4 * s.width,))
+    flops = 2 * s.rows * s.width * 4 * s.width
+    yield Case("linear", ops.linear, (x, w, b), {}, (0, flops), (0, 2 * flops))
+    h, table = rng.normal((s.tokens, s.width)), rng.normal((s.classes, s.width))
+    options = {"targets": rng.integers((s.tokens,), high=s.classes)}
+    flops, moved = 2 * s.tokens * s.width * s.classes, 2 * (s.tokens + s.classes) * s.width * REAL
+    floors = (0, 3 * flops), (moved, 0)  # gradients are made going forward, and multiplied
+    yield Case("linear_cross_entropy", ops.linear_cross_entropy, (h, table.T), options, *floors)
+
+
+def rates(place: Backend, s: Sizes, rounds: int) -> dict[str, float]:
+    """Bytes a second of a copy, read and written; FLOPs a second of a product, and in TF32."""
+    rng = place.generator(4)
+    x = rng.normal((4 * s.rows, s.width))
+    a, b, out = (rng.normal((s.matrix, s.matrix)) for _ in range(3))
+    turns: dict[str, Callable[[], Any]] = {"copy": x.copy, "product": lambda: a.dot(b, out)}
+    if place.name == "cupy":  # the switch is CuPy's own
+
+        def rounded() -> None:
+            with tf32():
+                a.dot(b, out)
+
+        turns["product, TF32"] = rounded
+    seconds = measured(place, turns, s.repeats, rounds)
+    work = {"copy": 2 * math.prod(x.shape) * REAL}
+    return {name: work.get(name, 2 * s.matrix**3) / min(found) for name, found in seconds.items()}
+
+
+def costs(place: Backend, rounds: int, repeats: int) -> dict[str, float]:
+    """Seconds of the host, from one call to the next, of calls that give a device next to no work.
+
+    A RawKernel by our launcher; an op that launches one; an array call; a product of two dimensions
+    as kernels call it, and as generic code does.
+    """
+    x, y = (place.asarray([[1.0, 2.0], [3.0, 4.0]], "float32") for _ in range(2))
+    turns: dict[str, Callable[[], Any]] = {
+        "launch of a RawKernel": partial(
+            module.launch,
+            softmax.SOURCE,
+            "softmax_forward",
+            x,
+            grid=(2,),
+            block=(32,),
+            args=(x, y, 2, 1),
+            WIDE=0,
+        ),
+        "op with one launch": lambda: ops.silu(x),
+        "array call, x + y": lambda: x + y,
+        "product, a.dot(b)": lambda: x.dot(y),
+        "product, a @ b": lambda: x @ y,
+    }
+    seconds = measured(place, turns, repeats, rounds)
+    return {name: min(found) for name, found in seconds.items()}
+
+
+def kernels(
+    place: Backend, s: Sizes, rate: dict[str, float], rounds: int
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Of each case and direction a row, and what is wrong: its times are not reported."""
+    rows, wrong = list[dict[str, Any]](), list[str]()
+    for case in cases(place, s):
+        with case.context():
+            error = _error(place, case)
+            if not error <= TOLERANCE:
+                wrong.append(f"{case.name}: relative error {error:.1e}, allowed {TOLERANCE:.0e}")
+                continue
+            said = explain(case.op, *case.args, **case.options).partition("\n")[0]
+            turns: dict[str, Callable[[], Any]] = {"forward": partial(_run, case)}
+            if case.backward is not None:
+                y, cache = case.op(*case.args, **case.options)
+                turns["backward"] = partial(cache.backward, _like(y))
+            seconds = measured(place, turns, s.repeats, rounds)
+        for direction, found in seconds.items():
+            moved, flops = case.forward if direction == "forward" else case.backward or (0, 0)
+            floor = max(moved / rate["copy"], flops / rate["product"])
+            row = {"name": f"{case.name}, {direction}", "seconds": min(found), "floor": floor}
+            rows.append(row | {"error": error, "runs": said.partition(": ")[2]})
+    return rows, wrong
+
+
+def measured(
+    place: Backend, turns: dict[str, Callable[[], Any]], repeats: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a call in each turn of `repeats` calls."""
+
+    def turn(run: Callable[[], Any]) -> list[float]:
+        place.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        place.synchronize()
+        return [(time.perf_counter() - start) / repeats]
+
+    own = {name: partial(turn, run) for name, run in turns.items()}
+    return harness.interleave(own, rounds, lambda: None)
+
+
+def _run(case: Case) -> Any:
+    return case.op(*case.args, **case.options)
+
+
+def _like(y: Array) -> Array:
+    """A gradient of y that is not the same everywhere."""
+    return y * 0.5 + 1.0
+
+
+def _results(case: Case) -> list[Array]:
+    """What the call gives, and its gradients."""
+    if case.backward is None:
+        return list(tree.flatten(_run(case)).values())
+    y, cache = _run(case)
+    return list(tree.flatten((y, cache.backward(_like(y)))).values())
+
+
+def _error(place: Backend, case: Case) -> float:
+    """The largest relative error of the results, against the reference's."""
+    got = _results(case)
+    with reference_only():
+        wanted = _results(case)
+    return max(_off(place, *pair) for pair in zip(got, wanted, strict=True))
+
+
+def _off(place: Backend, got: Array, wanted: Array) -> float:
+    xp = place.xp
+    got, wanted = (xp.astype(a, xp.float64) for a in (got, wanted))
+    size = float(xp.sum(wanted**2)) ** 0.5
+    return float(xp.sum((got - wanted) ** 2)) ** 0.5 / max(size, 1e-30)
+
+
+def kernel_table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Cells of a table."""
+    lines = [["kernel", "us", "floor, us", "of the floor", "error", "runs"]]
+    for row in rows:
+        share = f"{row['floor'] / row['seconds']:.0%}"
+        times = (f"{1e6 * row['seconds']:.1f}", f"{1e6 * row['floor']:.1f}")
+        short = row["runs"].removeprefix("xformer.backends.")
+        lines.append([row["name"], *times, share, f"{row['error']:.0e}", short])
+    return lines
