@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from xformer import tree
+from xformer.shapes import working_dtype
 from xformer.typing import Array
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
@@ -44,6 +46,8 @@ class Backend:
 
     hint = ""  # what to do about a dtype that is missing
     compiles = False  # anew for every shape, which takes long
+    # Dtypes in which its kernels may store weights and activations, while they compute in float32.
+    precisions: ClassVar[tuple[str, ...]] = ()
 
     def asarray(self, values: Any, dtype: str | None = None) -> Array:
         """An array of this backend from host data (numbers, sequences, NumPy arrays).
@@ -65,6 +69,35 @@ class Backend:
     def to_numpy(self, array: Array) -> np.ndarray:
         """The values of an array as a NumPy array on the host."""
         return np.asarray(array)
+
+    def weights(self, params: Any, precision: str | None) -> Any:
+        """The parameters as a model computes with them: rounded to one of `precisions`.
+
+        Activations and their gradients are stored so too; sums, statistics, losses and gradients of
+        parameters are float32, as the parameters stay. None: the parameters themselves. ValueError
+        where the backend has no such precision, or parameters are not float32.
+        """
+        if precision is None:
+            return params
+        self.require_precision(precision)
+
+        def rounded(p: Array) -> Array:
+            if p.dtype != self.xp.float32:
+                raise ValueError(f"precision {precision} is for float32 parameters, got {p.dtype}")
+            return self.xp.astype(p, _stored(precision))
+
+        return tree.map(rounded, params)
+
+    def require_precision(self, precision: str) -> None:
+        """ValueError for one that the backend has not."""
+        if precision not in self.precisions:
+            able = " and ".join((*self.dtypes, *self.precisions))
+            raise ValueError(f"backend {self.name} stores numbers in {able}, not {precision}")
+
+    def widened(self, array: Array) -> Array:
+        """An array in the dtype to compute in: float32 of what is stored in a precision."""
+        dtype = working_dtype(array)
+        return array if array.dtype == dtype else self.xp.astype(array, dtype)
 
     def synchronize(self) -> None:
         """Wait until all work handed to the device is done (nothing to do on a CPU)."""
@@ -103,6 +136,14 @@ class Backend:
     def device_name(self) -> str:
         """What the device is called."""
         return "cpu" if self.device is None else str(self.device)
+
+
+def _stored(precision: str) -> Any:
+    if precision == "float16":
+        return np.dtype(precision)
+    import ml_dtypes  # which every backend that has it brings along
+
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 class Generator:

@@ -23,6 +23,7 @@ from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held
 from xformer.layers.past import append
 from xformer.ops import random_bits, rope
+from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
 from xformer.optim.ema import ema_leaves
@@ -39,8 +40,9 @@ KERNELS = [
     for kernel in kernels
 ]
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
-# append: test_past.py, held: test_checkpointing.py, advance: test_numpy_advance.py
-WITHOUT_GRADIENT = (random_bits, in_range, append, held, advance, *UPDATES)
+# append: test_past.py, held: test_checkpointing.py, advance: test_numpy_advance.py, sum_to, whose
+# kernel is for what is stored in two bytes alone: test_cuda_precision.py
+WITHOUT_GRADIENT = (random_bits, in_range, append, held, advance, sum_to, *UPDATES)
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
 REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]
 

@@ -34,6 +34,7 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]
     library: str
     unsupported: Unsupported | None  # same arguments -> why it cannot run, or None
+    stores: tuple[str, ...] = ()  # dtypes of arrays that it reads and no reference computes in
 
 
 class Dropped(NamedTuple):
@@ -68,7 +69,7 @@ class Overridable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op."""
         if self._check is not None:
-            self._check(args, kwargs)
+            self._check(args, kwargs, self.stored_by)
         library = _libraries.get(type(args[0])) if args else None
         kernels = self.kernels.get(library or self._library(args, kwargs))
         run = self.reference
@@ -77,10 +78,29 @@ class Overridable:
                 if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
                     run = kernel.run
                     break
+        if run is self.reference and kernels:
+            self._require_computed(kernels, args, kwargs)
         if self.has_backward and _inference.get():
             y, _ = run(*args, **kwargs)
             return y, Dropped()
         return run(*args, **kwargs)
+
+    def stored_by(self, library: str) -> set[str]:
+        """Dtypes that a kernel of a library stores arrays in, beside those of references."""
+        return {name for kernel in self.kernels.get(library, ()) for name in kernel.stores}
+
+    def _require_computed(self, kernels: list[Kernel], args: Any, kwargs: Any) -> None:
+        """TypeError for what kernels alone read, where none of them runs."""
+        for kernel in kernels:
+            if not kernel.stores:
+                continue
+            dtypes = {str(getattr(array, "dtype", None)) for array in (*args, *kwargs.values())}
+            for dtype in dtypes & set(kernel.stores):
+                why = kernel.unsupported and kernel.unsupported(*args, **kwargs)
+                raise TypeError(
+                    f"{self.__name__}: no kernel runs in {dtype}: "
+                    f"{why or 'reference_only() is active'}"
+                )
 
     def _library(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """That of the first array, which may be the first of a list."""
@@ -118,17 +138,22 @@ def overridable(reference: Callable[..., Any] | None = None, *, backward: bool =
 
 
 def kernel(
-    op: Overridable, library: str, *, unsupported: Unsupported | None = None
+    op: Overridable,
+    library: str,
+    *,
+    unsupported: Unsupported | None = None,
+    stores: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as `op` for arrays of `library`.
 
     `unsupported(same arguments)` returns a sentence saying why the kernel cannot run, or None.
+    stores: dtypes beside float32 and float64 that it can read; references never see such arrays.
     Of several kernels for one library the last registered is asked first. A kernel's cache is its
     own class with a `backward`, or the reference's cache, whose backward then runs.
     """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        op.kernels.setdefault(library, []).insert(0, Kernel(run, library, unsupported))
+        op.kernels.setdefault(library, []).insert(0, Kernel(run, library, unsupported, stores))
         return run
 
     return register

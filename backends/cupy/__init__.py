@@ -26,6 +26,7 @@ from xformer.backends.cupy import (
     rope,
     sdpa,
     softmax,
+    sum_to,
 )
 from xformer.backends.cupy.index_add import deterministic
 from xformer.backends.cupy.products import tf32
@@ -51,6 +52,7 @@ __all__ = [
     "rope",
     "sdpa",
     "softmax",
+    "sum_to",
     "tf32",
 ]
 

@@ -17,7 +17,8 @@
 // Which keys a query sees, and which of them dropout keeps, are bits of one word: element (a, c) of
 // a thread is bit a * RN + c. Sums have a fixed order, and there are no atomics.
 
-constexpr int PACK = VEC;
+constexpr int PACK = 16 / sizeof(real);
+using Piece = Elements<real, PACK>;
 constexpr int TX = 8, TY = 16, THREADS = TX * TY;
 constexpr int BLOCKS = 2;  // of a multiprocessor, at least: 255 registers for each thread
 constexpr int UNROLLED = sizeof(real) == 4 ? 2 : 1;  // steps of the inner loops
@@ -40,8 +41,8 @@ constexpr int WEIGHTS = OTHER + PACK;  // of a row of weights
 // keep: 1 - rate; lowest: the lowest word of philox.cuh that keeps. packed: rows of q, k, v and all
 // outputs can be accessed 16 bytes at a time.
 #define ATTENTION_PARAMETERS                                                                       \
-    const real *__restrict__ q, const real *__restrict__ k, const real *__restrict__ v,            \
-        const real *__restrict__ bias, const real *__restrict__ sinks,                             \
+    const stored *__restrict__ q, const stored *__restrict__ k, const stored *__restrict__ v,      \
+        const stored *__restrict__ bias, const stored *__restrict__ sinks,                         \
         const bool *__restrict__ mask, long long heads, long long groups, long long queries,       \
         long long keys, long long width, long long value_width, long long q_b, long long q_h,      \
         long long q_t, long long k_b, long long k_g, long long k_s, long long v_b, long long v_g,  \
@@ -58,7 +59,7 @@ constexpr int WEIGHTS = OTHER + PACK;  // of a row of weights
      unsigned(step), packed != 0}
 
 struct Attention {
-    const real *q, *k, *v, *bias, *sinks;
+    const stored *q, *k, *v, *bias, *sinks;
     const bool* mask;
     int heads, groups, queries, keys, width, value_width;
     long long q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s;
@@ -124,19 +125,19 @@ struct Constant {
 
 // A tile of rows of `width` numbers, times factor(row); zeros behind the first `rows`.
 template <class Tile, class F>
-__device__ __forceinline__ void load_rows(real* to, const real* from, long long stride, int rows,
+__device__ __forceinline__ void load_rows(real* to, const stored* from, long long stride, int rows,
                                           int width, bool packed, F factor) {
     constexpr int PACKS = WIDTH / PACK;
     for (int i = threadIdx.x; i < Tile::ROWS * PACKS; i += THREADS) {
         const int r = i / PACKS, c = i % PACKS * PACK;
-        Pack p = {};
+        Piece p = {};
         if (r < rows) {
-            const real* const x = from + r * stride + c;
+            const stored* const x = from + r * stride + c;
             if (!packed) {
                 for (int l = 0; l < PACK; ++l)
                     if (c + l < width) p.v[l] = x[l];
             } else if (c < width) {
-                p = load(x);
+                p = load<PACK>(x);
             }
             const real f = factor(r);
             for (int l = 0; l < PACK; ++l) p.v[l] *= f;
@@ -173,12 +174,12 @@ __device__ __forceinline__ void dots(const real* own, const real* other, int wid
         for (int c = 0; c < RN; ++c) out[a][c] = 0;
 #pragma unroll UNROLLED
     for (int k = 0; k < width; k += PACK) {
-        Pack y[RN];
+        Piece y[RN];
 #pragma unroll
-        for (int c = 0; c < RN; ++c) y[c] = load(other + c * TX * STRIDE + k);
+        for (int c = 0; c < RN; ++c) y[c] = load<PACK>(other + c * TX * STRIDE + k);
 #pragma unroll
         for (int a = 0; a < RM; ++a) {
-            const Pack x = load(own + a * TY * STRIDE + k);
+            const Piece x = load<PACK>(own + a * TY * STRIDE + k);
 #pragma unroll
             for (int c = 0; c < RN; ++c)
 #pragma unroll
@@ -186,11 +187,6 @@ __device__ __forceinline__ void dots(const real* own, const real* other, int wid
         }
     }
 }
-
-template <int N>
-struct __align__(sizeof(real) * N) Some {
-    real v[N];
-};
 
 // This thread's weights, for the threads of its warp.
 __device__ __forceinline__ void put(real* weights, const real (&x)[RM][RN]) {
@@ -201,10 +197,10 @@ __device__ __forceinline__ void put(real* weights, const real (&x)[RM][RN]) {
     for (int a = 0; a < RM; ++a)
 #pragma unroll
         for (int c = 0; c < RN; c += TOGETHER) {
-            Some<TOGETHER> some;
+            Elements<real, TOGETHER> some;
 #pragma unroll
             for (int l = 0; l < TOGETHER; ++l) some.v[l] = x[a][c + l];
-            *reinterpret_cast<Some<TOGETHER>*>(weights + a * TY * WEIGHTS + c) = some;
+            store(weights + a * TY * WEIGHTS + c, some);
         }
     __syncwarp();
 }
@@ -215,15 +211,15 @@ __device__ __forceinline__ void mix(const real* weights, const real* other, real
     other += thread_x() * PACK;
 #pragma unroll UNROLLED
     for (int c = 0; c < OTHER; c += PACK) {
-        Pack x[RM];
+        Piece x[RM];
 #pragma unroll
-        for (int a = 0; a < RM; ++a) x[a] = load(weights + a * TY * WEIGHTS + c);
+        for (int a = 0; a < RM; ++a) x[a] = load<PACK>(weights + a * TY * WEIGHTS + c);
 #pragma unroll
         for (int l = 0; l < PACK; ++l) {
             const real* const row = other + place<RN, TX>(c + l) * STRIDE;
 #pragma unroll
             for (int n = 0; n < RW; n += PACK) {
-                const Pack y = load(row + n * TX);
+                const Piece y = load<PACK>(row + n * TX);
 #pragma unroll
                 for (int a = 0; a < RM; ++a)
 #pragma unroll
@@ -234,12 +230,13 @@ __device__ __forceinline__ void mix(const real* weights, const real* other, real
 }
 
 // A row of `width` numbers, of which a thread has those that `mix` gave it, times factor.
-__device__ __forceinline__ void store_row(real* to, const real (&x)[RW], int width, bool packed,
+template <class T>
+__device__ __forceinline__ void store_row(T* to, const real (&x)[RW], int width, bool packed,
                                           real factor) {
 #pragma unroll
     for (int n = 0; n < RW; n += PACK) {
         const int c = n * TX + thread_x() * PACK;
-        Pack p;
+        Piece p;
 #pragma unroll
         for (int m = 0; m < PACK; ++m) p.v[m] = x[n + m] * factor;
         if (!packed) {

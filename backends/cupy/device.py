@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 from xformer.backends.base import Backend, Memory, Unusable
 
+from xformer.shapes import STORED
 from xformer.typing import Array
 
 OLDEST = (14, 2)  # as the extras cuda12 and cuda13 ask for
@@ -20,6 +21,8 @@ OLDEST = (14, 2)  # as the extras cuda12 and cuda13 ask for
 @dataclass(frozen=True)
 class CupyBackend(Backend):
     """Arrays on one CUDA device."""
+
+    precisions = STORED
 
     def to_numpy(self, array: Array) -> np.ndarray:
         """The values of an array as a NumPy array on the host."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import cupy
 import numpy as np
-from xformer.backends.cupy.module import LAUNCHERS, Source
+from xformer.backends.cupy.module import LAUNCHERS, Source, arithmetic
 
 from xformer.typing import Array
 
@@ -35,7 +35,7 @@ def launch(
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _compiled(source, name, like.dtype.name, macros)
-    real = like.dtype.type
+    real = np.dtype(arithmetic(like.dtype.name)).type
     plain = tuple([_argument(arg, real) for arg in args])
     device = like.device
     if device.id == cupy.cuda.runtime.getDevice():

@@ -6,17 +6,26 @@ import math
 from typing import NamedTuple
 
 from xformer.backends.cupy.column_sums import PARTS, column_sums, fits_shared
-from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+from xformer.backends.cupy.module import (
+    Source,
+    contiguous,
+    empty,
+    launch,
+    real_size,
+    threads,
+    wide,
+)
 
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.layer_norm import layer_norm as reference
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1))
+SOURCE = Source(__file__, stored=True, WIDE=(0, 1))
 
 
-@kernel(reference, "cupy")
+@kernel(reference, "cupy", stores=STORED)
 def layer_norm(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
 ) -> tuple[Array, LayerNormCache]:
@@ -25,7 +34,7 @@ def layer_norm(
     require_axis("layer_norm", x, -1)
     x, w, b = contiguous(x), contiguous(w), None if b is None else contiguous(b)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    y, mean, rstd = empty(x), empty(x, (rows,)), empty(x, (rows,))
+    y, (mean, rstd) = empty(x), (empty(x, (rows,), working_dtype(x)) for _ in range(2))
     vec = wide(width, x, w, b, y)
     launch(
         SOURCE,
@@ -56,9 +65,9 @@ class LayerNormCache(NamedTuple):
         dy = contiguous(dy)
         rows, width = mean.shape[0], w.shape[0]
         n_parts = min(rows, PARTS)
-        dx, parts = empty(x), empty(x, (1 + has_b, n_parts, width))
+        dx, parts = empty(x), empty(x, (1 + has_b, n_parts, width), working_dtype(x))
         arrays = x, w, mean, rstd, dy, dx, parts
-        shared = fits_shared((1 + has_b) * width * x.dtype.itemsize)
+        shared = fits_shared((1 + has_b) * width * real_size(x))
         launch(
             SOURCE,
             "layer_norm_backward",

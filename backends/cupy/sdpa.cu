@@ -21,6 +21,12 @@
 #include "common.cuh"
 #include "attention.cuh"
 
+#if FEW
+using summed = real;  // parts, which are put together or rounded afterwards
+#else
+using summed = stored;
+#endif
+
 // What a thread has of the softmax of its queries: total of its own keys alone.
 struct Sums {
     real top[RM], total[RM], ctx[RM][RW];
@@ -60,7 +66,8 @@ __device__ __forceinline__ void take_in(Sums& sums, real (&s)[RM][RN]) {
 
 // Where the sums of query i go: ctx, top and total of it, of the part's own.
 struct Place {
-    real *ctx, *top, *total;
+    summed* ctx;
+    real *top, *total;
 };
 
 __device__ __forceinline__ void write(const Attention& at, Sums& sums, int i0, bool whole,
@@ -86,7 +93,7 @@ __device__ __forceinline__ void write(const Attention& at, Sums& sums, int i0, b
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    sdpa_forward(ATTENTION_PARAMETERS, real* __restrict__ ctx, real* __restrict__ tops,
+    sdpa_forward(ATTENTION_PARAMETERS, summed* __restrict__ ctx, real* __restrict__ tops,
                  real* __restrict__ totals, long long n_splits, long long split) {
     const Attention at = ATTENTION;
     SHARED_BUFFER(real, q_tile);
@@ -143,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 extern "C" __global__ void sdpa_combine(const real* __restrict__ part_ctx,
                                         const real* __restrict__ part_tops,
                                         const real* __restrict__ part_totals,
-                                        real* __restrict__ ctx, real* __restrict__ tops,
+                                        stored* __restrict__ ctx, real* __restrict__ tops,
                                         real* __restrict__ totals, long long heads,
                                         long long queries, long long width, real keep,
                                         long long n_splits) {

@@ -18,6 +18,7 @@ from cuda_shim.array import DEVICE, Array, Fault, namespace
 from cuda_shim.build import COMPILER, missing_compiler
 from cuda_shim.launcher import launch
 from xformer import dispatch
+from xformer.shapes import STORED
 
 __all__ = ["COMPILER", "DEVICE", "Array", "Fault", "ShimBackend", "backend"]
 
@@ -27,6 +28,8 @@ NAME = __name__
 @dataclass(frozen=True)
 class ShimBackend(Backend):
     """Arrays that only kernels and the namespace can reach."""
+
+    precisions = STORED
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """The values of an array as a NumPy array on the host."""

@@ -459,7 +459,7 @@ void map_regions(int count) {
     for (int i = 0; i < count; ++i) {
         const shim::Arg& a = arguments[i];
         if (a.kind != 'p' || a.low >= a.high) continue;
-        const unsigned size = strchr("fiI", a.type) ? 4 : strchr("?bB", a.type) ? 1 : strchr("hH", a.type) ? 2 : 4;
+        const unsigned size = strchr("fiI", a.type) ? 4 : strchr("?bB", a.type) ? 1 : strchr("hHeE", a.type) ? 2 : 4;
         spans.push_back({(uintptr_t)a.low, (uintptr_t)a.high, size, nullptr});
     }
     std::sort(spans.begin(), spans.end(), [](const Region& a, const Region& b) { return a.low < b.low; });

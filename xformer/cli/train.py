@@ -138,7 +138,11 @@ def _conclude(job: Job, state: State, folder: Path) -> None:
 def _sample(job: Job, params: Any, max_new: int) -> None:
     options: Any = {"sampler": temperature(0.8), "seed": job.config.seed, "slide": True}
     words = job.corpus.vocabulary
-    write(stream_text(job.model, params, words, job.prompt, max_new=max_new, **options), job.prompt)
+    with job.place.active():
+        weights = job.place.weights(params, job.config.precision)
+    write(
+        stream_text(job.model, weights, words, job.prompt, max_new=max_new, **options), job.prompt
+    )
 
 
 def new_folder(out: str | None, name: str = "gpt") -> Path:

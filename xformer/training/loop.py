@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace
@@ -13,7 +14,7 @@ from xformer import inference, ops, optim, tree
 from xformer.backends import Backend
 from xformer.checks import require_ids
 from xformer.generation.prefix import place_of
-from xformer.optim import Optimiser, Schedule
+from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
 from xformer.training.state import State
@@ -95,15 +96,19 @@ def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | Non
 def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) -> State:
     """The state before the first step; optimiser: unless given, the one of config.
 
-    ValueError where all parameters are frozen.
+    ValueError where all parameters are frozen, and for a precision that their backend has not.
     """
     trained = tree.trained(params)
     if not tree.flatten(trained):
         raise ValueError("train: all parameters are frozen")
     optimiser = optimiser or config.chosen_optimiser()
-    with place_of(trained).active():
+    place = place_of(trained)
+    if config.precision is not None:
+        place.require_precision(config.precision)
+    with place.active():
         own = optimiser.init(trained)
-    return State(params, own, None if config.ema is None else trained)
+    scale = LossScale() if config.precision == "float16" else None
+    return State(params, own, None if config.ema is None else trained, loss_scale=scale)
 
 
 def train(
@@ -132,6 +137,10 @@ def train(
 
     A step of config.accumulate batches is one of the big batch that they make, to rounding, where
     there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
+
+    In a precision (config.precision) weights are rounded once a step, and for validation; what is
+    in the state stays float32. Where gradients overflow float16, the step is made of the next
+    batches, with a lower scale of the loss.
     """
     optimiser = optimiser or config.chosen_optimiser()
     schedule = schedule or config.learning_rate()
@@ -146,7 +155,10 @@ def train(
             state, value, norm = _step(loss, state, source, config, place, optimiser, lr, donate)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
-            validation = evaluate(loss, state.averaged, held_out, place)
+            with place.active():
+                weights = place.weights(state.averaged, config.precision)
+            validation = evaluate(loss, weights, held_out, place)
+            del weights
             state = _judged(state, validation)
         state = state._replace(seconds=time.perf_counter() - begun)
         memory = place.memory().peak
@@ -185,14 +197,7 @@ def _step(
     donate: bool,
 ) -> tuple[State, float, float]:
     """The state after a step, its loss and the norm of its gradient."""
-    numbers = range(state.batches, state.batches + config.accumulate)
-    batches = [source.batch(number) for number in numbers]
-
-    def one(params: Any, i: int) -> tuple[Array, Any]:
-        # A dropout mask for each batch of the run, whichever step it falls in.
-        return loss(params, batches[i], place, ops.Key(config.seed, step=numbers[i] + 1))
-
-    value, grads = optim.accumulate(one, state.params, batches)
+    state, value, grads = _gradients(loss, state, source, config, place)
     clip = math.inf if config.clip is None else config.clip
     clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
     options = {"lr": lr, "donate": donate}
@@ -208,10 +213,63 @@ def _step(
         optimiser=own,
         ema=average,
         step=state.step + 1,
-        batches=numbers.stop,
-        tokens=state.tokens + sum(batch.n_tokens for batch in batches),
     )
     return state, found, size
+
+
+def _gradients(
+    loss: Loss, state: State, source: Batches, config: TrainConfig, place: Backend
+) -> tuple[State, Array, Any]:
+    """The state after the batches of a step, their loss and its gradients.
+
+    Of gradients that overflow the next batches take the place, with a lower scale.
+    """
+    weights = place.weights(state.params, config.precision)
+    while True:
+        numbers = range(state.batches, state.batches + config.accumulate)
+        batches = [source.batch(number) for number in numbers]
+        one = partial(_one, loss, batches, numbers, state.loss_scale, config.seed, place)
+        value, grads = optim.accumulate(one, weights, batches)
+        tokens = state.tokens + sum(batch.n_tokens for batch in batches)
+        state = state._replace(batches=numbers.stop, tokens=tokens)
+        if state.loss_scale is None:
+            return state, value, grads
+        grads, finite = state.loss_scale.unscale(grads, tree.trained(state.params))
+        if not finite and not _is_finite(value):  # which no scale would change
+            return state, value, grads
+        try:
+            state = state._replace(loss_scale=state.loss_scale.update(finite))
+        except FloatingPointError as error:
+            raise Diverged(f"step {state.step + 1}: {error}") from error
+        if finite:
+            return state, value, grads
+
+
+def _one(
+    loss: Loss,
+    batches: Sequence[Batch],
+    numbers: range,
+    scale: LossScale | None,
+    seed: int,
+    place: Backend,
+    params: Any,
+    i: int,
+) -> tuple[Array, Any]:
+    """The loss of a batch; its gradients come out times the scale."""
+    # A dropout mask for each batch of the run, whichever step it falls in.
+    value, cache = loss(params, batches[i], place, ops.Key(seed, step=numbers[i] + 1))
+    return value, cache if scale is None else Scaled(cache, scale.scale)
+
+
+class Scaled(NamedTuple):
+    """The cache of a loss, whose gradients come out times a factor."""
+
+    cache: Any
+    factor: float
+
+    def backward(self, dloss: Array) -> Any:
+        """Gradients of the parameters, times the factor."""
+        return self.cache.backward(dloss * self.factor)
 
 
 def _read(loss: Array, norm: Array, place: Backend) -> tuple[float, float]:

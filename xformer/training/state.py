@@ -19,6 +19,7 @@ import safetensors
 from xformer import tree
 from xformer.backends import Backend
 from xformer.files import replacing
+from xformer.optim import LossScale
 from xformer.training.checkpoint import CheckpointError, write_arrays
 
 FORMAT = "xformer-state-1"
@@ -41,6 +42,7 @@ class State(NamedTuple):
     best: float = math.inf  # the lowest validation loss,
     best_step: int = 0  # of this step; 0: none was measured
     stale: int = 0  # validations since then
+    loss_scale: LossScale | None = None  # of float16
 
     @property
     def averaged(self) -> Any:

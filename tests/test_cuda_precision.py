@@ -1,0 +1,384 @@
+"""Kernels on arrays that are stored in two bytes, and what is refused there, on the stand-in.
+
+Training in a precision is in test_precision.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cuda_shim
+import numpy as np
+import pytest
+from cuda_shim import Fault
+from libraries import STAND_IN, only
+from xformer.backends import Backend
+from xformer.backends.cupy import deterministic
+from xformer.backends.cupy.module import Source, launch
+
+from xformer import Key, backends, ops, reference_only
+from xformer.ops.sum_to import sum_to
+from xformer.shapes import STORED
+
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
+
+pytestmark = only(STAND_IN)
+
+Host = np.ndarray
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")}
+# The largest share of a number that is lost in rounding, and the smallest step of all.
+ROUNDING = {"bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25)}
+STORAGE = Source(str(Path(cuda_shim.__file__).with_name("storage.py")), stored=True)
+in_both = pytest.mark.parametrize("precision", STORED)
+
+
+def normal(seed: int, *shape: int) -> Host:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def rounded(x: Any, precision: str) -> Any:
+    """Numbers of a precision, as float64."""
+    real = isinstance(x, np.ndarray) and x.dtype.kind == "f"
+    return x.astype(np.float32).astype(DTYPES[precision]).astype(np.float64) if real else x
+
+
+def on(library: Backend, x: Any, dtype: Any) -> Any:
+    """On the stand-in, real numbers in that dtype."""
+    if not isinstance(x, np.ndarray):
+        return x
+    return cuda_shim.Array(x.astype(dtype)) if x.dtype.kind == "f" else library.asarray(x)
+
+
+def outcome(op: Callable[..., Any], arrays: Any, options: Any, given: Any) -> list[Any]:
+    """y and the gradients; given: what is made of each dy."""
+    y, cache = op(*arrays, **options)
+    dy = np.asarray(0.5 + np.cos(np.arange(y.size))).reshape(y.shape)
+    dy = dy.astype(DTYPES["bfloat16"]).astype(np.float64)  # a number of float16 too
+    grads = cache.backward(given(dy, y.dtype))
+    return [y, *(grads if isinstance(grads, tuple) else (grads,))]
+
+
+def of_numpy(op: Callable[..., Any], arrays: Any, options: Any, dtype: str) -> list[Any]:
+    """The reference's."""
+
+    def given(x: Any, dtype: Any = dtype) -> Any:
+        return x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+
+    with reference_only():
+        options = {name: given(a) for name, a in options.items()}
+        found = outcome(op, [given(a) for a in arrays], options, given)
+    return [None if a is None else np.asarray(a, np.float64) for a in found]
+
+
+def require_exact(
+    library: Backend,
+    precision: str,
+    op: Callable[..., Any],
+    *arrays: Any,
+    kinds: str,
+    roundings: int = 1,
+    **options: Any,
+) -> None:
+    """Within twice the error of float32 arithmetic on the rounded inputs, and a rounding of y.
+
+    kinds: of y and each gradient, s where it is stored in the precision, f where it is float32.
+    """
+    arrays = tuple(rounded(a, precision) for a in arrays)
+    exact, plain = (of_numpy(op, arrays, options, dtype) for dtype in ("float64", "float32"))
+    stored = [on(library, a, DTYPES[precision]) for a in arrays]
+    options = {name: on(library, a, np.float32) for name, a in options.items()}
+    got = outcome(op, stored, options, lambda dy, dtype: on(library, dy, dtype))
+    names = ["-" if a is None else "s" if a.dtype.name == precision else "f" for a in got]
+    assert "".join(names) == kinds
+    assert all(a.dtype.name == "float32" for a, kind in zip(got, kinds, strict=True) if kind == "f")
+    share, least = ROUNDING[precision]
+    for i, (a, p, wanted) in enumerate(zip(got, plain, exact, strict=True)):
+        if a is None:
+            continue
+        values = library.to_numpy(a).astype(np.float64)
+        assert values.shape == wanted.shape
+        size = np.max(np.abs(wanted), initial=0)
+        allowed = 2 * np.max(np.abs(p - wanted), initial=0) + 8 * np.finfo(np.float32).eps * size
+        if kinds[i] == "s" or roundings > 1:
+            allowed = allowed + roundings * np.maximum(share * (np.abs(wanted) + allowed), least)
+        if roundings > 1:  # of numbers before they cancel
+            allowed = allowed + roundings * share * size
+        off = np.abs(values - wanted)
+        assert np.all(off <= allowed), f"{'y' if i == 0 else f'gradient {i}'}: {np.max(off):.1e}"
+
+
+# ---- The numbers themselves ----
+
+
+def hard_numbers() -> Host:
+    """Around every number of both precisions: itself, the ties beside it, and their neighbours."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(all="ignore"):
+        halves = every.view(np.float16).astype(np.float32)
+        brains = every.view(ml_dtypes.bfloat16).astype(np.float32)
+        ties = (every.astype(np.uint32) << 16 | 0x8000).view(np.float32)
+        between = halves[:-1] + (halves[1:] - halves[:-1]) / np.float32(2)
+        near = [f(x) for x in (halves, between, ties) for f in (next_up, next_down)]
+    return np.concatenate([halves, brains, ties, between, *near])
+
+
+def next_up(x: Host) -> Host:
+    return np.nextafter(x, np.float32(np.inf))
+
+
+def next_down(x: Host) -> Host:
+    return np.nextafter(x, np.float32(-np.inf))
+
+
+@in_both
+def test_rounding_to_the_nearest_even(library: Backend, precision: str) -> None:
+    """Of every number beside which it could go wrong, subnormal and infinite ones too."""
+    x = hard_numbers()
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = x.astype(DTYPES[precision])
+    y = cuda_shim.Array(np.zeros(x.shape, DTYPES[precision]))
+    back = library.asarray(np.zeros_like(x))
+    options: Any = {"grid": (-(-x.size // 256),), "block": (256,)}
+    launch(STORAGE, "narrow", y, args=(library.asarray(x), y, x.size), **options)
+    launch(STORAGE, "widen", y, args=(y, back, x.size), **options)
+    real = ~np.isnan(x)
+    assert np.array_equal(y.host[real].view(np.uint16), wanted[real].view(np.uint16))
+    assert np.isnan(y.host[~real].astype(np.float32)).all()
+    assert np.array_equal(back.host[real], wanted[real].astype(np.float32))
+
+
+# ---- Kernels: rows of one number, of packs of eight, of some more ----
+
+WIDTHS = (1, 8, 13, 64, 264)
+
+
+@in_both
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows(library: Backend, precision: str, width: int) -> None:
+    x, w, b = normal(1, 5, width), normal(2, width), normal(3, width)
+
+    def require(op: Any, *arrays: Any, **options: Any) -> None:
+        require_exact(library, precision, op, *arrays, **options)
+
+    require(ops.layer_norm, x, w, b, kinds="ssff", eps=0.1)
+    require(ops.layer_norm, x, w, kinds="ssf-", eps=0.1, eps_inside=False)
+    require(ops.rms_norm, x, w, kinds="ssf", eps=0.1, offset=1.0)
+    require(ops.rms_norm, x, kinds="ss-", eps=0.1)
+    require(ops.glu, x, b + x, kinds="sss")
+
+
+@in_both
+def test_more_rows_than_parts(library: Backend, precision: str) -> None:
+    """Sums over rows are float32: 1,100 ones would be 256 in bfloat16."""
+    x, w = normal(1, 1100, 3), normal(2, 3)
+    require_exact(library, precision, ops.layer_norm, x, w, w, kinds="ssff")
+    require_exact(library, precision, ops.rms_norm, x, w, kinds="ssf")
+
+
+@in_both
+@pytest.mark.parametrize("size", [5, 64])
+@pytest.mark.parametrize(
+    "name", ["relu", "silu", "tanh", "sigmoid", "erf", "relu_squared", "quick_gelu", "gelu"]
+)
+def test_activations(library: Backend, precision: str, name: str, size: int) -> None:
+    require_exact(library, precision, getattr(ops, name), 3 * normal(1, size), kinds="ss")
+
+
+@in_both
+@pytest.mark.parametrize("size", [3, 64, 1032])
+def test_dropout(library: Backend, precision: str, size: int) -> None:
+    options: Any = {"rate": 0.3, "key": Key(3, 1)}
+    require_exact(library, precision, ops.dropout, normal(1, size), kinds="ss", **options)
+
+
+@in_both
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(library: Backend, precision: str, interleaved: bool) -> None:
+    """Its tables are float32."""
+    angles = normal(2, 7, 3).astype(np.float32)
+    tables: Any = {"cos": np.cos(angles), "sin": np.sin(angles), "interleaved": interleaved}
+    require_exact(library, precision, ops.rope, normal(1, 2, 3, 7, 8), kinds="ss", **tables)
+    x = on(library, normal(1, 2, 3, 7, 8), DTYPES[precision])
+    with pytest.raises(TypeError, match=f"rope: cos must be float32, got {precision}"):
+        ops.rope(x, cos=on(library, angles, x.dtype), sin=on(library, angles, x.dtype))
+
+
+@in_both
+@pytest.mark.parametrize("width", [5, 64])
+def test_embedding(library: Backend, precision: str, width: int) -> None:
+    """Rows are copied; the gradients of an id that comes often are summed in float32."""
+    ids = np.concatenate([np.arange(9), np.zeros(600, np.int64)]).reshape(3, 203)
+    require_exact(library, precision, ops.embedding, normal(1, 9, width), kinds="sf", ids=ids)
+    with deterministic():
+        require_exact(library, precision, ops.embedding, normal(1, 9, width), kinds="sf", ids=ids)
+
+
+@in_both
+def test_sum_to(library: Backend, precision: str) -> None:
+    x = rounded(normal(1, 600, 2, 3), precision)
+    total = sum_to(on(library, x, DTYPES[precision]), shape=(2, 3))
+    assert total.dtype.name == "float32"
+    assert np.allclose(library.to_numpy(total), x.sum(axis=0), rtol=1e-5, atol=1e-4)
+    with pytest.raises(TypeError, match=rf"sum_to: no kernel runs in {precision}: it sums leading"):
+        sum_to(on(library, x, DTYPES[precision]), shape=(600, 1, 3))
+
+
+@in_both
+@pytest.mark.parametrize("width", [5, 64])
+def test_cross_entropy(library: Backend, precision: str, width: int) -> None:
+    targets = np.random.default_rng(1).integers(-1, width, 7)
+    options: Any = {"targets": targets, "ignore_index": -1, "label_smoothing": 0.1, "z_loss": 0.01}
+    for reduction in ("mean", "sum", "none"):
+        options["reduction"] = reduction
+        require_exact(
+            library, precision, ops.cross_entropy, 3 * normal(2, 7, width), kinds="fs", **options
+        )
+
+
+# ---- Products ----
+
+
+@in_both
+def test_linear(library: Backend, precision: str) -> None:
+    """Sums are float32; dw is rounded once, y where a bias is added twice."""
+    x, w, b = normal(1, 200, 24), normal(2, 24, 33), normal(3, 33)
+    options: Any = {"roundings": 2}
+    require_exact(library, precision, ops.linear, x, w, b, kinds="ssff", **options)
+    require_exact(library, precision, ops.linear, x, w, kinds="ssf-", **options)
+    require_exact(library, precision, ops.linear, x, w, kinds="ss--", fixed=True, **options)
+    table = on(library, w.T.copy(), DTYPES[precision])
+    _, cache = ops.linear(on(library, x, table.dtype), table.T)
+    assert cache.backward(on(library, normal(4, 200, 33), table.dtype))[1].T.flags.c_contiguous
+
+
+@in_both
+def test_head(library: Backend, precision: str) -> None:
+    """Also of few classes; logits are rounded, and so are the gradients of both factors."""
+    x, w, b = normal(1, 7, 16), normal(2, 16, 70) / 4, normal(3, 70)
+    options: Any = {"targets": np.random.default_rng(1).integers(-1, 70, 7), "ignore_index": -1}
+    for reduction in ("mean", "sum"):
+        options["reduction"] = reduction
+        require_exact(
+            library,
+            precision,
+            ops.linear_cross_entropy,
+            x,
+            w,
+            b,
+            kinds="fsff",
+            roundings=4,
+            **options,
+        )
+
+
+# ---- Attention ----
+
+
+@in_both
+@pytest.mark.parametrize(("queries", "keys", "width"), [(19, 19, 16), (40, 70, 40), (35, 35, 13)])
+def test_sdpa(library: Backend, precision: str, queries: int, keys: int, width: int) -> None:
+    """The gradients go by ctx as it is stored, which is one rounding more."""
+    q, k, v = (
+        normal(1, 1, 4, queries, width),
+        normal(2, 1, 2, keys, width),
+        normal(3, 1, 2, keys, width),
+    )
+    options: Any = {"kinds": "ssss--", "roundings": 2, "causal": True}
+    require_exact(library, precision, ops.sdpa, q, k, v, **options)
+    options |= {"softcap": 5.0, "window": (9, 0), "dropout_rate": 0.2, "dropout_key": Key(5)}
+    require_exact(library, precision, ops.sdpa, q, k, v, **options)
+
+
+@in_both
+@pytest.mark.parametrize("keys", [40, 300])
+def test_few_queries(library: Backend, precision: str, keys: int) -> None:
+    """Parts of split keys are float32, and what they give together is rounded."""
+    q, k, v = normal(1, 2, 2, 3, 16), normal(2, 2, 2, keys, 16), normal(3, 2, 2, keys, 16)
+    options: Any = {"kinds": "ssss-f", "roundings": 2}
+    sinks = normal(4, 2)
+    require_exact(library, precision, ops.sdpa, q, k, v, None, sinks, causal=True, **options)
+
+
+# ---- What is refused, by name ----
+
+
+@in_both
+def test_ops_without_a_kernel(library: Backend, precision: str) -> None:
+    x, table = (on(library, normal(1, *shape), DTYPES[precision]) for shape in ((3, 4), (5, 4)))
+    said = f"must be float32 or float64, got {precision}"
+    with pytest.raises(TypeError, match=f"softmax: x {said}"):
+        ops.softmax(x)
+    with pytest.raises(TypeError, match=f"log_softmax: x {said}"):
+        ops.log_softmax(x)
+    with pytest.raises(TypeError, match=f"l2_normalize: x {said}"):
+        ops.l2_normalize(x)
+    with pytest.raises(TypeError, match=f"index_add: x {said}"):
+        ops.index_add(table, x, ids=library.asarray([1, 0, 1]))
+    with pytest.raises(TypeError, match=f"layer_norm: w must be {precision} like x, got float32"):
+        ops.layer_norm(x, library.asarray(np.ones(4, np.float32)))
+
+
+@in_both
+def test_arguments_that_no_kernel_takes(library: Backend, precision: str) -> None:
+    """Not even references that could be asked for."""
+    x = on(library, normal(1, 3, 4), DTYPES[precision])
+    q = on(library, normal(1, 1, 2, 3, 4), DTYPES[precision])
+    wide = on(library, normal(1, 1, 2, 3, 260), DTYPES[precision])
+    bias = on(library, normal(1, 3, 3), DTYPES[precision])
+    said = f"no kernel runs in {precision}: "
+    with pytest.raises(TypeError, match=f"rms_norm: {said}there is no w"):
+        ops.rms_norm(x, offset=1.0)
+    with pytest.raises(TypeError, match=f"sdpa: {said}heads are 260 wide"):
+        ops.sdpa(wide, wide, wide)
+    with pytest.raises(TypeError, match=f"sdpa: {said}a bias is not added"):
+        ops.sdpa(q, q, q, bias)
+    with (
+        reference_only(),
+        pytest.raises(TypeError, match=rf"glu: {said}reference_only\(\) is active"),
+    ):
+        ops.glu(gate=x, up=x)
+
+
+@in_both
+def test_sources_without_a_form_for_it(library: Backend, precision: str) -> None:
+    x = on(library, normal(1, 3, 4), DTYPES[precision])
+    with pytest.raises(
+        TypeError, match=rf"random_bits\.cu is for float32, float64, got {precision}"
+    ):
+        ops.random_bits(x, key=Key(1), size=4)
+
+
+@in_both
+def test_generic_code_adds_and_nothing_else(library: Backend, precision: str) -> None:
+    """As it is on the stand-in, so that tests of models see it. An addition is rounded once."""
+    with np.errstate(all="ignore"):
+        a = on(library, hard_numbers(), DTYPES[precision])
+        b = library.xp.concat([a[7:], a[:7]])
+        wanted = (a.host.astype(np.float64) + b.host.astype(np.float64)).astype(a.dtype)
+        got = (a + b).host
+    assert np.array_equal(got, wanted, equal_nan=True)
+    for mistake in (
+        lambda: a * 2.0,
+        lambda: a + library.asarray(np.ones(a.shape, np.float32)),
+        lambda: library.xp.sum(a),
+        lambda: library.xp.exp(a),
+    ):
+        with pytest.raises(Fault, match="only kernels compute with what is stored in two bytes"):
+            mistake()
+
+
+@pytest.mark.parametrize("name", ["numpy", "array-api-strict"])
+def test_other_libraries_refuse_it(library: Backend, name: str) -> None:
+    place = backends.get(name)
+    with pytest.raises(
+        ValueError, match=rf"backend {name} stores numbers in float32 and float64, not"
+    ):
+        place.weights({"w": place.asarray([1.0], "float32")}, "bfloat16")
+    with pytest.raises(ValueError, match="float16, not float8"):
+        library.weights({"w": library.asarray([1.0], "float32")}, "float8")
+    with pytest.raises(ValueError, match="bfloat16 is for float32 parameters, got float64"):
+        library.weights({"w": library.asarray([1.0], "float64")}, "bfloat16")
+    with pytest.raises(TypeError, match="glu: gate must be float32 or float64, got float16"):
+        ops.glu(*[np.ones(3, np.float16)] * 2)
