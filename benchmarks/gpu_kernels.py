@@ -41,12 +41,13 @@ class Sizes(NamedTuple):
     batch: int  # of attention
     heads: int
     length: int
+    keys: int  # of one query
     matrix: int  # of the product whose rate is measured
     repeats: int  # calls in a turn
 
 
-LARGE = Sizes(16384, 1024, 4096, 50304, 4, 16, 1024, 8192, 10)
-SMALL = Sizes(6, 8, 3, 4100, 1, 2, 4, 8, 1)  # of a dry run
+LARGE = Sizes(16384, 1024, 4096, 50304, 4, 16, 1024, 8192, 8192, 10)
+SMALL = Sizes(6, 8, 3, 4100, 1, 2, 4, 130, 8, 1)  # of a dry run
 
 
 class Case(NamedTuple):
@@ -112,6 +113,14 @@ def _heads(place: Backend, s: Sizes) -> Iterator[Case]:
     flops = 2 * s.batch * s.heads * s.length * (s.length + 1) // 2 * width  # of one product
     floors = (4 * n, 2 * flops), (8 * n, 5 * flops)  # the scores are made again
     yield Case("sdpa, causal", ops.sdpa, (q, k, v), {"causal": True}, *floors)
+    bias = rng.normal((1, s.heads, s.length, s.length))
+    m, flops = math.prod(bias.shape) * REAL, 2 * s.batch * s.heads * s.length**2 * width
+    floors = (4 * n + m, 2 * flops), (8 * n + 2 * m, 5 * flops)
+    yield Case("sdpa, bias", ops.sdpa, (q, k, v, bias), {}, *floors)
+    one = rng.normal((s.batch, s.heads, 1, width))
+    k, v = (rng.normal((s.batch, s.heads, s.keys, width)) for _ in range(2))
+    n = math.prod(k.shape) * REAL  # reading them outlasts the products with one query
+    yield Case("sdpa, one query", ops.sdpa, (one, k, v), {}, (2 * n, 0), (4 * n, 0))
 
 
 def _products(place: Backend, s: Sizes, x: Array) -> Iterator[Case]:
