@@ -44,6 +44,7 @@ class Backend:
 
     hint = ""  # what to do about a dtype that is missing
     compiles = False  # anew for every shape, which takes long
+    defers = False  # work is under way when a call returns; to read a number is to wait for it
 
     def asarray(self, values: Any, dtype: str | None = None) -> Array:
         """An array of this backend from host data (numbers, sequences, NumPy arrays).

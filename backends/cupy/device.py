@@ -21,6 +21,8 @@ OLDEST = (14, 2)  # as the extras cuda12 and cuda13 ask for
 class CupyBackend(Backend):
     """Arrays on one CUDA device."""
 
+    defers = True
+
     def to_numpy(self, array: Array) -> np.ndarray:
         """The values of an array as a NumPy array on the host."""
         host: np.ndarray = cupy.asnumpy(array)

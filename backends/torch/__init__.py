@@ -19,6 +19,11 @@ __all__ = ["TorchBackend", "append", "backend", "erf", "in_range", "index_add"]
 class TorchBackend(Backend):
     """Tensors on the CPU or on a CUDA device."""
 
+    @property
+    def defers(self) -> bool:  # type: ignore[override]
+        """Whether work is under way when a call returns: on CUDA."""
+        return self._on_cuda()
+
     def to_numpy(self, array: Array) -> np.ndarray:
         """The values of a tensor as a NumPy array on the host."""
         host: np.ndarray = array.detach().cpu().numpy()
