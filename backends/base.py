@@ -131,7 +131,8 @@ class Generator:
 
     def stack(self, draw: Callable[[], Array], n: int) -> Array:
         """`n` draws of one shape along a new first axis."""
-        return self.backend.xp.stack([draw() for _ in range(n)])
+        with self.backend.active():
+            return self.backend.xp.stack([draw() for _ in range(n)])
 
     def _move(self, host: np.ndarray) -> Array:
         return self.backend.asarray(host, self.dtype)

@@ -35,11 +35,11 @@ class TorchBackend(Backend):
             torch.cuda.synchronize(self.device)
 
     def memory(self) -> Memory:
-        """Bytes of the process, or of torch's CUDA allocator."""
+        """Bytes of the process; or in use by CUDA tensors, and what their pool has grown to."""
         if not self._on_cuda():
             return process_memory()
         return Memory(
-            torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         )
 
     def _on_cuda(self) -> bool:

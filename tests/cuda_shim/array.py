@@ -63,7 +63,8 @@ class Array:
                 )
         if out is None:
             return Array(self.host @ other.host)
-        if not out.flags.c_contiguous or np.may_share_memory(out.host, self.host):
+        shared = any(np.may_share_memory(out.host, x) for x in (self.host, other.host))
+        if not out.flags.c_contiguous or shared:
             raise Fault("dot: out must be contiguous, and no factor")
         np.matmul(self.host, other.host, out=out.host)
         return out
