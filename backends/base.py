@@ -46,6 +46,7 @@ class Backend:
 
     hint = ""  # what to do about a dtype that is missing
     compiles = False  # anew for every shape, which takes long
+    defers = False  # work is under way when a call returns; to read a number is to wait for it
     # Dtypes in which its kernels may store weights and activations, while they compute in float32.
     precisions: ClassVar[tuple[str, ...]] = ()
 
@@ -171,7 +172,8 @@ class Generator:
 
     def stack(self, draw: Callable[[], Array], n: int) -> Array:
         """`n` draws of one shape along a new first axis."""
-        return self.backend.xp.stack([draw() for _ in range(n)])
+        with self.backend.active():
+            return self.backend.xp.stack([draw() for _ in range(n)])
 
     def _move(self, host: np.ndarray) -> Array:
         return self.backend.asarray(host, self.dtype)

@@ -7,13 +7,14 @@ environment that holds them:
 
 needs array-api-compat, safetensors, threadpoolctl and tqdm beside them (and where there is no
 network, the option --no-build-isolation with setuptools). JAX takes part where it sees the GPU. In
-this order, each section by itself (--section NAME, repeatable), and none that would begin after
---minutes:
+this order, each section by itself (--section NAME, repeatable); after --minutes none begins, and
+what runs is stopped:
 
-    tests     the kernels' tests and the core of the suite on CuPy (`pytest --backend cupy`)
     costs     of the host: a RawKernel, an op, an array call, a product
     rates     of the device: a copy, a product
     kernels   every kernel beside its floor, by these rates
+    tests     the kernels' tests and the core of the suite on CuPy (`pytest --backend cupy`), for at
+              most 150 seconds: those behind are not run
     gpt2      a training step beside torch eager, torch.compile and jax.jit
     decoding  time a token, beside torch eager and torch.compile
     llama, gpt2-tf32    more training steps
@@ -25,15 +26,18 @@ does the same in seconds without a GPU: toy sizes, CuPy's stand-in of the tests,
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,12 +54,22 @@ from benchmarks.shapes import BY_NAME, STAND_IN, Shape
 from xformer import GPT, pretrained
 
 OURS = "cupy kernel"
-CORE = ("kernels", "ops", "gradients", "models", "optim", "cached", "generation", "training")
-MINUTES = 7.5  # no section begins later; the longest take two
+# What a kernel's own tests see comes first: the later ones may not have their turn.
+CORE = ("cuda_kernels", "cuda_sdpa", "cuda_models", "kernels", "ops", "gradients", "models")
+CORE += ("optim", "cached", "generation", "training")
+MINUTES = 9.5  # then all is stopped
+TESTING = 150  # seconds
+STOPPING = 20  # seconds that pytest has to say what it has found
+NEAR = 1e-5  # two logits so close may change places
 TF32 = 2e-2  # error of a step whose products round to 11 bits
 FIRST = 5  # the id that texts begin with
 LLAMA = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 13}
 LLAMA |= {"num_attention_heads": 4}
+
+
+MEMORY = """\
+Times: minimum (median). Peak: what the pool of CuPy or torch has grown to; of JAX, which tells no
+more, what its arrays took."""
 
 
 class Plan(NamedTuple):
@@ -100,89 +114,130 @@ def peers(*names: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; print tables, write JSON. Returns 1 where something was wrong, or did not run."""
-    begun = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--dry-run", action="store_true", help="without a GPU, in seconds")
     parser.add_argument("--section", action="append", metavar="NAME", help="default: all")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="none begins after them")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="then all is stopped")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
     args = parser.parse_args(argv)
+    end = time.monotonic() + 60 * args.minutes
     # JAX would take most of the device's memory at once, and leave none to the others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault(machine.COMPILING, str(machine.n_cpus()))
     plan = planned(args.dry_run)
     found = machine.describe([]) | {"device": plan.place.describe(), "dry_run": args.dry_run}
+    found["versions"] |= versions(plan.place)
     found |= {"contestants": plan.names, "sections": {}, "wrong": []}
-    sections = sections_of(plan, found)
+    sections = sections_of(plan, found, end)
     for name in args.section or []:
         if name not in sections:
             parser.error(f"--section must be one of {', '.join(sections)}, got {name!r}")
     for name in args.section or sections:
-        if time.monotonic() - begun > 60 * args.minutes:
+        if time.monotonic() >= end:
             found["wrong"].append(f"{name}: not begun, {args.minutes:g} minutes were over")
             continue
-        run_section(name, sections[name], found)
+        run_section(name, sections[name], found, end)
     print(text(found))
     out = args.out / default_name(found, "gpu-dry-run" if args.dry_run else "gpu")
     report.write(found, out)
-    print(f"\nWritten: {out}")
+    report.replace(out.with_suffix(".md"), text(found) + "\n")
+    print(f"\nWritten: {out}, and the table beside it")
     return 1 if found["wrong"] else 0
 
 
-def sections_of(plan: Plan, found: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """By name; each returns what it has found."""
+def versions(place: Backend) -> dict[str, str]:
+    """Of the libraries, of CUDA and of its driver."""
+    found = {place.name: place.version}
+    for name in ("torch", "jax", "jaxlib"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if place.name == "cupy":
+        number = sys.modules["cupy"].cuda.runtime.runtimeGetVersion()
+        found["CUDA"] = f"{number // 1000}.{number % 1000 // 10}"
+    driver = machine.nvidia_smi("driver_version")
+    return found if driver is None else found | {"driver": driver}
+
+
+def sections_of(plan: Plan, found: dict[str, Any], end: float) -> dict[str, Callable[[], Any]]:
+    """By name; each returns what it has found. end: when all must be over."""
     done = found["sections"]
 
     def kernels() -> list[dict[str, Any]]:
         rates = done.get("rates") or gpu_kernels.rates(plan.place, plan.sizes, plan.rounds)
-        rows, wrong = gpu_kernels.kernels(plan.place, plan.sizes, rates, plan.rounds)
+        options = (plan.rounds, lambda: time.monotonic() >= end)
+        rows, wrong = gpu_kernels.kernels(plan.place, plan.sizes, rates, *options)
         found["wrong"] += [f"kernels: {what}" for what in wrong]
         return rows
 
     return {
-        "tests": lambda: tested(plan, found),
         "costs": lambda: gpu_kernels.costs(plan.place, plan.rounds, plan.calls),
         "rates": lambda: gpu_kernels.rates(plan.place, plan.sizes, plan.rounds),
         "kernels": kernels,
+        "tests": lambda: tested(plan, found, min(TESTING, end - time.monotonic())),
         **{shape.name: partial(stepped, plan, shape) for shape in plan.shapes[:1]},
         "decoding": lambda: decoded(plan),
         **{shape.name: partial(stepped, plan, shape) for shape in plan.shapes[1:]},
     }
 
 
-def run_section(name: str, run: Callable[[], Any], found: dict[str, Any]) -> None:
-    """Keep what it finds, or why it failed, which leaves the others."""
+def run_section(name: str, run: Callable[[], Any], found: dict[str, Any], end: float) -> None:
+    """Keep what it finds, or why it failed, which leaves the others.
+
+    Its processes are stopped at the end.
+    """
     start = time.monotonic()
     print(f"{name} ...", file=sys.stderr, flush=True)
+    stop = threading.Timer(end - start, harness.Process.stop)
+    stop.start()
     try:
         found["sections"][name] = run()
     except Exception as error:
-        found["wrong"].append(f"{name}: {type(error).__name__}: {error}")
+        over = "stopped, time was over: " if time.monotonic() >= end else ""
+        found["wrong"].append(f"{name}: {over}{type(error).__name__}: {error}")
         traceback.print_exc()
+    finally:
+        stop.cancel()
     if "cupy" in sys.modules:  # the contestants have processes, and memory, of their own
         sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
     print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
-def tested(plan: Plan, found: dict[str, Any]) -> dict[str, int]:
-    """How many tests passed, failed, were skipped."""
+def tested(plan: Plan, found: dict[str, Any], seconds: float) -> dict[str, int]:
+    """How many tests passed, failed, were skipped, of those that the time was enough for."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
         options = ("-q", "-p", "no:cacheprovider", f"--junitxml={path}")
         command = [sys.executable, "-m", "pytest", *options, *plan.tests]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        said, over = outcome(command, seconds)
+        if over:
+            found["wrong"].append(f"tests: stopped after {seconds:.0f} s, the rest did not run")
         if not path.is_file():
-            raise RuntimeError(f"pytest: {(done.stdout + done.stderr)[-2000:]}")
+            raise RuntimeError(f"pytest: {said[-2000:]}")
         cases = list(ElementTree.parse(path).iter("testcase"))
     bad = [c for c in cases if c.findall("failure") or c.findall("error")]
     skipped = [c for c in cases if c.findall("skipped")]
     found["wrong"] += [f"tests: {c.get('classname')}.{c.get('name')} failed" for c in bad]
     passed = len(cases) - len(bad) - len(skipped)
     if not passed:
-        raise RuntimeError(f"pytest: no test passed\n{done.stdout[-2000:]}")
+        raise RuntimeError(f"pytest: no test passed\n{said[-2000:]}")
     return {"passed": passed, "failed": len(bad), "skipped": len(skipped)}
+
+
+def outcome(command: Sequence[str], seconds: float) -> tuple[str, bool]:
+    """What a program says, and whether it was stopped: it may still write what it has found."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        try:
+            return process.communicate(timeout=seconds)[0], False
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        try:
+            return process.communicate(timeout=STOPPING)[0], True
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.communicate()[0], True
 
 
 def stepped(plan: Plan, shape: Shape) -> dict[str, Any]:
@@ -198,10 +253,10 @@ def decoded(plan: Plan) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shapes.store(plan.text, folder)
         running = {name: stack.enter_context(decoder(name, folder)) for name in names}
-        texts = {name: one.ask(write={"first": FIRST, "n": n}) for name, one in running.items()}
-        for name, text in texts.items():
-            if text["ids"] != texts[names[0]]["ids"]:
-                raise Disagreement(f"{name} writes another text than {names[0]}: {texts}")
+        texts = {
+            name: one.ask(write={"first": FIRST, "n": n})["ids"] for name, one in running.items()
+        }
+        agreed = {name: agreement(name, texts, running[OURS]) for name in names}
 
         def turn(one: harness.Process) -> list[float]:
             return [one.ask(write={"first": FIRST, "n": n})["seconds"] / n]
@@ -209,9 +264,36 @@ def decoded(plan: Plan) -> dict[str, Any]:
         turns = {name: partial(turn, one) for name, one in running.items()}
         seconds = harness.interleave(turns, rounds, lambda: None)
         return {
-            name: harness.summary(seconds[name], seconds[names[0]]) | one.ask(about={})
+            name: harness.summary(seconds[name], seconds[names[0]])
+            | one.ask(about={})
+            | {"same_ids": agreed[name]}
             for name, one in running.items()
         }
+
+
+def agreement(name: str, texts: dict[str, list[int]], ours: Any) -> int:
+    """How many ids are those of the first text. Disagreement unless all, or but for rounding.
+
+    ours: who is asked how far apart two logits are.
+    """
+    peer, own = next(iter(texts)), texts[name]
+    theirs = texts[peer]
+    if own == theirs:
+        return len(own)
+    pairs = enumerate(zip(own, theirs, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), None)
+    if at is None:
+        raise Disagreement(
+            f"{name} writes another text than {peer}: {len(own)} ids, not {len(theirs)}"
+        )
+    pair = [own[at], theirs[at]]
+    gap = ours.ask(gap={"ids": [FIRST, *theirs[:at]], "pair": pair})["gap"]
+    if not gap <= NEAR:
+        raise Disagreement(
+            f"{name} writes another text than {peer}: id {at + 1} is {pair[0]}, not {pair[1]}, and "
+            f"their logits are {gap:.1e} apart, allowed {NEAR:.0e}"
+        )
+    return at
 
 
 def decoder(name: str, folder: Path) -> harness.Process:
@@ -223,7 +305,11 @@ def decoder(name: str, folder: Path) -> harness.Process:
 def jax_sees_gpu() -> bool:
     """Asked in another process, since it would keep memory of the device."""
     code = "import jax; print(jax.default_backend())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return False
     return done.stdout.strip() == "gpu"
 
 
@@ -242,6 +328,7 @@ def text(found: dict[str, Any]) -> str:
     parts += [report.table(run) for run in done.values() if "works" in run]
     if "decoding" in done:
         parts.append(report.align(decoding_table(done["decoding"])))
+    parts.append(MEMORY)
     if found["wrong"]:
         parts.append("\n".join(["Wrong, or not run:", *(f"- {what}" for what in found["wrong"])]))
     return "\n\n".join(parts)
@@ -251,7 +338,9 @@ def header(found: dict[str, Any]) -> str:
     """When, what, where."""
     commit = (found["commit"] or "none")[:12] + (" with local changes" if found["dirty"] else "")
     dry = " A dry run: no figure means anything." if found["dry_run"] else ""
-    return f"{found['date']}, commit {commit}, Python {found['python']}, {found['device']}.{dry}"
+    own = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    at = f"{found['date']}, commit {commit}, Python {found['python']}, {found['device']}"
+    return f"{at}; {own}.{dry}"
 
 
 def decoding_table(rows: dict[str, Any]) -> list[list[str]]:

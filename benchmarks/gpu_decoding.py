@@ -1,9 +1,11 @@
 """One contestant of the decoding in `benchmarks.gpu`: `gpu_decoding.py FOLDER NAME`.
 
 {"write": {"first": id, "n": n}} is answered with the n likeliest ids after one, and the seconds
-that they took. FOLDER holds what `shapes.store` wrote. "cupy kernel" is this library's `generate`;
-"torch eager" and "torch compile" a loop over a model with keys and values in buffers of the whole
-length, the latter as one CUDA graph. All read each id as it comes, since it could end the text.
+that they took; of this library {"gap": {"ids": ids, "pair": [a, b]}} with how far apart the logits
+of two ids are behind a text. FOLDER holds what `shapes.store` wrote. "cupy kernel" is this
+library's `generate`; "torch eager" and "torch compile" a loop over a model with keys and values in
+buffers of the whole length, the latter as one CUDA graph. All read each id as it comes, since it
+could end the text.
 """
 
 from __future__ import annotations
@@ -19,16 +21,25 @@ from benchmarks.contestants import COMPILED, backend_of
 from benchmarks.shapes import Shape
 
 Write = Callable[[int, int], list[int]]
+Gap = Callable[[list[int], list[int]], float]
 
 
-def ours(shape: Shape, weights: Any, library: str) -> tuple[Write, Any]:
+def ours(shape: Shape, weights: Any, library: str) -> tuple[Write, Gap, Any]:
     """As this library's page has it."""
     from xformer import tree
-    from xformer.generation import generate
+    from xformer.generation import generate, prefill
 
     place = backend_of(library, shape.device)
     params = tree.map(place.asarray, weights)
-    return lambda first, n: generate(shape.model, params, [[first]], max_new=n)[0], place
+
+    def write(first: int, n: int) -> list[int]:
+        return generate(shape.model, params, [[first]], max_new=n)[0]
+
+    def gap(ids: list[int], pair: list[int]) -> float:
+        (logits,) = place.to_numpy(prefill(shape.model, params, [ids]).logits)
+        return abs(float(logits[pair[0]] - logits[pair[1]]))
+
+    return write, gap, place
 
 
 def theirs(shape: Shape, weights: Any, compiled: bool) -> tuple[Write, Any]:
@@ -45,9 +56,10 @@ def theirs(shape: Shape, weights: Any, compiled: bool) -> tuple[Write, Any]:
     @torch.inference_mode()
     def write(first: int, n: int) -> list[int]:
         token, new = torch.tensor([[first]], device=eager.backend.device), []
-        for at in range(n):
-            place = torch.tensor([at], device=eager.backend.device)
+        place = torch.tensor([0], device=eager.backend.device)
+        for _ in range(n):
             token = run(token, place).clone()  # a graph writes its next result over it
+            place += 1  # on the device
             new.append(int(token))
         return new
 
@@ -57,18 +69,19 @@ def theirs(shape: Shape, weights: Any, compiled: bool) -> tuple[Write, Any]:
 def answers(folder: Path, name: str) -> dict[str, Callable[..., Any]]:
     """What a contestant can be asked."""
     shape, weights = shapes.load(folder)
-    library = name.partition(" ")[0]
+    library, more = name.partition(" ")[0], dict[str, Any]()
     if library == "torch":
         write, place = theirs(shape, weights, name == COMPILED)
     else:
-        write, place = ours(shape, weights, library)
+        write, gap, place = ours(shape, weights, library)
+        more["gap"] = lambda ids, pair: {"gap": gap(ids, pair)}
 
     def answer(first: int, n: int) -> dict[str, Any]:
         start = time.perf_counter()
         ids = write(first, n)
         return {"ids": ids, "seconds": time.perf_counter() - start}
 
-    return {"write": answer, "about": lambda: {"peak_bytes": place.memory().peak}}
+    return {"write": answer, "about": lambda: {"peak_bytes": place.memory().peak}} | more
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
+from weakref import WeakSet
 
 K = TypeVar("K", bound=Hashable)
 
@@ -29,6 +30,8 @@ class Disagreement(AssertionError):
 class Process:
     """A contestant's process, once it has said that it is ready: requests and answers in JSON."""
 
+    running: ClassVar[WeakSet[Process]] = WeakSet()
+
     def __init__(self, name: str, command: Sequence[str | Path], env: Mapping[str, str]) -> None:
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -41,6 +44,7 @@ class Process:
             stderr=self._errors,
             encoding="utf-8",
         )
+        self.running.add(self)
         if self._line() != READY:
             raise RuntimeError(f"{name} did not start: {' '.join(map(str, command))}{self._end()}")
 
@@ -56,6 +60,12 @@ class Process:
         if not line:
             raise RuntimeError(f"{self.name} ended{self._end()}")
         return json.loads(line)
+
+    @classmethod
+    def stop(cls) -> None:
+        """End all that run, whatever they do; who waits for an answer is told so."""
+        for process in list(cls.running):
+            process._process.kill()
 
     def close(self) -> None:
         """The end of its input ends it."""

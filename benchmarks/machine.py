@@ -64,14 +64,29 @@ def threads() -> dict[str, Any]:
     return found | {"blas": [p["num_threads"] for p in pools if p["user_api"] == "blas"]}
 
 
-def free_memory() -> int | None:
-    """Bytes that new processes may take, where the system tells (Linux)."""
+def free_memory(device: str | None = None) -> int | None:
+    """Bytes that new processes may take, where the system tells (Linux); of the GPU for "cuda"."""
+    if device == "cuda":
+        free = nvidia_smi("memory.free")
+        return None if free is None else int(free) << 20
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     sizes = dict(line.split(":", 1) for line in lines)
     return 1024 * int(sizes["MemAvailable"].split()[0])
+
+
+def nvidia_smi(field: str) -> str | None:
+    """What the driver says of the first GPU that this process sees; None where it says nothing."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    command = ["nvidia-smi", f"--id={first}", f"--query-gpu={field}"]
+    command.append("--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def load() -> float | None:

@@ -77,8 +77,13 @@ def dispatching(found: dict[str, Any], row: dict[str, Any]) -> str:
 
 def write(result: dict[str, Any], path: Path) -> None:
     """As JSON, whole or not at all."""
+    replace(path, json.dumps(result, indent=1) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 

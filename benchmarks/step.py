@@ -106,7 +106,7 @@ def measure(
     tick: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Check, then measure. Returns what the report prints and stores."""
-    limit = machine.free_memory()
+    limit = machine.free_memory(shape.device)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shapes.store(shape, folder)

@@ -7,6 +7,7 @@ import os
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import threadpoolctl
@@ -105,6 +106,35 @@ def without_numba() -> Iterator[None]:
     for op in dispatch.ops():
         kernels = op.kernels.get("numpy", [])
         kernels[:] = [k for k in kernels if not k.run.__module__.startswith(NUMBA)]
+
+
+@pytest.fixture
+def stand_in(library: Backend) -> Backend:
+    """The CUDA stand-in, for what it alone shows."""
+    if library.name != STAND_IN:
+        pytest.skip("what the CUDA stand-in alone shows")
+    return library
+
+
+@pytest.fixture
+def launched(library: Backend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
+    """Names, grids and arguments of the CUDA kernels that are launched."""
+    from xformer.backends.cupy.module import LAUNCHERS
+
+    if library.name != STAND_IN:
+        import xformer.backends.cupy.driver  # noqa: F401 - whose launcher is registered
+    seen: list[tuple[str, Any, Any]] = []
+    arrays = type(library.asarray([1.0]))
+    launch = LAUNCHERS[arrays]
+
+    def noted(
+        source: Any, name: str, like: Any, grid: Any, block: Any, args: Any, *rest: Any
+    ) -> None:
+        seen.append((name, grid, args))
+        launch(source, name, like, grid, block, args, *rest)
+
+    monkeypatch.setitem(LAUNCHERS, arrays, noted)
+    return seen
 
 
 @pytest.fixture

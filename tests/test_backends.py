@@ -110,6 +110,7 @@ def count():
     {answer}
 runtime = types.SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError)
 class Device:
+    compute_capability = "80"
     def __init__(self, id=0):
         self.id = id
 cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
@@ -185,6 +186,32 @@ def test_cupy_that_is_too_old(tmp_path: Path) -> None:
         assert f"it needs CuPy 14.2 or newer, this is {version}. Install it with pip" in said
     for version in ("14.2.0", "14.10.0rc1", "15.0.0a1"):
         assert behind_fake("return 1", use, tmp_path, version) == "None"
+
+
+def test_cupy_that_is_demanded_must_be_there() -> None:
+    """`pytest --backend cupy` does not skip the tests of CUDA's kernels."""
+    if backends.why_not("cupy") is None:
+        pytest.skip("there is a CUDA device")
+    names = {"kernels": "test_no_rows", "sdpa": "test_nothing", "models": "test_training_loop"}
+    tests = [f"tests/test_cuda_{file}.py::{test}" for file, test in names.items()]
+    command = [sys.executable, "-m", "pytest", "--backend", "cupy", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "3 errors" in done.stdout and done.returncode == 1, done.stdout
+    assert done.stdout.count("backend cupy cannot be used") >= 3
+
+
+def test_cupy_on_a_device_with_too_little_shared_memory(tmp_path: Path) -> None:
+    use = """
+import cupy
+cupy.cuda.runtime.getDeviceProperties = lambda i: {"name": b"Tesla T4"}
+for cupy.cuda.Device.compute_capability in ("75", "80", "121"):
+    print(xformer.backends.why_not("cupy"))
+"""
+    assert behind_fake("return 1", use, tmp_path).splitlines() == [
+        "backend cupy cannot be used: its kernels need compute capability 8.0 or higher, "
+        "Tesla T4 (cuda:0) has 7.5",
+        *("None", "None"),
+    ]
 
 
 def extras(*names: str) -> list[list[str]]:

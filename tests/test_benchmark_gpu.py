@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from test_benchmarks import InProcess
 from xformer.backends.cupy import activation
 from xformer.backends.cupy.module import LAUNCHERS
 
-from benchmarks import gpu, gpu_decoding, harness, machine, step
+from benchmarks import gpu, gpu_decoding, gpu_kernels, harness, machine, shapes, step
 from benchmarks.contestants import PEER
+from benchmarks.harness import Disagreement
 from xformer import backends, dispatch
 from xformer.ops import gelu
 
-SECTIONS = ["tests", "costs", "rates", "kernels", "gpt2", "decoding", "llama"]
+SECTIONS = ["costs", "rates", "kernels", "tests", "gpt2", "decoding", "llama"]
 
 
 class Decoder(InProcess):
@@ -71,9 +74,14 @@ def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert all(row["error"] < 1e-5 and row["step"]["min_ms"] > 0 for row in done[name]["rows"])
         assert done[name]["rows"][1]["dispatch"]["calls"] > 10
     assert all(row["min_ms"] > 0 for row in done["decoding"].values())
+    assert all(row["same_ids"] == 9 for row in done["decoding"].values())
     assert "A dry run: no figure means anything." in shown
+    assert {"cuda_shim", "torch", "numpy"} <= found["versions"].keys()
+    (table,) = tmp_path.glob("gpu-dry-run-*.md")
+    assert table.read_text(encoding="utf-8") in shown
     for row in done["kernels"]:
         assert row["seconds"] > 0 and row["floor"] > 0 and row["error"] <= 1e-5
+        assert row["median"] >= row["seconds"] and row["n"] == 1
         assert f"| {row['name']} " in shown
 
 
@@ -138,6 +146,79 @@ def test_a_section_that_fails_leaves_the_others(
     (wrong,) = found["wrong"]
     assert wrong.startswith(f"decoding: Disagreement: {gpu.OURS} writes another text than {PEER}")
     assert f"- {wrong[:60]}" in capsys.readouterr().out
+
+
+def test_arrays_do_not_fit_in_a_cache() -> None:
+    s = gpu_kernels.LARGE
+    heads = s.batch * s.heads * 64
+    least = min(s.rows * s.width, heads * s.length, heads * s.keys)
+    assert 2 * least * gpu_kernels.REAL > gpu_kernels.CACHE  # read and written, or keys and values
+
+
+def test_texts_that_part_where_two_ids_are_as_likely() -> None:
+    class Ours:
+        def ask(self, gap: Any) -> Any:
+            asked.append(gap)
+            return {"gap": apart}
+
+    asked: list[Any] = []
+    texts = {"peer": [1, 2, 3, 4], "same": [1, 2, 3, 4], "other": [1, 2, 7, 7], "short": [1, 2]}
+    apart = 1e-6
+    assert [gpu.agreement(name, texts, Ours()) for name in ("peer", "same", "other")] == [4, 4, 2]
+    assert asked == [{"ids": [gpu.FIRST, 1, 2], "pair": [7, 3]}]
+    apart = 1e-4
+    with pytest.raises(Disagreement, match=r"^other writes another .*id 3 is 7, not 3, .*1.0e-04"):
+        gpu.agreement("other", texts, Ours())
+    apart = float("nan")
+    with pytest.raises(Disagreement, match=r"their logits are nan apart"):
+        gpu.agreement("other", texts, Ours())
+    with pytest.raises(Disagreement, match=r"^short writes another text than peer: 2 ids, not 4$"):
+        gpu.agreement("short", texts, Ours())
+
+
+def test_a_gap_between_logits(tmp_path: Path) -> None:
+    plan = gpu.planned(dry=True)
+    shapes.store(plan.text, tmp_path)
+    ask = gpu_decoding.answers(tmp_path, gpu.OURS)
+    ids = ask["write"](gpu.FIRST, 2)["ids"]
+    assert ask["gap"]([gpu.FIRST], [ids[0], ids[0]]) == {"gap": 0.0}
+    assert ask["gap"]([gpu.FIRST, ids[0]], [ids[1], (ids[1] + 1) % 11])["gap"] > 0
+    assert "gap" not in gpu_decoding.answers(tmp_path, PEER)
+
+
+STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+LOOP = "print('begun', flush=True)\nimport time\ntime.sleep(60)"
+
+
+@pytest.mark.parametrize("code", [LOOP, STUBBORN + LOOP], ids=("interrupted", "killed"))
+def test_a_program_that_takes_too_long_is_stopped(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "STOPPING", 1)
+    said, over = gpu.outcome([sys.executable, "-c", code], 2)
+    assert over and said.startswith("begun")
+    assert ("KeyboardInterrupt" in said) == (code == LOOP)
+    assert gpu.outcome([sys.executable, "-c", "print(3)"], 60) == ("3\n", False)
+
+
+def test_a_section_is_stopped_when_time_is_over() -> None:
+    command = [sys.executable, "-c", "print('ready', flush=True)\nimport time\ntime.sleep(60)"]
+
+    def run() -> None:
+        with harness.Process("it", command, {}) as process:
+            process.ask(run={})
+
+    found: dict[str, Any] = {"sections": {}, "wrong": []}
+    gpu.run_section("slow", run, found, time.monotonic() + 1)
+    (wrong,) = found["wrong"]
+    assert wrong.startswith("slow: stopped, time was over: RuntimeError: it ended, exit status -9")
+
+
+def test_no_kernel_is_begun_when_time_is_over() -> None:
+    plan = gpu.planned(dry=True)
+    rates = {"copy": 1.0, "product": 1.0}
+    found = gpu_kernels.kernels(plan.place, plan.sizes, rates, 1, lambda: True)
+    assert found == ([], ["layer_norm and what follows: not begun, time was over"])
 
 
 def test_time_that_is_over(tmp_path: Path) -> None:

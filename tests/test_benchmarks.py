@@ -394,6 +394,18 @@ def test_processes_must_fit_into_memory() -> None:
         step.require_memory(running, 7)
 
 
+def test_free_memory_is_that_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.free_memory("cuda") is None
+    asked.write_text('#!/bin/sh\n[ "$1 $2" = "--id=3 --query-gpu=memory.free" ] && echo 81000\n')
+    asked.chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert machine.free_memory("cuda") == 81000 << 20
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert machine.free_memory("cuda") is None  # it fails
+
+
 def test_dispatch_costs_what_comes_before_the_kernel() -> None:
     def check(args: tuple[np.ndarray, ...], kwargs: dict[str, np.ndarray]) -> None:
         time.sleep(1e-4)

@@ -12,24 +12,23 @@ import sys, types
 import numpy as np
 
 log, current = [], [0]
-class Device:
-    def __init__(self, id):
-        self.id = id
-    def __enter__(self):
-        self.before, current[0] = current[0], self.id
-    def __exit__(self, *_):
-        current[0] = self.before
 class ndarray:
     def __init__(self, dtype, device=0):
-        self.dtype, self.device = np.dtype(dtype), Device(device)
+        self.dtype, self.data = np.dtype(dtype), types.SimpleNamespace(device_id=device)
 class RawKernel:
-    max_dynamic_shared_size_bytes = None
+    asked = None
     def __init__(self, name):
         self.name = name
+    @property
+    def max_dynamic_shared_size_bytes(self):
+        raise AssertionError("the host would wait for the answer")
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, size):
+        self.asked = size
     def __call__(self, grid, block, args, *, shared_mem):
         kinds = [a.dtype.name if isinstance(a, np.generic) else type(a).__name__ for a in args]
-        asked = self.max_dynamic_shared_size_bytes
-        log.append((self.name, current[0], grid, block, kinds, shared_mem, asked))
+        log.append((self.name, current[0], grid, block, kinds, shared_mem, self.asked))
+        self.asked = None
 class RawModule:
     def __init__(self, *, code, options):
         log.append(("compiled", options, "#include" in code, "block_reduce" in code))
@@ -80,16 +79,22 @@ def test_arguments_have_the_kernels_types(tmp_path: Path) -> None:
 for dtype in ("f4", "f8"):
     run(dtype, None, 3, 0.5)
     print(*log[-1][4])
-run("f4", shared=50000)
+for shared in (50000, 50000, 49000, 60000, 100):
+    run("f4", shared=shared)
+    print(log[-1][5:])
+current[0] = 1
+run("f4", shared=50000, device=1)
 print(log[-1][5:])
-run("f4", shared=100)
-print(log[-1][5])
 """
     assert said(code, tmp_path) == [
         "ndarray uint64 int64 float32",
         "ndarray uint64 int64 float64",
-        "(50000, 50000)",  # beyond 48 KiB it must be asked for
-        "100",
+        "(50000, 50000)",  # beyond 48 KiB it must be asked for, once of each device
+        "(50000, None)",
+        "(49000, None)",
+        "(60000, 60000)",
+        "(100, None)",
+        "(50000, 50000)",
     ]
 
 
@@ -112,11 +117,19 @@ except TypeError as error:
     ]
 
 
-def test_launches_where_the_array_is(tmp_path: Path) -> None:
+def test_launches_where_the_arrays_are(tmp_path: Path) -> None:
+    """On the current device, where new arrays are made too; arrays of another are refused."""
     code = """
-run("f4", device=1)
-run("f4", device=0)
-print([entry[1] for entry in log if entry[0] != "compiled"], current)
+for current[0], device in ((0, 0), (1, 1), (0, 1)):
+    try:
+        run("f4", device=device)
+    except ValueError as error:
+        print(error)
+try:
+    run("f4", ndarray("f4", 2))
+except ValueError as error:
+    print(error)
+print([entry[1] for entry in log if entry[0] != "compiled"])
 class Mine(ndarray):
     pass
 like = Mine("f4")
@@ -129,7 +142,11 @@ except TypeError as error:
     print(error)
 """
     assert said(code, tmp_path) == [
-        "[1, 0] [0]",
+        "softmax_forward: arrays must lie on the current device, cuda:0, got one on cuda:1: "
+        "call it within backend.active()",
+        "softmax_forward: arrays must lie on the current device, cuda:0, got one on cuda:2: "
+        "call it within backend.active()",
+        "[0, 1]",
         "4",
         "launch: arrays must be CuPy's, got ndarray of numpy",
     ]

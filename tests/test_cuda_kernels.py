@@ -1,4 +1,4 @@
-"""CUDA kernels beyond the cases of the catalogue: sizes, layouts, limits, on the stand-in.
+"""CUDA kernels beyond the cases of the catalogue: sizes, layouts, limits.
 
 The registry's own comparison is in test_kernels.py.
 """
@@ -13,15 +13,21 @@ from typing import Any
 import cuda_shim
 import numpy as np
 import pytest
-from libraries import STAND_IN, only
+from libraries import ON_DEVICE, only
 from xformer.backends import Backend
-from xformer.backends.cupy import cross_entropy, deterministic, global_norm, linear_cross_entropy
-from xformer.backends.cupy.module import LAUNCHERS, contiguous, empty, threads, wide
+from xformer.backends.cupy import (
+    column_sums,
+    cross_entropy,
+    deterministic,
+    global_norm,
+    linear_cross_entropy,
+)
+from xformer.backends.cupy.module import contiguous, empty, threads, wide
 
 from xformer import Key, backends, explain, inference, ops, optim, reference_only, tree
 from xformer.optim.adam import adam_update
 
-pytestmark = only(STAND_IN)
+pytestmark = only(*ON_DEVICE)
 
 Host = np.ndarray
 RNG = np.random.default_rng()
@@ -170,28 +176,18 @@ def test_threads_of_a_block(library: Backend) -> None:
     assert [threads(n) for n in (1, 32, 33, 200, 256, 5000)] == [32, 32, 64, 256, 256, 256]
 
 
-def test_rope_reads_by_strides(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_reads_by_strides(library: Backend, launched: list[Any]) -> None:
     """Heads of a packed product, (B, T, 3, H, K), are turned without a copy of them."""
     packed = library.asarray(normal(2, 5, 3, 4, 8).astype(np.float32))
     q = packed[:, :, 1, ...]
     q = library.xp.permute_dims(q, (0, 2, 1, 3))
     angles = normal(5, 4)
     cos, sin = (library.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
-    seen: list[int] = []
-    launch = LAUNCHERS[cuda_shim.Array]
-
-    def noted(
-        source: Any, name: str, like: Any, grid: Any, block: Any, args: Any, *rest: Any
-    ) -> None:
-        seen.append(args[0].data.ptr)
-        launch(source, name, like, grid, block, args, *rest)
-
-    monkeypatch.setitem(LAUNCHERS, cuda_shim.Array, noted)
     for interleaved in (False, True):
         y, _ = ops.rope(q, cos=cos, sin=sin, interleaved=interleaved)
         copied, _ = ops.rope(contiguous(q), cos=cos, sin=sin, interleaved=interleaved)
         assert np.array_equal(library.to_numpy(y), library.to_numpy(copied))
-    assert seen[::2] == [q.data.ptr] * 2
+    assert [args[0].data.ptr for _, _, args in launched[::2]] == [q.data.ptr] * 2
 
 
 @pytest.mark.parametrize("width", [2, 7, 64, 70])
@@ -344,15 +340,24 @@ def test_linear(library: Backend, rows: int) -> None:
 
 
 def test_linear_maps_of_views(library: Backend) -> None:
-    """The stand-in refuses products whose factors CuPy would copy: they are copied before, once."""
+    """Products whose factors CuPy would copy, which the stand-in refuses: copied before, once."""
     x, w = normal(6, 4, 10), normal(10, 14)
     views = library.asarray(x)[::2, :, ::2], library.asarray(w)[::2, ::2]
     y, cache = ops.linear(*views)
     assert np.allclose(library.to_numpy(y), x[::2, :, ::2] @ w[::2, ::2], rtol=1e-12)
     dx, dw, _ = cache.backward(library.asarray(normal(7, 4, 3)).T)
     assert (dx.shape, dw.shape) == ((3, 4, 5), (5, 7))
+
+
+def test_products_that_the_stand_in_refuses(stand_in: Backend) -> None:
+    """Factors that CuPy would copy, and sums over a factor."""
+    x = stand_in.asarray(normal(4, 6))
     with pytest.raises(cuda_shim.Fault, match="a factor must be a matrix that lies as cuBLAS"):
-        views[1].dot(views[1].T)
+        x[:, ::2].dot(x[:3, :])
+    square, other = (stand_in.asarray(normal(4, 4)) for _ in range(2))
+    for factors in ((square, other), (other, square)):
+        with pytest.raises(cuda_shim.Fault, match="out must be contiguous, and no factor"):
+            factors[0].dot(factors[1], square)
 
 
 @pytest.fixture
@@ -431,8 +436,9 @@ def test_repeated_ids(library: Backend, width: int) -> None:
         require_exact(library, ops.embedding, x, ids=ids.reshape(5, 12))
 
 
-def test_only_the_sorted_form_repeats_itself(library: Backend) -> None:
+def test_only_the_sorted_form_repeats_itself(stand_in: Backend) -> None:
     """Atomic additions come in another order each time: the stand-in shuffles them."""
+    library = stand_in
     ids = library.asarray(np.zeros(300, np.int64))
     dy = library.asarray(
         (normal(300, 3) * 10.0 ** RNG.integers(-4, 4, (300, 1))).astype(np.float32)
@@ -448,15 +454,27 @@ def test_only_the_sorted_form_repeats_itself(library: Backend) -> None:
 
 
 def test_rows_are_read_by_their_stride(library: Backend) -> None:
-    dy = library.asarray(normal(6, 2, 5).astype(np.float32))[:, 1, :]
-    ids = library.asarray(np.array([1, 0, 1, 1, 2, 0]))
+    every, numbers = normal(6, 2, 5).astype(np.float32), np.array([1, 0, 1, 1, 2, 0])
+    dy, ids = library.asarray(every)[:, 1, :], library.asarray(numbers)
     _, cache = ops.embedding(library.asarray(np.zeros((3, 5), np.float32)), ids=ids)
     wanted = np.zeros((3, 5), np.float32)
-    np.add.at(wanted, ids.host, dy.host)
+    np.add.at(wanted, numbers, every[:, 1, :])
     for context in (deterministic(), reference_only()):
         assert np.allclose(library.to_numpy(cache.backward(dy)), wanted, rtol=1e-6)
         with context:
             assert np.allclose(library.to_numpy(cache.backward(dy)), wanted, rtol=1e-6)
+
+
+def test_very_many_sums(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks stand in x: in y there is place for 65,535."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(column_sums, "launch", lambda *_, grid, **__: grids.append(grid))
+    column_sums.column_sums(library.asarray(np.ones((70_000, 2, 40), np.float32)))
+    assert grids == [(140_000,)]
+    monkeypatch.undo()
+    parts = normal(3, 5, 40)
+    sums = column_sums.column_sums(library.asarray(parts))
+    assert np.allclose(library.to_numpy(sums), parts.sum(axis=1), rtol=1e-12, atol=1e-14)
 
 
 # ---- The optimiser's ----

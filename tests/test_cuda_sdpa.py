@@ -1,6 +1,6 @@
 """CUDA's `sdpa` where the registry's small cases do not come: many tiles, wide heads, few queries.
 
-On the stand-in. A tile has 128 or 64 queries going forward, 64 or 32 going back, of up to 32 keys.
+A tile has 128 or 64 queries going forward, 64 or 32 going back, of up to 32 keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import cuda_shim
 import numpy as np
 import pytest
-from libraries import STAND_IN, only
+from libraries import ON_DEVICE, only
 from xformer.backends import Backend
 from xformer.backends.cupy import sdpa as kernel
 from xformer.backends.cupy.attention import packed
@@ -20,7 +20,7 @@ from xformer.backends.cupy.module import LAUNCHERS
 from xformer import Key, explain, ops
 from xformer.layers.attention import merge_heads
 
-pytestmark = only(STAND_IN)
+pytestmark = only(*ON_DEVICE)
 
 Host = np.ndarray
 KEY = Key(2**40 + 5, 2, 1)
@@ -109,22 +109,6 @@ def masks(length: tuple[int, int], batch: int) -> dict[str, Host | None]:
     pairs = rng.random((batch, 1, t, s)) < 0.8
     pairs[0, :, t // 2] = False
     return {"none": None, "keys": keys, "pairs": pairs, "one": rng.random((t, s)) < 0.8}
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
-    """Names, grids and arguments of what is launched."""
-    seen: list[tuple[str, Any, Any]] = []
-    launch = LAUNCHERS[cuda_shim.Array]
-
-    def noted(
-        source: Any, name: str, like: Any, grid: Any, block: Any, args: Any, *rest: Any
-    ) -> None:
-        seen.append((name, grid, args))
-        launch(source, name, like, grid, block, args, *rest)
-
-    monkeypatch.setitem(LAUNCHERS, cuda_shim.Array, noted)
-    return seen
 
 
 # ---- Sizes ----
@@ -308,10 +292,10 @@ class Behind(cuda_shim.Array):
     ids=("keys", "queries"),
 )
 def test_tiles_that_no_block_sees_are_not_read(
-    library: Backend, monkeypatch: Any, length: Any, window: Any, kernels: Any, names: Any
+    stand_in: Backend, monkeypatch: Any, length: Any, window: Any, kernels: Any, names: Any
 ) -> None:
     """Keys before the first window, from 150 on; queries before 160, the first to see one."""
-    given = on_device(library, inputs(length, heads=(1, 1)), "float64")
+    given = on_device(stand_in, inputs(length, heads=(1, 1)), "float64")
     hidden = [given[n].data.ptr for n in names]
     launch, ran = LAUNCHERS[cuda_shim.Array], []
 
@@ -348,6 +332,17 @@ def test_keys_of_few_queries_are_split(
     assert grids["sdpa_combine"] == (2 * 4 * length[0],)
 
 
+def test_splits_are_few(library: Backend, launched: list[Any], monkeypatch: Any) -> None:
+    """Of very many keys each has more of them."""
+    lengths = (129, 128 * 64, 128 * 64 + 1, 128 * 1024)
+    assert [kernel.split_of(n) for n in lengths] == [128, 128, 256, 2048]
+    monkeypatch.setattr(kernel, "MAX_SPLITS", 2)
+    for n_keys in (300, 513):
+        launched.clear()
+        require_exact(library, inputs((3, n_keys), sinks=True), ("float64",), causal=True)
+        assert launched[0][:2] == ("sdpa_forward", (4 * 2,))
+
+
 def test_the_same_in_every_run(library: Backend) -> None:
     """Blocks and threads come in another order each time."""
     for length in ((40, 50), (3, 150)):
@@ -368,29 +363,29 @@ def test_heads_of_a_packed_product_are_not_copied(library: Backend, launched: li
     dctx = xp.permute_dims(by_token, (0, 2, 1, 3))
     got = results(kernel.sdpa, [q, k, v, None, None, dctx])
     for name, _, args in launched:
-        read = [x.data.ptr for x in args if isinstance(x, cuda_shim.Array)]
+        read = [x.data.ptr for x in args if isinstance(x, type(q))]
         assert {x.data.ptr for x in (q, k, v)} <= set(read), name
         assert name == "sdpa_forward" or dctx.data.ptr in read, name
     copies = [None if x is None else x.copy() for x in (q, k, v, None, None, dctx)]
     for name, array in results(kernel.sdpa, copies).items():
         assert np.array_equal(library.to_numpy(array), library.to_numpy(got[name])), name
     for name in ("ctx", "dq", "dk", "dv"):
-        assert np.shares_memory(merge_heads(got[name]).host, got[name].host), name
+        assert merge_heads(got[name]).data.ptr == got[name].data.ptr, name
 
 
 def test_arrays_in_every_layout(library: Backend) -> None:
     """Views that begin anywhere, that go backwards, whose last axis is not contiguous."""
-    given = on_device(library, inputs((20, 37), widths=(8, 12)), "float64")
-    wanted = results(kernel.sdpa, given, causal=True)
+    given = on_host(inputs((20, 37), widths=(8, 12)), "float64")
+    wanted = results(kernel.sdpa, on_device(library, given, "float64"), causal=True)
 
-    def views(x: Any) -> list[Any]:
-        host = x.host
+    def views(host: Host) -> list[Any]:
         wide = np.pad(host, [(0, 0)] * 3 + [(1, 3)])  # only its beginning is not aligned
-        behind = np.ascontiguousarray(host[:, :, ::-1])
-        return [wide[..., 1:-3], behind[:, :, ::-1], np.ascontiguousarray(host.T).T]
+        wide, behind, turned = map(library.asarray, (wide, host[:, :, ::-1], host.T))
+        back = library.xp.permute_dims(turned, (3, 2, 1, 0))
+        return [wide[..., 1:-3], behind[:, :, ::-1, :], back]
 
     for choice, aligned in enumerate((0, 1, 0)):
-        laid_out = [None if x is None else cuda_shim.Array(views(x)[choice]) for x in given]
+        laid_out = [None if x is None else views(x)[choice] for x in given]
         assert packed(*(x for x in laid_out if x is not None)) == aligned
         for name, array in results(kernel.sdpa, laid_out, causal=True).items():
             same = np.allclose(library.to_numpy(array), library.to_numpy(wanted[name]), rtol=1e-12)

@@ -166,6 +166,12 @@ def test_every_op_says_who_runs(library: Backend) -> None:
     assert ("the reference" in text) == (not kernels), text
 
 
+def test_an_empty_list_says_nothing_of_later_ones() -> None:
+    op = dispatch.Overridable(lambda leaves: "reference", backward=False)
+    xformer.kernel(op, "numpy")(lambda leaves: "kernel")
+    assert [op(leaves) for leaves in ([X], [], [X])] == ["kernel", "reference", "kernel"]
+
+
 def test_ops_and_caches_are_pickled(library: Backend) -> None:
     for op in dispatch.ops():
         if not op.__name__.startswith("probe"):

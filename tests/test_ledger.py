@@ -206,7 +206,7 @@ def test_the_command_prints_the_accounts(
 ) -> None:
     model = MODELS["GPT"]
     training.save(tmp_path / "gpt", model, model.init(), NUMPY)
-    command = ["ledger", "--model", str(tmp_path / "gpt"), "--batch", "4", "--length", "32"]
+    command = ["ledger", "--model", str(tmp_path / "gpt"), "--batch", "16", "--length", "64"]
     assert main([*command, "--measure"]) == 0
     printed, said = capsys.readouterr()
     assert "layers 0-2" in printed and "each" in printed and "peak" in printed
@@ -214,11 +214,11 @@ def test_the_command_prints_the_accounts(
     if NUMPY.memory().peak is not None:  # which not every system tells
         row = r"^  measured +[\d.]+ MB  (\d+)\.\d% of it is accounted for$"
         (share,) = re.findall(row, printed, re.MULTILINE)
-        assert 50 < int(share) < 110
+        assert 90 < int(share) < 105
     assert main([*command, "--checkpoint-activations", "--optimiser", "lion", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     spare = GPT(**SIZES, max_len=64, checkpoint=True)
-    wanted = ledger(spare, batch=4, length=32, optimiser="lion")
+    wanted = ledger(spare, batch=16, length=64, optimiser="lion")
     assert found["saved"] == wanted.saved and found["optimiser"] == "lion"
     assert found["peak"] == pytest.approx(wanted.peak, rel=0.01)
     assert found["measured"] is None

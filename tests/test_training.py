@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -378,6 +379,20 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
         list(steps)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_that_diverges_leaves_the_state_before_it(donate: bool) -> None:
+    bad = MASKED.init(0)
+    bad.stack.blocks[0].ffn.up.w[...] = np.inf
+    state = training.start(bad, CONFIG)
+    kept = copy.deepcopy(state)
+    source = training.Windows(corpus().train, 8, 2)
+    steps = training.train(training.loss_of(MASKED), state, source, CONFIG, NUMPY, donate=donate)
+    with np.errstate(all="ignore"), pytest.raises(training.Diverged):
+        next(steps)
+    for name, leaf in xf.tree.flatten(kept).items():
+        assert np.array_equal(leaf, xf.tree.flatten(state)[name], equal_nan=True), name
+
+
 def test_gradients_whose_norm_overflows_are_named() -> None:
     """Each is finite; the largest one is named."""
 
@@ -386,7 +401,7 @@ def test_gradients_whose_norm_overflows_are_named() -> None:
 
     class Fixed(NamedTuple):
         def backward(self, dloss: Any) -> Any:
-            return {"a": np.float32([1e25, 2]), "b": np.float32([[3, -1e30]]), "c": np.float32([1])}
+            return {"a": np.float32([1e25, 2]), "b": np.float32([[3, -1e30]]), "c": np.ones(1)}
 
     state = training.start(xf.tree.map(np.zeros_like, Fixed().backward(1)), CONFIG)
     source = training.Windows(corpus().train, 8, 2)

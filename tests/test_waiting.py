@@ -23,7 +23,8 @@ import xformer
 from xformer import backends, ops, optim, pretrained, tree
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
-from xformer.generation import beam_search, generate, samplers, speculative
+from xformer.generation import beam_search, generate, prefill, samplers, speculative
+from xformer.plots.maps import attention_maps
 from xformer.training import Batch, TrainConfig, Windows, loss_of, start, train
 
 META, STRICT = "torch's meta device", "array-api-strict"
@@ -230,12 +231,13 @@ depth = [0]  # of contexts of `Backend.active`
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the ops that ran; one that runs outside of `Backend.active` raises."""
+    """Names of the ops that ran, and "active"; an op outside of `Backend.active` raises."""
     ran = list[str]()
     call = Overridable.__call__
 
     @contextmanager
     def active(self: Backend) -> Iterator[None]:
+        ran.append("active")
         depth[0] += 1
         yield
         depth[0] -= 1
@@ -275,7 +277,27 @@ def test_texts_are_on_the_device(watched: list[str]) -> None:
         lambda: generate(model, params, [[1, 2], [3]], max_new=2, sampler=sampler),
         lambda: beam_search(model, params, [[1, 2], [3]], n_beams=2, max_new=2),
         lambda: list(speculative(model, params, model, params, [1, 2], k=2, max_new=3)),
+        lambda: prefill(model, params, [[3]], after=prefill(model, params, [[1], [2]]).rows([1])),
     ):
         watched.clear()
         make()
         assert {"embedding", "advance"} <= set(watched)
+
+
+def test_maps_are_made_on_the_device(watched: list[str]) -> None:
+    model = gpt()
+    attention_maps(model, model.init(0), np.array([[1, 2, 3]]))
+    assert {"embedding", "sdpa"} <= set(watched)
+
+
+def test_arrays_are_made_on_the_device(watched: list[str]) -> None:
+    """By what runs no op: CuPy makes arrays on its current device alone."""
+    model = gpt()
+    prefix = prefill(model, model.init(0), [[1], [2]])
+    for make in (
+        lambda: prefix.rows([1, 0]),
+        lambda: backends.get().generator(0).stack(lambda: np.ones(2), 3),
+    ):
+        watched.clear()
+        make()
+        assert watched == ["active"]

@@ -128,8 +128,9 @@ template <class Tile, class F>
 __device__ __forceinline__ void load_rows(real* to, const stored* from, long long stride, int rows,
                                           int width, bool packed, F factor) {
     constexpr int PACKS = WIDTH / PACK;
-    for (int i = threadIdx.x; i < Tile::ROWS * PACKS; i += THREADS) {
-        const int r = i / PACKS, c = i % PACKS * PACK;
+    static_assert(THREADS % PACKS == 0, "a thread stays in its columns");
+    const int c = threadIdx.x % PACKS * PACK;
+    for (int r = threadIdx.x / PACKS; r < Tile::ROWS; r += THREADS / PACKS) {
         Piece p = {};
         if (r < rows) {
             const stored* const x = from + r * stride + c;

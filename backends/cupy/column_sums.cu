@@ -3,7 +3,7 @@
 // both stages of a sum over rows: the order is fixed, so the result is the same in every run.
 //
 // A block sums 32 columns: its 8 warps take every eighth part, one warp adds up the eight.
-// Grid: (D / 32, K), block: 256.
+// Grid: (D / 32) * K, block: 256.
 //
 // Budget: column_sums: 40 registers, 0 spilled, 2112 shared
 #include "common.cuh"
@@ -12,7 +12,9 @@ extern "C" __global__ void column_sums(const stored* __restrict__ parts, real* _
                                        long long n_parts, long long total, long long width) {
     __shared__ real sums[8][33];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const long long column = blockIdx.x * 32ll + lane, first = blockIdx.y * n_parts;
+    const unsigned tiles = (width + 31) / 32;
+    const long long k = blockIdx.x / tiles, first = k * n_parts;
+    const long long column = blockIdx.x % tiles * 32ll + lane;
     const long long end = first + n_parts < total ? first + n_parts : total;
     real sum = 0;
     if (column < width)
@@ -21,6 +23,6 @@ extern "C" __global__ void column_sums(const stored* __restrict__ parts, real* _
     __syncthreads();
     if (warp == 0 && column < width) {
         for (int i = 1; i < 8; ++i) sum += sums[i][lane];
-        out[blockIdx.y * width + column] = sum;
+        out[k * width + column] = sum;
     }
 }

@@ -32,7 +32,7 @@ def row_sums(x: Array) -> Array:
 def _summed(parts: Array, k: int, n_parts: int, total: int, width: int) -> Array:
     out = empty(parts, (k, width), working_dtype(parts))
     args = (parts, out, n_parts, total, width)
-    launch(SOURCE, "column_sums", parts, grid=(blocks(width, 32), k), block=(256,), args=args)
+    launch(SOURCE, "column_sums", parts, grid=(blocks(width, 32) * k,), block=(256,), args=args)
     return out
 
 

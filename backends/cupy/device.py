@@ -16,12 +16,14 @@ from xformer.shapes import STORED
 from xformer.typing import Array
 
 OLDEST = (14, 2)  # as the extras cuda12 and cuda13 ask for
+CAPABILITY = 80  # 8.0, whose blocks have the shared memory that sdpa asks for
 
 
 @dataclass(frozen=True)
 class CupyBackend(Backend):
     """Arrays on one CUDA device."""
 
+    defers = True
     precisions = STORED
 
     def to_numpy(self, array: Array) -> np.ndarray:
@@ -77,7 +79,11 @@ def opened(device: str | None) -> Backend:
         raise Unusable(f"backend cupy cannot be used: {_why(error)} ({error})") from None
     if count == 0:
         raise Unusable("backend cupy cannot be used: no CUDA device is visible")
-    return CupyBackend("cupy", xp, _device(device, count), ("float32", "float64"), cupy.__version__)
+    found = CupyBackend(
+        "cupy", xp, _device(device, count), ("float32", "float64"), cupy.__version__
+    )
+    _require_capability(found)
+    return found
 
 
 def _require_version(version: str) -> None:
@@ -88,6 +94,16 @@ def _require_version(version: str) -> None:
         raise Unusable(
             f"backend cupy cannot be used: it needs CuPy {oldest} or newer, this is {version}. "
             "Install it with pip install --upgrade 'xformer-array[cuda13]' (or [cuda12])"
+        )
+
+
+def _require_capability(found: CupyBackend) -> None:
+    """Unusable for a device whose blocks have too little shared memory."""
+    capability = int(found.device.compute_capability)  # which CuPy keeps
+    if capability < CAPABILITY:
+        raise Unusable(
+            f"backend cupy cannot be used: its kernels need compute capability {CAPABILITY / 10} "
+            f"or higher, {found.device_name()} (cuda:{found.device.id}) has {capability / 10}"
         )
 
 

@@ -18,6 +18,7 @@ ARRAY = cupy.ndarray
 _NULL = np.uint64(0)
 _modules: dict[Any, Any] = {}
 _kernels: dict[Any, Any] = {}
+_granted: dict[Any, int] = {}  # bytes of dynamic shared memory
 
 
 def launch(
@@ -30,25 +31,23 @@ def launch(
     shared: int,
     macros: dict[str, Any],
 ) -> None:
-    """`module.launch` on the device of `like` and CuPy's current stream there."""
+    """`module.launch` on CuPy's current device and stream."""
+    current = cupy.cuda.runtime.getDevice()
+    for arg in args:
+        if isinstance(arg, ARRAY) and arg.data.device_id != current:
+            raise ValueError(
+                f"{name}: arrays must lie on the current device, cuda:{current}, got one on "
+                f"cuda:{arg.data.device_id}: call it within backend.active()"
+            )
     key = (source.name, name, like.dtype.char, *macros.values())
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _compiled(source, name, like.dtype.name, macros)
     real = np.dtype(arithmetic(like.dtype.name)).type
     plain = tuple([_argument(arg, real) for arg in args])
-    device = like.device
-    if device.id == cupy.cuda.runtime.getDevice():
-        _run(kernel, grid, block, plain, shared)
-    else:
-        with device:
-            _run(kernel, grid, block, plain, shared)
-
-
-def _run(kernel: Any, grid: Any, block: Any, args: tuple[Any, ...], shared: int) -> None:
-    if shared > FREELY:
-        kernel.max_dynamic_shared_size_bytes = shared
-    kernel(grid, block, args, shared_mem=shared)
+    if shared > _granted.get((key, current), FREELY):  # of the kernel on each device
+        kernel.max_dynamic_shared_size_bytes = _granted[key, current] = shared
+    kernel(grid, block, plain, shared_mem=shared)
 
 
 @contextmanager

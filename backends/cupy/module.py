@@ -91,10 +91,11 @@ def launch(
     shared: int = 0,
     **macros: Any,
 ) -> None:
-    """Run `name` of `source` on the device of `like`, whose dtype REAL, or STORED, is.
+    """Run `name` of `source` on the current device, REAL, or STORED, the dtype of `like`.
 
     args: arrays, None for a null pointer, ints as long long, floats as REAL. shared: bytes of
-    dynamic shared memory of a block. No blocks, no launch.
+    dynamic shared memory of a block. No blocks, no launch. ValueError for arrays of another device
+    than the current one.
     """
     if 0 in grid:
         return
@@ -138,10 +139,13 @@ def not_alike(leaves: Sequence[Array]) -> str | None:
 
 
 def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Array:
-    """An array to be written to, of the shape and dtype of `like` unless given, on its device."""
+    """An array to be written to, of the shape and dtype of `like` unless given.
+
+    On the current device: CuPy makes arrays on no other, whatever `device=` says.
+    """
     shape = like.shape if shape is None else shape
     dtype = like.dtype if dtype is None else dtype
-    return array_namespace(like).empty(shape, dtype=dtype, device=like.device)
+    return array_namespace(like).empty(shape, dtype=dtype)
 
 
 def wide(width: int, *arrays: Array | None) -> int:

@@ -10,11 +10,12 @@
 // sdpa_forward: a block a tile of queries of a head, the last queries first (they see most keys);
 // it walks over the tiles of keys that any of them sees, top rising on the way (what was summed
 // before is scaled down). Where queries are few (FEW), it walks over `split` keys only, and what it
-// has summed goes to parts (n_splits, ...), which sdpa_combine puts together: a block a query.
+// has summed goes to parts (n_splits, ...), at most 64, which sdpa_combine puts together: a block
+// a query.
 // Grids: B * H * tiles * n_splits; B * H * T. Blocks: 128; any.
 //
 // Budget: sdpa_forward: 255 registers, 0 spilled, 0 shared
-// Budget: sdpa_combine: 56 registers, 0 spilled, 0 shared
+// Budget: sdpa_combine: 56 registers, 0 spilled, 512 shared
 #include "philox.cuh"
 #define WIDE 1
 #define OWN_BYTES (32 << 10)
@@ -147,6 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     write(at, sums, i0, n_splits == 1, place, at.heads * (long long)at.value_width);
 }
 
+constexpr int MAX_SPLITS = 64;  // as in sdpa.py
+
 extern "C" __global__ void sdpa_combine(const real* __restrict__ part_ctx,
                                         const real* __restrict__ part_tops,
                                         const real* __restrict__ part_totals,
@@ -157,16 +160,19 @@ extern "C" __global__ void sdpa_combine(const real* __restrict__ part_ctx,
     const long long rows = gridDim.x, row = blockIdx.x;  // (b, h, i)
     const long long b = row / queries / heads, h = row / queries % heads, i = row % queries;
     const long long out = ((b * queries + i) * heads + h) * width;
+    __shared__ real decays[MAX_SPLITS];
     real top = -infinity(), total = 0;
     for (int s = 0; s < n_splits; ++s) top = larger(top, part_tops[s * rows + row]);
     if (top == -infinity()) top = 0;
-    for (int s = 0; s < n_splits; ++s)
-        total += part_totals[s * rows + row] * exp(part_tops[s * rows + row] - top);
+    for (int s = threadIdx.x; s < n_splits; s += blockDim.x)
+        decays[s] = exp(part_tops[s * rows + row] - top);
+    __syncthreads();
+    for (int s = 0; s < n_splits; ++s) total += part_totals[s * rows + row] * decays[s];
     if (total == 0) top = 0, total = 1;
     for (int c = threadIdx.x; c < width; c += blockDim.x) {
         real sum = 0;
         for (int s = 0; s < n_splits; ++s)
-            sum += part_ctx[s * rows * width + out + c] * exp(part_tops[s * rows + row] - top);
+            sum += part_ctx[s * rows * width + out + c] * decays[s];
         ctx[out + c] = sum / (total * keep);
     }
     if (threadIdx.x == 0) {

@@ -43,7 +43,8 @@ from xformer.typing import Array
 SOURCE = Source(__file__, stored=True, WIDTH=WIDTHS, FEW=(0, 1))
 OWN_BYTES = 32 << 10  # as in sdpa.cu
 FEW = MIN_OWN  # queries, at most, that are few
-SPLIT = 128  # keys of a block then: a fixed number, so that every device makes the same sums
+# Keys of a block then, or a multiple of them: the same on every device, as its sums are.
+SPLIT, MAX_SPLITS = 128, 64  # the latter as in sdpa.cu
 
 
 def too_wide(
@@ -107,7 +108,7 @@ def sdpa(
         by_token, top, total = _forward(made, 1, 1, n_keys)
         by_token = array_namespace(q).astype(by_token, q.dtype, copy=False)
     else:
-        by_token, top, total = _combined(made, blocks(n_keys, SPLIT))
+        by_token, top, total = _combined(made, split_of(n_keys))
     return heads_first(by_token), SdpaCache(made, by_token, top, total)
 
 
@@ -125,6 +126,11 @@ class SdpaCache(NamedTuple):
         shape = n_batch, n_heads, n_queries, width
         require_gradient("sdpa", "dctx", dctx, self.by_token, shape)
         return backward(*self, dctx)
+
+
+def split_of(n_keys: int) -> int:
+    """Keys of each split, of which there are at most MAX_SPLITS."""
+    return SPLIT * blocks(n_keys, SPLIT * MAX_SPLITS)
 
 
 def _forward(a: Attention, few: int, n_splits: int, split: int) -> tuple[Array, Array, Array]:
@@ -152,9 +158,10 @@ def _forward(a: Attention, few: int, n_splits: int, split: int) -> tuple[Array, 
     return ctx, top, total
 
 
-def _combined(a: Attention, n_splits: int) -> tuple[Array, Array, Array]:
+def _combined(a: Attention, split: int) -> tuple[Array, Array, Array]:
     """As `_forward`, of all splits together."""
-    parts = _forward(a, 1, n_splits, SPLIT)
+    n_splits = blocks(a.k.shape[2], split)
+    parts = _forward(a, 1, n_splits, split)
     ctx = empty(a.q, parts[0].shape[1:])
     top, total = (empty(x, x.shape[1:]) for x in parts[1:])
     _, n_heads, n_queries, _ = a.q.shape

@@ -32,7 +32,7 @@ def _inlined(fn: Any) -> Any:
 
 @_inlined
 def exp2(x: Any) -> Any:
-    """2^x in float32 to 1e-7; at most 2^127, and 0 below 2^-126. NaN gives a number.
+    """2^x in float32 to 1e-7; at most 2^127, and 0 below 2^-126. NaN may give a number.
 
     2^i 2^f, i whole and |f| <= 1/2: a polynomial of least relative error for 2^f.
     """

@@ -19,6 +19,11 @@ __all__ = ["TorchBackend", "append", "backend", "erf", "in_range", "index_add"]
 class TorchBackend(Backend):
     """Tensors on the CPU or on a CUDA device."""
 
+    @property
+    def defers(self) -> bool:  # type: ignore[override]
+        """Whether work is under way when a call returns: on CUDA."""
+        return self._on_cuda()
+
     def to_numpy(self, array: Array) -> np.ndarray:
         """The values of a tensor as a NumPy array on the host."""
         host: np.ndarray = array.detach().cpu().numpy()
@@ -30,11 +35,11 @@ class TorchBackend(Backend):
             torch.cuda.synchronize(self.device)
 
     def memory(self) -> Memory:
-        """Bytes of the process, or of torch's CUDA allocator."""
+        """Bytes of the process; or in use by CUDA tensors, and what their pool has grown to."""
         if not self._on_cuda():
             return process_memory()
         return Memory(
-            torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         )
 
     def _on_cuda(self) -> bool:

@@ -73,7 +73,8 @@ class Array:
         if out is None:
             with quietly(is_stored(self)):
                 return Array(product.astype(self.dtype, copy=False))
-        if not out.flags.c_contiguous or np.may_share_memory(out.host, self.host):
+        shared = any(np.may_share_memory(out.host, x) for x in (self.host, other.host))
+        if not out.flags.c_contiguous or shared:
             raise Fault("dot: out must be contiguous, and no factor")
         with quietly(is_stored(self)):
             out.host[...] = product

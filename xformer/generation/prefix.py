@@ -30,10 +30,11 @@ class Prefix(NamedTuple):
     def rows(self, rows: Sequence[int]) -> Prefix:
         """These texts, in this order; one may come several times."""
         place = beside(self.logits)
-        taken = place.asarray(np.asarray(rows, dtype=np.int64))
         ids = tuple(self.ids[i] for i in rows)
-        logits = place.xp.take(self.logits, taken, axis=0)
-        return Prefix(ids, logits, self.state.rows(taken), self.width)
+        with place.active():
+            taken = place.asarray(np.asarray(rows, dtype=np.int64))
+            logits = place.xp.take(self.logits, taken, axis=0)
+            return Prefix(ids, logits, self.state.rows(taken), self.width)
 
 
 def prefill(
@@ -58,6 +59,19 @@ def prefill(
     if chunk is not None:
         require_sizes("prefill", 1, chunk=chunk)
     place = place_of(params)
+    with place.active():
+        return _read(network, params, rows, place, after, start_id, chunk)
+
+
+def _read(
+    network: Any,
+    params: Any,
+    rows: Ids,
+    place: Backend,
+    after: Prefix | None,
+    start_id: int | None,
+    chunk: int | None,
+) -> Prefix:
     if after is None:
         state, rows = opened(network, params, rows, place, start_id)
         before: Ids = ((),) * len(rows)

@@ -87,18 +87,16 @@ def attention(
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     _require_memory(memory, memory_pos, rotary, past, params)
     around: Any = {"rotary": rotary, "config": qk_norm}
-    kv_maps: Any = params.kv
+    own: Any = params.kv
+    mapped, maps = (
+        linears(x, (params.q, own.k, own.v)) if memory is None else linears(x, (params.q,))
+    )
+    q, q_cache = _heads(mapped[0], pos, n_heads, "q", params.q_norm, **around)
+    kv, kv_cache = cast(KeyValue, memory), None
     if memory is None:
-        (q, *pair), maps = linears(x, (params.q, kv_maps.k, kv_maps.v))
-        kv, kv_cache = _key_value(pair, kv_maps, pos, n_kv_heads, **around)
-    else:
-        q, maps = linear(x, params.q)
-        kv, kv_cache = cast(KeyValue, memory), None
-        if kv_maps is not None:
-            kv, kv_cache = key_value(
-                memory, kv_maps, memory_pos, n_kv_heads=n_kv_heads, k_norm=qk_norm
-            )
-    q, q_cache = _heads(q, pos, n_heads, "q", params.q_norm, **around)
+        kv, kv_cache = _key_value(mapped[1:], own, pos, n_kv_heads, **around)
+    elif own is not None:
+        kv, kv_cache = key_value(memory, own, memory_pos, n_kv_heads=n_kv_heads, k_norm=qk_norm)
     n_new = kv.k.shape[2]
     if past is not None:
         if window is not None and window[0] is not None:
@@ -159,7 +157,7 @@ class AttentionCache(NamedTuple):
             dkv, dmemory = KeyValueParams(dk, dv, dk_norm), None
             dpos = None if dpos is None else dpos + dkv_pos
         else:
-            dx, dq = self.maps.backward(dq)
+            dx, (dq,) = self.maps.backward(dq)
             if self.kv is not None:
                 dmemory, dkv, dmemory_pos = self.kv.backward(dk, dv)
         dbias, dsinks, dshaw = self._tables(dtables)

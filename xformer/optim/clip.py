@@ -10,7 +10,7 @@ from array_api_compat import array_namespace
 from xformer import tree
 from xformer.checks import number
 from xformer.dispatch import overridable
-from xformer.optim._checks import all_distinct, rebuilt
+from xformer.optim._checks import all_distinct, in_dtype, rebuilt
 from xformer.typing import Array
 
 
@@ -40,4 +40,4 @@ def clip_leaves(
     xp = array_namespace(grads[0])
     norm = xp.sqrt(sum(xp.sum(g**2) for g in grads))
     scale = xp.minimum(max_norm / (norm + 1e-6), 1.0)
-    return [g * scale for g in grads], norm
+    return [g * in_dtype(scale, g) for g in grads], norm

@@ -9,6 +9,7 @@ import numpy as np
 
 from xformer import backends
 from xformer.dispatch import reference_only
+from xformer.generation.prefix import place_of
 from xformer.layers.block import BlockCache
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
@@ -31,7 +32,8 @@ def attention_maps(
         needs = "needs a target" if target is None else "has no target"
         raise ValueError(f"attention_maps: {type(network).__name__} {needs}")
     network = replace(network, checkpoint=False)  # or its caches would hold inputs only
-    with reference_only():  # its caches hold the probabilities, which a kernel may not keep
+    # The reference's caches hold the probabilities, which a kernel may not keep.
+    with place_of(params).active(), reference_only():
         if isinstance(network, LanguageModel):
             _, cache = network.hidden(params, tokens)
             own = [_self_attention(block) for block in cache.stack.blocks]

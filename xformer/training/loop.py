@@ -131,7 +131,8 @@ def train(
     bit on NumPy, and to rounding on every backend. Raises Diverged, and nothing after it is done.
 
     donate: the given state, and that of each step, may be written over by the next step, which then
-    needs no memory for another: copy what is to outlive it. Nothing else may hold their arrays.
+    needs no memory for another: copy what is to outlive it. Nothing else may hold their arrays. So
+    may, on a device, the step that turns out to be Diverged.
 
     A device is waited for once a step, when all of it is under way, for its loss and norm.
 
@@ -200,15 +201,21 @@ def _step(
     state, value, grads = _gradients(loss, state, source, config, place)
     clip = math.inf if config.clip is None else config.clip
     clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
+
+    def sound() -> tuple[float, float]:
+        found, size = _read(value, norm, place)
+        _require_sound(_with_loss(state, found), found, size, grads, config, lr)
+        return found, size
+
+    # Where reading is waiting, all work is begun first, and a donated state may be lost.
+    read = None if place.defers else sound()
     options = {"lr": lr, "donate": donate}
     trained, own = optimiser.step(tree.trained(state.params), clipped, state.optimiser, **options)
     average = state.ema
     if config.ema is not None:
         average = optim.ema(average, trained, decay=config.ema, donate=donate)
-    found, size = _read(value, norm, place)
-    state = _with_loss(state, found)
-    _require_sound(state, found, size, grads, config, lr)
-    state = state._replace(
+    found, size = read or sound()
+    state = _with_loss(state, found)._replace(
         params=tree.join(state.params, trained),
         optimiser=own,
         ema=average,
