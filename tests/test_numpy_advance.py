@@ -11,7 +11,7 @@ import threadpoolctl
 from causal_models import NAMES, V, causal
 from xformer.backends.numpy import advance as kernel
 from xformer.backends.numpy import linear as kernel_of_linear
-from xformer.backends.numpy.threads import _blas
+from xformer.backends.numpy.threads import _blas, n_threads
 
 from xformer import dispatch, inference, ops, reference_only, tree
 from xformer.finetune import lora
@@ -104,19 +104,20 @@ def test_products_of_a_large_model_have_the_threads_of_blas(
     large: int, threads: int, monkeypatch: pytest.MonkeyPatch, ran: list[int]
 ) -> None:
     """Those of a small one have one, which would wait longer for another than it computes."""
-    (blas,) = _blas()
     seen: set[int] = set()
 
     def multiplied(x: Any, params: Any) -> Any:
-        seen.add(blas.get_num_threads())
+        seen.update(library.get_num_threads() for library in _blas())
         return linear(x, params)
 
     linear = kernel._linear
     monkeypatch.setattr(kernel, "_linear", multiplied)
     monkeypatch.setattr(kernel, "LARGE", large)
     with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        if n_threads() != 3:
+            pytest.skip("NumPy's BLAS cannot be given 3 threads")
         require_same(*own("layer norms"))
-        assert blas.get_num_threads() == 3
+        assert n_threads() == 3
     assert seen == {threads} and ran
 
 
