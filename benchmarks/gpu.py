@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 from xformer.backends import Backend
 
-from benchmarks import contestants, gpu_kernels, harness, machine, report, shapes, step
+from benchmarks import contestants, gpu_kernels, gpu_page, harness, machine, report, shapes, step
 from benchmarks.__main__ import RESULTS, default_name
 from benchmarks.contestants import COMPILED, JITTED, PEER, backend_of
 from benchmarks.gpu_kernels import LARGE, SMALL, Sizes
@@ -65,11 +65,6 @@ TF32 = 2e-2  # error of a step whose products round to 11 bits
 FIRST = 5  # the id that texts begin with
 LLAMA = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 13}
 LLAMA |= {"num_attention_heads": 4}
-
-
-MEMORY = """\
-Times: minimum (median). Peak: what the pool of CuPy or torch has grown to; of JAX, which tells no
-more, what its arrays took."""
 
 
 class Plan(NamedTuple):
@@ -139,10 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["wrong"].append(f"{name}: not begun, {args.minutes:g} minutes were over")
             continue
         run_section(name, sections[name], found, end)
-    print(text(found))
+    print(gpu_page.text(found))
     out = args.out / default_name(found, "gpu-dry-run" if args.dry_run else "gpu")
     report.write(found, out)
-    report.replace(out.with_suffix(".md"), text(found) + "\n")
+    report.replace(out.with_suffix(".md"), gpu_page.text(found) + "\n")
     print(f"\nWritten: {out}, and the table beside it")
     return 1 if found["wrong"] else 0
 
@@ -311,45 +306,6 @@ def jax_sees_gpu() -> bool:
     except subprocess.TimeoutExpired:
         return False
     return done.stdout.strip() == "gpu"
-
-
-def text(found: dict[str, Any]) -> str:
-    """What was found, in Markdown."""
-    done, parts = found["sections"], [header(found)]
-    if "tests" in done:
-        parts.append(", ".join(f"{n} tests {what}" for what, n in done["tests"].items()) + ".")
-    rows = [[name, f"{1e6 * s:.2f} us"] for name, s in done.get("costs", {}).items()]
-    for name, rate in done.get("rates", {}).items():
-        rows.append([name, f"{rate / 1e12:.3g} T{'B' if name == 'copy' else 'FLOP'}/s"])
-    if rows:
-        parts.append(report.align([["of the host, of the device", ""], *rows]))
-    if "kernels" in done:
-        parts.append(report.align(gpu_kernels.kernel_table(done["kernels"])))
-    parts += [report.table(run) for run in done.values() if "works" in run]
-    if "decoding" in done:
-        parts.append(report.align(decoding_table(done["decoding"])))
-    parts.append(MEMORY)
-    if found["wrong"]:
-        parts.append("\n".join(["Wrong, or not run:", *(f"- {what}" for what in found["wrong"])]))
-    return "\n\n".join(parts)
-
-
-def header(found: dict[str, Any]) -> str:
-    """When, what, where."""
-    commit = (found["commit"] or "none")[:12] + (" with local changes" if found["dirty"] else "")
-    dry = " A dry run: no figure means anything." if found["dry_run"] else ""
-    own = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    at = f"{found['date']}, commit {commit}, Python {found['python']}, {found['device']}"
-    return f"{at}; {own}.{dry}"
-
-
-def decoding_table(rows: dict[str, Any]) -> list[list[str]]:
-    """Cells of a table."""
-    lines = [["a token at batch 1", "ms", "x", "peak MB"]]
-    for name, row in rows.items():
-        times = f"{row['min_ms']:.3f} ({row['median_ms']:.3f})"
-        lines.append([name, times, f"{row['ratio']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}"])
-    return lines
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ import pytest
 import threadpoolctl
 from causal_models import NAMES, V, causal
 from xformer.backends.numpy import advance as kernel
+from xformer.backends.numpy import linear as kernel_of_linear
+from xformer.backends.numpy.threads import _blas, n_threads
 
-from xformer import dispatch, reference_only, tree
+from xformer import dispatch, inference, ops, reference_only, tree
 from xformer.finetune import lora
 from xformer.layers import BlockConfig, EmbedConfig
 from xformer.layers.advance import advance
@@ -95,6 +97,40 @@ def test_large_maps_on_several_threads(monkeypatch: pytest.MonkeyPatch, ran: lis
         require_same(*own("layer norms"), n_texts=1)
         require_same(*own("gated silu, no biases"), n_texts=2)
     assert len(ran) == 10
+
+
+@pytest.mark.parametrize(("large", "threads"), [(10, 3), (1 << 17, 1)])
+def test_products_of_a_large_model_have_the_threads_of_blas(
+    large: int, threads: int, monkeypatch: pytest.MonkeyPatch, ran: list[int]
+) -> None:
+    """Those of a small one have one, which would wait longer for another than it computes."""
+    seen: set[int] = set()
+
+    def multiplied(x: Any, params: Any) -> Any:
+        seen.update(library.get_num_threads() for library in _blas())
+        return linear(x, params)
+
+    linear = kernel._linear
+    monkeypatch.setattr(kernel, "_linear", multiplied)
+    monkeypatch.setattr(kernel, "LARGE", large)
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        if n_threads() != 3:
+            pytest.skip("NumPy's BLAS cannot be given 3 threads")
+        require_same(*own("layer norms"))
+        assert n_threads() == 3
+    assert seen == {threads} and ran
+
+
+def test_few_rows_of_a_text_are_no_job_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within `inference()` their products are BLAS's own; in training they are not."""
+    jobs: list[int] = []
+    run = kernel_of_linear.run
+    monkeypatch.setattr(kernel_of_linear, "run", lambda todo: jobs.append(len(todo)) or run(todo))
+    x, w, b = np.ones((2, 3)), np.ones((3, 5)), np.ones(5)
+    with inference():
+        y, _ = ops.linear(x, w, b)
+    assert not jobs
+    assert np.array_equal(y, ops.linear(x, w, b)[0]) and jobs == [1]
 
 
 def test_float32_and_frozen_and_read_only(ran: list[int]) -> None:

@@ -143,6 +143,12 @@ def test_too_many_arguments_are_left_to_python() -> None:
         ops.cross_entropy(X)
 
 
+def test_a_call_with_what_is_no_array_is_not_remembered() -> None:
+    check(X, W, ids=[[0, 1]])  # left to the op
+    with pytest.raises(ValueError, match=r"^op: w must be \(I, O\) with I = 3"):
+        check(X, f32(7, 4), ids=[[0, 1]])
+
+
 def test_memory_of_right_calls_is_bounded() -> None:
     for n in range(REMEMBERED + 2):
         check(f32(n, 0), f32(0, 0))

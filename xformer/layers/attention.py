@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
@@ -88,11 +88,11 @@ def attention(
     _require_memory(memory, memory_pos, rotary, past, params)
     around: Any = {"rotary": rotary, "config": qk_norm}
     own: Any = params.kv
-    mapped, maps = (
-        linears(x, (params.q, own.k, own.v)) if memory is None else linears(x, (params.q,))
-    )
+    of_x = (params.q, own.k, own.v) if memory is None else (params.q,)
+    mapped, maps = linears(x, of_x)
     q, q_cache = _heads(mapped[0], pos, n_heads, "q", params.q_norm, **around)
-    kv, kv_cache = cast(KeyValue, memory), None
+    kv: Any = memory
+    kv_cache: Any = None
     if memory is None:
         kv, kv_cache = _key_value(mapped[1:], own, pos, n_kv_heads, **around)
     elif own is not None:
@@ -200,8 +200,8 @@ class KeyValueCache(NamedTuple):
     def backward(self, dk: Array, dv: Array) -> tuple[Array, KeyValueParams, Array | None]:
         """Gradients of x, params, pos."""
         dk, dv, dk_norm, dpos = self.heads.backward(dk, dv)
-        dx, dparams = self.maps.backward(dk, dv)
-        return dx, KeyValueParams(*dparams, dk_norm), dpos
+        dx, (dk_params, dv_params) = self.maps.backward(dk, dv)
+        return dx, KeyValueParams(dk_params, dv_params, dk_norm), dpos
 
 
 def _key_value(
