@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from xformer import tree
-from xformer.shapes import working_dtype
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
@@ -93,7 +93,8 @@ class Backend:
         """ValueError for one that the backend has not."""
         if precision not in self.precisions:
             able = " and ".join((*self.dtypes, *self.precisions))
-            raise ValueError(f"backend {self.name} stores numbers in {able}, not {precision}")
+            but = "; backend cupy does" if precision in STORED and not self.precisions else ""
+            raise ValueError(f"backend {self.name} stores numbers in {able}, not {precision}{but}")
 
     def widened(self, array: Array) -> Array:
         """An array in the dtype to compute in: float32 of what is stored in a precision."""
@@ -111,6 +112,13 @@ class Backend:
         """A context for work on this device; MemoryError there says what is wanted and free.
 
         Around one call, and never across a yield: a generator would leave its caller in it.
+        """
+        return nullcontext()
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        """A context in which the same work gives the same bits each time, on this device.
+
+        Around one call, as `active`. On a CPU it always does.
         """
         return nullcontext()
 

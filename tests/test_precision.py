@@ -5,6 +5,8 @@ The kernels are in test_cuda_precision.py.
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from xformer.backends.cupy.module import LAUNCHERS
 import xformer
 from xformer import backends, optim, tree
 from xformer.cli import main
+from xformer.cli import train as train_command
 from xformer.generation import generate
 from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 from xformer.optim import LossScale
 from xformer.shapes import STORED
-from xformer.training import TrainConfig, Windows, evaluate, loss_of, start, train
+from xformer.training import TrainConfig, Windows, evaluate, load, loss_of, start, train
 from xformer.training.loop import Diverged
 from xformer.training.state import read_state, write_state
 
@@ -227,6 +230,37 @@ def test_validation_is_in_the_precision_of_the_weights(library: Backend) -> None
     assert found != exact
 
 
+@on_stand_in
+@in_both
+def test_the_command(
+    library: Backend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+) -> None:
+    """A run, stopped and gone on with, and a text by what it keeps, which is float32."""
+    text, folder = tmp_path / "fox.txt", str(tmp_path / "run")
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    monkeypatch.setattr(backends, "get", lambda *_: library)
+    real, sample = train_command.train, train_command.stream_text
+    shortly = partial(sample, max_new=3)
+    monkeypatch.setattr(
+        train_command, "stream_text", lambda *a, max_new, **options: shortly(*a, **options)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(train_command, "train", lambda *a, **o: islice(real(*a, **o), 2))
+        sizes = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 4 --validate-every 2"
+        given = ["--data", str(text), "--out", folder, "--precision", precision]
+        assert main(["train", *sizes.split(), *given]) == 0
+    assert main(["train", "--resume", folder]) == 0
+    assert "going on after step 2" in capsys.readouterr().out
+    _, params = load(folder, library)
+    assert {p.dtype.name for p in tree.flatten(params).values()} == {"float32"}
+    assert main(["generate", "--model", folder, "--prompt", "the ", "--max-new", "3"]) == 0
+    assert capsys.readouterr().out.startswith("the ")
+
+
 def test_what_is_no_precision() -> None:
     with pytest.raises(ValueError, match="precision must be one of bfloat16, float16, got 'half'"):
         config("half")
@@ -243,7 +277,7 @@ def test_the_command_refuses_it_where_there_is_none(
     command = ["train", "--preset", "tiny", "--out", str(folder), "--precision", "bfloat16"]
     assert main(command) != 0
     assert (
-        "backend numpy stores numbers in float32 and float64, not bfloat16"
+        "backend numpy stores numbers in float32 and float64, not bfloat16; backend cupy does"
         in capsys.readouterr().err
     )
     assert main([*command, "--dtype", "float64"]) != 0

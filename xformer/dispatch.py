@@ -69,18 +69,21 @@ class Overridable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op."""
         if self._check is not None:
-            self._check(args, kwargs, self.stored_by)
+            self._check(args, kwargs, self)
         kind = type(args[0]) if args else list
         library = None if kind is list else _libraries.get(kind)  # as `_library`, in less time
         kernels = self.kernels.get(library or self._library(args, kwargs))
-        run = self.reference
-        if kernels and not _reference_only.get():
-            for kernel in kernels:
-                if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
-                    run = kernel.run
-                    break
-        if run is self.reference and kernels:
-            self._require_computed(kernels, args, kwargs)
+        run = None
+        if kernels:
+            if not _reference_only.get():
+                for kernel in kernels:
+                    if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
+                        run = kernel.run
+                        break
+            if run is None and (why := self._refusal(kernels, args, kwargs)) is not None:
+                raise TypeError(why)
+        if run is None:
+            run = self.reference
         if self.has_backward and _inference.get():
             y, _ = run(*args, **kwargs)
             return y, Dropped()
@@ -90,18 +93,17 @@ class Overridable:
         """Dtypes that a kernel of a library stores arrays in, beside those of references."""
         return {name for kernel in self.kernels.get(library, ()) for name in kernel.stores}
 
-    def _require_computed(self, kernels: list[Kernel], args: Any, kwargs: Any) -> None:
-        """TypeError for what kernels alone read, where none of them runs."""
-        for kernel in kernels:
+    def _refusal(self, kernels: list[Kernel], args: Any, kwargs: Any) -> str | None:
+        """Why the reference cannot take what kernels alone read; None where it can."""
+        for kernel in reversed(kernels):  # the most general one first
             if not kernel.stores:
                 continue
             dtypes = {str(getattr(array, "dtype", None)) for array in (*args, *kwargs.values())}
             for dtype in dtypes & set(kernel.stores):
                 why = kernel.unsupported and kernel.unsupported(*args, **kwargs)
-                raise TypeError(
-                    f"{self.__name__}: no kernel runs in {dtype}: "
-                    f"{why or 'reference_only() is active'}"
-                )
+                why = why or "reference_only() is active"
+                return f"{self.__name__}: no kernel runs in {dtype}: {why}"
+        return None
 
     def _library(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """That of the first array, which may be the first of a list."""
@@ -227,6 +229,8 @@ def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
             chosen = name
     if not op.kernels.get(library):
         lines.append(f"- no kernel is registered for {library}")
+    if chosen is None and op._refusal(op.kernels.get(library, []), args, kwargs):
+        chosen = "nothing, these arrays are not for the reference"
     return "\n".join([f"{op.__name__} on {library}: {chosen or 'the reference'}", *lines])
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from xformer.dispatch import library_of
+from xformer.dispatch import Overridable, library_of
 
 FLOATING = ("float32", "float64")
 STORED = ("bfloat16", "float16")  # what kernels may read and write; arithmetic is in float32
@@ -28,10 +28,7 @@ PLACED_BY_LIBRARY = ("numpy", "jax")
 
 
 def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Attach `check(args, kwargs, stored_by)` to an op, made from `spec`.
-
-    stored_by: a library -> what its kernels store. It raises ValueError, TypeError.
-    """
+    """Attach `check(args, kwargs, op)` to an op, made from `spec`. Raises ValueError, TypeError."""
     wanted = {name: _dims(dims) for name, dims in re.findall(r"(\w+) \(([^)]*)\)", spec)}
 
     def decorate(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,9 +42,7 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         passed: dict[Any, bool] = {}  # kinds of call that are right, and whether devices may differ
 
         def check(
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            stored_by: Callable[[str], set[str]] = lambda library: set(),
+            args: tuple[Any, ...], kwargs: dict[str, Any], overridable: Overridable | None = None
         ) -> None:
             if kwargs:
                 args = args[: len(names)]
@@ -60,7 +55,7 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if placed is None:
                 given = dict(zip(names + also, args, strict=False))
                 arrays = {name: given.get(name) for name in names}
-                _check_arrays(op_name, arrays, required, stored_by)
+                _check_arrays(op_name, arrays, required, overridable)
                 _check_shapes(op_name, given, wanted)
                 if len(passed) == REMEMBERED:
                     passed.clear()
@@ -126,7 +121,7 @@ def _dims(text: str) -> tuple[str, ...]:
 
 
 def _check_arrays(
-    op: str, given: dict[str, Any], required: set[str], stored_by: Callable[[str], set[str]]
+    op: str, given: dict[str, Any], required: set[str], overridable: Overridable | None
 ) -> None:
     """All arrays: one library, one floating dtype, that its kernels know where it is not usual."""
     first = None
@@ -137,7 +132,8 @@ def _check_arrays(
         dtype = dtype_name(array)
         if first is None:
             first, first_array, first_dtype = name, array, dtype
-            if dtype not in FLOATING and dtype not in stored_by(library_of(type(array))):
+            stored = overridable.stored_by(library_of(type(array))) if overridable else ()
+            if dtype not in (*FLOATING, *stored):
                 raise TypeError(f"{op}: {name} must be float32 or float64, got {dtype}")
         require_same_library(op, name, array, first_array)
         if dtype != first_dtype:

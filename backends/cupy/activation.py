@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 
 from xformer import ops
 from xformer.checks import require_gradient
@@ -13,7 +13,7 @@ from xformer.ops.activation import ACTIVATIONS
 from xformer.shapes import STORED
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "erf"))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "erf"))
 BLOCK = 256  # threads, each with a pack of elements
 
 

@@ -70,7 +70,7 @@ def attention(
 
 
 def tile(width: int, size: int, own_bytes: int) -> tuple[int, int]:
-    """OWN and OTHER of attention.cuh, for numbers of `size` bytes."""
+    """OWN and OTHER of attention_tiles.cuh, for numbers of `size` bytes."""
     own = max(MIN_OWN, min(own_bytes // (64 * size), own_bytes // (width * size)))
     return own, min(MAX_OTHER, OTHER_BYTES // (width * size))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import Source, blocks, empty, launch
+from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch
 
 from xformer.shapes import working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True)
+SOURCE = Source(__file__, dtypes=EVERY)
 # Blocks of the first stage: a fixed number, so that every device makes the same sums.
 PARTS = 512
 ROW_PARTS = 64  # of a sum over rows, for each 32 columns

@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import (
-    Source,
-    contiguous,
-    empty,
-    launch,
-    threads,
-    wide,
-)
+from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launch, threads, wide
 
 from xformer.checks import number, require_axis, require_gradient, require_integers
 from xformer.dispatch import kernel
@@ -21,7 +14,7 @@ from xformer.ops.cross_entropy import require_options
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 MAX_THREADS = 1024
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.backends.cupy.random_bits import on_device, words
 
 from xformer.checks import require_shape
@@ -16,7 +16,7 @@ from xformer.ops.random_bits import Key
 from xformer.shapes import STORED
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads, of four elements each
 
 

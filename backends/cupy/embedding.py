@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 from xformer.backends.cupy.index_add import add_rows
-from xformer.backends.cupy.module import (
-    Source,
-    blocks,
-    contiguous,
-    empty,
-    launch,
-    wide,
-)
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
@@ -21,7 +14,7 @@ from xformer.ops.embedding import embedding as reference
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads, each with a pack of elements
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xformer.backends.cupy.activation import elementwise
-from xformer.backends.cupy.module import Source, contiguous, empty
+from xformer.backends.cupy.module import EVERY, Source, contiguous, empty
 
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
@@ -14,7 +14,7 @@ from xformer.ops.glu import glu as reference
 from xformer.shapes import STORED
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATIONS))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATIONS))
 
 
 @kernel(reference, "cupy", stores=STORED)

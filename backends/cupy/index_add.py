@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import Source, blocks, contiguous, launch
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
 
 from xformer.checks import require_ids
 from xformer.dispatch import kernel
@@ -20,7 +20,7 @@ from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True)
+SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads
 
 _deterministic: ContextVar[bool] = ContextVar("deterministic", default=False)

@@ -24,6 +24,7 @@ from xformer.typing import Array
 # Compiled at the first launch; the names of REAL, the type of arithmetic and of the arrays, but for
 # those of STORED, whose names storage.cuh has.
 REALS = {"float32": "float", "float64": "double"}
+EVERY = (*REALS, *STORED)
 MAX_THREADS = 256  # of a block that works on one row
 
 Launcher = Callable[..., None]
@@ -33,14 +34,16 @@ LAUNCHERS: dict[type, Launcher] = {}  # type of the arrays -> what launches on t
 class Source:
     """A .cu file, compiled for each type of numbers and choice of its macros that is launched.
 
-    beside: the .py file of the same name   stored: for arrays of `STORED` too   macros: name -> the
-    values that it may have.
+    beside: the .py file of the same name   dtypes: of the arrays   macros: name -> the values that
+    it may have.
     """
 
-    def __init__(self, beside: str, *, stored: bool = False, **macros: tuple[Any, ...]) -> None:
+    def __init__(
+        self, beside: str, *, dtypes: tuple[str, ...] = tuple(REALS), **macros: tuple[Any, ...]
+    ) -> None:
         self.path = Path(beside).with_suffix(".cu")
         self.name = self.path.stem
-        self.dtypes = (*REALS, *STORED) if stored else tuple(REALS)
+        self.dtypes = dtypes
         self.macros = macros
 
     @cached_property

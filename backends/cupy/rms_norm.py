@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from xformer.backends.cupy.column_sums import PARTS, column_sums, fits_shared
 from xformer.backends.cupy.module import (
+    EVERY,
     Source,
     contiguous,
     empty,
@@ -22,7 +23,7 @@ from xformer.ops.rms_norm import rms_norm as reference
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 
 
 def no_gain(

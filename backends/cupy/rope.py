@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch
 
 from xformer.checks import require_shape
 from xformer.dispatch import kernel
@@ -13,7 +13,7 @@ from xformer.ops.rope import rope as reference
 from xformer.shapes import STORED, require_same_device, require_same_library
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True)
+SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads
 
 

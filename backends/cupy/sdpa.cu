@@ -5,7 +5,7 @@
 //
 // q (B, H, T, K), k (B, G, S, K), v (B, G, S, M) by their strides; ctx as (B, T, H, M), top and
 // total (B, H, T), contiguous. A query that sees no key has total 1, ctx 0. Tiles, and which thread
-// does what: attention.cuh.
+// does what: attention_tiles.cuh.
 //
 // sdpa_forward: a block a tile of queries of a head, the last queries first (they see most keys);
 // it walks over the tiles of keys that any of them sees, top rising on the way (what was summed
@@ -20,7 +20,7 @@
 #define WIDE 1
 #define OWN_BYTES (32 << 10)
 #include "common.cuh"
-#include "attention.cuh"
+#include "attention_tiles.cuh"
 
 #if FEW
 using summed = real;  // parts, which are put together or rounded afterwards

@@ -19,14 +19,7 @@ from xformer.backends.cupy.attention import (
     shared,
     tile,
 )
-from xformer.backends.cupy.module import (
-    Source,
-    blocks,
-    empty,
-    launch,
-    real_size,
-    threads,
-)
+from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size, threads
 from xformer.backends.cupy.random_bits import on_device
 from xformer.backends.cupy.sdpa_backward import backward
 
@@ -40,7 +33,7 @@ from xformer.ops.softcap import require_cap
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True, WIDTH=WIDTHS, FEW=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDTH=WIDTHS, FEW=(0, 1))
 OWN_BYTES = 32 << 10  # as in sdpa.cu
 FEW = MIN_OWN  # queries, at most, that are few
 # Keys of a block then, or a multiple of them: the same on every device, as its sums are.

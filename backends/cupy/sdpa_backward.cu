@@ -6,7 +6,7 @@
 //   dbias = dscores,  dsinks = -exp(sink - top) inner, summed over what they were broadcast along
 //
 // Layouts are those of sdpa.cu; dctx by its strides; dq as (B, T, H, K), dk, dv as (B, S, G, .),
-// contiguous; inner (B, H, T). Tiles, and which thread does what: attention.cuh.
+// contiguous; inner (B, H, T). Tiles, and which thread does what: attention_tiles.cuh.
 //
 // sdpa_backward_queries: a block a tile of queries of a head; makes inner, dq, and of dsinks its
 // part, parts (B * tiles, H). sdpa_backward_keys: a block a tile of keys of a head, which walks
@@ -23,7 +23,7 @@
 #define FEW 0
 #define OWN_BYTES (16 << 10)
 #include "common.cuh"
-#include "attention.cuh"
+#include "attention_tiles.cuh"
 
 // Parameters behind those of attention.cuh; strides of dctx.
 #define GRADIENT_PARAMETERS                                                                        \

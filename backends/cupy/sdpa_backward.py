@@ -16,12 +16,12 @@ from xformer.backends.cupy.attention import (
     tile,
 )
 from xformer.backends.cupy.column_sums import column_sums
-from xformer.backends.cupy.module import Source, blocks, empty, launch, real_size
+from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size
 
 from xformer.shapes import working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, stored=True, WIDTH=WIDTHS)
+SOURCE = Source(__file__, dtypes=EVERY, WIDTH=WIDTHS)
 OWN_BYTES = 16 << 10  # as in sdpa_backward.cu
 
 

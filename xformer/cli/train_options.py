@@ -58,10 +58,13 @@ DEFAULTS: dict[str, Any] = {
     "backend": "numpy",
     "device": None,
     "checkpoint_activations": False,
+    "deterministic": False,
     "every": 100,
     "keep": 2,
     "sample_every": None,
 }
+# Of which older runs have no note; they went by the usual value.
+ADDED = ("precision", "deterministic")
 # Of what has no usual value, its type.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("data", "vocabulary", "device", "precision"), str),
@@ -72,7 +75,10 @@ TYPES: dict[str, type] = {
 FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
 DTYPES = ("float32", "float64")
 # What may be another when a run goes on: where and how often, but not what is computed.
-FREE = ("data", "backend", "device", "checkpoint_activations", "every", "keep", "sample_every")
+FREE = (
+    *("data", "backend", "device", "checkpoint_activations", "deterministic"),
+    *("every", "keep", "sample_every"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +116,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="default: float32")
     stored = "what weights and activations are rounded to, on cupy; the parameters stay float32"
     add("--precision", choices=STORED, help=stored)
+    bits = "the same bits each time on a GPU too, which may take longer; on a CPU they always are"
+    add("--deterministic", action="store_true", default=None, help=bits)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -216,6 +224,8 @@ def _of_run(folder: str) -> dict[str, Any]:
     """The options of a run, each of its type. ValueError where they are none, or damaged."""
     found = read_run(folder).get("notes")
     names = {*DEFAULTS, *Preset._fields}
+    if isinstance(found, dict):
+        found = {name: DEFAULTS[name] for name in ADDED} | found
     if not isinstance(found, dict) or found.keys() != names:
         raise ValueError(f"{folder} is not a run of xformer train, and goes on from Python only")
     usual = PRESETS["small"]._asdict() | DEFAULTS

@@ -5,12 +5,10 @@ from __future__ import annotations
 from array_api_compat import array_namespace
 
 from xformer.dispatch import overridable
-from xformer.shapes import shapes
 from xformer.typing import Array
 
 
 @overridable(backward=False)
-@shapes("x (...)")
 def sum_to(x: Array, *, shape: tuple[int, ...]) -> Array:
     """Sum x over the axes along which an array of `shape` was broadcast to it."""
     xp = array_namespace(x)

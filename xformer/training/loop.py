@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -122,13 +123,15 @@ def train(
     optimiser: Optimiser | None = None,
     schedule: Schedule | None = None,
     donate: bool = False,
+    deterministic: bool = False,
 ) -> Iterator[Step]:
     """Yields a `Step` after each step that is left of config.steps, or of its patience.
 
     held_out: batches to validate on, every config.eval_every steps and after the last.
     optimiser, schedule: in the place of those of config, for what it has no words for. A state
     decides all that follows it: the same losses come after it whenever it is gone on from, bit for
-    bit on NumPy, and to rounding on every backend. Raises Diverged, and nothing after it is done.
+    bit on NumPy, and to rounding on every backend. deterministic: bit for bit on every device, see
+    `Backend.deterministic`, which may take longer. Raises Diverged, and nothing after it is done.
 
     donate: the given state, and that of each step, may be written over by the next step, which then
     needs no memory for another: copy what is to outlive it. Nothing else may hold their arrays. So
@@ -152,7 +155,7 @@ def train(
             state = state._replace(ema=tree.map(_copy, state.ema))
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
-        with place.active():
+        with place.active(), place.deterministic() if deterministic else nullcontext():
             state, value, norm = _step(loss, state, source, config, place, optimiser, lr, donate)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
