@@ -14,7 +14,7 @@ import numpy as np
 
 from xformer.typing import Array
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 
 
 class Unusable(ImportError):
@@ -166,3 +166,4 @@ def keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(M_ARENA_MAX, 1)  # else threads do not take what others have freed

@@ -9,6 +9,7 @@ from xformer.layers.attention import (
     key_value,
 )
 from xformer.layers.block import BlockConfig, BlockParams, block
+from xformer.layers.blocks import blocks
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
@@ -47,6 +48,7 @@ __all__ = [
     "alibi",
     "attention",
     "block",
+    "blocks",
     "embed",
     "feed_forward",
     "key_value",
