@@ -85,8 +85,9 @@ def launch(
 ) -> None:
     """Run `name` of `source` on the current device, REAL the dtype of `like`; no blocks, no launch.
 
-    args: arrays, None for a null pointer, ints as long long, floats as REAL. shared: bytes of
-    dynamic shared memory of a block. ValueError for arrays of another device than the current one.
+    args: arrays, None for a null pointer, ints as long long, floats as REAL; a list of arrays and
+    None, or of ints, as a struct of one array of as many, by value. shared: bytes of dynamic shared
+    memory of a block. ValueError for arrays of another device than the current one.
     """
     if 0 in grid:
         return

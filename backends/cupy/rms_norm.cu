@@ -1,7 +1,8 @@
-// Root-mean-square normalisation (arXiv:1910.07467) of the rows of x (N, D), contiguous.
+// Root-mean-square normalisation (arXiv:1910.07467) of the rows of x (N, D), contiguous; of s = x +
+// addend where there is an addend, which has the gradient of x (residual.cuh).
 //
 //   y = x * rstd * (w + offset),  rstd = 1 / sqrt(mean(x^2) + eps);  w null: a gain of 1
-//   dx = rstd * (dxhat - xhat * mean(dxhat * xhat)),  xhat = x * rstd,  dxhat = dy * (w + offset)
+//   dx = rstd * (dxhat - xhat * mean(dxhat * xhat)) + ds,  xhat = x * rstd,  dxhat = dy * (w + offset)
 //   dw = sum of dy * xhat over the rows
 //
 // Blocks, rows and the sums of dw as in layer_norm.cu: a block a row forward; backward a block walks
@@ -9,7 +10,7 @@
 //
 // Budget: rms_norm_forward: 32 registers, 0 spilled, 256 shared
 // Budget: rms_norm_backward: 40 registers, 0 spilled, 256 shared
-#include "common.cuh"
+#include "residual.cuh"
 
 __device__ __forceinline__ Pack gains(const real* w, int i, real offset) {
     Pack gain;
@@ -22,21 +23,22 @@ __device__ __forceinline__ Pack gains(const real* w, int i, real offset) {
     return gain;
 }
 
-extern "C" __global__ void rms_norm_forward(const real* __restrict__ x, const real* __restrict__ w,
-                                            real* __restrict__ y, real* __restrict__ rstd,
-                                            long long width, real eps, real offset) {
+extern "C" __global__ void rms_norm_forward(const real* x, const real* __restrict__ addend, real* s,
+                                            const real* __restrict__ w, real* __restrict__ y,
+                                            real* __restrict__ rstd, long long width, real eps,
+                                            real offset) {
     const long long row = blockIdx.x;
     const int packs = width / VEC;
-    x += row * width;
+    const real* const own = (addend ? s : x) + row * width;
     y += row * width;
     real squares = 0;
     for (int i = threadIdx.x; i < packs; i += blockDim.x) {
-        const Pack p = load(x + i * VEC);
+        const Pack p = summed(x, addend, s, row * width + i * VEC);
         for (int k = 0; k < VEC; ++k) squares += p.v[k] * p.v[k];
     }
     const real r = 1 / sqrt(block_sum(squares) / width + eps);
     for (int i = threadIdx.x; i < packs; i += blockDim.x) {
-        Pack p = load(x + i * VEC);
+        Pack p = load(own + i * VEC);
         const Pack gain = gains(w, i, offset);
         for (int k = 0; k < VEC; ++k) p.v[k] = p.v[k] * r * gain.v[k];
         store(y + i * VEC, p);
@@ -46,7 +48,8 @@ extern "C" __global__ void rms_norm_forward(const real* __restrict__ x, const re
 
 extern "C" __global__ void rms_norm_backward(const real* __restrict__ x, const real* __restrict__ w,
                                              const real* __restrict__ rstd,
-                                             const real* __restrict__ dy, real* __restrict__ dx,
+                                             const real* __restrict__ dy,
+                                             const real* __restrict__ ds, real* __restrict__ dx,
                                              real* parts, long long rows, long long width,
                                              real offset, long long in_shared) {
     SHARED_BUFFER(real, buffer);
@@ -73,7 +76,7 @@ extern "C" __global__ void rms_norm_backward(const real* __restrict__ x, const r
             Pack out;
             for (int k = 0; k < VEC; ++k)
                 out.v[k] = r * (g.v[k] * gain.v[k] - p.v[k] * r * slope);
-            store(dx + row * width + i * VEC, out);
+            store_gradient(dx, ds, row * width + i * VEC, out);
             if (w) {
                 Pack dw_sum = load(dw + i * VEC);
                 for (int k = 0; k < VEC; ++k) dw_sum.v[k] += g.v[k] * (p.v[k] * r);

@@ -29,7 +29,17 @@ from xformer.typing import Array
 
 def cases() -> Iterator[Case]:
     """Every layer, with every option."""
-    for subject in (_norm, _residual, _parallel, _block, _several, _stack, _embed, _pool):
+    for subject in (
+        _norm,
+        _add_norm,
+        _residual,
+        _parallel,
+        _block,
+        _several,
+        _stack,
+        _embed,
+        _pool,
+    ):
         yield from subject()
 
 
@@ -57,6 +67,20 @@ def _norm() -> Iterator[Case]:
     yield case("layer", layers.NormConfig(eps=0.1), b=True)
     yield case("layer, no b", layers.NormConfig(), b=False)
     yield case("rms", RMS, b=False)
+
+
+def _add_norm() -> Iterator[Case]:
+    def case(note: str, config: layers.NormConfig, b: bool, *shape: int) -> Case:
+        def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+            terms = rng.normal((*shape, 6)), rng.normal((*shape, 6))
+            return partial(layers.add_norm, config=config), (*terms, _norm_params(rng, b))
+
+        return Case("layers", f"add_norm: {note}", make)
+
+    yield case("layer", layers.NormConfig(eps=0.1), True, 5, 4)
+    yield case("layer, no b", layers.NormConfig(), False, 5, 4)
+    yield case("rms", RMS, False, 5, 4)
+    yield case("rms, a row", RMS, False)
 
 
 def _around_ffn(x: Array, norm: Any, out_norm: Any, ffn: Any, **options: Any) -> tuple[Array, Any]:
