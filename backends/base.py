@@ -160,7 +160,7 @@ def keep_memory() -> None:
     """From now on keep what this process frees for its next arrays, where malloc is glibc's.
 
     A training step asks for nearly all its memory anew, and each page that has been given back to
-    the system costs microseconds: 4 to 12 % of a step on NumPy.
+    the system costs microseconds: 4 to 12 % of a step on NumPy, or of a forward.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

@@ -58,8 +58,7 @@ class Ours:
         # Copies, since steps write over them, and the weights are those of every contestant.
         self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), weights)
         self.data = shape.data(backend)
-        if shape.training:
-            backends.keep_memory()  # as `xformer train`
+        backends.keep_memory()  # as `xformer train` and `xformer embed`
         self.state = optim.adamw_init(self.params) if shape.training else None
 
     def forward(self) -> Any:
