@@ -18,7 +18,8 @@ from xformer.backends.base import Backend, Generator, Memory, Unusable, keep_mem
 from xformer.dispatch import library_of
 from xformer.typing import Array
 
-NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba")
+NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba", "mkl")
+ON_NUMPY = ("numba", "mkl")  # whose arrays are NumPy's, and who bring other kernels for them
 
 _INSTALL = {
     "cupy": "pip install 'xformer-array[cuda13]' (or [cuda12])",
@@ -26,6 +27,7 @@ _INSTALL = {
     "jax": "pip install 'xformer-array[jax]'",
     "array-api-strict": "pip install array-api-strict",
     "numba": "pip install 'xformer-array[numba]'",
+    "mkl": "pip install 'xformer-array[mkl]'",
 }
 
 __all__ = [
@@ -49,7 +51,7 @@ def get(name: str = "numpy", device: str | None = None) -> Backend:
     be used here and how to install it.
     """
     module, backend = _open(name, device)
-    if name == "numba":  # its arrays are NumPy's, and its kernels only for those who ask for them
+    if name in ON_NUMPY:  # for those who ask for them only
         module.register()
     return backend
 

@@ -22,6 +22,7 @@ from benchmarks.shapes import STAND_IN, Shape
 from xformer import backends, dispatch, inference, optim, reference_only, tree
 
 LR = 3e-4
+CPU = ("numpy", *backends.ON_NUMPY)
 PEER, COMPILED, JITTED = "torch eager", "torch compile", "jax jit"
 COMPILERS = ("g++", "clang++")
 
@@ -57,8 +58,7 @@ class Ours:
         # Copies, since steps write over them, and the weights are those of every contestant.
         self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), weights)
         self.data = shape.data(backend)
-        if shape.training:
-            backends.keep_memory()  # as `xformer train`
+        backends.keep_memory()  # as `xformer train` and `xformer embed`
         self.state = optim.adamw_init(self.params) if shape.training else None
 
     def forward(self) -> Any:
@@ -149,7 +149,7 @@ def names() -> list[str]:
         if name != "array-api-strict":
             found.append(f"{name} kernel")
         found += [JITTED] if name == "jax" else []
-        found += [f"{name} reference"] if name != "numba" else []  # that is NumPy's
+        found += [f"{name} reference"] if name not in backends.ON_NUMPY else []  # that is NumPy's
     return found
 
 
@@ -163,7 +163,7 @@ def why_not(name: str) -> str | None:
         return None
     library, _, how = name.rpartition(" ")
     why = backends.why_not(library)
-    arrays = "numpy" if library == "numba" else library
+    arrays = "numpy" if library in backends.ON_NUMPY else library
     if why is None and how == "kernel" and not any(arrays in op.kernels for op in dispatch.ops()):
         return f"{name}: backend {library} has no kernels"
     return None if why is None else f"{name}: {why}"
@@ -176,7 +176,7 @@ def default(shape: Shape) -> list[str]:
     """
     fast = [n for n in names() if not n.endswith("reference") and n != "jax kernel"]
     if not shape.scores_fit:
-        fast = [n for n in fast if n in (PEER, COMPILED, "numpy kernel", "numba kernel")]
+        fast = [n for n in fast if n in (PEER, COMPILED, *(f"{n} kernel" for n in CPU))]
     return [name for name in fast if why_not(name) is None]
 
 

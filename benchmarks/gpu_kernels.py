@@ -22,6 +22,7 @@ from xformer.backends.cupy import deterministic, module, softmax, tf32
 from benchmarks import harness
 from xformer import Key, explain, ops, reference_only, tree
 from xformer.dispatch import Overridable
+from xformer.layers import NormConfig, NormParams, add_norm
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
 from xformer.typing import Array
@@ -75,6 +76,10 @@ def cases(place: Backend, s: Sizes) -> Iterator[Case]:
     moved: Any = partial(_moved, n)
     yield Case("layer_norm", ops.layer_norm, (x, w, b), {}, *moved(2, 3))
     yield Case("rms_norm", ops.rms_norm, (x, w), {}, *moved(2, 3))
+    for kind, b_or_none in (("layer", b), ("rms", None)):
+        options: Any = {"config": NormConfig(kind)}
+        sums = (x, up, NormParams(w, b_or_none))
+        yield Case(f"add_norm, {kind}", add_norm, sums, options, *moved(4, 4))
     yield Case("softmax", ops.softmax, (x,), {}, *moved(2, 3))
     yield Case("gelu", ops.gelu, (x,), {}, *moved(2, 3))
     yield Case("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, *moved(2, 3))
@@ -217,7 +222,7 @@ def kernels(
             turns: dict[str, Callable[[], Any]] = {"forward": partial(_run, case)}
             if case.backward is not None:
                 y, cache = case.op(*case.args, **case.options)
-                turns["backward"] = partial(cache.backward, _like(place, y))
+                turns["backward"] = partial(cache.backward, *_like(place, y))
             seconds = measured(place, turns, s.repeats, rounds)
         for direction, found in seconds.items():
             moved, flops = case.forward if direction == "forward" else case.backward or (0, 0)
@@ -249,9 +254,10 @@ def _run(case: Case) -> Any:
     return case.op(*case.args, **case.options)
 
 
-def _like(place: Backend, y: Array) -> Array:
-    """A gradient of y that is not the same everywhere."""
-    return place.xp.astype(place.widened(y) * 0.5 + 1.0, y.dtype)
+def _like(place: Backend, y: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+    """A gradient of each result that is not the same everywhere."""
+    results = y if isinstance(y, tuple) else (y,)
+    return tuple(place.xp.astype(place.widened(out) * 0.5 + 1.0, out.dtype) for out in results)
 
 
 def _results(place: Backend, case: Case) -> list[Array]:
@@ -259,7 +265,7 @@ def _results(place: Backend, case: Case) -> list[Array]:
     if case.backward is None:
         return list(tree.flatten(_run(case)).values())
     y, cache = _run(case)
-    return list(tree.flatten((y, cache.backward(_like(place, y)))).values())
+    return list(tree.flatten((y, cache.backward(*_like(place, y)))).values())
 
 
 def _error(place: Backend, case: Case) -> float:

@@ -45,11 +45,12 @@ HEADS = {
     COMPILED: "torch.compile",
     OURS: "NumPy",
     "numba kernel": "NumPy with numba",
+    "mkl kernel": "numba and MKL",
     "cupy kernel": "CuPy",
     "torch kernel": "torch",
     JITTED: "jax.jit",
 }
-COLOURS = ("#9a9a9a", "#c9c9c9", "#1f4e8c", "#5b8fd0", "#4f8f5b", "#b5651d", "#d8b65a")
+COLOURS = ("#9a9a9a", "#c9c9c9", "#1f4e8c", "#5b8fd0", "#8fb8e8", "#4f8f5b", "#b5651d", "#d8b65a")
 Runs = Mapping[str, Any]
 
 

@@ -13,10 +13,11 @@ import pytest
 import threadpoolctl
 from libraries import LIBRARIES, ON_DEMAND, STAND_IN, opened
 from xformer.backends import Backend
+from xformer.backends.numpy import products
 
 from xformer import backends, dispatch
 
-NUMBA = "xformer.backends.numba"
+ASKED_FOR = ("xformer.backends.numba", "xformer.backends.mkl")
 
 # Several tests run at once, and more threads than cores wait for each other. Here, and in workers
 # and commands; tests of threads ask for their own.
@@ -100,12 +101,14 @@ def forget_compiled() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def without_numba() -> Iterator[None]:
-    """A test that asks for the backend numba leaves its kernels to no other."""
+def without_what_was_asked_for() -> Iterator[None]:
+    """A test that asks for the backend numba or mkl leaves its kernels to no other."""
+    multiply = products.multiply
     yield
+    products.multiply = multiply
     for op in dispatch.ops():
         kernels = op.kernels.get("numpy", [])
-        kernels[:] = [k for k in kernels if not k.run.__module__.startswith(NUMBA)]
+        kernels[:] = [k for k in kernels if not k.run.__module__.startswith(ASKED_FOR)]
 
 
 @pytest.fixture

@@ -23,10 +23,11 @@ LIBRARIES = {
     "jax": "jax",
     "cupy": "cupy",
     "numba": "numba",
+    "mkl": "mkl",
 }
 STAND_IN = "cuda_shim"  # CuPy's kernels on the CPU
 ON_DEVICE = ("cupy", STAND_IN)  # arrays whose values nobody looks at unasked
-ON_DEMAND = ("numba", STAND_IN)  # for tests that name them, and for --backend
+ON_DEMAND = ("numba", "mkl", STAND_IN)  # for tests that name them, and for --backend
 
 
 class ReadOnly(Backend):

@@ -56,7 +56,7 @@ def test_every_option_of_a_function_is_used(function: Callable[..., Any]) -> Non
             given = {args[i] is not None for _, args in of(function) if i < len(args)}
             assert True in given, f"{p.name} is never given"
     for p in (p for p in parameters if p.kind is p.KEYWORD_ONLY):
-        if function is layers.stack and p.name in NO_BACKWARD:
+        if function in (layers.stack, layers.blocks) and p.name in NO_BACKWARD:
             continue
         values = [fn.keywords.get(p.name, p.default) for fn, _ in of(function)]
         assert any(v is not p.default for v in values), f"{p.name} is never other than its default"

@@ -117,7 +117,7 @@ def test_a_past_goes_before_it() -> None:
     (y, cache), (wanted, _) = (
         layers.stack(x, params, *rest, **options, checkpoint=flag) for flag in (True, False)
     )
-    assert np.array_equal(y, wanted) and cache.past[1].length == x.shape[1]
+    assert np.array_equal(y, wanted) and cache.layers.past[1].length == x.shape[1]
 
 
 # ---- What is kept ----

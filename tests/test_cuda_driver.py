@@ -13,8 +13,9 @@ import numpy as np
 
 log, current = [], [0]
 class ndarray:
-    def __init__(self, dtype, device=0):
-        self.dtype, self.data = np.dtype(dtype), types.SimpleNamespace(device_id=device)
+    def __init__(self, dtype, device=0, ptr=0):
+        self.dtype = np.dtype(dtype)
+        self.data = types.SimpleNamespace(device_id=device, ptr=ptr)
 class RawKernel:
     asked = None
     def __init__(self, name):
@@ -114,6 +115,28 @@ except TypeError as error:
     assert said(code, tmp_path) == [
         "('-std=c++17', '-DREAL=float', '-DSTORED=float16') ndarray uint64 int64 float32",
         "softmax.cu is for float32, float64, got float16",
+    ]
+
+
+def test_lists_travel_by_value(tmp_path: Path) -> None:
+    """As one value of as many bytes, which CuPy copies into the arguments."""
+    code = """
+given = []
+RawKernel.__call__ = lambda self, grid, block, args, *, shared_mem: given.extend(args)
+arrays = [ndarray("f4", ptr=ptr) for ptr in (512, 2**47)]
+run("f4", [*arrays, None], [7, 2**40])
+for value in given[1:]:
+    print(type(value).__name__, value.size, value.itemsize, value.view(np.int64).tolist())
+try:
+    run("f4", [ndarray("f4"), ndarray("f4", 1)])
+except ValueError as error:
+    print(error)
+"""
+    assert said(code, tmp_path) == [
+        f"ndarray 1 24 [512, {2**47}, 0]",
+        f"ndarray 1 16 [7, {2**40}]",
+        "softmax_forward: arrays must lie on the current device, cuda:0, got one on cuda:1: "
+        "call it within backend.active()",
     ]
 
 

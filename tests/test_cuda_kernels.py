@@ -6,13 +6,14 @@ The registry's own comparison is in test_kernels.py.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda_shim
 import numpy as np
 import pytest
+from array_api_compat import array_namespace
 from libraries import ON_DEVICE, only
 from xformer.backends import Backend
 from xformer.backends.cupy import (
@@ -20,12 +21,17 @@ from xformer.backends.cupy import (
     cross_entropy,
     deterministic,
     global_norm,
+    leaves,
     linear_cross_entropy,
 )
+from xformer.backends.cupy.leaves import LEAVES
 from xformer.backends.cupy.module import contiguous, empty, threads, wide
 
-from xformer import Key, backends, explain, inference, ops, optim, reference_only, tree
+from xformer import Key, backends, explain, inference, layers, ops, optim, reference_only, tree
+from xformer.layers import NormConfig
 from xformer.optim.adam import adam_update
+from xformer.optim.clip import clip_leaves
+from xformer.tree import Frozen
 
 pytestmark = only(*ON_DEVICE)
 
@@ -101,11 +107,89 @@ def test_rows(library: Backend, rows: int, width: int) -> None:
     require_exact(library, ops.gelu, 3 * x)
 
 
+NORMS = (NormConfig(eps=0.1), NormConfig("rms", eps=0.1, offset=1.0))
+
+
+class Stacked(NamedTuple):
+    """A cache of `add_norm` whose gradients are arrays, and whose dy is that of both results."""
+
+    cache: Any
+
+    def backward(self, dy: Any) -> tuple[Any, ...]:
+        dx, dr, dparams = self.cache.backward(dy[0, ...], dy[1, ...])
+        return dx, dr, *dparams
+
+
+def sum_and_norm(x: Any, r: Any, w: Any, b: Any, *, config: NormConfig) -> tuple[Any, Stacked]:
+    both, cache = layers.add_norm(x, r, layers.NormParams(w, b), config=config)
+    return array_namespace(x).stack(both), Stacked(cache)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("config", NORMS, ids=lambda config: config.kind)
+def test_norms_of_sums(library: Backend, config: NormConfig, rows: int, width: int) -> None:
+    x, r, w = normal(rows, width), normal(rows, width), normal(width)
+    for b in (None, normal(width)) if config.kind == "layer" else (None,):
+        require_exact(library, sum_and_norm, x, r, w, b, config=config)
+
+
+@pytest.mark.parametrize("config", NORMS, ids=lambda config: config.kind)
+def test_norms_of_sums_launch_once(
+    library: Backend, launched: list[Any], config: NormConfig
+) -> None:
+    """Of views too; where nothing else reads the sum, its gradient is that of the norm."""
+    x, r, dy, w = (library.asarray(normal(*shape)) for shape in ((4, 6), (8, 6), (6, 4), (6,)))
+    r, dy = r[::2, :], dy.T
+    params = layers.NormParams(w, None)
+    launched.clear()
+    (s, y), cache = layers.add_norm(x, r, params, config=config)
+    assert [name for name, _, _ in launched] == [f"{config.kind}_norm_forward"]
+    launched.clear()
+    grads = cache.backward(None, dy)
+    names = [name for name, _, _ in launched]
+    assert names == [f"{config.kind}_norm_backward", "column_sums"]
+    with reference_only():
+        (wanted_s, wanted_y), wanted_cache = layers.add_norm(x, r, params, config=config)
+        wanted = wanted_cache.backward(None, dy)
+    for got, exact in zip((s, y, *grads), (wanted_s, wanted_y, *wanted), strict=True):
+        got, exact = (a.w if isinstance(a, layers.NormParams) else a for a in (got, exact))
+        assert np.allclose(library.to_numpy(got), library.to_numpy(exact), rtol=1e-12, atol=1e-13)
+
+
+def test_norms_of_sums_say_what_is_wrong(library: Backend) -> None:
+    x, w = library.asarray(normal(4, 6)), library.asarray(normal(6))
+    both = layers.NormParams(w, w)
+    said = explain(layers.add_norm, x, x, both, config=NORMS[1])
+    assert "the reference" in said and 'kind "rms" has no bias' in said
+    with pytest.raises(ValueError, match=r'^norm: kind "rms" has no bias'):
+        layers.add_norm(x, x, both, config=NORMS[1])
+    for r, params, message in (
+        (x[:3, :], both, r"^add_norm: r must have shape \(4, 6\), got \(3, 6\)$"),
+        (x, layers.NormParams(w[:5], None), r"^layer_norm: w must be \(D,\) with D = 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layers.add_norm(x, r, params, config=NORMS[0])
+    _, cache = layers.add_norm(x, x, both, config=NORMS[0])
+    for dys, name in (((x[:3, :], x), "ds"), ((None, x[:3, :]), "dy")):
+        with pytest.raises(ValueError, match=rf"^add_norm: {name} must have shape"):
+            cache.backward(*dys)
+
+
+def test_frozen_norms_of_sums(library: Backend) -> None:
+    x, w, b = library.asarray(normal(4, 6)), library.asarray(normal(6)), library.asarray(normal(6))
+    params = layers.NormParams(Frozen(w), b)
+    _, cache = layers.add_norm(x, x, params, config=NORMS[0])
+    dparams = cache.backward(x, x)[2]
+    assert dparams.w is None and dparams.b is not None
+
+
 def test_more_rows_than_parts(library: Backend) -> None:
     """The blocks of the backward pass walk over several rows each, and sum what they see."""
     x, w, b = normal(1100, 3), normal(3), normal(3)
     require_exact(library, ops.layer_norm, x, w, b)
     require_exact(library, ops.rms_norm, x, w)
+    require_exact(library, sum_and_norm, x, 2 * x, w, b, config=NORMS[0])
 
 
 def test_sums_that_do_not_fit_in_shared_memory(library: Backend) -> None:
@@ -503,12 +587,133 @@ def test_a_rate_on_the_device_is_not_waited_for(library: Backend) -> None:
     assert "the reference" in said and "rate, root and keep must be numbers of the host" in said
 
 
+# Nothing, a number, rows that are packs and rows that are not, more than a block has.
+LEAF_SIZES = (0, 1, 3, 64, 257, 1000, 4096, 4099, 20_000)
+
+
+def leaves_of(library: Backend, n: int, dtype: str, scale: float = 1.0) -> list[Any]:
+    """n leaves in turn of these sizes, of which every fourth begins beside a multiple of 16."""
+    sizes = [LEAF_SIZES[i % len(LEAF_SIZES)] if i < 12 else i % 9 for i in range(n)]
+    made = [library.asarray((scale * normal(size + 1)).astype(dtype)) for size in sizes]
+    return [x[1:] if i % 4 == 1 else x[:-1] for i, x in enumerate(made)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("n", [LEAVES, 2 * LEAVES + 3])
+def test_adamw_of_many_leaves(
+    library: Backend, launched: list[Any], n: int, donate: bool, dtype: str
+) -> None:
+    """Few launches, which change no bit; what is not a number stays where it was."""
+    options: dict[str, Any] = ADAM | {"rate": 0.02, "root": 0.3, "keep": 0.9}
+    p, g, m, v = (leaves_of(library, n, dtype) for _ in range(4))
+    v = [library.xp.abs(x) for x in v]
+    g[5][3] = np.nan
+    host = [[library.to_numpy(x).copy() for x in leaves] for leaves in (p, g, m, v)]
+    alone = [adam_update(*([x] for x in leaf), **options) for leaf in zip(p, g, m, v, strict=True)]
+    launched.clear()
+    got = adam_update(p, g, m, v, **options, donate=donate)
+    kinds = [wide(leaf[0].size, *leaf) for leaf in zip(p, g, m, v, strict=True) if leaf[0].size]
+    assert len(launched) == sum(-(-kinds.count(kind) // LEAVES) for kind in (0, 1)) < n / 10
+    exact = adam_update.reference(*([x.astype(np.longdouble) for x in t] for t in host), **options)
+    plain = adam_update.reference(*host, **options)
+    for i in range(n):
+        for k, old in enumerate((p, m, v)):
+            new = library.to_numpy(got[k][i])
+            assert (got[k][i] is old[i]) == donate
+            assert np.array_equal(new, library.to_numpy(alone[i][k][0]), equal_nan=True)
+            wrong = np.isnan(exact[k][i])
+            assert np.array_equal(np.isnan(new), wrong)
+            assert np.count_nonzero(wrong) == (i == 5)
+            off, off_plain = (
+                np.nanmax(np.abs(x - exact[k][i]), initial=0) for x in (new, plain[k][i])
+            )
+            size = np.nanmax(np.abs(exact[k][i]), initial=0)
+            assert off <= 2 * off_plain + 2 * np.finfo(dtype).eps * size
+    unwritten = (1,) if donate else range(4)
+    for k in unwritten:
+        for before, leaf in zip(host[k], (p, g, m, v)[k], strict=True):
+            assert np.array_equal(before, library.to_numpy(leaf), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pytest.mark.parametrize("n", [1, LEAVES, 2 * LEAVES + 3])
+def test_clipping_many_leaves(
+    library: Backend, launched: list[Any], n: int, max_norm: float, dtype: str
+) -> None:
+    grads = leaves_of(library, n, dtype) if n > 1 else [library.asarray(normal(5).astype(dtype))]
+    host = [library.to_numpy(g).copy() for g in grads]
+    launched.clear()
+    clipped, norm = clip_leaves(grads, max_norm=max_norm, donate=True)
+    names = [name for name, _, _ in launched]
+    n_launches = len(names)
+    assert names.count("norm_of_parts") == 1
+    assert names.count("squares") == names.count("scaled") == n_launches // 2 <= 2 + n // LEAVES
+    wide_leaves = [x.astype(np.longdouble) for x in host]
+    exact, exact_norm = clip_leaves.reference(wide_leaves, max_norm=max_norm)
+    eps = np.finfo(dtype).eps
+    assert norm.shape == () and abs(float(norm) - float(exact_norm)) <= 4 * eps * float(exact_norm)
+    for a, wanted, before, g in zip(clipped, exact, host, grads, strict=True):
+        size = np.max(np.abs(wanted), initial=0)
+        assert np.max(np.abs(library.to_numpy(a) - wanted), initial=0) <= 8 * eps * size
+        assert a is not g and np.array_equal(library.to_numpy(g), before)  # never in place
+
+
+def test_sums_do_not_depend_on_launches(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts lie in the order of the leaves, however these are shared out."""
+    grads = leaves_of(library, 2 * LEAVES, "float32")
+    norm = clip_leaves(grads, max_norm=1.0)[1]
+    taken: list[int] = []
+
+    def fewer(share: int, *trees: Any) -> Iterator[Any]:
+        for args, _ in leaves.launches(share, *trees):
+            lists, rest = args[: len(trees)], args[len(trees) :]
+            sizes = [size for size in rest[0] if size]
+            for kept in range(0, len(sizes), 7):
+                part = tuple([x for x in own if x is not None][kept : kept + 7] for own in lists)
+                taken.append(len(part[0]))
+                yield from leaves.launches(share, *part)
+
+    monkeypatch.setattr(global_norm, "launches", fewer)
+    assert float(clip_leaves(grads, max_norm=1.0)[1]) == float(norm)
+    assert len(taken) > 10
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_norm_that_is_not_finite(library: Backend, bad: float) -> None:
+    grads = leaves_of(library, 20, "float32")
+    grads[5][3] = bad
+    host = [library.to_numpy(g).copy() for g in grads]
+    clipped, norm = clip_leaves(grads, max_norm=1.0, donate=True)
+    with np.errstate(invalid="ignore"):
+        wanted, wanted_norm = clip_leaves.reference(host, max_norm=1.0)
+    assert np.array_equal(library.to_numpy(norm), wanted_norm, equal_nan=True)
+    for a, b, g, before in zip(clipped, wanted, grads, host, strict=True):
+        assert np.array_equal(np.isnan(library.to_numpy(a)), np.isnan(b))
+        assert np.array_equal(library.to_numpy(g), before, equal_nan=True)
+
+
+def test_leaves_of_several_dtypes_run_the_reference(library: Backend) -> None:
+    grads = [library.asarray(normal(3).astype(dtype)) for dtype in ("float32", "float64")]
+    said = explain(clip_leaves, grads, max_norm=1.0)
+    assert "the reference" in said and "all float32 or all float64" in said
+    params = dict(enumerate(grads))
+    clipped, _ = optim.clip_by_global_norm(params, max_norm=1.0)
+    new, _ = optim.adamw(params, clipped, optim.adamw_init(params), lr=0.1, donate=True)
+    assert [x.dtype.name for x in new.values()] == ["float32", "float64"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_global_norm(library: Backend, dtype: str) -> None:
     arrays = [normal(*shape).astype(dtype) for shape in ((5,), (), (0, 3), (64, 33), (1024,))]
-    norm = global_norm.global_norm([library.asarray(a) for a in arrays])
+    norm, scale = global_norm.norm_and_scale([library.asarray(a) for a in arrays], 2.0)
     wanted = np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in arrays))
-    assert norm.shape == ()
+    assert norm.shape == scale.shape == ()
     assert float(norm) == pytest.approx(wanted, rel=4 * float(np.finfo(dtype).eps))
-    many = library.asarray(np.ones(200_000, dtype))  # more than the blocks cover at once
-    assert float(global_norm.global_norm([many])) == pytest.approx(200_000**0.5, rel=1e-6)
+    assert float(scale) == pytest.approx(2 / wanted, rel=1e-6)
+    many = library.asarray(np.ones(50_000, dtype))  # of several blocks
+    norm, _ = global_norm.norm_and_scale([many], 1.0)
+    assert float(norm) == pytest.approx(50_000**0.5, rel=1e-6)
+    norm, scale = global_norm.norm_and_scale([many[:0]], 1.0)
+    assert (float(norm), float(scale)) == (0, 1)

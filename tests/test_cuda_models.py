@@ -12,7 +12,7 @@ from libraries import ON_DEVICE, only
 from xformer.backends import Backend
 
 import xformer
-from xformer import backends, ops, optim, tree
+from xformer import backends, layers, ops, optim, tree
 from xformer.training import TrainConfig, Windows, loss_of, start, train
 
 V = 37  # of causal_models
@@ -37,7 +37,7 @@ def gpt() -> tuple[Any, Any]:
     return model, model.init(0, dtype="float64")
 
 
-UPDATE_KERNELS = {"adamw", "squares", "norm_of_parts"}
+UPDATE_KERNELS = {"adamw", "squares", "norm_of_parts", "scaled"}
 MODELS = {"gpt": (gpt, GPT_KERNELS), "llama": (lambda: causal("llama"), LLAMA_KERNELS)}
 
 
@@ -77,6 +77,36 @@ def test_training_steps(library: Backend, launched: list[Any], name: str, dtype:
             size = max(np.max(np.abs(value)), top / 100)
             off = np.max(np.abs(got[leaf] - value)) / size
             assert off < 10 * WITHIN[dtype], f"{leaf}: {off:.1e}"
+
+
+@only(*ON_DEVICE)
+@pytest.mark.parametrize(
+    ("norm", "kind", "sums"),
+    [
+        ("pre", "layer", [False, True, True]),  # the first norm, then each sum but the last
+        ("pre", "rms", [False, True, True]),
+        ("post", "layer", [True, True, True]),
+        ("sandwich", "rms", [False, False, True, False, True, False]),
+        ("output", "layer", [False, False, False]),
+    ],
+)
+def test_sums_are_made_with_the_norm_behind_them(
+    library: Backend, launched: list[Any], norm: str, kind: str, sums: list[bool]
+) -> None:
+    """And their gradients: both directions are one launch for each norm."""
+    config = layers.BlockConfig(6, 2, 11, norm=norm, norm_kind=kind)
+    rng = library.generator(0)
+    x, memory, dy = (rng.normal((2, 3, 6)) for _ in range(3))
+    params = config.init(rng, cross=True)
+    launched.clear()
+    _, cache = layers.block(x, params, memory, config=config)
+    added = [args[1] is not None for name, _, args in launched if name == f"{kind}_norm_forward"]
+    assert added == sums
+    launched.clear()
+    cache.backward(dy)
+    backward = [args for name, _, args in launched if name == f"{kind}_norm_backward"]
+    ds = [args[4 if kind == "rms" else 5] is not None for args in backward]
+    assert ds == ([False] * 3 if norm == "post" else sums[::-1])  # nothing else reads those sums
 
 
 @only(*ON_DEVICE)

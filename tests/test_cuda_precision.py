@@ -6,11 +6,12 @@ Training in a precision is in test_precision.py.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda_shim
 import numpy as np
 import pytest
+from array_api_compat import array_namespace
 from cuda_shim import Fault
 from libraries import STAND_IN, only
 from stored import DTYPES, Host, in_both, ml_dtypes, normal, on, require_exact, rounded
@@ -18,7 +19,8 @@ from xformer.backends import Backend
 from xformer.backends.cupy import deterministic
 from xformer.backends.cupy.module import EVERY, Source, launch
 
-from xformer import Key, backends, explain, ops, reference_only
+from xformer import Key, backends, explain, layers, ops, reference_only, tree
+from xformer.layers import NormConfig
 from xformer.ops.sum_to import sum_to
 
 pytestmark = only(STAND_IN)
@@ -86,12 +88,60 @@ def test_rows(library: Backend, precision: str, width: int) -> None:
     require(ops.glu, x, b + x, kinds="sss")
 
 
+NORMS = {"layer": NormConfig(eps=0.1), "rms": NormConfig("rms", eps=0.1, offset=1.0)}
+
+
+class Stacked(NamedTuple):
+    """A cache of `add_norm` whose gradients are arrays, and whose dy is that of both results."""
+
+    cache: Any
+
+    def backward(self, dy: Any) -> tuple[Any, ...]:
+        dx, dr, dparams = self.cache.backward(dy[0, ...], dy[1, ...])
+        return dx, dr, *dparams
+
+
+def sum_and_norm(x: Any, r: Any, w: Any, b: Any, *, config: NormConfig) -> tuple[Any, Stacked]:
+    both, cache = layers.add_norm(x, r, layers.NormParams(w, b), config=config)
+    return array_namespace(x).concat([a[None, ...] for a in both]), Stacked(cache)
+
+
+@in_both
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_of_sums(library: Backend, precision: str, kind: str, width: int) -> None:
+    """Gradients are rounded once, behind the sum of both; twice x is a number of the precision."""
+    x, w, b = normal(1, 5, width), normal(2, width), normal(3, width)
+    kinds, b = ("sssff", b) if kind == "layer" else ("sssf-", None)
+    options: Any = {"config": NORMS[kind], "kinds": kinds}
+    require_exact(library, precision, sum_and_norm, x, x, w, b, **options)
+
+
+@in_both
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_of_sums_are_of_what_is_stored(library: Backend, precision: str, kind: str) -> None:
+    """The bits of a sum of arrays, and of a norm of it: statistics are those of the rounded sum."""
+    x, r, dy = (on(library, 40 + normal(i, 5, 40), DTYPES[precision]) for i in (1, 2, 3))
+    w, b = (on(library, normal(i, 40), DTYPES[precision]) for i in (4, 5))
+    params = layers.NormParams(w, b if kind == "layer" else None)
+    (s, y), cache = layers.add_norm(x, r, params, config=NORMS[kind])
+    wanted_s = x + r
+    wanted_y, alone = layers.norm(wanted_s, params, config=NORMS[kind])
+    dx, _, dparams = cache.backward(None, dy)
+    wanted_dx, wanted_dparams = alone.backward(dy)
+    got, wanted = (s, y, dx, dparams), (wanted_s, wanted_y, wanted_dx, wanted_dparams)
+    for a, b in zip(tree.flatten(got).values(), tree.flatten(wanted).values(), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(library.to_numpy(a), library.to_numpy(b))
+
+
 @in_both
 def test_more_rows_than_parts(library: Backend, precision: str) -> None:
     """Sums over rows are float32: 1,100 ones would be 256 in bfloat16."""
     x, w = normal(1, 1100, 3), normal(2, 3)
     require_exact(library, precision, ops.layer_norm, x, w, w, kinds="ssff")
     require_exact(library, precision, ops.rms_norm, x, w, kinds="ssf")
+    options: Any = {"config": NORMS["layer"], "kinds": "sssff"}
+    require_exact(library, precision, sum_and_norm, x, x, w, w, **options)
 
 
 @in_both
@@ -235,6 +285,9 @@ def test_ops_without_a_kernel(library: Backend, precision: str) -> None:
         ops.index_add(table, x, ids=library.asarray([1, 0, 1]))
     with pytest.raises(TypeError, match=f"layer_norm: w must be {precision} like x, got float32"):
         ops.layer_norm(x, library.asarray(np.ones(4, np.float32)))
+    widened = layers.NormParams(library.asarray(np.ones(4, np.float32)), None)
+    with pytest.raises(TypeError, match=f"layer_norm: w must be {precision} like x, got float32"):
+        layers.add_norm(x, x, widened, config=NORMS["layer"])
 
 
 @in_both
@@ -247,6 +300,9 @@ def test_arguments_that_no_kernel_takes(library: Backend, precision: str) -> Non
     said = f"no kernel runs in {precision}: "
     with pytest.raises(TypeError, match=f"rms_norm: {said}there is no w"):
         ops.rms_norm(x, offset=1.0)
+    w = x[0, :]
+    with pytest.raises(TypeError, match=f'add_norm: {said}kind "rms" has no bias'):
+        layers.add_norm(x, x, layers.NormParams(w, w), config=NORMS["rms"])
     with pytest.raises(TypeError, match=f"sdpa: {said}heads are 260 wide"):
         ops.sdpa(wide, wide, wide)
     with pytest.raises(TypeError, match=f"sdpa: {said}a bias is not added"):

@@ -178,6 +178,30 @@ def test_arguments_are_compared(
 
 
 @on_stand_in
+def test_lists(library: Backend, x: Array, y: Array) -> None:
+    """Each array of a list may be read, and no more; what it is and how many are compared."""
+    run("one_of_two", [x[:5], x[100:]], [5, 28], y, grid=(2,), times=3)
+    wanted = np.zeros(128)
+    wanted[:5], wanted[64:92] = X[:5], X[100:]
+    assert np.array_equal(library.to_numpy(y), wanted)
+    run("one_of_two", [x[:5], None], [5, 0], y, grid=(2,))
+    for pair, sizes, message in (
+        ([x[:5], x[100:]], [5, 29], r"reads 4 bytes, 0 bytes behind argument 0\[1\]"),
+        ([x[:5], x[100:]], [6, 28], r"reads 4 bytes, 0 bytes behind argument 0\[0\]"),
+        ([x[:5], None], [5, 1], r"out of bounds: reads 4 bytes, .* argument 0\[1\]"),
+        ([x], [5], "argument 0 must be a list of 2 of p:f, got a list of 1"),
+        (x, [5, 28], "argument 0 must be a list of 2 of p:f, got p:f"),
+        ([x, library.asarray(np.arange(3))], [5, 3], r"argument 0\[1\] must be p:f, got p:q"),
+        ([x, x], [5, 2.0], r"argument 1\[1\] must be i:q, got r:f"),
+        ([5, x], [5, 2], r"argument 0\[0\] must be p:f, got i:q"),
+    ):
+        with pytest.raises(Fault, match=message):
+            run("one_of_two", pair, sizes, y, grid=(2,))
+    with pytest.raises(Fault, match="argument 3 must be p:f, got a list of 1"):
+        run("takes", x, 3, 2.0, [y])
+
+
+@on_stand_in
 def test_geometry(library: Backend, x: Array, y: Array) -> None:
     run("takes", None, 3, 2.0, y, grid=(0,))  # nothing is launched
     for options, message in (

@@ -54,14 +54,18 @@ _MADE = "made within inference(), which keeps nothing"
 class Overridable:
     """A callable op: checks its arguments, then runs the first kernel that can, or the reference.
 
-    Attributes: `reference` (the array API implementation), `kernels` (library -> kernels) and
-    `has_backward` (whether it returns (y, cache)).
+    Attributes: `reference` (the array API implementation), `kernels` (library -> kernels),
+    `has_backward` (whether it returns (y, cache)) and `drops` (whether within `inference()` that
+    cache is dropped).
     """
 
-    def __init__(self, reference: Callable[..., Any], *, backward: bool = True) -> None:
+    def __init__(
+        self, reference: Callable[..., Any], *, backward: bool = True, drops: bool = True
+    ) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
         self.has_backward = backward
+        self.drops = backward and drops
         self.kernels: dict[str, list[Kernel]] = {}
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
         self._first = next(iter(inspect.signature(reference).parameters))
@@ -84,7 +88,7 @@ class Overridable:
                 raise TypeError(why)
         if run is None:
             run = self.reference
-        if self.has_backward and _inference.get():
+        if self.drops and _inference.get():
             y, _ = run(*args, **kwargs)
             return y, Dropped()
         return run(*args, **kwargs)
@@ -125,17 +129,23 @@ def overridable(reference: Callable[..., Any]) -> Overridable: ...
 
 
 @overload
-def overridable(*, backward: bool) -> Callable[[Callable[..., Any]], Overridable]: ...
+def overridable(
+    *, backward: bool = True, drops: bool = True
+) -> Callable[[Callable[..., Any]], Overridable]: ...
 
 
-def overridable(reference: Callable[..., Any] | None = None, *, backward: bool = True) -> Any:
+def overridable(
+    reference: Callable[..., Any] | None = None, *, backward: bool = True, drops: bool = True
+) -> Any:
     """Mark `reference` as an op that backends may override with kernels.
 
-    It returns (y, cache), or anything else where it is `@overridable(backward=False)`.
+    It returns (y, cache), or anything else where it is `@overridable(backward=False)`. drops=False:
+    its cache is made of its parts' own, which are dropped within `inference()`; what else it holds
+    is asked for there.
     """
     if reference is None:
-        return functools.partial(overridable, backward=backward)
-    op = Overridable(reference, backward=backward)
+        return functools.partial(overridable, backward=backward, drops=drops)
+    op = Overridable(reference, backward=backward, drops=drops)
     _ops.append(op)
     return op
 

@@ -23,7 +23,7 @@ from xformer.layers import BlockConfig
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, Pooler, Transformer
 from xformer.ops import Key
 
-BLOCK = re.compile(r"(\w+)\.stack\.blocks\.(\d+)\.")
+BLOCK = re.compile(r"(\w+)\.stack\.layers\.blocks\.(\d+)\.")
 
 
 class Measured(NamedTuple):

@@ -10,6 +10,7 @@ from xformer.backends.base import Backend
 from xformer.backends.cupy import (
     activation,
     adamw,
+    add_norm,
     append,
     cross_entropy,
     dropout,
@@ -35,6 +36,7 @@ from xformer.backends.cupy.products import tf32
 __all__ = [
     "activation",
     "adamw",
+    "add_norm",
     "append",
     "backend",
     "cross_entropy",

@@ -1,4 +1,4 @@
-"""A step of Adam in one launch a leaf."""
+"""A step of Adam in few launches over all leaves."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from xformer.backends.cupy.module import (
-    Source,
-    blocks,
-    contiguous,
-    empty,
-    launch,
-    not_alike,
-    wide,
-)
+from xformer.backends.cupy.leaves import LEAVES, launches
+from xformer.backends.cupy.module import Source, contiguous, empty, launch, not_alike
 
 from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update as reference
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1))
-BLOCK = 256  # threads, each with a pack of elements
+SOURCE = Source(__file__, WIDE=(0, 1), LEAVES=(LEAVES,))
+SHARE = 1 << 12  # elements of a block
 
 
 def rate_is_an_array(
@@ -60,23 +53,8 @@ def adam_update(
     """New arrays, or the old ones where they are donated and contiguous."""
     beta1, beta2 = betas
     numbers = [float(x) for x in (keep, rate, root, beta1, 1 - beta1, beta2, 1 - beta2, eps)]
-    rows = [_step(leaf, numbers, donate) for leaf in zip(params, grads, m, v, strict=True)]
-    p, m, v = (list(column) for column in zip(*rows, strict=True))
-    return p, m, v
-
-
-def _step(leaf: tuple[Array, ...], numbers: list[float], donate: bool) -> tuple[Array, ...]:
-    """p, m and v of a leaf."""
-    p, g, m, v = (contiguous(x) for x in leaf)
-    new = tuple(x if donate else empty(x) for x in (p, m, v))
-    vec = wide(p.size, p, g, m, v, *new)
-    launch(
-        SOURCE,
-        "adamw",
-        p,
-        grid=(blocks(p.size, BLOCK * (16 // p.dtype.itemsize if vec else 1)),),
-        block=(BLOCK,),
-        args=(p, g, m, v, *new, p.size, *numbers),
-        WIDE=vec,
-    )
-    return new
+    params, grads, m, v = ([contiguous(x) for x in leaves] for leaves in (params, grads, m, v))
+    new_p, new_m, new_v = ([x if donate else empty(x) for x in old] for old in (params, m, v))
+    for args, options in launches(SHARE, params, grads, m, v, new_p, new_m, new_v):
+        launch(SOURCE, "adamw", params[0], args=(*args, *numbers), **options)
+    return new_p, new_m, new_v

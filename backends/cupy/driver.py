@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,12 +33,7 @@ def launch(
 ) -> None:
     """`module.launch` on CuPy's current device and stream."""
     current = cupy.cuda.runtime.getDevice()
-    for arg in args:
-        if isinstance(arg, ARRAY) and arg.data.device_id != current:
-            raise ValueError(
-                f"{name}: arrays must lie on the current device, cuda:{current}, got one on "
-                f"cuda:{arg.data.device_id}: call it within backend.active()"
-            )
+    _require_current(name, args, current)
     key = (source.name, name, like.dtype.char, *macros.values())
     kernel = _kernels.get(key)
     if kernel is None:
@@ -63,11 +58,25 @@ def rounding_to_tf32() -> Iterator[None]:
         linalg.set_compute_type(np.float32, before)
 
 
+def _require_current(name: str, args: Sequence[Any], current: int) -> None:
+    for arg in args:
+        if isinstance(arg, list):
+            _require_current(name, arg, current)
+        elif isinstance(arg, ARRAY) and arg.data.device_id != current:
+            raise ValueError(
+                f"{name}: arrays must lie on the current device, cuda:{current}, got one on "
+                f"cuda:{arg.data.device_id}: call it within backend.active()"
+            )
+
+
 def _argument(arg: Any, real: type) -> Any:
     if isinstance(arg, ARRAY):
         return arg
     if arg is None:
         return _NULL
+    if isinstance(arg, list):
+        words = [x if isinstance(x, int) else 0 if x is None else x.data.ptr for x in arg]
+        return np.array(words, np.int64).view(f"V{8 * len(words)}")  # one value, of so many bytes
     return real(arg) if isinstance(arg, float) else np.int64(arg)
 
 

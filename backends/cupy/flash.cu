@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     const int tiles = (at.queries + OWN - 1) / OWN, lane = threadIdx.x % 32;
     const long long head = blockIdx.x / tiles;
-    const int b = head / at.heads, h = head % at.heads, group = at.group(h);
+    const int b = head / at.heads, h = head % at.heads;
     const int start = (tiles - 1 - blockIdx.x % tiles) * OWN, end = least(start + OWN, at.queries);
     const int warp_start = start + threadIdx.x / 32 * ROWS, warp_end = warp_start + ROWS;
     const int low = at.first_key(start) / OTHER * OTHER, high = at.end_of_keys(end);

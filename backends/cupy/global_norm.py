@@ -1,27 +1,19 @@
-"""Clipping by the norm over all gradients, on the device."""
+"""Clipping by the norm over all gradients, on the device, in few launches over all leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from array_api_compat import array_namespace
-from xformer.backends.cupy.module import (
-    Source,
-    blocks,
-    contiguous,
-    empty,
-    launch,
-    not_alike,
-    wide,
-)
+from xformer.backends.cupy.leaves import BLOCK, LEAVES, launches
+from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, not_alike
 
 from xformer.dispatch import kernel
 from xformer.optim.clip import clip_leaves as reference
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1))
-BLOCK = 256  # threads
-MAX_BLOCKS = 512  # a fixed number, so that every device makes the same sums
+SOURCE = Source(__file__, WIDE=(0, 1), LEAVES=(LEAVES,))
+SHARE = 1 << 14  # elements of a block that sums: a fixed number, so that all devices sum alike
+SCALED = 1 << 12  # of one that multiplies
 
 
 def of_several_kinds(
@@ -36,28 +28,31 @@ def clip_leaves(
     grads: Sequence[Array], *, max_norm: float, donate: bool = False
 ) -> tuple[Sequence[Array], Array]:
     """Never in place: whether the norm is finite would have to be waited for."""
-    norm = global_norm(grads)
-    scale = array_namespace(norm).minimum(max_norm / (norm + 1e-6), 1.0)
-    return [g * scale for g in grads], norm
+    leaves = [contiguous(g) for g in grads]
+    norm, scale = norm_and_scale(leaves, max_norm)
+    clipped = [empty(g) for g in leaves]
+    for args, options in launches(SCALED, leaves, clipped):
+        launch(SOURCE, "scaled", scale, args=(*args, scale), **options)
+    return clipped, norm
 
 
-def global_norm(arrays: Sequence[Array]) -> Array:
-    """sqrt(sum of x^2) over arrays of one dtype, at least one: ()."""
-    counts = [min(MAX_BLOCKS, blocks(x.size, BLOCK)) for x in arrays]
-    parts, start = empty(arrays[0], (sum(counts),)), 0
-    for x, count in zip(arrays, counts, strict=True):
-        x = contiguous(x)
-        launch(
-            SOURCE,
-            "squares",
-            x,
-            grid=(count,),
-            block=(BLOCK,),
-            args=(x, parts, x.size, start),
-            WIDE=wide(x.size, x),
-        )
-        start += count
-    out = empty(parts, ())
-    args = (parts, out, start)
-    launch(SOURCE, "norm_of_parts", parts, grid=(1,), block=(BLOCK,), args=args, WIDE=0)
-    return out
+def norm_and_scale(leaves: Sequence[Array], max_norm: float) -> tuple[Array, Array]:
+    """sqrt(sum of x^2) over contiguous arrays of one dtype, at least one, and their factor: ()."""
+    parts = empty(leaves[0], (sum(blocks(x.size, SHARE) for x in leaves),))
+    start = 0
+    for args, options in launches(SHARE, leaves):
+        launch(SOURCE, "squares", parts, args=(*args, parts, start), **options)
+        (grid,) = options["grid"]
+        start += grid
+    norm, scale = empty(parts, ()), empty(parts, ())
+    launch(
+        SOURCE,
+        "norm_of_parts",
+        parts,
+        grid=(1,),
+        block=(BLOCK,),
+        args=(parts, norm, scale, start, float(max_norm)),
+        WIDE=0,
+        LEAVES=LEAVES,
+    )
+    return norm, scale

@@ -1,7 +1,8 @@
-// Layer normalisation (arXiv:1607.06450) of the rows of x (N, D), contiguous.
+// Layer normalisation (arXiv:1607.06450) of the rows of x (N, D), contiguous; of s = x + addend where
+// there is an addend, which has the gradient of x (residual.cuh).
 //
 //   y = (x - mean) * rstd * w + b,  rstd = 1 / sqrt(var + eps) or 1 / (sqrt(var) + eps)
-//   dx = rstd * (dxhat - mean(dxhat) - xhat * slope),  xhat = (x - mean) * rstd,  dxhat = dy * w
+//   dx = rstd * (dxhat - mean(dxhat) - xhat * slope) + ds,  xhat = (x - mean) * rstd,  dxhat = dy * w
 //   slope = mean(dxhat * xhat), over 1 - eps * rstd where eps stands outside the root
 //   dw = sum of dy * xhat over the rows,  db = sum of dy
 //
@@ -12,32 +13,32 @@
 // column_sums adds up. No atomics: the same grid gives the same bits.
 //
 // Budget: layer_norm_forward: 40 registers, 0 spilled, 256 shared
-// Budget: layer_norm_backward: 48 registers, 0 spilled, 512 shared
-#include "common.cuh"
+// Budget: layer_norm_backward: 56 registers, 0 spilled, 512 shared
+#include "residual.cuh"
 
 extern "C" __global__ void layer_norm_forward(
-    const stored* __restrict__ x, const stored* __restrict__ w, const stored* __restrict__ b,
-    stored* __restrict__ y, real* __restrict__ mean, real* __restrict__ rstd, long long width, real eps,
-    long long inside) {
+    const stored* x, const stored* __restrict__ addend, stored* s, const stored* __restrict__ w,
+    const stored* __restrict__ b, stored* __restrict__ y, real* __restrict__ mean,
+    real* __restrict__ rstd, long long width, real eps, long long inside) {
     const long long row = blockIdx.x;
     const int packs = width / VEC;
-    x += row * width;
+    const stored* const own = (addend ? s : x) + row * width;
     y += row * width;
     real sum = 0;
     for (int i = threadIdx.x; i < packs; i += blockDim.x) {
-        const Pack p = load(x + i * VEC);
+        const Pack p = summed(x, addend, s, row * width + i * VEC);
         for (int k = 0; k < VEC; ++k) sum += p.v[k];
     }
     const real m = block_sum(sum) / width;
     real squares = 0;
     for (int i = threadIdx.x; i < packs; i += blockDim.x) {
-        const Pack p = load(x + i * VEC);
+        const Pack p = load(own + i * VEC);
         for (int k = 0; k < VEC; ++k) squares += (p.v[k] - m) * (p.v[k] - m);
     }
     const real var = block_sum(squares) / width;
     const real r = inside ? 1 / sqrt(var + eps) : 1 / (sqrt(var) + eps);
     for (int i = threadIdx.x; i < packs; i += blockDim.x) {
-        const Pack p = load(x + i * VEC), gain = load(w + i * VEC);
+        const Pack p = load(own + i * VEC), gain = load(w + i * VEC);
         Pack out;
         for (int k = 0; k < VEC; ++k) out.v[k] = (p.v[k] - m) * r * gain.v[k];
         if (b) {
@@ -54,8 +55,9 @@ extern "C" __global__ void layer_norm_forward(
 
 extern "C" __global__ void layer_norm_backward(
     const stored* __restrict__ x, const stored* __restrict__ w, const real* __restrict__ mean,
-    const real* __restrict__ rstd, const stored* __restrict__ dy, stored* __restrict__ dx, real* parts,
-    long long rows, long long width, real eps_outside, long long has_b, long long in_shared) {
+    const real* __restrict__ rstd, const stored* __restrict__ dy, const stored* __restrict__ ds,
+    stored* __restrict__ dx, real* parts, long long rows, long long width, real eps_outside,
+    long long has_b, long long in_shared) {
     SHARED_BUFFER(real, buffer);
     const int packs = width / VEC;
     real* const dw_part = parts + blockIdx.x * width;
@@ -92,7 +94,7 @@ extern "C" __global__ void layer_norm_backward(
                 out.v[k] = r * (g.v[k] * gain.v[k] - middle - xhat * slope);
                 dw_sum.v[k] += g.v[k] * xhat;
             }
-            store(dx + row * width + i * VEC, out);
+            store_gradient(dx, ds, row * width + i * VEC, out);
             store(dw + i * VEC, dw_sum);
             if (has_b) {
                 Pack db_sum = load(db + i * VEC);

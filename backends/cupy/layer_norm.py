@@ -33,19 +33,28 @@ def layer_norm(
     """y = (x - mean) * rstd * w + b, and mean and rstd in passing."""
     eps = number("layer_norm", "eps", eps, low=0)
     require_axis("layer_norm", x, -1)
+    return forward(x, None, w, b, eps, eps_inside)
+
+
+def forward(
+    x: Array, addend: Array | None, w: Array, b: Array | None, eps: float, eps_inside: bool = True
+) -> tuple[Array, LayerNormCache]:
+    """y of x + addend; the sum is the x of the cache."""
     x, w, b = contiguous(x), contiguous(w), None if b is None else contiguous(b)
+    addend = None if addend is None else contiguous(addend)
+    s = None if addend is None else empty(x)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     y, (mean, rstd) = empty(x), (empty(x, (rows,), working_dtype(x)) for _ in range(2))
-    vec = wide(width, x, w, b, y)
     launch(
         SOURCE,
         "layer_norm_forward",
         x,
         grid=(rows,),
         block=(threads(width),),
-        args=(x, w, b, y, mean, rstd, width, eps, int(eps_inside)),
-        WIDE=vec,
+        args=(x, addend, s, w, b, y, mean, rstd, width, eps, int(eps_inside)),
+        WIDE=wide(width, x, addend, s, w, b, y),
     )
+    x = x if s is None else s
     return y, LayerNormCache(x, w, mean, rstd, 0.0 if eps_inside else eps, b is not None)
 
 
@@ -62,12 +71,16 @@ class LayerNormCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
         """dx, dw, db as in the reference."""
         require_gradient("layer_norm", "dy", dy, self.x)
+        return self.gradients(None, dy)
+
+    def gradients(self, ds: Array | None, dy: Array) -> tuple[Array, Array, Array | None]:
+        """Of x, to whose gradient ds is added, of w and of b."""
         x, w, mean, rstd, eps_outside, has_b = self
-        dy = contiguous(dy)
+        ds, dy = None if ds is None else contiguous(ds), contiguous(dy)
         rows, width = mean.shape[0], w.shape[0]
         n_parts = min(rows, PARTS)
         dx, parts = empty(x), empty(x, (1 + has_b, n_parts, width), working_dtype(x))
-        arrays = x, w, mean, rstd, dy, dx, parts
+        arrays = x, w, mean, rstd, dy, ds, dx, parts
         shared = fits_shared((1 + has_b) * width * real_size(x))
         launch(
             SOURCE,
@@ -77,7 +90,7 @@ class LayerNormCache(NamedTuple):
             block=(threads(width),),
             args=(*arrays, rows, width, eps_outside, int(has_b), int(shared > 0)),
             shared=shared,
-            WIDE=wide(width, x, w, dy, dx, parts),
+            WIDE=wide(width, x, w, dy, ds, dx, parts),
         )
         sums = column_sums(parts)
         return dx, sums[0, :], sums[1, :] if has_b else None

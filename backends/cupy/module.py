@@ -96,9 +96,10 @@ def launch(
 ) -> None:
     """Run `name` of `source` on the current device, REAL, or STORED, the dtype of `like`.
 
-    args: arrays, None for a null pointer, ints as long long, floats as REAL. shared: bytes of
-    dynamic shared memory of a block. No blocks, no launch. ValueError for arrays of another device
-    than the current one.
+    args: arrays, None for a null pointer, ints as long long, floats as REAL; a list of arrays and
+    None, or of ints, as a struct of one array of as many, by value. shared: bytes of dynamic shared
+    memory of a block. No blocks, no launch. ValueError for arrays of another device than the
+    current one.
     """
     if 0 in grid:
         return

@@ -41,7 +41,16 @@ def rms_norm(
     eps = number("rms_norm", "eps", eps, low=0)
     offset = number("rms_norm", "offset", offset)
     require_axis("rms_norm", x, -1)
+    return forward(x, None, w, eps, offset)
+
+
+def forward(
+    x: Array, addend: Array | None, w: Array | None, eps: float, offset: float
+) -> tuple[Array, RmsNormCache]:
+    """y of x + addend; the sum is the x of the cache."""
     x, w = contiguous(x), None if w is None else contiguous(w)
+    addend = None if addend is None else contiguous(addend)
+    s = None if addend is None else empty(x)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     y, rstd = empty(x), empty(x, (rows,), working_dtype(x))
     launch(
@@ -50,9 +59,10 @@ def rms_norm(
         x,
         grid=(rows,),
         block=(threads(width),),
-        args=(x, w, y, rstd, width, eps, offset),
-        WIDE=wide(width, x, w, y),
+        args=(x, addend, s, w, y, rstd, width, eps, offset),
+        WIDE=wide(width, x, addend, s, w, y),
     )
+    x = x if s is None else s
     return y, RmsNormCache(x, w, rstd, offset)
 
 
@@ -67,8 +77,12 @@ class RmsNormCache(NamedTuple):
     def backward(self, dy: Array) -> tuple[Array, Array | None]:
         """dx and dw as in the reference."""
         require_gradient("rms_norm", "dy", dy, self.x)
+        return self.gradients(None, dy)
+
+    def gradients(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None]:
+        """Of x, to whose gradient ds is added, and of w."""
         x, w, rstd, offset = self
-        dy = contiguous(dy)
+        ds, dy = None if ds is None else contiguous(ds), contiguous(dy)
         rows, width = rstd.shape[0], x.shape[-1]
         n_parts = min(rows, PARTS)
         dx = empty(x)
@@ -80,8 +94,8 @@ class RmsNormCache(NamedTuple):
             x,
             grid=(n_parts if w is not None else rows,),
             block=(threads(width),),
-            args=(x, w, rstd, dy, dx, parts, rows, width, offset, int(shared > 0)),
+            args=(x, w, rstd, dy, ds, dx, parts, rows, width, offset, int(shared > 0)),
             shared=shared,
-            WIDE=wide(width, x, w, dy, dx, parts),
+            WIDE=wide(width, x, w, dy, ds, dx, parts),
         )
         return dx, None if parts is None else column_sums(parts)[0, :]

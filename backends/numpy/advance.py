@@ -14,13 +14,14 @@ from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
 from xformer.layers.attention import AttentionParams, KeyValue
 from xformer.layers.block import BlockConfig, BlockParams
+from xformer.layers.blocks import order_of
 from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormParams
 from xformer.layers.past import Past
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.rotary import Rotary
-from xformer.layers.stack import StackParams, block_of_layer
+from xformer.layers.stack import StackParams
 from xformer.ops.activation import ACTIVATIONS
 from xformer.ops.gelu import CUBIC, SCALE
 from xformer.tree import value
@@ -80,10 +81,10 @@ def advance(
     memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[Past, ...]]:
     """Its vector (B, D) through all layers."""
-    grown, y = [], x[:, 0]
+    grown, y, order = [], x[:, 0], order_of(params.blocks, configs)
     with _threads(params), np.errstate(over="ignore"):  # of silu, where its sigmoid is 0
         for i, config in enumerate(configs):
-            own = params.blocks[block_of_layer(i, params, configs)]
+            own = params.blocks[order[i]]
             y, after = _block(y, own, config, rotary, past[i])
             grown.append(after)
         y = _norm(y, params.norm, configs[-1])

@@ -47,7 +47,7 @@ def products(
     def piece(rows: slice, columns: slice) -> None:
         out = y[rows, columns]
         for i, (x, w) in enumerate(factors):
-            (_added if add or i else np.matmul)(x[rows], w[:, columns], out=out)
+            multiply(x[rows], w[:, columns], out, add=add or i > 0)
         if b is not None:
             out += b[columns]
 
@@ -56,9 +56,12 @@ def products(
     return [partial(piece, *((part, every) if n >= m else (every, part))) for part in parts]
 
 
-def _added(x: Array, w: Array, out: Array) -> None:
-    part = np.matmul(x, w, out=scratch("product", out.shape, out.dtype))
-    np.add(out, part, out=out)
+def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
+    """out = x w, or out += x w, on this thread; `xformer.backends.mkl` puts its own here."""
+    if add:
+        out += np.matmul(x, w, out=scratch("product", out.shape, out.dtype))
+    else:
+        np.matmul(x, w, out=out)
 
 
 def _step(length: int, size: int) -> int:

@@ -26,6 +26,8 @@ class Argument(ctypes.Structure):
         ("bits", ctypes.c_uint64),
         ("low", ctypes.c_uint64),
         ("high", ctypes.c_uint64),
+        ("items", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
     )
 
 
@@ -45,7 +47,8 @@ def launch(
     if library is None:
         library = _libraries[key] = load(source, like.dtype.name, macros)
     real = np.dtype(arithmetic(like.dtype.name))
-    plain = (Argument * max(1, len(args)))(*(_argument(arg, real) for arg in args))
+    kept: list[Any] = []  # what lists point to
+    plain = (Argument * max(1, len(args)))(*(_argument(arg, real, kept) for arg in args))
     ones = (1, 1, 1)
     geometry = (ctypes.c_uint * 6)(*(*grid, *ones)[:3], *(*block, *ones)[:3])
     text = ctypes.create_string_buffer(1000)
@@ -65,7 +68,13 @@ def launch(
         raise Fault(_with_lines(text.value.decode(), library))
 
 
-def _argument(arg: Any, real: np.dtype) -> Argument:
+def _argument(arg: Any, real: np.dtype, kept: list[Any]) -> Argument:
+    if isinstance(arg, list):
+        items = (Argument * len(arg))(*(_argument(item, real, kept) for item in arg))
+        words = (ctypes.c_uint64 * len(arg))(*(item.bits for item in items))
+        kept += items, words
+        addresses = ctypes.addressof(words), ctypes.addressof(items)
+        return Argument(b"l", b"*", addresses[0], 0, 0, addresses[1], len(arg))
     if arg is None:
         return Argument(b"p", b"*", 0, 0, 0)
     if isinstance(arg, Array):
@@ -77,7 +86,8 @@ def _argument(arg: Any, real: np.dtype) -> Argument:
         return Argument(b"r", real.char.encode(), bits, 0, 0)
     if isinstance(arg, int):
         return Argument(b"i", b"q", arg & (1 << 64) - 1, 0, 0)
-    raise TypeError(f"a kernel takes arrays, None, ints and floats, got {type(arg).__name__}")
+    kind = type(arg).__name__
+    raise TypeError(f"a kernel takes arrays, None, ints, floats and lists of them, got {kind}")
 
 
 def _with_lines(text: str, library: Library) -> str:

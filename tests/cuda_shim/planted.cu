@@ -48,6 +48,17 @@ extern "C" __global__ void dynamic(const real* x, real* y, long long n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = row[n - 1 - i];
 }
 
+struct Pair {
+    const real* at[2];
+};
+struct Sizes {
+    long long at[2];
+};
+
+extern "C" __global__ void one_of_two(Pair x, Sizes sizes, real* y) {  // a block an array
+    if (threadIdx.x < sizes.at[blockIdx.x]) y[blockIdx.x * 64 + threadIdx.x] = x.at[blockIdx.x][threadIdx.x];
+}
+
 // ---- Wrong ----
 
 extern "C" __global__ void missing_barrier(const real* x, real* y) {

@@ -81,6 +81,13 @@ bool watching;  // a fiber runs
 std::string message;
 unsigned current, n_threads;
 unsigned interval = NEVER, block_start, launch_start;  // intervals are counted over all launches
+struct Span {
+    uintptr_t low, high;
+    unsigned grain;
+    std::string name;
+};
+
+std::vector<Span> spans;                 // of the arrays
 std::vector<Region> regions, variables;  // global memory; the variables in shared memory
 std::vector<Cell> global_cells, shared_cells;
 alignas(16) char dynamic_memory[MAX_SHARED];
@@ -332,18 +339,17 @@ void touch_region(const Region& region, uintptr_t at, size_t size, bool write, b
     char text[200];
     long long nearest = INT64_MAX;
     const char* side = "";
-    int argument = -1;
-    for (int i = 0; i < entry->count; ++i) {
-        if (arguments[i].kind != 'p') continue;
-        const long long below = arguments[i].low - at, above = at - arguments[i].high;
-        if (below > 0 && below < nearest) nearest = below, side = "before", argument = i;
-        if (above >= 0 && above < nearest) nearest = above, side = "behind", argument = i;
+    const Span* one = nullptr;
+    for (const Span& span : spans) {
+        const long long below = span.low - at, above = at - span.high;
+        if (below > 0 && below < nearest) nearest = below, side = "before", one = &span;
+        if (above >= 0 && above < nearest) nearest = above, side = "behind", one = &span;
     }
-    if (*space || argument < 0)
+    if (*space || !one)
         snprintf(text, sizeof text, "out of bounds: %s %zu bytes outside %s memory", write ? "writes" : "reads", size, space);
     else
-        snprintf(text, sizeof text, "out of bounds: %s %zu bytes, %lld bytes %s argument %d",
-                 write ? "writes" : "reads", size, nearest, side, argument);
+        snprintf(text, sizeof text, "out of bounds: %s %zu bytes, %lld bytes %s %s",
+                 write ? "writes" : "reads", size, nearest, side, one->name.c_str());
     stop(text);
 }
 
@@ -354,9 +360,10 @@ __attribute__((unused)) void access(const void* address, size_t size, bool write
     if (at % std::min<size_t>(size, 16) && !(size & (size - 1))) stop("misaligned address of " + std::to_string(size) + " bytes");
     const auto stack = reinterpret_cast<uintptr_t>(stacks);
     if (at - stack < STACK * n_threads) return;
-    for (const Region& region : regions)
-        if (at >= region.low && at + size <= region.high)
-            return touch_region(region, at, size, write, atomic, false);
+    auto region = std::upper_bound(regions.begin(), regions.end(), at,
+                                   [](uintptr_t at, const Region& r) { return at < r.low; });
+    if (region != regions.begin() && at + size <= (--region)->high)
+        return touch_region(*region, at, size, write, atomic, false);
     for (const Region& variable : variables)
         if (at >= variable.low && at + size <= variable.high)
             return touch_region(variable, at, size, write, atomic, true);
@@ -396,6 +403,8 @@ void atomic(const void* address, int size, const void* from) {
     access(address, size, true, reinterpret_cast<uintptr_t>(from), true);
 }
 
+void copy(void* to, const void* from, size_t size) { memcpy(to, from, size); }
+
 void fail(const char* format, ...) {
     char text[200];
     program_counter = PC;
@@ -428,15 +437,29 @@ HIDDEN void __tsan_init() {}
 
 namespace {
 
+std::string argument(int i, int64_t item = -1) {
+    return "argument " + std::to_string(i) + (item < 0 ? "" : "[" + std::to_string(item) + "]");
+}
+
+std::string list(uint64_t count) { return "a list of " + std::to_string(count); }
+
 std::string wrong_arguments(const shim::Arg* args, int count) {
     if (count != entry->count)
         return "takes " + std::to_string(entry->count) + " arguments, got " + std::to_string(count);
     for (int i = 0; i < count; ++i) {
+        const shim::Arg& arg = args[i];
         const char type = entry->types[i];
-        const bool fits = type == args[i].type || type == '*' || (args[i].kind == 'p' && !args[i].bits);
-        if (args[i].kind != entry->kinds[i] || !fits)
-            return std::string("argument ") + std::to_string(i) + " must be " + entry->kinds[i] + ":" +
-                   type + ", got " + args[i].kind + ":" + args[i].type;
+        const std::string one = std::string{entry->kinds[i], ':', type};
+        const int wanted = entry->counts[i];
+        for (uint64_t k = 0; k < std::max<uint64_t>(arg.count, 1) && (int)arg.count == wanted; ++k) {
+            const shim::Arg& item = arg.count ? arg.items[k] : arg;
+            const bool fits = type == item.type || type == '*' || (item.kind == 'p' && !item.bits);
+            if (item.kind != entry->kinds[i] || !fits)
+                return argument(i, arg.count ? k : -1) + " must be " + one + ", got " + item.kind + ":" + item.type;
+        }
+        if ((int)arg.count != wanted)
+            return argument(i) + " must be " + (wanted ? list(wanted) + " of " : "") + one + ", got " +
+                   (arg.count ? list(arg.count) : std::string{arg.kind, ':', arg.type});
     }
     return "";
 }
@@ -452,24 +475,30 @@ std::string wrong_geometry(dim3 grid, dim3 block, size_t shared) {
     return "";
 }
 
+void map_spans(int count) {
+    spans.clear();
+    for (int i = 0; i < count; ++i)
+        for (uint64_t k = 0; k < std::max<uint64_t>(arguments[i].count, 1); ++k) {
+            const bool listed = arguments[i].count;
+            const shim::Arg& a = listed ? arguments[i].items[k] : arguments[i];
+            if (a.kind != 'p') continue;
+            const unsigned size = strchr("fiI", a.type) ? 4 : strchr("?bB", a.type) ? 1 : strchr("hHeE", a.type) ? 2 : 4;
+            spans.push_back({(uintptr_t)a.low, (uintptr_t)a.high, size, argument(i, listed ? k : -1)});
+        }
+    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.low < b.low; });
+}
+
 // The arrays, those that overlap as one, with what has been done to each of their places.
-void map_regions(int count) {
+void map_regions() {
     regions.clear();
-    std::vector<Region> spans;
-    for (int i = 0; i < count; ++i) {
-        const shim::Arg& a = arguments[i];
-        if (a.kind != 'p' || a.low >= a.high) continue;
-        const unsigned size = strchr("fiI", a.type) ? 4 : strchr("?bB", a.type) ? 1 : strchr("hHeE", a.type) ? 2 : 4;
-        spans.push_back({(uintptr_t)a.low, (uintptr_t)a.high, size, nullptr});
-    }
-    std::sort(spans.begin(), spans.end(), [](const Region& a, const Region& b) { return a.low < b.low; });
     size_t total = 0;
-    for (const Region& span : spans) {
+    for (const Span& span : spans) {
+        if (span.low >= span.high) continue;
         if (!regions.empty() && span.low < regions.back().high) {
             Region& merged = regions.back();
             merged.high = std::max(merged.high, span.high);
             merged.grain = std::min(merged.grain, span.grain);
-        } else regions.push_back(span);
+        } else regions.push_back({span.low, span.high, span.grain, nullptr});
     }
     for (const Region& r : regions) total += (r.high - r.low + r.grain - 1) / r.grain;
     if (global_cells.size() < total) global_cells.resize(total);
@@ -547,7 +576,8 @@ int shim_launch(const char* name, const unsigned* geometry, uint64_t shared,
     if (message.empty()) {
         std::copy(args, args + count, arguments);
         n_threads = blockDim.x * blockDim.y * blockDim.z;
-        map_regions(count);
+        map_spans(count);
+        map_regions();
         map_shared(shared, offsets, n_variables);
         launch_start = interval + 1;
         std::mt19937_64 random(seed);

@@ -17,6 +17,7 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) alignas(n)
 #define __constant__ static const
 // One place for all blocks, which run one after the other; build.py finds it by its name.
@@ -50,6 +51,7 @@ void barrier(Site);
 uint64_t warp(Site, const char* what, unsigned mask, uint64_t value, int source, bool ballot);
 void* dynamic_shared();
 void atomic(const void* address, int size, const void* from);
+void copy(void* to, const void* from, size_t size);  // unwatched
 [[noreturn]] void fail(const char* format, ...);
 
 enum Direction { FROM, UP, DOWN, XOR };
@@ -165,8 +167,10 @@ namespace shim {
 struct Arg {
     char kind;           // p pointer, i integer, r real number
     char type;           // of the elements, as type_code says
-    uint64_t bits;       // the address, the integer, or the number
+    uint64_t bits;       // the address, the integer, or the number; a list's: where its words lie
     uint64_t low, high;  // a pointer's: what lies from low up to high may be read and written
+    const Arg* items;    // a list's
+    uint64_t count;      // of the items; 0: no list
 };
 
 template <class T> constexpr char type_code() {
@@ -183,11 +187,21 @@ template <class T> constexpr char type_code() {
     return '*';  // a struct: not compared
 }
 
-template <class A> struct Parameter {
+template <class A, class = void> struct Parameter {
     static_assert(std::is_pointer<A>::value || sizeof(A) == 8 || sizeof(A) == 4, "parameter");
+    static constexpr int count = 0;
     static constexpr char kind = std::is_pointer<A>::value ? 'p' : std::is_integral<A>::value ? 'i' : 'r';
     static constexpr char type = type_code<std::remove_pointer_t<A>>();
     static A get(const Arg& arg) { A a; std::memcpy(&a, &arg.bits, sizeof a); return a; }
+};
+
+// A list: a struct of one array, `at`.
+template <class A> struct Parameter<A, std::enable_if_t<std::is_class<A>::value>> {
+    using Item = Parameter<std::remove_extent_t<decltype(A::at)>>;
+    static constexpr int count = std::extent<decltype(A::at)>::value;
+    static_assert(sizeof(A) == 8 * count, "items of 8 bytes, and nothing else");
+    static constexpr char kind = Item::kind, type = Item::type;
+    static A get(const Arg& arg) { A a; copy(&a, (const void*)arg.bits, sizeof a); return a; }
 };
 
 struct Entry {
@@ -196,6 +210,7 @@ struct Entry {
     void (*kernel)();
     int count;
     char kinds[64], types[64];
+    int counts[64];  // of a list's items; 0: no list
 };
 
 template <class... A, size_t... I>
@@ -208,7 +223,7 @@ template <class... A> Entry entry(const char* name, void (*kernel)(A...)) {
     return {name,
             [](void (*k)(), const Arg* args) { call<A...>(k, args, std::index_sequence_for<A...>{}); },
             reinterpret_cast<void (*)()>(kernel), (int)sizeof...(A),
-            {Parameter<A>::kind..., 0}, {Parameter<A>::type..., 0}};
+            {Parameter<A>::kind..., 0}, {Parameter<A>::type..., 0}, {Parameter<A>::count..., 0}};
 }
 
 }  // namespace shim

@@ -29,7 +29,17 @@ from xformer.typing import Array
 
 def cases() -> Iterator[Case]:
     """Every layer, with every option."""
-    for subject in (_norm, _residual, _parallel, _block, _stack, _embed, _pool):
+    for subject in (
+        _norm,
+        _add_norm,
+        _residual,
+        _parallel,
+        _block,
+        _several,
+        _stack,
+        _embed,
+        _pool,
+    ):
         yield from subject()
 
 
@@ -57,6 +67,20 @@ def _norm() -> Iterator[Case]:
     yield case("layer", layers.NormConfig(eps=0.1), b=True)
     yield case("layer, no b", layers.NormConfig(), b=False)
     yield case("rms", RMS, b=False)
+
+
+def _add_norm() -> Iterator[Case]:
+    def case(note: str, config: layers.NormConfig, b: bool, *shape: int) -> Case:
+        def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
+            terms = rng.normal((*shape, 6)), rng.normal((*shape, 6))
+            return partial(layers.add_norm, config=config), (*terms, _norm_params(rng, b))
+
+        return Case("layers", f"add_norm: {note}", make)
+
+    yield case("layer", layers.NormConfig(eps=0.1), True, 5, 4)
+    yield case("layer, no b", layers.NormConfig(), False, 5, 4)
+    yield case("rms", RMS, False, 5, 4)
+    yield case("rms, a row", RMS, False)
 
 
 def _around_ffn(x: Array, norm: Any, out_norm: Any, ffn: Any, **options: Any) -> tuple[Array, Any]:
@@ -138,16 +162,17 @@ def _blocks(
     second: Options | None = None,  # what is different in a stack's second block
     **options: Any,
 ) -> Case:
-    """A block, or a stack of them, by the first word of `name`."""
-    is_stack = name.startswith("stack")
+    """A block, blocks, or a stack of them, by the first word of `name`."""
+    is_stack, several = name.startswith("stack"), name.startswith("blocks")
     cfg = layers.BlockConfig(**SIZES | (config or {}))
     cfgs = (cfg, dataclasses.replace(cfg, **second or {}))
 
     def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
         like: Options = {"cross": bool(cross), "shared_memory": cross == "shared"}
-        if is_stack:
+        if is_stack or several:
             own = cfgs[:n_blocks]  # one: both layers have its parameters
             params: Any = layers.StackParams.init(rng, own, relative=relative, **like)
+            params = params if is_stack else params.blocks
         else:
             params = cfg.init(rng, **like)
         if not norms:
@@ -168,6 +193,8 @@ def _blocks(
         given = drawn(rng, backend, options)
         if is_stack:
             return partial(layers.stack, configs=cfgs, relative=relative, **given), args
+        if several:
+            return partial(layers.blocks, configs=cfgs, **given), args
         return partial(layers.block, config=cfg, **given), args
 
     return Case("layers", name, make)
@@ -225,6 +252,24 @@ def _modern_block() -> Iterator[Case]:
 
 def _heads(rng: Generator) -> tuple[Array, Array]:
     return rng.normal((5, 2, 3, 3)), rng.normal((5, 2, 3, 3))
+
+
+def _turning_each(rng: Generator, _: Backend) -> layers.Rotary:
+    """Tables of a rotary embedding, for positions of each sequence's own."""
+    config, positions = layers.RopeConfig(2), rng.integers((5, 4), high=7)
+    return layers.rotary(config, like=rng.full((1,), 0.0), length=7, positions=positions)
+
+
+def _several() -> Iterator[Case]:
+    yield _blocks("blocks: encoder", config={"norm": "post", "d_value": 2})
+    yield _blocks("blocks: one for both layers", n_blocks=1, **TURNED)
+    each: Options = {"rotary": _turning_each, "bias": (5, 1, 4, 4), "causal": True}
+    yield _blocks("blocks: bias and rotary of each sequence", second={"window": (1, 1)}, **each)
+    again: Options = {"checkpoint": True, "bias": (2, 1, 4), "pos": True}
+    yield _blocks("blocks: memory, masks, checkpointing", cross="memory", **again, **BLOCK_MASKS)
+    yield _blocks("blocks: ready keys and values", cross="shared", config={"d_value": 2})
+    rates: Options = {"dropout": 0.1, "attn_dropout": 0.3, "hidden_dropout": 0.2}
+    yield _blocks("blocks: dropout", config=rates, dropout_key=KEY)
 
 
 def _stack() -> Iterator[Case]:

@@ -9,11 +9,12 @@ from xformer.layers.attention import (
     key_value,
 )
 from xformer.layers.block import BlockConfig, BlockParams, block
+from xformer.layers.blocks import blocks
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams, LoRAParams, linear, linears
-from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
 from xformer.layers.past import Past
 from xformer.layers.pooling import pool
 from xformer.layers.positions import alibi, sinusoidal
@@ -44,9 +45,11 @@ __all__ = [
     "Rotary",
     "ShawParams",
     "StackParams",
+    "add_norm",
     "alibi",
     "attention",
     "block",
+    "blocks",
     "embed",
     "feed_forward",
     "key_value",

@@ -50,4 +50,4 @@ def advance(
         causal=True,
         memory_mask=memory_mask,
     )
-    return y, cache.past
+    return y, cache.layers.past

@@ -21,7 +21,7 @@ from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.past import Past
-from xformer.layers.residual import parallel, residual
+from xformer.layers.residual import Branch, BranchCache, ResidualsCache, parallel, residuals
 from xformer.layers.rotary import Rotary
 from xformer.ops._attention import window_of
 from xformer.ops.activation import require_activation
@@ -300,53 +300,51 @@ def block(
             x, norms[0], attend, feed, norms[1], dropout_keys=(keys[2], keys[4]), **around
         )
         return y, ParallelBlockCache(both)
-    around["place"] = "post" if config.norm == "post" else "pre"
-    x, attn = residual(
-        x, params.attn_norm, attend, params.attn_out_norm, dropout_key=keys[2], **around
-    )
-    cross = None
+    branches = [Branch(attend, params.attn_norm, params.attn_out_norm, keys[2])]
     if params.cross is not None:
-        x, cross = residual(
-            x,
-            params.cross_norm,
-            attend_memory,
-            params.cross_out_norm,
-            dropout_key=keys[3],
-            **around,
-        )
-    y, ffn = residual(x, params.ffn_norm, feed, params.ffn_out_norm, dropout_key=keys[4], **around)
-    return y, BlockCache(attn, cross, ffn)
+        branches.append(Branch(attend_memory, params.cross_norm, params.cross_out_norm, keys[3]))
+    branches.append(Branch(feed, params.ffn_norm, params.ffn_out_norm, keys[4]))
+    y, chain = residuals(x, branches, place="post" if config.norm == "post" else "pre", **around)
+    return y, BlockCache(chain)
 
 
 class BlockCache(NamedTuple):
     """What `block` keeps for its backward."""
 
-    attn: Any
-    cross: Any
-    ffn: Any
+    chain: ResidualsCache
+
+    @property
+    def attn(self) -> BranchCache:
+        """The self-attention."""
+        return self.chain.branches[0]
+
+    @property
+    def cross(self) -> BranchCache | None:
+        """The cross-attention, if any."""
+        return self.chain.branches[1] if len(self.chain.branches) == 3 else None
 
     @property
     def router(self) -> Any:
         """The cache of the mixture of experts."""
-        return self.ffn.sublayer
+        return self.chain.branches[-1].sublayer
 
     @property
     def past(self) -> Past:
         """Keys and values of the self-attention so far."""
-        return self.attn.sublayer.past
+        past: Past = self.attn.sublayer.past
+        return past
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
         drouter_logits: of an auxiliary loss on the router of a mixture of experts.
         """
-        dx, dffn_norm, dffn_out, dffn = self.ffn.backward(dy, *drouter_logits)
+        dx, (attn, *cross, ffn) = self.chain.backward(dy, *drouter_logits)
+        dattn_norm, dattn_out, dattn, _, dbias, dpos, _ = attn
+        dffn_norm, dffn_out, dffn = ffn
         dcross_norm = dcross_out = dcross = dmemory = dcross_pos = dmemory_pos = None
-        if self.cross is not None:
-            dx, dcross_norm, dcross_out, dcross, dmemory, _, dcross_pos, dmemory_pos = (
-                self.cross.backward(dx)
-            )
-        dx, dattn_norm, dattn_out, dattn, _, dbias, dpos, _ = self.attn.backward(dx)
+        if cross:
+            dcross_norm, dcross_out, dcross, dmemory, _, dcross_pos, dmemory_pos = cross[0]
         if dcross_pos is not None:
             dpos = dpos + dcross_pos
         norms = (dattn_out, dcross_out, dffn_out)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends.base import Generator
-from xformer.checks import number
+from xformer.checks import number, require_gradient
+from xformer.dispatch import overridable
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -64,3 +65,31 @@ class NormCache(NamedTuple):
         """Gradients of x and params; None for what is frozen."""
         dx, dw, *db = self.norm.backward(dy)
         return dx, NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])
+
+
+@overridable
+def add_norm(
+    x: Array, r: Array, params: NormParams, *, config: NormConfig
+) -> tuple[tuple[Array, Array], AddNormCache]:
+    """s = x + r, and y = `norm` of s: a residual connection and the norm that follows it.
+
+    x, r, s, y: (..., D). ValueError where shapes do not fit.
+    """
+    require_gradient("add_norm", "r", r, x)
+    s = x + r
+    y, cache = norm(s, params, config=config)
+    return (s, y), AddNormCache(cache)
+
+
+class AddNormCache(NamedTuple):
+    """What `add_norm` keeps for its backward."""
+
+    norm: NormCache
+
+    def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array, NormParams]:
+        """Gradients of x and r, which are one, and of params. ds None: nothing else reads s."""
+        dx, dparams = self.norm.backward(dy)
+        if ds is not None:
+            require_gradient("add_norm", "ds", ds, dx)
+            dx = ds + dx
+        return dx, dx, dparams

@@ -1,15 +1,24 @@
-"""A sublayer with its residual connection, its norms and its dropout; or two side by side."""
+"""Sublayers with residual connections, norms and dropout: in a row, or two side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.layers.norm import NormConfig, NormParams, norm
+from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
 from xformer.typing import Array
 
 Sublayer = Callable[[Array], tuple[Array, Any]]
+
+
+class Branch(NamedTuple):
+    """A sublayer with its own norms and dropout; a norm that is None is left out."""
+
+    sublayer: Sublayer
+    norm: NormParams | None  # before it, or behind its sum
+    out_norm: NormParams | None = None  # of its output
+    dropout_key: ops.Key | None = None
 
 
 def residual(
@@ -30,48 +39,135 @@ def residual(
     that is None is left out. x, y: (..., D). `sublayer(x)` returns (y, cache); what its backward
     returns after dx is handed on. config: LayerNorm unless given.
     """
-    if place not in ("pre", "post"):
-        raise ValueError(f'residual: place must be "pre" or "post", got {place!r}')
-    config = NormConfig() if config is None else config
-    norm_cache = out_cache = None
-    inner = x
-    if norm_params is not None and place == "pre":
-        inner, norm_cache = norm(x, norm_params, config=config)
-    branch, sub_cache = sublayer(inner)
-    if out_norm is not None:
-        branch, out_cache = norm(branch, out_norm, config=config)
-    branch, drop_cache = ops.dropout(branch, rate=dropout_rate, key=dropout_key)
-    y = x + branch
-    if norm_params is not None and place == "post":
-        y, norm_cache = norm(y, norm_params, config=config)
-    return y, ResidualCache(norm_cache, sub_cache, out_cache, drop_cache, place)
+    branch = Branch(sublayer, norm_params, out_norm, dropout_key)
+    y, cache = residuals(x, (branch,), place=place, config=config, dropout_rate=dropout_rate)
+    return y, ResidualCache(cache)
 
 
 class ResidualCache(NamedTuple):
     """What `residual` keeps for its backward."""
 
-    norm: Any
-    sublayer: Any
-    out_norm: Any
-    drop: Any
-    place: str
+    chain: ResidualsCache
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Any, ...]:
         """Gradients of x, norm_params, out_norm, then what the sublayer returns after its dx.
 
         dextra goes to the sublayer's backward, after its dy.
         """
-        dnorm: Any = None
-        dout_norm = None
-        if self.norm is not None and self.place == "post":
-            dy, dnorm = self.norm.backward(dy)
-        dbranch = self.drop.backward(dy)
-        if self.out_norm is not None:
-            dbranch, dout_norm = self.out_norm.backward(dbranch)
-        dbranch, *rest = self.sublayer.backward(dbranch, *dextra)
-        if self.norm is not None and self.place == "pre":
-            dbranch, dnorm = self.norm.backward(dbranch)
-        return dy + dbranch, dnorm, dout_norm, *rest
+        dx, (own,) = self.chain.backward(dy, *dextra)
+        return dx, *own
+
+
+def residuals(
+    x: Array,
+    branches: Sequence[Branch],
+    *,
+    place: str = "pre",
+    config: NormConfig | None = None,
+    dropout_rate: float = 0.0,
+) -> tuple[Array, ResidualsCache]:
+    """`residual` of each branch, one after the other; a sum is one op with the norm behind it."""
+    if place not in ("pre", "post"):
+        raise ValueError(f'residual: place must be "pre" or "post", got {place!r}')
+    config = NormConfig() if config is None else config
+    norms = [branch.norm for branch in branches]
+    norms = (
+        [*norms, None] if place == "pre" else [None, *norms]
+    )  # those behind sums from the 2nd on
+    inner, first = x, None
+    if norms[0] is not None:
+        inner, first = norm(x, norms[0], config=config)
+    caches = []
+    for branch, following in zip(branches, norms[1:], strict=True):
+        x, inner, cache = _added(x, inner, branch, following, config, dropout_rate)
+        x = inner if place == "post" else x
+        caches.append(cache)
+    return x, ResidualsCache(first, tuple(caches), place)
+
+
+def _added(
+    x: Array,
+    inner: Array,
+    branch: Branch,
+    following: NormParams | None,
+    config: NormConfig,
+    dropout_rate: float,
+) -> tuple[Array, Array, BranchCache]:
+    """The sum of x and the branch of `inner`; the norm of the sum, or the sum again."""
+    r, sub_cache = branch.sublayer(inner)
+    out_cache = sum_cache = None
+    if branch.out_norm is not None:
+        r, out_cache = norm(r, branch.out_norm, config=config)
+    r, drop_cache = ops.dropout(r, rate=dropout_rate, key=branch.dropout_key)
+    if following is None:
+        s = y = x + r
+    else:
+        (s, y), sum_cache = add_norm(x, r, following, config=config)
+    return s, y, BranchCache(sub_cache, out_cache, drop_cache, sum_cache)
+
+
+class BranchCache(NamedTuple):
+    """What `residuals` keeps of a branch, and of its sum."""
+
+    sublayer: Any
+    out_norm: Any
+    drop: Any
+    sum: Any  # of `add_norm`, where a norm follows
+
+
+class ResidualsCache(NamedTuple):
+    """What `residuals` keeps for its backward."""
+
+    norm: Any  # of the norm before the first sublayer
+    branches: tuple[BranchCache, ...]
+    place: str
+
+    def backward(self, dy: Array, *dextra: Any) -> tuple[Array, list[tuple[Any, ...]]]:
+        """Gradient of x; for each branch those of norm, out_norm, and what its sublayer returns.
+
+        dextra goes to the last sublayer's backward, after its dy.
+        """
+        ds, dinner = dy, None  # of a sum, and of what the next sublayer reads: its norm, or itself
+        dnorms: list[Any] = []  # from the last to the first, as the next
+        own: list[tuple[Any, ...]] = []
+        for branch in reversed(self.branches):
+            ds, dnorm = self._through_sum(branch.sum, ds, dinner)
+            dnorms.append(dnorm)
+            del dinner  # or it would be held while the sublayer's backward runs
+            dinner, *rest = _through_branch(branch, ds, dextra)
+            own.append(tuple(rest))
+            dextra = ()
+        dx, dnorm = self._through_norm(ds, dinner)
+        dnorms = [*dnorms[1:], dnorm] if self.place == "pre" else dnorms
+        each = zip(reversed(dnorms), reversed(own), strict=True)
+        return dx, [(dnorm, *rest) for dnorm, rest in each]
+
+    def _through_sum(self, cache: Any, ds: Array, dinner: Array | None) -> tuple[Array, Any]:
+        """Gradients of both terms of a sum, which are one, and of the norm behind it."""
+        if cache is not None and self.place == "pre":
+            ds, _, dnorm = cache.backward(ds, dinner)
+            return ds, dnorm
+        ds = ds if dinner is None else ds + dinner
+        if cache is None:
+            return ds, None
+        ds, _, dnorm = cache.backward(None, ds)
+        return ds, dnorm
+
+    def _through_norm(self, ds: Array, dinner: Array) -> tuple[Array, Any]:
+        """Gradients of x and of the norm before the first sublayer."""
+        if self.norm is None:
+            return ds + dinner, None
+        dx, dnorm = self.norm.backward(dinner)
+        return ds + dx, dnorm
+
+
+def _through_branch(cache: BranchCache, dr: Array, dextra: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients of what the sublayer read and of out_norm, then what else its backward returns."""
+    dr, dout_norm = cache.drop.backward(dr), None
+    if cache.out_norm is not None:
+        dr, dout_norm = cache.out_norm.backward(dr)
+    dinner, *rest = cache.sublayer.backward(dr, *dextra)
+    return dinner, dout_norm, *rest
 
 
 def parallel(

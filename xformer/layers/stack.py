@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer import ops, tree
+from xformer import ops
 from xformer.backends.base import Generator
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
-from xformer.layers.block import SITES, BlockConfig, BlockParams, block
-from xformer.layers.checkpoint import checkpointed
+from xformer.layers.block import SITES, BlockConfig, BlockParams
+from xformer.layers.blocks import blocks, order_of
 from xformer.layers.norm import NormParams, norm
 from xformer.layers.past import Past
 from xformer.layers.relative import RelativeConfig, relative_bias
@@ -91,8 +91,7 @@ def stack(
     have dropped some; memory: as `memory_of` makes it, once for all steps. The cache then holds
     `past` with the new tokens, and nothing for a backward.
     """
-    order = _order(params, configs)
-    sources: Any = memory
+    require_configs("stack", configs)
     memory_cache = relative_cache = None
     if isinstance(memory, tuple):
         params = _without_memory(params)
@@ -100,11 +99,8 @@ def stack(
         if memory is None:
             raise ValueError("stack: memory must be given where params.memory is")
         heads = _memory_heads(configs[0])
-        source, memory_cache = key_value(memory, params.memory, memory_pos, **heads)
-        sources = (source,) * len(configs)
+        memory, memory_cache = key_value(memory, params.memory, memory_pos, **heads)
         memory_pos = None  # it is in the keys and values
-    else:
-        sources = (memory,) * len(configs)
     bias_shape = None if bias is None else tuple(bias.shape)
     if (params.relative is None) != (relative is None):
         raise ValueError("stack: params.relative and relative go together, got only one of them")
@@ -114,89 +110,65 @@ def stack(
             value(params.relative), n_queries=length, n_keys=n_past + length, config=relative
         )
         bias = more if bias is None else bias + more
-    caches: list[Any] = []
-    grown: list[Past] = []
-    run: Any = checkpointed if checkpoint and past is None else block
-    for i, config in enumerate(configs):
-        x, cache = run(
-            x,
-            params.blocks[order[i]],
-            sources[i],
-            bias,
-            pos,
-            memory_pos,
-            config=config,
-            rotary=rotary,
-            past=None if past is None else past[i],
-            mask=mask,
-            causal=causal,
-            memory_mask=memory_mask,
-            dropout_key=None if dropout_key is None else dropout_key.at(SITES * i),
-        )
-        if past is None:
-            caches.append(cache)
-        else:
-            grown.append(cache.past)
+    x, layers = blocks(
+        x,
+        params.blocks,
+        memory,
+        bias,
+        pos,
+        memory_pos,
+        configs=configs,
+        rotary=rotary,
+        past=past,
+        mask=mask,
+        causal=causal,
+        memory_mask=memory_mask,
+        dropout_key=dropout_key,
+        checkpoint=checkpoint,
+    )
     norm_cache = None
     if params.norm is not None:
         x, norm_cache = norm(x, params.norm, config=configs[-1].norm_config)
     key = None if dropout_key is None else dropout_key.at(SITES * len(configs) + 1)
     y, drop = ops.dropout(x, rate=0.0 if key is None else dropout_rate, key=key)
-    return y, StackCache(
-        tuple(caches),
-        norm_cache,
-        memory_cache,
-        drop,
-        relative_cache,
-        bias_shape,
-        order,
-        isinstance(params.relative, Frozen),
-        tuple(grown),
-    )
+    fixed = isinstance(params.relative, Frozen)
+    return y, StackCache(layers, norm_cache, memory_cache, drop, relative_cache, bias_shape, fixed)
 
 
 class StackCache(NamedTuple):
     """What `stack` keeps for its backward."""
 
-    blocks: tuple[Any, ...]
+    layers: Any  # of `layers.blocks`
     norm: Any
     memory: Any
     drop: Any
     relative: Any
     bias_shape: tuple[int, ...] | None
-    order: tuple[int, ...]  # of each layer, the block whose parameters it has
     fixed_relative: bool
-    past: tuple[Past, ...]  # of each layer, where a past was given: then there is no backward
+
+    @property
+    def blocks(self) -> tuple[Any, ...]:
+        """The cache of each layer."""
+        caches: tuple[Any, ...] = self.layers.blocks
+        return caches
 
     def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
         drouter_logits: for each layer the gradient of an auxiliary loss on its router, or None.
         """
-        if self.past:
-            raise ValueError("stack: with a past nothing is kept for a backward")
         dnorm = None
         dy = self.drop.backward(dy)
         if self.norm is not None:
             dy, dnorm = self.norm.backward(dy)
-        dx = dy
-        dblocks: list[Any] = [None] * (max(self.order) + 1)
-        shared: Any = None
-        for i in reversed(range(len(self.blocks))):
-            dlogits = None if drouter_logits is None else drouter_logits[i]
-            extra = () if dlogits is None else (dlogits,)
-            dx, dblock, *dshared = self.blocks[i].backward(dx, *extra)
-            which = self.order[i]
-            dblocks[which] = dblock if dblocks[which] is None else _add(dblocks[which], dblock)
-            shared = dshared if shared is None else _add(shared, dshared)
-        dmemory, dbias, dpos, dmemory_pos = shared
+        dx, dblocks, dmemory, dbias, dpos, dmemory_pos = self.layers.backward(dy, drouter_logits)
         dmemory_params = drelative = None
         if self.memory is not None:
             dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
         if self.relative is not None and not self.fixed_relative:
             drelative = self.relative.backward(sum_to(dbias, shape=(1, *dbias.shape[-3:])))
         dbias = None if self.bias_shape is None else sum_to(dbias, shape=self.bias_shape)
-        dparams = StackParams(tuple(dblocks), dnorm, dmemory_params, drelative)
+        dparams = StackParams(dblocks, dnorm, dmemory_params, drelative)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
 
@@ -215,7 +187,8 @@ def memory_of(
     def own(cross: Any, config: BlockConfig) -> KeyValue:
         return key_value(memory, cross.kv, memory_pos, **_memory_heads(config))[0]
 
-    order = _order(params, configs)
+    require_configs("stack", configs)
+    order = order_of(params.blocks, configs)
     return tuple(own(params.blocks[order[i]].cross, c) for i, c in enumerate(configs))
 
 
@@ -226,10 +199,10 @@ def _memory_heads(config: BlockConfig) -> dict[str, Any]:
 
 def _without_memory(params: StackParams) -> StackParams:
     """`params` for keys and values of the memory that are ready."""
-    blocks = tuple(
+    ready = (
         p if p.cross is None else p._replace(cross=p.cross._replace(kv=None)) for p in params.blocks
     )
-    return params._replace(blocks=blocks, memory=None)
+    return params._replace(blocks=tuple(ready), memory=None)
 
 
 def dropout_streams(key: ops.Key | None, n_layers: int) -> tuple[ops.Key | None, ops.Key | None]:
@@ -257,24 +230,3 @@ def require_stack(
     ):
         if got != wanted:
             raise ValueError(f"{op}: params must have {what}: {wanted} by config, got {got}")
-
-
-def _order(params: StackParams, configs: Sequence[BlockConfig]) -> tuple[int, ...]:
-    """Of each layer, the block whose parameters it has."""
-    require_configs("stack", configs)
-    n_blocks, n_layers = len(params.blocks), len(configs)
-    if n_blocks == 0 or n_layers % n_blocks:
-        raise ValueError(
-            f"stack: params must hold a block for each of {n_layers} layers, or for equal runs of "
-            f"them, got {n_blocks}"
-        )
-    return tuple(block_of_layer(i, params, configs) for i in range(n_layers))
-
-
-def block_of_layer(i: int, params: StackParams, configs: Sequence[BlockConfig]) -> int:
-    """The block whose parameters layer i has."""
-    return i // (len(configs) // len(params.blocks))
-
-
-def _add(a: Any, b: Any) -> Any:
-    return tree.map(lambda x, y: x + y, a, b)

@@ -131,8 +131,8 @@ def _input(block: Any) -> Array:
     """What came into a block."""
     if not isinstance(block, BlockCache):
         return block.both.norm.norm.x
-    if block.attn.norm is not None and block.attn.place == "pre":
-        return block.attn.norm.norm.x
+    if block.chain.norm is not None:
+        return block.chain.norm.norm.x
     return block.attn.sublayer.maps.x
 
 

@@ -1,0 +1,58 @@
+"""`layers.add_norm`: a norm's own kernels, which make the sum in passing and add its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from xformer.backends.cupy import layer_norm, rms_norm
+
+from xformer import ops
+from xformer.checks import require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.layers.norm import NormConfig, NormParams
+from xformer.layers.norm import add_norm as reference
+from xformer.shapes import STORED
+from xformer.tree import Frozen, value
+from xformer.typing import Array
+
+
+def rms_with_bias(x: Array, r: Array, params: NormParams, *, config: NormConfig) -> str | None:
+    """Why the kernel cannot run."""
+    has_b = config.kind == "rms" and params.b is not None
+    return 'kind "rms" has no bias, got params.b' if has_b else None
+
+
+@kernel(reference, "cupy", unsupported=rms_with_bias, stores=STORED)
+def add_norm(
+    x: Array, r: Array, params: NormParams, *, config: NormConfig
+) -> tuple[tuple[Array, Array], AddNormCache]:
+    """x and r are read once, s and y written."""
+    require_gradient("add_norm", "r", r, x)
+    w, b = value(params.w), value(params.b)
+    cache: Any
+    if config.kind == "rms":
+        ops.rms_norm.reference.check((x, w), {}, ops.rms_norm)  # type: ignore[attr-defined]
+        require_axis("rms_norm", x, -1)
+        y, cache = rms_norm.forward(x, r, w, config.eps, config.offset)
+    else:
+        ops.layer_norm.reference.check((x, w, b), {}, ops.layer_norm)  # type: ignore[attr-defined]
+        require_axis("layer_norm", x, -1)
+        y, cache = layer_norm.forward(x, r, w, b, config.eps)
+    fixed = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
+    return (cache.x, y), AddNormCache(cache, *fixed)
+
+
+class AddNormCache(NamedTuple):
+    """What `add_norm` keeps for its backward."""
+
+    norm: Any  # of the kernel, whose x is the sum
+    fixed_w: bool
+    fixed_b: bool
+
+    def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array, NormParams]:
+        """As in the reference."""
+        for name, given in (("ds", ds), ("dy", dy)):
+            if given is not None:
+                require_gradient("add_norm", name, given, self.norm.x)
+        dx, dw, *db = self.norm.gradients(ds, dy)
+        return dx, dx, NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])

@@ -1,0 +1,87 @@
+"""One matrix product by MKL, on the thread that asks for it."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.metadata import PackageNotFoundError, files
+
+import numpy as np
+from xformer.backends.base import Unusable
+from xformer.backends.numpy.products import SMALL
+from xformer.backends.numpy.products import multiply as by_numpy
+
+from xformer.typing import Array
+
+ROW_MAJOR, COLUMN_MAJOR = 101, 102  # of CBLAS
+AS_IT_IS, TRANSPOSED = 111, 112
+SEQUENTIAL = 1  # of MKL's threading layers: `threads.blocks` has threads of its own
+LARGEST = 2**31 - 1
+
+
+def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
+    """out = x w, or out += x w; by NumPy where it is small, or not of matrices that BLAS can read.
+
+    x: (N, I)   w: (I, O)   out: (N, O), float32 or float64.
+    """
+    gemm = GEMM.get(out.dtype.char)
+    same = gemm is not None and x.dtype == w.dtype == out.dtype
+    layouts = [_layout(a) for a in (x, w, out)] if same and len(x) * w.size > SMALL else [None]
+    if gemm is None or None in layouts:
+        by_numpy(x, w, out, add=add)
+        return
+    (x_order, x_step), (w_order, w_step), (order, step) = layouts  # type: ignore[misc]
+    whole = ROW_MAJOR
+    if order == TRANSPOSED:  # then every row of memory is a column
+        whole = COLUMN_MAJOR
+        x_order, w_order = (AS_IT_IS + TRANSPOSED - o for o in (x_order, w_order))
+    gemm(
+        *(whole, x_order, w_order, *out.shape, x.shape[1]),
+        *(1.0, x.ctypes.data, x_step, w.ctypes.data, w_step),
+        *(float(add), out.ctypes.data, step),
+    )
+
+
+def _layout(a: Array) -> tuple[int, int] | None:
+    """Whether rows or columns are contiguous, and from one to the next; None: neither, or a vector.
+
+    NumPy takes vectors by another routine, which is faster.
+    """
+    (n, m), (down, across) = a.shape, a.strides
+    size = a.itemsize
+    if min(n, m) < 2 or max(n, m, down // size, across // size) > LARGEST:
+        return None
+    if across == size and down >= m * size and down % size == 0:
+        return AS_IT_IS, down // size
+    if down == size and across >= n * size and across % size == 0:
+        return TRANSPOSED, across // size
+    return None
+
+
+def _library() -> ctypes.CDLL:
+    """MKL's, where pip has put it."""
+    try:
+        found = [path for path in files("mkl") or () if "mkl_rt" in path.name]
+    except PackageNotFoundError:
+        raise ImportError("the package mkl is not installed") from None
+    library = ctypes.CDLL(str(found[0].locate()))
+    if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
+        raise Unusable(
+            "backend mkl cannot be used: MKL already runs on threads of its own in this process"
+        )
+    return library
+
+
+def _gemm(name: str, real: type) -> ctypes._CFuncPtr:
+    """A function of CBLAS; while it runs, other threads have the GIL."""
+    whole, at = ctypes.c_int, ctypes.c_void_p
+    function = getattr(_MKL, name)
+    function.restype = None
+    function.argtypes = [*(whole,) * 6, real, at, whole, at, whole, real, at, whole]
+    return function
+
+
+_MKL = _library()
+GEMM = {
+    np.dtype("float32").char: _gemm("cblas_sgemm", ctypes.c_float),
+    np.dtype("float64").char: _gemm("cblas_dgemm", ctypes.c_double),
+}

@@ -1,0 +1,218 @@
+"""`blocks` on NumPy, a share of the batch for each thread: what the reference says of the whole."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from test_kernels import LAYOUTS, laid_out
+from xformer.backends.numpy import blocks as kernel
+from xformer.backends.numpy.threads import n_threads
+
+import xformer as xf
+from xformer import dispatch, inference, layers, reference_only, tree
+from xformer.catalogue import Case, cases
+from xformer.layers import BlockConfig, ExpertsConfig
+from xformer.models import LanguageModel
+
+CASES = [case for case in cases() if case.subject == "blocks"]
+CONFIG = BlockConfig(16, 2, 24, activation="gelu")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kernel, "ROWS", 5)
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        if n_threads() != 3:
+            pytest.skip("NumPy's BLAS cannot be given 3 threads")
+        yield
+
+
+def arguments(n: int = 9, length: int = 10, *, n_blocks: int = 3, **changes: Any) -> Arguments:
+    """Of `blocks`, for `n` sequences and three layers, with a mask, a memory and positions."""
+    rng = xf.backends.get("numpy").generator(1, "float64")
+    config = replace(CONFIG, **changes)
+    params = layers.StackParams.init(rng, (config,) * n_blocks, cross=True).blocks
+    args = (
+        rng.normal((n, length, 16)),
+        params,
+        rng.normal((n, 7, 16)),
+        rng.normal((2, 1, length)),
+        rng.normal((length, 8)),
+        rng.normal((7, 8)),
+    )
+    mask = rng.uniform((n, 1, 1, length)) < 0.8
+    options = {"configs": (config,) * 3, "mask": mask, "causal": True}
+    return args, options
+
+
+def gradients(run: Any, args: Any, options: Any) -> dict[str, Any]:
+    y, cache = run(*args, **options)
+    grads = cache.backward(np.cos(np.arange(y.size)).reshape(y.shape))
+    return tree.flatten((y, grads))
+
+
+def require_same(args: Any, options: Any) -> None:
+    assert kernel.unshared(*args, **options) is None
+    got = gradients(layers.blocks, args, options)
+    wanted = gradients(layers.blocks.reference, args, options)
+    assert got.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_allclose(got[name], array, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_catalogue(
+    case: Case, layout: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five sequences, one for each thread, laid out in memory as kernels must take them."""
+    monkeypatch.setattr(kernel, "n_threads", lambda: 5)
+    monkeypatch.setattr(kernel, "ROWS", 1)
+    fn, args = case.build(xf.backends.get("numpy"), "float64")
+    args = tree.map(lambda x: laid_out(layout, x), args)
+    if fn.keywords.get("dropout_key") is None:
+        require_same(args, fn.keywords)
+    else:
+        assert "dropout" in str(kernel.unshared(*args, **fn.keywords))
+
+
+@pytest.mark.parametrize("n", [3, 9, 17, 26])
+def test_shares_of_any_size(n: int) -> None:
+    """Of 17 the last has five, of 26 eight, the others six and nine."""
+    require_same(*arguments(n))
+
+
+def test_layers_that_share_parameters() -> None:
+    require_same(*arguments(n_blocks=1))
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    (x, params, *rest), options = arguments()
+    params = tree.freeze(params, "1.*", "2.ffn.*")
+    require_same((x, params, *rest), options)
+
+
+def test_sums_are_the_same_whichever_share_is_first() -> None:
+    """The bits of gradients, that is; not those of one share alone."""
+    args, options = arguments()
+    runs = [gradients(layers.blocks, args, options) for _ in range(5)]
+    for name, array in runs[0].items():
+        assert all(np.array_equal(run[name], array) for run in runs), name
+    total, parts = kernel._Total(), [1e16, 1.0, -1e16]
+    for share in (2, 0, 1):
+        total.add(share, (np.array([parts[share]]),))
+    assert total.value[0][0] == (parts[0] + parts[1]) + parts[2]
+
+
+def test_the_shares_run_on_threads_of_their_own() -> None:
+    """Each of them at once with the others, forward and backward."""
+    meet = threading.Barrier(3, timeout=60)
+    met: list[str] = []
+
+    class Cache:
+        def backward(self, dy: Any) -> Any:
+            meet.wait()
+            met.append("backward")
+            return dy, None, None, None, None, None
+
+    def block(x: Any, *args: Any, **options: Any) -> Any:
+        meet.wait()
+        met.append("forward")
+        return x, Cache()
+
+    args, options = arguments()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["xformer.layers.blocks"], "block", block)
+        y, cache = layers.blocks(*args, **options)
+        cache.backward(y)
+    assert met == ["forward"] * 9 + ["backward"] * 9
+
+
+def test_inference_keeps_nothing() -> None:
+    args, options = arguments()
+    wanted, _ = layers.blocks.reference(*args, **options)
+    with inference():
+        y, cache = layers.blocks(*args, **options)
+    np.testing.assert_allclose(y, wanted, rtol=1e-10)
+    with pytest.raises(RuntimeError, match="keeps nothing"):
+        cache.backward(y)
+
+
+def test_errors_speak_of_the_whole_batch() -> None:
+    args, options = arguments()
+    options["mask"] = options["mask"][:4]
+    with pytest.raises(ValueError) as whole:
+        layers.blocks.reference(*args, **options)
+    with pytest.raises(ValueError) as shares:
+        layers.blocks(*args, **options)
+    assert str(shares.value) == str(whole.value)
+    args, options = arguments()
+    _, cache = layers.blocks(*args, **options)
+    with pytest.raises(
+        ValueError, match=r"blocks: dy must have shape \(9, 10, 16\), got \(9, 10, 15\)"
+    ):
+        cache.backward(np.zeros((9, 10, 15)))
+
+
+@pytest.mark.parametrize(
+    ("n", "changes", "why"),
+    [
+        (10, {}, "10 sequences do not part evenly among 3 threads"),
+        (3, {"length": 4}, "1 sequences of 4 tokens are too little for a thread"),
+        (9, {"dropout": 0.1}, "dropout"),
+        (9, {"experts": ExpertsConfig(n_experts=2, top_k=1, d_ff=8)}, "experts"),
+    ],
+)
+def test_when_the_batch_is_left_whole(n: int, changes: dict[str, Any], why: str) -> None:
+    args, options = arguments(n, **changes)
+    options["dropout_key"] = xf.Key(1)
+    assert why in dispatch.explain(layers.blocks, *args, **options)
+    y, _ = layers.blocks(*args, **options)
+    wanted, _ = layers.blocks.reference(*args, **options)
+    assert np.array_equal(y, wanted)
+
+
+def test_it_says_why_else() -> None:
+    args, options = arguments()
+    assert (
+        kernel.unshared(args[0][0], *args[1:], **options) == "x or memory is no batch of sequences"
+    )
+    short = (*args[:2], args[2][:8], *args[3:])
+    assert kernel.unshared(*short, **options) == "x or memory is no batch of sequences"
+    past = (layers.Past(),) * 3
+    assert kernel.unshared(*args, past=past, **options) == "a text that grows"
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        assert kernel.unshared(*args, **options) == "one thread"
+    kept, _ = arguments(9, 5)
+    assert kernel.unshared(*kept, **options) is None  # 15 tokens
+    with inference():  # there is nothing to add
+        assert kernel.unshared(*arguments(9, 2)[0], **options) is None
+
+
+@pytest.mark.parametrize("how", ["pre", "post"])
+def test_a_model_learns_the_same(how: str) -> None:
+    block = replace(CONFIG, norm=how)
+    model = LanguageModel(layers.EmbedConfig(31, 16, 16, 32), (block,) * 2)
+    params = model.init(0, dtype="float64")
+    ids = np.random.default_rng(0).integers(0, 31, (6, 11))
+
+    def found() -> tuple[float, dict[str, Any]]:
+        loss, cache = model.loss(params, ids[:, :-1], ids[:, 1:])
+        kept = cache.model.hidden.stack.layers
+        assert isinstance(kept, kernel.SharesCache) != dispatch._reference_only.get()
+        return float(loss), tree.flatten(cache.backward())
+
+    loss, grads = found()
+    with reference_only():
+        again, others = found()
+    assert abs(loss - again) < 1e-12
+    for name, grad in grads.items():
+        np.testing.assert_allclose(others[name], grad, rtol=1e-9, atol=1e-12, err_msg=name)

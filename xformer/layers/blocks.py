@@ -1,0 +1,110 @@
+"""Blocks one after the other, each with parameters of its own or with those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from xformer import ops, tree
+from xformer.dispatch import overridable
+from xformer.layers.attention import KeyValue
+from xformer.layers.block import SITES, BlockConfig, BlockParams, block
+from xformer.layers.checkpoint import checkpointed
+from xformer.layers.past import Past
+from xformer.layers.rotary import Rotary
+from xformer.typing import Array
+
+
+@overridable(drops=False)
+def blocks(
+    x: Array,
+    params: tuple[BlockParams, ...],
+    memory: Array | KeyValue | Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    memory_pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    rotary: Rotary | None = None,
+    past: Sequence[Past] | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    memory_mask: Array | None = None,
+    dropout_key: ops.Key | None = None,
+    checkpoint: bool = False,
+) -> tuple[Array, BlocksCache]:
+    """y = block_n(... block_1(x)); every block sees bias, positions and masks.
+
+    x, y: (B, T, D). configs: one for each layer. Where there are fewer blocks than layers, equal
+    runs of layers share one, in order. memory: for all layers; where a text grows, a KeyValue for
+    each. past: of each layer; then nothing is kept for a backward. The rest as in `layers.block`
+    and `layers.stack`. ValueError where the numbers do not fit.
+    """
+    order = order_of(params, configs)
+    same = memory is None or isinstance(memory, KeyValue) or not isinstance(memory, tuple)
+    memories: Any = (memory,) * len(configs) if same else memory
+    caches: list[Any] = []
+    run: Any = checkpointed if checkpoint and past is None else block
+    for i, config in enumerate(configs):
+        x, cache = run(
+            x,
+            params[order[i]],
+            memories[i],
+            bias,
+            pos,
+            memory_pos,
+            config=config,
+            rotary=rotary,
+            past=None if past is None else past[i],
+            mask=mask,
+            causal=causal,
+            memory_mask=memory_mask,
+            dropout_key=None if dropout_key is None else dropout_key.at(SITES * i),
+        )
+        caches.append(cache if past is None else cache.past)
+    if past is None:
+        return x, BlocksCache(tuple(caches), order, ())
+    return x, BlocksCache((), order, tuple(caches))
+
+
+class BlocksCache(NamedTuple):
+    """What `blocks` keeps for its backward."""
+
+    blocks: tuple[Any, ...]
+    order: tuple[int, ...]  # of each layer, the block whose parameters it has
+    past: tuple[Past, ...]  # of each layer, where a past was given: then there is no backward
+
+    def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
+
+        drouter_logits: for each layer the gradient of an auxiliary loss on its router, or None.
+        """
+        if self.past:
+            raise ValueError("stack: with a past nothing is kept for a backward")
+        dx = dy
+        dparams: list[Any] = [None] * (max(self.order) + 1)
+        shared: Any = None
+        for i in reversed(range(len(self.blocks))):
+            dlogits = None if drouter_logits is None else drouter_logits[i]
+            extra = () if dlogits is None else (dlogits,)
+            dx, dblock, *dshared = self.blocks[i].backward(dx, *extra)
+            which = self.order[i]
+            dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
+            shared = dshared if shared is None else add(shared, dshared)
+        return dx, tuple(dparams), *shared
+
+
+def order_of(params: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> tuple[int, ...]:
+    """Of each layer, the block whose parameters it has. ValueError where the numbers do not fit."""
+    n_blocks, n_layers = len(params), len(configs)
+    if n_blocks == 0 or n_layers % n_blocks:
+        raise ValueError(
+            f"stack: params must hold a block for each of {n_layers} layers, or for equal runs of "
+            f"them, got {n_blocks}"
+        )
+    return tuple(i // (n_layers // n_blocks) for i in range(n_layers))
+
+
+def add(a: Any, b: Any) -> Any:
+    """The sum of two trees."""
+    return tree.map(lambda x, y: x + y, a, b)
