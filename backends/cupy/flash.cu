@@ -75,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     fetch<OWN>(copies, q_tile, at.q + b * at.q_b + h * at.q_h + start * at.q_t, at.q_t, end - start,
                at.width);
     if (low < high)
-        fetch_keys<OTHER>(copies, at, tiles_of_keys, tiles_of_keys + PAIR / 2, b, group, low, high);
+        fetch_keys<OTHER>(copies, at, tiles_of_keys, tiles_of_keys + PAIR / 2, b, at.group(h), low,
+                          high);
     copies.end_group();
 
     const float sink = at.sinks ? float(at.sinks[h]) : -infinity();
@@ -94,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const stored* const k_tile = tiles_of_keys + turn * PAIR;
         if (key + OTHER < high) {
             stored* const next = tiles_of_keys + (turn ^ 1) * PAIR;
-            fetch_keys<OTHER>(copies, at, next, next + PAIR / 2, b, group, key + OTHER, high);
+            // The group anew: kept, it would be a register too many where heads are 128 wide.
+            fetch_keys<OTHER>(copies, at, next, next + PAIR / 2, b, at.group(h), key + OTHER, high);
         }
         copies.end_group();
         if (!at.meets(warp_start, warp_end, key, key + OTHER)) continue;
