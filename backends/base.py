@@ -76,7 +76,8 @@ class Backend:
 
         Activations and their gradients are stored so too; sums, statistics, losses and gradients of
         parameters are float32, as the parameters stay. None: the parameters themselves. ValueError
-        where the backend has no such precision, or parameters are not float32.
+        where the backend has no such precision, or parameters are not float32; ImportError where
+        the NumPy dtype of bfloat16 is missing.
         """
         if precision is None:
             return params
@@ -90,11 +91,12 @@ class Backend:
         return tree.map(rounded, params)
 
     def require_precision(self, precision: str) -> None:
-        """ValueError for one that the backend has not."""
+        """ValueError for one that the backend has not; ImportError as `weights`."""
         if precision not in self.precisions:
             able = " and ".join((*self.dtypes, *self.precisions))
             but = "; backend cupy does" if precision in STORED and not self.precisions else ""
             raise ValueError(f"backend {self.name} stores numbers in {able}, not {precision}{but}")
+        _stored(precision)
 
     def widened(self, array: Array) -> Array:
         """An array in the dtype to compute in: float32 of what is stored in a precision."""
@@ -150,8 +152,11 @@ class Backend:
 def _stored(precision: str) -> Any:
     if precision == "float16":
         return np.dtype(precision)
-    import ml_dtypes  # which every backend that has it brings along
-
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        extras = "'xformer-array[cuda13]', or [cuda12]"
+        raise ImportError(f"ml_dtypes is not installed: pip install {extras}") from error
     return np.dtype(ml_dtypes.bfloat16)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,34 @@ def test_the_command_asks_for_it(
 
 def test_torch_is_asked_for_it() -> None:
     torch = pytest.importorskip("torch", reason="torch is missing")
-    before = torch.are_deterministic_algorithms_enabled()
-    with backends.get("torch").deterministic():
-        assert torch.are_deterministic_algorithms_enabled()
-    assert torch.are_deterministic_algorithms_enabled() == before
+
+    def switches() -> tuple[bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+
+    before = switches()
+    try:
+        for given in ((False, False), (True, True)):
+            torch.use_deterministic_algorithms(given[0], warn_only=given[1])
+            with backends.get("torch").deterministic():
+                assert switches() == (True, False)
+            assert switches() == given
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def test_jax_must_have_been_started_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; XLA reads its flags once."""
+    pytest.importorskip("jax", reason="jax is missing")
+    place = backends.get("jax")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")
+    with place.deterministic():
+        pass
+    monkeypatch.setattr(type(place), "_device", lambda _: SimpleNamespace(platform="gpu"))
+    with pytest.raises(ValueError, match="only with XLA_FLAGS=--xla_gpu_deterministic_ops=true"):
+        place.deterministic()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to= --xla_gpu_deterministic_ops=true")
+    with place.deterministic():
+        pass

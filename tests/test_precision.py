@@ -5,6 +5,7 @@ The kernels are in test_cuda_precision.py.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,8 +27,7 @@ from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 from xformer.optim import LossScale
 from xformer.shapes import STORED
-from xformer.training import TrainConfig, Windows, evaluate, load, loss_of, start, train
-from xformer.training.loop import Diverged
+from xformer.training import Diverged, TrainConfig, Windows, evaluate, load, loss_of, start, train
 from xformer.training.state import read_state, write_state
 
 pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
@@ -268,6 +268,19 @@ def test_what_is_no_precision() -> None:
         ValueError, match="backend numpy stores numbers in float32 and float64, not"
     ):
         start(GPT.init(0), config("bfloat16"))
+
+
+@on_stand_in
+def test_without_the_dtype_of_bfloat16(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which CuPy works without; the error comes before the first step, and names the extras."""
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    params = tree.map(library.asarray, GPT.init(0))
+    start(params, config("float16"))
+    said = r"ml_dtypes is not installed: pip install 'xformer-array\[cuda13\]'"
+    with pytest.raises(ImportError, match=said):
+        start(params, config("bfloat16"))
+    with pytest.raises(ImportError, match=said):
+        library.weights(params, "bfloat16")
 
 
 def test_the_command_refuses_it_where_there_is_none(

@@ -48,11 +48,12 @@ class TorchBackend(Backend):
     def deterministic(self) -> Iterator[None]:
         """torch's own switch, of the whole process; its RuntimeError says what has no such form."""
         before = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before)
+            torch.use_deterministic_algorithms(before, warn_only=warns)
 
     def _on_cuda(self) -> bool:
         return self.device is not None and torch.device(self.device).type == "cuda"

@@ -86,9 +86,8 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
     validation, said = "-", state.seconds
     with bar, interruptible(STOPPING) as stopping:
-        how: Any = {"donate": True, "deterministic": options.deterministic}
-        how["held_out"] = job.held_out
-        steps = train(job.loss, state, job.source, job.config, job.place, **how)
+        how: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
+        steps = train(job.loss, state, job.source, job.config, job.place, donate=True, **how)
         for step in run.record(steps, stopping):
             state = step.state
             rate = step.tokens / step.seconds

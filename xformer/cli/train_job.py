@@ -68,6 +68,8 @@ def job_of(options: argparse.Namespace) -> Job:
     place = backends.get(options.backend, options.device)
     if options.precision is not None:
         place.require_precision(options.precision)
+    if options.deterministic:
+        place.deterministic()  # only asked for: where there is none, nothing has been begun
     backends.keep_memory()
     config = config_of(options)
     with progress() as report:

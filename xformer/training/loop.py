@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace
@@ -16,8 +15,10 @@ from xformer.backends import Backend
 from xformer.checks import require_ids
 from xformer.generation.prefix import place_of
 from xformer.optim import LossScale, Optimiser, Schedule
+from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
+from xformer.training.diverged import Diverged, is_finite, require_sound
 from xformer.training.state import State
 from xformer.typing import Array
 
@@ -57,10 +58,6 @@ class Step(NamedTuple):
     def params(self) -> Any:
         """All parameters after the step."""
         return self.state.params
-
-
-class Diverged(FloatingPointError):
-    """A loss, a gradient or a validation that is not finite, or a loss that has risen too far."""
 
 
 def loss_of(model: Any, **options: Any) -> Loss:
@@ -207,7 +204,7 @@ def _step(
 
     def sound() -> tuple[float, float]:
         found, size = _read(value, norm, place)
-        _require_sound(_with_loss(state, found), found, size, grads, config, lr)
+        require_sound(_with_loss(state, found), found, size, grads, config, lr)
         return found, size
 
     # Where reading is waiting, all work is begun first, and a donated state may be lost.
@@ -236,16 +233,11 @@ def _gradients(
     """
     weights = place.weights(state.params, config.precision)
     while True:
-        numbers = range(state.batches, state.batches + config.accumulate)
-        batches = [source.batch(number) for number in numbers]
-        one = partial(_one, loss, batches, numbers, state.loss_scale, config.seed, place)
-        value, grads = optim.accumulate(one, weights, batches)
-        tokens = state.tokens + sum(batch.n_tokens for batch in batches)
-        state = state._replace(batches=numbers.stop, tokens=tokens)
+        state, value, grads = _accumulated(loss, state, weights, source, config, place)
         if state.loss_scale is None:
             return state, value, grads
         grads, finite = state.loss_scale.unscale(grads, tree.trained(state.params))
-        if not finite and not _is_finite(value):  # which no scale would change
+        if not finite and not is_finite(value):  # which no scale would change
             return state, value, grads
         try:
             state = state._replace(loss_scale=state.loss_scale.update(finite))
@@ -255,31 +247,23 @@ def _gradients(
             return state, value, grads
 
 
-def _one(
-    loss: Loss,
-    batches: Sequence[Batch],
-    numbers: range,
-    scale: LossScale | None,
-    seed: int,
-    place: Backend,
-    params: Any,
-    i: int,
-) -> tuple[Array, Any]:
-    """The loss of a batch; its gradients come out times the scale."""
-    # A dropout mask for each batch of the run, whichever step it falls in.
-    value, cache = loss(params, batches[i], place, ops.Key(seed, step=numbers[i] + 1))
-    return value, cache if scale is None else Scaled(cache, scale.scale)
+def _accumulated(
+    loss: Loss, state: State, weights: Any, source: Batches, config: TrainConfig, place: Backend
+) -> tuple[State, Array, Any]:
+    """The state after the next batches, their loss and its gradients, times the scale."""
+    numbers = range(state.batches, state.batches + config.accumulate)
+    batches = [source.batch(number) for number in numbers]
+    scale = state.loss_scale
 
+    def one(params: Any, i: int) -> tuple[Array, Any]:
+        # A dropout mask for each batch of the run, whichever step it falls in.
+        key = ops.Key(config.seed, step=numbers[i] + 1)
+        value, cache = loss(params, batches[i], place, key)
+        return value, cache if scale is None else Scaled(cache, scale.scale)
 
-class Scaled(NamedTuple):
-    """The cache of a loss, whose gradients come out times a factor."""
-
-    cache: Any
-    factor: float
-
-    def backward(self, dloss: Array) -> Any:
-        """Gradients of the parameters, times the factor."""
-        return self.cache.backward(dloss * self.factor)
+    value, grads = optim.accumulate(one, weights, batches)
+    tokens = state.tokens + sum(batch.n_tokens for batch in batches)
+    return state._replace(batches=numbers.stop, tokens=tokens), value, grads
 
 
 def _read(loss: Array, norm: Array, place: Backend) -> tuple[float, float]:
@@ -310,42 +294,3 @@ def _judged(state: State, validation: float | None) -> State:
     if validation < state.best:
         return state._replace(best=validation, best_step=state.step, stale=0)
     return state._replace(stale=state.stale + 1)
-
-
-def _require_sound(
-    state: State, loss: float, norm: float, grads: Any, config: TrainConfig, lr: float
-) -> None:
-    """Diverged where training is no longer of use; `state` is that before the step."""
-    what = f"the loss of step {state.step + 1} is {loss}, the norm of its gradient {norm:.3g}"
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        raise Diverged(f"{what}{_culprit(grads, norm)}; lr was {lr:.2e}")
-    limit = math.inf if config.diverged is None else config.diverged * max(state.first, 1.0)
-    if state.mean > limit:
-        raise Diverged(
-            f"{what}; the mean of late, {state.mean:.3g}, is above {limit:.3g}, "
-            f"{config.diverged:g} times that of the first step; lr was {lr:.2e}"
-        )
-
-
-def _culprit(grads: Any, norm: float) -> str:
-    """The gradients that are not finite; where only their norm is not, the largest of them."""
-    leaves = tree.flatten(grads)
-    names = [name for name, g in leaves.items() if not _is_finite(g)]
-    if names:
-        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        return f"; not finite: the gradient of {names[0]}{more}"
-    if math.isfinite(norm):
-        return ""
-    sizes = {name: _largest(g) for name, g in leaves.items()}
-    name = max(sizes, key=sizes.__getitem__)
-    return f"; each gradient is finite, that of {name} up to {sizes[name]:.3g}"
-
-
-def _largest(array: Array) -> float:
-    xp = array_namespace(array)
-    return float(xp.max(xp.abs(array)))
-
-
-def _is_finite(array: Array) -> bool:
-    xp = array_namespace(array)
-    return bool(xp.all(xp.isfinite(array)))
