@@ -1,6 +1,7 @@
 // Activations, elementwise over n elements, contiguous: y = ACT(x); dx = dy * ACT'(x), by the
 // formulas of activation.cuh. A thread a pack: grid n / (VEC * 256), block 256.
 //
+// Budget in two bytes: activation_forward: 40 registers, 0 spilled, 0 shared
 // Budget: activation_forward: 32 registers, 0 spilled, 0 shared
 // Budget: activation_backward: 40 registers, 0 spilled, 0 shared
 #include "activation.cuh"

@@ -1,5 +1,5 @@
 // From float to what is stored in two bytes and back, of n numbers, a thread each
-// (tests/test_cuda_precision.py). Not part of the library. Grid: n / 256, block 256.
+// (tests/test_cuda_storage.py). Not part of the library. Grid: n / 256, block 256.
 #include "../../backends/cupy/common.cuh"
 
 extern "C" __global__ void narrow(const real* x, stored* y, long long n) {
