@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from importlib.metadata import PackageNotFoundError, files
+from typing import Any
 
 import numpy as np
 from xformer.backends.base import Unusable
@@ -71,7 +72,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _gemm(name: str, real: type) -> ctypes._CFuncPtr:
+def _gemm(name: str, real: type) -> Any:
     """A function of CBLAS; while it runs, other threads have the GIL."""
     whole, at = ctypes.c_int, ctypes.c_void_p
     function = getattr(_MKL, name)

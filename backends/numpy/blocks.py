@@ -107,7 +107,7 @@ def blocks(
         on_threads([partial(forward, i) for i in range(len(shares))])
     except (TypeError, ValueError):  # which names shapes of a share
         options: Any = {"rotary": rotary, "mask": mask, "memory_mask": memory_mask}
-        return run(x, params, memory, bias, pos, memory_pos, **options)  # type: ignore[no-any-return]
+        return run(x, params, memory, bias, pos, memory_pos, **options)
     return y, SharesCache(tuple(shares), tuple(caches), y.shape, _is_own(bias, 4, n))
 
 
