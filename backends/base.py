@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from xformer import tree
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
@@ -45,6 +47,8 @@ class Backend:
     hint = ""  # what to do about a dtype that is missing
     compiles = False  # anew for every shape, which takes long
     defers = False  # work is under way when a call returns; to read a number is to wait for it
+    # Dtypes in which its kernels may store weights and activations, while they compute in float32.
+    precisions: ClassVar[tuple[str, ...]] = ()
 
     def asarray(self, values: Any, dtype: str | None = None) -> Array:
         """An array of this backend from host data (numbers, sequences, NumPy arrays).
@@ -67,6 +71,38 @@ class Backend:
         """The values of an array as a NumPy array on the host."""
         return np.asarray(array)
 
+    def weights(self, params: Any, precision: str | None) -> Any:
+        """The parameters as a model computes with them: rounded to one of `precisions`.
+
+        Activations and their gradients are stored so too; sums, statistics, losses and gradients of
+        parameters are float32, as the parameters stay. None: the parameters themselves. ValueError
+        where the backend has no such precision, or parameters are not float32; ImportError where
+        the NumPy dtype of bfloat16 is missing.
+        """
+        if precision is None:
+            return params
+        self.require_precision(precision)
+
+        def rounded(p: Array) -> Array:
+            if p.dtype != self.xp.float32:
+                raise ValueError(f"precision {precision} is for float32 parameters, got {p.dtype}")
+            return self.xp.astype(p, _stored(precision))
+
+        return tree.map(rounded, params)
+
+    def require_precision(self, precision: str) -> None:
+        """ValueError for one that the backend has not; ImportError as `weights`."""
+        if precision not in self.precisions:
+            able = " and ".join((*self.dtypes, *self.precisions))
+            but = "; backend cupy does" if precision in STORED and not self.precisions else ""
+            raise ValueError(f"backend {self.name} stores numbers in {able}, not {precision}{but}")
+        _stored(precision)
+
+    def widened(self, array: Array) -> Array:
+        """An array in the dtype to compute in: float32 of what is stored in a precision."""
+        dtype = working_dtype(array)
+        return array if array.dtype == dtype else self.xp.astype(array, dtype)
+
     def synchronize(self) -> None:
         """Wait until all work handed to the device is done (nothing to do on a CPU)."""
 
@@ -78,6 +114,13 @@ class Backend:
         """A context for work on this device; MemoryError there says what is wanted and free.
 
         Around one call, and never across a yield: a generator would leave its caller in it.
+        """
+        return nullcontext()
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        """A context in which the same work gives the same bits each time, on this device.
+
+        Around one call, as `active`. On a CPU it always does.
         """
         return nullcontext()
 
@@ -104,6 +147,17 @@ class Backend:
     def device_name(self) -> str:
         """What the device is called."""
         return "cpu" if self.device is None else str(self.device)
+
+
+def _stored(precision: str) -> Any:
+    if precision == "float16":
+        return np.dtype(precision)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        extras = "'xformer-array[cuda13]', or [cuda12]"
+        raise ImportError(f"ml_dtypes is not installed: pip install {extras}") from error
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 class Generator:

@@ -28,6 +28,7 @@ from xformer.optim.clip import clip_leaves
 from xformer.typing import Array
 
 TOLERANCE = 1e-5  # relative, in the norm of each result in float32
+ROUNDED = 2e-3  # of float16: four roundings
 REAL = 4  # bytes
 KEY = Key(1, 2, 3)
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "rate": 1e-3, "root": 1.0, "keep": 0.9}
@@ -50,7 +51,7 @@ class Sizes(NamedTuple):
 
 LARGE = Sizes(32768, 1024, 4096, 50304, 16, 16, 1024, 4096, 8192, 10)
 CACHE = 126 << 20  # bytes, at most, of a device's last cache (B200)
-SMALL = Sizes(6, 8, 3, 4100, 1, 2, 4, 130, 8, 1)  # of a dry run
+SMALL = Sizes(6, 8, 3, 4100, 1, 2, 17, 130, 8, 1)  # of a dry run
 
 
 class Case(NamedTuple):
@@ -63,6 +64,8 @@ class Case(NamedTuple):
     forward: tuple[int, int]  # bytes, FLOPs
     backward: tuple[int, int] | None = None  # None: there is none
     context: Callable[[], AbstractContextManager[None]] = nullcontext
+    tolerance: float = TOLERANCE
+    product: str = "product"  # of `rates`, that it is made of
 
 
 def cases(place: Backend, s: Sizes) -> Iterator[Case]:
@@ -120,6 +123,10 @@ def _heads(place: Backend, s: Sizes) -> Iterator[Case]:
     flops = 2 * s.batch * s.heads * s.length * (s.length + 1) // 2 * width  # of one product
     floors = (4 * n, 2 * flops), (8 * n, 5 * flops)  # the scores are made again
     yield Case("sdpa, causal", ops.sdpa, (q, k, v), {"causal": True}, *floors)
+    halves = tuple(place.weights([q, k, v], "float16"))
+    floors = (2 * n, 2 * flops), (4 * n, 5 * flops)
+    rest: dict[str, Any] = {"tolerance": ROUNDED, "product": "product, float16"}
+    yield Case("sdpa, causal, float16", ops.sdpa, halves, {"causal": True}, *floors, **rest)
     bias = rng.normal((1, s.heads, s.length, s.length))
     m, flops = math.prod(bias.shape) * REAL, 2 * s.batch * s.heads * s.length**2 * width
     floors = (4 * n + m, 2 * flops), (8 * n + 2 * m, 5 * flops)
@@ -148,6 +155,8 @@ def rates(place: Backend, s: Sizes, rounds: int) -> dict[str, float]:
     x = rng.normal((4 * s.rows, s.width))
     a, b, out = (rng.normal((s.matrix, s.matrix)) for _ in range(3))
     turns: dict[str, Callable[[], Any]] = {"copy": x.copy, "product": lambda: a.dot(b, out)}
+    low, other = place.weights([a, b], "float16")
+    turns["product, float16"] = lambda: low.dot(other)
     if place.name == "cupy":  # the switch is CuPy's own
 
         def rounded() -> None:
@@ -205,18 +214,19 @@ def kernels(
             break
         with case.context():
             error = _error(place, case)
-            if not error <= TOLERANCE:
-                wrong.append(f"{case.name}: relative error {error:.1e}, allowed {TOLERANCE:.0e}")
+            if not error <= case.tolerance:
+                allowed = f"{error:.1e}, allowed {case.tolerance:.0e}"
+                wrong.append(f"{case.name}: relative error {allowed}")
                 continue
             said = explain(case.op, *case.args, **case.options).partition("\n")[0]
             turns: dict[str, Callable[[], Any]] = {"forward": partial(_run, case)}
             if case.backward is not None:
                 y, cache = case.op(*case.args, **case.options)
-                turns["backward"] = partial(cache.backward, *_like(y))
+                turns["backward"] = partial(cache.backward, *_like(place, y))
             seconds = measured(place, turns, s.repeats, rounds)
         for direction, found in seconds.items():
             moved, flops = case.forward if direction == "forward" else case.backward or (0, 0)
-            floor = max(moved / rate["copy"], flops / rate["product"])
+            floor = max(moved / rate["copy"], flops / rate[case.product])
             row = {"name": f"{case.name}, {direction}", "seconds": min(found), "floor": floor}
             row |= {"median": statistics.median(found), "n": len(found)}
             rows.append(row | {"error": error, "runs": said.partition(": ")[2]})
@@ -244,24 +254,25 @@ def _run(case: Case) -> Any:
     return case.op(*case.args, **case.options)
 
 
-def _like(y: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+def _like(place: Backend, y: Array | tuple[Array, ...]) -> tuple[Array, ...]:
     """A gradient of each result that is not the same everywhere."""
-    return tuple(out * 0.5 + 1.0 for out in (y if isinstance(y, tuple) else (y,)))
+    results = y if isinstance(y, tuple) else (y,)
+    return tuple(place.xp.astype(place.widened(out) * 0.5 + 1.0, out.dtype) for out in results)
 
 
-def _results(case: Case) -> list[Array]:
+def _results(place: Backend, case: Case) -> list[Array]:
     """What the call gives, and its gradients."""
     if case.backward is None:
         return list(tree.flatten(_run(case)).values())
     y, cache = _run(case)
-    return list(tree.flatten((y, cache.backward(*_like(y)))).values())
+    return list(tree.flatten((y, cache.backward(*_like(place, y)))).values())
 
 
 def _error(place: Backend, case: Case) -> float:
     """The largest relative error of the results, against the reference's."""
-    got = _results(case)
+    got = [place.widened(a) for a in _results(place, case)]
     with reference_only():
-        wanted = _results(case)
+        wanted = _results(place, case._replace(args=tree.map(place.widened, case.args)))
     return max(_off(place, *pair) for pair in zip(got, wanted, strict=True))
 
 

@@ -68,7 +68,8 @@ def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert list(done) == SECTIONS
     assert done["tests"] == {"passed": 2, "failed": 0, "skipped": 0}
     assert len(done["costs"]) == 5 and min(done["costs"].values()) > 0
-    assert done["rates"].keys() == {"copy", "product"} and min(done["rates"].values()) > 0
+    assert done["rates"].keys() == {"copy", "product", "product, float16"}
+    assert min(done["rates"].values()) > 0
     for name in ("gpt2", "llama"):
         assert [row["name"] for row in done[name]["rows"]] == [PEER, gpu.OURS]
         assert all(row["error"] < 1e-5 and row["step"]["min_ms"] > 0 for row in done[name]["rows"])
@@ -80,7 +81,8 @@ def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     (table,) = tmp_path.glob("gpu-dry-run-*.md")
     assert table.read_text(encoding="utf-8") in shown
     for row in done["kernels"]:
-        assert row["seconds"] > 0 and row["floor"] > 0 and row["error"] <= 1e-5
+        assert row["seconds"] > 0 and row["floor"] > 0
+        assert row["error"] <= (2e-3 if "float16" in row["name"] else 1e-5)
         assert row["median"] >= row["seconds"] and row["n"] == 1
         assert f"| {row['name']} " in shown
 

@@ -99,6 +99,25 @@ print(log[-1][5:])
     ]
 
 
+def test_what_is_stored_in_two_bytes(tmp_path: Path) -> None:
+    """Numbers are float32, arithmetic is; a source without a form for it is not compiled."""
+    code = """
+from xformer.backends.cupy.glu import SOURCE as GLU
+like = ndarray("f2")
+options = dict(WIDE=0, ACTIVATION="silu")
+launch(GLU, "glu_forward", like, grid=(2,), block=(32,), args=(like, None, 3, 0.5), **options)
+print(log[0][1][:3], *log[1][4])
+try:
+    run("f2")
+except TypeError as error:
+    print(error)
+"""
+    assert said(code, tmp_path) == [
+        "('-std=c++17', '-DREAL=float', '-DSTORED=float16') ndarray uint64 int64 float32",
+        "softmax.cu is for float32, float64, got float16",
+    ]
+
+
 def test_lists_travel_by_value(tmp_path: Path) -> None:
     """As one value of as many bytes, which CuPy copies into the arguments."""
     code = """

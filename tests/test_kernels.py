@@ -14,6 +14,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from judges import Values, douts, gradients, named
 from libraries import ON_DEVICE, STAND_IN
 from xformer.backends import Backend
+from xformer.backends.cupy import flash
 
 from xformer import Key, backends, dispatch, reference_only, tree
 from xformer.catalogue import cases
@@ -24,6 +25,7 @@ from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held
 from xformer.layers.past import append
 from xformer.ops import random_bits, rope
+from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
 from xformer.optim.ema import ema_leaves
@@ -33,6 +35,7 @@ for name in backends.NAMES:
     backends.why_not(name)  # imports it, which registers its kernels
 
 OPS = [op for op in dispatch.ops() if op.__module__.startswith("xformer.")]  # not those of tests
+STORED_ALONE = (flash.sdpa,)  # for what is stored in two bytes alone: test_cuda_flash.py
 KERNELS = [
     (library, op, kernel)
     for op in OPS
@@ -40,8 +43,9 @@ KERNELS = [
     for kernel in kernels
 ]
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
-# append: test_past.py, held: test_checkpointing.py, advance: test_numpy_advance.py
-WITHOUT_GRADIENT = (random_bits, in_range, append, held, advance, *UPDATES)
+# append: test_past.py, held: test_checkpointing.py, advance: test_numpy_advance.py, sum_to, whose
+# kernel is for what is stored in two bytes alone: test_cuda_precision.py
+WITHOUT_GRADIENT = (random_bits, in_range, append, held, advance, sum_to, *UPDATES)
 IN_FLOAT64 = (blocks,)  # of many ops, whose rounding adds up either way: test_numpy_blocks.py
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
 REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]
@@ -87,7 +91,13 @@ LAYOUTS = (contiguous, sliced, transposed, expanded)
 # ---- Ops with a gradient, by their cases in the catalogue ----
 
 
-@every([k for k in KERNELS if k[1] not in WITHOUT_GRADIENT + IN_FLOAT64])
+@every(
+    [
+        k
+        for k in KERNELS
+        if k[1] not in WITHOUT_GRADIENT + IN_FLOAT64 and k[2].run not in STORED_ALONE
+    ]
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_as_exact_as_the_reference(
     library: Backend, op: Overridable, kernel: Kernel, layout: Callable[[Any], Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from xformer.backends import Backend
 import xformer as xf
 from xformer import optim, training
 from xformer.training import interruptible
+from xformer.training.state import read_state, write_state
 
 TESTS = Path(__file__).parent
 
@@ -272,6 +274,35 @@ def test_what_may_change_when_a_run_goes_on(stopped: str, text: Path) -> None:
     assert sorted(p.name for p in Path(stopped, "checkpoints").iterdir()) == [
         "step-00000040.safetensors"
     ]
+
+
+def test_a_run_that_is_older_than_an_option(
+    stopped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no word of it, and goes on as if it were not given."""
+    from xformer.cli import main
+
+    def without(about: Any) -> Any:
+        training = {k: v for k, v in about["training"].items() if k != "precision"}
+        assert len(training) == len(about["training"]) - 1
+        return about | {"training": training}
+
+    description = Path(stopped, "run.json")
+    found = json.loads(description.read_text())
+    del found["notes"]["precision"], found["notes"]["deterministic"]
+    description.write_text(json.dumps(found | {"about": without(found["about"])}))
+    for path in Path(stopped, "checkpoints").iterdir():
+        saved = read_state(path)
+        write_state(path, saved.arrays | saved.numbers, NUMPY, without(saved.about))
+    assert main(["train", "--resume", stopped, "--precision", "bfloat16"]) == 1
+    assert "--precision: the run in run has None, got bfloat16" in capsys.readouterr().err
+    assert main(["train", "--resume", stopped]) == 0
+    assert main([*COMMAND, "--out", "never"]) == 0
+    assert rows(Path(stopped)) == rows(Path("never"))
+    del found["notes"]["lr"]
+    description.write_text(json.dumps(found))
+    assert main(["train", "--resume", stopped]) == 1
+    assert "run is not a run of xformer train" in capsys.readouterr().err
 
 
 def test_a_finished_run_says_so(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

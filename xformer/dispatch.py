@@ -34,6 +34,7 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]
     library: str
     unsupported: Unsupported | None  # same arguments -> why it cannot run, or None
+    stores: tuple[str, ...] = ()  # dtypes of arrays that it reads and no reference computes in
 
 
 class Dropped(NamedTuple):
@@ -72,20 +73,41 @@ class Overridable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op."""
         if self._check is not None:
-            self._check(args, kwargs)
+            self._check(args, kwargs, self)
         kind = type(args[0]) if args else list
         library = None if kind is list else _libraries.get(kind)  # as `_library`, in less time
         kernels = self.kernels.get(library or self._library(args, kwargs))
-        run = self.reference
-        if kernels and not _reference_only.get():
-            for kernel in kernels:
-                if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
-                    run = kernel.run
-                    break
+        run = None
+        if kernels:
+            if not _reference_only.get():
+                for kernel in kernels:
+                    if kernel.unsupported is None or kernel.unsupported(*args, **kwargs) is None:
+                        run = kernel.run
+                        break
+            if run is None and (why := self._refusal(kernels, args, kwargs)) is not None:
+                raise TypeError(why)
+        if run is None:
+            run = self.reference
         if self.drops and _inference.get():
             y, _ = run(*args, **kwargs)
             return y, Dropped()
         return run(*args, **kwargs)
+
+    def stored_by(self, library: str) -> set[str]:
+        """Dtypes that a kernel of a library stores arrays in, beside those of references."""
+        return {name for kernel in self.kernels.get(library, ()) for name in kernel.stores}
+
+    def _refusal(self, kernels: list[Kernel], args: Any, kwargs: Any) -> str | None:
+        """Why the reference cannot take what kernels alone read; None where it can."""
+        for kernel in reversed(kernels):  # the most general one first
+            if not kernel.stores:
+                continue
+            dtypes = {str(getattr(array, "dtype", None)) for array in (*args, *kwargs.values())}
+            for dtype in dtypes & set(kernel.stores):
+                why = kernel.unsupported and kernel.unsupported(*args, **kwargs)
+                why = why or "reference_only() is active"
+                return f"{self.__name__}: no kernel runs in {dtype}: {why}"
+        return None
 
     def _library(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """That of the first array, which may be the first of a list."""
@@ -129,17 +151,22 @@ def overridable(
 
 
 def kernel(
-    op: Overridable, library: str, *, unsupported: Unsupported | None = None
+    op: Overridable,
+    library: str,
+    *,
+    unsupported: Unsupported | None = None,
+    stores: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as `op` for arrays of `library`.
 
     `unsupported(same arguments)` returns a sentence saying why the kernel cannot run, or None.
+    stores: dtypes beside float32 and float64 that it can read; references never see such arrays.
     Of several kernels for one library the last registered is asked first. A kernel's cache is its
     own class with a `backward`, or the reference's cache, whose backward then runs.
     """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        op.kernels.setdefault(library, []).insert(0, Kernel(run, library, unsupported))
+        op.kernels.setdefault(library, []).insert(0, Kernel(run, library, unsupported, stores))
         return run
 
     return register
@@ -212,6 +239,8 @@ def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
             chosen = name
     if not op.kernels.get(library):
         lines.append(f"- no kernel is registered for {library}")
+    if chosen is None and op._refusal(op.kernels.get(library, []), args, kwargs):
+        chosen = "nothing, these arrays are not for the reference"
     return "\n".join([f"{op.__name__} on {library}: {chosen or 'the reference'}", *lines])
 
 

@@ -4,7 +4,8 @@
 
 Capitals are sizes that must agree between arguments, `...` is any number of leading axes, the same
 for all. Positional arguments are arrays of one library, on one device, of one dtype, float32 or
-float64, or None where that is the default. Keyword-only ones (ids, targets) are checked for shape
+float64, or None where that is the default; of a dtype that is only stored in (`STORED`) where a
+kernel of their library is registered for it. Keyword-only ones (ids, targets) are checked for shape
 alone; the op checks the rest.
 """
 
@@ -15,18 +16,19 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from array_api_compat import is_array_api_obj
+from array_api_compat import array_namespace, is_array_api_obj
 
-from xformer.dispatch import library_of
+from xformer.dispatch import Overridable, library_of
 
 FLOATING = ("float32", "float64")
+STORED = ("bfloat16", "float16")  # what kernels may read and write; arithmetic is in float32
 REMEMBERED = 4096  # kinds of call that an op remembers to be right
 # NumPy has one device; JAX places arrays itself and reports a mixture in its own words.
 PLACED_BY_LIBRARY = ("numpy", "jax")
 
 
 def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Attach `check(args, kwargs)` to an op, made from `spec`. Raises ValueError, TypeError."""
+    """Attach `check(args, kwargs, op)` to an op, made from `spec`. Raises ValueError, TypeError."""
     wanted = {name: _dims(dims) for name, dims in re.findall(r"(\w+) \(([^)]*)\)", spec)}
 
     def decorate(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +41,9 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         rest = [tuple(names[n:] + also) for n in range(len(names) + 1)]  # after n arguments
         passed: dict[Any, bool] = {}  # kinds of call that are right, and whether devices may differ
 
-        def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def check(
+            args: tuple[Any, ...], kwargs: dict[str, Any], overridable: Overridable | None = None
+        ) -> None:
             if kwargs:
                 args = args[: len(names)]
                 args += tuple([kwargs.get(name) for name in rest[len(args)]])
@@ -50,7 +54,8 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             placed = passed.get(kind)  # the checks look at nothing else
             if placed is None:
                 given = dict(zip(names + also, args, strict=False))
-                _check_arrays(op_name, {name: given.get(name) for name in names}, required)
+                arrays = {name: given.get(name) for name in names}
+                _check_arrays(op_name, arrays, required, overridable)
                 _check_shapes(op_name, given, wanted)
                 if len(passed) == REMEMBERED:
                     passed.clear()
@@ -88,13 +93,17 @@ def require_same_device(op: str, name: str, array: Any, like: Any) -> None:
         raise ValueError(f"{op}: {name} must be on {like.device}, got it on {array.device}")
 
 
-def require_like(op: str, name: str, array: Any, like: Any) -> None:
-    """TypeError, ValueError unless `array` has the library, device and dtype of `like`."""
+def require_like(op: str, name: str, array: Any, like: Any, *, working: bool = False) -> None:
+    """TypeError, ValueError unless `array` has the library, device and dtype of `like`.
+
+    working: the dtype that `like` is computed in.
+    """
     require_array(op, name, array)
     require_same_library(op, name, array, like)
     require_same_device(op, name, array, like)
-    if array.dtype != like.dtype:
-        raise TypeError(f"{op}: {name} must be {dtype_name(like)}, got {dtype_name(array)}")
+    if array.dtype != (working_dtype(like) if working else like.dtype):
+        wanted = "float32" if working and dtype_name(like) in STORED else dtype_name(like)
+        raise TypeError(f"{op}: {name} must be {wanted}, got {dtype_name(array)}")
 
 
 def dtype_name(array: Any) -> str:
@@ -102,12 +111,19 @@ def dtype_name(array: Any) -> str:
     return str(array.dtype).rpartition(".")[2]
 
 
+def working_dtype(like: Any) -> Any:
+    """The dtype to compute in beside `like`: its own, or float32 where that is only stored in."""
+    return array_namespace(like).float32 if dtype_name(like) in STORED else like.dtype
+
+
 def _dims(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _check_arrays(op: str, given: dict[str, Any], required: set[str]) -> None:
-    """All arrays: one library, one floating dtype."""
+def _check_arrays(
+    op: str, given: dict[str, Any], required: set[str], overridable: Overridable | None
+) -> None:
+    """All arrays: one library, one floating dtype, that its kernels know where it is not usual."""
     first = None
     for name, array in given.items():
         if array is None and name not in required:
@@ -116,7 +132,8 @@ def _check_arrays(op: str, given: dict[str, Any], required: set[str]) -> None:
         dtype = dtype_name(array)
         if first is None:
             first, first_array, first_dtype = name, array, dtype
-            if dtype not in FLOATING:
+            stored = overridable.stored_by(library_of(type(array))) if overridable else ()
+            if dtype not in (*FLOATING, *stored):
                 raise TypeError(f"{op}: {name} must be float32 or float64, got {dtype}")
         require_same_library(op, name, array, first_array)
         if dtype != first_dtype:

@@ -15,6 +15,7 @@ from xformer.backends.cupy import (
     cross_entropy,
     dropout,
     embedding,
+    flash,
     global_norm,
     glu,
     in_range,
@@ -27,6 +28,7 @@ from xformer.backends.cupy import (
     rope,
     sdpa,
     softmax,
+    sum_to,
 )
 from xformer.backends.cupy.index_add import deterministic
 from xformer.backends.cupy.products import tf32
@@ -41,6 +43,7 @@ __all__ = [
     "deterministic",
     "dropout",
     "embedding",
+    "flash",
     "global_norm",
     "glu",
     "in_range",
@@ -53,6 +56,7 @@ __all__ = [
     "rope",
     "sdpa",
     "softmax",
+    "sum_to",
     "tf32",
 ]
 

@@ -1,11 +1,12 @@
 // Activations, elementwise over n elements, contiguous: y = ACT(x); dx = dy * ACT'(x), by the
 // formulas of activation.cuh. A thread a pack: grid n / (VEC * 256), block 256.
 //
+// Budget in two bytes: activation_forward: 40 registers, 0 spilled, 0 shared
 // Budget: activation_forward: 32 registers, 0 spilled, 0 shared
 // Budget: activation_backward: 40 registers, 0 spilled, 0 shared
 #include "activation.cuh"
 
-extern "C" __global__ void activation_forward(const real* __restrict__ x, real* __restrict__ y,
+extern "C" __global__ void activation_forward(const stored* __restrict__ x, stored* __restrict__ y,
                                               long long n) {
     const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
@@ -14,8 +15,8 @@ extern "C" __global__ void activation_forward(const real* __restrict__ x, real* 
     store(y + i, p);
 }
 
-extern "C" __global__ void activation_backward(const real* __restrict__ x,
-                                               const real* __restrict__ dy, real* __restrict__ dx,
+extern "C" __global__ void activation_backward(const stored* __restrict__ x,
+                                               const stored* __restrict__ dy, stored* __restrict__ dx,
                                                long long n) {
     const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 
 from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import Overridable, kernel
 from xformer.ops.activation import ACTIVATIONS
+from xformer.shapes import STORED
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "erf"))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "erf"))
 BLOCK = 256  # threads, each with a pack of elements
 
 
@@ -21,7 +22,7 @@ def no_such_form(x: Array, *, approximate: str = "none") -> str | None:
     return None if approximate in ("none", "tanh") else f"there is no form {approximate!r}"
 
 
-@kernel(ops.gelu, "cupy", unsupported=no_such_form)
+@kernel(ops.gelu, "cupy", unsupported=no_such_form, stores=STORED)
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache]:
     """y = x * Phi(x)."""
     return activation(x, "gelu" if approximate == "none" else "gelu_tanh")
@@ -34,7 +35,7 @@ def _register(op: Overridable) -> None:
         return activation(x, name)
 
     run.__name__ = name
-    kernel(op, "cupy")(run)
+    kernel(op, "cupy", stores=STORED)(run)
 
 
 for _op in (ops.erf, ops.quick_gelu, ops.relu, ops.relu_squared, ops.sigmoid, ops.silu, ops.tanh):

@@ -11,6 +11,7 @@ from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.norm import add_norm as reference
+from xformer.shapes import STORED
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -21,7 +22,7 @@ def rms_with_bias(x: Array, r: Array, params: NormParams, *, config: NormConfig)
     return 'kind "rms" has no bias, got params.b' if has_b else None
 
 
-@kernel(reference, "cupy", unsupported=rms_with_bias)
+@kernel(reference, "cupy", unsupported=rms_with_bias, stores=STORED)
 def add_norm(
     x: Array, r: Array, params: NormParams, *, config: NormConfig
 ) -> tuple[tuple[Array, Array], AddNormCache]:
@@ -30,11 +31,11 @@ def add_norm(
     w, b = value(params.w), value(params.b)
     cache: Any
     if config.kind == "rms":
-        ops.rms_norm.reference.check((x, w), {})  # type: ignore[attr-defined]
+        ops.rms_norm.reference.check((x, w), {}, ops.rms_norm)  # type: ignore[attr-defined]
         require_axis("rms_norm", x, -1)
         y, cache = rms_norm.forward(x, r, w, config.eps, config.offset)
     else:
-        ops.layer_norm.reference.check((x, w, b), {})  # type: ignore[attr-defined]
+        ops.layer_norm.reference.check((x, w, b), {}, ops.layer_norm)  # type: ignore[attr-defined]
         require_axis("layer_norm", x, -1)
         y, cache = layer_norm.forward(x, r, w, b, config.eps)
     fixed = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)

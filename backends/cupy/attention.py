@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import contiguous
+from xformer.backends.cupy.module import contiguous, real_size
 from xformer.backends.cupy.random_bits import words
 
 from xformer.ops.random_bits import Key
@@ -70,7 +70,7 @@ def attention(
 
 
 def tile(width: int, size: int, own_bytes: int) -> tuple[int, int]:
-    """OWN and OTHER of attention.cuh, for numbers of `size` bytes."""
+    """OWN and OTHER of attention_tiles.cuh, for numbers of `size` bytes."""
     own = max(MIN_OWN, min(own_bytes // (64 * size), own_bytes // (width * size)))
     return own, min(MAX_OTHER, OTHER_BYTES // (width * size))
 
@@ -96,10 +96,14 @@ def strides(x: Array | None) -> tuple[int, ...]:
 
 
 def packed(*arrays: Array) -> int:
-    """1 where all rows can be read and written 16 bytes at a time, else 0."""
-    size = arrays[0].dtype.itemsize
-    steps = (n for x in arrays for n in (x.data.ptr, x.shape[-1] * size, *x.strides[:-1]))
-    return int(not any(n % 16 for n in steps))
+    """1 where all rows can be accessed in packs, else 0: 16 bytes, 8 of two-byte numbers."""
+    pack = 16 // real_size(arrays[0])  # elements
+    return int(all(_in_packs(x, pack * x.dtype.itemsize) for x in arrays))
+
+
+def _in_packs(x: Array, size: int) -> bool:
+    steps = x.data.ptr, x.shape[-1] * x.dtype.itemsize, *x.strides[:-1]
+    return not any(n % size for n in steps)
 
 
 def heads_first(x: Array) -> Array:

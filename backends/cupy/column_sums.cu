@@ -8,7 +8,7 @@
 // Budget: column_sums: 40 registers, 0 spilled, 2112 shared
 #include "common.cuh"
 
-extern "C" __global__ void column_sums(const real* __restrict__ parts, real* __restrict__ out,
+extern "C" __global__ void column_sums(const stored* __restrict__ parts, real* __restrict__ out,
                                        long long n_parts, long long total, long long width) {
     __shared__ real sums[8][33];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

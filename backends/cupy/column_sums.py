@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import Source, blocks, empty, launch
+from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch
 
+from xformer.shapes import working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__)
+SOURCE = Source(__file__, dtypes=EVERY)
 # Blocks of the first stage: a fixed number, so that every device makes the same sums.
 PARTS = 512
 ROW_PARTS = 64  # of a sum over rows, for each 32 columns
@@ -29,7 +30,7 @@ def row_sums(x: Array) -> Array:
 
 
 def _summed(parts: Array, k: int, n_parts: int, total: int, width: int) -> Array:
-    out = empty(parts, (k, width))
+    out = empty(parts, (k, width), working_dtype(parts))
     args = (parts, out, n_parts, total, width)
     launch(SOURCE, "column_sums", parts, grid=(blocks(width, 32) * k,), block=(256,), args=args)
     return out

@@ -1,5 +1,9 @@
-// What the kernels share. REAL is the type of the arrays and of all arithmetic on them. Blocks are
-// whole warps, at most 1024 threads.
+// What the kernels share. REAL is the type of all arithmetic, and of the arrays, but for those that
+// are STORED in less. Blocks are whole warps, at most 1024 threads.
+#include "storage.cuh"
+#ifndef STORED
+#define STORED REAL
+#endif
 #ifndef WIDE
 #define WIDE 0
 #endif
@@ -11,16 +15,40 @@
 #endif
 
 using real = REAL;
+using stored = STORED;
 
 // Elements that are read and written together: 16 bytes where the launcher saw that rows allow it.
-constexpr int VEC = WIDE ? 16 / sizeof(real) : 1;
+constexpr int VEC = WIDE ? 16 / sizeof(stored) : 1;
 
-struct __align__(sizeof(real) * VEC) Pack {
-    real v[VEC];
+template <class T, int N>
+struct __align__(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Elements {
+    T v[N];
 };
+using Pack = Elements<real, VEC>;
 
-__device__ __forceinline__ Pack load(const real* p) { return *reinterpret_cast<const Pack*>(p); }
-__device__ __forceinline__ void store(real* p, Pack pack) { *reinterpret_cast<Pack*>(p) = pack; }
+template <int N = VEC>
+__device__ __forceinline__ Elements<real, N> load(const real* p) {
+    return *reinterpret_cast<const Elements<real, N>*>(p);
+}
+template <int N>
+__device__ __forceinline__ void store(real* p, Elements<real, N> pack) {
+    *reinterpret_cast<Elements<real, N>*>(p) = pack;
+}
+
+// Of what is stored in less.
+template <int N = VEC, class T>
+__device__ __forceinline__ Elements<real, N> load(const T* p) {
+    const Elements<T, N> from = *reinterpret_cast<const Elements<T, N>*>(p);
+    Elements<real, N> pack;
+    for (int k = 0; k < N; ++k) pack.v[k] = from.v[k];
+    return pack;
+}
+template <int N, class T>
+__device__ __forceinline__ void store(T* p, Elements<real, N> pack) {
+    Elements<T, N> to;
+    for (int k = 0; k < N; ++k) to.v[k] = pack.v[k];
+    *reinterpret_cast<Elements<T, N>*>(p) = to;
+}
 
 __device__ __forceinline__ real infinity() { return real(__longlong_as_double(0x7ff0000000000000ll)); }
 

@@ -15,7 +15,7 @@
 // Budget: cross_entropy_backward: 56 registers, 0 spilled, 0 shared
 #include "common.cuh"
 
-extern "C" __global__ void cross_entropy_forward(const real* __restrict__ logits,
+extern "C" __global__ void cross_entropy_forward(const stored* __restrict__ logits,
                                                  const long long* __restrict__ targets,
                                                  real* __restrict__ loss, real* __restrict__ lse,
                                                  long long n_classes, long long ignores,
@@ -73,11 +73,11 @@ extern "C" __global__ void token_total(const real* __restrict__ loss,
 }
 
 // dloss and scale: one number for all tokens (step 0), or one each (step 1; scale null: 1).
-extern "C" __global__ void cross_entropy_backward(const real* logits,
+extern "C" __global__ void cross_entropy_backward(const stored* logits,
                                                   const long long* __restrict__ targets,
                                                   const real* __restrict__ lse,
                                                   const real* __restrict__ dloss,
-                                                  const real* __restrict__ scale, real* dlogits,
+                                                  const real* __restrict__ scale, stored* dlogits,
                                                   long long n_classes, long long ignores,
                                                   long long ignore_index, real smoothing,
                                                   real z_loss, long long dloss_step) {

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launch, threads, wide
 
 from xformer.checks import number, require_axis, require_gradient, require_integers
 from xformer.dispatch import kernel
 from xformer.ops.cross_entropy import cross_entropy as reference
 from xformer.ops.cross_entropy import require_options
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 MAX_THREADS = 1024
 
 
-@kernel(reference, "cupy")
+@kernel(reference, "cupy", stores=STORED)
 def cross_entropy(
     logits: Array,
     *,
@@ -34,7 +35,7 @@ def cross_entropy(
     require_axis("cross_entropy", logits, -1, "logits")
     logits = contiguous(logits)
     targets = int64_targets(logits, targets)
-    loss, lse = empty(logits, targets.shape), empty(logits, targets.shape)
+    loss, lse = (empty(logits, targets.shape, working_dtype(logits)) for _ in range(2))
     token_losses(logits, targets, loss, lse, ignore_index, label_smoothing, z_loss)
     scale = None
     if reduction != "none":
@@ -57,7 +58,7 @@ class CrossEntropyCache(NamedTuple):
     def backward(self, dloss: Array) -> Array:
         """dlogits as in the reference."""
         shape = self.lse.shape if self.scale is None else ()
-        require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)
+        require_gradient("cross_entropy", "dloss", dloss, self.lse, shape)
         return dlogits(self, dloss, empty(self.logits))
 
 

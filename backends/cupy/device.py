@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 from xformer.backends.base import Backend, Memory, Unusable
+from xformer.backends.cupy.index_add import deterministic
 
+from xformer.shapes import STORED
 from xformer.typing import Array
 
 OLDEST = (14, 2)  # as the extras cuda12 and cuda13 ask for
@@ -23,6 +25,7 @@ class CupyBackend(Backend):
     """Arrays on one CUDA device."""
 
     defers = True
+    precisions = STORED
 
     def to_numpy(self, array: Array) -> np.ndarray:
         """The values of an array as a NumPy array on the host."""
@@ -47,6 +50,10 @@ class CupyBackend(Backend):
                 yield
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise MemoryError(self._too_little(error)) from error
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        """Sums over repeated ids in a fixed order; all else is repeatable as it is."""
+        return deterministic()
 
     def _too_little(self, error: MemoryError) -> str:
         with self.device:

@@ -8,7 +8,7 @@ from typing import Any
 
 import cupy
 import numpy as np
-from xformer.backends.cupy.module import LAUNCHERS, Source
+from xformer.backends.cupy.module import LAUNCHERS, Source, arithmetic
 
 from xformer.typing import Array
 
@@ -38,7 +38,7 @@ def launch(
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _compiled(source, name, like.dtype.name, macros)
-    real = like.dtype.type
+    real = np.dtype(arithmetic(like.dtype.name)).type
     plain = tuple([_argument(arg, real) for arg in args])
     if shared > _granted.get((key, current), FREELY):  # of the kernel on each device
         kernel.max_dynamic_shared_size_bytes = _granted[key, current] = shared

@@ -6,17 +6,19 @@
 #include "common.cuh"
 #include "philox.cuh"
 
-extern "C" __global__ void dropout(const real* __restrict__ x, real* __restrict__ y, long long n,
+constexpr int STEP = VEC < 4 ? VEC : 4;
+
+extern "C" __global__ void dropout(const stored* __restrict__ x, stored* __restrict__ y, long long n,
                                    real kept, long long lowest, long long key0, long long key1,
                                    long long site, long long step) {
     const long long block = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (4 * block >= n) return;
     const Words words = philox(block, site, step, key0, key1);
-    for (int start = 0; start < 4; start += VEC) {
+    for (int start = 0; start < 4; start += STEP) {
         const long long i = 4 * block + start;
         if (i >= n) return;
-        Pack p = load(x + i);
-        for (int k = 0; k < VEC; ++k)
+        Elements<real, STEP> p = load<STEP>(x + i);
+        for (int k = 0; k < STEP; ++k)
             p.v[k] = words.v[start + k] >= (unsigned)lowest ? p.v[k] / kept : 0;
         store(y + i, p);
     }

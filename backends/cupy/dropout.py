@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.backends.cupy.random_bits import on_device, words
 
 from xformer.checks import require_shape
@@ -13,9 +13,10 @@ from xformer.dispatch import kernel
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import Key
+from xformer.shapes import STORED
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads, of four elements each
 
 
@@ -24,7 +25,7 @@ def step_is_an_array(x: Array, *, rate: float, key: Key | None) -> str | None:
     return on_device(key)
 
 
-@kernel(reference, "cupy", unsupported=step_is_an_array)
+@kernel(reference, "cupy", unsupported=step_is_an_array, stores=STORED)
 def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCache]:
     """y = x * keep / (1 - rate)."""
     rate = require_rate("dropout", "rate", rate, "key", key)

@@ -5,9 +5,9 @@
 // Budget: embedding_forward: 32 registers, 0 spilled, 0 shared
 #include "common.cuh"
 
-extern "C" __global__ void embedding_forward(const real* __restrict__ table,
+extern "C" __global__ void embedding_forward(const stored* __restrict__ table,
                                              const long long* __restrict__ ids,
-                                             real* __restrict__ y, long long n, long long width,
+                                             stored* __restrict__ y, long long n, long long width,
                                              long long n_rows) {
     const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;

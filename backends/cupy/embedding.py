@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 from xformer.backends.cupy.index_add import add_rows
-from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, wide
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.ops.embedding import embedding as reference
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads, each with a pack of elements
 
 
-@kernel(reference, "cupy")
+@kernel(reference, "cupy", stores=STORED)
 def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     """y = table[ids], NaN where an id is out of range."""
     ids = contiguous(require_ids("embedding", "ids", ids, table.shape[0], table))
@@ -47,7 +48,7 @@ class EmbeddingCache(NamedTuple):
         """dtable = zeros with dy added at the rows ids, with no copy of the zeros."""
         require_shape("embedding", "dy", dy, (*self.ids.shape, self.table_shape[1]))
         xp = array_namespace(dy)
-        dtable = xp.zeros(self.table_shape, dtype=dy.dtype, device=dy.device)
+        dtable = xp.zeros(self.table_shape, dtype=working_dtype(dy), device=dy.device)
         n = self.ids.size
         rows = xp.reshape(dy, (n, self.table_shape[1]))
         add_rows(dtable, rows, xp.reshape(self.ids, (n,)))

@@ -8,8 +8,8 @@
 // Budget: glu_backward: 48 registers, 0 spilled, 0 shared
 #include "activation.cuh"
 
-extern "C" __global__ void glu_forward(const real* __restrict__ gate, const real* __restrict__ up,
-                                       real* __restrict__ y, long long n) {
+extern "C" __global__ void glu_forward(const stored* __restrict__ gate, const stored* __restrict__ up,
+                                       stored* __restrict__ y, long long n) {
     const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
     const Pack a = load(gate + i);
@@ -18,9 +18,9 @@ extern "C" __global__ void glu_forward(const real* __restrict__ gate, const real
     store(y + i, b);
 }
 
-extern "C" __global__ void glu_backward(const real* __restrict__ gate, const real* __restrict__ up,
-                                        const real* __restrict__ dy, real* __restrict__ dgate,
-                                        real* __restrict__ dup, long long n) {
+extern "C" __global__ void glu_backward(const stored* __restrict__ gate, const stored* __restrict__ up,
+                                        const stored* __restrict__ dy, stored* __restrict__ dgate,
+                                        stored* __restrict__ dup, long long n) {
     const long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
     const Pack a = load(gate + i);

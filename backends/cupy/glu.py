@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xformer.backends.cupy.activation import elementwise
-from xformer.backends.cupy.module import Source, contiguous, empty
+from xformer.backends.cupy.module import EVERY, Source, contiguous, empty
 
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.ops.glu import glu as reference
+from xformer.shapes import STORED
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATIONS))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATIONS))
 
 
-@kernel(reference, "cupy")
+@kernel(reference, "cupy", stores=STORED)
 def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
     """y = act(gate) * up, elementwise."""
     require_activation("glu", activation)

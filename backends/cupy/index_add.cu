@@ -10,17 +10,17 @@
 // Budget: add_sorted: 24 registers, 0 spilled, 0 shared
 #include "common.cuh"
 
-extern "C" __global__ void add_rows(const real* __restrict__ y, const long long* __restrict__ ids,
+extern "C" __global__ void add_rows(const stored* __restrict__ y, const long long* __restrict__ ids,
                                     real* out, long long rows, long long width, long long stride,
                                     long long n_ids) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= rows * width) return;
     const long long row = i / width, column = i % width, id = ids[row];
     if (id < 0 || id >= n_ids) return;
-    atomicAdd(out + id * width + column, y[row * stride + column]);
+    atomicAdd(out + id * width + column, real(y[row * stride + column]));
 }
 
-extern "C" __global__ void add_sorted(const real* __restrict__ y, const long long* __restrict__ ids,
+extern "C" __global__ void add_sorted(const stored* __restrict__ y, const long long* __restrict__ ids,
                                       const long long* __restrict__ order, real* out,
                                       long long rows, long long width, long long stride,
                                       long long n_ids) {

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import Source, blocks, contiguous, launch
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
 
 from xformer.checks import require_ids
 from xformer.dispatch import kernel
@@ -20,7 +20,7 @@ from xformer.ops.index_add import IndexAddCache
 from xformer.ops.index_add import index_add as reference
 from xformer.typing import Array
 
-SOURCE = Source(__file__)
+SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads
 
 _deterministic: ContextVar[bool] = ContextVar("deterministic", default=False)
@@ -46,7 +46,8 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
 
 
 def add_rows(out: Array, y: Array, ids: Array) -> None:
-    """out[ids[n]] += y[n] in place; out (V, D) contiguous, y (N, D), ids (N,).
+    """out[ids[n]] += y[n] in place; out (V, D) contiguous, ids (N,), y (N, D), of the dtype of out
+    or stored in less.
 
     A row whose id does not lie in [0, V) is left out.
     """
@@ -61,12 +62,12 @@ def add_rows(out: Array, y: Array, ids: Array) -> None:
         order = xp.argsort(ids, stable=True)
         _launch(
             "add_sorted",
-            out,
+            y,
             (rows, blocks(width, BLOCK)),
             (y, xp.take(ids, order), order, out, *shape),
         )
     else:
-        _launch("add_rows", out, (blocks(rows * width, BLOCK),), (y, ids, out, *shape))
+        _launch("add_rows", y, (blocks(rows * width, BLOCK),), (y, ids, out, *shape))
 
 
 def _launch(name: str, like: Array, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:

@@ -16,14 +16,13 @@
 // Budget: layer_norm_backward: 56 registers, 0 spilled, 512 shared
 #include "residual.cuh"
 
-extern "C" __global__ void layer_norm_forward(const real* x, const real* __restrict__ addend, real* s,
-                                              const real* __restrict__ w,
-                                              const real* __restrict__ b, real* __restrict__ y,
-                                              real* __restrict__ mean, real* __restrict__ rstd,
-                                              long long width, real eps, long long inside) {
+extern "C" __global__ void layer_norm_forward(
+    const stored* x, const stored* __restrict__ addend, stored* s, const stored* __restrict__ w,
+    const stored* __restrict__ b, stored* __restrict__ y, real* __restrict__ mean,
+    real* __restrict__ rstd, long long width, real eps, long long inside) {
     const long long row = blockIdx.x;
     const int packs = width / VEC;
-    const real* const own = (addend ? s : x) + row * width;
+    const stored* const own = (addend ? s : x) + row * width;
     y += row * width;
     real sum = 0;
     for (int i = threadIdx.x; i < packs; i += blockDim.x) {
@@ -55,9 +54,10 @@ extern "C" __global__ void layer_norm_forward(const real* x, const real* __restr
 }
 
 extern "C" __global__ void layer_norm_backward(
-    const real* __restrict__ x, const real* __restrict__ w, const real* __restrict__ mean,
-    const real* __restrict__ rstd, const real* __restrict__ dy, const real* __restrict__ ds,
-    real* __restrict__ dx, real* parts, long long rows, long long width, real eps_outside, long long has_b, long long in_shared) {
+    const stored* __restrict__ x, const stored* __restrict__ w, const real* __restrict__ mean,
+    const real* __restrict__ rstd, const stored* __restrict__ dy, const stored* __restrict__ ds,
+    stored* __restrict__ dx, real* parts, long long rows, long long width, real eps_outside,
+    long long has_b, long long in_shared) {
     SHARED_BUFFER(real, buffer);
     const int packs = width / VEC;
     real* const dw_part = parts + blockIdx.x * width;
@@ -70,8 +70,8 @@ extern "C" __global__ void layer_norm_backward(
         if (has_b) store(db + i * VEC, zeros);
     }
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-        const real* const x_row = x + row * width;
-        const real* const dy_row = dy + row * width;
+        const stored* const x_row = x + row * width;
+        const stored* const dy_row = dy + row * width;
         const real m = mean[row], r = rstd[row];
         real sums[2] = {0, 0};  // of dxhat, of dxhat * xhat
         for (int i = threadIdx.x; i < packs; i += blockDim.x) {

@@ -6,17 +6,27 @@ import math
 from typing import NamedTuple
 
 from xformer.backends.cupy.column_sums import PARTS, column_sums, fits_shared
-from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+from xformer.backends.cupy.module import (
+    EVERY,
+    Source,
+    contiguous,
+    empty,
+    launch,
+    real_size,
+    threads,
+    wide,
+)
 
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.layer_norm import layer_norm as reference
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 
 
-@kernel(reference, "cupy")
+@kernel(reference, "cupy", stores=STORED)
 def layer_norm(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
 ) -> tuple[Array, LayerNormCache]:
@@ -34,7 +44,7 @@ def forward(
     addend = None if addend is None else contiguous(addend)
     s = None if addend is None else empty(x)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    y, mean, rstd = empty(x), empty(x, (rows,)), empty(x, (rows,))
+    y, (mean, rstd) = empty(x), (empty(x, (rows,), working_dtype(x)) for _ in range(2))
     launch(
         SOURCE,
         "layer_norm_forward",
@@ -69,9 +79,9 @@ class LayerNormCache(NamedTuple):
         ds, dy = None if ds is None else contiguous(ds), contiguous(dy)
         rows, width = mean.shape[0], w.shape[0]
         n_parts = min(rows, PARTS)
-        dx, parts = empty(x), empty(x, (1 + has_b, n_parts, width))
+        dx, parts = empty(x), empty(x, (1 + has_b, n_parts, width), working_dtype(x))
         arrays = x, w, mean, rstd, dy, ds, dx, parts
-        shared = fits_shared((1 + has_b) * width * x.dtype.itemsize)
+        shared = fits_shared((1 + has_b) * width * real_size(x))
         launch(
             SOURCE,
             "layer_norm_backward",

@@ -11,10 +11,11 @@ from xformer.backends.cupy.products import added, matrix, row_matrix, weight_gra
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.linear import linear as reference
+from xformer.shapes import STORED
 from xformer.typing import Array
 
 
-@kernel(reference, "cupy")
+@kernel(reference, "cupy", stores=STORED)
 def linear(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> tuple[Array, LinearCache]:

@@ -25,6 +25,7 @@ from xformer.checks import number, require_gradient
 from xformer.dispatch import keeps_nothing, kernel
 from xformer.ops.cross_entropy import require_options
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
 CHUNK = 1 << 27  # logits, to the nearest number of chunks: 512 MB, and few sums of dw
@@ -44,12 +45,12 @@ def too_small(
     fixed: bool = False,
 ) -> str | None:
     """Why the kernel cannot run."""
-    if w.shape[1] < LARGE:
+    if w.shape[1] < LARGE and w.dtype.name not in STORED:
         return f"there are fewer than {LARGE} classes"
     return 'reduction "none" has a dloss for each token' if reduction == "none" else None
 
 
-@kernel(reference, "cupy", unsupported=too_small)
+@kernel(reference, "cupy", unsupported=too_small, stores=STORED)
 def linear_cross_entropy(
     x: Array,
     w: Array,
@@ -69,8 +70,9 @@ def linear_cross_entropy(
     targets = array_namespace(w).reshape(int64_targets(w, targets), (-1,))
     xs, w = row_matrix(x), matrix(w)
     n, n_classes = xs.shape[0], w.shape[1]
-    loss, lse = empty(xs, (n,)), empty(xs, (n,))
-    one = array_namespace(xs).ones((), dtype=xs.dtype, device=xs.device)
+    real = working_dtype(xs)
+    loss, lse = empty(xs, (n,), real), empty(xs, (n,), real)
+    one = array_namespace(xs).ones((), dtype=real, device=xs.device)
     grads = None if keeps_nothing() else Gradients(empty(xs), None, None)
     size = max(1, -(-n // max(1, round(n * n_classes / CHUNK))))
     buffer = empty(xs, (min(size, n), n_classes))
@@ -100,10 +102,17 @@ class LinearCrossEntropyCache(NamedTuple):
 
     def backward(self, dloss: Array) -> tuple[Array, Array | None, Array | None]:
         """Times dloss and scale."""
-        require_gradient("linear_cross_entropy", "dloss", dloss, self.dx, ())
+        require_gradient("linear_cross_entropy", "dloss", dloss, self.scale, ())
         factor = dloss * self.scale
-        dx, dw, db = (None if grad is None else grad * factor for grad in self[:3])
+        dx, dw, db = (None if grad is None else _times(grad, factor) for grad in self[:3])
         return dx, dw, db
+
+
+def _times(grad: Array, factor: Array) -> Array:
+    """grad * factor, rounded once where grad is stored in less than factor."""
+    xp = array_namespace(grad)
+    product = xp.astype(grad, factor.dtype, copy=False) * factor
+    return xp.astype(product, grad.dtype, copy=False)
 
 
 class Gradients(NamedTuple):

@@ -18,10 +18,13 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
+from xformer.shapes import STORED
 from xformer.typing import Array
 
-# Compiled at the first launch; the names of REAL, the type of the arrays.
+# Compiled at the first launch; the names of REAL, the type of arithmetic and of the arrays, but for
+# those of STORED, whose names storage.cuh has.
 REALS = {"float32": "float", "float64": "double"}
+EVERY = (*REALS, *STORED)
 MAX_THREADS = 256  # of a block that works on one row
 
 Launcher = Callable[..., None]
@@ -31,12 +34,16 @@ LAUNCHERS: dict[type, Launcher] = {}  # type of the arrays -> what launches on t
 class Source:
     """A .cu file, compiled for each type of numbers and choice of its macros that is launched.
 
-    beside: the .py file of the same name   macros: name -> the values that it may have.
+    beside: the .py file of the same name   dtypes: of the arrays   macros: name -> the values that
+    it may have.
     """
 
-    def __init__(self, beside: str, **macros: tuple[Any, ...]) -> None:
+    def __init__(
+        self, beside: str, *, dtypes: tuple[str, ...] = tuple(REALS), **macros: tuple[Any, ...]
+    ) -> None:
         self.path = Path(beside).with_suffix(".cu")
         self.name = self.path.stem
+        self.dtypes = dtypes
         self.macros = macros
 
     @cached_property
@@ -45,17 +52,21 @@ class Source:
         return "\n".join(_expanded(self.path, set()))
 
     def options(self, dtype: str, macros: dict[str, Any]) -> tuple[str, ...]:
-        """Options of the compiler. ValueError for macros that are not the source's."""
+        """Options of the compiler. TypeError, ValueError for a dtype, macros it does not have."""
+        if dtype not in self.dtypes:
+            raise TypeError(f"{self.path.name} is for {', '.join(self.dtypes)}, got {dtype}")
         if macros.keys() != self.macros.keys() or any(
             value not in self.macros[name] for name, value in macros.items()
         ):
             raise ValueError(f"{self.path.name} is compiled with {self.macros}, got {macros}")
         given = [f"-D{name}={value}" for name, value in macros.items()]
-        return "-std=c++17", f"-DREAL={REALS[dtype]}", *given
+        if dtype in STORED:
+            given.insert(0, f"-DSTORED={dtype}")
+        return "-std=c++17", f"-DREAL={REALS[arithmetic(dtype)]}", *given
 
     def variants(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every dtype and choice of macros."""
-        for dtype, *values in product(REALS, *self.macros.values()):
+        for dtype, *values in product(self.dtypes, *self.macros.values()):
             yield dtype, dict(zip(self.macros, values, strict=True))
 
 
@@ -83,11 +94,12 @@ def launch(
     shared: int = 0,
     **macros: Any,
 ) -> None:
-    """Run `name` of `source` on the current device, REAL the dtype of `like`; no blocks, no launch.
+    """Run `name` of `source` on the current device, REAL, or STORED, the dtype of `like`.
 
     args: arrays, None for a null pointer, ints as long long, floats as REAL; a list of arrays and
     None, or of ints, as a struct of one array of as many, by value. shared: bytes of dynamic shared
-    memory of a block. ValueError for arrays of another device than the current one.
+    memory of a block. No blocks, no launch. ValueError for arrays of another device than the
+    current one.
     """
     if 0 in grid:
         return
@@ -105,6 +117,16 @@ def _launcher(array_type: type) -> Launcher:
 
 
 # ---- What the kernels' Python has in common ----
+
+
+def arithmetic(dtype: str) -> str:
+    """The name of the dtype in which arrays of `dtype` are computed with."""
+    return "float32" if dtype in STORED else dtype
+
+
+def real_size(x: Array) -> int:
+    """Bytes of a number of `working_dtype(x)`."""
+    return 4 if x.dtype.name in STORED else int(x.dtype.itemsize)
 
 
 def contiguous(x: Array) -> Array:
@@ -132,7 +154,7 @@ def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
 
 def wide(width: int, *arrays: Array | None) -> int:
     """1 where rows of `width` elements can be read and written 16 bytes at a time, else 0."""
-    size = next(a.dtype.itemsize for a in arrays if a is not None)
+    size = min(a.dtype.itemsize for a in arrays if a is not None)
     aligned = all(a is None or a.data.ptr % 16 == 0 for a in arrays)
     return int(aligned and width * size % 16 == 0)
 

@@ -18,6 +18,7 @@ from array_api_compat import array_namespace
 from xformer.backends.cupy.module import contiguous
 
 from xformer import backends
+from xformer.shapes import working_dtype
 from xformer.typing import Array
 
 
@@ -49,9 +50,12 @@ def row_matrix(x: Array) -> Array:
 def weight_gradient(x: Array, dy: Array, w: Array) -> Array:
     """x^T dy (I, O) of contiguous rows x (N, I), dy (N, O), lying in memory as w does.
 
-    That of a tied head, whose w is a transposed table, so becomes the table's without a copy.
+    That of a tied head, whose w is a transposed table, so becomes the table's without a copy. Of
+    two-byte numbers it is float32, but CuPy has no product that gives it: sums are in float32, and
+    rounded once to the two bytes.
     """
-    return x.T.dot(dy) if w.flags.c_contiguous else dy.T.dot(x).T
+    dw = x.T.dot(dy) if w.flags.c_contiguous else dy.T.dot(x).T
+    return array_namespace(dw).astype(dw, working_dtype(dw), copy=False)
 
 
 def added(total: Array | None, part: Array) -> Array:

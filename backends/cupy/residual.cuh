@@ -2,19 +2,23 @@
 #include "common.cuh"
 
 // The pack at i, of s where there is an addend; then it is written to s, where the same thread finds
-// it again.
-__device__ __forceinline__ Pack summed(const real* x, const real* addend, real* s, long long i) {
+// it again: rounded as it is stored there, so that all statistics are those of s.
+__device__ __forceinline__ Pack summed(const stored* x, const stored* addend, stored* s, long long i) {
     Pack p = load(x + i);
     if (addend) {
         const Pack other = load(addend + i);
-        for (int k = 0; k < VEC; ++k) p.v[k] += other.v[k];
+        for (int k = 0; k < VEC; ++k) {
+            stored sum;
+            sum = p.v[k] + other.v[k];
+            p.v[k] = sum;
+        }
         store(s + i, p);
     }
     return p;
 }
 
 // dx at i, to which ds, the gradient of s that comes from elsewhere, is added where there is one.
-__device__ __forceinline__ void store_gradient(real* dx, const real* ds, long long i, Pack own) {
+__device__ __forceinline__ void store_gradient(stored* dx, const stored* ds, long long i, Pack own) {
     if (ds) {
         const Pack other = load(ds + i);
         for (int k = 0; k < VEC; ++k) own.v[k] += other.v[k];

@@ -6,14 +6,24 @@ import math
 from typing import NamedTuple
 
 from xformer.backends.cupy.column_sums import PARTS, column_sums, fits_shared
-from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
+from xformer.backends.cupy.module import (
+    EVERY,
+    Source,
+    contiguous,
+    empty,
+    launch,
+    real_size,
+    threads,
+    wide,
+)
 
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rms_norm import rms_norm as reference
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDE=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 
 
 def no_gain(
@@ -23,7 +33,7 @@ def no_gain(
     return "there is no w to add the offset to" if w is None and offset != 0 else None
 
 
-@kernel(reference, "cupy", unsupported=no_gain)
+@kernel(reference, "cupy", unsupported=no_gain, stores=STORED)
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> tuple[Array, RmsNormCache]:
@@ -42,7 +52,7 @@ def forward(
     addend = None if addend is None else contiguous(addend)
     s = None if addend is None else empty(x)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    y, rstd = empty(x), empty(x, (rows,))
+    y, rstd = empty(x), empty(x, (rows,), working_dtype(x))
     launch(
         SOURCE,
         "rms_norm_forward",
@@ -76,8 +86,8 @@ class RmsNormCache(NamedTuple):
         rows, width = rstd.shape[0], x.shape[-1]
         n_parts = min(rows, PARTS)
         dx = empty(x)
-        parts = None if w is None else empty(x, (1, n_parts, width))
-        shared = 0 if w is None else fits_shared(width * x.dtype.itemsize)
+        parts = None if w is None else empty(x, (1, n_parts, width), working_dtype(x))
+        shared = 0 if w is None else fits_shared(width * real_size(x))
         launch(
             SOURCE,
             "rms_norm_backward",

@@ -10,8 +10,8 @@
 // Budget: rope: 40 registers, 0 spilled, 0 shared
 #include "common.cuh"
 
-extern "C" __global__ void rope(const real* __restrict__ x, const real* __restrict__ cosines,
-                                const real* __restrict__ sines, real* __restrict__ y,
+extern "C" __global__ void rope(const stored* __restrict__ x, const real* __restrict__ cosines,
+                                const real* __restrict__ sines, stored* __restrict__ y,
                                 long long rows, long long heads, long long length, long long width,
                                 long long half, long long stride_b, long long stride_h,
                                 long long stride_t, long long stride_k, long long table_stride,
@@ -20,9 +20,9 @@ extern "C" __global__ void rope(const real* __restrict__ x, const real* __restri
     if (row >= rows) return;
     const unsigned t = row % length, above = row / length;
     const unsigned h = above % heads, b = above / heads;
-    const real* const from = x + b * stride_b + h * stride_h + t * stride_t;
+    const stored* const from = x + b * stride_b + h * stride_h + t * stride_t;
     const long long table = b * table_stride + t * half;
-    real* const to = y + row * width;
+    stored* const to = y + row * width;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         const int first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : i + half;
         const real c = cosines[table + i], s = sign * sines[table + i];

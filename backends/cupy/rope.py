@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch
 
-from xformer.checks import require_gradient
+from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.rope import require_tables
 from xformer.ops.rope import rope as reference
+from xformer.shapes import STORED, require_same_device, require_same_library
 from xformer.typing import Array
 
-SOURCE = Source(__file__)
+SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads
 
 
-@kernel(reference, "cupy")
+@kernel(reference, "cupy", stores=STORED)
 def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
     """(a, b) -> (a cos - b sin, b cos + a sin) for pairs of channels."""
     require_tables(x, cos, sin)
     cos, sin = contiguous(cos), contiguous(sin)
-    return _turn(x, cos, sin, interleaved, 1), RopeCache(cos, sin, interleaved, tuple(x.shape))
+    cache = RopeCache(cos, sin, interleaved, tuple(x.shape), x.dtype)
+    return _turn(x, cos, sin, interleaved, 1), cache
 
 
 class RopeCache(NamedTuple):
@@ -31,10 +33,15 @@ class RopeCache(NamedTuple):
     sin: Array  # like cos
     interleaved: bool
     shape: tuple[int, ...]  # (B, H, T, K)
+    dtype: Any  # of x
 
     def backward(self, dy: Array) -> Array:
         """dx is dy turned back."""
-        require_gradient("rope", "dy", dy, self.cos, self.shape)
+        require_shape("rope", "dy", dy, self.shape)
+        require_same_library("rope", "dy", dy, self.cos)
+        require_same_device("rope", "dy", dy, self.cos)
+        if dy.dtype != self.dtype:
+            raise TypeError(f"rope: dy must be {self.dtype.name}, got {dy.dtype.name}")
         return _turn(dy, self.cos, self.sin, self.interleaved, -1)
 
 

@@ -5,7 +5,7 @@
 //
 // q (B, H, T, K), k (B, G, S, K), v (B, G, S, M) by their strides; ctx as (B, T, H, M), top and
 // total (B, H, T), contiguous. A query that sees no key has total 1, ctx 0. Tiles, and which thread
-// does what: attention.cuh.
+// does what: attention_tiles.cuh.
 //
 // sdpa_forward: a block a tile of queries of a head, the last queries first (they see most keys);
 // it walks over the tiles of keys that any of them sees, top rising on the way (what was summed
@@ -20,7 +20,13 @@
 #define WIDE 1
 #define OWN_BYTES (32 << 10)
 #include "common.cuh"
-#include "attention.cuh"
+#include "attention_tiles.cuh"
+
+#if FEW
+using summed = real;  // parts, which are put together or rounded afterwards
+#else
+using summed = stored;
+#endif
 
 // What a thread has of the softmax of its queries: total of its own keys alone.
 struct Sums {
@@ -61,7 +67,8 @@ __device__ __forceinline__ void take_in(Sums& sums, real (&s)[RM][RN]) {
 
 // Where the sums of query i go: ctx, top and total of it, of the part's own.
 struct Place {
-    real *ctx, *top, *total;
+    summed* ctx;
+    real *top, *total;
 };
 
 __device__ __forceinline__ void write(const Attention& at, Sums& sums, int i0, bool whole,
@@ -87,7 +94,7 @@ __device__ __forceinline__ void write(const Attention& at, Sums& sums, int i0, b
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    sdpa_forward(ATTENTION_PARAMETERS, real* __restrict__ ctx, real* __restrict__ tops,
+    sdpa_forward(ATTENTION_PARAMETERS, summed* __restrict__ ctx, real* __restrict__ tops,
                  real* __restrict__ totals, long long n_splits, long long split) {
     const Attention at = ATTENTION;
     SHARED_BUFFER(real, q_tile);
@@ -146,7 +153,7 @@ constexpr int MAX_SPLITS = 64;  // as in sdpa.py
 extern "C" __global__ void sdpa_combine(const real* __restrict__ part_ctx,
                                         const real* __restrict__ part_tops,
                                         const real* __restrict__ part_totals,
-                                        real* __restrict__ ctx, real* __restrict__ tops,
+                                        stored* __restrict__ ctx, real* __restrict__ tops,
                                         real* __restrict__ totals, long long heads,
                                         long long queries, long long width, real keep,
                                         long long n_splits) {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from array_api_compat import array_namespace
 from xformer.backends.cupy.attention import (
     BLOCK,
     MIN_OWN,
@@ -18,7 +19,7 @@ from xformer.backends.cupy.attention import (
     shared,
     tile,
 )
-from xformer.backends.cupy.module import Source, blocks, empty, launch, threads
+from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size, threads
 from xformer.backends.cupy.random_bits import on_device
 from xformer.backends.cupy.sdpa_backward import backward
 
@@ -29,9 +30,10 @@ from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import Key
 from xformer.ops.sdpa import sdpa as reference
 from xformer.ops.softcap import require_cap
+from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDTH=WIDTHS, FEW=(0, 1))
+SOURCE = Source(__file__, dtypes=EVERY, WIDTH=WIDTHS, FEW=(0, 1))
 OWN_BYTES = 32 << 10  # as in sdpa.cu
 FEW = MIN_OWN  # queries, at most, that are few
 # Keys of a block then, or a multiple of them: the same on every device, as its sums are.
@@ -57,10 +59,12 @@ def too_wide(
     width = max(q.shape[3], v.shape[3])
     if width > WIDTHS[-1]:
         return f"heads are {width} wide, more than {WIDTHS[-1]}"
+    if bias is not None and q.dtype.name in STORED:
+        return f"a bias is not added in {q.dtype.name}"
     return on_device(dropout_key)
 
 
-@kernel(reference, "cupy", unsupported=too_wide)
+@kernel(reference, "cupy", unsupported=too_wide, stores=STORED)
 def sdpa(
     q: Array,
     k: Array,
@@ -95,6 +99,7 @@ def sdpa(
         by_token, top, total = _forward(made, 0, 1, n_keys)
     elif n_keys <= SPLIT:
         by_token, top, total = _forward(made, 1, 1, n_keys)
+        by_token = array_namespace(q).astype(by_token, q.dtype, copy=False)
     else:
         by_token, top, total = _combined(made, split_of(n_keys))
     return heads_first(by_token), SdpaCache(made, by_token, top, total)
@@ -124,12 +129,13 @@ def split_of(n_keys: int) -> int:
 def _forward(a: Attention, few: int, n_splits: int, split: int) -> tuple[Array, Array, Array]:
     """ctx (B, T, H, M), top and total (B, H, T); where there are splits, theirs along a first axis.
 
-    few: 0 or 1   split: keys of a split.
+    few: 0 or 1, then ctx is not rounded to what q is stored in   split: keys of a split.
     """
     n_batch, n_heads, n_queries, _ = a.q.shape
-    size, lead = a.q.dtype.itemsize, () if n_splits == 1 else (n_splits,)
-    ctx = empty(a.q, (*lead, n_batch, n_queries, n_heads, a.v.shape[3]))
-    top, total = (empty(a.q, (*lead, *a.q.shape[:3])) for _ in range(2))
+    size, lead = real_size(a.q), () if n_splits == 1 else (n_splits,)
+    real = working_dtype(a.q)
+    ctx = empty(a.q, (*lead, n_batch, n_queries, n_heads, a.v.shape[3]), real if few else None)
+    top, total = (empty(a.q, (*lead, *a.q.shape[:3]), real) for _ in range(2))
     own, other = tile(a.width, size, 0 if few else OWN_BYTES)
     launch(
         SOURCE,
@@ -149,7 +155,8 @@ def _combined(a: Attention, split: int) -> tuple[Array, Array, Array]:
     """As `_forward`, of all splits together."""
     n_splits = blocks(a.k.shape[2], split)
     parts = _forward(a, 1, n_splits, split)
-    ctx, top, total = (empty(a.q, x.shape[1:]) for x in parts)
+    ctx = empty(a.q, parts[0].shape[1:])
+    top, total = (empty(x, x.shape[1:]) for x in parts[1:])
     _, n_heads, n_queries, _ = a.q.shape
     width = a.v.shape[3]
     launch(

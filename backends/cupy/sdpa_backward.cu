@@ -6,7 +6,7 @@
 //   dbias = dscores,  dsinks = -exp(sink - top) inner, summed over what they were broadcast along
 //
 // Layouts are those of sdpa.cu; dctx by its strides; dq as (B, T, H, K), dk, dv as (B, S, G, .),
-// contiguous; inner (B, H, T). Tiles, and which thread does what: attention.cuh.
+// contiguous; inner (B, H, T). Tiles, and which thread does what: attention_tiles.cuh.
 //
 // sdpa_backward_queries: a block a tile of queries of a head; makes inner, dq, and of dsinks its
 // part, parts (B * tiles, H). sdpa_backward_keys: a block a tile of keys of a head, which walks
@@ -23,16 +23,17 @@
 #define FEW 0
 #define OWN_BYTES (16 << 10)
 #include "common.cuh"
-#include "attention.cuh"
+#include "attention_tiles.cuh"
 
 // Parameters behind those of attention.cuh; strides of dctx.
 #define GRADIENT_PARAMETERS                                                                        \
     const real *__restrict__ tops, const real *__restrict__ totals,                                \
-        const real *__restrict__ dctx, long long d_b, long long d_h, long long d_t
+        const stored *__restrict__ dctx, long long d_b, long long d_h, long long d_t
 #define GRADIENT {tops, totals, dctx, d_b, d_h, d_t}
 
 struct Gradient {
-    const real *tops, *totals, *dctx;
+    const real *tops, *totals;
+    const stored* dctx;
     long long d_b, d_h, d_t;
 };
 
@@ -89,8 +90,8 @@ struct Tiles {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    sdpa_backward_queries(ATTENTION_PARAMETERS, GRADIENT_PARAMETERS, const real* __restrict__ ctx,
-                          real* inner, real* __restrict__ dq, real* __restrict__ sink_parts,
+    sdpa_backward_queries(ATTENTION_PARAMETERS, GRADIENT_PARAMETERS, const stored* __restrict__ ctx,
+                          real* inner, stored* __restrict__ dq, real* __restrict__ sink_parts,
                           real scale) {
     const Attention at = ATTENTION;
     const Gradient gradient = GRADIENT;
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int i = start + threadIdx.x;
     if (i < end) {
         const real* const dout = tile.own[1] + place<RM, TY>(threadIdx.x) * STRIDE;
-        const real* const own = ctx + (token + (long long)i * at.heads) * at.value_width;
+        const stored* const own = ctx + (token + (long long)i * at.heads) * at.value_width;
         real sum = 0;
         for (int c = 0; c < at.value_width; ++c) sum += dout[c] * own[c];
         inner[row + i] = sum * at.keep;
@@ -145,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sdpa_backward_keys(ATTENTION_PARAMETERS, GRADIENT_PARAMETERS, const real* __restrict__ inner,
-                       real* __restrict__ dk, real* __restrict__ dv) {
+                       stored* __restrict__ dk, stored* __restrict__ dv) {
     const Attention at = ATTENTION;
     const Gradient gradient = GRADIENT;
     SHARED_BUFFER(real, shared);

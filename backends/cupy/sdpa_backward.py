@@ -16,11 +16,12 @@ from xformer.backends.cupy.attention import (
     tile,
 )
 from xformer.backends.cupy.column_sums import column_sums
-from xformer.backends.cupy.module import Source, blocks, empty, launch
+from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size
 
+from xformer.shapes import working_dtype
 from xformer.typing import Array
 
-SOURCE = Source(__file__, WIDTH=WIDTHS)
+SOURCE = Source(__file__, dtypes=EVERY, WIDTH=WIDTHS)
 OWN_BYTES = 16 << 10  # as in sdpa_backward.cu
 
 
@@ -36,7 +37,9 @@ def backward(
     first = *a.arguments(dctx, dq, dk, dv), top, total, dctx, *strides(dctx)[:3]
     run = Launcher(a, first)
     tiles, inner = blocks(n_queries, run.own), empty(top)
-    parts = None if a.sinks is None else empty(a.q, (1, n_batch * tiles, n_heads))
+    parts = (
+        None if a.sinks is None else empty(a.q, (1, n_batch * tiles, n_heads), working_dtype(a.q))
+    )
     run("queries", n_batch * n_heads * tiles, by_token, inner, dq, parts, a.scale)
     run("keys", n_batch * n_groups * blocks(n_keys, run.own), inner, dk, dv)
     dbias = None if a.bias is None else _dbias(run, a.bias, inner)
@@ -53,12 +56,12 @@ class Launcher(NamedTuple):
     @property
     def own(self) -> int:
         """Queries, or keys, of a block."""
-        return tile(self.attention.width, self.attention.q.dtype.itemsize, OWN_BYTES)[0]
+        return tile(self.attention.width, real_size(self.attention.q), OWN_BYTES)[0]
 
     @property
     def other(self) -> int:
         """Of the other kind, of a tile."""
-        return tile(self.attention.width, self.attention.q.dtype.itemsize, OWN_BYTES)[1]
+        return tile(self.attention.width, real_size(self.attention.q), OWN_BYTES)[1]
 
     def __call__(self, name: str, grid: int, *args: Any) -> None:
         a = self.attention
@@ -69,7 +72,7 @@ class Launcher(NamedTuple):
             grid=(grid,),
             block=(BLOCK,),
             args=(*self.first, *args),
-            shared=shared(a.width, a.q.dtype.itemsize, self.own, self.other, 2),
+            shared=shared(a.width, real_size(a.q), self.own, self.other, 2),
             WIDTH=a.width,
         )
 

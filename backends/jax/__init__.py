@@ -5,6 +5,8 @@ JAX computes in float64 only where the program has enabled it, before the first 
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,8 @@ __all__ = [
     "random_bits",
 ]
 
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # read by XLA when a process first uses it
+
 
 @dataclass(frozen=True)
 class JaxBackend(Backend):
@@ -53,6 +57,17 @@ class JaxBackend(Backend):
         if not stats:
             return process_memory()
         return Memory(stats.get("bytes_in_use"), stats.get("peak_bytes_in_use"))
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        """As the process was started. ValueError on a GPU without XLA's flag for it."""
+        if self._device().platform == "gpu" and DETERMINISTIC not in os.environ.get(
+            "XLA_FLAGS", ""
+        ):
+            raise ValueError(
+                f"backend jax gives the same bits each time only with XLA_FLAGS={DETERMINISTIC}, "
+                f"set before the program starts"
+            )
+        return nullcontext()
 
     def _from_host(self, host: np.ndarray) -> Array:
         return jax.device_put(jax.numpy.asarray(_narrow(host)), self.device)

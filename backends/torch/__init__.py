@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import array_api_compat.torch as xp
@@ -41,6 +43,17 @@ class TorchBackend(Backend):
         return Memory(
             torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         )
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """torch's own switch, of the whole process; its RuntimeError says what has no such form."""
+        before = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warns)
 
     def _on_cuda(self) -> bool:
         return self.device is not None and torch.device(self.device).type == "cuda"

@@ -7,17 +7,20 @@ dispatch this folder is the backend of the library "cuda_shim", whose kernels ar
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from xformer.backends.base import Backend, Unusable
+from xformer.backends.cupy import deterministic
 from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imports no CuPy
 
 from cuda_shim.array import DEVICE, Array, Fault, namespace
 from cuda_shim.build import COMPILER, missing_compiler
 from cuda_shim.launcher import launch
 from xformer import dispatch
+from xformer.shapes import STORED
 
 __all__ = ["COMPILER", "DEVICE", "Array", "Fault", "ShimBackend", "backend"]
 
@@ -28,9 +31,15 @@ NAME = __name__
 class ShimBackend(Backend):
     """Arrays that only kernels and the namespace can reach."""
 
+    precisions = STORED
+
     def to_numpy(self, array: Any) -> np.ndarray:
         """The values of an array as a NumPy array on the host."""
         return np.array(array.host)
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        """That of CuPy's kernels."""
+        return deterministic()
 
     def _from_host(self, host: np.ndarray) -> Array:
         return Array(np.array(host, order="C"))

@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import array_api_compat.numpy as host_xp
 import numpy as np
+from xformer.backends.cupy.module import arithmetic
+
+from xformer.shapes import STORED
 
 DEVICE = "cuda:0"
 UNWRITTEN = 0xFF  # every byte of a new array: NaN, or -1
+# What CuPy does to arrays that are only STORED in: it moves, rounds and widens them, and adds two.
+MOVES = ("ascontiguousarray", "astype", "broadcast_to", "concat", "permute_dims", "reshape", "take")
 
 
 class Fault(RuntimeError):
@@ -61,16 +67,24 @@ class Array:
                     f"dot: a factor must be a matrix that lies as cuBLAS reads it or its "
                     f"transpose, got shape {factor.shape}, strides {factor.strides}"
                 )
+        wide = np.dtype(arithmetic(self.dtype.name))  # cuBLAS sums in it, and rounds once
+        with quietly(is_stored(self)):
+            product = self.host.astype(wide, copy=False) @ other.host.astype(wide, copy=False)
         if out is None:
-            return Array(self.host @ other.host)
+            with quietly(is_stored(self)):
+                return Array(product.astype(self.dtype, copy=False))
         shared = any(np.may_share_memory(out.host, x) for x in (self.host, other.host))
         if not out.flags.c_contiguous or shared:
             raise Fault("dot: out must be contiguous, and no factor")
-        np.matmul(self.host, other.host, out=out.host)
+        with quietly(is_stored(self)):
+            out.host[...] = product
         return out
 
     def __iadd__(self, other: Array) -> Array:
-        self.host += unwrap(other)
+        if is_stored(self):
+            require_addition("__iadd__", self, other)
+        with quietly(is_stored(self)):
+            self.host += unwrap(other)
         return self
 
     def __getitem__(self, index: Any) -> Array:
@@ -98,11 +112,33 @@ class Array:
         return f"cuda_shim.{self.host!r}"
 
 
+def is_stored(value: Any) -> bool:
+    """Whether an array is of a dtype that only kernels compute with."""
+    return isinstance(value, Array) and value.dtype.name in STORED
+
+
+def quietly(stored: bool) -> Any:
+    """Rounding to two bytes overflows as on a device: without a warning."""
+    return np.errstate(over="ignore", invalid="ignore") if stored else nullcontext()
+
+
+def require_addition(name: str, *arrays: Any) -> None:
+    """Fault for any other operation on what is only stored in a dtype."""
+    alike = all(isinstance(a, Array) and a.dtype == arrays[0].dtype for a in arrays)
+    if name not in ("__add__", "__iadd__") or not alike:
+        kinds = ", ".join(str(getattr(a, "dtype", type(a).__name__)) for a in arrays)
+        raise Fault(f"{name}: only kernels compute with what is stored in two bytes, got {kinds}")
+
+
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: Array, *others: Any) -> Any:
         if any(isinstance(other, np.ndarray) for other in others):
             raise TypeError(f"{name}: device arrays do not mix with NumPy arrays")
-        result = getattr(self.host, name)(*(unwrap(other) for other in others))
+        stored = any(map(is_stored, (self, *others)))
+        if stored:
+            require_addition(name, self, *others)
+        with quietly(stored):
+            result = getattr(self.host, name)(*(unwrap(other) for other in others))
         return result if result is NotImplemented else wrap(result)
 
     return apply
@@ -140,7 +176,7 @@ class Namespace:
     def __getattr__(self, name: str) -> Any:
         found = getattr(host_xp, name)
         if callable(found) and not isinstance(found, type):
-            found = _function(found)
+            found = _function(found, name)
         setattr(self, name, found)
         return found
 
@@ -161,15 +197,20 @@ class Namespace:
         return Array(host)
 
 
-def _function(function: Callable[..., Any]) -> Callable[..., Any]:
+def _function(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         _require_device(options.pop("device", None))
         for value in (*args, *options.values()):
             if isinstance(value, np.ndarray) and function is not host_xp.asarray:
                 raise TypeError(f"{function.__name__}: device arrays do not mix with NumPy arrays")
-        named = {name: unwrap(value) for name, value in options.items()}
-        return wrap(function(*map(unwrap, args), **named))
+        if name not in MOVES:
+            for value in (*args, *options.values()):
+                if any(map(is_stored, value if isinstance(value, list | tuple) else (value,))):
+                    require_addition(name, value)
+        named = {key: unwrap(value) for key, value in options.items()}
+        with quietly(name == "astype"):
+            return wrap(function(*map(unwrap, args), **named))
 
     return call
 

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import numpy as np
-from xformer.backends.cupy.module import Source
+from xformer.backends.cupy.module import Source, arithmetic
 
 from cuda_shim.array import Array, Fault
 from cuda_shim.build import Library, line_of, load
@@ -46,8 +46,9 @@ def launch(
     library = _libraries.get(key)
     if library is None:
         library = _libraries[key] = load(source, like.dtype.name, macros)
+    real = np.dtype(arithmetic(like.dtype.name))
     kept: list[Any] = []  # what lists point to
-    plain = (Argument * max(1, len(args)))(*(_argument(arg, like.dtype, kept) for arg in args))
+    plain = (Argument * max(1, len(args)))(*(_argument(arg, real, kept) for arg in args))
     ones = (1, 1, 1)
     geometry = (ctypes.c_uint * 6)(*(*grid, *ones)[:3], *(*block, *ones)[:3])
     text = ctypes.create_string_buffer(1000)

@@ -482,7 +482,7 @@ void map_spans(int count) {
             const bool listed = arguments[i].count;
             const shim::Arg& a = listed ? arguments[i].items[k] : arguments[i];
             if (a.kind != 'p') continue;
-            const unsigned size = strchr("fiI", a.type) ? 4 : strchr("?bB", a.type) ? 1 : strchr("hH", a.type) ? 2 : 4;
+            const unsigned size = strchr("fiI", a.type) ? 4 : strchr("?bB", a.type) ? 1 : strchr("hHeE", a.type) ? 2 : 4;
             spans.push_back({(uintptr_t)a.low, (uintptr_t)a.high, size, argument(i, listed ? k : -1)});
         }
     std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.low < b.low; });

@@ -103,6 +103,7 @@ static inline void __threadfence_block() {}
 static inline void __trap() { shim::fail("__trap()"); }
 
 #define SHIM_INLINE static inline __attribute__((always_inline))
+#define SHIM_MEMBER inline __attribute__((always_inline))
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> SHIM_INLINE T atomicAdd(T* p, T v) { return shim::update(p, [v](T old) { return old + v; }); }
 template <class T> SHIM_INLINE T atomicMax(T* p, T v) { return shim::update(p, [v](T old) { return old > v ? old : v; }); }
@@ -128,6 +129,37 @@ static inline int __float_as_int(float x) { int i; std::memcpy(&i, &x, 4); retur
 static inline double __longlong_as_double(long long i) { double x; std::memcpy(&x, &i, 8); return x; }
 static inline float __int_as_float(int i) { float x; std::memcpy(&x, &i, 4); return x; }
 
+// ---- What storage.cuh has for CUDA: two bytes, rounded to the nearest, ties to even ----
+
+struct bfloat16 {
+    uint16_t bits;
+    SHIM_MEMBER operator float() const { return __int_as_float((int)((uint32_t)bits << 16)); }
+    SHIM_MEMBER bfloat16& operator=(float x) {
+        const uint32_t u = (uint32_t)__float_as_int(x);
+        const bool nan = (u & 0x7fffffffu) > 0x7f800000u;
+        bits = nan ? 0x7fff : (uint16_t)((u + 0x7fffu + (u >> 16 & 1)) >> 16);
+        return *this;
+    }
+};
+
+struct float16 {
+    uint16_t bits;
+    SHIM_MEMBER operator float() const {
+        const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, e = bits >> 10 & 31, m = bits & 1023;
+        if (e == 0) return (sign ? -1 : 1) * (float)m * 0x1p-24f;
+        return __int_as_float((int)(sign | (e == 31 ? 255u : e + 112) << 23 | m << 13));
+    }
+    SHIM_MEMBER float16& operator=(float x) {
+        const uint32_t u = (uint32_t)__float_as_int(x) & 0x7fffffffu;
+        const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+        if (u > 0x7f800000u) bits = 0x7fff;
+        else if (u >= 0x477ff000u) bits = sign | 0x7c00;  // from 65520 on: infinity
+        else if (u < 0x38800000u) bits = sign | (uint16_t)std::nearbyint(std::fabs(x) * 0x1p24f);
+        else bits = sign | (uint16_t)((u + 0xfffu + (u >> 13 & 1) - (112u << 23)) >> 13);
+        return *this;
+    }
+};
+
 // ---- Arguments: types are compared, for CUDA would take any bytes for any argument ----
 
 namespace shim {
@@ -145,6 +177,8 @@ template <class T> constexpr char type_code() {
     using U = std::remove_cv_t<T>;
     if (std::is_same<U, float>::value) return 'f';
     if (std::is_same<U, double>::value) return 'd';
+    if (std::is_same<U, bfloat16>::value) return 'E';
+    if (std::is_same<U, float16>::value) return 'e';
     if (std::is_same<U, bool>::value) return '?';
     if (std::is_integral<U>::value) {
         const char code = sizeof(U) == 1 ? 'b' : sizeof(U) == 2 ? 'h' : sizeof(U) == 4 ? 'i' : 'q';

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     with Run(folder, job.place, about, model=job.model, **noted) as run:
         job.corpus.vocabulary.save(folder)
         # No name for the first state: it would be kept in memory until training ends.
-        state = _train(job, run, _begun(job, run, options), options.sample_every)
+        state = _train(job, run, _begun(job, run, options), options)
     _conclude(job, state, folder)
     return 0
 
@@ -77,7 +77,7 @@ def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
         print(f"going on after step {state.step}", flush=True)
 
 
-def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
+def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> State:
     """The state after the last step; Ctrl-C ends training early."""
     n_steps = job.config.steps
     if state.step == n_steps or is_stale(state, job.config):
@@ -86,8 +86,8 @@ def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
     bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
     validation, said = "-", state.seconds
     with bar, interruptible(STOPPING) as stopping:
-        options: Any = {"held_out": job.held_out, "donate": True}
-        steps = train(job.loss, state, job.source, job.config, job.place, **options)
+        how: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
+        steps = train(job.loss, state, job.source, job.config, job.place, donate=True, **how)
         for step in run.record(steps, stopping):
             state = step.state
             rate = step.tokens / step.seconds
@@ -100,7 +100,7 @@ def _train(job: Job, run: Run, state: State, sample_every: int | None) -> State:
                 f"loss {step.loss:.3f}, validation {validation}, {rate:,.0f} tokens/s"
             )
             bar.update()
-            if sample_every is not None and step.step % sample_every == 0:
+            if options.sample_every is not None and step.step % options.sample_every == 0:
                 with tqdm.external_write_mode():
                     print(f"--- step {step.step}")
                     _sample(job, state.averaged, max_new=100)
@@ -138,7 +138,11 @@ def _conclude(job: Job, state: State, folder: Path) -> None:
 def _sample(job: Job, params: Any, max_new: int) -> None:
     options: Any = {"sampler": temperature(0.8), "seed": job.config.seed, "slide": True}
     words = job.corpus.vocabulary
-    write(stream_text(job.model, params, words, job.prompt, max_new=max_new, **options), job.prompt)
+    with job.place.active():
+        weights = job.place.weights(params, job.config.precision)
+    write(
+        stream_text(job.model, weights, words, job.prompt, max_new=max_new, **options), job.prompt
+    )
 
 
 def new_folder(out: str | None, name: str = "gpt") -> Path:

@@ -66,6 +66,10 @@ def job_of(options: argparse.Namespace) -> Job:
     """The job of settled options. ValueError, OSError where there is not text enough."""
     enable_float64(options.backend, options.dtype)
     place = backends.get(options.backend, options.device)
+    if options.precision is not None:
+        place.require_precision(options.precision)
+    if options.deterministic:
+        place.deterministic()  # only asked for: where there is none, nothing has been begun
     backends.keep_memory()
     config = config_of(options)
     with progress() as report:

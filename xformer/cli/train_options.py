@@ -13,6 +13,7 @@ from xformer import backends
 from xformer.checks import require_sizes
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
+from xformer.shapes import STORED
 from xformer.training import TrainConfig
 from xformer.training.config import NOAM, SCHEDULES
 from xformer.training.run import RUN, read_run
@@ -53,16 +54,20 @@ DEFAULTS: dict[str, Any] = {
     "patience": None,
     "seed": 0,
     "dtype": "float32",
+    "precision": None,
     "backend": "numpy",
     "device": None,
     "checkpoint_activations": False,
+    "deterministic": False,
     "every": 100,
     "keep": 2,
     "sample_every": None,
 }
+# Of which older runs have no note; they went by the usual value.
+ADDED = ("precision", "deterministic")
 # Of what has no usual value, its type.
 TYPES: dict[str, type] = {
-    **dict.fromkeys(("data", "vocabulary", "device"), str),
+    **dict.fromkeys(("data", "vocabulary", "device", "precision"), str),
     **dict.fromkeys(("weight_decay", "ema"), float),
     **dict.fromkeys(("patience", "sample_every"), int),
 }
@@ -70,7 +75,10 @@ TYPES: dict[str, type] = {
 FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
 DTYPES = ("float32", "float64")
 # What may be another when a run goes on: where and how often, but not what is computed.
-FREE = ("data", "backend", "device", "checkpoint_activations", "every", "keep", "sample_every")
+FREE = (
+    *("data", "backend", "device", "checkpoint_activations", "deterministic"),
+    *("every", "keep", "sample_every"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +114,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=backends.NAMES, help="default: numpy")
     add("--device", help="of the backend, such as cuda:1; its default one unless given")
     add("--dtype", choices=DTYPES, help="default: float32")
+    stored = "what weights and activations are rounded to, on cupy; the parameters stay float32"
+    add("--precision", choices=STORED, help=stored)
+    bits = "the same bits each time on a GPU too, which may take longer; on a CPU they always are"
+    add("--deterministic", action="store_true", default=None, help=bits)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +172,8 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
     options = DEFAULTS | {"resume": None, "at": None, "out": None} | before | given
     sizes = PRESETS[options["preset"]]._asdict()
     options = sizes | options
+    if options["precision"] is not None and options["dtype"] != "float32":
+        raise ValueError(f"--precision goes with --dtype float32, got {options['dtype']}")
     if options["data"] is not None:
         options["data"] = str(Path(options["data"]).absolute())
     for name in ("context", "every", "keep", "sample_every"):
@@ -192,6 +206,7 @@ def config_of(options: argparse.Namespace) -> TrainConfig:
             eval_batches=options.validate_batches,
             patience=options.patience,
             seed=options.seed,
+            precision=options.precision,
         )
 
 
@@ -209,11 +224,14 @@ def _of_run(folder: str) -> dict[str, Any]:
     """The options of a run, each of its type. ValueError where they are none, or damaged."""
     found = read_run(folder).get("notes")
     names = {*DEFAULTS, *Preset._fields}
+    if isinstance(found, dict):
+        found = {name: DEFAULTS[name] for name in ADDED} | found
     if not isinstance(found, dict) or found.keys() != names:
         raise ValueError(f"{folder} is not a run of xformer train, and goes on from Python only")
     usual = PRESETS["small"]._asdict() | DEFAULTS
     types = {name: type(value) for name, value in usual.items() if value is not None} | TYPES
     choices = {"preset": [*PRESETS], "dtype": DTYPES, "backend": backends.NAMES}
+    choices |= {"precision": STORED}
     c = Config(found, f"{Path(folder, RUN)}: notes")
     read: dict[type, Callable[..., Any]] = {
         int: partial(c.integer, high=1 << 64), float: c.number, bool: c.flag, str: c.text

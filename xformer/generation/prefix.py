@@ -88,7 +88,7 @@ def _read(
         own = {} if mask is None else {"mask": mask[:, part]}
         logits, state = network.extend(params, tokens[:, part], state, **own)
     ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
-    return Prefix(ids, logits, state, width + length)
+    return Prefix(ids, place.widened(logits), state, width + length)
 
 
 def opened(
@@ -114,7 +114,7 @@ def extended(model: Any, params: Any, prefix: Prefix, new: Sequence[int]) -> Pre
         state = state.padded(min(length, network.context or length) - 1)
     logits, state = network.extend(params, tokens, state)
     ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
-    return Prefix(ids, logits, state, width + 1)
+    return Prefix(ids, place.widened(logits), state, width + 1)
 
 
 def network_of(op: str, model: Any) -> Any:

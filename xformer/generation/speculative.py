@@ -80,7 +80,8 @@ class Reader(NamedTuple):
         with self.place.active():
             tokens = self.place.asarray(np.asarray([ids], dtype=np.int64))
             logits, state = self.network.extend(self.params, tokens, state, every=every)
-        return logits[0, ...], state
+            logits = self.place.widened(logits[0, ...])
+        return logits, state
 
     def probs(self, logits: Any, sampler: Filter, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Probabilities (T, V) of the token after each of the texts."""

@@ -13,7 +13,7 @@ from xformer.layers.linear import LinearParams, linear, linears
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.past import Past, append
 from xformer.layers.rotary import Rotary
-from xformer.ops.sdpa import sum_to
+from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_like
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -286,7 +286,7 @@ class HeadsCache(NamedTuple):
             dheads = self.rope.backward(dheads)
         if self.head_norm is not None:
             dheads, dnorm = self.head_norm.backward(dheads)
-        dpos = None if self.pos_shape is None else sum_to(dheads, self.pos_shape)
+        dpos = None if self.pos_shape is None else sum_to(dheads, shape=self.pos_shape)
         dy = merge_heads(dheads)
         if self.all_norm is not None:
             dy, dnorm = self.all_norm.backward(dy)

@@ -14,7 +14,7 @@ from xformer.initial import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import sinusoidal
-from xformer.ops.sdpa import sum_to
+from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_array
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -220,7 +220,7 @@ class EmbedCache(NamedTuple):
 
     def _positions_backward(self, dpos: Any) -> Array:
         """Gradient of the table of positions."""
-        dpos = sum_to(dpos, self.pos_shape or ())
+        dpos = sum_to(dpos, shape=self.pos_shape or ())
         if self.positions is not None:
             return self.positions.backward(dpos)
         xp = array_namespace(dpos)

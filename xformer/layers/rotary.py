@@ -11,7 +11,7 @@ from array_api_compat import array_namespace, device
 
 from xformer.checks import require_integers, require_sizes
 from xformer.layers.rope_config import NEEDS, RopeConfig
-from xformer.shapes import FLOATING, dtype_name, require_array
+from xformer.shapes import FLOATING, STORED, dtype_name, require_array, working_dtype
 from xformer.typing import Array
 
 Frequencies = tuple[tuple[float, ...], float]
@@ -32,11 +32,12 @@ def rotary(
 
     positions: integers (T,) or (B, T); 0, 1, ..., length - 1 where they are not given.
     length: one more than the largest position; "dynamic" and "longrope" go by it.
-    cos, sin: (..., R/2), of the library, dtype and device of `like`. ValueError for a negative
-    length and positions of another shape, TypeError for arrays of another type.
+    cos, sin: (..., R/2), of library and device of `like`, in the dtype to compute in beside it.
+    ValueError for a negative length and positions of another shape, TypeError for arrays of another
+    type.
     """
     require_array("rotary", "like", like)
-    if dtype_name(like) not in FLOATING:
+    if dtype_name(like) not in (*FLOATING, *STORED):
         raise TypeError(f"rotary: like must be float32 or float64, got {dtype_name(like)}")
     xp, place = array_namespace(like), device(like)
     f, factor = frequencies(config, length)
@@ -51,9 +52,10 @@ def rotary(
     # At position 8192 a float32 angle is off by up to 2^-11, and so are its cos and sin. JAX knows
     # no other unless it is told to.
     known = xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
-    wide = known.get("float64", like.dtype)
+    own = working_dtype(like)
+    wide = known.get("float64", own)
     angles = xp.astype(positions, wide)[..., None] * xp.asarray(f, dtype=wide, device=place)
-    cos, sin = (xp.astype(factor * a, like.dtype) for a in (xp.cos(angles), xp.sin(angles)))
+    cos, sin = (xp.astype(factor * a, own) for a in (xp.cos(angles), xp.sin(angles)))
     return Rotary(cos, sin, config.interleaved)
 
 

@@ -15,7 +15,7 @@ from xformer.layers.norm import NormParams, norm
 from xformer.layers.past import Past
 from xformer.layers.relative import RelativeConfig, relative_bias
 from xformer.layers.rotary import Rotary
-from xformer.ops.sdpa import sum_to
+from xformer.ops.sum_to import sum_to
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -166,8 +166,8 @@ class StackCache(NamedTuple):
         if self.memory is not None:
             dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
         if self.relative is not None and not self.fixed_relative:
-            drelative = self.relative.backward(sum_to(dbias, (1, *dbias.shape[-3:])))
-        dbias = None if self.bias_shape is None else sum_to(dbias, self.bias_shape)
+            drelative = self.relative.backward(sum_to(dbias, shape=(1, *dbias.shape[-3:])))
+        dbias = None if self.bias_shape is None else sum_to(dbias, shape=self.bias_shape)
         dparams = StackParams(dblocks, dnorm, dmemory_params, drelative)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 

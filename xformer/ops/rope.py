@@ -58,10 +58,10 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
 
 
 def require_tables(x: Array, cos: Array, sin: Array) -> None:
-    """ValueError, TypeError unless the tables are of the dtype of x and fit its shape."""
+    """ValueError, TypeError unless the tables are of the dtype to compute in and fit x."""
     batch, _, length, width = x.shape
     for name, table in (("cos", cos), ("sin", sin)):
-        require_like("rope", name, table, x)
+        require_like("rope", name, table, x, working=True)
         shape = tuple(table.shape)
         fits = shape[:-1] in ((length,), (batch, length)) and 2 * shape[-1] <= width
         if not fits:

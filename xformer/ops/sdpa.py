@@ -21,6 +21,7 @@ from xformer.ops._attention import (
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import Key
 from xformer.ops.softcap import require_cap
+from xformer.ops.sum_to import sum_to
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -100,7 +101,7 @@ class SdpaCache(NamedTuple):
         inner = xp.sum(dprobs * probs, axis=-1, keepdims=True)  # (B, H, T, 1)
         dsinks = None if shares is None else -xp.sum(shares * inner, axis=(0, 2, 3))
         dscores = probs * (dprobs - inner)
-        dbias = None if bias_shape is None else sum_to(dscores, bias_shape)
+        dbias = None if bias_shape is None else sum_to(dscores, shape=bias_shape)
         if softcap is not None:  # recomputed: keeping it would double the saved set
             capped = xp.tanh(unfold(fold(q, k) @ k.mT, q) * scale / softcap)
             dscores = dscores * (1 - capped**2)
@@ -108,11 +109,3 @@ class SdpaCache(NamedTuple):
         dq = unfold(fold(dscores, k) @ k, q)
         dk = fold(dscores, k).mT @ fold(q, k)
         return dq, dk, dv, dbias, dsinks
-
-
-def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum x over the axes along which an array of `shape` was broadcast to it."""
-    xp = array_namespace(x)
-    lead = x.ndim - len(shape)
-    wide = tuple(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)
-    return xp.reshape(xp.sum(x, axis=(*range(lead), *wide)), shape)

@@ -72,3 +72,14 @@ class LossScale(NamedTuple):
             return LossScale(self.scale, self.good_steps + 1)
         grown = self.scale * growth
         return LossScale(grown if math.isfinite(grown) else self.scale)
+
+
+class Scaled(NamedTuple):
+    """The cache of a loss, whose gradients come out times a factor."""
+
+    cache: Any
+    factor: float
+
+    def backward(self, dloss: Array) -> Any:
+        """Gradients of the parameters, times the factor."""
+        return self.cache.backward(dloss * self.factor)

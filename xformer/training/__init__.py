@@ -5,9 +5,10 @@ from xformer.training.batch import Batch, Source
 from xformer.training.checkpoint import CheckpointError, inspect, load, save
 from xformer.training.config import TrainConfig
 from xformer.training.corpus import Corpus, CorpusError, unigram_loss
+from xformer.training.diverged import Diverged
 from xformer.training.interrupt import interruptible
 from xformer.training.lines import parallel
-from xformer.training.loop import Diverged, Loss, Step, evaluate, loss_of, start, train
+from xformer.training.loop import Loss, Step, evaluate, loss_of, start, train
 from xformer.training.pairs import Pairs
 from xformer.training.prepare import load_corpus, prepare
 from xformer.training.rows import Rows

@@ -10,6 +10,7 @@ from typing import Any
 from xformer.checks import number, require_sizes
 from xformer.optim import OPTIMISERS, Optimiser, Rule, Schedule, decay_matrices, grouped, schedules
 from xformer.optim._checks import two_betas
+from xformer.shapes import STORED
 from xformer.training.shuffle import require_seed
 
 # Name -> schedule after the warm-up, of the peak, the steps that are left, and the final share.
@@ -51,6 +52,7 @@ class TrainConfig:
     patience: int | None = None  # validations without a better one before training ends
     diverged: float | None = 3.0  # times the first loss, at least 1 nat: too much for the mean
     seed: int = 0
+    precision: str | None = None  # of weights and activations, one of `STORED`; None: the dtype's
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "accumulate", "eval_every", "eval_batches", "patience")
@@ -72,7 +74,10 @@ class TrainConfig:
             )
         if self.betas is not None:
             two_betas("TrainConfig", self.betas)
-        for name, known in (("optimiser", OPTIMISERS), ("schedule", (*SCHEDULES, NOAM))):
+        names = {"optimiser": tuple(OPTIMISERS), "schedule": (*SCHEDULES, NOAM)}
+        if self.precision is not None:
+            names["precision"] = STORED
+        for name, known in names.items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"TrainConfig: {name} must be one of {', '.join(known)}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace
@@ -13,9 +14,11 @@ from xformer import inference, ops, optim, tree
 from xformer.backends import Backend
 from xformer.checks import require_ids
 from xformer.generation.prefix import place_of
-from xformer.optim import Optimiser, Schedule
+from xformer.optim import LossScale, Optimiser, Schedule
+from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
+from xformer.training.diverged import Diverged, is_finite, require_sound
 from xformer.training.state import State
 from xformer.typing import Array
 
@@ -57,10 +60,6 @@ class Step(NamedTuple):
         return self.state.params
 
 
-class Diverged(FloatingPointError):
-    """A loss, a gradient or a validation that is not finite, or a loss that has risen too far."""
-
-
 def loss_of(model: Any, **options: Any) -> Loss:
     """The loss of a model, for `train`; options: those of its `loss`.
 
@@ -95,15 +94,19 @@ def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | Non
 def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) -> State:
     """The state before the first step; optimiser: unless given, the one of config.
 
-    ValueError where all parameters are frozen.
+    ValueError where all parameters are frozen, and for a precision that their backend has not.
     """
     trained = tree.trained(params)
     if not tree.flatten(trained):
         raise ValueError("train: all parameters are frozen")
     optimiser = optimiser or config.chosen_optimiser()
-    with place_of(trained).active():
+    place = place_of(trained)
+    if config.precision is not None:
+        place.require_precision(config.precision)
+    with place.active():
         own = optimiser.init(trained)
-    return State(params, own, None if config.ema is None else trained)
+    scale = LossScale() if config.precision == "float16" else None
+    return State(params, own, None if config.ema is None else trained, loss_scale=scale)
 
 
 def train(
@@ -117,13 +120,15 @@ def train(
     optimiser: Optimiser | None = None,
     schedule: Schedule | None = None,
     donate: bool = False,
+    deterministic: bool = False,
 ) -> Iterator[Step]:
     """Yields a `Step` after each step that is left of config.steps, or of its patience.
 
     held_out: batches to validate on, every config.eval_every steps and after the last.
     optimiser, schedule: in the place of those of config, for what it has no words for. A state
     decides all that follows it: the same losses come after it whenever it is gone on from, bit for
-    bit on NumPy, and to rounding on every backend. Raises Diverged, and nothing after it is done.
+    bit on NumPy, and to rounding on every backend. deterministic: bit for bit on every device, see
+    `Backend.deterministic`, which may take longer. Raises Diverged, and nothing after it is done.
 
     donate: the given state, and that of each step, may be written over by the next step, which then
     needs no memory for another: copy what is to outlive it. Nothing else may hold their arrays. So
@@ -133,6 +138,10 @@ def train(
 
     A step of config.accumulate batches is one of the big batch that they make, to rounding, where
     there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
+
+    In a precision (config.precision) weights are rounded once a step, and for validation; what is
+    in the state stays float32. Where gradients overflow float16, the step is made of the next
+    batches, with a lower scale of the loss.
     """
     optimiser = optimiser or config.chosen_optimiser()
     schedule = schedule or config.learning_rate()
@@ -143,11 +152,14 @@ def train(
             state = state._replace(ema=tree.map(_copy, state.ema))
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
-        with place.active():
+        with place.active(), place.deterministic() if deterministic else nullcontext():
             state, value, norm = _step(loss, state, source, config, place, optimiser, lr, donate)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
-            validation = evaluate(loss, state.averaged, held_out, place)
+            with place.active():
+                weights = place.weights(state.averaged, config.precision)
+            validation = evaluate(loss, weights, held_out, place)
+            del weights
             state = _judged(state, validation)
         state = state._replace(seconds=time.perf_counter() - begun)
         memory = place.memory().peak
@@ -186,20 +198,13 @@ def _step(
     donate: bool,
 ) -> tuple[State, float, float]:
     """The state after a step, its loss and the norm of its gradient."""
-    numbers = range(state.batches, state.batches + config.accumulate)
-    batches = [source.batch(number) for number in numbers]
-
-    def one(params: Any, i: int) -> tuple[Array, Any]:
-        # A dropout mask for each batch of the run, whichever step it falls in.
-        return loss(params, batches[i], place, ops.Key(config.seed, step=numbers[i] + 1))
-
-    value, grads = optim.accumulate(one, state.params, batches)
+    state, value, grads = _gradients(loss, state, source, config, place)
     clip = math.inf if config.clip is None else config.clip
     clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
 
     def sound() -> tuple[float, float]:
         found, size = _read(value, norm, place)
-        _require_sound(_with_loss(state, found), found, size, grads, config, lr)
+        require_sound(_with_loss(state, found), found, size, grads, config, lr)
         return found, size
 
     # Where reading is waiting, all work is begun first, and a donated state may be lost.
@@ -215,10 +220,50 @@ def _step(
         optimiser=own,
         ema=average,
         step=state.step + 1,
-        batches=numbers.stop,
-        tokens=state.tokens + sum(batch.n_tokens for batch in batches),
     )
     return state, found, size
+
+
+def _gradients(
+    loss: Loss, state: State, source: Batches, config: TrainConfig, place: Backend
+) -> tuple[State, Array, Any]:
+    """The state after the batches of a step, their loss and its gradients.
+
+    Of gradients that overflow the next batches take the place, with a lower scale.
+    """
+    weights = place.weights(state.params, config.precision)
+    while True:
+        state, value, grads = _accumulated(loss, state, weights, source, config, place)
+        if state.loss_scale is None:
+            return state, value, grads
+        grads, finite = state.loss_scale.unscale(grads, tree.trained(state.params))
+        if not finite and not is_finite(value):  # which no scale would change
+            return state, value, grads
+        try:
+            state = state._replace(loss_scale=state.loss_scale.update(finite))
+        except FloatingPointError as error:
+            raise Diverged(f"step {state.step + 1}: {error}") from error
+        if finite:
+            return state, value, grads
+
+
+def _accumulated(
+    loss: Loss, state: State, weights: Any, source: Batches, config: TrainConfig, place: Backend
+) -> tuple[State, Array, Any]:
+    """The state after the next batches, their loss and its gradients, times the scale."""
+    numbers = range(state.batches, state.batches + config.accumulate)
+    batches = [source.batch(number) for number in numbers]
+    scale = state.loss_scale
+
+    def one(params: Any, i: int) -> tuple[Array, Any]:
+        # A dropout mask for each batch of the run, whichever step it falls in.
+        key = ops.Key(config.seed, step=numbers[i] + 1)
+        value, cache = loss(params, batches[i], place, key)
+        return value, cache if scale is None else Scaled(cache, scale.scale)
+
+    value, grads = optim.accumulate(one, weights, batches)
+    tokens = state.tokens + sum(batch.n_tokens for batch in batches)
+    return state._replace(batches=numbers.stop, tokens=tokens), value, grads
 
 
 def _read(loss: Array, norm: Array, place: Backend) -> tuple[float, float]:
@@ -249,42 +294,3 @@ def _judged(state: State, validation: float | None) -> State:
     if validation < state.best:
         return state._replace(best=validation, best_step=state.step, stale=0)
     return state._replace(stale=state.stale + 1)
-
-
-def _require_sound(
-    state: State, loss: float, norm: float, grads: Any, config: TrainConfig, lr: float
-) -> None:
-    """Diverged where training is no longer of use; `state` is that before the step."""
-    what = f"the loss of step {state.step + 1} is {loss}, the norm of its gradient {norm:.3g}"
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        raise Diverged(f"{what}{_culprit(grads, norm)}; lr was {lr:.2e}")
-    limit = math.inf if config.diverged is None else config.diverged * max(state.first, 1.0)
-    if state.mean > limit:
-        raise Diverged(
-            f"{what}; the mean of late, {state.mean:.3g}, is above {limit:.3g}, "
-            f"{config.diverged:g} times that of the first step; lr was {lr:.2e}"
-        )
-
-
-def _culprit(grads: Any, norm: float) -> str:
-    """The gradients that are not finite; where only their norm is not, the largest of them."""
-    leaves = tree.flatten(grads)
-    names = [name for name, g in leaves.items() if not _is_finite(g)]
-    if names:
-        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        return f"; not finite: the gradient of {names[0]}{more}"
-    if math.isfinite(norm):
-        return ""
-    sizes = {name: _largest(g) for name, g in leaves.items()}
-    name = max(sizes, key=sizes.__getitem__)
-    return f"; each gradient is finite, that of {name} up to {sizes[name]:.3g}"
-
-
-def _largest(array: Array) -> float:
-    xp = array_namespace(array)
-    return float(xp.max(xp.abs(array)))
-
-
-def _is_finite(array: Array) -> bool:
-    xp = array_namespace(array)
-    return bool(xp.all(xp.isfinite(array)))

@@ -27,9 +27,10 @@ from xformer.checks import require_sizes
 from xformer.files import aside, replacing
 from xformer.training import checkpoint
 from xformer.training.checkpoint import CheckpointError
+from xformer.training.diverged import Diverged
 from xformer.training.lock import LOCK, locked
 from xformer.training.log import LOG, append, line_of, shorten
-from xformer.training.loop import Diverged, Step
+from xformer.training.loop import Step
 from xformer.training.state import Saved, State, read_state, require_same, write_state
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"

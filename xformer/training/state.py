@@ -19,6 +19,7 @@ import safetensors
 from xformer import tree
 from xformer.backends import Backend
 from xformer.files import replacing
+from xformer.optim import LossScale
 from xformer.training.checkpoint import CheckpointError, write_arrays
 
 FORMAT = "xformer-state-1"
@@ -41,6 +42,7 @@ class State(NamedTuple):
     best: float = math.inf  # the lowest validation loss,
     best_step: int = 0  # of this step; 0: none was measured
     stale: int = 0  # validations since then
+    loss_scale: LossScale | None = None  # of float16
 
     @property
     def averaged(self) -> Any:
@@ -143,7 +145,8 @@ def require_same(path: Path, there: Any, here: Any) -> None:
     differ = [
         f"{name} is {_shown(old, name)} there, {_shown(new, name)} here"
         for name in [*old, *(name for name in new if name not in old)]
-        if _shown(old, name) != _shown(new, name)
+        # What is null is as good as absent: an option that is younger than the file.
+        if json.dumps(old.get(name)) != json.dumps(new.get(name))
     ]
     _require_none(path, differ)
 

@@ -1,0 +1,127 @@
+"""`sdpa` of numbers of two bytes by tensor cores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xformer.backends.cupy.attention import BLOCK, Attention, attention, heads_first, strides
+from xformer.backends.cupy.flash_backward import PACK, WIDTHS, backward, shared, width_of
+from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
+from xformer.backends.cupy.random_bits import on_device
+from xformer.backends.cupy.sdpa import FEW
+
+from xformer.checks import require_gradient
+from xformer.dispatch import kernel
+from xformer.ops._attention import require_heads, scale_of, window_of
+from xformer.ops.dropout import require_rate
+from xformer.ops.random_bits import Key
+from xformer.ops.sdpa import sdpa as reference
+from xformer.ops.softcap import require_cap
+from xformer.shapes import STORED, working_dtype
+from xformer.typing import Array
+
+SOURCE = Source(__file__, dtypes=STORED, WIDTH=WIDTHS)
+# Queries of each width that a block holds, and keys that pass by; as in flash.cu.
+TILES = {32: (128, 64), 64: (128, 64), 128: (128, 32)}
+
+
+def not_for_tensor_cores(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key | None = None,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if q.dtype.name not in STORED:
+        return f"it multiplies numbers of two bytes, not {q.dtype.name}"
+    for width in (q.shape[3], v.shape[3]):
+        if width % PACK or width > WIDTHS[-1]:
+            return f"heads are {width} wide, no multiple of {PACK} up to {WIDTHS[-1]}"
+    if bias is not None:
+        return "a bias is not added"
+    if q.shape[2] <= FEW:
+        return f"there are {q.shape[2]} queries, so few that their keys are split over blocks"
+    return on_device(dropout_key)
+
+
+@kernel(reference, "cupy", unsupported=not_for_tensor_cores, stores=STORED)
+def sdpa(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key | None = None,
+) -> tuple[Array, FlashCache]:
+    """In one launch; probabilities are rounded to two bytes before their product with v."""
+    require_heads("sdpa", q, k, mask)
+    left, right = window_of("sdpa", window)
+    made = attention(
+        (in_packs(q), in_packs(k), in_packs(v), None, sinks, mask),
+        left,
+        0 if causal else right,
+        None if softcap is None else require_cap("sdpa", softcap),
+        scale_of("sdpa", scale, q),
+        require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key),
+        dropout_key,
+    )
+    by_token, top, total = _forward(made)
+    return heads_first(by_token), FlashCache(made, by_token, top, total)
+
+
+class FlashCache(NamedTuple):
+    """What `flash` keeps for its backward."""
+
+    attention: Attention
+    by_token: Array  # ctx, (B, T, H, M)
+    top: Array  # (B, H, T), the highest score
+    total: Array  # (B, H, T), sum of exp(scores - top)
+
+    def backward(self, dctx: Array) -> tuple[Array, Array, Array, None, Array | None]:
+        """dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx."""
+        n_batch, n_queries, n_heads, width = self.by_token.shape
+        shape = n_batch, n_heads, n_queries, width
+        require_gradient("sdpa", "dctx", dctx, self.by_token, shape)
+        return backward(*self, in_packs(dctx))
+
+
+def in_packs(x: Array) -> Array:
+    """x, copied where a row of it does not begin at 16 bytes, or its numbers lie apart."""
+    *starts, step = strides(x)
+    there = x.data.ptr % 16 == 0 and not any(n % PACK for n in starts) and step == 1
+    return x if there else contiguous(x)
+
+
+def _forward(a: Attention) -> tuple[Array, Array, Array]:
+    """ctx (B, T, H, M), top and total (B, H, T)."""
+    n_batch, n_heads, n_queries, _ = a.q.shape
+    real, (own, other) = working_dtype(a.q), TILES[width_of(a)]
+    ctx = empty(a.q, (n_batch, n_queries, n_heads, a.v.shape[3]))
+    top, total = (empty(a.q, a.q.shape[:3], real) for _ in range(2))
+    launch(
+        SOURCE,
+        "flash_forward",
+        a.q,
+        grid=(n_batch * n_heads * blocks(n_queries, own),),
+        block=(BLOCK,),
+        args=(*a.arguments(ctx), ctx, top, total),
+        shared=shared(a, own + 4 * other),
+        WIDTH=width_of(a),
+    )
+    return ctx, top, total

@@ -1,0 +1,65 @@
+"""The gradients of `flash`: a launch for its rows, one for queries, one for keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xformer.backends.cupy.attention import BLOCK, Attention, heads_first, strides
+from xformer.backends.cupy.column_sums import row_sums
+from xformer.backends.cupy.module import Source, blocks, empty, launch
+
+from xformer.shapes import STORED
+from xformer.typing import Array
+
+PACK = 8  # numbers that are accessed together: 16 bytes
+WIDTHS = (32, 64, 128)  # of the heads, rounded up
+SOURCE = Source(__file__, dtypes=STORED, WIDTH=WIDTHS)
+WARPS = 4  # of a block
+# Rows of each width that a block holds, and those that pass by; as in flash_backward.cu.
+TILES = {32: (128, 32), 64: (128, 16), 128: (64, 32)}
+
+
+def width_of(a: Attention) -> int:
+    """The head width that the kernels are compiled for."""
+    return next(width for width in WIDTHS if width >= a.width)
+
+
+def shared(a: Attention, n_rows: int) -> int:
+    """Bytes of that many rows."""
+    return a.q.dtype.itemsize * n_rows * (width_of(a) + PACK)
+
+
+def backward(
+    a: Attention, by_token: Array, top: Array, total: Array, dctx: Array
+) -> tuple[Array, Array, Array, None, Array | None]:
+    """dq, dk, dv, no dbias, dsinks, from what `FlashCache` keeps; dctx by 16 bytes."""
+    (n_batch, n_heads, n_queries, width), (_, n_groups, n_keys, m) = a.q.shape, a.v.shape
+    dq = empty(a.q, (n_batch, n_queries, n_heads, width))
+    dk = empty(a.q, (n_batch, n_keys, n_groups, width))
+    dv = empty(a.q, (n_batch, n_keys, n_groups, m))
+    lse, inner, shares, at_dctx = empty(top), empty(top), None, strides(dctx)[:3]
+    if a.sinks is not None:
+        shares = empty(top, (n_batch * n_queries, n_heads))
+    rows = by_token, dctx, a.sinks, top, total, lse, inner, shares
+    sizes = n_heads, n_queries, m, *at_dctx, top.size
+    _launch(a, "rows", blocks(top.size, WARPS), 0, *rows, *sizes)
+    own, other = TILES[width_of(a)]
+    first = *a.arguments(dctx, dq, dk, dv), lse, inner, dctx, *at_dctx, a.scale
+    size = shared(a, 2 * own + 4 * other)
+    _launch(a, "queries", n_batch * n_heads * blocks(n_queries, own), size, *first, dq)
+    _launch(a, "keys", n_batch * n_groups * blocks(n_keys, own), size, *first, dk, dv)
+    dsinks = None if shares is None else row_sums(shares)
+    return heads_first(dq), heads_first(dk), heads_first(dv), None, dsinks
+
+
+def _launch(a: Attention, name: str, grid: int, size: int, *args: Any) -> None:
+    launch(
+        SOURCE,
+        f"flash_backward_{name}",
+        a.q,
+        grid=(grid,),
+        block=(BLOCK,),
+        args=args,
+        shared=size,
+        WIDTH=width_of(a),
+    )

@@ -1,0 +1,156 @@
+"""Numbers of two bytes: how they are rounded, and what is refused, by name, on the stand-in.
+
+The kernels are in test_cuda_precision.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cuda_shim
+import numpy as np
+import pytest
+from cuda_shim import Fault
+from libraries import STAND_IN, only
+from stored import DTYPES, Host, in_both, ml_dtypes, normal, on
+from xformer.backends import Backend
+from xformer.backends.cupy.module import EVERY, Source, launch
+
+from xformer import Key, backends, explain, layers, ops, reference_only
+from xformer.layers import NormConfig
+
+pytestmark = only(STAND_IN)
+
+STORAGE = Source(str(Path(cuda_shim.__file__).with_name("storage.py")), dtypes=EVERY)
+
+
+# ---- The numbers themselves ----
+
+
+def hard_numbers() -> Host:
+    """Around every number of both precisions: itself, the ties beside it, and their neighbours."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(all="ignore"):
+        halves = every.view(np.float16).astype(np.float32)
+        brains = every.view(ml_dtypes.bfloat16).astype(np.float32)
+        ties = (every.astype(np.uint32) << 16 | 0x8000).view(np.float32)
+        between = halves[:-1] + (halves[1:] - halves[:-1]) / np.float32(2)
+        near = [f(x) for x in (halves, between, ties) for f in (next_up, next_down)]
+    return np.concatenate([halves, brains, ties, between, *near])
+
+
+def next_up(x: Host) -> Host:
+    return np.nextafter(x, np.float32(np.inf))
+
+
+def next_down(x: Host) -> Host:
+    return np.nextafter(x, np.float32(-np.inf))
+
+
+@in_both
+def test_rounding_to_the_nearest_even(library: Backend, precision: str) -> None:
+    """Of every number beside which it could go wrong, subnormal and infinite ones too."""
+    x = hard_numbers()
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = x.astype(DTYPES[precision])
+    y = cuda_shim.Array(np.zeros(x.shape, DTYPES[precision]))
+    back = library.asarray(np.zeros_like(x))
+    options: Any = {"grid": (-(-x.size // 256),), "block": (256,)}
+    launch(STORAGE, "narrow", y, args=(library.asarray(x), y, x.size), **options)
+    launch(STORAGE, "widen", y, args=(y, back, x.size), **options)
+    real = ~np.isnan(x)
+    assert np.array_equal(y.host[real].view(np.uint16), wanted[real].view(np.uint16))
+    assert np.isnan(y.host[~real].astype(np.float32)).all()
+    assert np.array_equal(back.host[real], wanted[real].astype(np.float32))
+
+
+# ---- What is refused, by name ----
+
+
+@in_both
+def test_ops_without_a_kernel(library: Backend, precision: str) -> None:
+    x, table = (on(library, normal(1, *shape), DTYPES[precision]) for shape in ((3, 4), (5, 4)))
+    said = f"must be float32 or float64, got {precision}"
+    with pytest.raises(TypeError, match=f"softmax: x {said}"):
+        ops.softmax(x)
+    with pytest.raises(TypeError, match=f"log_softmax: x {said}"):
+        ops.log_softmax(x)
+    with pytest.raises(TypeError, match=f"l2_normalize: x {said}"):
+        ops.l2_normalize(x)
+    with pytest.raises(TypeError, match=f"index_add: x {said}"):
+        ops.index_add(table, x, ids=library.asarray([1, 0, 1]))
+    with pytest.raises(TypeError, match=f"layer_norm: w must be {precision} like x, got float32"):
+        ops.layer_norm(x, library.asarray(np.ones(4, np.float32)))
+    widened = layers.NormParams(library.asarray(np.ones(4, np.float32)), None)
+    with pytest.raises(TypeError, match=f"layer_norm: w must be {precision} like x, got float32"):
+        layers.add_norm(x, x, widened, config=NormConfig())
+
+
+@in_both
+def test_arguments_that_no_kernel_takes(library: Backend, precision: str) -> None:
+    """Not even references that could be asked for."""
+    x = on(library, normal(1, 3, 4), DTYPES[precision])
+    q = on(library, normal(1, 1, 2, 3, 4), DTYPES[precision])
+    wide = on(library, normal(1, 1, 2, 3, 260), DTYPES[precision])
+    bias = on(library, normal(1, 3, 3), DTYPES[precision])
+    said = f"no kernel runs in {precision}: "
+    with pytest.raises(TypeError, match=f"rms_norm: {said}there is no w"):
+        ops.rms_norm(x, offset=1.0)
+    w = x[0, :]
+    with pytest.raises(TypeError, match=f'add_norm: {said}kind "rms" has no bias'):
+        layers.add_norm(x, x, layers.NormParams(w, w), config=NormConfig("rms"))
+    with pytest.raises(TypeError, match=f"sdpa: {said}heads are 260 wide"):
+        ops.sdpa(wide, wide, wide)
+    with pytest.raises(TypeError, match=f"sdpa: {said}a bias is not added"):
+        ops.sdpa(q, q, q, bias)
+    with (
+        reference_only(),
+        pytest.raises(TypeError, match=rf"glu: {said}reference_only\(\) is active"),
+    ):
+        ops.glu(gate=x, up=x)
+    assert explain(ops.rms_norm, x, offset=1.0).startswith("rms_norm on cuda_shim: nothing, these")
+    assert explain(ops.rms_norm, x).startswith("rms_norm on cuda_shim: xformer.backends.cupy.rms")
+
+
+@in_both
+def test_sources_without_a_form_for_it(library: Backend, precision: str) -> None:
+    x = on(library, normal(1, 3, 4), DTYPES[precision])
+    with pytest.raises(
+        TypeError, match=rf"random_bits\.cu is for float32, float64, got {precision}"
+    ):
+        ops.random_bits(x, key=Key(1), size=4)
+
+
+@in_both
+def test_generic_code_adds_and_nothing_else(library: Backend, precision: str) -> None:
+    """As it is on the stand-in, so that tests of models see it. An addition is rounded once."""
+    with np.errstate(all="ignore"):
+        a = on(library, hard_numbers(), DTYPES[precision])
+        b = library.xp.concat([a[7:], a[:7]])
+        wanted = (a.host.astype(np.float64) + b.host.astype(np.float64)).astype(a.dtype)
+        got = (a + b).host
+    assert np.array_equal(got, wanted, equal_nan=True)
+    for mistake in (
+        lambda: a * 2.0,
+        lambda: a + library.asarray(np.ones(a.shape, np.float32)),
+        lambda: library.xp.sum(a),
+        lambda: library.xp.exp(a),
+    ):
+        with pytest.raises(Fault, match="only kernels compute with what is stored in two bytes"):
+            mistake()
+
+
+@pytest.mark.parametrize("name", ["numpy", "array-api-strict"])
+def test_other_libraries_refuse_it(library: Backend, name: str) -> None:
+    place = backends.get(name)
+    with pytest.raises(
+        ValueError, match=rf"backend {name} stores numbers in float32 and float64, not"
+    ):
+        place.weights({"w": place.asarray([1.0], "float32")}, "bfloat16")
+    with pytest.raises(ValueError, match="float16, not float8"):
+        library.weights({"w": library.asarray([1.0], "float32")}, "float8")
+    with pytest.raises(ValueError, match="bfloat16 is for float32 parameters, got float64"):
+        library.weights({"w": library.asarray([1.0], "float64")}, "bfloat16")
+    with pytest.raises(TypeError, match="glu: gate must be float32 or float64, got float16"):
+        ops.glu(*[np.ones(3, np.float16)] * 2)

@@ -1,0 +1,57 @@
+"""Training that is no longer of use, and what to say of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from xformer import tree
+from xformer.training.config import TrainConfig
+from xformer.training.state import State
+from xformer.typing import Array
+
+
+class Diverged(FloatingPointError):
+    """A loss, a gradient or a validation that is not finite, or a loss that has risen too far."""
+
+
+def require_sound(
+    state: State, loss: float, norm: float, grads: Any, config: TrainConfig, lr: float
+) -> None:
+    """Diverged where training is no longer of use; `state` is that before the step."""
+    what = f"the loss of step {state.step + 1} is {loss}, the norm of its gradient {norm:.3g}"
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise Diverged(f"{what}{_culprit(grads, norm)}; lr was {lr:.2e}")
+    limit = math.inf if config.diverged is None else config.diverged * max(state.first, 1.0)
+    if state.mean > limit:
+        raise Diverged(
+            f"{what}; the mean of late, {state.mean:.3g}, is above {limit:.3g}, "
+            f"{config.diverged:g} times that of the first step; lr was {lr:.2e}"
+        )
+
+
+def _culprit(grads: Any, norm: float) -> str:
+    """The gradients that are not finite; where only their norm is not, the largest of them."""
+    leaves = tree.flatten(grads)
+    names = [name for name, g in leaves.items() if not is_finite(g)]
+    if names:
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        return f"; not finite: the gradient of {names[0]}{more}"
+    if math.isfinite(norm):
+        return ""
+    sizes = {name: _largest(g) for name, g in leaves.items()}
+    name = max(sizes, key=sizes.__getitem__)
+    return f"; each gradient is finite, that of {name} up to {sizes[name]:.3g}"
+
+
+def _largest(array: Array) -> float:
+    xp = array_namespace(array)
+    return float(xp.max(xp.abs(array)))
+
+
+def is_finite(array: Array) -> bool:
+    """Whether every number is; a device is waited for."""
+    xp = array_namespace(array)
+    return bool(xp.all(xp.isfinite(array)))
