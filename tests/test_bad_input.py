@@ -829,7 +829,7 @@ def test_blocks_and_their_memory() -> None:
         layers.block(SEQUENCE, encoder, SEQUENCE, config=config)
     with raises(ValueError, "block: memory_pos and memory_mask go with a memory, ..."):
         layers.block(SEQUENCE, encoder, memory_mask=np.ones((5, 5), bool), config=config)
-    with raises(ValueError, "stack: params must hold a block for each of 2 layers, ..."):
+    with raises(ValueError, "blocks: params must hold a block for each of 2 layers, ..."):
         layers.stack(SEQUENCE, layers.StackParams((), None, None), configs=(config,) * 2)
     shared = layers.StackParams.init(rng, (config,), cross=True, shared_memory=True)
     with raises(ValueError, "stack: memory must be given where params.memory is"):

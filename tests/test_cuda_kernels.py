@@ -21,8 +21,10 @@ from xformer.backends.cupy import (
     cross_entropy,
     deterministic,
     global_norm,
+    layer_norm,
     leaves,
     linear_cross_entropy,
+    rms_norm,
 )
 from xformer.backends.cupy.leaves import LEAVES
 from xformer.backends.cupy.module import contiguous, empty, threads, wide
@@ -155,6 +157,40 @@ def test_norms_of_sums_launch_once(
     for got, exact in zip((s, y, *grads), (wanted_s, wanted_y, *wanted), strict=True):
         got, exact = (a.w if isinstance(a, layers.NormParams) else a for a in (got, exact))
         assert np.allclose(library.to_numpy(got), library.to_numpy(exact), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("moved", ["x", "r", "w", "ds", "dy"])
+@pytest.mark.parametrize("config", NORMS, ids=lambda config: config.kind)
+def test_norms_of_sums_that_are_not_aligned(
+    library: Backend, config: NormConfig, moved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are multiples of 16 bytes, and one array begins beside one: who reads it, reads less."""
+    chosen: list[int] = []
+
+    def noted(width: int, *arrays: Any) -> int:
+        chosen.append(wide(width, *arrays))
+        return chosen[-1]
+
+    for module in (layer_norm, rms_norm):
+        monkeypatch.setattr(module, "wide", noted)
+    shapes = {"x": (4, 8), "r": (4, 8), "w": (8,), "ds": (4, 8), "dy": (4, 8)}
+    host = {name: normal(*shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def gradients(moved: str) -> list[Host]:
+        given = {}
+        for name, values in host.items():
+            at = int(name == moved)
+            flat = library.asarray(np.pad(values.ravel(), (at, 0)))[at:]
+            given[name] = library.xp.reshape(flat, values.shape)
+            assert wide(8, given[name]) == 1 - at
+        x, r, w, ds, dy = given.values()
+        (s, y), cache = layers.add_norm(x, r, layers.NormParams(w, None), config=config)
+        dx, _, dparams = cache.backward(ds, dy)
+        return [library.to_numpy(a) for a in (s, y, dx, dparams.w)]
+
+    for got, exact in zip(gradients(moved), gradients(""), strict=True):
+        assert np.allclose(got, exact, rtol=1e-5, atol=1e-6)
+    assert chosen == [int(moved not in "xrw"), int(moved not in ("w", "ds", "dy")), 1, 1]
 
 
 def test_norms_of_sums_say_what_is_wrong(library: Backend) -> None:

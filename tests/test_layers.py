@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import numpy as np
+import pytest
 from xformer.backends import Backend
 
-from xformer import layers
+from xformer import layers, reference_only
+from xformer.layers.residual import Branch, residuals
 
 
 def test_causal_blocks_do_not_look_ahead(library: Backend) -> None:
@@ -38,3 +43,59 @@ def test_heads_attend_for_themselves(library: Backend) -> None:
             e = np.exp(q @ k.T / 3**0.5)
             wanted = e / e.sum(axis=1, keepdims=True) @ memory[b] @ w_v[:, 2 * g : 2 * g + 2]
             assert np.allclose(y[b, :, 2 * h : 2 * h + 2], wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_with_a_past_nothing_is_kept(library: Backend) -> None:
+    rng = library.generator(0, "float64")
+    config = layers.BlockConfig(d_model=6, n_heads=2, d_ff=11)
+    params = layers.StackParams.init(rng, (config,) * 2).blocks
+    x, past = rng.normal((2, 5, 6)), (layers.Past(),) * 2
+    y, cache = layers.blocks(x, params, configs=(config,) * 2, past=past)
+    assert [own.length for own in cache.past] == [5, 5] and not cache.blocks
+    with pytest.raises(ValueError, match=r"^blocks: with a past nothing is kept for a backward$"):
+        cache.backward(y)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_memories_are_as_many_as_layers(library: Backend, n: int) -> None:
+    """One for all of them apart."""
+    rng = library.generator(0, "float64")
+    configs = (layers.BlockConfig(d_model=6, n_heads=2, d_ff=11),) * 2
+    params = layers.StackParams.init(rng, configs, cross=True, shared_memory=True).blocks
+    kv = layers.KeyValue(rng.normal((2, 2, 7, 3)), rng.normal((2, 2, 7, 3)))
+    x = rng.normal((2, 5, 6))
+    with pytest.raises(ValueError, match=rf"^blocks: memory must be one .* each of 2, got {n}$"):
+        layers.blocks(x, params, [kv] * n, configs=configs)
+    one, _ = layers.blocks(x, params, kv, configs=configs)
+    two, _ = layers.blocks(x, params, [kv] * 2, configs=configs)
+    assert np.array_equal(library.to_numpy(one), library.to_numpy(two))
+
+
+def test_the_gradient_of_a_sum_has_its_shape(library: Backend) -> None:
+    rng = library.generator(0, "float64")
+    x, params = rng.normal((4, 6)), layers.NormParams(rng.normal((6,)), None)
+    with reference_only():
+        _, cache = layers.add_norm(x, x, params, config=layers.NormConfig())
+        for ds in (x[:3, :], x[:, :1]):
+            with pytest.raises(ValueError, match=r"^add_norm: ds must have shape \(4, 6\), got"):
+                cache.backward(ds, x)
+        with pytest.raises(TypeError, match=r"^add_norm: ds must be "):
+            cache.backward(library.asarray(np.ones((4, 6), np.float32)), x)
+
+
+def test_the_gradient_of_a_sublayers_input_is_let_go() -> None:
+    """Before the backward of the sublayer before it runs."""
+    last: list[Any] = []
+    gone: list[bool] = []
+
+    class Cache:
+        def backward(self, dy: Any) -> Any:
+            gone.extend(ref() is None for ref in last)
+            dx = 2 * dy
+            last[:] = [weakref.ref(dx)]
+            return (dx,)
+
+    branch = Branch(lambda x: (x, Cache()), None)
+    _, cache = residuals(np.ones(3), [branch] * 3)
+    dx, _ = cache.backward(np.ones(3))
+    assert gone == [True, True] and dx.tolist() == [27.0] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ if why := backends.why_not("mkl"):
     pytest.skip(f"extra mkl is not installed: {why}", allow_module_level=True)
 from xformer.backends.mkl import gemm
 
+gemm.run_on_one_thread()  # as `register` does, which is too much for the tests of products
 Layout = Callable[[np.ndarray], np.ndarray]
 LAYOUTS: dict[str, Layout] = {
     "rows": np.ascontiguousarray,
@@ -84,6 +86,18 @@ def test_other_types_are_numpys(calls: list[str]) -> None:
     gemm.multiply(x, w, out := np.empty((3, 5)))
     gemm.multiply(np.ones((3, 4), int), np.ones((4, 5), int), whole := np.empty((3, 5), int))
     assert calls == ["numpy"] * 2 and (out == 4).all() and (whole == 4).all()
+    gemm.multiply(w.T, np.ones((4, 3), np.float32), other := np.empty((5, 3)))
+    assert calls == ["numpy"] * 3 and (other == 4).all()
+
+
+@pytest.mark.parametrize(("n", "fits"), [(2**31 - 1, True), (2**31, False)])
+def test_sizes_beyond_an_int_are_numpys(n: int, fits: bool) -> None:
+    """Of arrays that take no memory: a failure must not show them, since they cannot be read."""
+    apart = np.lib.stride_tricks.as_strided(np.zeros(2), (2, 2), (8 * n, 8))
+    long = np.lib.stride_tricks.as_strided(np.zeros(2), (n, 2), (16, 8))
+    found = [gemm._layout(a) for a in (apart, apart.T, long)]
+    wanted = [(gemm.AS_IT_IS, n), (gemm.TRANSPOSED, n), (gemm.AS_IT_IS, 2)]
+    assert found == (wanted if fits else [None] * 3)
 
 
 def test_small_ones_are_numpys(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,16 +151,75 @@ print(xformer.backends.why_not("mkl"))
     assert "pip install 'xformer-array[mkl]'" in said.stdout
 
 
-def test_mkl_with_threads_of_its_own_is_refused() -> None:
-    """Of which each of ours would start more."""
-    code = """
-import ctypes, importlib.metadata
+def said_by(code: str) -> str:
+    """What a process of its own prints."""
+    lines = f"import ctypes, importlib.metadata, xformer\n{code}"
+    run = [sys.executable, "-W", "error", "-c", lines]
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    return subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ("None", "lists no mkl_rt among its files"),
+        ("[]", "lists no mkl_rt among its files"),
+        ("[Missing()]", "MKL cannot be loaded: nowhere/mkl_rt.so"),
+    ],
+)
+def test_where_it_cannot_be_loaded_it_says_why(listed: str, message: str) -> None:
+    said = said_by(f"""
+class Missing:
+    name = "mkl_rt.so"
+    def locate(self): return "nowhere/mkl_rt.so"
+importlib.metadata.files = lambda name: {listed}
+print(xformer.backends.why_not("mkl"), "mkl" in xformer.backends.available())
+""")
+    assert said.startswith("backend mkl cannot be used: ") and message in said
+    assert "pip install 'xformer-array[mkl]' False" in said
+
+
+LIBRARY = """
 found = next(path for path in importlib.metadata.files("mkl") if "mkl_rt" in path.name)
 library = ctypes.CDLL(str(found.locate()))
+"""
+
+
+def test_mkl_with_threads_of_its_own_is_refused() -> None:
+    """Of which each of ours would start more."""
+    said = said_by(f"""
+{LIBRARY}
 library.MKL_Set_Threading_Layer(0)
 library.MKL_Get_Max_Threads()
-import xformer
-print(xformer.backends.why_not("mkl"))
-"""
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "MKL already runs on threads of its own" in said.stdout
+from xformer.backends.numpy import products
+multiply = products.multiply
+try:
+    xformer.backends.get("mkl")
+except xformer.backends.Unusable as error:
+    print(error, products.multiply is multiply)
+""")
+    assert "MKL already runs on threads of its own" in said and said.endswith("True\n")
+
+
+@pytest.mark.parametrize(("ask", "n"), [("available()", 2), ("get('mkl')", 1)])
+def test_who_only_asks_keeps_its_threads(ask: str, n: int) -> None:
+    said = said_by(f"""
+xformer.backends.{ask}
+{LIBRARY}
+library.MKL_Set_Num_Threads(2)
+print(library.MKL_Get_Max_Threads())
+""")
+    assert said == f"{n}\n"
+
+
+def test_it_is_not_taken_for_numpys() -> None:
+    """Where NumPy's own is not in NumPy's folder, all that there are count."""
+    said = said_by("""
+from xformer.backends.numpy import threads
+class Elsewhere:
+    __file__ = "/elsewhere/numpy/__init__.py"
+threads.np = Elsewhere
+xformer.backends.get("mkl")
+print(threads.n_threads())
+""")
+    assert said == "2\n"

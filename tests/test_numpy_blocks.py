@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,17 @@ import pytest
 import threadpoolctl
 from test_kernels import LAYOUTS, laid_out
 from xformer.backends.numpy import blocks as kernel
-from xformer.backends.numpy.threads import n_threads
+from xformer.backends.numpy.threads import blas_alone, n_threads
 
 import xformer as xf
 from xformer import dispatch, inference, layers, reference_only, tree
 from xformer.catalogue import Case, cases
-from xformer.layers import BlockConfig, ExpertsConfig
+from xformer.layers import BlockConfig, ExpertsConfig, KeyValue, Rotary
 from xformer.models import LanguageModel
 
 CASES = [case for case in cases() if case.subject == "blocks"]
 CONFIG = BlockConfig(16, 2, 24, activation="gelu")
+RNG = np.random.default_rng(0)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -55,6 +57,7 @@ def arguments(n: int = 9, length: int = 10, *, n_blocks: int = 3, **changes: Any
 
 def gradients(run: Any, args: Any, options: Any) -> dict[str, Any]:
     y, cache = run(*args, **options)
+    assert isinstance(cache, kernel.SharesCache) == (run is layers.blocks)
     grads = cache.backward(np.cos(np.arange(y.size)).reshape(y.shape))
     return tree.flatten((y, grads))
 
@@ -90,8 +93,64 @@ def test_shares_of_any_size(n: int) -> None:
     require_same(*arguments(n))
 
 
-def test_layers_that_share_parameters() -> None:
+def test_layers_that_share_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients are added as they come, and not kept until the last layer has its own."""
+    made: list[Any] = []
+
+    class Total(kernel._Total):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(kernel, "_Total", Total)
     require_same(*arguments(n_blocks=1))
+    assert len(made) == 1 and not made[0]._early
+
+
+def turned(n: int, length: int = 10) -> Rotary:
+    """Tables for neighbouring columns, of n sequences."""
+    angles = RNG.normal(size=(n, length, 4))
+    return Rotary(np.cos(angles), np.sin(angles), interleaved=True)
+
+
+def ready(args: Any, options: dict[str, Any], memory: Any) -> Arguments:
+    """`arguments` with keys and values of a memory that are made."""
+    x, params, _, bias, pos, _ = args
+    params = tuple(p._replace(cross=p.cross._replace(kv=None)) for p in params)
+    return (x, params, memory, bias, pos), options
+
+
+def key_value(n: int = 9) -> KeyValue:
+    return KeyValue(RNG.normal(size=(n, 2, 7, 8)), RNG.normal(size=(n, 2, 7, 8)))
+
+
+def test_what_each_sequence_has_of_its_own() -> None:
+    args, options = arguments()
+    options["memory_mask"] = RNG.uniform(size=(9, 1, 1, 7)) < 0.8
+    require_same(args, options | {"rotary": turned(9)})
+    for shape in ((9, 2, 10, 10), (9, 1, 1, 1), (1, 2, 10, 10), (10, 10)):
+        require_same((*args[:3], RNG.normal(size=shape), *args[4:]), options)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_memory_for_each_layer(kind: Any) -> None:
+    args, options = ready(*arguments(), kind(key_value() for _ in range(3)))
+    require_same(args, options)
+    dmemory = layers.blocks(*args, **options)[1].backward(args[0])[2]
+    assert [type(own) for own in dmemory] == [KeyValue] * 3
+    params = layers.StackParams(args[1], None, None)
+    y, _ = layers.stack(args[0], params, *args[2:], **options)
+    assert np.array_equal(y, layers.blocks(*args, **options)[0])
+
+
+def test_checkpointing_keeps_the_inputs_of_the_layers() -> None:
+    args, options = arguments()
+    require_same(args, options | {"checkpoint": True})
+    kept = [
+        tree.nbytes(layers.blocks(*args, **options, checkpoint=again)[1].caches)
+        for again in (False, True)
+    ]
+    assert kept[1] < kept[0] / 3
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
@@ -110,6 +169,49 @@ def test_sums_are_the_same_whichever_share_is_first() -> None:
     for share in (2, 0, 1):
         total.add(share, (np.array([parts[share]]),))
     assert total.value[0][0] == (parts[0] + parts[1]) + parts[2]
+
+
+def test_one_thread_at_a_time_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    total, locked = kernel._Total(), []
+    monkeypatch.setattr(kernel, "add", lambda a, b: locked.append(total._lock.locked()))
+    for turn in (0, 2, 1):
+        total.add(turn, None)
+    assert locked == [True, True]
+
+
+@contextmanager
+def a_busy_pool() -> Iterator[None]:
+    """Another thread of the program has it."""
+    inside, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with blas_alone():
+            inside.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(60)
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join(60)
+
+
+def test_what_else_the_program_does_changes_no_bit() -> None:
+    """Products are large enough to be cut, where they are not within a share."""
+    args, options = arguments(9, 60)
+    wide = replace(CONFIG, d_ff=1024)
+    rng = xf.backends.get("numpy").generator(1, "float64")
+    options["configs"] = (wide,) * 3
+    params = layers.StackParams.init(rng, options["configs"], cross=True).blocks
+    args = (args[0], params, *args[2:])
+    free = gradients(layers.blocks, args, options)
+    with a_busy_pool():
+        busy = gradients(layers.blocks, args, options)
+    for name, array in free.items():
+        assert np.array_equal(busy[name], array), name
 
 
 def test_the_shares_run_on_threads_of_their_own() -> None:
@@ -146,20 +248,66 @@ def test_inference_keeps_nothing() -> None:
         cache.backward(y)
 
 
-def test_errors_speak_of_the_whole_batch() -> None:
-    args, options = arguments()
-    options["mask"] = options["mask"][:4]
-    with pytest.raises(ValueError) as whole:
+def wrong() -> dict[str, Callable[[Any, dict[str, Any]], Arguments]]:
+    """Arguments that the reference refuses; three sequences are a share, whom some would fit."""
+    mask, memory = np.ones((3, 1, 1, 10), bool), RNG.normal(size=(3, 7, 16))
+
+    def option(**more: Any) -> Callable[[Any, dict[str, Any]], Arguments]:
+        return lambda args, options: (args, options | more)
+
+    def argument(i: int, value: Any) -> Callable[[Any, dict[str, Any]], Arguments]:
+        return lambda args, options: ((*args[:i], value, *args[i + 1 :]), options)
+
+    return {
+        "mask of a share": option(mask=mask),
+        "mask of four": option(mask=np.ones((4, 1, 1, 10), bool)),
+        "mask that is a list": option(mask=mask.tolist()),
+        "mask of queries": option(mask=np.ones((9, 1, 4, 10), bool)),
+        "mask of five axes": option(mask=np.ones((1, 9, 1, 1, 10), bool)),
+        "memory_mask of a share": option(memory_mask=mask[..., :7]),
+        "bias of a share": argument(3, RNG.normal(size=(3, 1, 10, 10))),
+        "bias that is a list": argument(3, [1.0]),
+        "rotary of a share": option(rotary=turned(3)),
+        "rotary of one": option(rotary=turned(1)),
+        "rotary whose sin is one for all": option(rotary=turned(9)._replace(sin=turned(1).sin[0])),
+        "x of no axes": argument(0, np.array(1.0)),
+        "x that is a list": argument(0, list(RNG.normal(size=(9, 10, 16)))),
+        "memory of a share": argument(2, memory),
+        "memory that is a number": argument(2, np.array(1.0)),
+        "memory that is a list": argument(2, [1.0]),
+        "memory that is frozen": argument(2, tree.Frozen(memory)),
+        "keys of a share": lambda args, options: ready(args, options, key_value(3)),
+        "two memories": lambda args, options: ready(args, options, [key_value()] * 2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "n"), [(case, n) for case in wrong() for n in (9, 3) if n == 9 or "share" not in case]
+)
+def test_errors_speak_of_the_whole_batch(case: str, n: int) -> None:
+    args, options = wrong()[case](*arguments(n))
+    with pytest.raises((TypeError, ValueError)) as whole:
         layers.blocks.reference(*args, **options)
-    with pytest.raises(ValueError) as shares:
+    with pytest.raises((TypeError, ValueError)) as shares:
         layers.blocks(*args, **options)
-    assert str(shares.value) == str(whole.value)
+    assert (shares.type, str(shares.value)) == (whole.type, str(whole.value))
+    assert shares.value.__context__ is None
+
+
+def test_errors_of_the_backward() -> None:
     args, options = arguments()
-    _, cache = layers.blocks(*args, **options)
+    y, cache = layers.blocks(*args, **options)
     with pytest.raises(
         ValueError, match=r"blocks: dy must have shape \(9, 10, 16\), got \(9, 10, 15\)"
     ):
         cache.backward(np.zeros((9, 10, 15)))
+    cache.backward(y, (None,) * 3)
+    with pytest.raises(ValueError, match=r"^blocks: drouter_logits must be None"):
+        cache.backward(y, (None, y, None))
+    params = layers.StackParams(args[1], None, None)
+    _, whole = layers.stack(args[0], params, *args[2:], **options)
+    with pytest.raises(AttributeError, match=r"within reference_only\(\)"):
+        _ = whole.blocks
 
 
 @pytest.mark.parametrize(

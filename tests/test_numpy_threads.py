@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import threadpoolctl
+from xformer.backends.numpy import threads as kernels
 from xformer.backends.numpy.threads import blas_alone, blocks, n_threads, scratch
 
 SECONDS = 60  # before a test that hangs fails
@@ -210,3 +211,85 @@ def test_two_threads_that_want_blas_alone() -> None:
     left.set()
     thread.join(SECONDS)
     assert len(ran) == 3 and n_threads() == 3
+
+
+class OfProcess:
+    """A library with one number of threads, which any thread of the program can set."""
+
+    n = 3
+
+    def get_num_threads(self) -> int:
+        return self.n
+
+    def set_num_threads(self, n: int) -> None:
+        self.n = n
+
+
+def test_pieces_while_another_thread_has_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the caller, and as in the pool: what they cut, and BLAS, go by no other thread."""
+    inside, leave, seen = threading.Event(), threading.Event(), []
+    library = OfProcess()
+    monkeypatch.setattr(kernels, "_blas", lambda: [library])
+
+    def other() -> None:
+        with blas_alone():
+            inside.set()
+            leave.wait(SECONDS)
+
+    def piece(start: int, stop: int) -> None:
+        if start == 1:
+            leave.set()
+            thread.join(SECONDS)
+        seen.append((start, threading.current_thread(), n_threads(), library.n))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(SECONDS)
+    assert n_threads() == 3
+    blocks(piece, 3, 1)
+    assert seen == [(start, threading.current_thread(), 1, 1) for start in range(3)]
+    assert n_threads() == library.n == 3
+
+
+class OfThread:
+    """A library where each thread of the program sets a number of its own, as OpenMP's."""
+
+    threading_layer = "openmp"
+
+    def __init__(self) -> None:
+        self.own = threading.local()
+
+    def get_num_threads(self) -> int:
+        n: int = getattr(self.own, "n", 3)
+        return n
+
+    def set_num_threads(self, n: int) -> None:
+        self.own.n = n
+
+
+def test_a_number_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, inside, leave = OfThread(), threading.Event(), threading.Event()
+    monkeypatch.setattr(kernels, "_blas", lambda: [library])
+    meet, numbers = together(3), []
+
+    def piece(start: int, stop: int) -> None:
+        meet()
+        numbers.append(library.get_num_threads())
+
+    def other() -> None:
+        library.set_num_threads(2)
+        with blas_alone():
+            numbers.append(library.get_num_threads())
+            inside.set()
+            leave.wait(SECONDS)
+        numbers.append(library.get_num_threads())
+
+    blocks(piece, 3, 1)
+    thread = threading.Thread(target=other)
+    with blas_alone():
+        thread.start()
+        inside.wait(SECONDS)
+    assert n_threads() == 3
+    leave.set()
+    thread.join(SECONDS)
+    assert numbers == [1, 1, 1, 1, 2] and n_threads() == 3

@@ -12,14 +12,15 @@ from importlib.metadata import version
 
 from xformer.backends import numba, numpy
 from xformer.backends.base import Backend
-from xformer.backends.mkl.gemm import multiply
+from xformer.backends.mkl.gemm import multiply, run_on_one_thread
 from xformer.backends.numpy import products
 
 __all__ = ["backend", "register"]
 
 
 def register() -> None:
-    """Run them from now on."""
+    """Run them from now on. Unusable where MKL already has threads of its own."""
+    run_on_one_thread()
     numba.register()
     products.multiply = multiply
 

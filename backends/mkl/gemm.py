@@ -10,6 +10,7 @@ import numpy as np
 from xformer.backends.base import Unusable
 from xformer.backends.numpy.products import SMALL
 from xformer.backends.numpy.products import multiply as by_numpy
+from xformer.backends.numpy.threads import n_threads
 
 from xformer.typing import Array
 
@@ -60,16 +61,26 @@ def _layout(a: Array) -> tuple[int, int] | None:
 
 def _library() -> ctypes.CDLL:
     """MKL's, where pip has put it."""
+    n_threads()  # which looks once for NumPy's BLAS: this is not it
     try:
-        found = [path for path in files("mkl") or () if "mkl_rt" in path.name]
+        listed = files("mkl") or ()
     except PackageNotFoundError:
         raise ImportError("the package mkl is not installed") from None
-    library = ctypes.CDLL(str(found[0].locate()))
-    if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
+    found = [path for path in listed if "mkl_rt" in path.name]
+    if not found:
+        raise ImportError("the package mkl lists no mkl_rt among its files")
+    try:
+        return ctypes.CDLL(str(found[0].locate()))
+    except OSError as error:
+        raise ImportError(f"MKL cannot be loaded: {error}") from error
+
+
+def run_on_one_thread() -> None:
+    """MKL has no threads of its own from now on. Unusable where it already has."""
+    if _MKL.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
         raise Unusable(
             "backend mkl cannot be used: MKL already runs on threads of its own in this process"
         )
-    return library
 
 
 def _gemm(name: str, real: type) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import numba
 from xformer.backends import numpy
 from xformer.backends.base import Backend
-from xformer.backends.numba import adam, gelu, glu, layer_norm, rms_norm
+from xformer.backends.numba import adam, gelu, glu, layer_norm, rms_norm, sdpa
 
 from xformer import ops
 from xformer.dispatch import Overridable, kernel
@@ -28,6 +28,7 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (ops.glu, glu.glu, glu.not_float32_silu),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
     (ops.rms_norm, rms_norm.rms_norm, rms_norm.no_gain),
+    (ops.sdpa, sdpa.sdpa, sdpa.outside),
 )
 
 

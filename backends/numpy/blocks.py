@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from xformer.backends.numpy.threads import n_threads
@@ -50,20 +51,28 @@ def unshared(
     """Why the kernel cannot run."""
     if past is not None:
         return "a text that grows"
-    if x.ndim != 3 or any(len(a) != len(x) for a in tree.flatten((memory,)).values()):
+    is_batch, kept = _is_array(x) and x.ndim == 3, tree.flatten((memory,)).values()
+    if not is_batch or not all(_is_array(a) and a.shape[:1] == x.shape[:1] for a in kept):
         return "x or memory is no batch of sequences"
+    n = len(x)
+    fits = [_fits(a, 4, 1, n) for a in (bias, mask, memory_mask) if a is not None]
+    if rotary is not None:
+        fits += _fits(rotary.cos, 3, n), _fits(rotary.sin, 3, n)
+    if not all(fits):
+        return f"bias, masks or rotary are neither one for all {n} sequences nor one for each"
     if any(config.experts is not None for config in configs):
         return "experts, whose router sees the whole batch"
     if dropout_key is not None and any(
         config.dropout or config.probs_dropout or config.hidden_dropout for config in configs
     ):
         return "dropout, whose mask goes by the place in the whole batch"
-    n, size = n_threads(), -(-len(x) // n_threads())
-    if n == 1:
+    threads = n_threads()
+    size = -(-n // threads)
+    if threads == 1:
         return "one thread"
-    if size * n > UNEVEN * len(x):
-        return f"{len(x)} sequences do not part evenly among {n} threads"
-    if size * x.shape[1] < ROWS * (1 if keeps_nothing() else n - 1):
+    if size * threads > UNEVEN * n:
+        return f"{n} sequences do not part evenly among {threads} threads"
+    if size * x.shape[1] < ROWS * (1 if keeps_nothing() else threads - 1):
         return f"{size} sequences of {x.shape[1]} tokens are too little for a thread"
     return None
 
@@ -103,12 +112,11 @@ def blocks(
             x[shares[i]], params, its, own(bias, 4), pos, memory_pos, **options
         )
 
-    try:
+    with suppress(TypeError, ValueError):  # which name shapes of a share
         on_threads([partial(forward, i) for i in range(len(shares))])
-    except (TypeError, ValueError):  # which names shapes of a share
-        options: Any = {"rotary": rotary, "mask": mask, "memory_mask": memory_mask}
-        return run(x, params, memory, bias, pos, memory_pos, **options)
-    return y, SharesCache(tuple(shares), tuple(caches), y.shape, _is_own(bias, 4, n))
+        return y, SharesCache(tuple(shares), tuple(caches), y.shape, _is_own(bias, 4, n))
+    options: Any = {"rotary": rotary, "mask": mask, "memory_mask": memory_mask}
+    return run(x, params, memory, bias, pos, memory_pos, **options)
 
 
 class SharesCache(NamedTuple):
@@ -119,31 +127,40 @@ class SharesCache(NamedTuple):
     shape: tuple[int, ...]
     own_bias: bool  # whether each sequence has its own
 
-    def backward(self, dy: Array, drouter_logits: None = None) -> tuple[Any, ...]:
+    @property
+    def blocks(self) -> NoReturn:
+        """AttributeError, where `BlocksCache` has the cache of each layer."""
+        raise AttributeError(
+            "blocks: each thread took its sequences through all layers; within reference_only() "
+            "there is one cache a layer"
+        )
+
+    def backward(self, dy: Array, drouter_logits: Sequence[None] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos; there are no routers.
 
         Those of a layer's parameters are added when the last share has them, and not kept.
         """
         require_shape("blocks", "dy", dy, self.shape)
-        order = self.caches[0].order
-        totals = [_Total() for _ in order]
+        if any(dlogits is not None for dlogits in drouter_logits or ()):
+            raise ValueError("blocks: drouter_logits must be None, there are no experts")
+        order, n = self.caches[0].order, len(self.shares)
+        turns = [n * order[i + 1 :].count(which) for i, which in enumerate(order)]
+        totals = [_Total() for _ in range(max(order) + 1)]
         dx = np.empty(self.shape, dy.dtype)
         rest: list[Any] = [None] * len(self.shares)
 
         def backward(i: int) -> None:
-            layers = zip(self.caches[i].blocks, totals, strict=True)
-            cache = self.caches[i]._replace(blocks=tuple(_Layer(*pair, i) for pair in layers))
+            own = self.caches[i]
+            places = zip(own.blocks, order, turns, strict=True)
+            layers = (_Layer(cache, totals[which], turn + i) for cache, which, turn in places)
+            cache = own._replace(blocks=tuple(layers))
             dx[self.shares[i]], _, *rest[i] = cache.backward(dy[self.shares[i]])
 
         on_threads([partial(backward, i) for i in range(len(self.shares))])
-        dparams: list[Any] = [None] * (max(order) + 1)
-        for which, total in zip(order, totals, strict=True):
-            more = total.value
-            dparams[which] = more if dparams[which] is None else add(dparams[which], more)
         dmemory, dbias, *dpositions = zip(*rest, strict=True)
         return (
             dx,
-            tuple(dparams),
+            tuple(total.value for total in totals),
             tree.map(_together, *dmemory),
             tree.map(_together if self.own_bias else _sum, *dbias),
             *(tree.map(_sum, *dpos) for dpos in dpositions),
@@ -151,15 +168,18 @@ class SharesCache(NamedTuple):
 
 
 class _Total:
-    """The sum of a layer's gradients, in the order of the shares, whichever is ready first."""
+    """The sum of a block's gradients, in turn, whichever is ready first.
+
+    From the last layer that has its parameters to the first, and in each in the order of shares.
+    """
 
     def __init__(self) -> None:
         self.value: Any = None
         self._lock, self._next, self._early = threading.Lock(), 0, dict[int, Any]()
 
-    def add(self, share: int, dparams: Any) -> None:
+    def add(self, turn: int, dparams: Any) -> None:
         with self._lock:
-            self._early[share] = dparams
+            self._early[turn] = dparams
             while self._next in self._early:
                 more = self._early.pop(self._next)
                 self.value = more if self._next == 0 else add(self.value, more)
@@ -171,18 +191,27 @@ class _Layer(NamedTuple):
 
     cache: Any
     total: _Total
-    share: int
+    turn: int  # in which it is added
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """As `BlockCache.backward`, None in the place of dparams."""
         dx, dparams, *rest = self.cache.backward(dy)
-        self.total.add(self.share, dparams)
+        self.total.add(self.turn, dparams)
         return dx, None, *rest
 
 
 def _shares(n: int) -> list[slice]:
     size = -(-n // n_threads())
     return [slice(start, start + size) for start in range(0, n, size)]
+
+
+def _is_array(a: Any) -> bool:
+    return isinstance(a, np.ndarray)
+
+
+def _fits(a: Any, ndim: int, *leading: int) -> bool:
+    """Whether it is an array of less than ndim dimensions, or of ndim and such a leading length."""
+    return _is_array(a) and (a.ndim < ndim or (a.ndim == ndim and a.shape[0] in leading))
 
 
 def _is_own(a: Array | None, ndim: int, n: int) -> bool:

@@ -2,6 +2,9 @@
 
 As many threads as NumPy's BLAS has, which follows the user (`OPENBLAS_NUM_THREADS`,
 `threadpoolctl.threadpool_limits`). While pieces run, BLAS has one: each of them calls it itself.
+
+What a kernel cuts may depend on that number, and with it the last bits of sums and products; not on
+which thread is first, nor on what the rest of the program does meanwhile.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ Piece = Callable[[int, int], Any]
 
 
 def n_threads() -> int:
-    """How many threads BLAS has, or had (`blas_alone`); 1 in a piece, and where it does not say."""
+    """How many threads BLAS has, or had before pieces ran; 1 in a piece, or if it does not say."""
     if _kept.n_threads:
         return _kept.n_threads
-    return min((library.get_num_threads() or 1 for library in _blas()), default=1)
+    with _state.changing:
+        return min((n for _, n in _numbers()), default=1)
 
 
 def blocks(fn: Piece, n: int, size: int) -> None:
@@ -43,17 +47,14 @@ def blocks(fn: Piece, n: int, size: int) -> None:
     """
     size = even(n, size)
     helpers = min(-(-n // size), n_threads()) - 1 if n > size else 0
-    if helpers < 1 or not (_kept.n_threads or _state.pool.acquire(blocking=False)):
+    if helpers < 1:
         for start in range(0, n, size):
             fn(start, min(start + size, n))
     elif _kept.n_threads:
         _shared(fn, n, size, helpers)
     else:
-        try:
-            with _one_thread():
-                _shared(fn, n, size, helpers)
-        finally:
-            _state.pool.release()
+        with _one_thread() as has_pool:
+            _shared(fn, n, size, helpers if has_pool else 0)
 
 
 def even(n: int, most: int) -> int:
@@ -79,20 +80,18 @@ def run(todo: list[Callable[[], Any]]) -> None:
 def blas_alone() -> Iterator[None]:
     """BLAS has one thread meanwhile, and `blocks` as many as BLAS had: for many small products.
 
-    It would wake the others for a vector and 10,000 weights. Where another thread of the program
-    has the pool, BLAS has one thread by that.
+    It would wake the others for a vector and 10,000 weights.
     """
-    if _kept.n_threads or not _state.pool.acquire(blocking=False):
+    if _kept.n_threads:
         yield
         return
-    pool = _state.pool
-    _kept.n_threads = n_threads()
-    try:
-        with _one_thread():
+    n = n_threads()
+    with _one_thread() as has_pool:
+        _kept.n_threads = n if has_pool else 0
+        try:
             yield
-    finally:
-        _kept.n_threads = 0
-        pool.release()
+        finally:
+            _kept.n_threads = 0
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -126,6 +125,9 @@ class _State:
         self.pool = threading.Lock()  # of whoever has all threads
         self.jobs: SimpleQueue[tuple[_Job, Context]] = SimpleQueue()
         self.n_threads = 0
+        self.changing = threading.Lock()  # of whoever reads or sets BLAS's numbers of threads
+        self.inside: set[object] = set()  # calls of `_one_thread`
+        self.before: dict[Any, int] = {}  # then, of each library, the number to go back to
 
 
 class _Job:
@@ -184,27 +186,60 @@ def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
 
 
 def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
+    _kept.n_threads = 1  # it is always within a piece
     while True:
         job, context = jobs.get()
-        for library in _blas():
-            library.set_num_threads(1)  # where each thread has a number of its own
+        for library in filter(_of_thread, _blas()):
+            library.set_num_threads(1)
         context.run(job.work)
         job.done.put(None)
         del job, context  # else its arrays would live until the next
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    before = [(library, library.get_num_threads()) for library in _blas()]
+def _one_thread() -> Iterator[bool]:
+    """BLAS has one thread, until the last that wants it so has left.
+
+    True where this one has the pool, since no other thread of the program has.
+    """
+    state, one, before = _state, object(), list[tuple[Any, int]]()
+    has_pool = state.pool.acquire(blocking=False)
     try:
-        for library, _ in before:
-            library.set_num_threads(1)
-        yield
+        with state.changing:
+            state.inside.add(one)
+            before = _numbers()
+            state.before = {library: n for library, n in before if not _of_thread(library)}
+            for library, _ in before:
+                library.set_num_threads(1)
+        yield has_pool
     finally:
-        for library, n in before:
-            library.set_num_threads(n)
-            if hasattr(library, "clear_controlling_thread"):  # threadpoolctl 3.8
-                library.clear_controlling_thread()  # else only this thread could set it again
+        with state.changing:
+            state.inside.discard(one)
+            for library, n in before:
+                if not state.inside or _of_thread(library):
+                    library.set_num_threads(n)
+                if hasattr(library, "clear_controlling_thread"):  # threadpoolctl 3.8
+                    library.clear_controlling_thread()  # else only this thread could set it again
+            if not state.inside:
+                state.before = {}
+        if has_pool:
+            state.pool.release()
+
+
+def _numbers() -> list[tuple[Any, int]]:
+    """Of each library, how many threads it has, or had before the first call of `_one_thread`."""
+    before = _state.before
+    return [(x, before.get(x) or x.get_num_threads() or 1) for x in _blas()]
+
+
+def _of_thread(library: Any) -> bool:
+    """Whether each thread of the program has a number of its own."""
+    return getattr(library, "threading_layer", None) == "openmp"
+
+
+def libraries() -> list[str]:
+    """Files of NumPy's BLAS."""
+    return [library.filepath for library in _blas()]
 
 
 @functools.cache

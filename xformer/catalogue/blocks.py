@@ -152,7 +152,7 @@ BLOCK_MASKS: Options = {"mask": mask((5, 1, 1, 4), DEAD_BATCH), "memory_mask": m
 def _blocks(
     name: str,
     *,
-    cross: str = "",  # or "memory", or "shared": its keys and values are made once
+    cross: str = "",  # or "memory", or "shared": its keys and values are made once, or "each"
     pos: bool = False,
     bias: tuple[int, ...] | None = None,
     norms: bool = True,
@@ -168,7 +168,7 @@ def _blocks(
     cfgs = (cfg, dataclasses.replace(cfg, **second or {}))
 
     def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
-        like: Options = {"cross": bool(cross), "shared_memory": cross == "shared"}
+        like: Options = {"cross": bool(cross), "shared_memory": cross in ("shared", "each")}
         if is_stack or several:
             own = cfgs[:n_blocks]  # one: both layers have its parameters
             params: Any = layers.StackParams.init(rng, own, relative=relative, **like)
@@ -177,11 +177,12 @@ def _blocks(
             params = cfg.init(rng, **like)
         if not norms:
             params = params._replace(attn_norm=None, cross_norm=None, ffn_norm=None)
-        ready = cross == "shared" and not is_stack
+        ready = cross in ("shared", "each") and not is_stack
         memory: Any = rng.normal((5, 7, 6)) if cross else None
         if ready:
             k, v = (5, cfg.kv_heads, 7, cfg.head_width), (5, cfg.kv_heads, 7, cfg.value_width)
-            memory = layers.KeyValue(rng.normal(k), rng.normal(v))
+            pairs = tuple(layers.KeyValue(rng.normal(k), rng.normal(v)) for _ in cfgs)
+            memory = pairs if cross == "each" else pairs[0]
         args = (
             rng.normal((5, 4, 6)),
             random(rng, params),
@@ -268,6 +269,7 @@ def _several() -> Iterator[Case]:
     again: Options = {"checkpoint": True, "bias": (2, 1, 4), "pos": True}
     yield _blocks("blocks: memory, masks, checkpointing", cross="memory", **again, **BLOCK_MASKS)
     yield _blocks("blocks: ready keys and values", cross="shared", config={"d_value": 2})
+    yield _blocks("blocks: ready keys and values of each layer", cross="each")
     rates: Options = {"dropout": 0.1, "attn_dropout": 0.3, "hidden_dropout": 0.2}
     yield _blocks("blocks: dropout", config=rates, dropout_key=KEY)
 

@@ -36,13 +36,18 @@ def blocks(
     """y = block_n(... block_1(x)); every block sees bias, positions and masks.
 
     x, y: (B, T, D). configs: one for each layer. Where there are fewer blocks than layers, equal
-    runs of layers share one, in order. memory: for all layers; where a text grows, a KeyValue for
-    each. past: of each layer; then nothing is kept for a backward. The rest as in `layers.block`
-    and `layers.stack`. ValueError where the numbers do not fit.
+    runs of layers share one, in order. memory: one for all layers, or a sequence of a KeyValue for
+    each, whose gradient is a tuple. past: of each layer; then nothing is kept for a backward. The
+    rest as in `layers.block` and `layers.stack`. ValueError where the numbers do not fit.
     """
     order = order_of(params, configs)
-    same = memory is None or isinstance(memory, KeyValue) or not isinstance(memory, tuple)
-    memories: Any = (memory,) * len(configs) if same else memory
+    own_memory = isinstance(memory, Sequence) and not isinstance(memory, KeyValue)
+    memories: Any = memory if own_memory else (memory,) * len(configs)
+    if len(memories) != len(configs):
+        raise ValueError(
+            f"blocks: memory must be one for all layers, or a KeyValue for each of {len(configs)}, "
+            f"got {len(memories)}"
+        )
     caches: list[Any] = []
     run: Any = checkpointed if checkpoint and past is None else block
     for i, config in enumerate(configs):
@@ -63,8 +68,8 @@ def blocks(
         )
         caches.append(cache if past is None else cache.past)
     if past is None:
-        return x, BlocksCache(tuple(caches), order, ())
-    return x, BlocksCache((), order, tuple(caches))
+        return x, BlocksCache(tuple(caches), order, own_memory, ())
+    return x, BlocksCache((), order, own_memory, tuple(caches))
 
 
 class BlocksCache(NamedTuple):
@@ -72,6 +77,7 @@ class BlocksCache(NamedTuple):
 
     blocks: tuple[Any, ...]
     order: tuple[int, ...]  # of each layer, the block whose parameters it has
+    own_memory: bool  # whether each layer has its own
     past: tuple[Past, ...]  # of each layer, where a past was given: then there is no backward
 
     def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
@@ -80,17 +86,23 @@ class BlocksCache(NamedTuple):
         drouter_logits: for each layer the gradient of an auxiliary loss on its router, or None.
         """
         if self.past:
-            raise ValueError("stack: with a past nothing is kept for a backward")
+            raise ValueError("blocks: with a past nothing is kept for a backward")
         dx = dy
         dparams: list[Any] = [None] * (max(self.order) + 1)
         shared: Any = None
+        dmemories: list[Any] = []  # from the last layer to the first, where each has its own
         for i in reversed(range(len(self.blocks))):
             dlogits = None if drouter_logits is None else drouter_logits[i]
             extra = () if dlogits is None else (dlogits,)
             dx, dblock, *dshared = self.blocks[i].backward(dx, *extra)
+            if self.own_memory:
+                dmemories.append(dshared[0])
+                dshared[0] = None
             which = self.order[i]
             dparams[which] = dblock if dparams[which] is None else add(dparams[which], dblock)
             shared = dshared if shared is None else add(shared, dshared)
+        if self.own_memory:
+            shared[0] = tuple(reversed(dmemories))
         return dx, tuple(dparams), *shared
 
 
@@ -99,7 +111,7 @@ def order_of(params: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) ->
     n_blocks, n_layers = len(params), len(configs)
     if n_blocks == 0 or n_layers % n_blocks:
         raise ValueError(
-            f"stack: params must hold a block for each of {n_layers} layers, or for equal runs of "
+            f"blocks: params must hold a block for each of {n_layers} layers, or for equal runs of "
             f"them, got {n_blocks}"
         )
     return tuple(i // (n_layers // n_blocks) for i in range(n_layers))

@@ -71,9 +71,7 @@ def residuals(
         raise ValueError(f'residual: place must be "pre" or "post", got {place!r}')
     config = NormConfig() if config is None else config
     norms = [branch.norm for branch in branches]
-    norms = (
-        [*norms, None] if place == "pre" else [None, *norms]
-    )  # those behind sums from the 2nd on
+    norms = [*norms, None] if place == "pre" else [None, *norms]  # from the 2nd on behind sums
     inner, first = x, None
     if norms[0] is not None:
         inner, first = norm(x, norms[0], config=config)

@@ -93,7 +93,7 @@ def stack(
     """
     require_configs("stack", configs)
     memory_cache = relative_cache = None
-    if isinstance(memory, tuple):
+    if isinstance(memory, Sequence):
         params = _without_memory(params)
     elif params.memory is not None:
         if memory is None:
@@ -148,7 +148,7 @@ class StackCache(NamedTuple):
 
     @property
     def blocks(self) -> tuple[Any, ...]:
-        """The cache of each layer."""
+        """The cache of each layer. AttributeError where each thread took a share of the batch."""
         caches: tuple[Any, ...] = self.layers.blocks
         return caches
 

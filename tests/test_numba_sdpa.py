@@ -1,0 +1,211 @@
+"""numba's `sdpa`: as exact as the reference whatever it masks, and as far as it goes."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from test_numpy_sdpa import LENGTHS, WINDOWS, double, inputs, masks, results
+
+from xformer import Key, backends, dispatch, ops
+from xformer.layers.attention import merge_heads, split_heads
+from xformer.typing import Array
+
+pytest.importorskip("numba", reason="extra numba is not installed")
+from xformer.backends.numba import flash, gemm
+from xformer.backends.numba import sdpa as kernel
+
+LONG = [lengths for lengths in LENGTHS if lengths[0] >= 16]
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        yield
+
+
+def given_of(*args: Any, **how: Any) -> list[Any]:
+    return inputs(*args, dtype="float32", **how)
+
+
+def require_exact(given: list[Any], **options: Any) -> None:
+    """Within twice the reference's distance from the reference in float64."""
+    *arrays, _ = given
+    assert kernel.outside(*arrays, **options) is None
+    exact = results(ops.sdpa.reference, double(given), **options)
+    plain, got = (results(run, given, **options) for run in (ops.sdpa.reference, kernel.sdpa))
+    assert got.keys() == exact.keys()
+    for name, wanted in exact.items():
+        assert got[name].shape == wanted.shape and got[name].dtype == np.float32, name
+        off, off_plain = (np.max(np.abs(a[name] - wanted)) for a in (got, plain))
+        rounding = 2 * np.finfo(np.float32).eps * np.max(np.abs(wanted))
+        assert off <= 2 * off_plain + rounding, (name, off, off_plain, options)
+
+
+def require_near(given: list[Any], **options: Any) -> None:
+    """To the rounding of sums that cancel out."""
+    exact = results(ops.sdpa.reference, double(given), **options)
+    for name, array in results(kernel.sdpa, given, **options).items():
+        assert np.allclose(array, exact[name], rtol=1e-5, atol=1e-5), name
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROWS": (16, 32), "COLUMNS": 24, "WIDE": 40}.items():
+        monkeypatch.setattr(kernel, name, value)
+
+
+@pytest.mark.parametrize("tiles", ["one", "many"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", LONG, ids=str)
+def test_tiles_of_every_form(
+    length: tuple[int, int], causal: bool, tiles: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Diagonals, windows and padding that cut tiles at all places, scores small and large."""
+    windows = list(WINDOWS)
+    if tiles == "many":  # where nothing is exactly 0, as one key's gradients are in one tile
+        small_tiles(monkeypatch)
+        windows.remove((0, 0))
+    keys = masks(length)["keys"]
+    for window, mask, size in itertools.product(windows, (None, keys, keys[1:]), (1, 30)):
+        given = given_of((4, 2), length, size=size)
+        require_exact(given, causal=causal, window=window, mask=mask)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1, 30, 300])
+def test_scores_of_every_size(size: float) -> None:
+    """At the sizes of a model, with threads; also where powers without a maximum do not fit."""
+    for options in ({"causal": True}, {"mask": masks((192, 192))["keys"]}, {"scale": 0.7}):
+        require_exact(given_of((6, 6), (192, 192), width=32, size=size), **options)
+
+
+def test_scores_far_from_zero() -> None:
+    """Of all queries, and of some: no maximum is taken off scores near 0."""
+    for size, some in itertools.product((-200.0, -60.0, 60.0, 200.0), (slice(None), slice(50, 53))):
+        given = given_of((2, 2), (80, 80))
+        q, k = given[:2]
+        k[..., 0] = 1
+        q[:, :, some, 0] = size * q.shape[3] ** 0.5
+        require_exact(given, causal=True)
+
+
+@pytest.mark.parametrize("size", [1, 30])
+def test_long_sequences(size: int) -> None:
+    for window in (None, (900, None), (5, 5)):
+        require_exact(given_of((2, 1), (700, 1300), batch=1, size=size), causal=True, window=window)
+
+
+def test_one_key_has_all_the_weight() -> None:
+    """Then probabilities are exactly 1, and gradients of scores exactly 0."""
+    for length, options in (((40, 40), {"window": (0, 0)}), ((40, 1), {})):
+        got = results(kernel.sdpa, given_of((4, 2), length), **options)
+        assert not got["dq"].any() and not got["dk"].any()
+
+
+def test_arrays_in_every_layout() -> None:
+    """As a layer passes them, such that no product can take them as they are, and read-only."""
+    given = given_of((4, 2), (80, 90))
+    wanted = results(kernel.sdpa, given, causal=True)
+    for lay_out in (
+        lambda x: split_heads(merge_heads(x), x.shape[1]),
+        lambda x: np.repeat(x, 2, axis=3)[..., ::2],
+        lambda x: np.ascontiguousarray(x.T).T,
+        lambda x: x[:, :, ::-1].copy()[:, :, ::-1],
+        lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
+    ):
+        laid_out = [None if x is None else lay_out(x) for x in given]
+        for name, array in results(kernel.sdpa, laid_out, causal=True).items():
+            assert np.allclose(array, wanted[name], rtol=1e-5, atol=1e-6), name
+    same = [np.broadcast_to(x[:, :, :1], x.shape) for x in given[:2]]  # as a view of one row
+    for arrays in ([same[0], *given[1:]], [given[0], same[1], *given[2:]]):
+        require_near(arrays, causal=True)
+    assert len(flash.loops()[0].signatures) == len(flash.loops()[1].signatures) == 1
+
+
+def test_heads_are_merged_without_a_copy() -> None:
+    for heads in ((4, 4), (4, 2)):
+        got = results(kernel.sdpa, given_of(heads, (80, 80)))
+        for name in ("ctx", "dq", "dk", "dv"):
+            assert np.shares_memory(merge_heads(got[name]), got[name]), name
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_nan_stays(which: int) -> None:
+    """As many numbers of each result are NaN as of the reference."""
+    given = given_of((4, 2), (80, 80))
+    given[which][1, 1, 50, 3] = np.nan
+    with np.errstate(invalid="ignore"):
+        wanted = results(ops.sdpa.reference, given)
+        got = results(kernel.sdpa, given)
+    for name, array in wanted.items():
+        assert np.isnan(array).any() or name in ("dq", "dk", "dv")
+        np.testing.assert_array_equal(np.isnan(got[name]), np.isnan(array), name)
+
+
+def test_memory_grows_with_the_length_alone() -> None:
+    """T = 4096 in 2 heads: probabilities would be 134 MB."""
+    given = given_of((2, 1), (4096, 4096), batch=1)
+    tracemalloc.start()
+    try:
+        results(kernel.sdpa, given, causal=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * sum(a.nbytes for a in given if a is not None)
+
+
+def test_the_same_on_any_number_of_threads() -> None:
+    given = given_of((6, 3), (200, 200))
+    first = results(kernel.sdpa, given, causal=True)
+    for n in (1, 2, 3):
+        with threadpoolctl.threadpool_limits(n, user_api="blas"):
+            again = results(kernel.sdpa, given, causal=True)
+        assert all(np.array_equal(array, again[name]) for name, array in first.items()), n
+
+
+def test_what_it_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.get("numba")
+
+    def said(given: list[Any], **options: Any) -> str:
+        return dispatch.explain(ops.sdpa, *given[:-1], **options)
+
+    given = given_of((4, 2), (80, 90))
+    assert said(given).startswith("sdpa on numpy: xformer.backends.numba.sdpa")
+    others: list[tuple[list[Any], dict[str, Any], str]] = [
+        (double(given), {}, "only float32"),
+        (given_of((4, 2), (80, 90), bias=(80, 90)), {}, "no bias"),
+        (given_of((4, 2), (80, 90), sinks=True), {}, "no bias"),
+        (given, {"softcap": 3.0}, "no bias"),
+        (given, {"dropout_rate": 0.1, "dropout_key": Key(1)}, "no bias"),
+        (given, {"mask": masks((80, 90))["pairs"]}, "only masks of keys"),
+        (given, {"mask": masks((80, 90))["one"]}, "only masks of keys"),
+        (given_of((4, 2), (15, 90)), {}, "only 16 queries or more"),
+    ]
+    for arrays, options, why in others:
+        text = said(arrays, **options)
+        assert text.startswith("sdpa on numpy: xformer.backends.numpy.sdpa") and why in text, text
+    monkeypatch.setattr(gemm, "NAMES", ("no_such_product",))
+    gemm.sgemm.cache_clear()
+    try:
+        assert "no product that can be called" in said(given)
+    finally:
+        gemm.sgemm.cache_clear()
+
+
+def test_products() -> None:
+    """Of all layouts, one factor's columns for its rows, added to what there is."""
+    rng = np.random.default_rng(0)
+
+    def matrix(n: int, m: int, turned: bool) -> Array:
+        x = rng.normal(size=(m, n + 3) if turned else (n, m + 3)).astype(np.float32)
+        return x[:, :n].T if turned else x[:, :m]
+
+    for turned in itertools.product((False, True), repeat=2):
+        a, b, out = matrix(5, 7, turned[0]), matrix(7, 4, turned[1]), matrix(5, 4, False)
+        wanted = 0.5 * (a @ b) + 2 * out
+        gemm.add_product(gemm.sgemm(), np.float32(0.5), a, b, np.float32(2), out)
+        assert np.allclose(out, wanted, rtol=1e-5, atol=1e-6)
