@@ -16,6 +16,8 @@ from xformer import tree
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
+Step = Callable[[dict[str, Array], Any], tuple[dict[str, Array], tuple[Any, ...]]]
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 
 
@@ -123,6 +125,17 @@ class Backend:
         Around one call, as `active`. On a CPU it always does.
         """
         return nullcontext()
+
+    def captured(self, step: Step) -> Step | None:
+        """`step` as one call of the library, where it has such a thing; None where it has not.
+
+        step(state, inputs) -> (state, results) is a function of arrays: state a dict of them,
+        inputs a tree, which the caller gives as numbers and arrays of the host, results a tuple of
+        trees. State and results are written over by the next call. What else the function goes by
+        stays as it is at first. Where it cannot be one call, a RuntimeWarning says why, and it is
+        many.
+        """
+        return None
 
     def generator(self, seed: int, dtype: str = "float32") -> Generator:
         """Random numbers drawn on the host and transferred: the same on every backend.

@@ -247,6 +247,65 @@ except ValueError as error:
     ]
 
 
+def test_what_a_graph_asks_for(tmp_path: Path) -> None:
+    """A pool and a stream of its own, waited for around what is done there, not where it is noted;
+    an error ends the capture."""
+    code = """
+from contextlib import contextmanager
+from xformer.backends.cupy.captured import GRAPHS
+from xformer.backends.cupy.driver import ARRAY
+cuda = sys.modules["cupy"].cuda
+class Graph:
+    def launch(self):
+        print("launched")
+class Stream:
+    def __init__(self, non_blocking):
+        print("not blocking", non_blocking)
+    def __enter__(self):
+        print("its stream")
+    def __exit__(self, *error):
+        print("the stream of before")
+    def synchronize(self):
+        print("waited for its own")
+    def begin_capture(self):
+        print("captures")
+    def end_capture(self):
+        print("ends")
+        return Graph()
+current = types.SimpleNamespace(synchronize=lambda: print("waited for the current one"))
+cuda.get_current_stream = lambda: current
+cuda.MemoryPool = lambda: types.SimpleNamespace(malloc="malloc of its own pool")
+cuda.Stream = Stream
+@contextmanager
+def using_allocator(malloc):
+    print(malloc)
+    try:
+        yield
+    finally:
+        print("malloc of before")
+cuda.using_allocator = using_allocator
+graph = GRAPHS[ARRAY]()
+with graph.apart():
+    print("work")
+with graph.recording():
+    print("work")
+graph.launch()
+try:
+    with graph.recording():
+        raise NotImplementedError("cuBLAS")
+except NotImplementedError as error:
+    print(error)
+"""
+    inside = ["malloc of its own pool", "its stream"]
+    outside = ["the stream of before", "malloc of before"]
+    assert said(code, tmp_path) == [
+        *("not blocking True", "waited for the current one"),
+        *(*inside, "work", *outside, "waited for its own"),
+        *(*inside, "captures", "work", "ends", *outside, "launched"),
+        *(*inside, "captures", "ends", *outside, "cuBLAS"),
+    ]
+
+
 def test_bindings_that_are_missing_are_a_reason(tmp_path: Path) -> None:
     """Never an error; they are looked for once."""
     code = """

@@ -617,10 +617,25 @@ def test_adamw(library: Backend, size: int, donate: bool) -> None:
             assert np.allclose(library.to_numpy(got), wanted, rtol=1e-13, atol=1e-15)
 
 
-def test_a_rate_on_the_device_is_not_waited_for(library: Backend) -> None:
-    w = library.asarray(normal(5))
-    said = explain(adam_update, [w], [w], [w], [w], rate=w[0], root=1.0, keep=1.0, **ADAM)
-    assert "the reference" in said and "rate, root and keep must be numbers of the host" in said
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_rate_on_the_device_is_not_waited_for(library: Backend, dtype: str) -> None:
+    """The kernel reads it where it lies: the same bits as of a number of the host."""
+    given = [[library.asarray(np.abs(normal(n)).astype(dtype)) for n in (5, 64)] for _ in range(4)]
+    numbers = {"rate": 0.1, "root": 0.7, "keep": 0.9}
+    wanted = adam_update(*given, **numbers, **ADAM)
+    for moved in ({"rate"}, set(numbers)):
+        on_device = {
+            k: library.asarray(np.array(x)) if k in moved else x for k, x in numbers.items()
+        }
+        assert (
+            "adamw.adam_update" in explain(adam_update, *given, **on_device, **ADAM).split("\n")[0]
+        )
+        for got, exact in zip(adam_update(*given, **on_device, **ADAM), wanted, strict=True):
+            for x, y in zip(got, exact, strict=True):
+                assert np.array_equal(library.to_numpy(x), library.to_numpy(y))
+    w = given[0][0]
+    said = explain(adam_update, [w], [w], [w], [w], rate=w[:1], root=1.0, keep=1.0, **ADAM)
+    assert "the reference" in said and "rate, root and keep must be numbers, or arrays ()" in said
 
 
 # Nothing, a number, rows that are packs and rows that are not, more than a block has.

@@ -22,7 +22,8 @@ from xformer.measure import arguments, measured, saved_by_part
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, LMHead
 from xformer.ops import Key
 from xformer.training import TrainConfig
-from xformer.training.loop import loss_of, start, train
+from xformer.training.loop import start, train
+from xformer.training.loss import loss_of
 
 NUMPY = backends.get("numpy")
 SIZES: dict[str, Any] = {"vocab_size": 256, "n_layers": 3, "d_model": 64, "n_heads": 4}

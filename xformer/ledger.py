@@ -36,7 +36,8 @@ from xformer.optim import Optimiser
 from xformer.shapes import FLOATING
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
-from xformer.training.loop import loss_of, start, train
+from xformer.training.loop import start, train
+from xformer.training.loss import loss_of
 
 # glibc's malloc keeps some of the large arrays that were freed, up to a fifth of all, unless told
 # from which size on to give memory back at once.

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+from array_api_compat import array_namespace
 from xformer.backends.cupy.leaves import LEAVES, launches
 from xformer.backends.cupy.module import Source, contiguous, empty, launch, not_alike
 
 from xformer.dispatch import kernel
+from xformer.optim._checks import in_dtype
 from xformer.optim.adam import adam_update as reference
 from xformer.typing import Array
 
@@ -17,7 +19,7 @@ SOURCE = Source(__file__, WIDE=(0, 1), LEAVES=(LEAVES,))
 SHARE = 1 << 12  # elements of a block
 
 
-def rate_is_an_array(
+def of_several_kinds(
     params: Sequence[Array],
     grads: Sequence[Array],
     m: Sequence[Array],
@@ -30,13 +32,15 @@ def rate_is_an_array(
     eps: float,
     donate: bool = False,
 ) -> str | None:
-    """A rate on the device would have to be waited for."""
-    if not all(isinstance(x, Real) for x in (rate, root, keep)):
-        return "rate, root and keep must be numbers of the host"
+    """All leaves must be as the first, and numbers on the device where they are."""
+    numbers: tuple[Any, ...] = (rate, root, keep)
+    for x in numbers:
+        if not isinstance(x, Real) and (type(x) is not type(params[0]) or x.shape != ()):
+            return "rate, root and keep must be numbers, or arrays () of the library of the leaves"
     return not_alike(params)
 
 
-@kernel(reference, "cupy", unsupported=rate_is_an_array)
+@kernel(reference, "cupy", unsupported=of_several_kinds)
 def adam_update(
     params: Sequence[Array],
     grads: Sequence[Array],
@@ -52,9 +56,19 @@ def adam_update(
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """New arrays, or the old ones where they are donated and contiguous."""
     beta1, beta2 = betas
-    numbers = [float(x) for x in (keep, rate, root, beta1, 1 - beta1, beta2, 1 - beta2, eps)]
+    step, on_device = (keep, rate, root), None
+    if not all(isinstance(x, Real) for x in step):
+        step, on_device = (0, 0, 0), _together(step, params[0])
+    numbers = [float(x) for x in (*step, beta1, 1 - beta1, beta2, 1 - beta2, eps)]
     params, grads, m, v = ([contiguous(x) for x in leaves] for leaves in (params, grads, m, v))
     new_p, new_m, new_v = ([x if donate else empty(x) for x in old] for old in (params, m, v))
     for args, options in launches(SHARE, params, grads, m, v, new_p, new_m, new_v):
-        launch(SOURCE, "adamw", params[0], args=(*args, *numbers), **options)
+        launch(SOURCE, "adamw", params[0], args=(*args, on_device, *numbers), **options)
     return new_p, new_m, new_v
+
+
+def _together(numbers: Sequence[Any], p: Array) -> Array:
+    """One array of numbers, of which some are arrays (); nothing is waited for."""
+    xp = array_namespace(p)
+    values = [in_dtype(x, p) for x in numbers]
+    return xp.stack([xp.full((), x, dtype=p.dtype) if isinstance(x, float) else x for x in values])

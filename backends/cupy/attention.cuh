@@ -17,14 +17,15 @@ __device__ constexpr int most(int a, int b) { return a < b ? b : a; }
         long long v_s, long long bias_b, long long bias_h, long long bias_t, long long bias_s,     \
         long long mask_b, long long mask_h, long long mask_t, long long mask_s, long long left,    \
         long long right, real factor, real softcap, real keep, long long lowest, long long key0,   \
-        long long key1, long long site, long long step, long long packed
+        long long key1, long long site, long long step, const long long *__restrict__ on_device,    \
+        long long packed
 #define ATTENTION                                                                                  \
     {q,           k,           v,         bias,         sinks,  mask,   int(heads), int(groups),   \
      int(queries), int(keys),  int(width), int(value_width), q_b, q_h,  q_t,        k_b,           \
      k_g,         k_s,         v_b,       v_g,          v_s,    bias_b, bias_h,     bias_t,        \
      bias_s,      mask_b,      mask_h,    mask_t,       mask_s, int(left), int(right), factor,     \
      softcap,     keep,        lowest,    unsigned(key0), unsigned(key1), unsigned(site),          \
-     unsigned(step), packed != 0}
+     unsigned(step), on_device, packed != 0}
 
 struct Attention {
     const stored *q, *k, *v, *bias, *sinks;
@@ -36,6 +37,7 @@ struct Attention {
     real factor, softcap, keep;
     long long lowest;
     unsigned key0, key1, site, step;
+    const long long* on_device;  // or null: where the step lies
     bool packed;
 
     __device__ __forceinline__ int ahead() const { return keys - queries; }

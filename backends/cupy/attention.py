@@ -27,7 +27,7 @@ class Attention(NamedTuple):
     mask: Array | None
     scale: float
     keep: float  # what probabilities that dropout keeps are divided by
-    numbers: tuple[float, ...]  # ATTENTION_PARAMETERS of attention.cuh behind the arrays
+    numbers: tuple[Any, ...]  # ATTENTION_PARAMETERS of attention.cuh behind the arrays
 
     @property
     def width(self) -> int:
@@ -63,7 +63,7 @@ def attention(
         softcap or 0.0,
         keep,
         round(rate * 2**32),  # of the 2^32 words the lowest that keeps
-        *((0, 0, 0, 0) if key is None or rate == 0 else words(key)),
+        *((0, 0, 0, 0, None) if key is None or rate == 0 else words(key)),
     )
     sinks = None if sinks is None else contiguous(sinks)
     return Attention(q, k, v, bias, sinks, mask, scale, keep, numbers)

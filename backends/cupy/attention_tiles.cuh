@@ -219,7 +219,8 @@ __device__ __forceinline__ unsigned kept(const Attention& at, int b, int h, int 
 #pragma unroll 1
         for (int x = 0; x < KEYS<OWN_KEYS>; ++x, ++element) {
             const unsigned nth = element % 4;
-            if (x == 0 || nth == 0) words = philox(element / 4, at.site, at.step, at.key0, at.key1);
+            if (x == 0 || nth == 0)
+                words = philox(element / 4, at.site, step_of(at.step, at.on_device), at.key0, at.key1);
             const unsigned word = nth < 2 ? (nth ? words.v[1] : words.v[0])
                                           : (nth == 2 ? words.v[2] : words.v[3]);
             bits |= unsigned(word >= at.lowest) << (OWN_KEYS ? x * RN + y : y * RN + x);

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import array_api_compat.cupy as xp
 import cupy
 import numpy as np
-from xformer.backends.base import Backend, Memory, Unusable
+from xformer.backends.base import Backend, Memory, Step, Unusable
+from xformer.backends.cupy.captured import Captured
 from xformer.backends.cupy.index_add import deterministic
 
 from xformer.shapes import STORED
@@ -54,6 +55,10 @@ class CupyBackend(Backend):
     def deterministic(self) -> AbstractContextManager[None]:
         """Sums over repeated ids in a fixed order; all else is repeatable as it is."""
         return deterministic()
+
+    def captured(self, step: Step) -> Step:
+        """`step` as a CUDA graph."""
+        return Captured(step, self)
 
     def _too_little(self, error: MemoryError) -> str:
         with self.device:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import cupy
 import numpy as np
+from xformer.backends.cupy.captured import GRAPHS
 from xformer.backends.cupy.cublaslt import RUNTIMES, Place, Runtime
 from xformer.backends.cupy.module import LAUNCHERS, Source, arithmetic
 
@@ -94,6 +95,43 @@ def memory(size: int) -> Any:
     return cupy.cuda.alloc(size)
 
 
+# ---- For graphs ----
+
+
+class Graph:
+    """`captured.Graph`, on CuPy's current device."""
+
+    def __init__(self) -> None:
+        self._pool = cupy.cuda.MemoryPool()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._graph: Any = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What was begun before is waited for, and what is done within."""
+        cupy.cuda.get_current_stream().synchronize()
+        with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
+            yield
+        self._stream.synchronize()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """An error ends it."""
+        with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
+            self._stream.begin_capture()
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # CUDA has given up the graph, and says so
+                    self._stream.end_capture()
+                raise
+            self._graph = self._stream.end_capture()
+
+    def launch(self) -> None:
+        """On the current stream."""
+        self._graph.launch()
+
+
 # ---- For kernels ----
 
 
@@ -128,5 +166,6 @@ def _compiled(source: Source, name: str, dtype: str, macros: dict[str, Any]) -> 
     return module.get_function(name)
 
 
+GRAPHS[ARRAY] = Graph
 LAUNCHERS[ARRAY] = launch
 RUNTIMES[ARRAY] = Runtime(bindings, place, memory)

@@ -10,10 +10,11 @@ constexpr int STEP = VEC < 4 ? VEC : 4;
 
 extern "C" __global__ void dropout(const stored* __restrict__ x, stored* __restrict__ y, long long n,
                                    real kept, long long lowest, long long key0, long long key1,
-                                   long long site, long long step) {
+                                   long long site, long long step,
+                                   const long long* __restrict__ on_device) {
     const long long block = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (4 * block >= n) return;
-    const Words words = philox(block, site, step, key0, key1);
+    const Words words = philox(block, site, step_of(step, on_device), key0, key1);
     for (int start = 0; start < 4; start += STEP) {
         const long long i = 4 * block + start;
         if (i >= n) return;

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
-from xformer.backends.cupy.random_bits import on_device, words
+from xformer.backends.cupy.random_bits import not_a_step, words
 
 from xformer.checks import require_shape
 from xformer.dispatch import kernel
@@ -20,12 +20,12 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads, of four elements each
 
 
-def step_is_an_array(x: Array, *, rate: float, key: Key | None) -> str | None:
+def no_step(x: Array, *, rate: float, key: Key | None) -> str | None:
     """Why the kernel cannot run."""
-    return on_device(key)
+    return not_a_step(key, x)
 
 
-@kernel(reference, "cupy", unsupported=step_is_an_array, stores=STORED)
+@kernel(reference, "cupy", unsupported=no_step, stores=STORED)
 def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCache]:
     """y = x * keep / (1 - rate)."""
     rate = require_rate("dropout", "rate", rate, "key", key)

@@ -5,6 +5,11 @@ struct Words {
     unsigned v[4];
 };
 
+// The step of a key: from the device where it lies there, as in a captured graph.
+__device__ __forceinline__ unsigned step_of(long long step, const long long* on_device) {
+    return unsigned(on_device ? *on_device : step);
+}
+
 __device__ __forceinline__ Words philox(unsigned long long block, unsigned site, unsigned step,
                                         unsigned key0, unsigned key1) {
     Words c = {{unsigned(block), unsigned(block >> 32), site, step}};

@@ -5,10 +5,11 @@
 #include "philox.cuh"
 
 extern "C" __global__ void random_bits(long long* __restrict__ out, long long n, long long key0,
-                                       long long key1, long long site, long long step) {
+                                       long long key1, long long site, long long step,
+                                       const long long* __restrict__ on_device) {
     const long long block = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (4 * block >= n) return;
-    const Words words = philox(block, site, step, key0, key1);
+    const Words words = philox(block, site, step_of(step, on_device), key0, key1);
     for (int k = 0; k < 4; ++k)
         if (4 * block + k < n) out[4 * block + k] = words.v[k];
 }

@@ -18,12 +18,12 @@ SOURCE = Source(__file__)
 BLOCK = 256  # threads, of four words each
 
 
-def step_is_an_array(like: Array, *, key: Key, size: int) -> str | None:
+def no_step(like: Array, *, key: Key, size: int) -> str | None:
     """Why the kernel cannot run."""
-    return on_device(key)
+    return not_a_step(key, like)
 
 
-@kernel(reference, "cupy", unsupported=step_is_an_array)
+@kernel(reference, "cupy", unsupported=no_step)
 def random_bits(like: Array, *, key: Key, size: int) -> Array:
     """Philox4x32-10, int64."""
     require_key("random_bits", key)
@@ -36,12 +36,17 @@ def random_bits(like: Array, *, key: Key, size: int) -> Array:
     return out
 
 
-def words(key: Key) -> tuple[int, int, int, int]:
-    """The key as the kernels take it: key0, key1, site, step."""
-    return key.seed & MASK, key.seed >> 32, key.site, key.step
+def words(key: Key) -> tuple[int, int, int, int, Array | None]:
+    """The key as the kernels take it: key0, key1, site, step, and where on the device step lies."""
+    seed = key.seed & MASK, key.seed >> 32, key.site
+    return (*seed, key.step, None) if isinstance(key.step, int) else (*seed, 0, key.step)
 
 
-def on_device(key: Any) -> str | None:
-    """Why kernels, whose arguments come from the host, cannot run with this key."""
-    plain = not isinstance(key, Key) or isinstance(key.step, int)
-    return None if plain else "key.step is an array"
+def not_a_step(key: Any, like: Array) -> str | None:
+    """Why kernels cannot run with this key: its step is an int, or lies where `like` does."""
+    if not isinstance(key, Key) or isinstance(key.step, int):
+        return None
+    there = type(key.step) is type(like) and key.step.dtype.name == "int64"
+    return (
+        None if there and key.step.shape == () else "key.step must be an int, or int64 of shape ()"
+    )

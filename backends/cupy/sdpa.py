@@ -20,7 +20,7 @@ from xformer.backends.cupy.attention import (
     tile,
 )
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size, threads
-from xformer.backends.cupy.random_bits import on_device
+from xformer.backends.cupy.random_bits import not_a_step
 from xformer.backends.cupy.sdpa_backward import backward
 
 from xformer.checks import require_gradient
@@ -61,7 +61,7 @@ def too_wide(
         return f"heads are {width} wide, more than {WIDTHS[-1]}"
     if bias is not None and q.dtype.name in STORED:
         return f"a bias is not added in {q.dtype.name}"
-    return on_device(dropout_key)
+    return not_a_step(dropout_key, q)
 
 
 @kernel(reference, "cupy", unsupported=too_wide, stores=STORED)

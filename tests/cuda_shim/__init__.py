@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from xformer.backends.base import Backend, Unusable
+from xformer.backends.base import Backend, Step, Unusable
 from xformer.backends.cupy import deterministic
+from xformer.backends.cupy.captured import GRAPHS, Captured
 from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imports no CuPy
 
 from cuda_shim.array import DEVICE, Array, Fault, namespace
 from cuda_shim.build import COMPILER, missing_compiler
 from cuda_shim.cublaslt import CublasLt, calling
+from cuda_shim.graph import Graph, refuse
 from cuda_shim.launcher import launch
 from xformer import dispatch
 from xformer.shapes import STORED
@@ -45,13 +47,19 @@ class ShimBackend(Backend):
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """The values of an array as a NumPy array on the host."""
+        refuse("a value is looked at")
         return np.array(array.host)
 
     def deterministic(self) -> AbstractContextManager[None]:
         """That of CuPy's kernels."""
         return deterministic()
 
+    def captured(self, step: Step) -> Step:
+        """As on CuPy, by the stand-in's graphs."""
+        return Captured(step, self)
+
     def _from_host(self, host: np.ndarray) -> Array:
+        refuse("a value is brought from the host")
         return Array(np.array(host, order="C"))
 
 
@@ -65,6 +73,7 @@ def backend(device: str | None = None) -> Backend:
 
 
 LAUNCHERS[Array] = launch
+GRAPHS[Array] = Graph
 sys.modules[f"xformer.backends.{NAME}"] = sys.modules[NAME]  # where the dispatch looks for it
 for op in dispatch.ops():
     if "cupy" in op.kernels:

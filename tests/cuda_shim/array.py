@@ -13,10 +13,10 @@ import array_api_compat.numpy as host_xp
 import numpy as np
 from xformer.backends.cupy.module import arithmetic
 
+from cuda_shim.graph import UNWRITTEN, is_recording, keep, made, note, refuse
 from xformer.shapes import STORED
 
 DEVICE = "cuda:0"
-UNWRITTEN = 0xFF  # every byte of a new array: NaN, or -1
 # What CuPy does to arrays that are only STORED in: it moves, rounds and widens them, and adds two.
 MOVES = ("ascontiguousarray", "astype", "broadcast_to", "concat", "permute_dims", "reshape", "take")
 
@@ -57,7 +57,7 @@ class Array:
         return SimpleNamespace(ptr=self.host.ctypes.data)
 
     def copy(self) -> Array:
-        return Array(self.host.copy())
+        return Array(made("copy", self.host.copy, self.host))
 
     def dot(self, other: Array, out: Array | None = None) -> Array:
         """Of two dimensions; where CuPy would copy what it is given, Fault."""
@@ -67,6 +67,8 @@ class Array:
                     f"dot: a factor must be a matrix that lies as cuBLAS reads it or its "
                     f"transpose, got shape {factor.shape}, strides {factor.strides}"
                 )
+        if is_recording():
+            raise NotImplementedError("cuBLAS while a graph is captured")
         wide = np.dtype(arithmetic(self.dtype.name))  # cuBLAS sums in it, and rounds once
         with quietly(is_stored(self)):
             product = self.host.astype(wide, copy=False) @ other.host.astype(wide, copy=False)
@@ -83,26 +85,40 @@ class Array:
     def __iadd__(self, other: Array) -> Array:
         if is_stored(self):
             require_addition("__iadd__", self, other)
-        with quietly(is_stored(self)):
-            self.host += unwrap(other)
+
+        def run() -> None:
+            with quietly(is_stored(self)):
+                self.host.__iadd__(unwrap(other))
+
+        if not note("__iadd__", addresses(self, other), run):
+            run()
         return self
 
     def __getitem__(self, index: Any) -> Array:
-        return wrap(self.host[unwrap(index)])
+        return wrap(made("__getitem__", lambda: self.host[unwrap(index)], self.host))
 
     def __setitem__(self, index: Any, values: Any) -> None:
-        self.host[unwrap(index)] = unwrap(values)
+
+        def run() -> None:
+            self.host[unwrap(index)] = unwrap(values)
+
+        if not note("__setitem__", addresses(self, values), run):
+            run()
 
     def __bool__(self) -> bool:
+        refuse("a value is looked at")
         return bool(self.host)
 
     def __int__(self) -> int:
+        refuse("a value is looked at")
         return int(self.host)
 
     def __index__(self) -> int:
+        refuse("a value is looked at")
         return operator.index(self.host[()])
 
     def __float__(self) -> float:
+        refuse("a value is looked at")
         return float(self.host)
 
     def __len__(self) -> int:
@@ -110,6 +126,19 @@ class Array:
 
     def __repr__(self) -> str:
         return f"cuda_shim.{self.host!r}"
+
+
+def addresses(*values: Any) -> tuple[Any, ...]:
+    """Where arrays lie; numbers as they are."""
+    return tuple(x.data.ptr if isinstance(x, Array) else x for x in values)
+
+
+def hosts(*values: Any) -> list[np.ndarray]:
+    """The memory of arrays, of those in lists too."""
+    every = [
+        x for value in values for x in (value if isinstance(value, list | tuple) else (value,))
+    ]
+    return [x.host for x in every if isinstance(x, Array)]
 
 
 def is_stored(value: Any) -> bool:
@@ -137,8 +166,12 @@ def _operator(name: str) -> Callable[..., Any]:
         stored = any(map(is_stored, (self, *others)))
         if stored:
             require_addition(name, self, *others)
-        with quietly(stored):
-            result = getattr(self.host, name)(*(unwrap(other) for other in others))
+
+        def compute() -> Any:
+            with quietly(stored):
+                return getattr(self.host, name)(*(unwrap(other) for other in others))
+
+        result = made(name, compute, *hosts(self, *others))
         return result if result is NotImplemented else wrap(result)
 
     return apply
@@ -194,6 +227,7 @@ class Namespace:
         _require_device(device)
         host = np.empty(shape, dtype)
         host.view(np.uint8).fill(UNWRITTEN) if host.ndim else host.fill(np.nan)
+        keep(host)
         return Array(host)
 
 
@@ -208,9 +242,15 @@ def _function(function: Callable[..., Any], name: str = "") -> Callable[..., Any
             for value in (*args, *options.values()):
                 if any(map(is_stored, value if isinstance(value, list | tuple) else (value,))):
                     require_addition(name, value)
+        if name == "asarray" and not isinstance(args[0], Array):
+            refuse("a value is brought from the host")
         named = {key: unwrap(value) for key, value in options.items()}
-        with quietly(name == "astype"):
-            return wrap(function(*map(unwrap, args), **named))
+
+        def compute() -> Any:
+            with quietly(name == "astype"):
+                return function(*map(unwrap, args), **named)
+
+        return wrap(made(name, compute, *hosts(*args, *options.values())))
 
     return call
 

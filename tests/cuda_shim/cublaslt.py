@@ -39,6 +39,7 @@ from cuda_shim.cublaslt_parts import (
     read,
     rounded,
 )
+from cuda_shim.graph import note
 
 
 class CublasLt:
@@ -208,35 +209,44 @@ class CublasLt:
             if at % preferred.get(name, 256):
                 raise Fault(f"an address is not aligned as the heuristics were told: {name}")
         compute, trans, epilogue, (of_a, of_b, of_d) = wanted
-        factors = [rounded(self._read(at, of), compute) for at, of in ((a, of_a), (b, of_b))]
-        factors = [x.T if turn else x for x, turn in zip(factors, trans, strict=True)]
+        views = self._view(a, of_a), self._view(b, of_b)
         out = self._view(d, of_d)
         if any(np.may_share_memory(self._owner(x).host, self._owner(d).host) for x in (a, b)):
             raise Fault("a factor is written to")
         scale, add = (float(memory(at, np.dtype("f4"), 1)[0]) for at in (alpha, beta))
         mask = preferred[MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK]
-        with quietly(True):
-            y = np.float32(scale) * product(*factors, out.dtype, mask, self._random.normal())
-            y = y + np.float32(add) * out.astype(np.float32) if add else y
-            if epilogue != Epilogue.DEFAULT:
-                at = operation.get(MatmulDescAttribute.BIAS_POINTER, 0)
-                if at % vector_aligned:
-                    raise Fault("the vector is not aligned as the heuristics were told")
-                y = self._epilogue(epilogue, at, factors, y, of_d)
-            out[...] = y
-        self.products.append(Product(epilogue, trans, wanted[3], compute, add, mask, stream))
+        at = operation.get(MatmulDescAttribute.BIAS_POINTER, 0)
+        if epilogue != Epilogue.DEFAULT and at % vector_aligned:
+            raise Fault("the vector is not aligned as the heuristics were told")
+        vector = self._vector(epilogue, at, of_d)
+        arrays = self.arrays  # whose memory it is
 
-    def _epilogue(
-        self, epilogue: Epilogue, at: int, factors: Any, y: np.ndarray, d: Layout
-    ) -> np.ndarray:
+        def run() -> None:
+            assert arrays
+            factors = [rounded(x.astype(np.float32), compute) for x in views]
+            factors = [x.T if turn else x for x, turn in zip(factors, trans, strict=True)]
+            with quietly(True):
+                y = np.float32(scale) * product(*factors, out.dtype, mask, self._random.normal())
+                y = y + np.float32(add) * out.astype(np.float32) if add else y
+                out[...] = self._epilogue(epilogue, vector, factors, y)
+
+        if not note("matmul", (epilogue, trans, a, b, d, at, add), run):
+            run()
+        self.products.append(Product(epilogue, trans, wanted[3], compute, add, mask, stream))
+        self.arrays = ()
+
+    def _vector(self, epilogue: Epilogue, at: int, d: Layout) -> Any:
+        """What the epilogue reads or writes; None without one."""
         size = d.cols if epilogue == Epilogue.BGRADB else d.rows
-        own = Layout(d.type, size, 1, size)
+        return self._view(at, Layout(d.type, size, 1, size)) if epilogue > 1 else None
+
+    def _epilogue(self, epilogue: Epilogue, vector: Any, factors: Any, y: Any) -> np.ndarray:
         if epilogue == Epilogue.BIAS:
-            return y + self._read(at, own)
-        a, b = factors
-        sums = a.sum(axis=1) if epilogue == Epilogue.BGRADA else b.sum(axis=0)
-        self._view(at, own)[:, 0] = sums
-        return y
+            y = y + vector.astype(np.float32)
+        elif epilogue != Epilogue.DEFAULT:
+            a, b = factors
+            vector[:, 0] = a.sum(axis=1) if epilogue == Epilogue.BGRADA else b.sum(axis=0)
+        return y  # type: ignore[no-any-return]
 
     # ---- Memory ----
 
@@ -256,9 +266,6 @@ class CublasLt:
             if low <= at < high:
                 return array
         raise Fault(f"an address outside the arrays: {at}")
-
-    def _read(self, at: int, of: Layout) -> Any:
-        return self._view(at, of).astype(np.float32)
 
     def _view(self, at: int, of: Layout) -> np.ndarray:
         """What a layout finds there."""

@@ -59,12 +59,13 @@ DEFAULTS: dict[str, Any] = {
     "device": None,
     "checkpoint_activations": False,
     "deterministic": False,
+    "graph": False,
     "every": 100,
     "keep": 2,
     "sample_every": None,
 }
 # Of which older runs have no note; they went by the usual value.
-ADDED = ("precision", "deterministic")
+ADDED = ("precision", "deterministic", "graph")
 # Of what has no usual value, its type.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("data", "vocabulary", "device", "precision"), str),
@@ -76,7 +77,7 @@ FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches":
 DTYPES = ("float32", "float64")
 # What may be another when a run goes on: where and how often, but not what is computed.
 FREE = (
-    *("data", "backend", "device", "checkpoint_activations", "deterministic"),
+    *("data", "backend", "device", "checkpoint_activations", "deterministic", "graph"),
     *("every", "keep", "sample_every"),
 )
 
@@ -118,6 +119,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=STORED, help=stored)
     bits = "the same bits each time on a GPU too, which may take longer; on a CPU they always are"
     add("--deterministic", action="store_true", default=None, help=bits)
+    graph = "a step is one launch, a CUDA graph, where that can be; what is computed is the same"
+    add("--graph", action="store_true", default=None, help=graph)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:

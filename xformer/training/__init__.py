@@ -8,7 +8,8 @@ from xformer.training.corpus import Corpus, CorpusError, unigram_loss
 from xformer.training.diverged import Diverged
 from xformer.training.interrupt import interruptible
 from xformer.training.lines import parallel
-from xformer.training.loop import Loss, Step, evaluate, loss_of, start, train
+from xformer.training.loop import Step, evaluate, start, train
+from xformer.training.loss import Loss, loss_of
 from xformer.training.pairs import Pairs
 from xformer.training.prepare import load_corpus, prepare
 from xformer.training.rows import Rows

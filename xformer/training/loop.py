@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -12,26 +12,18 @@ from array_api_compat import array_namespace
 
 from xformer import inference, ops, optim, tree
 from xformer.backends import Backend
-from xformer.checks import require_ids
 from xformer.generation.prefix import place_of
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch
+from xformer.training.captured import CapturedSteps
 from xformer.training.config import TrainConfig
 from xformer.training.diverged import Diverged, is_finite, require_sound
+from xformer.training.loss import Loss
 from xformer.training.state import State
 from xformer.typing import Array
 
 MEMORY = 0.95  # of the running mean of losses: about twenty steps
-
-
-class Loss(Protocol):
-    """What is trained: loss(params, batch, backend, key) -> mean loss in nats, and its cache."""
-
-    def __call__(
-        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None, /
-    ) -> tuple[Array, Any]:
-        """The loss and what its backward(dloss) needs."""
 
 
 class Batches(Protocol):
@@ -58,37 +50,6 @@ class Step(NamedTuple):
     def params(self) -> Any:
         """All parameters after the step."""
         return self.state.params
-
-
-def loss_of(model: Any, **options: Any) -> Loss:
-    """The loss of a model, for `train`; options: those of its `loss`.
-
-    It raises ValueError for ids that the model has not, which it finds on the host: on a device ops
-    do not look for them.
-    """
-    sizes = getattr(getattr(model, "network", model), "id_sizes", ())
-    ignored = options.get("ignore_index")
-
-    def loss(
-        params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
-    ) -> tuple[Array, Any]:
-        _require_known(batch, sizes, ignored)
-        arrays = [place.asarray(array) for array in batch.arrays]
-        masks = {name: place.asarray(mask) for name, mask in batch.masks.items()}
-        found: tuple[Array, Any] = model.loss(
-            params, *arrays, **masks, **options, dropout_key=dropout_key
-        )
-        return found
-
-    return loss
-
-
-def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | None) -> None:
-    """ValueError for ids that are not below their array's size; targets may be ignored ones."""
-    for n, (ids, size) in enumerate(zip(batch.arrays, sizes, strict=False), start=1):
-        if size is not None:
-            known = ids if n < len(sizes) else ids[ids != ignored]
-            require_ids("loss", f"ids of array {n} of the batch", known, size, known)
 
 
 def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) -> State:
@@ -121,6 +82,7 @@ def train(
     schedule: Schedule | None = None,
     donate: bool = False,
     deterministic: bool = False,
+    captured: bool = False,
 ) -> Iterator[Step]:
     """Yields a `Step` after each step that is left of config.steps, or of its patience.
 
@@ -136,6 +98,9 @@ def train(
 
     A device is waited for once a step, when all of it is under way, for its loss and norm.
 
+    captured: a step is one call of the device where that can be (`Backend.captured`); a
+    RuntimeWarning says where it cannot, and nothing else changes. ValueError without `donate`.
+
     A step of config.accumulate batches is one of the big batch that they make, to rounding, where
     there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
 
@@ -146,6 +111,9 @@ def train(
     optimiser = optimiser or config.chosen_optimiser()
     schedule = schedule or config.learning_rate()
     held_out = list(held_out) if isinstance(held_out, Iterator) else held_out
+    if captured and not donate:
+        raise ValueError("train: captured steps write over their states: they need donate=True")
+    calls = CapturedSteps.of(loss, config, place, optimiser) if captured else None
     begun = time.perf_counter() - state.seconds
     if donate and state.ema is not None:  # at first it may be the parameters themselves
         with place.active():
@@ -153,7 +121,11 @@ def train(
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
         with place.active(), place.deterministic() if deterministic else nullcontext():
-            state, value, norm = _step(loss, state, source, config, place, optimiser, lr, donate)
+            if calls is None:
+                given = source, config, place, optimiser, lr, donate
+                state, value, norm = _step(loss, state, *given)
+            else:
+                state, value, norm = _captured(calls, state, source, config, lr)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
             with place.active():
@@ -215,13 +187,27 @@ def _step(
     if config.ema is not None:
         average = optim.ema(average, trained, decay=config.ema, donate=donate)
     found, size = read or sound()
-    state = _with_loss(state, found)._replace(
-        params=tree.join(state.params, trained),
-        optimiser=own,
-        ema=average,
-        step=state.step + 1,
-    )
-    return state, found, size
+    return _after(state, found, trained, own, average), found, size
+
+
+def _captured(
+    calls: CapturedSteps, state: State, source: Batches, config: TrainConfig, lr: float
+) -> tuple[State, float, float]:
+    """As `_step`."""
+    numbers = range(state.batches, state.batches + config.accumulate)
+    batches = [source.batch(number) for number in numbers]
+    new, (found, size), grads = calls(state, batches, lr)
+    tokens = state.tokens + sum(batch.n_tokens for batch in batches)
+    state = state._replace(batches=numbers.stop, tokens=tokens)
+    require_sound(_with_loss(state, found), found, size, grads, config, lr)
+    return _after(state, found, *new), found, size
+
+
+def _after(state: State, loss: float, trained: Any, own: Any, average: Any) -> State:
+    """The state after a step with this loss."""
+    params = tree.join(state.params, trained)
+    state = _with_loss(state, loss)._replace(params=params, optimiser=own, ema=average)
+    return state._replace(step=state.step + 1)
 
 
 def _gradients(

@@ -1,0 +1,136 @@
+"""Work that is the same each time but for numbers, as one launch: a CUDA graph.
+
+    call = captured(step, place)
+    state, results = call(state, inputs)  # as step, whose work is captured in the second call
+
+What follows from shapes, Python's numbers and the order of calls is then fixed; what changes lies
+in arrays of their own, the state's and the inputs', which kernels read where they lie.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+from xformer.backends.base import Backend, Step
+
+from xformer import tree
+from xformer.typing import Array
+
+
+class Graph(Protocol):
+    """Work that was recorded, and its memory. CuPy's is in `driver`; tests bring their own."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Within it memory is the graph's own, and so is the stream, which is waited for."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """The same, and nothing is done: it is recorded. RuntimeError, NotImplementedError where
+        something cannot be."""
+
+    def launch(self) -> None:
+        """Do what was recorded, on the current stream."""
+
+
+GRAPHS: dict[type, Callable[[], Graph]] = {}  # type of the arrays -> a new graph
+
+
+class Captured:
+    """`step` on arrays that stay where they are; the first call does the work, the second records.
+
+    The arrays of the first state are the state from then on. A call with arrays of other shapes,
+    and every call where recording fails, is made as it is, which is said once.
+    """
+
+    def __init__(self, step: Step, place: Backend) -> None:
+        self._step, self._place = step, place
+        self._graph: Graph | None = None
+        self._kind: Any = None  # of the state and the inputs of the first call
+        self._results: tuple[Any, ...] | None = None  # what the graph writes to
+        self._said: set[str] = set()
+
+    def __call__(
+        self, state: dict[str, Array], inputs: Any
+    ) -> tuple[dict[str, Array], tuple[Any, ...]]:
+        """As `Backend.captured`."""
+        kind = _kind(state), _kind(inputs)
+        if self._kind is None:
+            self._kind = kind
+            return self._first(state, inputs)
+        if self._graph is not None and kind != self._kind:
+            self._say("another shape of its arrays than at first; such a step is made call by call")
+        elif self._graph is not None:
+            for name, own in self._state.items():
+                if state[name] is not own:  # after a step that was made as it is
+                    own[...] = state[name]
+            tree.map(self._moved, self._inputs, inputs)
+            if self._results is None:
+                self._results = self._recorded(self._graph)
+            if self._results is not None:
+                self._graph.launch()
+                return self._state, self._results
+            self._graph, state = None, self._state
+        return self._step(state, tree.map(self._place.asarray, inputs))
+
+    def _first(self, state: dict[str, Array], inputs: Any) -> Any:
+        """The work itself, which compiles kernels and asks for the memory that recording needs."""
+        self._state, self._inputs = dict(state), tree.map(self._place.asarray, inputs)
+        if len({id(own) for own in state.values()}) < len(state):
+            self._say("an array is in the state twice; steps are made call by call")
+            return self._step(self._state, self._inputs)
+        self._graph = _graph_for(type(next(iter(state.values()))))
+        with self._graph.apart():
+            return self._state, self._run()
+
+    def _recorded(self, graph: Graph) -> tuple[Any, ...] | None:
+        """What the graph's launch will write to; None where there can be no graph."""
+        try:
+            with graph.recording():
+                return self._run()
+        except (RuntimeError, NotImplementedError) as error:
+            self._say(f"{_place_of(error)}{error}; steps are made call by call")
+        return None
+
+    def _run(self) -> tuple[Any, ...]:
+        new, results = self._step(self._state, self._inputs)
+        for name, own in self._state.items():
+            if new[name] is not own:
+                own[...] = new[name]
+        return results
+
+    def _moved(self, own: Array, value: Any) -> Array:
+        own[...] = self._place.asarray(value)
+        return own
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            message = f"backend {self._place.name}: no graph: {why}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _graph_for(array_type: type) -> Graph:
+    if array_type not in GRAPHS:
+        from xformer.backends.cupy import driver
+
+        GRAPHS[array_type] = GRAPHS[driver.ARRAY]
+    return GRAPHS[array_type]()
+
+
+def _kind(values: Any) -> Any:
+    """Shapes and dtypes, of arrays and of numbers."""
+    leaves = tree.flatten(values).items()
+    arrays = ((name, x if hasattr(x, "dtype") else np.asarray(x)) for name, x in leaves)
+    return tuple((name, x.shape, x.dtype) for name, x in arrays)
+
+
+def _place_of(error: BaseException) -> str:
+    """The function of this library that an error comes from."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [(f.f_globals.get("__name__", ""), f.f_code.co_qualname) for f in frames]
+    own = [f"{m}.{name}" for m, name in names if m.startswith("xformer.") and m != __name__]
+    return f"{own[-1]}: " if own else ""

@@ -1,0 +1,338 @@
+"""Training steps captured as graphs: on the stand-in, which notes work and does it later."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_shim import CublasLt, calling
+from cuda_shim.graph import Graph
+from libraries import STAND_IN, only
+from xformer.backends import Backend
+from xformer.backends.cupy import captured as on_cupy
+
+import xformer
+from xformer import Key, backends, explain, ops, tree
+from xformer.cli import main
+from xformer.shapes import STORED
+from xformer.training import Batch, TrainConfig, Windows, loss_of, start, train
+
+pytestmark = only(STAND_IN)
+
+TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
+GPT = xformer.GPT(vocab_size=256, n_layers=1, d_model=8, n_heads=2, max_len=6, dropout=0.2)
+CONFIG = TrainConfig(steps=5, batch_size=2, eval_every=2, warmup=3, lr=1e-2, clip=0.5)
+
+
+@pytest.fixture
+def graphs(library: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
+    """Those that are made; products are by cuBLASLt, which can be captured."""
+    made: list[Graph] = []
+    (arrays,) = {type(library.asarray([1.0]))}
+
+    def noted() -> Graph:
+        made.append(Graph())
+        return made[-1]
+
+    monkeypatch.setitem(on_cupy.GRAPHS, arrays, noted)
+    with calling(CublasLt()):
+        yield made
+
+
+class Cut:
+    """Batches of a source, of which those after some number are shorter."""
+
+    def __init__(self, source: Any, after: int) -> None:
+        self.source, self.after = source, after
+
+    def batch(self, i: int) -> Batch:
+        batch = self.source.batch(i)
+        if i < self.after:
+            return batch
+        arrays = tuple(ids[:, :4] for ids in batch.arrays)
+        return batch._replace(arrays=arrays, n_targets=8, n_tokens=8)
+
+
+def run(
+    library: Backend, config: TrainConfig, captured: bool, *, source: Any = None, **options: Any
+) -> tuple[list[Any], dict[str, bytes]]:
+    """Numbers of every step, and the bytes of the last state."""
+    source = source or Windows(TEXT, GPT.max_len, config.batch_size)
+    held_out = list(Windows(TEXT, GPT.max_len, 2).held_out(1))
+    state = options.pop("state", None)
+    if state is None:
+        state = start(tree.map(library.asarray, GPT.init(0)), config)
+    options = {"held_out": held_out, "donate": True, "deterministic": True, **options}
+    loss = options.pop("loss", loss_of(GPT))
+    numbers = []
+    for step in train(loss, state, source, config, library, captured=captured, **options):
+        numbers.append((step.step, step.loss, step.norm, step.lr, step.tokens, step.validation))
+        state = step.state
+    leaves = tree.flatten(state._replace(seconds=0.0))
+    return numbers, {name: bits(library, leaf) for name, leaf in leaves.items()}
+
+
+def bits(library: Backend, leaf: Any) -> Any:
+    return library.to_numpy(leaf).tobytes() if hasattr(leaf, "dtype") else repr(leaf)
+
+
+CONFIGS = {
+    "adamw": {},
+    "accumulate": {"accumulate": 2, "clip": None},
+    "average": {"ema": 0.9, "schedule": "linear"},
+    "sgd": {"optimiser": "sgd", "lr": 0.1},
+    "lion": {"optimiser": "lion"},
+    **{stored: {"precision": stored} for stored in STORED if stored != "float16"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_same_bits(library: Backend, graphs: list[Graph], name: str) -> None:
+    """As of steps that are not captured: with dropout, clipping, a schedule, validation between."""
+    if "precision" in CONFIGS[name]:
+        pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
+    config = TrainConfig(**{**vars(CONFIG), **CONFIGS[name]})
+    wanted = run(library, config, False)
+    assert not graphs
+    assert run(library, config, True) == wanted
+    (graph,) = graphs
+    assert graph.launches == config.steps - 1  # the first step is made as it is
+
+
+def test_targets_that_are_ignored(library: Backend, graphs: list[Graph]) -> None:
+    """Each batch has another share of a step's targets, in arrays of one shape."""
+
+    class Ignoring(Cut):
+        def batch(self, i: int) -> Batch:
+            batch = self.source.batch(i)
+            tokens, targets = batch.arrays[0], batch.arrays[1].astype(np.int64)
+            targets[0, : i % 5] = -1
+            return batch._replace(arrays=(tokens, targets), n_targets=targets.size - i % 5)
+
+    config = TrainConfig(**{**vars(CONFIG), "accumulate": 2})
+    options: Any = {"loss": loss_of(GPT, ignore_index=-1), "held_out": []}
+    source = Ignoring(Windows(TEXT, GPT.max_len, 2), 0)
+    wanted = run(library, config, False, source=source, **options)
+    assert run(library, config, True, source=source, **options) == wanted
+    assert graphs[0].launches == config.steps - 1
+
+
+def test_a_graph_is_the_steps_launches(
+    library: Backend, graphs: list[Graph], launched: list[Any]
+) -> None:
+    """Kernels and products of a step, in their order; nothing is done when they are noted."""
+    config = TrainConfig(**{**vars(CONFIG), "eval_every": 99, "steps": 2})
+    source, loss = Windows(TEXT, GPT.max_len, 2), loss_of(GPT)
+    with calling(CublasLt()) as lt:
+        state = start(tree.map(library.asarray, GPT.init(0)), config)
+        launched.clear()
+        next(iter(train(loss, state, source, config, library, donate=True)))
+        wanted = [(name, grid) for name, grid, _ in launched], len(lt.products)
+    state = start(tree.map(library.asarray, GPT.init(0)), config)
+    steps = train(loss, state, source, config, library, donate=True, captured=True)
+    first = next(steps)
+    (graph,) = graphs
+    assert not graph.calls  # the first step is made, not noted
+    arrays = [leaf.data.ptr for leaf in tree.flatten(first.params).values()]
+    last = next(steps)
+    assert [leaf.data.ptr for leaf in tree.flatten(last.params).values()] == arrays
+    own = {name for name, _ in wanted[0]}
+    noted = [(call.name, call.arguments[0]) for call in graph.calls if call.name in own]
+    products = [call for call in graph.calls if call.name == "matmul"]
+    assert (noted, len(products)) == wanted
+
+
+def test_a_state_with_an_array_twice(library: Backend, graphs: list[Graph]) -> None:
+    """A graph would write over it for one of both."""
+    call: Any = library.captured(lambda state, inputs: (state, ({"y": state["a"] + inputs["x"]},)))
+    a = library.asarray(np.ones(3, np.float32))
+    with pytest.warns(RuntimeWarning, match="an array is in the state twice"):
+        for x in (1.0, 2.0):
+            _, (results,) = call({"a": a, "b": a}, {"x": np.float32(x)})
+            assert library.to_numpy(results["y"]).tolist() == [1 + x] * 3
+    assert not graphs
+
+
+def test_batches_of_another_shape(library: Backend, graphs: list[Graph]) -> None:
+    """Are made call by call, which is said once; the graph goes on where shapes are its own."""
+
+    class Some(Cut):
+        def batch(self, i: int) -> Batch:
+            return super().batch(i) if i in (2, 3) else self.source.batch(i)
+
+    source = Some(Windows(TEXT, GPT.max_len, 2), 0)
+    for name in ("adamw", "sgd"):
+        config = TrainConfig(**{**vars(CONFIG), **CONFIGS[name]})
+        wanted = run(library, config, False, source=source)
+        with pytest.warns(RuntimeWarning) as said:
+            assert run(library, config, True, source=source) == wanted
+        assert [str(each.message) for each in said] == [
+            "backend cuda_shim: no graph: another shape of its arrays than at first; such a step "
+            "is made call by call"
+        ]
+        assert graphs[-1].launches == 2
+
+
+def test_what_cannot_be_captured(library: Backend) -> None:
+    """CuPy refuses cuBLAS: the message has the place; the run goes on, and is the same."""
+    wanted = run(library, CONFIG, False)
+    with pytest.warns(RuntimeWarning) as said:
+        assert run(library, CONFIG, True) == wanted
+    assert [str(each.message) for each in said] == [
+        "backend cuda_shim: no graph: xformer.backends.cupy.products.Products.affine: cuBLAS while "
+        "a graph is captured; steps are made call by call"
+    ]
+
+
+@pytest.mark.parametrize("what", ["looks", "brings"])
+def test_a_loss_that_cannot_be_captured(
+    library: Backend, graphs: list[Graph], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at a number of the device, or brings one there, which would stay the same."""
+    loss = loss_of(GPT)
+    of = type(loss).of
+
+    def waits(self: Any, params: Any, inputs: Any, key: Any) -> Any:
+        if what == "looks":
+            float(inputs[0][0][0, 0])
+        else:
+            library.asarray(1.0)
+        return of(self, params, inputs, key)
+
+    wanted = run(library, CONFIG, False)
+    monkeypatch.setattr(type(loss), "of", waits)
+    with pytest.warns(RuntimeWarning, match=f"a value is {'looked' if what == 'looks' else 'br'}"):
+        assert run(library, CONFIG, True) == wanted
+
+
+@pytest.mark.parametrize("what", ["a loss of its own", "numpy"])
+def test_steps_that_are_made_as_ever(library: Backend, what: str) -> None:
+    if what == "numpy":
+        library, options, why = backends.get(), {}, "backend numpy has no such thing"
+    else:
+        loss = loss_of(GPT)
+        options, why = {"loss": lambda *args: loss(*args)}, "the loss is no loss_of"
+    wanted = run(library, CONFIG, False, **options)
+    with pytest.warns(RuntimeWarning, match=f"train: steps are not captured: {why}"):
+        assert run(library, CONFIG, True, **options) == wanted
+
+
+def test_float16_is_made_as_ever(library: Backend) -> None:
+    config = TrainConfig(**{**vars(CONFIG), "precision": "float16", "steps": 1})
+    with pytest.warns(RuntimeWarning, match="how float16's loss is scaled follows"):
+        run(library, config, True)
+
+
+def test_states_must_be_donated(library: Backend) -> None:
+    with pytest.raises(ValueError, match="captured steps write over their states"):
+        run(library, CONFIG, True, donate=False)
+
+
+def test_a_run_goes_on(library: Backend, graphs: list[Graph], tmp_path: Any) -> None:
+    """From a file that a captured step's state was written to, captured or not."""
+    from xformer.training import read_state, write_state
+
+    wanted = run(library, CONFIG, True)
+    source, held_out = (
+        Windows(TEXT, GPT.max_len, 2),
+        list(Windows(TEXT, GPT.max_len, 2).held_out(1)),
+    )
+    state = start(tree.map(library.asarray, GPT.init(0)), CONFIG)
+    options: Any = {"held_out": held_out, "donate": True, "deterministic": True, "captured": True}
+    steps = train(loss_of(GPT), state, source, CONFIG, library, **options)
+    third = next(itertools.islice(steps, 2, None))
+    write_state(tmp_path / "state", third.state, library)
+    for captured in (True, False):
+        like = start(tree.map(library.asarray, GPT.init(1)), CONFIG)
+        state = read_state(tmp_path / "state").restored(like, library)
+        numbers, last = run(library, CONFIG, captured, state=state)
+        assert (numbers, last) == (wanted[0][3:], wanted[1])
+
+
+def test_ids_are_checked_before_each_step(library: Backend, graphs: list[Graph]) -> None:
+    class Wrong(Cut):
+        def batch(self, i: int) -> Batch:
+            batch = self.source.batch(i)
+            return batch if i < 2 else batch._replace(arrays=(batch.arrays[0] + 256, *batch.arrays))
+
+    with pytest.raises(ValueError, match="ids of array 1 of the batch"):
+        run(library, CONFIG, True, source=Wrong(Windows(TEXT, GPT.max_len, 2), 0))
+    assert graphs[0].launches == 1
+
+
+def test_divergence_names_the_gradient(library: Backend, graphs: list[Graph]) -> None:
+    config = TrainConfig(**{**vars(CONFIG), "lr": 1e30, "warmup": 0})
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(xformer.training.Diverged, match=r"not finite: the gradient of "),
+    ):
+        run(library, config, True, held_out=[])
+    assert graphs[0].launches >= 1
+
+
+def test_its_memory_goes_with_it(library: Backend, graphs: list[Graph]) -> None:
+    state = start(tree.map(library.asarray, GPT.init(0)), CONFIG)
+    source = Windows(TEXT, GPT.max_len, 2)
+    steps = train(loss_of(GPT), state, source, CONFIG, library, donate=True, captured=True)
+    kept = [next(steps) for _ in range(2)][-1]
+    held = [weakref.ref(memory) for memory in graphs[0].pool]
+    assert held and all(memory() is not None for memory in held)
+    steps.close()
+    del steps
+    graphs.clear()
+    gc.collect()
+    assert sum(memory() is not None for memory in held) == 0
+    assert np.isfinite(library.to_numpy(next(iter(tree.flatten(kept.params).values())))).all()
+
+
+def test_the_command_asks_for_it(library: Backend, tmp_path: Any) -> None:
+    """And a run may go on with it, or without; NumPy has no such thing, which is said."""
+    (text := tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    sizes = "--layers 1 --width 8 --heads 1 --context 8 --batch 2 --steps 2 --data"
+    folder, other = str(tmp_path / "run"), str(tmp_path / "other")
+    assert main(["train", *sizes.split(), str(text), "--out", folder]) == 0
+    with pytest.warns(RuntimeWarning, match="train: steps are not captured: backend numpy has no"):
+        assert main(["train", *sizes.split(), str(text), "--out", other, "--graph"]) == 0
+    assert main(["train", "--resume", folder, "--graph"]) == 0  # which has no steps left
+
+
+# ---- Numbers on the device ----
+
+
+def test_kernels_read_the_step_of_a_key(library: Backend) -> None:
+    """Those that draw: the same words as of a number of the host."""
+    x = library.asarray(np.random.default_rng(0).normal(size=(1, 2, 20, 8)).astype("f4"))
+    at = Key(3, library.asarray(np.array(2**32 - 2)), 5)
+    key = Key(3, 2**32 - 2, 5)
+    for op, args, name in (
+        (ops.dropout, (x,), "key"),
+        (ops.sdpa, (x, x, x), "dropout_key"),
+    ):
+        rate = {"rate": 0.4} if name == "key" else {"dropout_rate": 0.4}
+        assert "the reference" not in explain(op, *args, **rate, **{name: at}).splitlines()[0]
+        (y, cache), (wanted, own) = (op(*args, **rate, **{name: k}) for k in (at, key))
+        assert bits(library, y) == bits(library, wanted)
+        grads = [c.backward(x) for c in (cache, own)]
+        grads = [g if isinstance(g, tuple) else (g,) for g in grads]
+        for got, exact in zip(*grads, strict=True):
+            assert got is exact is None or bits(library, got) == bits(library, exact)
+    got, wanted = (ops.random_bits(x, key=k, size=9) for k in (at, key))
+    assert bits(library, got) == bits(library, wanted)
+
+
+def test_a_step_that_kernels_do_not_read(library: Backend) -> None:
+    x = library.asarray(np.ones((1, 2, 20, 8), np.float32))
+    for step in (np.ones(1, np.int64), np.array(1, np.int32)):
+        said = explain(ops.dropout, x, rate=0.5, key=Key(3, library.asarray(step)))
+        assert "key.step must be an int, or int64 of shape ()" in said
+    half = library.xp.astype(x, np.float16)
+    key = Key(3, library.asarray(np.array(1)))
+    said = explain(ops.sdpa, half, half, half, dropout_rate=0.5, dropout_key=key)
+    assert (
+        "the step of dropout_key is an array" in said and "cupy.sdpa.sdpa" in said.splitlines()[0]
+    )

@@ -1,0 +1,69 @@
+"""What is trained: a loss of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from xformer import ops, tree
+from xformer.backends import Backend
+from xformer.checks import require_ids
+from xformer.training.batch import Batch
+from xformer.typing import Array
+
+
+class Loss(Protocol):
+    """What is trained: loss(params, batch, backend, key) -> mean loss in nats, and its cache."""
+
+    def __call__(
+        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None, /
+    ) -> tuple[Array, Any]:
+        """The loss and what its backward(dloss) needs."""
+
+
+def loss_of(model: Any, **options: Any) -> ModelLoss:
+    """The loss of a model, for `train`; options: those of its `loss`.
+
+    It raises ValueError for ids that the model has not, which it finds on the host: on a device ops
+    do not look for them.
+    """
+    return ModelLoss(model, options)
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The `Loss` of a model: its part on the host, `inputs`, and that on the device, `of`."""
+
+    model: Any
+    options: dict[str, Any]
+
+    def __call__(
+        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
+    ) -> tuple[Array, Any]:
+        """The loss and what its backward(dloss) needs."""
+        return self.of(params, tree.map(place.asarray, self.inputs(batch)), dropout_key)
+
+    def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+        """Arrays and masks of a batch, whose ids the model has."""
+        sizes = getattr(getattr(self.model, "network", self.model), "id_sizes", ())
+        _require_known(batch, sizes, self.options.get("ignore_index"))
+        return batch.arrays, batch.masks
+
+    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+        """The loss of `inputs` where they lie on the device, and its cache."""
+        arrays, masks = inputs
+        found: tuple[Array, Any] = self.model.loss(
+            params, *arrays, **masks, **self.options, dropout_key=dropout_key
+        )
+        return found
+
+
+def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | None) -> None:
+    """ValueError for ids that are not below their array's size; targets may be ignored ones."""
+    for n, (ids, size) in enumerate(zip(batch.arrays, sizes, strict=False), start=1):
+        if size is not None:
+            known = ids if n < len(sizes) else ids[ids != ignored]
+            require_ids("loss", f"ids of array {n} of the batch", known, size, known)
