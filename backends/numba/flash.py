@@ -1,7 +1,7 @@
 """The loops of `sdpa`: a head's queries against its keys in tiles, forward and backward.
 
 Arrays are (B, T, H, K). start, stop: heads of keys, of all B G. Query i sees keys i - left to
-i + right; pad (B, S) is 0, or -inf at keys that nobody sees, or (0, S) where there are none.
+i + right; pad (B, S) is 0, or -inf at keys that nobody sees, or (B, 0) where all are seen.
 """
 
 from __future__ import annotations
@@ -66,43 +66,63 @@ def _attend(
     sums = np.empty((rows, v.shape[3]), np.float32)
     for head in range(start * shared, stop * shared):
         b, h = head // q.shape[2], head % q.shape[2]
-        g, shifted = h // shared, min(m, left + right + 1) < FEW
-        queries, keys, values = q[b, :, h], k[b, :, g], v[b, :, g]
+        tops, totals, shifted = top[b, h], total[b, h], min(m, left + right + 1) < FEW
+        queries, keys, values = q[b, :, h], k[b, :, h // shared], v[b, :, h // shared]
         if m > columns:
             queries, keys, values = queries.copy(), keys.copy(), values.copy()
         for t in range(0, n, rows):
             end = min(t + rows, n)
             while True:
-                top[b, h, t:end] = LOWEST if shifted else ZERO
-                total[b, h, t:end] = ZERO
+                tops[t:end] = LOWEST if shifted else ZERO
+                totals[t:end] = ZERO
                 sums[:] = ZERO
                 for s in range(max(0, t - left), min(m, end + right), columns):
                     s_end, first = min(s + columns, m, end + right), max(t, s - right)
                     e = scores[: (end - first) * (s_end - s)].reshape(end - first, s_end - s)
+                    own, their = sums[first - t : end - t], (tops[first:end], totals[first:end])
                     add_product(gemm, scale, queries[first:end], keys[s:s_end].T, ZERO, e)
-                    for i in range(first, end):
-                        low, high = max(0, i - left - s), min(s_end - s, i + right + 1 - s)
-                        row = e[i - first]
-                        row[:low] = ZERO
-                        row[high:] = ZERO
-                        if len(pad):
-                            _add(row[low:high], pad[b, s + low : s + high])
-                        if shifted:
-                            highest = _highest(row[low:high])
-                            if highest > top[b, h, i]:
-                                decay = exp2(top[b, h, i] - highest)
-                                total[b, h, i] *= decay
-                                _multiply(sums[i - t], decay, sums[i - t])
-                                top[b, h, i] = highest
-                        total[b, h, i] += _powers(row[low:high], top[b, h, i])
-                    add_product(gemm, ONE, e, values[s:s_end], ONE, sums[first - t : end - t])
-                if shifted or _within(total[b, h, t:end]):
+                    _take_powers(e, pad[b, s:s_end], first - s, left, right, shifted, *their, own)
+                    add_product(gemm, ONE, e, values[s:s_end], ONE, own)
+                if shifted or _within(totals[t:end]):
                     break
                 shifted = True
             for i in range(t, end):
-                if total[b, h, i] == ZERO:  # no key to attend to
-                    total[b, h, i] = ONE
-                _multiply(sums[i - t], ONE / total[b, h, i], ctx[b, i, h])
+                if totals[i] == ZERO:  # no key to attend to
+                    totals[i] = ONE
+                _multiply(sums[i - t], ONE / totals[i], ctx[b, i, h])
+
+
+@rowwise
+def _take_powers(
+    e: Any,
+    pad: Any,
+    ahead: int,
+    left: int,
+    right: int,
+    shifted: bool,
+    top: Any,
+    total: Any,
+    sums: Any,
+) -> None:
+    """Powers of a tile's scores less top; a top that rises takes total and sums with it.
+
+    ahead: from the number of the first key to that of the first query.
+    """
+    for i in range(len(e)):
+        low, high = _reach(e, ahead + i, left, right)
+        row = e[i]
+        row[:low] = ZERO
+        row[high:] = ZERO
+        if pad.size:
+            _add(row[low:high], pad[low:high])
+        if shifted:
+            highest = _highest(row[low:high])
+            if highest > top[i]:
+                decay = exp2(top[i] - highest)
+                total[i] *= decay
+                _multiply(sums[i], decay, sums[i])
+                top[i] = highest
+        total[i] += _powers(row[low:high], top[i])
 
 
 def _backward(
@@ -128,7 +148,8 @@ def _backward(
     """dq, dk and dv of what `attend` has left."""
     (n, m), shared, (rows, columns) = (q.shape[1], k.shape[1]), q.shape[2] // k.shape[2], tile
     scores = np.empty(rows * columns, np.float32)
-    gradients = np.empty(rows * columns, np.float32)
+    slopes = np.empty(rows * columns, np.float32)
+    inner = np.empty(n, np.float32)
     dqueries = np.empty((rows, q.shape[3]), np.float32)
     dkeys, dvalues = np.empty((m, q.shape[3]), np.float32), np.empty((m, v.shape[3]), np.float32)
     for head in range(start * shared, stop * shared):
@@ -138,6 +159,8 @@ def _backward(
         if m > columns:
             queries, keys, values = queries.copy(), keys.copy(), values.copy()
             dout = dout.copy()
+            for i in range(n):
+                inner[i] = _dot(dctx[b, i, h], ctx[b, i, h])
         if h % shared == 0:
             dkeys[:] = ZERO
             dvalues[:] = ZERO
@@ -148,33 +171,57 @@ def _backward(
             for s in range(max(0, t - left), min(m, end + right), columns):
                 s_end, first = min(s + columns, m, end + right), max(t, s - right)
                 size, shape = (end - first) * (s_end - s), (end - first, s_end - s)
-                e, de = scores[:size].reshape(shape), gradients[:size].reshape(shape)
-                own, douts = queries[first:end], dout[first:end]
-                add_product(gemm, scale * LOG2_E, own, keys[s:s_end].T, ZERO, e)
-                add_product(gemm, ONE, douts, values[s:s_end].T, ZERO, de)
-                for i in range(first, end):
-                    low, high = max(0, i - left - s), min(s_end - s, i + right + 1 - s)
-                    p, d = e[i - first], de[i - first]
-                    for x in (p, d):
-                        x[:low] = ZERO
-                        x[high:] = ZERO
-                    p, d = p[low:high], d[low:high]
-                    if len(pad):
-                        _add(p, pad[b, s + low : s + high])
-                    share = ONE / total[b, h, i]
-                    if whole:  # exact where one key has all the weight
-                        inner = _probabilities(p, d, top[b, h, i], share)
-                        _slopes(p, d, inner, scale)
-                    else:
-                        inner = _dot(dctx[b, i, h], ctx[b, i, h])
-                        _probabilities_and_slopes(p, d, top[b, h, i], share, inner, scale)
-                add_product(gemm, ONE, e.T, douts, ONE, dvalues[s:s_end])
-                add_product(gemm, ONE, de, keys[s:s_end], ONE, dqueries[first - t : end - t])
-                add_product(gemm, ONE, de.T, own, ONE, dkeys[s:s_end])
+                p, ds = scores[:size].reshape(shape), slopes[:size].reshape(shape)
+                own, douts, at = queries[first:end], dout[first:end], slice(first, end)
+                add_product(gemm, scale * LOG2_E, own, keys[s:s_end].T, ZERO, p)
+                add_product(gemm, ONE, douts, values[s:s_end].T, ZERO, ds)
+                known = top[b, h, at], total[b, h, at], inner[at]
+                _take_slopes(p, ds, pad[b, s:s_end], first - s, left, right, scale, *known, whole)
+                add_product(gemm, ONE, p.T, douts, ONE, dvalues[s:s_end])
+                add_product(gemm, ONE, ds, keys[s:s_end], ONE, dqueries[first - t : end - t])
+                add_product(gemm, ONE, ds.T, own, ONE, dkeys[s:s_end])
             dq[b, t:end, h] = dqueries[: end - t]
         if (h + 1) % shared == 0:
             dk[b, :, g] = dkeys
             dv[b, :, g] = dvalues
+
+
+@rowwise
+def _take_slopes(
+    p: Any,
+    ds: Any,
+    pad: Any,
+    ahead: int,
+    left: int,
+    right: int,
+    scale: Any,
+    top: Any,
+    total: Any,
+    inner: Any,
+    whole: bool,
+) -> None:
+    """A tile's probabilities of its scores, and dscores of dprobs.
+
+    whole: it has all keys, and so dscores are exact where one has all the weight.
+    """
+    for i in range(len(p)):
+        low, high = _reach(p, ahead + i, left, right)
+        for x in (p[i], ds[i]):
+            x[:low] = ZERO
+            x[high:] = ZERO
+        probs, dscores = p[i, low:high], ds[i, low:high]
+        if pad.size:
+            _add(probs, pad[low:high])
+        if whole:
+            _slopes(probs, dscores, _probabilities(probs, dscores, top[i], total[i]), scale)
+        else:
+            _probabilities_and_slopes(probs, dscores, top[i], total[i], inner[i], scale)
+
+
+@rowwise
+def _reach(tile: Any, ahead: int, left: int, right: int) -> Any:
+    """From which to which column a row goes, whose own key is column `ahead`."""
+    return max(0, ahead - left), min(tile.shape[1], ahead + right + 1)
 
 
 @rowwise
@@ -224,9 +271,9 @@ def _powers(x: Any, top: Any) -> Any:
 
 
 @rowwise
-def _probabilities(p: Any, d: Any, top: Any, share: Any) -> Any:
-    """p = share 2^(p - top); the sum of p d."""
-    inner = ZERO
+def _probabilities(p: Any, d: Any, top: Any, total: Any) -> Any:
+    """p = 2^(p - top) / total; the sum of p d."""
+    inner, share = ZERO, ONE / total
     for j in range(p.size):
         e = exp2(p[j] - top) * share
         p[j] = e
@@ -241,7 +288,8 @@ def _slopes(p: Any, d: Any, inner: Any, scale: Any) -> None:
 
 
 @rowwise
-def _probabilities_and_slopes(p: Any, d: Any, top: Any, share: Any, inner: Any, scale: Any) -> None:
+def _probabilities_and_slopes(p: Any, d: Any, top: Any, total: Any, inner: Any, scale: Any) -> None:
+    share = ONE / total
     for j in range(p.size):
         e = exp2(p[j] - top) * share
         p[j] = e

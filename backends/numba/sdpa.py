@@ -92,7 +92,7 @@ class SdpaCache(NamedTuple):
     q: Array  # (B, H, T, K)
     k: Array  # (B, G, S, K)
     v: Array  # (B, G, S, M)
-    pad: Array  # (B, S) or (0, S)
+    pad: Array  # (B, S) or (B, 0)
     left: int  # how many keys before that of its own number a query sees
     right: int
     scale: float
@@ -134,7 +134,7 @@ def _tokens(x: Array) -> Array:
 
 def _pad(mask: Array | None, k: Array) -> Array:
     if mask is None or mask.all():
-        return np.empty((0, k.shape[2]), k.dtype)
+        return np.empty((k.shape[0], 0), k.dtype)
     pad = np.where(mask.reshape(-1, k.shape[2]), 0, -np.inf).astype(k.dtype)
     return np.broadcast_to(pad, (k.shape[0], k.shape[2]))
 
