@@ -212,3 +212,62 @@ except KeyError:
         *("asked for cupy", inside, "asked for cupy", inside, inside, outside),
         *("asked for cupy", "{'float32': 2, 'float64': 1}"),
     ]
+
+
+def test_where_products_go(tmp_path: Path) -> None:
+    """cuBLASLt is given CuPy's current device and stream, its switch of TF32, and its memory."""
+    code = """
+from xformer.backends.cupy import driver
+from xformer.backends.cupy.cublaslt import runtime
+linalg = types.ModuleType("cupy._core._routines_linalg")
+linalg.COMPUTE_TYPE_TF32, kind = 7, [7]
+linalg.get_compute_type = lambda dtype: kind[0]
+core = types.ModuleType("cupy._core")
+core._routines_linalg = linalg
+sys.modules |= {"cupy._core": core, "cupy._core._routines_linalg": linalg}
+cuda = sys.modules["cupy"].cuda
+cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=90)
+cuda.alloc = lambda size: ("of the pool", size)
+class Mine(ndarray):
+    pass
+own = runtime(Mine)
+print(*own.place([ndarray("f4")]), own.memory(5))
+kind[0], current[0] = 1, 1
+print(*own.place([ndarray("f4", 1)]))
+try:
+    own.place([ndarray("f4", 1), ndarray("f4")])
+except ValueError as error:
+    print(error)
+"""
+    assert said(code, tmp_path) == [
+        "0 90 True ('of the pool', 5)",
+        "1 90 False",
+        "linear: arrays must lie on the current device, cuda:1, got one on cuda:0: "
+        "call it within backend.active()",
+    ]
+
+
+def test_bindings_that_are_missing_are_a_reason(tmp_path: Path) -> None:
+    """Never an error; they are looked for once."""
+    code = """
+from xformer.backends.cupy import driver
+sys.modules["nvmath"] = None
+print(driver.bindings()[:27], driver.bindings()[-38:])
+sys.modules["nvmath"], bindings = types.ModuleType("nvmath"), types.ModuleType("nvmath.bindings")
+sys.modules["nvmath.bindings"] = bindings
+def get_version():
+    raise RuntimeError("there is no libcublasLt")
+bindings.cublasLt = types.SimpleNamespace(get_version=get_version)
+assert driver.bindings() is driver.bindings()
+driver.bindings.cache_clear()
+print(driver.bindings())
+bindings.cublasLt.get_version = lambda: 130100
+driver.bindings.cache_clear()
+print(driver.bindings() is bindings.cublasLt)
+"""
+    install = "): pip install 'xformer-array[nvmath]'"
+    assert said(code, tmp_path) == [
+        f"cuBLASLt cannot be called ( {install}",
+        f"cuBLASLt cannot be called (there is no libcublasLt{install}",
+        "True",
+    ]

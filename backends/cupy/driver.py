@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import cupy
 import numpy as np
+from xformer.backends.cupy.cublaslt import RUNTIMES, Place, Runtime
 from xformer.backends.cupy.module import LAUNCHERS, Source, arithmetic
 
 from xformer.typing import Array
@@ -48,14 +50,51 @@ def launch(
 @contextmanager
 def rounding_to_tf32() -> Iterator[None]:
     """What `products.tf32` asks of CuPy."""
-    from cupy._core import _routines_linalg as linalg  # there is no other door to it
-
+    linalg = _linalg()
     before = linalg.get_compute_type(np.float32)
     linalg.set_compute_type(np.float32, linalg.COMPUTE_TYPE_TF32)
     try:
         yield
     finally:
         linalg.set_compute_type(np.float32, before)
+
+
+def _linalg() -> Any:
+    from cupy._core import _routines_linalg  # there is no other door to it
+
+    return _routines_linalg
+
+
+# ---- For cuBLASLt ----
+
+
+@functools.cache
+def bindings() -> Any:
+    """NVIDIA's of cuBLASLt; a sentence where they, the library or its driver are missing."""
+    try:
+        from nvmath.bindings import cublasLt
+
+        cublasLt.get_version()  # which loads the library
+    except (ImportError, RuntimeError) as error:
+        return f"cuBLASLt cannot be called ({error}): pip install 'xformer-array[nvmath]'"
+    return cublasLt
+
+
+def place(arrays: Sequence[Array]) -> Place:
+    """CuPy's current device, on which the arrays must lie, its stream and `rounding_to_tf32`."""
+    current = cupy.cuda.runtime.getDevice()
+    _require_current("linear", arrays, current)
+    linalg = _linalg()
+    tf32 = linalg.get_compute_type(np.float32) == linalg.COMPUTE_TYPE_TF32
+    return Place(current, cupy.cuda.get_current_stream().ptr, tf32)
+
+
+def memory(size: int) -> Any:
+    """Bytes of CuPy's pool."""
+    return cupy.cuda.alloc(size)
+
+
+# ---- For kernels ----
 
 
 def _require_current(name: str, args: Sequence[Any], current: int) -> None:
@@ -90,3 +129,4 @@ def _compiled(source: Source, name: str, dtype: str, macros: dict[str, Any]) -> 
 
 
 LAUNCHERS[ARRAY] = launch
+RUNTIMES[ARRAY] = Runtime(bindings, place, memory)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.column_sums import row_sums
-from xformer.backends.cupy.products import added, matrix, row_matrix, weight_gradient
+from xformer.backends.cupy.products import Products
 
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
@@ -20,11 +19,16 @@ def linear(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> tuple[Array, LinearCache]:
     """y = x w + b."""
-    w = matrix(w)
-    y = row_matrix(x).dot(w)
-    if b is not None:
-        y = added(y, b)
-    cache = LinearCache(None if fixed else x, w, b is not None, x.shape)
+    return forward(Products(), x, w, b, fixed)
+
+
+def forward(
+    products: Products, x: Array, w: Array, b: Array | None, fixed: bool
+) -> tuple[Array, LinearCache]:
+    """`linear` by some library's products."""
+    w = products.matrix(w)
+    y = products.affine(products.rows(x), w, b)
+    cache = LinearCache(None if fixed else x, w, b is not None, x.shape, products)
     return array_namespace(x).reshape(y, (*x.shape[:-1], w.shape[1])), cache
 
 
@@ -35,12 +39,12 @@ class LinearCache(NamedTuple):
     w: Array  # (I, O)
     has_b: bool
     x_shape: tuple[int, ...]
+    products: Products
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
         """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows."""
         require_gradient("linear", "dy", dy, self.w, (*self.x_shape[:-1], self.w.shape[1]))
-        rows, dw = row_matrix(dy), None
-        dx = array_namespace(dy).reshape(rows.dot(self.w.T), self.x_shape)
-        if self.x is not None:
-            dw = weight_gradient(row_matrix(self.x), rows, self.w)
-        return dx, dw, row_sums(rows) if self.has_b else None
+        rows = self.products.rows(dy)
+        dx = array_namespace(dy).reshape(self.products.back(rows, self.w), self.x_shape)
+        x = None if self.x is None else self.products.rows(self.x)
+        return dx, *self.products.parameters(x, rows, self.w, self.has_b)

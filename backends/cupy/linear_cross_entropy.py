@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.cross_entropy import (
     CrossEntropyCache,
     dlogits,
@@ -19,7 +18,7 @@ from xformer.backends.cupy.cross_entropy import (
     total_loss,
 )
 from xformer.backends.cupy.module import empty
-from xformer.backends.cupy.products import added, matrix, row_matrix, weight_gradient
+from xformer.backends.cupy.products import NONE, Products
 
 from xformer.checks import number, require_gradient
 from xformer.dispatch import keeps_nothing, kernel
@@ -64,32 +63,52 @@ def linear_cross_entropy(
     fixed: bool = False,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """The loss, and its gradients unless within `inference()`."""
+    options = Options(targets, ignore_index, label_smoothing, z_loss, reduction)
+    return forward(Products(), x, w, b, options, fixed)
+
+
+class Options(NamedTuple):
+    """Those of the loss."""
+
+    targets: Array
+    ignore_index: int | None
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+
+
+def forward(
+    products: Products, x: Array, w: Array, b: Array | None, options: Options, fixed: bool
+) -> tuple[Array, LinearCrossEntropyCache | None]:
+    """`linear_cross_entropy` by some library's products."""
+    targets, ignore_index, label_smoothing, z_loss, reduction = options
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = number("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     targets = array_namespace(w).reshape(int64_targets(w, targets), (-1,))
-    xs, w = row_matrix(x), matrix(w)
+    xs, w = products.rows(x), products.matrix(w)
     n, n_classes = xs.shape[0], w.shape[1]
     real = working_dtype(xs)
     loss, lse = empty(xs, (n,), real), empty(xs, (n,), real)
     one = array_namespace(xs).ones((), dtype=real, device=xs.device)
-    grads = None if keeps_nothing() else Gradients(empty(xs), None, None)
+    dx, grads = None if keeps_nothing() else empty(xs), NONE
     size = max(1, -(-n // max(1, round(n * n_classes / CHUNK))))
     buffer = empty(xs, (min(size, n), n_classes))
     for start in range(0, max(n, 1), size):  # once where there is no row
         at = slice(start, min(start + size, n))
-        logits = xs[at, :].dot(w, buffer[: at.stop - at.start, :])
-        logits = logits if b is None else added(logits, b)
+        logits = products.affine(xs[at, :], w, b, buffer[: at.stop - at.start, :])
         token_losses(logits, targets[at], loss[at], lse[at], ignore_index, a, z)
-        if grads is not None:
+        if dx is not None:
             cache = CrossEntropyCache(logits, targets[at], ignore_index, lse[at], one, a, z)
             slopes = dlogits(cache, one, logits)  # in place of the logits
-            grads = grads.grown(xs[at, :], w, slopes, at, fixed, b is not None)
+            products.back(slopes, w, dx[at, :])
+            own = None if fixed else xs[at, :]
+            grads = products.parameters(own, slopes, w, b is not None, grads)
     total, scale = total_loss(loss, targets, ignore_index, reduction)
-    if grads is None:
+    if dx is None:
         return total, None
-    dx = array_namespace(x).reshape(grads.dx, x.shape)
-    return total, LinearCrossEntropyCache(dx, grads.dw, grads.db, scale)
+    dx = array_namespace(x).reshape(dx, x.shape)
+    return total, LinearCrossEntropyCache(dx, *grads, scale)
 
 
 class LinearCrossEntropyCache(NamedTuple):
@@ -113,19 +132,3 @@ def _times(grad: Array, factor: Array) -> Array:
     xp = array_namespace(grad)
     product = xp.astype(grad, factor.dtype, copy=False) * factor
     return xp.astype(product, grad.dtype, copy=False)
-
-
-class Gradients(NamedTuple):
-    """Those of the chunks so far; `dx` is written to, chunk by chunk."""
-
-    dx: Array  # (N, D)
-    dw: Array | None  # (D, V), as w lies in memory: a tied head's lies sideways
-    db: Array | None  # (V,)
-
-    def grown(
-        self, x: Array, w: Array, dlogits: Array, at: slice, fixed: bool, has_b: bool
-    ) -> Gradients:
-        """With those of the rows `at`."""
-        dlogits.dot(w.T, self.dx[at, :])
-        dw = None if fixed else added(self.dw, weight_gradient(x, dlogits, w))
-        return Gradients(self.dx, dw, added(self.db, row_sums(dlogits)) if has_b else None)

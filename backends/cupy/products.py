@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from array_api_compat import array_namespace
+from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.module import contiguous
 
 from xformer import backends
@@ -37,25 +39,55 @@ def tf32() -> Iterator[None]:
         yield
 
 
-def matrix(x: Array) -> Array:
-    """x (N, D), copied where neither it nor its transpose is contiguous."""
-    return x if x.flags.f_contiguous else contiguous(x)
+class Gradients(NamedTuple):
+    """Those of the parameters of a linear map; None: of none, or not wanted."""
+
+    dw: Array | None  # (I, O)
+    db: Array | None  # (O,)
 
 
-def row_matrix(x: Array) -> Array:
-    """x (..., D) as (N, D), contiguous."""
-    return contiguous(array_namespace(x).reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])))
+NONE = Gradients(None, None)
 
 
-def weight_gradient(x: Array, dy: Array, w: Array) -> Array:
-    """x^T dy (I, O) of contiguous rows x (N, I), dy (N, O), lying in memory as w does.
+class Products:
+    """The products of a linear map by CuPy: cuBLAS's, and what it does not do behind them."""
 
-    That of a tied head, whose w is a transposed table, so becomes the table's without a copy. Of
-    two-byte numbers it is float32, but CuPy has no product that gives it: sums are in float32, and
-    rounded once to the two bytes.
-    """
-    dw = x.T.dot(dy) if w.flags.c_contiguous else dy.T.dot(x).T
-    return array_namespace(dw).astype(dw, working_dtype(dw), copy=False)
+    def matrix(self, x: Array) -> Array:
+        """x (N, M) as they read it, copied where it lies otherwise."""
+        return x if x.flags.f_contiguous else contiguous(x)
+
+    def rows(self, x: Array) -> Array:
+        """x (..., D) as a matrix (N, D)."""
+        return contiguous(flat(x))
+
+    def affine(self, x: Array, w: Array, b: Array | None, out: Array | None = None) -> Array:
+        """x w + b of rows x (N, I), w (I, O), b (O,); written to `out` (N, O) if given."""
+        y = x.dot(w) if out is None else x.dot(w, out)
+        return y if b is None else added(y, b)
+
+    def back(self, dy: Array, w: Array, out: Array | None = None) -> Array:
+        """dy w^T (N, I)."""
+        return dy.dot(w.T) if out is None else dy.dot(w.T, out)
+
+    def parameters(
+        self, x: Array | None, dy: Array, w: Array, has_b: bool, so_far: Gradients = NONE
+    ) -> Gradients:
+        """dw = x^T dy, None without x, and db = sums of dy over its rows, added to those so far.
+
+        dw lies in memory as w does: that of a tied head, whose w is a transposed table, so becomes
+        the table's without a copy. Of two-byte numbers it is float32, but CuPy has no product that
+        gives it: sums are in float32, and rounded once to the two bytes.
+        """
+        dw = None
+        if x is not None:
+            dw = x.T.dot(dy) if w.flags.c_contiguous else dy.T.dot(x).T
+            dw = added(so_far.dw, array_namespace(dw).astype(dw, working_dtype(dw), copy=False))
+        return Gradients(dw, added(so_far.db, row_sums(dy)) if has_b else None)
+
+
+def flat(x: Array) -> Array:
+    """x (..., D) as (N, D)."""
+    return array_namespace(x).reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def added(total: Array | None, part: Array) -> Array:

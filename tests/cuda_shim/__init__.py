@@ -18,11 +18,21 @@ from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imp
 
 from cuda_shim.array import DEVICE, Array, Fault, namespace
 from cuda_shim.build import COMPILER, missing_compiler
+from cuda_shim.cublaslt import CublasLt, calling
 from cuda_shim.launcher import launch
 from xformer import dispatch
 from xformer.shapes import STORED
 
-__all__ = ["COMPILER", "DEVICE", "Array", "Fault", "ShimBackend", "backend"]
+__all__ = [
+    "COMPILER",
+    "DEVICE",
+    "Array",
+    "CublasLt",
+    "Fault",
+    "ShimBackend",
+    "backend",
+    "calling",
+]
 
 NAME = __name__
 

@@ -1,0 +1,163 @@
+"""Products by cuBLASLt, through NVIDIA's bindings (extra `nvmath`), where they are installed.
+
+    multiply(x, w, y, bias=b)              # y = x w + b
+    multiply(x.T, dy, dw, sums=db)         # dw = x^T dy, db = sums of dy over its rows
+    multiply(more_dy, w.T, dx, add=True)   # dx += more_dy w^T
+
+Of float32 matrices, or of two bytes, whose products are summed in float32, and rounded unless `out`
+is float32. `lt_plan` has what is kept of each kind of product.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.cupy.column_sums import row_sums
+from xformer.backends.cupy.lt_plan import TYPES, WORKSPACE, Plan, aligned, layout, matrix, planned
+from xformer.backends.cupy.module import contiguous
+
+from xformer.typing import Array
+
+KEPT = 1024  # plans: texts that grow have products of another kind for each length
+
+
+class Place(NamedTuple):
+    """Where work goes."""
+
+    device: int
+    stream: int  # its address
+    tf32: bool  # whether factors of float32 may be rounded
+
+
+class Runtime(NamedTuple):
+    """What is asked of the library of the arrays. CuPy's is in `driver`; tests bring their own."""
+
+    bindings: Callable[[], Any]  # nvmath.bindings.cublasLt, or why it cannot be used, in words
+    place: Callable[[Sequence[Array]], Place]  # ValueError for arrays of another device
+    memory: Callable[[int], Any]  # so many bytes of the device, from `ptr` on
+
+
+RUNTIMES: dict[type, Runtime] = {}
+
+
+class State(threading.local):
+    """Of one thread: descriptors are written to before each product."""
+
+    def __init__(self) -> None:
+        self.handles: dict[Any, int] = {}  # of a device
+        self.plans: dict[Any, Plan | None] = {}  # None: there is no algorithm
+        self.workspaces: dict[Any, Any] = {}  # of a stream, on which one product follows another
+
+
+_state = State()
+_FACTORS = np.array([0, 1], np.float32)  # of a product, and of what it is added to
+ZERO, ONE = (_FACTORS[i:].ctypes.data for i in range(2))
+
+
+def runtime(array_type: type) -> Runtime:
+    """That of CuPy's arrays, or of the stand-in's."""
+    found = RUNTIMES.get(array_type)
+    if found is None:
+        from xformer.backends.cupy import driver
+
+        found = RUNTIMES[driver.ARRAY]
+    return found
+
+
+def why_not(x: Array, w: Array) -> str | None:
+    """Why products of x and w are not cuBLASLt's; None where they are."""
+    bindings = runtime(type(x)).bindings()
+    if isinstance(bindings, str):
+        return bindings
+    if x.dtype.name not in TYPES:
+        return f"by cuBLASLt are products of {', '.join(TYPES)}, not {x.dtype.name}"
+    return None if x.size and w.size else "an array has no elements"
+
+
+def readable(x: Array) -> Array:
+    """x (N, M), copied where neither its rows nor its columns are contiguous, or they overlap."""
+    return contiguous(x) if layout(x) is None else x
+
+
+def multiply(
+    a: Array,
+    b: Array,
+    out: Array,
+    *,
+    add: bool = False,
+    bias: Array | None = None,
+    sums: Array | None = None,
+) -> None:
+    """out (M, N) = a (M, K) b (K, N), or with `add` out + a b; all of them `readable`.
+
+    Of the dtype of `out` one of bias (N,), which is added, where rows of `out` are contiguous, and
+    sums (N,), written to: those of b over its rows. By a launch of their own where cuBLASLt has no
+    algorithm that does both.
+    """
+    if _ran(a, b, out, add, bias, sums):
+        return
+    if (bias is None and sums is None) or not _ran(a, b, out, add, None, None):
+        raise RuntimeError(
+            f"cuBLASLt has no algorithm for a product of {a.shape} and {b.shape} in {a.dtype.name}"
+        )
+    if sums is not None:
+        sums[...] = row_sums(contiguous(b))
+    else:
+        out += bias
+
+
+def _ran(a: Array, b: Array, out: Array, add: bool, bias: Array | None, sums: Array | None) -> bool:
+    """Whether there is an algorithm for it, which then was started."""
+    own, vector = runtime(type(a)), sums if bias is None else bias
+    lt = own.bindings()
+    by_rows = not matrix(out).as_it_is
+    epilogue = lt.Epilogue.DEFAULT
+    if vector is not None:
+        of_b = lt.Epilogue.BGRADA if by_rows else lt.Epilogue.BGRADB
+        epilogue = lt.Epilogue.BIAS if sums is None else of_b
+    # A matrix by rows is made as its transpose, of transposed factors in the other order.
+    three = (b, a, out) if by_rows else (a.T, b.T, out.T)
+    at = 0 if vector is None else vector.data.ptr
+    place = own.place([x for x in (a, b, out, vector) if x is not None])
+    device = type(a), place.device
+    if device not in _state.handles:
+        _state.handles[device] = lt.create()
+    plan = _plan(lt, device, three, epilogue, at, place.tf32)
+    if plan is None:
+        return False
+    if at:
+        plan.point(lt, at)
+    left, right, d = (x.data.ptr for x in three)
+    lt.matmul(
+        *(_state.handles[device], plan.operation, ONE, left, plan.a, right, plan.b),
+        *(ONE if add else ZERO, d, plan.d, d, plan.d, plan.algorithm.ctypes.data),
+        *(_workspace(own, (*device, place.stream)), WORKSPACE, place.stream),
+    )
+    return True
+
+
+def _plan(
+    lt: Any, device: Any, three: Sequence[Array], epilogue: int, at: int, tf32: bool
+) -> Plan | None:
+    """Kept, or made; all are forgotten where they would be too many."""
+    of = matrix(three[0]), matrix(three[1]), matrix(three[2])
+    tf32 = tf32 and of[0].type == TYPES["float32"]
+    key = device, of, epilogue, aligned(at), tf32
+    if key not in _state.plans:
+        if len(_state.plans) == KEPT:
+            for kept in filter(None, _state.plans.values()):
+                kept.close(lt)
+            _state.plans.clear()
+        _state.plans[key] = planned(lt, _state.handles[device], of, epilogue, at, tf32)
+    return _state.plans[key]
+
+
+def _workspace(own: Runtime, stream: Any) -> int:
+    """The address of a stream's own, on which one product follows another."""
+    if stream not in _state.workspaces:
+        _state.workspaces[stream] = own.memory(WORKSPACE)
+    address: int = _state.workspaces[stream].ptr
+    return address

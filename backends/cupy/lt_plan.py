@@ -1,0 +1,153 @@
+"""What is kept of a kind of product by cuBLASLt: descriptors, and the algorithm that it advises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xformer.typing import Array
+
+WORKSPACE = 32 << 20  # bytes, as NVIDIA advises for Hopper
+ALIGNMENT = 256  # bytes, which cuBLASLt takes for granted unless it is told otherwise
+
+# Of library_types.h and cublas_api.h.
+TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
+SUCCESS, NOT_SUPPORTED = 0, 15
+
+
+class Matrix(NamedTuple):
+    """A matrix in memory as cuBLASLt counts, by columns: one by rows is its own transpose there."""
+
+    type: int
+    rows: int
+    columns: int
+    step: int  # elements from one column to the next
+    as_it_is: bool  # else its transpose
+    alignment: int  # bytes
+
+
+def layout(x: Array) -> tuple[bool, int] | None:
+    """Whether x (N, M) lies by rows, else by columns, and elements from one to the next.
+
+    None where the elements of neither are contiguous, or rows overlap.
+    """
+    (n, m), (down, across), size = x.shape, x.strides, x.dtype.itemsize
+    if (across == size or m == 1) and (n == 1 or down >= m * size):
+        return True, m if n == 1 else down // size
+    if (down == size or n == 1) and (m == 1 or across >= n * size):
+        return False, n if m == 1 else across // size
+    return None
+
+
+def matrix(x: Array) -> Matrix:
+    """x (N, M) for cuBLASLt; ValueError where it has no layout."""
+    found = layout(x)
+    if found is None:
+        raise ValueError(f"cuBLASLt needs contiguous rows or columns, got strides {x.strides}")
+    by_rows, step = found
+    n, m = reversed(x.shape) if by_rows else x.shape
+    return Matrix(TYPES[x.dtype.name], n, m, step, not by_rows, aligned(x.data.ptr))
+
+
+def aligned(address: int) -> int:
+    """The power of two that an address is a multiple of, as far as it matters."""
+    return min(address & -address, ALIGNMENT)
+
+
+class Plan(NamedTuple):
+    """d = op(a) op(b) with an epilogue."""
+
+    operation: int
+    a: int
+    b: int
+    d: int
+    algorithm: np.ndarray
+    vector: np.ndarray  # the address of what the epilogue reads or writes
+
+    def point(self, lt: Any, at: int) -> None:
+        """The epilogue's vector is that at this address."""
+        self.vector[0] = at
+        name = lt.MatmulDescAttribute.BIAS_POINTER
+        lt.matmul_desc_set_attribute(self.operation, name, self.vector.ctypes.data, 8)
+
+    def close(self, lt: Any) -> None:
+        """Free what cuBLASLt holds."""
+        lt.matmul_desc_destroy(self.operation)
+        for described in (self.a, self.b, self.d):
+            lt.matrix_layout_destroy(described)
+
+
+def planned(
+    lt: Any, handle: int, of: tuple[Matrix, Matrix, Matrix], epilogue: int, at: int, tf32: bool
+) -> Plan | None:
+    """The plan of a product of two matrices into a third; None where there is no algorithm.
+
+    at: the address of the epilogue's vector, by which the heuristics see how it is aligned.
+    """
+    compute = COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F
+    operation = lt.matmul_desc_create(compute, TYPES["float32"])
+    a, b, d = (lt.matrix_layout_create(x.type, x.rows, x.columns, x.step) for x in of)
+    algorithm = np.zeros(1, lt.matmul_heuristic_result_dtype)
+    plan = Plan(operation, a, b, d, algorithm, np.zeros(1, np.int64))
+    names = lt.MatmulDescAttribute
+    attributes = {
+        names.TRANSA: int(of[0].as_it_is),  # what is wanted is the transpose of each
+        names.TRANSB: int(of[1].as_it_is),
+        names.EPILOGUE: epilogue,
+    }
+    if at:
+        attributes[names.BIAS_DATA_TYPE] = of[2].type
+        plan.point(lt, at)
+    set_one, dtype = lt.matmul_desc_set_attribute, lt.get_matmul_desc_attribute_dtype
+    _set(set_one, dtype, operation, attributes)
+    if _advised(lt, handle, plan, of):
+        return plan
+    plan.close(lt)
+    return None
+
+
+def _advised(lt: Any, handle: int, plan: Plan, of: tuple[Matrix, Matrix, Matrix]) -> bool:
+    """Whether there is an algorithm, which `plan.algorithm` then holds.
+
+    What is split among blocks is added up in float32 in the workspace, by a step of its own: other
+    schemes round parts to the type of d, or add them in the order in which they are ready.
+    """
+    names = lt.MatmulPreferenceAttribute
+    attributes = {
+        names.MAX_WORKSPACE_BYTES: WORKSPACE,
+        names.REDUCTION_SCHEME_MASK: lt.ReductionScheme.COMPUTE_TYPE,
+        names.MIN_ALIGNMENT_A_BYTES: of[0].alignment,
+        names.MIN_ALIGNMENT_B_BYTES: of[1].alignment,
+        names.MIN_ALIGNMENT_C_BYTES: of[2].alignment,
+        names.MIN_ALIGNMENT_D_BYTES: of[2].alignment,
+    }
+    found = np.zeros(1, np.int32)
+    preference = lt.matmul_preference_create()
+    set_one, dtype = lt.matmul_preference_set_attribute, lt.get_matmul_preference_attribute_dtype
+    try:
+        _set(set_one, dtype, preference, attributes)
+        descriptors = (plan.operation, plan.a, plan.b, plan.d, plan.d, preference)
+        results = plan.algorithm.ctypes.data, found.ctypes.data
+        lt.matmul_algo_get_heuristic(handle, *descriptors, 1, *results)
+    except lt.cuBLASLtError as error:
+        if error.status != NOT_SUPPORTED:
+            raise
+        return False
+    finally:
+        lt.matmul_preference_destroy(preference)
+    return bool(found[0]) and bool(plan.algorithm["state"][0] == SUCCESS)
+
+
+def _set(
+    set_one: Callable[..., None],
+    dtype: Callable[[int], Any],
+    descriptor: int,
+    attributes: dict[int, int],
+) -> None:
+    """Each attribute in the bytes that the bindings say it has."""
+    for name, number in attributes.items():
+        held = np.array([number], dtype(name))
+        set_one(descriptor, name, held.ctypes.data, held.nbytes)

@@ -1,0 +1,299 @@
+"""In the place of nvmath.bindings.cublasLt: products by NumPy in the stand-in's memory.
+
+    with calling(CublasLt()) as lt:
+        ops.linear(x, w, b)  # lt.products is what was asked for
+
+What the library would refuse, or would not have noticed, is a Fault: descriptors that do not fit
+each other or the algorithm, memory outside the arrays, addresses that are less aligned than the
+heuristics were told, another stream's workspace. tests/test_cuda_bindings.py compares the names.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from xformer.backends.cupy import cublaslt
+from xformer.backends.cupy.cublaslt import Place, Runtime, State
+
+from cuda_shim.array import Array, Fault, quietly
+from cuda_shim.cublaslt_parts import (
+    COMPUTE_32F,
+    COMPUTE_32F_FAST_TF32,
+    NAMES,
+    NOT_SUPPORTED,
+    RESULT,
+    Epilogue,
+    Layout,
+    MatmulDescAttribute,
+    MatmulPreferenceAttribute,
+    Product,
+    ReductionScheme,
+    cuBLASLtError,
+    memory,
+    product,
+    read,
+    rounded,
+)
+
+
+class CublasLt:
+    """The module. lacks: epilogues for which there is no algorithm."""
+
+    Epilogue, ReductionScheme = Epilogue, ReductionScheme
+    MatmulDescAttribute = MatmulDescAttribute
+    MatmulPreferenceAttribute = MatmulPreferenceAttribute
+    cuBLASLtError = cuBLASLtError
+    matmul_heuristic_result_dtype = RESULT
+
+    def __init__(self, lacks: Sequence[int] = ()) -> None:
+        self.lacks = lacks
+        self.device, self.stream, self.tf32 = 0, 7, False
+        self.arrays: Sequence[Array] = ()  # of the product that is being asked for
+        self.workspaces: dict[int, tuple[np.ndarray, set[tuple[int, int]]]] = {}
+        self.products: list[Product] = []
+        self.alive: dict[int, Any] = {}
+        self.algorithms: dict[int, Any] = {}
+        self._ids = itertools.count(1)
+        self._random = np.random.default_rng(0)
+
+    # ---- The runtime ----
+
+    def place(self, arrays: Sequence[Array]) -> Place:
+        self.arrays = arrays
+        return Place(self.device, self.stream, self.tf32)
+
+    def memory(self, size: int) -> Any:
+        held = np.empty(size + 256, np.uint8)
+        at = held.ctypes.data + -held.ctypes.data % 256
+        self.workspaces[at] = held, set()
+        return SimpleNamespace(ptr=at)
+
+    # ---- Handles and descriptors ----
+
+    def _made(self, what: Any) -> int:
+        self.alive[number := next(self._ids)] = what
+        return number
+
+    def create(self) -> int:
+        return self._made(("handle", self.device))
+
+    def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
+        if scale_type != 0 or compute_type not in (COMPUTE_32F, COMPUTE_32F_FAST_TF32):
+            raise Fault(f"sums are not in float32: {compute_type}, {scale_type}")
+        return self._made({"compute": compute_type, MatmulDescAttribute.BIAS_DATA_TYPE: -1})
+
+    def matmul_desc_destroy(self, matmul_desc: int) -> None:
+        del self.alive[matmul_desc]
+
+    def matmul_desc_set_attribute(
+        self, matmul_desc: int, attr: int, buf: int, size_in_bytes: int
+    ) -> None:
+        kind = self.get_matmul_desc_attribute_dtype(attr)
+        self.alive[matmul_desc][attr] = read(kind, buf, size_in_bytes)
+
+    def get_matmul_desc_attribute_dtype(self, attr: int) -> Any:
+        return {7: np.uint32, 8: np.int64}.get(MatmulDescAttribute(attr), np.int32)
+
+    def matrix_layout_create(self, type: int, rows: int, cols: int, ld: int) -> int:
+        if type not in NAMES or min(rows, cols) < 1 or ld < rows:
+            raise Fault(f"no layout: type {type}, {rows} rows, {cols} columns, {ld} between them")
+        return self._made(Layout(type, rows, cols, ld))
+
+    def matrix_layout_destroy(self, mat_layout: int) -> None:
+        del self.alive[mat_layout]
+
+    def matmul_preference_create(self) -> int:
+        return self._made({})
+
+    def matmul_preference_destroy(self, pref: int) -> None:
+        del self.alive[pref]
+
+    def matmul_preference_set_attribute(
+        self, pref: int, attr: int, buf: int, size_in_bytes: int
+    ) -> None:
+        kind = self.get_matmul_preference_attribute_dtype(attr)
+        self.alive[pref][attr] = read(kind, buf, size_in_bytes)
+
+    def get_matmul_preference_attribute_dtype(self, attr: int) -> Any:
+        return np.uint64 if MatmulPreferenceAttribute(attr) == 1 else np.uint32
+
+    # ---- Algorithms ----
+
+    def matmul_algo_get_heuristic(
+        self,
+        light_handle: int,
+        operation_desc: int,
+        adesc: int,
+        bdesc: int,
+        cdesc: int,
+        ddesc: int,
+        preference: int,
+        requested_algo_count: int,
+        heuristic_results_array: int,
+        return_algo_count: int,
+    ) -> None:
+        if self.alive[light_handle] != ("handle", self.device):
+            raise Fault("the handle is another device's")
+        operation = self.alive[operation_desc]
+        epilogue = operation.get(MatmulDescAttribute.EPILOGUE, Epilogue.DEFAULT)
+        if epilogue in self.lacks:
+            raise cuBLASLtError(NOT_SUPPORTED)
+        wanted = self._wanted(operation, adesc, bdesc, cdesc, ddesc)
+        number = next(self._ids)
+        at = operation.get(MatmulDescAttribute.BIAS_POINTER, 0)
+        told = min(at & -at, 256)
+        self.algorithms[number] = wanted, dict(self.alive[preference]), told
+        result = memory(heuristic_results_array, self.matmul_heuristic_result_dtype, 1)
+        result["algo"]["data_"][0, 0], result["workspace_size"], result["state"] = (
+            number,
+            1 << 20,
+            0,
+        )
+        memory(return_algo_count, np.dtype(np.int32), 1)[0] = requested_algo_count
+
+    def _wanted(self, operation: Any, *descriptors: int) -> Any:
+        """All that an algorithm depends on; Fault where it does not fit together."""
+        a, b, c, d = (self.alive[number] for number in descriptors)
+        trans = tuple(operation.get(name, 0) for name in (3, 4))
+        (m, k), (k2, n) = (
+            (x.cols, x.rows) if t else (x.rows, x.cols) for x, t in zip((a, b), trans, strict=True)
+        )
+        if (m, n, k, c) != (d.rows, d.cols, k2, d):
+            raise Fault(f"the matrices do not fit: {a}, {b}, {c}, {d}, transposed {trans}")
+        epilogue = Epilogue(operation.get(MatmulDescAttribute.EPILOGUE, 1))
+        kind = operation[MatmulDescAttribute.BIAS_DATA_TYPE]
+        if a.type != b.type or d.type not in (a.type, 0) or (epilogue > 1 and kind != d.type):
+            raise Fault(f"cuBLASLt has no such types: {a}, {b}, {d}, vector {kind}")
+        if operation["compute"] != COMPUTE_32F and a.type != 0:
+            raise Fault("only float32 is rounded to TF32")
+        return operation["compute"], trans, epilogue, (a, b, d)
+
+    # ---- The product ----
+
+    def matmul(
+        self,
+        light_handle: int,
+        compute_desc: int,
+        alpha: int,
+        a: int,
+        adesc: int,
+        b: int,
+        bdesc: int,
+        beta: int,
+        c: int,
+        cdesc: int,
+        d: int,
+        ddesc: int,
+        algo: int,
+        workspace: int,
+        workspace_size_in_bytes: int,
+        stream: int,
+    ) -> None:
+        number = int(memory(algo, np.dtype("<u8"), 8)[0])
+        wanted, preferred, vector_aligned = self.algorithms[number]
+        operation = self.alive[compute_desc]
+        if wanted != self._wanted(operation, adesc, bdesc, cdesc, ddesc):
+            raise Fault("the algorithm was advised for another product")
+        if stream != self.stream or self.alive[light_handle] != ("handle", self.device):
+            raise Fault(f"another stream or device than the current one: {stream}")
+        self._require_workspace(workspace, workspace_size_in_bytes, preferred)
+        if c != d:
+            raise Fault("what is added to is not what is written to")
+        for name, at in zip((5, 6, 7, 8), (a, b, c, d), strict=True):
+            if at % preferred.get(name, 256):
+                raise Fault(f"an address is not aligned as the heuristics were told: {name}")
+        compute, trans, epilogue, (of_a, of_b, of_d) = wanted
+        factors = [rounded(self._read(at, of), compute) for at, of in ((a, of_a), (b, of_b))]
+        factors = [x.T if turn else x for x, turn in zip(factors, trans, strict=True)]
+        out = self._view(d, of_d)
+        if any(np.may_share_memory(self._owner(x).host, self._owner(d).host) for x in (a, b)):
+            raise Fault("a factor is written to")
+        scale, add = (float(memory(at, np.dtype("f4"), 1)[0]) for at in (alpha, beta))
+        mask = preferred[MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK]
+        with quietly(True):
+            y = np.float32(scale) * product(*factors, out.dtype, mask, self._random.normal())
+            y = y + np.float32(add) * out.astype(np.float32) if add else y
+            if epilogue != Epilogue.DEFAULT:
+                at = operation.get(MatmulDescAttribute.BIAS_POINTER, 0)
+                if at % vector_aligned:
+                    raise Fault("the vector is not aligned as the heuristics were told")
+                y = self._epilogue(epilogue, at, factors, y, of_d)
+            out[...] = y
+        self.products.append(Product(epilogue, trans, wanted[3], compute, add, mask, stream))
+
+    def _epilogue(
+        self, epilogue: Epilogue, at: int, factors: Any, y: np.ndarray, d: Layout
+    ) -> np.ndarray:
+        size = d.cols if epilogue == Epilogue.BGRADB else d.rows
+        own = Layout(d.type, size, 1, size)
+        if epilogue == Epilogue.BIAS:
+            return y + self._read(at, own)
+        a, b = factors
+        sums = a.sum(axis=1) if epilogue == Epilogue.BGRADA else b.sum(axis=0)
+        self._view(at, own)[:, 0] = sums
+        return y
+
+    # ---- Memory ----
+
+    def _require_workspace(self, at: int, size: int, preferred: Any) -> None:
+        if at not in self.workspaces or size != preferred[1]:
+            raise Fault("there is no such workspace")
+        held, users = self.workspaces[at]
+        if size + 256 > held.size:
+            raise Fault(f"the workspace is smaller than {size} bytes")
+        users.add((self.device, self.stream))
+        if len(users) > 1:
+            raise Fault(f"streams share a workspace: {users}")
+
+    def _owner(self, at: int) -> Array:
+        for array in self.arrays:
+            low, high = np.lib.array_utils.byte_bounds(array.host)
+            if low <= at < high:
+                return array
+        raise Fault(f"an address outside the arrays: {at}")
+
+    def _read(self, at: int, of: Layout) -> Any:
+        return self._view(at, of).astype(np.float32)
+
+    def _view(self, at: int, of: Layout) -> np.ndarray:
+        """What a layout finds there."""
+        owner = self._owner(at)
+        dtype, high = owner.host.dtype, np.lib.array_utils.byte_bounds(owner.host)[1]
+        if dtype.name != NAMES[of.type]:
+            raise Fault(f"numbers are {dtype.name}, not {NAMES[of.type]}")
+        count = (of.cols - 1) * of.ld + of.rows
+        if at + count * dtype.itemsize > high:
+            raise Fault(f"{of} ends outside its array")
+        flat = memory(at, dtype, count)
+        strides = (dtype.itemsize, of.ld * dtype.itemsize)
+        return np.lib.stride_tricks.as_strided(flat, (of.rows, of.cols), strides)
+
+
+# ---- As the runtime of the stand-in's arrays ----
+
+NOT_ASKED_FOR = "on the stand-in cuBLASLt is called where a test asks for it"
+_now: list[CublasLt] = []
+
+
+@contextmanager
+def calling(lt: CublasLt) -> Iterator[CublasLt]:
+    """Within this context products are by cuBLASLt's stand-in."""
+    before, cublaslt._state = cublaslt._state, State()
+    _now.append(lt)
+    try:
+        yield lt
+    finally:
+        _now.pop()
+        cublaslt._state = before
+
+
+cublaslt.RUNTIMES[Array] = Runtime(
+    lambda: _now[-1] if _now else NOT_ASKED_FOR,
+    lambda arrays: _now[-1].place(arrays),
+    lambda size: _now[-1].memory(size),
+)

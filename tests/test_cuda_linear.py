@@ -1,0 +1,175 @@
+"""Linear maps by cuBLASLt, on its stand-in: what it is asked for, what comes out, who runs and why.
+
+Beside the reference they are tested in test_kernels.py, with every other kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cuda_shim
+import numpy as np
+import pytest
+from causal_models import causal
+from cuda_shim import CublasLt, calling
+from cuda_shim.cublaslt import NOT_ASKED_FOR
+from cuda_shim.cublaslt_parts import Epilogue
+from libraries import STAND_IN, only
+from stored import DTYPES, in_both, normal, on, require_exact
+from xformer.backends import Backend
+from xformer.backends.cupy import linear_cross_entropy
+
+from xformer import backends, explain, inference, layers, ops, tree
+from xformer.layers import LinearParams
+
+pytestmark = only(STAND_IN)
+
+
+@pytest.fixture
+def lt(library: Backend) -> Iterator[CublasLt]:
+    with calling(CublasLt()) as found:
+        yield found
+
+
+# ---- What is asked for ----
+
+
+def asked(lt: CublasLt) -> list[str]:
+    found = [f"{p.epilogue.name}{'+' if p.beta else ''}" for p in lt.products]
+    lt.products.clear()
+    return found
+
+
+@in_both
+def test_linear_in_two_bytes(library: Backend, lt: CublasLt, precision: str) -> None:
+    """Each result is rounded once, the gradients of parameters not at all."""
+    x, w, b = normal(1, 200, 24), normal(2, 24, 33), normal(3, 33)
+    require_exact(library, precision, ops.linear, x, w, b, kinds="ssff")
+    assert asked(lt) == ["BIAS", "DEFAULT", "BGRADA"]
+    require_exact(library, precision, ops.linear, x, w, kinds="ssf-")
+    require_exact(library, precision, ops.linear, x, w, kinds="ss--", fixed=True)
+    assert asked(lt) == ["DEFAULT"] * 5
+    table = on(library, w.T.copy(), DTYPES[precision])
+    y, cache = ops.linear(on(library, x, table.dtype), table.T, on(library, b, table.dtype))
+    dw = cache.backward(y)[1]
+    assert asked(lt) == ["BIAS", "DEFAULT", "BGRADB"]
+    assert dw.T.flags.c_contiguous and dw.dtype.name == "float32"
+
+
+def test_a_bias_with_gaps(library: Backend, lt: CublasLt) -> None:
+    x, w, b = (on(library, normal(i, *s), "f4") for i, s in enumerate(((3, 4), (4, 5), (10,))))
+    y, _ = ops.linear(x, w, b[::2])
+    assert np.allclose(y.host, x.host @ w.host + b.host[::2], rtol=1e-5, atol=1e-5)
+
+
+@in_both
+def test_several_maps_in_two_bytes(library: Backend, lt: CublasLt, precision: str) -> None:
+    """dx is one array, to which each product is added."""
+    x = on(library, normal(1, 2, 5, 24), DTYPES[precision])
+    params = tuple(
+        LinearParams(*(on(library, normal(i, *s), x.dtype) for s in ((24, 8), (8,))))
+        for i in (2, 3)
+    )
+    ys, cache = layers.linears(x, params)
+    dx, dparams = cache.backward(*ys)
+    assert asked(lt) == ["BIAS", "BIAS", "DEFAULT", "BGRADA", "DEFAULT+", "BGRADA"]
+    exact = sum(
+        y.host.astype("f8") @ p.w.host.astype("f8").T for y, p in zip(ys, params, strict=True)
+    )
+    assert dx.dtype == x.dtype
+    assert np.allclose(dx.host.astype("f8"), exact, rtol=2.0**-6, atol=2.0**-3)
+    assert {p.dtype.name for p in tree.flatten(dparams).values()} == {"float32"}
+
+
+@in_both
+def test_head_in_two_bytes(library: Backend, lt: CublasLt, precision: str) -> None:
+    x, w, b = normal(1, 7, 16), normal(2, 16, 70) / 4, normal(3, 70)
+    options: Any = {"targets": np.random.default_rng(1).integers(-1, 70, 7), "ignore_index": -1}
+    options |= {"kinds": "fsff", "roundings": 4}
+    require_exact(library, precision, ops.linear_cross_entropy, x, w, b, **options)
+
+
+def test_head_adds_chunks_up(
+    library: Backend, lt: CublasLt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dw of each chunk to that of those before it, in place."""
+    x, w, b = (on(library, normal(i, *s), "f4") for i, s in enumerate(((7, 6), (6, 4096), (4096,))))
+    options: Any = {"targets": library.asarray(np.arange(7)), "reduction": "sum"}
+    loss, cache = ops.linear_cross_entropy(x, w, b, **options)
+    whole = cache.backward(library.asarray(np.float32(1)))
+    assert asked(lt) == ["BIAS", "DEFAULT", "BGRADA"]
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 3 * 4096)
+    again, cache = ops.linear_cross_entropy(x, w, b, **options)
+    assert asked(lt) == ["BIAS", "DEFAULT", "BGRADA", "BIAS", "DEFAULT", "BGRADA+"]
+    assert np.allclose(loss.host, again.host, rtol=1e-6)
+    for one, other in zip(whole, cache.backward(library.asarray(np.float32(1))), strict=True):
+        assert np.allclose(one.host, other.host, rtol=1e-5, atol=1e-6)
+    with inference():
+        ops.linear_cross_entropy(x, w, b, **options)
+    assert asked(lt) == ["BIAS"] * 2
+
+
+def test_a_step_of_a_model(library: Backend, lt: CublasLt) -> None:
+    """Every product of a toy Llama but attention's, beside float64."""
+    model, params = causal("llama")
+    ids = np.random.default_rng(1).integers(0, 5, (2, 20))
+
+    def step(place: Backend, dtype: str) -> dict[str, Any]:
+        own = tree.map(lambda p: place.asarray(p, dtype), params)
+        loss, cache = model.loss(own, place.asarray(ids), place.asarray(ids + 1))
+        found = tree.flatten({"loss": loss, "grads": cache.backward()})
+        return {name: place.to_numpy(a) for name, a in found.items()}
+
+    exact = step(backends.get("numpy"), "float64")
+    for name, found in step(library, "float32").items():
+        assert np.max(np.abs(found - exact[name])) <= 5e-5 * np.max(np.abs(exact[name])), name
+    assert {"DEFAULT", "DEFAULT+"} <= set(asked(lt))
+
+
+# ---- Who runs, and why ----
+
+
+def test_who_runs_and_why(library: Backend) -> None:
+    x, w = library.asarray(np.ones((2, 3), "f4")), library.asarray(np.ones((3, 4), "f4"))
+    said = explain(ops.linear, x, w)
+    assert said.startswith(f"linear on {STAND_IN}: xformer.backends.cupy.linear.linear\n")
+    assert f"linear_lt.linear: {NOT_ASKED_FOR}" in said
+    lora = layers.LoRAParams(LinearParams(w, None), w, w, tree.Constant(1.0))
+    with calling(CublasLt()):
+        assert explain(ops.linear, x, w).startswith(
+            f"linear on {STAND_IN}: xformer.backends.cupy.linear_lt.linear\n"
+        )
+        for why, found in (
+            ("by cuBLASLt are products of", explain(ops.linear, *wide(library, x, w))),
+            ("an array has no elements", explain(ops.linear, x[:0, :], w)),
+            ("adapters or frozen", explain(layers.linears, x, (lora,))),
+            ("there are fewer than 4096", explain(ops.linear_cross_entropy, x, w, targets=x[:, 0])),
+        ):
+            assert f": {why}" in found
+
+
+def wide(library: Backend, *arrays: Any) -> list[Any]:
+    return [library.xp.astype(a, library.xp.float64) for a in arrays]
+
+
+@pytest.mark.parametrize("precision", ["float32", *DTYPES])
+def test_without_a_fused_algorithm(library: Backend, precision: str) -> None:
+    """Bias and sums are launches of their own."""
+    dtype = DTYPES.get(precision, np.dtype("f4"))
+    x, w, b = (on(library, normal(i, *s), dtype) for i, s in enumerate(((9, 6), (6, 5), (5,))))
+    found = []
+    for lacks in ((), (Epilogue.BIAS, Epilogue.BGRADA, Epilogue.BGRADB)):
+        with calling(CublasLt(lacks)):
+            for way in (w, cuda_shim.Array(np.ascontiguousarray(w.host.T)).T):
+                y, cache = ops.linear(x, way, b)
+                found.append([a.host.astype("f8") for a in (y, *cache.backward(x[:, :5]))])
+    for one, other in zip(found[0], found[2], strict=True):
+        assert np.allclose(one, other, rtol=2.0**-6, atol=2.0**-6)
+    for one, other in zip(found[1], found[3], strict=True):
+        assert np.allclose(one, other, rtol=2.0**-6, atol=2.0**-6)
+    with (
+        calling(CublasLt([*Epilogue])),
+        pytest.raises(RuntimeError, match=r"no algorithm for a product of \(9, 6\) and \(6, 5\)"),
+    ):
+        ops.linear(x, w)
