@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -126,6 +127,53 @@ def test_arrays_in_every_layout() -> None:
     assert len(flash.loops()[0].signatures) == len(flash.loops()[1].signatures) == 1
 
 
+@pytest.mark.parametrize("lengths", [(1, 20, 30), (5, 20, 1)], ids=str)
+def test_axes_of_one_element_have_any_strides(lengths: tuple[int, int, int]) -> None:
+    """Of a width, or of keys: NumPy calls such arrays contiguous."""
+    width, t, s = lengths
+    rng = np.random.default_rng(0)
+
+    def view(n: int) -> Array:
+        x = rng.normal(size=(2, 3, n, width)).astype(np.float32)
+        if width == 1:
+            return np.stack([x[..., 0], x[..., 0]], axis=3)[..., ::-2]
+        return x if n > 1 else np.repeat(x, 3, axis=2)[:, :, ::-3]
+
+    q, k, v, dctx = view(t), view(s), view(s), view(t)
+    require_near([q, k, v, None, None, dctx])
+
+
+def test_what_a_mask_hides_may_be_anything() -> None:
+    """NaN or infinity in keys that nobody sees changes nothing."""
+    mask = masks((80, 90))["keys"]
+    given = given_of((4, 2), (80, 90))
+    wanted = results(kernel.sdpa, given, mask=mask)
+    given[1] = np.where(np.moveaxis(mask, 3, 2), given[1], np.nan)
+    got = results(kernel.sdpa, given, mask=mask)
+    assert np.array_equal(got["ctx"], wanted["ctx"])
+    given[1] = np.where(np.moveaxis(mask, 3, 2), given[1], np.inf)
+    assert np.array_equal(results(kernel.sdpa, given, mask=mask)["ctx"], wanted["ctx"])
+
+
+def test_windows_of_any_length() -> None:
+    for length in ((80, 90), (90, 80)):
+        for window in ((None, 2**63 - 1), (2**70, 3)):
+            require_exact(given_of((4, 2), length), window=window)
+
+
+def test_a_cache_may_be_read_only() -> None:
+    """As of a file in memory."""
+    given = given_of((4, 2), (80, 80))
+    _, cache = kernel.sdpa(*given[:-1])
+    wanted = cache.backward(given[-1])
+    held: list[Any] = []
+    whole = pickle.dumps(cache, protocol=5, buffer_callback=held.append)
+    again = pickle.loads(whole, buffers=[bytes(x) for x in held])
+    assert not again.ctx.flags.writeable
+    for one, other in zip(again.backward(given[-1])[:3], wanted[:3], strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_heads_are_merged_without_a_copy() -> None:
     for heads in ((4, 4), (4, 2)):
         got = results(kernel.sdpa, given_of(heads, (80, 80)))
@@ -184,6 +232,7 @@ def test_what_it_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         (given, {"mask": masks((80, 90))["pairs"]}, "only masks of keys"),
         (given, {"mask": masks((80, 90))["one"]}, "only masks of keys"),
         (given_of((4, 2), (15, 90)), {}, "only 16 queries or more"),
+        ([*given[:2], given[2][..., :0], None, None, given[5][..., :0]], {}, "no empty arrays"),
     ]
     for arrays, options, why in others:
         text = said(arrays, **options)

@@ -44,8 +44,8 @@ def outside(
         return "no bias, sinks, softcap or dropout"
     if mask is not None and np.shape(mask)[1:] != (1, 1, k.shape[2]):
         return "only masks of keys"
-    if q.shape[2] < FEW or 0 in q.shape:
-        return f"only {FEW} queries or more"
+    if q.shape[2] < FEW or 0 in (*q.shape, *v.shape):
+        return f"only {FEW} queries or more, and no empty arrays"
     return None if sgemm() else "NumPy's BLAS has no product that can be called"
 
 
@@ -75,8 +75,8 @@ def sdpa(
         k,
         v,
         _pad(mask, k),
-        FAR if left is None else left - ahead,
-        FAR if right is None else right + ahead,
+        FAR if left is None else min(left, FAR) - ahead,
+        FAR if right is None else min(right, FAR) + ahead,
         scale_of("sdpa", scale, q),
         np.empty((*_tokens(q).shape[:3], v.shape[3]), q.dtype),
         *np.empty((2, *q.shape[:3]), q.dtype),
@@ -104,7 +104,7 @@ class SdpaCache(NamedTuple):
         """dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx."""
         require_gradient("sdpa", "dctx", dctx, _tokens(self.ctx))
         grads = [np.empty(_tokens(x).shape, x.dtype) for x in (self.q, self.k, self.v)]
-        dout, backward = np.ascontiguousarray(_tokens(dctx)), loops()[1]
+        dout, backward = _rows(np.ascontiguousarray(_tokens(dctx))), loops()[1]
         arguments = *self.arguments(np.float32(self.scale)), dout, *grads
         self.run(lambda start, stop: backward(sgemm(), start, stop, *arguments))
         dq, dk, dv = map(_tokens, grads)
@@ -140,7 +140,7 @@ def _pad(mask: Array | None, k: Array) -> Array:
 
 
 def _rows(x: Array) -> Array:
-    """As BLAS can read it: with contiguous rows of K that are apart."""
+    """As BLAS can read it, of whatever lengths: with contiguous rows of K that are apart."""
     down, across = x.strides[1], x.strides[3]
     fits = across == x.itemsize and down >= x.shape[3] * x.itemsize and down % x.itemsize == 0
-    return x if fits else np.ascontiguousarray(x)
+    return x if fits else x.copy()
