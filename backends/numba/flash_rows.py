@@ -120,7 +120,7 @@ def dot(x: Any, y: Any) -> Any:
 
 @rowwise
 def _highest(x: Any) -> Any:
-    """Of LOWEST and these; by bits, which are in order as whole numbers are and never NaN."""
+    """Of LOWEST and these; by bits, whose order is that of whole numbers. NaN may be it."""
     highest = LOWEST_BITS
     for j in range(x.size):
         bits = np.float32(x[j]).view(np.int32)

@@ -9,16 +9,14 @@ from xformer.backends.numba.compiled import LOG2_E
 from xformer.backends.numba.flash import loops
 from xformer.backends.numba.gemm import sgemm
 from xformer.backends.numpy.threads import blocks
-from xformer.backends.numpy.tiles import FEW, THREADED
+from xformer.backends.numpy.tiles import FEW, ROWS, THREADED, TILE
 
 from xformer.checks import require_gradient
 from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
-ROWS = (64, 256)  # of a tile: fewer do less beyond a diagonal, more read keys less often
-COLUMNS, WIDE = 256, 1024  # of a tile, and of one that has all keys, at most
-TILE = 1 << 17  # elements, at most: two of them fit in a core's L2 cache
+COLUMNS, WIDE = 256, 1024  # keys of a tile, and of one that has them all, at most
 FAR = 1 << 40  # where no window ends
 
 
@@ -39,7 +37,7 @@ def outside(
 ) -> str | None:
     """Why the kernel cannot run."""
     if any(x.dtype != np.float32 or x.ndim != 4 for x in (q, k, v)):
-        return "only float32"
+        return "only float32, and four axes"
     if bias is not None or sinks is not None or softcap is not None or dropout_rate != 0:
         return "no bias, sinks, softcap or dropout"
     if mask is not None and np.shape(mask)[1:] != (1, 1, k.shape[2]):
