@@ -63,7 +63,7 @@ def _attend(
     top: Any,
     total: Any,
 ) -> None:
-    """ctx (B, T, H, M), and top and total (B, H, T), of which powers of 2 are.
+    """ctx (B, T, H, M) = sum(2^(scores - top) v) / total; top, total (B, H, T) (arXiv:2205.14135).
 
     Nothing is taken off scores, until their powers sum to too much or too little; but their maximum
     where a query sees few keys, of which one may have all the weight.
@@ -124,7 +124,10 @@ def _backward(
     dk: Any,
     dv: Any,
 ) -> None:
-    """dq, dk and dv of what `attend` has left."""
+    """dq, dk and dv (B, T or S, H or G, .) of dctx (B, T, H, M), and of what `_attend` has left.
+
+    dscores = probs * (dprobs - inner) * scale, inner = sum(dprobs * probs) = dctx . ctx.
+    """
     (n, m), shared, (rows, columns) = (q.shape[1], k.shape[1]), q.shape[2] // k.shape[2], tile
     scores = np.empty(rows * columns, np.float32)
     slopes = np.empty(rows * columns, np.float32)

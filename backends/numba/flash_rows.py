@@ -106,12 +106,14 @@ def _hide(x: Any, pad: Any) -> None:
 
 @rowwise
 def multiply(x: Any, factor: Any, out: Any) -> None:
+    """out = factor x, which may be x itself."""
     for j in range(x.size):
         out[j] = factor * x[j]
 
 
 @rowwise
 def dot(x: Any, y: Any) -> Any:
+    """The sum of x y."""
     total = ZERO
     for j in range(x.size):
         total += x[j] * y[j]
@@ -130,6 +132,7 @@ def _highest(x: Any) -> Any:
 
 @rowwise
 def within(totals: Any) -> Any:
+    """Whether all sums of powers are as exact as with their maximum taken off; not of NaN."""
     return totals.min() >= LEAST and totals.max() <= MOST
 
 
@@ -157,12 +160,14 @@ def _probabilities(p: Any, d: Any, top: Any, total: Any) -> Any:
 
 @rowwise
 def _slopes(p: Any, d: Any, inner: Any, scale: Any) -> None:
+    """d = p (d - inner) scale."""
     for j in range(p.size):
         d[j] = p[j] * (d[j] - inner) * scale
 
 
 @rowwise
 def _probabilities_and_slopes(p: Any, d: Any, top: Any, total: Any, inner: Any, scale: Any) -> None:
+    """Both at once, where inner is known before."""
     share = ONE / total
     for j in range(p.size):
         e = exp2(p[j] - top) * share
