@@ -408,7 +408,7 @@ def test_free_memory_is_that_of_the_device(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_dispatch_costs_what_comes_before_the_kernel() -> None:
-    def check(args: tuple[np.ndarray, ...], kwargs: dict[str, np.ndarray]) -> None:
+    def check(args: tuple[np.ndarray, ...], kwargs: dict[str, np.ndarray], op: Any) -> None:
         time.sleep(1e-4)
 
     def slow(x: np.ndarray) -> tuple[np.ndarray, None]:

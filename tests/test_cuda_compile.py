@@ -86,9 +86,9 @@ def require_budget(
         nvrtc.library()
     except ImportError as error:
         pytest.skip(f"CUDA is not compiled: {error}")
-    for dtype, macros in source.variants():
-        if not chosen(dtype, macros):
-            continue
+    variants = [variant for variant in source.variants() if chosen(*variant)]
+    assert variants, "nothing is compiled"
+    for dtype, macros in variants:
         allowed = budgets(source, dtype)
         options = (*source.options(dtype, macros), f"--gpu-architecture={architecture}")
         used = nvrtc.compiled(source.text, source.path.name, options)

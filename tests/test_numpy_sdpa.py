@@ -190,6 +190,19 @@ def test_scores_far_below_zero() -> None:
         require_same(given)
 
 
+def test_what_a_mask_hides_may_be_anything() -> None:
+    """NaN or infinity in a key that nobody sees changes nothing."""
+    mask = np.ones((2, 1, 1, 80), bool)
+    mask[:, ..., 40:43] = False
+    for length in ((80, 80), (5, 80)):
+        given = inputs((4, 2), length)
+        wanted = results(kernel.sdpa, given, mask=mask)["ctx"]
+        for what in (np.nan, np.inf):
+            given[1] = np.where(np.moveaxis(mask, 3, 2), given[1], what)
+            with np.errstate(invalid="ignore"):
+                assert np.array_equal(results(kernel.sdpa, given, mask=mask)["ctx"], wanted)
+
+
 def test_one_key_has_all_the_weight() -> None:
     """Then probabilities are exactly 1, and gradients of scores exactly 0."""
     for length, options in (((40, 40), {"window": (0, 0)}), ((40, 1), {}), ((5, 1), {})):

@@ -27,9 +27,8 @@ def rowwise(fn: Any) -> Any:
 
 
 def rowwise_of(signature: Any) -> Any:
-    """`rowwise`, of arguments of these types alone, and made at once."""
-    options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": ROWS}
-    return numba.njit(signature, **options)
+    """The same of arguments of these types alone, and made at once."""
+    return numba.njit(signature, nogil=True, cache=True, error_model="numpy", fastmath=ROWS)
 
 
 def _inlined(fn: Any) -> Any:

@@ -9,16 +9,14 @@ from xformer.backends.numba.compiled import LOG2_E
 from xformer.backends.numba.flash import loops
 from xformer.backends.numba.gemm import sgemm
 from xformer.backends.numpy.threads import blocks
-from xformer.backends.numpy.tiles import FEW, THREADED
+from xformer.backends.numpy.tiles import FEW, ROWS, THREADED, TILE
 
 from xformer.checks import require_gradient
 from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
-ROWS = (64, 256)  # of a tile: fewer do less beyond a diagonal, more read keys less often
-COLUMNS, WIDE = 256, 1024  # of a tile, and of one that has all keys, at most
-TILE = 1 << 17  # elements, at most: two of them fit in a core's L2 cache
+COLUMNS, WIDE = 256, 1024  # keys of a tile, and of one that has them all, at most
 FAR = 1 << 40  # where no window ends
 
 
@@ -39,13 +37,13 @@ def outside(
 ) -> str | None:
     """Why the kernel cannot run."""
     if any(x.dtype != np.float32 or x.ndim != 4 for x in (q, k, v)):
-        return "only float32"
+        return "only float32, and four axes"
     if bias is not None or sinks is not None or softcap is not None or dropout_rate != 0:
         return "no bias, sinks, softcap or dropout"
     if mask is not None and np.shape(mask)[1:] != (1, 1, k.shape[2]):
         return "only masks of keys"
-    if q.shape[2] < FEW or 0 in q.shape:
-        return f"only {FEW} queries or more"
+    if q.shape[2] < FEW or 0 in (*q.shape, *v.shape):
+        return f"only {FEW} queries or more, and no empty arrays"
     return None if sgemm() else "NumPy's BLAS has no product that can be called"
 
 
@@ -75,8 +73,8 @@ def sdpa(
         k,
         v,
         _pad(mask, k),
-        FAR if left is None else left - ahead,
-        FAR if right is None else right + ahead,
+        FAR if left is None else min(left, FAR) - ahead,
+        FAR if right is None else min(right, FAR) + ahead,
         scale_of("sdpa", scale, q),
         np.empty((*_tokens(q).shape[:3], v.shape[3]), q.dtype),
         *np.empty((2, *q.shape[:3]), q.dtype),
@@ -92,7 +90,7 @@ class SdpaCache(NamedTuple):
     q: Array  # (B, H, T, K)
     k: Array  # (B, G, S, K)
     v: Array  # (B, G, S, M)
-    pad: Array  # (B, S) or (0, S)
+    pad: Array  # (B, S) or (B, 0)
     left: int  # how many keys before that of its own number a query sees
     right: int
     scale: float
@@ -104,7 +102,7 @@ class SdpaCache(NamedTuple):
         """dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx."""
         require_gradient("sdpa", "dctx", dctx, _tokens(self.ctx))
         grads = [np.empty(_tokens(x).shape, x.dtype) for x in (self.q, self.k, self.v)]
-        dout, backward = np.ascontiguousarray(_tokens(dctx)), loops()[1]
+        dout, backward = _rows(np.ascontiguousarray(_tokens(dctx))), loops()[1]
         arguments = *self.arguments(np.float32(self.scale)), dout, *grads
         self.run(lambda start, stop: backward(sgemm(), start, stop, *arguments))
         dq, dk, dv = map(_tokens, grads)
@@ -134,13 +132,13 @@ def _tokens(x: Array) -> Array:
 
 def _pad(mask: Array | None, k: Array) -> Array:
     if mask is None or mask.all():
-        return np.empty((0, k.shape[2]), k.dtype)
+        return np.empty((k.shape[0], 0), k.dtype)
     pad = np.where(mask.reshape(-1, k.shape[2]), 0, -np.inf).astype(k.dtype)
     return np.broadcast_to(pad, (k.shape[0], k.shape[2]))
 
 
 def _rows(x: Array) -> Array:
-    """As BLAS can read it: with contiguous rows of K that are apart."""
+    """As BLAS can read it, of whatever lengths: with contiguous rows of K that are apart."""
     down, across = x.strides[1], x.strides[3]
     fits = across == x.itemsize and down >= x.shape[3] * x.itemsize and down % x.itemsize == 0
-    return x if fits else np.ascontiguousarray(x)
+    return x if fits else x.copy()

@@ -173,7 +173,7 @@ class Scores(NamedTuple):
         if self.mask is not None:
             allowed = own(self.mask, part, t, s)
             if not allowed.all():
-                how(x, np.where(allowed, x.dtype.type(how.identity), x.dtype.type(what)), out=x)
+                np.copyto(x, what, where=~allowed)  # whatever it is: NaN less infinity is NaN
         first = t.start + self.k.shape[2] - self.q.shape[2] - s.start  # the key of the first query
         if self.right is not None and first + self.right + 1 < m:
             start = max(0, first + self.right + 1) if m > NARROW else 0
