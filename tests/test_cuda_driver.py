@@ -330,3 +330,51 @@ print(driver.bindings() is bindings.cublasLt)
         f"cuBLASLt cannot be called (there is no libcublasLt{install}",
         "True",
     ]
+
+
+def test_a_frontend_that_is_missing_is_a_reason(tmp_path: Path) -> None:
+    """Never an error; an old library too. It is looked for once."""
+    code = """
+from xformer.backends.cupy import cudnn as attention, driver
+def found(**names):
+    sys.modules["cudnn"] = types.SimpleNamespace(**names) if names else None
+    driver.frontend.cache_clear()
+    assert driver.frontend() is driver.frontend()
+    return driver.frontend()
+def backend_version():
+    raise RuntimeError("Unable to find symbol cudnnGetVersion")
+why = found()
+print(why[:24], why[why.index("): ") :])
+print(found(backend_version=backend_version))
+print(found(backend_version=lambda: 91501))
+print(found(backend_version=lambda: attention.OLDEST) is sys.modules["cudnn"])
+"""
+    install = "): pip install 'xformer-array[cudnn]', and nvidia-cudnn-cu13 or nvidia-cudnn-cu12"
+    assert said(code, tmp_path) == [
+        f"cuDNN cannot be called ( {install}",
+        f"cuDNN cannot be called (Unable to find symbol cudnnGetVersion{install}",
+        "cuDNN is too old: its version is 91501, 91600 is needed",
+        "True",
+    ]
+
+
+def test_where_attention_goes(tmp_path: Path) -> None:
+    """To CuPy's device, which must be that of the arrays, and its stream."""
+    code = """
+from xformer.backends.cupy import driver
+cuda = sys.modules["cupy"].cuda
+cuda.Device = lambda number: types.SimpleNamespace(compute_capability=("90", "120")[number])
+cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=11 + current[0])
+for current[0] in (0, 1):
+    print(*driver.attention_place([ndarray("f2", current[0])]))
+try:
+    driver.attention_place(iter([ndarray("f2", 1), ndarray("f2", 0)]))
+except ValueError as error:
+    print(error)
+"""
+    assert said(code, tmp_path) == [
+        "0 11 90",
+        "1 12 120",
+        "sdpa: arrays must lie on the current device, cuda:1, got one on cuda:0: call it within "
+        "backend.active()",
+    ]

@@ -14,7 +14,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from judges import Values, douts, gradients, named
 from libraries import ON_DEVICE, STAND_IN
 from xformer.backends import Backend
-from xformer.backends.cupy import flash, linear_lt
+from xformer.backends.cupy import flash, linear_lt, sdpa_cudnn
 from xformer.backends.cupy.cublaslt import runtime
 
 from xformer import Key, backends, dispatch, reference_only, tree
@@ -36,7 +36,8 @@ for name in backends.NAMES:
     backends.why_not(name)  # imports it, which registers its kernels
 
 OPS = [op for op in dispatch.ops() if op.__module__.startswith("xformer.")]  # not those of tests
-STORED_ALONE = (flash.sdpa,)  # for what is stored in two bytes alone: test_cuda_flash.py
+# For what is stored in two bytes alone: test_cuda_flash.py, test_cuda_cudnn.py
+STORED_ALONE = (flash.sdpa, sdpa_cudnn.sdpa)
 BY_CUBLASLT = (linear_lt.linear, linear_lt.linears, linear_lt.linear_cross_entropy)
 KERNELS = [
     (library, op, kernel)

@@ -28,6 +28,7 @@ from xformer.backends.cupy import (
     rms_norm,
     rope,
     sdpa,
+    sdpa_cudnn,
     softmax,
     sum_to,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "sdpa",
+    "sdpa_cudnn",
     "softmax",
     "sum_to",
     "tf32",

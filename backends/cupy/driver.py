@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import cupy
 import numpy as np
+from xformer.backends.cupy import cudnn as attention
 from xformer.backends.cupy.captured import GRAPHS
 from xformer.backends.cupy.cublaslt import RUNTIMES, Place, Runtime
 from xformer.backends.cupy.module import LAUNCHERS, Source, arithmetic
@@ -95,6 +96,34 @@ def memory(size: int) -> Any:
     return cupy.cuda.alloc(size)
 
 
+# ---- For cuDNN ----
+
+
+@functools.cache
+def frontend() -> Any:
+    """NVIDIA's of cuDNN; a sentence where it or the library are missing, or too old."""
+    try:
+        import cudnn
+
+        version = cudnn.backend_version()
+    except (ImportError, OSError, RuntimeError) as error:
+        return (
+            f"cuDNN cannot be called ({error}): pip install 'xformer-array[cudnn]', and "
+            "nvidia-cudnn-cu13 or nvidia-cudnn-cu12"
+        )
+    if version < attention.OLDEST:
+        return f"cuDNN is too old: its version is {version}, {attention.OLDEST} is needed"
+    return cudnn
+
+
+def attention_place(arrays: Iterable[Array]) -> attention.Place:
+    """CuPy's current device, on which the arrays must lie, and its stream."""
+    current = cupy.cuda.runtime.getDevice()
+    _require_current("sdpa", list(arrays), current)
+    capability = int(cupy.cuda.Device(current).compute_capability)  # which CuPy keeps
+    return attention.Place(current, cupy.cuda.get_current_stream().ptr, capability)
+
+
 # ---- For graphs ----
 
 
@@ -168,4 +197,5 @@ def _compiled(source: Source, name: str, dtype: str, macros: dict[str, Any]) -> 
 
 GRAPHS[ARRAY] = Graph
 LAUNCHERS[ARRAY] = launch
+attention.RUNTIMES[ARRAY] = attention.Runtime(frontend, attention_place, memory)
 RUNTIMES[ARRAY] = Runtime(bindings, place, memory)

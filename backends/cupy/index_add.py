@@ -36,6 +36,11 @@ def deterministic() -> Iterator[None]:
         _deterministic.reset(token)
 
 
+def is_deterministic() -> bool:
+    """Whether `deterministic` is active."""
+    return _deterministic.get()
+
+
 @kernel(reference, "cupy")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """out = x, then out[ids[n]] += y[n] for every n."""
@@ -58,7 +63,7 @@ def add_rows(out: Array, y: Array, ids: Array) -> None:
     if y.strides[1] != size:
         y = contiguous(y)
     shape = rows, width, y.strides[0] // size, out.shape[0]
-    if _deterministic.get():
+    if is_deterministic():
         order = xp.argsort(ids, stable=True)
         _launch(
             "add_sorted",

@@ -20,6 +20,7 @@ from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imp
 from cuda_shim.array import DEVICE, Array, Fault, namespace
 from cuda_shim.build import COMPILER, missing_compiler
 from cuda_shim.cublaslt import CublasLt, calling
+from cuda_shim.cudnn import Cudnn, calling_cudnn
 from cuda_shim.graph import Graph, refuse
 from cuda_shim.launcher import launch
 from xformer import dispatch
@@ -30,10 +31,12 @@ __all__ = [
     "DEVICE",
     "Array",
     "CublasLt",
+    "Cudnn",
     "Fault",
     "ShimBackend",
     "backend",
     "calling",
+    "calling_cudnn",
 ]
 
 NAME = __name__

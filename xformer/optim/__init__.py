@@ -7,6 +7,7 @@ from xformer.optim.adafactor import AdafactorState, adafactor, adafactor_init
 from xformer.optim.adam import AdamState, adam, adam_init, adamw, adamw_init
 from xformer.optim.clip import clip_by_global_norm
 from xformer.optim.ema import ema
+from xformer.optim.flat import reduced
 from xformer.optim.lion import LionState, lion, lion_init
 from xformer.optim.loss_scale import LossScale
 from xformer.optim.muon import MuonState, muon, muon_init, newton_schulz
@@ -42,6 +43,7 @@ __all__ = [
     "muon_init",
     "newton_schulz",
     "normal",
+    "reduced",
     "schedules",
     "sgd",
     "sgd_init",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace
@@ -19,6 +19,8 @@ from xformer.training.loss import Loss, ModelLoss
 from xformer.training.state import State
 from xformer.typing import Array
 
+Reduce = Callable[[Array], Array]  # as of `optim.reduced`
+
 
 class CapturedSteps:
     """What `train` calls for its captured steps.
@@ -29,7 +31,12 @@ class CapturedSteps:
 
     @classmethod
     def of(
-        cls, loss: Loss, config: TrainConfig, place: Backend, optimiser: Optimiser
+        cls,
+        loss: Loss,
+        config: TrainConfig,
+        place: Backend,
+        optimiser: Optimiser,
+        reduce: Reduce | None = None,
     ) -> CapturedSteps | None:
         """None, and a RuntimeWarning, where steps are to be made as ever."""
         why = None
@@ -38,7 +45,7 @@ class CapturedSteps:
         elif not isinstance(loss, ModelLoss):
             why = "the loss is no loss_of(model), whose work on the host is known"
         else:
-            steps = cls(loss, config, place, optimiser)
+            steps = cls(loss, config, place, optimiser, reduce)
             if steps.call is not None:
                 return steps
             why = f"backend {place.name} has no such thing"
@@ -46,8 +53,14 @@ class CapturedSteps:
         return None
 
     def __init__(
-        self, loss: ModelLoss, config: TrainConfig, place: Backend, optimiser: Optimiser
+        self,
+        loss: ModelLoss,
+        config: TrainConfig,
+        place: Backend,
+        optimiser: Optimiser,
+        reduce: Reduce | None,
     ) -> None:
+        self.reduce = reduce
         self.loss, self.config, self.place, self.optimiser = loss, config, place, optimiser
         self.call: Any = place.captured(self._step)  # None: there is no such thing
         self._state: Any = None  # of the call, as trees with numbers, and all parameters
@@ -88,6 +101,8 @@ class CapturedSteps:
             return self.loss.of(weights, inputs["batches"][i], key)
 
         value, grads = weighted(one, weights, inputs["shares"])
+        if self.reduce is not None:
+            grads = optim.reduced(grads, self.reduce)
         clip = math.inf if config.clip is None else config.clip
         clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=True)
         options = {"lr": inputs["lr"], "donate": True}

@@ -16,7 +16,7 @@ from xformer.generation.prefix import place_of
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch
-from xformer.training.captured import CapturedSteps
+from xformer.training.captured import CapturedSteps, Reduce
 from xformer.training.config import TrainConfig
 from xformer.training.diverged import Diverged, is_finite, require_sound
 from xformer.training.loss import Loss
@@ -83,6 +83,7 @@ def train(
     donate: bool = False,
     deterministic: bool = False,
     captured: bool = False,
+    reduce: Reduce | None = None,
 ) -> Iterator[Step]:
     """Yields a `Step` after each step that is left of config.steps, or of its patience.
 
@@ -101,6 +102,10 @@ def train(
     captured: a step is one call of the device where that can be (`Backend.captured`); a
     RuntimeWarning says where it cannot, and nothing else changes. ValueError without `donate`.
 
+    reduce: data-parallel, what several processes do to their gradients, once a step: their mean,
+    see `optim.reduced`. Each has its own batches, of as many targets, and the same state at first;
+    a step's norm is then that of the mean, its loss and tokens are those of the process.
+
     A step of config.accumulate batches is one of the big batch that they make, to rounding, where
     there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
 
@@ -113,7 +118,7 @@ def train(
     held_out = list(held_out) if isinstance(held_out, Iterator) else held_out
     if captured and not donate:
         raise ValueError("train: captured steps write over their states: they need donate=True")
-    calls = CapturedSteps.of(loss, config, place, optimiser) if captured else None
+    calls = CapturedSteps.of(loss, config, place, optimiser, reduce) if captured else None
     begun = time.perf_counter() - state.seconds
     if donate and state.ema is not None:  # at first it may be the parameters themselves
         with place.active():
@@ -122,7 +127,7 @@ def train(
         lr = schedule(state.step + 1)
         with place.active(), place.deterministic() if deterministic else nullcontext():
             if calls is None:
-                given = source, config, place, optimiser, lr, donate
+                given = source, config, place, optimiser, lr, donate, reduce
                 state, value, norm = _step(loss, state, *given)
             else:
                 state, value, norm = _captured(calls, state, source, config, lr)
@@ -168,9 +173,10 @@ def _step(
     optimiser: Optimiser,
     lr: float,
     donate: bool,
+    reduce: Reduce | None,
 ) -> tuple[State, float, float]:
     """The state after a step, its loss and the norm of its gradient."""
-    state, value, grads = _gradients(loss, state, source, config, place)
+    state, value, grads = _gradients(loss, state, source, config, place, reduce)
     clip = math.inf if config.clip is None else config.clip
     clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
 
@@ -211,7 +217,12 @@ def _after(state: State, loss: float, trained: Any, own: Any, average: Any) -> S
 
 
 def _gradients(
-    loss: Loss, state: State, source: Batches, config: TrainConfig, place: Backend
+    loss: Loss,
+    state: State,
+    source: Batches,
+    config: TrainConfig,
+    place: Backend,
+    reduce: Reduce | None,
 ) -> tuple[State, Array, Any]:
     """The state after the batches of a step, their loss and its gradients.
 
@@ -220,6 +231,8 @@ def _gradients(
     weights = place.weights(state.params, config.precision)
     while True:
         state, value, grads = _accumulated(loss, state, weights, source, config, place)
+        if reduce is not None:  # before it is asked whether they are finite: all then go on alike
+            grads = optim.reduced(grads, reduce)
         if state.loss_scale is None:
             return state, value, grads
         grads, finite = state.loss_scale.unscale(grads, tree.trained(state.params))

@@ -1,0 +1,158 @@
+"""What is kept of a kind of attention by cuDNN: graphs, forward and backward, and plans."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+# What the arrays are called in a graph.
+Q, K, V, CTX, LSE, DCTX, DQ, DK, DV = range(1, 10)
+TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
+
+
+class Layout(NamedTuple):
+    """Where the elements of an array of four axes lie; strides in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """All that a graph depends on. Results lie by token, (B, T, H, M), as heads merge."""
+
+    dtype: str
+    q: Layout  # (B, H, T, K)
+    k: Layout  # (B, G, S, K)
+    v: Layout  # (B, G, S, M)
+    left: int | None  # keys before a query's own that it sees; None: all
+    right: int | None  # keys behind
+    scale: float
+    deterministic: bool
+
+
+class Plan(NamedTuple):
+    """A graph that can be run, in so many bytes of workspace."""
+
+    graph: Any
+    workspace: int
+
+
+class Plans(NamedTuple):
+    """Both directions of a kind."""
+
+    forward: Plan
+    backward: Plan
+
+
+def by_rows(*shape: int) -> Layout:
+    """Of a contiguous array."""
+    return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))))
+
+
+def by_token(b: int, h: int, t: int, k: int) -> Layout:
+    """Of (B, H, T, K) that lies as (B, T, H, K)."""
+    return Layout((b, h, t, k), (t * h * k, k, h * k, 1))
+
+
+def planned(cudnn: Any, handle: Any, kind: Kind) -> Plans | str:
+    """The plans of a kind; a sentence where cuDNN has none."""
+    try:
+        return Plans(
+            _built(cudnn, forward_graph(cudnn, handle, kind)),
+            _built(cudnn, backward_graph(cudnn, handle, kind)),
+        )
+    except cudnn.cudnnGraphNotSupportedError as error:
+        return f"cuDNN refuses: {error}"
+
+
+def forward_graph(cudnn: Any, handle: Any, kind: Kind) -> Any:
+    """ctx, and lse (B, H, T, 1) = log(sum(exp(scores)))."""
+    graph = _graph(cudnn, handle, kind)
+    q, k, v = _inputs(cudnn, graph, kind)
+    b, h, t, _ = kind.q.shape
+    ctx, lse = graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=True, **_options(cudnn, kind))
+    _output(ctx, CTX, by_token(b, h, t, kind.v.shape[3]))
+    _output(lse, LSE, by_rows(b, h, t, 1)).set_data_type(cudnn.data_type.FLOAT)
+    return graph
+
+
+def backward_graph(cudnn: Any, handle: Any, kind: Kind) -> Any:
+    """dq, dk, dv; dctx lies by token too."""
+    graph = _graph(cudnn, handle, kind)
+    q, k, v = _inputs(cudnn, graph, kind)
+    b, h, t, _ = kind.q.shape
+    like_ctx = by_token(b, h, t, kind.v.shape[3])
+    ctx, dctx = (_tensor(cudnn, graph, uid, like_ctx, kind.dtype) for uid in (CTX, DCTX))
+    grads = graph.sdpa_backward(
+        name="sdpa_backward",
+        q=q,
+        k=k,
+        v=v,
+        o=ctx,
+        dO=dctx,
+        stats=_tensor(cudnn, graph, LSE, by_rows(b, h, t, 1)),
+        use_deterministic_algorithm=kind.deterministic,
+        **_options(cudnn, kind),
+    )
+    for dx, uid, x in zip(grads, (DQ, DK, DV), (kind.q, kind.k, kind.v), strict=True):
+        _output(dx, uid, by_token(*x.shape))
+    return graph
+
+
+def _graph(cudnn: Any, handle: Any, kind: Kind) -> Any:
+    real = cudnn.data_type.FLOAT
+    stored = getattr(cudnn.data_type, TYPES[kind.dtype])
+    return cudnn.pygraph(
+        io_data_type=stored, intermediate_data_type=real, compute_data_type=real, handle=handle
+    )
+
+
+def _inputs(cudnn: Any, graph: Any, kind: Kind) -> list[Any]:
+    given = (Q, kind.q), (K, kind.k), (V, kind.v)
+    return [_tensor(cudnn, graph, uid, layout, kind.dtype) for uid, layout in given]
+
+
+def _tensor(cudnn: Any, graph: Any, uid: int, layout: Layout, dtype: str | None = None) -> Any:
+    """An input, of float32 unless stored in less."""
+    return graph.tensor(
+        dim=list(layout.shape),
+        stride=list(layout.strides),
+        data_type=getattr(cudnn.data_type, TYPES[dtype] if dtype else "FLOAT"),
+        uid=uid,
+    )
+
+
+def _output(tensor: Any, uid: int, layout: Layout) -> Any:
+    tensor.set_output(True).set_uid(uid)
+    return tensor.set_dim(list(layout.shape)).set_stride(list(layout.strides))
+
+
+def _options(cudnn: Any, kind: Kind) -> dict[str, Any]:
+    """Scale and band. cuDNN's left bound counts the query's own key, and its rows end with it."""
+    return {
+        "attn_scale": kind.scale,
+        "diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT,
+        "diagonal_band_left_bound": None if kind.left is None else kind.left + 1,
+        "diagonal_band_right_bound": kind.right,
+    }
+
+
+def _built(cudnn: Any, graph: Any) -> Plan:
+    """The first of the library's own plans that can be built.
+
+    The frontend has plans of its own beside them, compiled by other packages when they are needed.
+    """
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    refused: Exception = cudnn.cudnnGraphNotSupportedError("it has no plan of its own")
+    for index, plan in enumerate(graph.plans):
+        if plan.cpp_index is None:
+            continue
+        try:
+            graph.select_plan(index).build_plans()
+        except cudnn.cudnnGraphNotSupportedError as error:
+            refused = error
+        else:
+            return Plan(graph, graph.get_workspace_size())
+    raise refused

@@ -1,0 +1,196 @@
+"""`sdpa` of numbers of two bytes by cuDNN."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.attention import heads_first
+from xformer.backends.cupy.cudnn import plans_of, run, runtime
+from xformer.backends.cupy.cudnn_plan import (
+    CTX,
+    DCTX,
+    DK,
+    DQ,
+    DV,
+    LSE,
+    TYPES,
+    K,
+    Kind,
+    Layout,
+    Plans,
+    Q,
+    V,
+    by_rows,
+)
+from xformer.backends.cupy.index_add import is_deterministic
+from xformer.backends.cupy.module import contiguous, empty
+
+from xformer.checks import require_gradient
+from xformer.dispatch import kernel
+from xformer.ops._attention import require_heads, scale_of, window_of
+from xformer.ops.random_bits import Key
+from xformer.ops.sdpa import sdpa as reference
+from xformer.shapes import STORED, working_dtype
+from xformer.typing import Array
+
+CAPABILITY = 90  # 9.0, from which on cuDNN's kernels use what `flash` does not
+MULTIPLE = 64  # of lengths: texts of every length would each need plans, which take long to make
+
+
+def not_by_cudnn(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key | None = None,
+) -> str | None:
+    """Why the kernel cannot run."""
+    own = runtime(type(q))
+    library = own.library()
+    if isinstance(library, str):
+        return library
+    if q.dtype.name not in TYPES:
+        return f"it multiplies numbers of two bytes, not {q.dtype.name}"
+    left_out = {
+        "a bias": bias is not None,
+        "sinks": sinks is not None,
+        "a mask": mask is not None,
+        "a cap of the scores": softcap is not None,
+        "dropout by the library's random bits": bool(dropout_rate),
+    }
+    if names := [name for name, given in left_out.items() if given]:
+        return f"{' and '.join(names)} is not in its graphs"
+    lengths = q.shape[2], k.shape[2]
+    if any(n % MULTIPLE for n in lengths) or 0 in (*q.shape, *v.shape):
+        return f"there are {lengths[0]} queries and {lengths[1]} keys, no multiples of {MULTIPLE}"
+    require_heads("sdpa", q, k, mask)
+    kind = _kind(q, k, v, causal, window, scale)
+    if lengths[0] > lengths[1] and (kind.left, kind.right) != (None, None):
+        return "there may be queries that see no key"
+    capability = own.place([q]).capability
+    if capability < CAPABILITY:
+        return f"the device has compute capability {capability / 10}, less than {CAPABILITY / 10}"
+    found = plans_of(q, kind)
+    return found if isinstance(found, str) else None
+
+
+@kernel(reference, "cupy", unsupported=not_by_cudnn, stores=STORED)
+def sdpa(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key | None = None,
+) -> tuple[Array, CudnnCache]:
+    """In one call of cuDNN."""
+    kind = _kind(q, k, v, causal, window, scale)
+    n_batch, n_heads, n_queries, _ = q.shape
+    q, k, v = readable(q), readable(k), readable(v)
+    ctx = empty(q, (n_batch, n_queries, n_heads, v.shape[3]))
+    lse = empty(q, (n_batch, n_heads, n_queries), working_dtype(q))
+    run(_plans(q, kind).forward, {Q: q, K: k, V: v, CTX: ctx, LSE: lse})
+    return heads_first(ctx), CudnnCache(kind, q, k, v, ctx, lse)
+
+
+class CudnnCache(NamedTuple):
+    """What `sdpa` by cuDNN keeps for its backward."""
+
+    kind: Kind
+    q: Array  # (B, H, T, K)
+    k: Array  # (B, G, S, K)
+    v: Array  # (B, G, S, M)
+    by_token: Array  # ctx, (B, T, H, M)
+    lse: Array  # (B, H, T), log(sum(exp(scores)))
+
+    def backward(self, dctx: Array) -> tuple[Array, Array, Array, None, None]:
+        """dscores = probs * (dprobs - inner), probs = exp(scores - lse), inner = dctx . ctx."""
+        kind, q, k, v, ctx, lse = self
+        n_batch, n_queries, n_heads, width = ctx.shape
+        require_gradient("sdpa", "dctx", dctx, ctx, (n_batch, n_heads, n_queries, width))
+        dq, dk, dv = (_by_token(x) for x in (q, k, v))
+        arrays = {Q: q, K: k, V: v, CTX: ctx, LSE: lse, DCTX: _tokens_first(dctx)}
+        run(_plans(q, kind).backward, arrays | {DQ: dq, DK: dk, DV: dv})
+        return heads_first(dq), heads_first(dk), heads_first(dv), None, None
+
+
+def _plans(q: Array, kind: Kind) -> Plans:
+    found = plans_of(q, kind)
+    if isinstance(found, str):  # which `not_by_cudnn` has said before
+        raise RuntimeError(f"sdpa: {found}")
+    return found
+
+
+def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float | None) -> Kind:
+    """Without bounds that bound nothing."""
+    left, right = window_of("sdpa", window)
+    right = 0 if causal else right
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    return Kind(
+        q.dtype.name,
+        layout(q),
+        layout(k),
+        layout(v),
+        None if left is None or left >= n_keys - 1 else left,
+        None if right is None or right >= n_queries - 1 else right,
+        scale_of("sdpa", scale, q),
+        is_deterministic(),
+    )
+
+
+# ---- How arrays lie ----
+
+
+def is_readable(x: Array) -> bool:
+    """Whether cuDNN can read it where it lies: rows from 16 bytes on, each element once."""
+    *starts, step = x.strides
+    rows = (stride for n, stride in zip(x.shape, starts, strict=False) if n > 1)
+    return (
+        x.data.ptr % 16 == 0
+        and step == x.dtype.itemsize
+        and all(stride > 0 and stride % 16 == 0 for stride in rows)
+    )
+
+
+def layout(x: Array) -> Layout:
+    """Of `readable(x)`."""
+    whole = by_rows(*x.shape)
+    if not is_readable(x):
+        return whole
+    pairs = zip(x.shape, x.strides, whole.strides, strict=True)
+    # Of an axis of one element any stride would do, but for those that cuDNN refuses.
+    steps = (own if n == 1 else stride // x.dtype.itemsize for n, stride, own in pairs)
+    return Layout(tuple(x.shape), tuple(steps))
+
+
+def readable(x: Array) -> Array:
+    """x, copied where it is not."""
+    if is_readable(x):
+        return x
+    return x.copy() if x.flags.c_contiguous else contiguous(x)
+
+
+def _by_token(x: Array) -> Array:
+    n_batch, n_heads, n_rows, width = x.shape
+    return empty(x, (n_batch, n_rows, n_heads, width))
+
+
+def _tokens_first(dctx: Array) -> Array:
+    """(B, H, T, M) -> (B, T, H, M), contiguous."""
+    return readable(contiguous(array_namespace(dctx).permute_dims(dctx, (0, 2, 1, 3))))

@@ -1,0 +1,430 @@
+"""Attention by cuDNN, on the stand-in of its frontend: what is asked for, what comes out, who runs.
+
+Lengths are multiples of 64, of which alone there are plans.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cuda_shim
+import numpy as np
+import pytest
+from cuda_shim import CublasLt, Cudnn, Fault, calling, calling_cudnn
+from cuda_shim.cudnn import NOT_ASKED_FOR
+from cuda_shim.cudnn_graph import Graph
+from libraries import STAND_IN, only
+from stored import DTYPES, Host, in_both, normal, on, require_exact
+from xformer.backends import Backend
+from xformer.backends.cupy import cudnn as by_cudnn
+from xformer.backends.cupy import cudnn_plan, flash, sdpa_cudnn
+from xformer.backends.cupy.cudnn_plan import Layout
+
+import xformer
+from xformer import Key, explain, ops, tree
+from xformer.layers.attention import merge_heads, split_heads
+from xformer.training import TrainConfig, Windows, loss_of, start, train
+
+pytestmark = only(STAND_IN)
+
+BF16 = DTYPES["bfloat16"]
+
+
+@pytest.fixture
+def cudnn(library: Backend) -> Iterator[Cudnn]:
+    with calling_cudnn(Cudnn()) as found:
+        yield found
+
+
+def inputs(
+    length: tuple[int, int], heads: tuple[int, int] = (2, 1), widths: tuple[int, int] = (8, 8)
+) -> list[Host]:
+    (t, s), (h, g), (k, m) = length, heads, widths
+    return [normal(1, 2, h, t, k), normal(2, 2, g, s, k), normal(3, 2, g, s, m)]
+
+
+def stored(library: Backend, arrays: list[Host], dtype: Any = BF16) -> list[Any]:
+    return [on(library, x, dtype) for x in arrays]
+
+
+def require(library: Backend, cudnn: Cudnn, precision: str, arrays: Any, **options: Any) -> None:
+    """The gradients go by ctx as it is stored, which is one rounding more."""
+    before = len(cudnn.calls)
+    options |= {"kinds": "ssss--", "roundings": 2}
+    require_exact(library, precision, ops.sdpa, *arrays, **options)
+    assert [call.name for call in cudnn.calls[before:]] == ["sdpa", "sdpa_backward"]
+
+
+# ---- What comes out ----
+
+
+@in_both
+@pytest.mark.parametrize("length", [(64, 64), (64, 192), (128, 64)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
+def test_heads_and_lengths(
+    library: Backend,
+    cudnn: Cudnn,
+    precision: str,
+    length: tuple[int, int],
+    heads: tuple[int, int],
+) -> None:
+    require(library, cudnn, precision, inputs(length, heads))
+    if length[0] <= length[1]:
+        require(library, cudnn, precision, inputs(length, heads), causal=True)
+
+
+@in_both
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (9, 3)},
+        {"window": (0, 5)},
+        {"window": (5, None)},
+        {"window": (None, 2)},
+        {"window": (20, 7), "causal": True},
+        {"window": (126, 62)},
+        {"window": (127, 63)},
+        {"scale": 0.3, "causal": True},
+    ],
+    ids=str,
+)
+def test_options(library: Backend, cudnn: Cudnn, precision: str, options: Any) -> None:
+    require(library, cudnn, precision, inputs((64, 128), widths=(16, 8)), **options)
+
+
+def test_scores_that_are_large(library: Backend, cudnn: Cudnn) -> None:
+    """Where one key has nearly all, dq and dk are what rounding leaves of them."""
+    q, k, v = stored(library, [30 * x if i == 0 else x for i, x in enumerate(inputs((64, 64)))])
+    ctx, cache = ops.sdpa(q, k, v, causal=True)
+    wanted, of_flash = flash.sdpa(q, k, v, causal=True)
+    pairs = zip((ctx, *cache.backward(ctx)), (wanted, *of_flash.backward(ctx)), strict=True)
+    for i, (got, other) in enumerate(pairs):
+        if got is None:
+            assert other is None
+            continue
+        values = got.host.astype("f4"), other.host.astype("f4")
+        size = (
+            np.max(np.abs(values[1])) if i in (0, 3) else 30 * np.max(np.abs(k.host.astype("f4")))
+        )
+        assert np.allclose(*values, rtol=2.0**-7, atol=2.0**-7 * size), i
+
+
+# ---- What is asked for ----
+
+
+def test_bounds(library: Backend, cudnn: Cudnn) -> None:
+    """cuDNN's left bound counts the query's own key; bounds that bound nothing are left out."""
+    arrays = stored(library, inputs((64, 128)))
+    for options, wanted in (
+        ({}, (None, None)),
+        ({"causal": True}, (None, 0)),
+        ({"window": (0, 5)}, (1, 5)),
+        ({"window": (9, 3), "causal": True}, (10, 0)),
+        ({"window": (126, 62)}, (127, 62)),
+        ({"window": (127, 63)}, (None, None)),
+        ({"window": (10**20, 10**20), "causal": True}, (None, 0)),
+    ):
+        ops.sdpa(*arrays, **options)
+        asked = cudnn.calls[-1].options
+        assert (asked["left"], asked["right"]) == wanted, options
+    assert cudnn.calls[-1].options["attn_scale"] == pytest.approx(8**-0.5)
+
+
+def test_arrays_are_read_where_they_lie(library: Backend, cudnn: Cudnn) -> None:
+    """Packed queries, keys and values; the gradient that comes back from merged heads."""
+    packed = cuda_shim.Array(normal(1, 2, 64, 3 * 16).astype(BF16))
+    q, k, v = (split_heads(packed[:, :, 16 * i : 16 * (i + 1)], 2) for i in range(3))
+    assert sdpa_cudnn.readable(q) is q
+    assert sdpa_cudnn.layout(q) == Layout((2, 2, 64, 8), (64 * 48, 8, 48, 1))
+    ctx, cache = ops.sdpa(q, k, v, causal=True)
+    merged = merge_heads(ctx)
+    assert np.may_share_memory(merged.host, ctx.host)
+    dctx = split_heads(merged, 2)
+    assert sdpa_cudnn._tokens_first(dctx).host.ctypes.data == dctx.host.ctypes.data
+    for dx in cache.backward(dctx)[:3]:
+        assert np.may_share_memory(merge_heads(dx).host, dx.host)
+
+
+def odd(x: Host) -> Any:
+    """Rows that begin at two bytes behind a multiple of 16."""
+    wide = np.zeros((*x.shape[:-1], x.shape[-1] + 8), x.dtype)
+    wide[..., 1:-7] = x
+    return cuda_shim.Array(wide)[..., 1:-7]
+
+
+def shifted(x: Host) -> Any:
+    """Contiguous, from two bytes behind a multiple of 16 on."""
+    held = np.zeros(x.size + 1, x.dtype)
+    held[1:] = x.reshape(-1)
+    return cuda_shim.Array(held[1:].reshape(x.shape))
+
+
+LAYOUTS: dict[str, Callable[[Host], Any]] = {
+    "odd": odd,
+    "shifted": shifted,
+    "gaps": lambda x: cuda_shim.Array(np.repeat(x, 2, axis=-1)[..., ::2]),
+    "steps of 24 bytes": lambda x: cuda_shim.Array(np.pad(x, [(0, 0)] * 3 + [(0, 4)])[..., :8]),
+    "backwards": lambda x: cuda_shim.Array(x[:, :, ::-1].copy()[:, :, ::-1]),
+    "transposed": lambda x: cuda_shim.Array(x.swapaxes(2, 3).copy().swapaxes(2, 3)),
+    "one head for all": lambda x: cuda_shim.Array(np.broadcast_to(x[:, :1], x.shape)),
+    "by token": lambda x: cuda_shim.Array(x.swapaxes(1, 2).copy().swapaxes(1, 2)),
+}
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_layouts(library: Backend, cudnn: Cudnn, how: str) -> None:
+    """Others are copied, of the gradient that comes back too."""
+    hosts = [LAYOUTS[how](x.astype(BF16)).host for x in inputs((64, 64), (2, 2))]
+    found = []
+    for lay in (lambda x: cuda_shim.Array(x.copy()), LAYOUTS[how]):
+        ctx, cache = ops.sdpa(*map(lay, hosts), causal=True)
+        found.append([ctx, *cache.backward(lay(hosts[0]))[:3]])
+    assert len(cudnn.calls) == 4
+    for wanted, got in zip(*found, strict=True):
+        # dq's own sums are made in whatever order
+        assert np.allclose(*(x.host.astype("f4") for x in (wanted, got)), rtol=2.0**-7)
+
+
+def test_one_of_everything(library: Backend, cudnn: Cudnn) -> None:
+    """Axes of one element, whose strides say nothing."""
+    whole = [normal(i, 2, 1, 64, 8).astype(BF16) for i in range(3)]
+    ctx, cache = ops.sdpa(*(cuda_shim.Array(x)[1:, ...] for x in whole))
+    again, _ = ops.sdpa(*(cuda_shim.Array(np.broadcast_to(x[1, 0], (1, 1, 64, 8))) for x in whole))
+    assert len(cudnn.calls) == 2
+    assert np.array_equal(ctx.host, again.host)
+    cache.backward(ctx)
+
+
+# ---- Plans, streams, threads ----
+
+
+def step(library: Backend, length: int = 64, **options: Any) -> None:
+    ctx, cache = ops.sdpa(*stored(library, inputs((length, length))), **options)
+    cache.backward(ctx)
+
+
+def test_plans_are_kept(library: Backend, cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kind, both directions; where there would be too many, all go."""
+    for built in (2, 2):
+        step(library)
+        assert cudnn.built == built
+    step(library, causal=True)
+    step(library, 128)
+    assert cudnn.built == 6
+    monkeypatch.setattr(by_cudnn, "KEPT", 3)
+    step(library, scale=0.5)
+    assert cudnn.built == 8 and len(by_cudnn._state.plans) == 1
+
+
+def test_streams_and_devices(library: Backend, cudnn: Cudnn) -> None:
+    """Each call is on the stream of then; plans and handles are a device's."""
+    for cudnn.device, cudnn.stream in ((0, 7), (0, 8), (1, 8), (0, 7)):
+        step(library)
+    assert [call.stream for call in cudnn.calls] == [7, 7, 8, 8, 8, 8, 7, 7]
+    assert cudnn.built == 4 and len(by_cudnn._state.handles) == 2
+
+
+def test_another_thread_makes_plans_of_its_own(library: Backend, cudnn: Cudnn) -> None:
+    ctx, cache = ops.sdpa(*stored(library, inputs((64, 64))))
+    worker = threading.Thread(target=lambda: found.append(cache.backward(ctx)))
+    found: list[Any] = []
+    worker.start()
+    worker.join()
+    assert len(found) == 1 and cudnn.built == 4
+
+
+def test_the_cache_is_data(library: Backend, cudnn: Cudnn) -> None:
+    _, cache = ops.sdpa(*stored(library, inputs((64, 64))), window=(3, 0))
+    assert pickle.loads(pickle.dumps(cache.kind)) == cache.kind
+    assert len(tree.flatten(cache[1:])) == 5
+
+
+# ---- Deterministic mode ----
+
+
+def test_the_same_bits(library: Backend, cudnn: Cudnn) -> None:
+    """Backward is asked for them, outside of the context too where forward was within."""
+    arrays = stored(library, inputs((64, 64)))
+
+    def bits() -> tuple[bytes, ...]:
+        with library.deterministic():
+            ctx, cache = ops.sdpa(*arrays, causal=True)
+        return tuple(x.host.tobytes() for x in (ctx, *cache.backward(ctx)[:3]))
+
+    assert bits() == bits()
+    assert cudnn.calls[-1].options["deterministic"]
+    ctx, cache = ops.sdpa(*arrays, causal=True)
+    again = [cache.backward(ctx)[0].host.tobytes() for _ in range(2)]
+    assert not cudnn.calls[-1].options["deterministic"] and again[0] != again[1]
+
+
+def test_without_a_deterministic_plan(library: Backend) -> None:
+    arrays = stored(library, inputs((64, 64)))
+    with calling_cudnn(Cudnn(lacks=[("sdpa_backward", True)])) as cudnn:
+        assert runs(explain(ops.sdpa, *arrays), "sdpa_cudnn")
+        with library.deterministic():
+            said = explain(ops.sdpa, *arrays)
+            assert runs(said, "flash")
+            assert "sdpa_cudnn.sdpa: cuDNN refuses: No valid engine configs" in said
+            ops.sdpa(*arrays)
+    assert not cudnn.calls
+
+
+# ---- Who runs, and why ----
+
+
+def runs(said: str, name: str) -> bool:
+    return said.startswith(f"sdpa on {STAND_IN}: xformer.backends.cupy.{name}.sdpa\n")
+
+
+def test_who_runs_and_why(library: Backend) -> None:
+    q, k, v = stored(library, inputs((64, 64)))
+    said = explain(ops.sdpa, q, k, v)
+    assert runs(said, "flash") and f"sdpa_cudnn.sdpa: {NOT_ASKED_FOR}" in said
+    long, odd_one = (on(library, normal(1, 2, 2, t, 8), BF16) for t in (128, 65))
+    mask = library.asarray(np.ones((64, 64), bool))
+    with calling_cudnn(Cudnn()):
+        said = explain(ops.sdpa, q, k, v, causal=True)
+        assert runs(said, "sdpa_cudnn") and "flash.sdpa: not asked" in said
+        assert runs(explain(ops.sdpa, long, k, v), "sdpa_cudnn")
+        for why, found in (
+            ("there are 65 queries and 64 keys, no multiples of 64", (odd_one, k, v)),
+            ("there may be queries that see no key", (long, k, v, {"causal": True})),
+            ("there may be queries that see no key", (long, k, v, {"window": (9, None)})),
+            ("a mask is not in its graphs", (q, k, v, {"mask": mask})),
+            ("sinks is not in its graphs", (q, k, v, None, q[0, :, 0, 0])),
+            ("a cap of the scores is not in", (q, k, v, {"softcap": 3.0})),
+            ("dropout by the library's", (q, k, v, dropout(0.1))),
+        ):
+            options = found[-1] if isinstance(found[-1], dict) else {}
+            said = explain(ops.sdpa, *found[: len(found) - bool(options)], **options)
+            assert runs(said, "flash") and f"sdpa_cudnn.sdpa: {why}" in said, said
+        wide = [library.xp.astype(x, library.xp.float32) for x in (q, k, v)]
+        assert "numbers of two bytes, not float32" in explain(ops.sdpa, *wide)
+        bias = on(library, normal(1, 64, 64), BF16)
+        assert "sdpa_cudnn.sdpa: a bias is not in its graphs" in explain(ops.sdpa, q, k, v, bias)
+        assert runs(explain(ops.sdpa, q, k, v, **dropout(0.0)), "sdpa_cudnn")
+    for fake, why in (
+        (Cudnn(capability=86), "the device has compute capability 8.6, less than 9.0"),
+        (Cudnn(lacks=["sdpa"]), "cuDNN refuses: No valid engine configs"),
+        (Cudnn(lacks=["sdpa_backward"]), "cuDNN refuses: No valid engine configs"),
+    ):
+        with calling_cudnn(fake):
+            said = explain(ops.sdpa, q, k, v)
+            assert runs(said, "flash") and f"sdpa_cudnn.sdpa: {why}" in said
+
+
+def dropout(rate: float) -> dict[str, Any]:
+    return {"dropout_rate": rate, "dropout_key": Key(1, 2, 3)}
+
+
+def test_bad_arguments_are_the_references(library: Backend, cudnn: Cudnn) -> None:
+    q, k, v = stored(library, inputs((64, 64), (3, 2)))
+    with pytest.raises(ValueError, match="sdpa: "):
+        ops.sdpa(q, k, v)
+    q, k, v = stored(library, inputs((64, 64)))
+    with pytest.raises(ValueError, match="sdpa: window"):
+        ops.sdpa(q, k, v, window=(-1, 0))
+    ctx, cache = ops.sdpa(q, k, v)
+    with pytest.raises(ValueError, match="sdpa: dctx must have shape"):
+        cache.backward(ctx[:, :, :32, :])
+
+
+# ---- Models ----
+
+
+MODEL = xformer.GPT(vocab_size=256, n_layers=2, d_model=16, n_heads=2, max_len=64)
+TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
+
+
+def losses(library: Backend, **options: Any) -> list[float]:
+    config = TrainConfig(steps=3, batch_size=1, eval_every=3, lr=1e-2, precision="bfloat16")
+    source = Windows(TEXT, MODEL.max_len, config.batch_size)
+    params = tree.map(library.asarray, MODEL.init(0))
+    run = train(loss_of(MODEL), start(params, config), source, config, library, **options)
+    return [step.loss for step in run]
+
+
+def test_training(library: Backend) -> None:
+    """Whole steps, every attention of them by cuDNN: the losses of the library's own kernels."""
+    wanted = losses(library)
+    with calling_cudnn(Cudnn()) as cudnn:
+        got = losses(library)
+    assert [call.name for call in cudnn.calls] == 3 * (2 * ["sdpa"] + 2 * ["sdpa_backward"])
+    assert got == pytest.approx(wanted, rel=2e-3)
+
+
+def test_captured_steps(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as call by call; plans are made before anything is captured."""
+    options: Any = {"donate": True, "deterministic": True}
+    with calling(CublasLt()):
+        with calling_cudnn(Cudnn()):
+            wanted = losses(library, **options)
+        with calling_cudnn(Cudnn()) as cudnn:
+            assert losses(library, captured=True, **options) == wanted
+    # Of the first step, and of what was captured: two layers, both directions.
+    assert len(cudnn.calls) == 8 and cudnn.built == 2
+
+
+# ---- What the stand-in finds: planted mistakes ----
+
+
+def replaced(**fields: Any) -> Callable[[Any], Any]:
+    return lambda kind: kind._replace(**{name: fn(kind) for name, fn in fields.items()})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replaced(left=lambda kind: kind.left + 1),
+        replaced(right=lambda kind: None),
+        replaced(scale=lambda kind: 2 * kind.scale),
+        replaced(k=lambda kind: cudnn_plan.by_rows(*kind.k.shape)),
+        replaced(v=lambda kind: kind.k),
+        replaced(q=lambda kind: kind.q._replace(strides=tuple(2 * s for s in kind.q.strides))),
+        replaced(dtype=lambda kind: "float16"),
+    ],
+    ids=["left", "right", "scale", "k", "v", "q", "dtype"],
+)
+def test_mistakes_in_a_kind_show(
+    library: Backend, cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    right = sdpa_cudnn._kind
+    monkeypatch.setattr(sdpa_cudnn, "_kind", lambda *args: change(right(*args)))
+    q, k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in inputs((64, 64), (2, 2), (8, 16)))
+    with pytest.raises((Fault, AssertionError)):
+        require(library, cudnn, "bfloat16", (q, k, v), window=(5, 2))
+
+
+def test_memory_that_is_wrong_shows(library: Backend, cudnn: Cudnn) -> None:
+    """Uids, workspaces, streams, arrays of another size, results that overlap."""
+    q, k, v = stored(library, inputs((64, 64), (2, 2)))
+    _, cache = ops.sdpa(q, k, v)
+    plan = by_cudnn.plans_of(q, cache.kind).forward  # type: ignore[union-attr]
+    numbers = (cudnn_plan.Q, cudnn_plan.K, cudnn_plan.V, cudnn_plan.CTX, cudnn_plan.LSE)
+    right = dict(zip(numbers, (q, k, v, cache.by_token, cache.lse), strict=True))
+    by_cudnn.run(plan, right)
+    for wrong, said in (
+        ({cudnn_plan.K: k[:, :1, ...]}, "k ends outside its array"),
+        ({cudnn_plan.CTX: q}, "o is written over q"),
+        ({cudnn_plan.LSE: cache.by_token}, "stats holds bfloat16, not float32"),
+        ({cudnn_plan.DQ: q}, "the graph names"),
+    ):
+        with pytest.raises(Fault, match=said):
+            by_cudnn.run(plan, right | wrong)
+    with pytest.raises(Fault, match="there is no workspace"):
+        by_cudnn.run(plan._replace(workspace=plan.workspace - 1), right)
+    with pytest.raises(Fault, match="there is no workspace"):
+        by_cudnn.run(plan._replace(workspace=0), right)
+
+
+@pytest.mark.parametrize("name", ["validate", "build_operation_graph", "create_execution_plans"])
+def test_steps_that_are_left_out_show(
+    library: Backend, cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(Graph, name, lambda *_: None)
+    with pytest.raises((Fault, AttributeError)):
+        ops.sdpa(*stored(library, inputs((64, 64))))
