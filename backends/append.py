@@ -32,6 +32,11 @@ class Room:
         self.end = end
 
 
+def columns_are_fixed(k: Array, v: Array, *, past: Past) -> str | None:
+    """Why `append` cannot run."""
+    return None if past.at is None else "columns are fixed"
+
+
 def append(k: Array, v: Array, *, past: Past) -> Past:
     """Write behind what is there; where somebody did so before, or it is full, to a new buffer."""
     room, end = (None, -1) if past.room is None else past.room
