@@ -16,6 +16,7 @@ from test_numpy_advance import FORMS, LEFT, continued, own
 
 from xformer import backends, dispatch, inference, ops, reference_only, tree
 from xformer.layers.advance import advance
+from xformer.layers.rotary import rotary
 from xformer.models import LanguageModel
 from xformer.typing import Array
 
@@ -169,15 +170,30 @@ def test_a_copied_state_has_memory_of_its_own(copied: Callable[[Any], Any]) -> N
     _, state = model.extend(params, np.ones((1, 3), int), model.start())
     _, state = model.extend(params, np.ones((1, 1), int), state)
     other = copied(state)
-    before = [new.k.copy() for new in state.past]
     wanted, after = model.extend(params, np.zeros((1, 1), int), state)
-    rooms = [new.room[0].k.copy() for new in after.past]
-    got, _ = model.extend(params, np.zeros((1, 1), int), other)
+    kept = [(one.k.copy(), one.v.copy()) for one in after.past]
+    got, ahead = model.extend(params, np.zeros((1, 1), int), other)
     assert np.array_equal(got, wanted)
-    for new, old, room in zip(after.past, before, rooms, strict=True):
-        assert np.array_equal(new.k[:, :, :-1], old) and np.array_equal(new.room[0].k, room)
-    _, ahead = model.extend(params, np.ones((1, 1), int), other)
-    assert not any(np.shares_memory(a.k, b.k) for a, b in zip(ahead.past, after.past, strict=True))
+    model.extend(params, np.ones((1, 1), int), ahead)
+    for one, (k, v), copied_one in zip(after.past, kept, ahead.past, strict=True):
+        assert np.array_equal(one.k, k) and np.array_equal(one.v, v)
+        assert np.array_equal(copied_one.k, k) and np.array_equal(copied_one.v, v)
+        assert not np.shares_memory(copied_one.room[0].k, one.room[0].k)
+
+
+def test_each_text_has_its_place() -> None:
+    """Rotary positions of their own, as beside padding."""
+    model, params = small("layer norms")
+    x = np.random.default_rng(5).normal(size=(2, 1, 24)).astype(np.float32)
+    turns = rotary(model.rotary, like=x, length=9, positions=np.array([[4], [8]]))
+    past = past_of(model, 2, np.float32)
+    options: Any = {"configs": model.blocks, "past": past, "n_past": 3, "rotary": turns}
+    assert kernel.outside(x, params.stack, **options) is None
+    got, grown = kernel.advance(x, params.stack, **options)
+    wanted, own_past = advance.reference(x, params.stack, **options)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    for one, other in zip(grown, own_past, strict=True):
+        np.testing.assert_allclose(one.k, other.k, rtol=1e-4, atol=1e-5)
 
 
 def test_far_scores_and_values_that_are_no_numbers(ran: list[int]) -> None:
@@ -214,13 +230,13 @@ def refusals() -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("why", refusals())
 def test_why_not(why: str) -> None:
     model, params, n_texts = refusals()[why]
-    past = replace_past(model, n_texts, params.embed.table.dtype)
+    past = past_of(model, n_texts, params.embed.table.dtype)
     x = np.ones((n_texts, 1, 24), params.embed.table.dtype)
     options: Any = {"configs": model.blocks, "past": past, "n_past": 3}
     assert why in dispatch.explain(advance, x, params.stack, **options)
 
 
-def replace_past(model: LanguageModel, n_texts: int, dtype: Any) -> Any:
+def past_of(model: LanguageModel, n_texts: int, dtype: Any) -> Any:
     """Three tokens of each layer."""
     shapes = [(n_texts, c.kv_heads, 3) for c in model.blocks]
     past = model.start().past
@@ -232,12 +248,12 @@ def replace_past(model: LanguageModel, n_texts: int, dtype: Any) -> Any:
 
 def test_a_past_that_does_not_fit() -> None:
     model, params = small("layer norms")
-    past = replace_past(model, 2, np.float32)
+    past = past_of(model, 2, np.float32)
     x = np.ones((1, 1, 24), np.float32)
     options: Any = {"configs": model.blocks, "n_past": 3}
     said = dispatch.explain(advance, x, params.stack, past=past, **options)
     assert "a past of another kind" in said
-    narrow = tuple(p._replace(v=p.v[..., :-1]) for p in replace_past(model, 1, np.float32))
+    narrow = tuple(p._replace(v=p.v[..., :-1]) for p in past_of(model, 1, np.float32))
     assert "a past of another kind" in dispatch.explain(
         advance, x, params.stack, past=narrow, **options
     )
