@@ -21,6 +21,7 @@ from benchmarks.embeddings_page import END
 
 BEGIN = "<!-- speed -->\n"
 OURS = "numpy kernel"
+COMPILED_TOKEN = "xformer numba"
 STEPS = {
     "char-gpt": "char-GPT, training step",
     "gpt2": "GPT-2 124M, training step",
@@ -124,13 +125,15 @@ def _own(rows: Mapping[str, Any]) -> list[str]:
 
 def alone(runs: Mapping[str, Runs]) -> str:
     """Tokens at batch 1, and starts of a process."""
-    lines = [["", "peer", "peer, ms", "NumPy, ms", "x"]]
+    lines = [["", "peer", "peer, ms", "NumPy, ms", "x", "with numba, x"]]
     for question, work in (("decoding", "token"), ("start", "start")):
         for shape, run in runs[question].items():
             rows, peer = _rows(run), run["peer"]
             own, theirs = rows["xformer numpy"][work], rows[peer][work]
             title, times = QUESTIONS[question][shape], (theirs["min_ms"], own["min_ms"])
-            lines.append([title, peer, *map(_ms, times), f"{own['ratio']:.2f}"])
+            compiled = rows[COMPILED_TOKEN][work]["ratio"] if COMPILED_TOKEN in rows else None
+            ratios = ("-" if x is None else f"{x:.2f}" for x in (own["ratio"], compiled))
+            lines.append([title, peer, *map(_ms, times), *ratios])
     return report.align(lines)
 
 

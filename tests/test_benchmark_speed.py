@@ -43,6 +43,7 @@ TOKEN = ORIGIN | {
     "rows": [
         {"name": "transformers", "token": times(40, 40)},
         {"name": "xformer numpy", "token": times(24, 40)},
+        {"name": "xformer numba", "token": times(20, 40)},
     ],
 }
 START = ORIGIN | {
@@ -62,10 +63,14 @@ NumPy's peak memory, x | speed of light |
 | char-GPT, training step |            1200 |             1.05 |     0.90 | \
                   0.80 |            89% |
 
-|                                           |         peer | peer, ms | NumPy, ms |    x |
-| ----------------------------------------- | -----------: | -------: | --------: | ---: |
-| GPT-2 124M, a token                       | transformers |       40 |        24 | 0.60 |
-| GPT-2 124M, process start to first logits |  torch eager |     2000 |       300 | 0.15 |
+|                                           |         peer | peer, ms | NumPy, ms |    x | \
+with numba, x |
+| ----------------------------------------- | -----------: | -------: | --------: | ---: | \
+------------: |
+| GPT-2 124M, a token                       | transformers |       40 |        24 | 0.60 | \
+         0.50 |
+| GPT-2 124M, process start to first logits |  torch eager |     2000 |       300 | 0.15 | \
+            - |
 
 2026-11-22, A processor, 2 threads. Python 3.11.7; numpy 2.4.6 on cpu.
 Commit 012345678, none. x: minimum over the peer's minimum in one interleaved run; below 1 is \

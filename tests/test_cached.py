@@ -71,6 +71,68 @@ def test_decoders_with_padding_on_the_left(name: str) -> None:
         np.testing.assert_allclose(got[row, n:], alone[0], **EXACT)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "shaw"])
+def test_fixed_columns(library: Backend, name: str, padded: bool) -> None:
+    """Where a text is and how long is an array; the logits are those of a text that grows."""
+    model, params = causal(name)
+    if padded and name not in MASKED:
+        pytest.skip("positions of queries and keys go without padding")
+    model, params = getattr(model, "network", model), tree.map(library.asarray, params)
+    tokens, keep = (library.asarray(a) for a in texts())
+    own = {"mask": keep[:, :8]} if padded else {}
+    _, state = model.extend(params, tokens[:, :8], model.start(), **own)
+    for i in (8, 9):  # after which windows have dropped keys
+        _, state = model.extend(params, tokens[:, i : i + 1], state)
+    fixed = state.in_columns(T + 3)
+    for end in range(10, T):
+        token = tokens[:, end : end + 1]
+        want, state = model.extend(params, token, state)
+        got, fixed = model.extend(params, token, fixed)
+        np.testing.assert_allclose(library.to_numpy(got), library.to_numpy(want), **EXACT)
+        assert (int(fixed.length), fixed.columns) == (end + 1, T + 3)
+
+
+@only("numpy")
+def test_columns_become_more(library: Backend) -> None:
+    """Of a text that fills them, or does not yet; that of before is no longer needed."""
+    model, params = causal("mistral")
+    tokens, keep = texts()
+    _, state = model.extend(params, tokens[:, :10], model.start(), mask=keep[:, :10])
+    fixed = state.in_columns(12)
+    for end in range(10, T):
+        fixed = fixed.in_columns(fixed.columns + 4) if end in (12, 14) else fixed
+        got, fixed = model.extend(params, tokens[:, end : end + 1], fixed)
+        want, state = model.extend(params, tokens[:, end : end + 1], state)
+        np.testing.assert_allclose(got, want, **EXACT)
+    assert fixed.columns == 20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (2, {}, "extend: in fixed columns one token comes at a time, got 2"),
+        (1, {"mask": np.ones((3, 1), np.bool_)}, "extend: in fixed columns a mask is that of the"),
+    ],
+)
+def test_what_fixed_columns_do_not_take(tokens: int, options: Any, message: str) -> None:
+    model, params = causal("gpt2")
+    _, state = model.extend(params, texts()[0], model.start())
+    with pytest.raises(ValueError, match=message):
+        model.extend(params, texts()[0][:, :tokens], state.in_columns(30), **options)
+    with pytest.raises(ValueError, match="extend: at most 40 tokens fit the model's context"):
+        model.extend(params, texts()[0][:, :1], state.in_columns(41))
+    with pytest.raises(ValueError, match="rewind: the columns of the state are fixed"):
+        model.rewind(state.in_columns(30), 1)
+    for empty, n in ((model.start(), 5), (state, 18)):
+        with pytest.raises(ValueError, match=r"n must be at least the \d+ tokens there"):
+            empty.in_columns(n)
+    model, params = causal("shaw")
+    _, state = model.extend(params, texts()[0], model.start())
+    with pytest.raises(ValueError, match=r"fixed columns of a past want no params\.shaw"):
+        model.extend(params, texts()[0][:, :1], state.in_columns(30))
+
+
 @pytest.mark.parametrize("name", T5_NAMES)
 def test_encoder_decoders(name: str) -> None:
     model, params = seq2seq(name)

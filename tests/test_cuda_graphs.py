@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from causal_models import V, causal
 from cuda_shim import CublasLt, calling
 from cuda_shim.graph import Graph
 from libraries import STAND_IN, only
@@ -145,6 +146,24 @@ def test_a_graph_is_the_steps_launches(
     noted = [(call.name, call.arguments[0]) for call in graph.calls if call.name in own]
     products = [call for call in graph.calls if call.name == "matmul"]
     assert (noted, len(products)) == wanted
+
+
+@pytest.mark.parametrize("name", ["llama", "sinusoidal", "alibi", "relative bias"])
+def test_tables_of_the_host(library: Backend, graphs: list[Graph], name: str) -> None:
+    """They are brought in the first step, and there from then on."""
+    model, params = causal(name)
+    source = Windows(TEXT % V, 6, 2)
+
+    def numbers(captured: bool) -> list[Any]:
+        own = tree.map(lambda p: library.asarray(p.astype(np.float32)), params)
+        config = TrainConfig(**{**vars(CONFIG), "eval_every": 99})
+        options = {"donate": True, "deterministic": True, "captured": captured}
+        steps = train(loss_of(model), start(own, config), source, config, library, **options)
+        return [(step.loss, step.norm) for step in steps]
+
+    wanted = numbers(False)
+    assert numbers(True) == wanted
+    assert [graph.launches for graph in graphs] == [CONFIG.steps - 1]
 
 
 def test_a_state_with_an_array_twice(library: Backend, graphs: list[Graph]) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from causal_models import causal
 from cuda_shim import CublasLt, calling
-from cuda_shim.cublaslt import NOT_ASKED_FOR
 from cuda_shim.cublaslt_parts import Epilogue
+from cuda_shim.products import NOT_ASKED_FOR
 from libraries import STAND_IN, only
 from stored import DTYPES, in_both, normal, on, require_exact
 from xformer.backends import Backend

@@ -24,6 +24,7 @@ from xformer.dispatch import Kernel, Overridable
 from xformer.layers import blocks
 from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held
+from xformer.layers.constant import constant
 from xformer.layers.past import append
 from xformer.ops import random_bits, rope
 from xformer.ops.sum_to import sum_to
@@ -46,9 +47,10 @@ KERNELS = [
     for kernel in kernels
 ]
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
-# append: test_past.py, held: test_checkpointing.py, advance: test_numpy_advance.py, sum_to, whose
-# kernel is for what is stored in two bytes alone: test_cuda_precision.py
-WITHOUT_GRADIENT = (random_bits, in_range, append, held, advance, sum_to, *UPDATES)
+# append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
+# test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
+# test_cuda_precision.py
+WITHOUT_GRADIENT = (random_bits, in_range, append, constant, held, advance, sum_to, *UPDATES)
 IN_FLOAT64 = (blocks,)  # of many ops, whose rounding adds up either way: test_numpy_blocks.py
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
 REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]

@@ -17,6 +17,7 @@ from test_optim_kernels import flat, wide
 from xformer import backends, dispatch, ops, tree
 from xformer.catalogue import cases
 from xformer.dispatch import Kernel, Overridable
+from xformer.layers.advance import advance
 from xformer.optim.adam import adam_update
 
 pytest.importorskip("numba", reason="extra numba is not installed")
@@ -24,8 +25,8 @@ from xformer.backends.numba import KERNELS
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
-# Not sdpa, of which the catalogue has too few queries: tests/test_numba_sdpa.py.
-WITH_GRADIENT = [op for op in COMPILED if op not in (adam_update, ops.sdpa)]
+# The others have tests of their own: test_numba_sdpa.py, test_numba_advance.py.
+WITH_GRADIENT = [op for op in COMPILED if op not in (adam_update, advance, ops.linear, ops.sdpa)]
 
 
 @pytest.fixture(autouse=True)

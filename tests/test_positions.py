@@ -62,3 +62,12 @@ def test_bad_sizes() -> None:
         alibi(0, n_queries=2, n_keys=2, like=like)
     with pytest.raises(ValueError, match=r"^alibi: n_keys must be an int of at least 0, got -1$"):
         alibi(2, n_queries=2, n_keys=-1, like=like)
+
+
+def test_alibi_of_a_query_in_fixed_columns(library: Backend) -> None:
+    """Where it stands is an array: the row of that query, of all columns."""
+    like = library.asarray(np.ones(1))
+    rows = library.to_numpy(alibi(3, n_queries=7, n_keys=7, like=like))
+    for at in (0, 4):
+        got = alibi(3, n_queries=1, n_keys=7, like=like, at=library.asarray(np.array(at)))
+        assert library.to_numpy(got).tolist() == rows[:, :, at : at + 1].tolist()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from xformer.backends.base import Backend, Step
+from xformer.backends.cupy.constant import Constants, keeping
 
 from xformer import tree
 from xformer.typing import Array
@@ -52,6 +53,7 @@ class Captured:
         self._kind: Any = None  # of the state and the inputs of the first call
         self._results: tuple[Any, ...] | None = None  # what the graph writes to
         self._said: set[str] = set()
+        self._constants: Constants = {}
 
     def __call__(
         self, state: dict[str, Array], inputs: Any
@@ -96,7 +98,8 @@ class Captured:
         return None
 
     def _run(self) -> tuple[Any, ...]:
-        new, results = self._step(self._state, self._inputs)
+        with keeping(self._constants):
+            new, results = self._step(self._state, self._inputs)
         for name, own in self._state.items():
             if new[name] is not own:
                 own[...] = new[name]

@@ -11,7 +11,8 @@
 // it walks over the tiles of keys that any of them sees, top rising on the way (what was summed
 // before is scaled down). Where queries are few (FEW), it walks over `split` keys only, and what it
 // has summed goes to parts (n_splits, ...), at most 64, which sdpa_combine puts together: a block
-// a query.
+// a query. A part whose keys a mask hides from all of them is not read: padding, and what comes
+// behind the text in a cache of fixed columns.
 // Grids: B * H * tiles * n_splits; B * H * T. Blocks: 128; any.
 //
 // Budget: sdpa_forward: 255 registers, 0 spilled, 0 shared
@@ -93,6 +94,15 @@ __device__ __forceinline__ void write(const Attention& at, Sums& sums, int i0, b
     }
 }
 
+// Whether some of queries [i0, i1) sees some of keys [j0, j1): each warp looks at all of them.
+__device__ __forceinline__ bool sees_any(const Attention& at, int b, int h, int i0, int i1, int j0,
+                                         int j1) {
+    bool any = false;
+    for (int i = i0; i < i1; ++i)
+        for (int j = j0 + threadIdx.x % 32; j < j1; j += 32) any |= at.sees(b, h, i, j);
+    return __any_sync(0xffffffffu, any);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sdpa_forward(ATTENTION_PARAMETERS, summed* __restrict__ ctx, real* __restrict__ tops,
                  real* __restrict__ totals, long long n_splits, long long split) {
@@ -109,7 +119,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int i0 = start + thread_y() * RM;
     const int warp_start = start + threadIdx.x / 32 * 4 * RM, warp_end = warp_start + 4 * RM;
     const int low = most(at.first_key(start) / OTHER * OTHER, part * split);
-    const int high = least(at.end_of_keys(end), (part + 1) * split);
+    int high = least(at.end_of_keys(end), (part + 1) * split);
+#if FEW
+    if (at.mask && !sees_any(at, b, h, start, end, low, high)) high = low;
+#endif
 
     load_queries<Own>(at, q_tile, b, h, start, end);
     const real sink = at.sinks && part == 0 ? at.sinks[h] : -infinity();
@@ -169,11 +182,12 @@ extern "C" __global__ void sdpa_combine(const real* __restrict__ part_ctx,
     __syncthreads();
     for (int s = 0; s < n_splits; ++s) total += part_totals[s * rows + row] * decays[s];
     if (total == 0) top = 0, total = 1;
+    const real factor = 1 / (total * keep);  // as of keys that are not split: the same bits
     for (int c = threadIdx.x; c < width; c += blockDim.x) {
         real sum = 0;
         for (int s = 0; s < n_splits; ++s)
             sum += part_ctx[s * rows * width + out + c] * decays[s];
-        ctx[out + c] = sum / (total * keep);
+        ctx[out + c] = sum * factor;
     }
     if (threadIdx.x == 0) {
         tops[row] = top;

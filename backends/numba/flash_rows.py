@@ -38,13 +38,13 @@ def take_powers(
         if pad.size:
             _hide(row[low:high], pad[low:high])
         if shifted:
-            highest = _highest(row[low:high])
-            if highest > top[i]:
-                decay = exp2(top[i] - highest)
+            new = highest(row[low:high])
+            if new > top[i]:
+                decay = exp2(top[i] - new)
                 total[i] *= decay
                 multiply(sums[i], decay, sums[i])
-                top[i] = highest
-        total[i] += _powers(row[low:high], top[i])
+                top[i] = new
+        total[i] += powers(row[low:high], top[i])
 
 
 @rowwise
@@ -121,13 +121,13 @@ def dot(x: Any, y: Any) -> Any:
 
 
 @rowwise
-def _highest(x: Any) -> Any:
+def highest(x: Any) -> Any:
     """Of LOWEST and these; by bits, whose order is that of whole numbers. NaN may be it."""
-    highest = LOWEST_BITS
+    top = LOWEST_BITS
     for j in range(x.size):
         bits = np.float32(x[j]).view(np.int32)
-        highest = max(highest, bits ^ ((bits >> SIGN) & OTHERS))
-    return np.int32(highest ^ ((highest >> SIGN) & OTHERS)).view(np.float32)
+        top = max(top, bits ^ ((bits >> SIGN) & OTHERS))
+    return np.int32(top ^ ((top >> SIGN) & OTHERS)).view(np.float32)
 
 
 @rowwise
@@ -137,7 +137,7 @@ def within(totals: Any) -> Any:
 
 
 @rowwise
-def _powers(x: Any, top: Any) -> Any:
+def powers(x: Any, top: Any) -> Any:
     """x = 2^(x - top); their sum."""
     total = ZERO
     for j in range(x.size):

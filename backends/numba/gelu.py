@@ -32,7 +32,7 @@ def not_float32(x: Array, *, approximate: str = "none") -> str | None:
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
     """y = x * Phi(x)."""
     y, xs = np.empty(x.shape, x.dtype), flat(x)
-    ys, forward = y.reshape(-1), _tanh if approximate == "tanh" else _exact
+    ys, forward = y.reshape(-1), tanh_form if approximate == "tanh" else exact_form
     blocks(lambda a, b: forward(xs[a:b], ys[a:b]), xs.size, BLOCK)
     return y, GeluCache(x, approximate)
 
@@ -54,7 +54,7 @@ class GeluCache(NamedTuple):
 
 
 @elementwise
-def _tanh(x: Any, y: Any) -> None:
+def tanh_form(x: Any, y: Any) -> None:
     for i in range(x.size):
         v = max(x[i], -FAR32)
         n = min(v, FAR32)
@@ -72,7 +72,7 @@ def _tanh_backward(x: Any, dy: Any, dx: Any) -> None:
 
 
 @elementwise
-def _exact(x: Any, y: Any) -> None:
+def exact_form(x: Any, y: Any) -> None:
     for i in range(x.size):
         v = max(x[i], -FAR32)
         n = min(v, FAR32)

@@ -50,6 +50,11 @@ def unsupported(
         return "not one token after others"
     if not (memory is bias is pos is relative is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
+    return other_model(params, configs)
+
+
+def other_model(params: StackParams, configs: Sequence[BlockConfig]) -> str | None:
+    """What of `unsupported` is the same for every token."""
     if any(c.norm == "post" or c.parallel or c.experts or c.softcap for c in configs):
         return "post-LN, parallel blocks, experts or softcap"
     for own in params.blocks:

@@ -19,6 +19,7 @@ from xformer.shapes import STORED
 DEVICE = "cuda:0"
 # What CuPy does to arrays that are only STORED in: it moves, rounds and widens them, and adds two.
 MOVES = ("ascontiguousarray", "astype", "broadcast_to", "concat", "permute_dims", "reshape", "take")
+PRODUCTS = ("matmul", "tensordot", "vecdot")  # which are cuBLAS's
 
 
 class Fault(RuntimeError):
@@ -67,8 +68,7 @@ class Array:
                     f"dot: a factor must be a matrix that lies as cuBLAS reads it or its "
                     f"transpose, got shape {factor.shape}, strides {factor.strides}"
                 )
-        if is_recording():
-            raise NotImplementedError("cuBLAS while a graph is captured")
+        require_no_recording()
         wide = np.dtype(arithmetic(self.dtype.name))  # cuBLAS sums in it, and rounds once
         with quietly(is_stored(self)):
             product = self.host.astype(wide, copy=False) @ other.host.astype(wide, copy=False)
@@ -128,6 +128,12 @@ class Array:
         return f"cuda_shim.{self.host!r}"
 
 
+def require_no_recording() -> None:
+    """As CuPy: products by cuBLAS are not captured."""
+    if is_recording():
+        raise NotImplementedError("cuBLAS while a graph is captured")
+
+
 def addresses(*values: Any) -> tuple[Any, ...]:
     """Where arrays lie; numbers as they are."""
     return tuple(x.data.ptr if isinstance(x, Array) else x for x in values)
@@ -163,6 +169,8 @@ def _operator(name: str) -> Callable[..., Any]:
     def apply(self: Array, *others: Any) -> Any:
         if any(isinstance(other, np.ndarray) for other in others):
             raise TypeError(f"{name}: device arrays do not mix with NumPy arrays")
+        if "matmul" in name:
+            require_no_recording()
         stored = any(map(is_stored, (self, *others)))
         if stored:
             require_addition(name, self, *others)
@@ -242,6 +250,8 @@ def _function(function: Callable[..., Any], name: str = "") -> Callable[..., Any
             for value in (*args, *options.values()):
                 if any(map(is_stored, value if isinstance(value, list | tuple) else (value,))):
                     require_addition(name, value)
+        if name in PRODUCTS:
+            require_no_recording()
         if name == "asarray" and not isinstance(args[0], Array):
             refuse("a value is brought from the host")
         named = {key: unwrap(value) for key, value in options.items()}

@@ -1,6 +1,6 @@
 """In the place of nvmath.bindings.cublasLt: products by NumPy in the stand-in's memory.
 
-    with calling(CublasLt()) as lt:
+    with calling(CublasLt()) as lt:  # products.py
         ops.linear(x, w, b)  # lt.products is what was asked for
 
 What the library would refuse, or would not have noticed, is a Fault: descriptors that do not fit
@@ -11,14 +11,12 @@ heuristics were told, another stream's workspace. tests/test_cuda_bindings.py co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from xformer.backends.cupy import cublaslt
-from xformer.backends.cupy.cublaslt import Place, Runtime, State
+from xformer.backends.cupy.cublaslt import Place
 
 from cuda_shim.array import Array, Fault, quietly
 from cuda_shim.cublaslt_parts import (
@@ -279,28 +277,3 @@ class CublasLt:
         flat = memory(at, dtype, count)
         strides = (dtype.itemsize, of.ld * dtype.itemsize)
         return np.lib.stride_tricks.as_strided(flat, (of.rows, of.cols), strides)
-
-
-# ---- As the runtime of the stand-in's arrays ----
-
-NOT_ASKED_FOR = "on the stand-in cuBLASLt is called where a test asks for it"
-_now: list[CublasLt] = []
-
-
-@contextmanager
-def calling(lt: CublasLt) -> Iterator[CublasLt]:
-    """Within this context products are by cuBLASLt's stand-in."""
-    before, cublaslt._state = cublaslt._state, State()
-    _now.append(lt)
-    try:
-        yield lt
-    finally:
-        _now.pop()
-        cublaslt._state = before
-
-
-cublaslt.RUNTIMES[Array] = Runtime(
-    lambda: _now[-1] if _now else NOT_ASKED_FOR,
-    lambda arrays: _now[-1].place(arrays),
-    lambda size: _now[-1].memory(size),
-)

@@ -260,13 +260,17 @@ def _mixture() -> Iterator[Case]:
 
 
 def _relative_bias() -> Iterator[Case]:
-    def case(note: str, n_queries: int = 4, n_keys: int = 7, **config: Any) -> Case:
+    def case(
+        note: str, n_queries: int = 4, n_keys: int = 7, at: int | None = None, **config: Any
+    ) -> Case:
         # So few buckets that all are in use, those of one distance and the wider ones.
         few: Options = {"n_heads": 2, "n_buckets": 8, "max_distance": 5}
         cfg = layers.RelativeConfig(**few | config)
 
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
-            sizes = {"n_queries": n_queries, "n_keys": n_keys}
+            sizes: Options = {"n_queries": n_queries, "n_keys": n_keys}
+            if at is not None:
+                sizes["at"] = rng.integers((), low=at, high=at + 1)
             return partial(layers.relative_bias, config=cfg, **sizes), (random(rng, cfg.init(rng)),)
 
         return _layer(f"relative_bias: {note}", make)
@@ -275,4 +279,5 @@ def _relative_bias() -> Iterator[Case]:
     yield case("T > S", 7, 4)
     yield case("backwards only", bidirectional=False)
     yield case("distances beyond the last bucket", max_distance=3)
+    yield case("in fixed columns", 1, 7, at=3)
     yield case("as T5 has it", n_buckets=32, max_distance=128)

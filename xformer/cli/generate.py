@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -49,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
         default=True,
         help="print the text as it comes, or at the end (default: as it comes)",
     )
+    add("--graph", action="store_true", help="a token is one launch, a CUDA graph, where it can be")
     add("--backend", default="numpy", choices=backends.NAMES)
     add("--device", help="of the backend: cuda, for torch")
     add("--dtype", default="float32", choices=("float32", "float64"))
@@ -110,9 +112,12 @@ def _new_ids(
         max_new = min(MAX_NEW, network.context - text.width + 1) if fits else MAX_NEW
     if args.beams is None:
         options: Any = {"sampler": sampler, "seed": args.seed, "slide": found.slides}
+        options["captured"] = args.graph
         steps = stream(network, found.params, text, max_new=max_new, stop=ends, **options)
         ids: Iterable[int] = (i for (i,) in steps if i is not None)
     else:
+        if args.graph:
+            warnings.warn("--graph: a search is not captured", RuntimeWarning, stacklevel=2)
         options = {"n_beams": args.beams, "max_new": max_new, "stop": ends}
         ((best, *_),) = beam_search(network, found.params, text, **options)
         ids = best.ids

@@ -9,6 +9,7 @@ import numpy as np
 
 from xformer.checks import require_sizes
 from xformer.generation import samplers
+from xformer.generation.captured import CapturedTokens
 from xformer.generation.prefix import (
     Prefix,
     beside,
@@ -20,7 +21,7 @@ from xformer.generation.prefix import (
     prefill,
     stop_ids,
 )
-from xformer.generation.samplers import Filter, Ids, draw, require_finite
+from xformer.generation.samplers import Filter, Ids, draw, likeliest, require_finite
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
@@ -35,9 +36,11 @@ def generate(
     stop: Collection[int] = (),
     seed: int = 0,
     slide: bool = False,
+    captured: bool = False,
 ) -> list[list[int]]:
     """The ids that continue each prompt, with the one in `stop` that ended it; as `stream`."""
     options: Any = {"sampler": sampler, "stop": stop, "seed": seed, "slide": slide}
+    options["captured"] = captured
     steps = list(stream(model, params, prompts, max_new=max_new, **options))
     n_texts = len(prompts.ids if isinstance(prompts, Prefix) else prompts)
     return [[new for step in steps if (new := step[i]) is not None] for i in range(n_texts)]
@@ -53,6 +56,7 @@ def stream(
     stop: Collection[int] = (),
     seed: int = 0,
     slide: bool = False,
+    captured: bool = False,
 ) -> Iterator[list[int | None]]:
     """Steps of generation: the next id of each prompt, None for one that has ended.
 
@@ -61,8 +65,11 @@ def stream(
     sampler: the next id is drawn from softmax(sampler(logits, ids)) (`generation.samplers`); None
     takes the likeliest. A seed gives text i the same ids on every backend, whatever else is in the
     batch. slide: a text that fills the model's context goes on after its last tokens alone, which
-    are read anew for each further one. ValueError where prompt and max_new do not fit the context
-    and slide is not given, for bad prompts (`prefill`), and for logits that are no numbers.
+    are read anew for each further one. captured: a further token is one call of the library, where
+    it has such a thing (`Backend.captured`); where it cannot be, a RuntimeWarning says why. The
+    ids are the same; logits that a sampler is given are written over by the next ones. ValueError
+    where prompt and max_new do not fit the context and slide is not given, for bad prompts
+    (`prefill`), and for logits that are no numbers.
     """
     network = network_of("generate", model)
     require_sizes("generate", 0, max_new=max_new, seed=seed)
@@ -75,7 +82,10 @@ def stream(
         prompts = fitting("generate", network, prompts, max_new)
     n_texts = len(prompts.ids if isinstance(prompts, Prefix) else prompts)
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
-    return _stream(network, params, prompts, max_new, sampler, stops, rngs)
+    tokens = None
+    if captured:
+        tokens = CapturedTokens.of(network, params, place_of(params), max_new, sampler is None)
+    return _stream(network, params, prompts, max_new, sampler, stops, rngs, tokens)
 
 
 def _stream(
@@ -86,27 +96,35 @@ def _stream(
     sampler: Filter | None,
     stops: frozenset[int],
     rngs: Sequence[np.random.Generator],
+    tokens: CapturedTokens | None,
 ) -> Iterator[list[int | None]]:
     place = place_of(params)
     with place.active():
         text = prompts if isinstance(prompts, Prefix) else _read(network, params, prompts)
     new: list[int] = []
+    chosen: Array | None = None
     running = [True] * len(rngs)
     for n in range(max_new):
         with place.active():
             if n:
-                text = _grown(network, params, text, new)
-            new = _choose(text.logits, text.ids, sampler, rngs)
+                text, chosen = _grown(network, params, text, new, tokens)
+            new = _choose(text, sampler, rngs, chosen)
         yield [i if runs else None for i, runs in zip(new, running, strict=True)]
         running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
         if not any(running):
             return
 
 
-def _grown(network: Any, params: Any, text: Prefix, new: Sequence[int]) -> Prefix:
-    if network.context is None or text.width < network.context:
-        return extended(network, params, text, new)
-    return _read(network, params, [(*ids, i) for ids, i in zip(text.ids, new, strict=True)])
+def _grown(
+    network: Any, params: Any, text: Prefix, new: Sequence[int], tokens: CapturedTokens | None
+) -> tuple[Prefix, Array | None]:
+    """The text with these tokens; the likeliest next ones where they are known."""
+    if network.context is not None and text.width >= network.context:
+        longer = [(*ids, i) for ids, i in zip(text.ids, new, strict=True)]
+        return _read(network, params, longer), None
+    if tokens is not None:
+        return tokens(text, new)
+    return extended(network, params, text, new), None
 
 
 def _read(network: Any, params: Any, prompts: Ids) -> Prefix:
@@ -117,19 +135,20 @@ def _read(network: Any, params: Any, prompts: Ids) -> Prefix:
 
 
 def _choose(
-    logits: Array, ids: Ids, sampler: Filter | None, rngs: Sequence[np.random.Generator]
+    text: Prefix,
+    sampler: Filter | None,
+    rngs: Sequence[np.random.Generator],
+    chosen: Array | None,
 ) -> list[int]:
-    """The next token of each text."""
-    place = beside(logits)
+    """The next token of each text. chosen: the likeliest ones, where they are known."""
+    place = beside(text.logits)
     if sampler is None:
-        xp, top = place.xp, place.xp.max(logits, axis=-1)
-        # One array, so that a device is waited for once: -1 where none is the likeliest.
-        likeliest = xp.where(xp.isfinite(top), xp.argmax(logits, axis=-1), -1)
-        new: list[int] = place.to_numpy(likeliest).tolist()
+        chosen = likeliest(text.logits) if chosen is None else chosen
+        new: list[int] = place.to_numpy(chosen).tolist()
         if min(new) < 0:
-            require_finite("generate", place.to_numpy(top))
+            require_finite("generate", place.to_numpy(place.xp.max(text.logits, axis=-1)))
         return new
-    return draw(place.to_numpy(sampler(logits, ids)), [rng.random() for rng in rngs])
+    return draw(place.to_numpy(sampler(text.logits, text.ids)), [rng.random() for rng in rngs])
 
 
 def sample(

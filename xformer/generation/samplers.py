@@ -127,6 +127,15 @@ def repetition_penalty(penalty: float) -> Filter:
     return apply
 
 
+def likeliest(logits: Array) -> Array:
+    """The token of the largest logit of each row of logits (B, V), -1 where that is not finite.
+
+    (B,), one array, so that a device is waited for once.
+    """
+    xp = array_namespace(logits)
+    return xp.where(xp.isfinite(xp.max(logits, axis=-1)), xp.argmax(logits, axis=-1), -1)
+
+
 def draw(logits: np.ndarray, uniform: Sequence[float]) -> list[int]:
     """A token for each row of logits (B, V), drawn from its softmax by a number in [0, 1).
 

@@ -24,7 +24,7 @@ def advance(
     *,
     configs: Sequence[BlockConfig],
     past: Sequence[Past],
-    n_past: int,
+    n_past: int | Array,
     relative: RelativeConfig | None = None,
     rotary: Rotary | None = None,
     mask: Array | None = None,
@@ -33,7 +33,8 @@ def advance(
     """`layers.stack`, causal, for a text that grows; nothing is kept for a backward.
 
     x, y: (B, T, D), of the new tokens. past: of each layer; n_past, the tokens so far, of which
-    windows may have dropped some. memory: as `memory_of` makes it, once for all steps.
+    windows may have dropped some, an integer array () in fixed columns (`Past.at`). memory: as
+    `memory_of` makes it, once for all steps.
     """
     y, cache = stack(
         x,

@@ -81,8 +81,9 @@ def attention(
     the keys and values, of every head; memory_pos is pos where memory is x. Queries and keys are
     normalised where params hold q_norm and k_norm, by qk_norm (RMSNorm unless given), then rotated
     by rotary, which goes with memory None. past: keys and values before those of x, which are
-    constants here; S counts them too, and the cache's `past` has all of them. ValueError where
-    shapes do not fit.
+    constants here; S counts them too, and the cache's `past` has all of them; with past.at, of
+    which there is no backward, mask hides the columns behind it. ValueError where shapes do not
+    fit.
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     _require_memory(memory, memory_pos, rotary, past, params)
@@ -98,7 +99,13 @@ def attention(
     elif own is not None:
         kv, kv_cache = key_value(memory, own, memory_pos, n_kv_heads=n_kv_heads, k_norm=qk_norm)
     n_new = kv.k.shape[2]
-    if past is not None:
+    if past is not None and past.at is not None:
+        _require_mask(mask, params)
+        past = append(*kv, past=past)
+        kv = KeyValue(past.k, past.v)
+        if window is not None and window[0] is not None:
+            mask, window = past.within(mask, window[0]), None
+    elif past is not None:
         if window is not None and window[0] is not None:
             past = past.last(window[0])
         past = append(*kv, past=past)
@@ -297,6 +304,12 @@ def _require_no(what: str, extras: dict[str, Any]) -> None:
     given = [name for name, extra in extras.items() if extra is not None]
     if given:
         raise ValueError(f"attention: params.{what} does not go with {', '.join(given)}")
+
+
+def _require_mask(mask: Array | None, params: AttentionParams) -> None:
+    if mask is None or params.shaw is not None:
+        what = "a mask" if mask is None else "no params.shaw, which go by the number of keys"
+        raise ValueError(f"attention: fixed columns of a past want {what}")
 
 
 def _last_keys(x: Array | None, n: int) -> Array | None:

@@ -9,7 +9,13 @@ from array_api_compat import array_namespace, device
 
 from xformer import ops
 from xformer.backends.base import Generator
-from xformer.checks import number, require_sizes, require_tokens
+from xformer.checks import (
+    number,
+    require_integers,
+    require_shape,
+    require_sizes,
+    require_tokens,
+)
 from xformer.initial import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
@@ -137,15 +143,16 @@ def embed(
     config: EmbedConfig,
     positions: Array | None = None,
     types: Array | None = None,
-    start: int = 0,
+    start: int | Array = 0,
     dropout_key: ops.Key | None = None,
 ) -> tuple[tuple[Array, Array | None], EmbedCache]:
     """x = project(dropout(norm(scale * table[ids] + p + type))); or p concatenated, or as pos.
 
     ids: (B, T)   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. start: the place of the
-    first token. positions: (B, T) or (T,), the place of each token where it is not start,
-    start + 1, ...; mode "add" only. types: (B, T), 0 unless given. ValueError
-    where ids are out of range or too many, or params not those of config.
+    first token, an int, or an integer array (), whose value nobody looks at. positions: (B, T) or
+    (T,), the place of each token where it is not start, start + 1, ...; mode "add" only. types:
+    (B, T), 0 unless given. ValueError where ids are out of range or too many, or params not those
+    of config.
     """
     require_tokens("embed", "ids", ids)
     _require_params(params, config)
@@ -191,7 +198,7 @@ class EmbedCache(NamedTuple):
     config: EmbedConfig
     pos_shape: tuple[int, ...] | None
     fixed: tuple[bool, ...]  # which of table, positions and types are frozen
-    start: int
+    start: Any
 
     def backward(self, dx: Array, dpos: Array | None = None) -> EmbedParams:
         """Gradients of params, from those of x and of pos; None for what is frozen."""
@@ -256,13 +263,20 @@ def _require_params(params: EmbedParams, config: EmbedConfig) -> None:
 
 
 def _require_options(
-    ids: Array, positions: Array | None, types: Array | None, config: EmbedConfig, start: int
+    ids: Array,
+    positions: Array | None,
+    types: Array | None,
+    config: EmbedConfig,
+    start: int | Array,
 ) -> None:
-    require_sizes("embed", 0, start=start)
-    longest = config.rows - config.offset
-    last = start + ids.shape[1]
-    if config.max_len is not None and positions is None and last > longest:
-        raise ValueError(f"embed: at most max_len = {longest} tokens fit, got {last}")
+    if not hasattr(start, "shape"):
+        require_sizes("embed", 0, start=start)
+        longest, last = config.rows - config.offset, start + ids.shape[1]
+        if config.max_len is not None and positions is None and last > longest:
+            raise ValueError(f"embed: at most max_len = {longest} tokens fit, got {last}")
+    else:
+        start = require_integers("embed", "start", start, ids)
+        require_shape("embed", "start", start, ())
     if positions is not None:
         if config.positions == "none" or config.mode != "add":
             raise ValueError(
@@ -285,16 +299,22 @@ def _require_options(
 
 
 def _positions(
-    params: EmbedParams, config: EmbedConfig, start: int, n_tokens: int, positions: Array | None
+    params: EmbedParams,
+    config: EmbedConfig,
+    start: int | Array,
+    n_tokens: int,
+    positions: Array | None,
 ) -> tuple[Array | None, Any]:
     """The positions' vectors, and a cache where they were looked up."""
     if config.positions == "none":
         return None, None
-    end = start + n_tokens
+    if positions is None and not isinstance(start, int):
+        positions = start + array_namespace(start).arange(n_tokens, device=device(start))
     table = value(params.positions)
     if table is None:
-        rows = end if positions is None else config.rows
+        rows = start + n_tokens if positions is None else config.rows
         table = sinusoidal(rows, config.position_width, like=value(params.table))
     if positions is None:
-        return table[config.offset + start : config.offset + end, :], None
+        first = config.offset + start
+        return table[first : first + n_tokens, :], None
     return ops.embedding(table, ids=positions + config.offset)

@@ -15,15 +15,20 @@ Window = tuple[int | None, int | None]
 
 
 class Past(NamedTuple):
-    """Keys, normalised and rotated, and values of one layer's tokens so far; at first none."""
+    """Keys, normalised and rotated, and values of one layer's tokens so far; at first none.
+
+    at: where columns are fixed, some of them for tokens to come, that of the next token. A mask
+    then hides those behind it.
+    """
 
     k: Array | None = None  # (B, G, S, K)
     v: Array | None = None  # (B, G, S, M)
     room: Any = None  # where a backend appends in place
+    at: Array | None = None  # integer (); None: every column has its token
 
     @property
     def length(self) -> int:
-        """S, how many are kept."""
+        """S, how many are kept; where columns are fixed, how many there are."""
         return 0 if self.k is None else int(self.k.shape[2])
 
     def last(self, n: int) -> Past:
@@ -46,6 +51,30 @@ class Past(NamedTuple):
             return xp.concat([xp.zeros(shape, dtype=a.dtype, device=device(a)), a], axis=2)
 
         return Past(wider(self.k), wider(self.v))
+
+    def in_columns(self, n: int, length: int) -> Past:
+        """A copy in `n` columns, the last token kept in that before `length`; the others are 0."""
+        if self.k is None or self.v is None:
+            return self
+        xp = array_namespace(self.k)
+
+        def placed(a: Array) -> Array:
+            kept = a[:, :, : min(length, a.shape[2]), :]
+
+            def zeros(n: int) -> Array:
+                shape = (*a.shape[:2], n, a.shape[3])
+                return xp.zeros(shape, dtype=a.dtype, device=device(a))
+
+            return xp.concat([zeros(length - kept.shape[2]), kept, zeros(n - length)], axis=2)
+
+        return Past(placed(self.k), placed(self.v))
+
+    def within(self, mask: Array, n: int) -> Array:
+        """`mask` (..., S) of fixed columns, but for those more than `n` before the next token's."""
+        if self.at is None or n >= self.length:
+            return mask
+        column = array_namespace(mask).arange(self.length, device=device(mask))
+        return mask & (column >= self.at - n)
 
     def without(self, n: int, *, needs: int) -> Past:
         """All but the last `n`. ValueError where a window has not left the `needs` before them."""
@@ -75,6 +104,12 @@ def require_rows(tokens: Array, n_rows: int) -> None:
         )
 
 
+def require_one(op: str, n_tokens: int) -> None:
+    """ValueError unless a text in fixed columns grows by one token."""
+    if n_tokens != 1:
+        raise ValueError(f"{op}: in fixed columns one token comes at a time, got {n_tokens}")
+
+
 def rewound(
     past: tuple[Past, ...], windows: Sequence[Window | None], *, length: int, n: int
 ) -> tuple[Past, ...]:
@@ -94,8 +129,16 @@ def rewound(
 
 @overridable(backward=False)
 def append(k: Array, v: Array, *, past: Past) -> Past:
-    """`past` and after it k (B, G, T, K) and v (B, G, T, M). `past` itself stays what it was."""
+    """`past` and after it k (B, G, T, K) and v (B, G, T, M). `past` itself stays what it was.
+
+    But with past.at: then T is 1, k and v come in that column, and a backend may write over the
+    past's own arrays. ValueError for more tokens.
+    """
     if past.k is None or past.v is None:
         return Past(k, v)
     xp = array_namespace(k)
+    if past.at is not None:
+        require_one("append", k.shape[2])
+        is_new = xp.arange(past.length, device=device(k))[:, None] == past.at  # (S, 1)
+        return past._replace(k=xp.where(is_new, k, past.k), v=xp.where(is_new, v, past.v))
     return Past(xp.concat([past.k, k], axis=2), xp.concat([past.v, v], axis=2))

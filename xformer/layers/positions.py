@@ -6,9 +6,10 @@ import functools
 import math
 from typing import Any
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from xformer.checks import require_sizes
+from xformer.layers.constant import constant
 from xformer.ops._attention import aligned
 from xformer.typing import Array
 
@@ -22,7 +23,7 @@ def sinusoidal(length: int, width: int, *, like: Array) -> Array:
     if min(length, width) < 0:
         raise ValueError(f"sinusoidal: sizes must not be negative, got ({length}, {width})")
     xp = array_namespace(like)
-    table = xp.asarray(_table(length, width), dtype=like.dtype, device=device(like))
+    table = constant(like, of=_table, args=(length, width), dtype=like.dtype)
     return xp.reshape(table, (length, width))  # a list of no rows has lost its width
 
 
@@ -36,8 +37,12 @@ def _table(length: int, width: int) -> Any:
     ]
 
 
-def alibi(n_heads: int, *, n_queries: int, n_keys: int, like: Array) -> Array:
+def alibi(
+    n_heads: int, *, n_queries: int, n_keys: int, like: Array, at: Array | None = None
+) -> Array:
     """bias[0, h, i, j] = -slope_h * (i - j), i counted from S - T (arXiv:2108.12409, section 3).
+
+    at: integer (), what i is counted from where it is not S - T.
 
     slope_h = 2^(-8 (h + 1) / H) where H is a power of two; else those of the power P below it, then
     the first, third, ... of 2 P. A key ahead of its query has a positive bias: use it with causal.
@@ -48,8 +53,8 @@ def alibi(n_heads: int, *, n_queries: int, n_keys: int, like: Array) -> Array:
     require_sizes("alibi", 1, n_heads=n_heads)
     require_sizes("alibi", 0, n_queries=n_queries, n_keys=n_keys)
     xp = array_namespace(like)
-    slopes = xp.asarray(_slopes(n_heads), dtype=like.dtype, device=device(like))
-    key, query = aligned(like, n_queries, n_keys)
+    slopes = constant(like, of=_slopes, args=(n_heads,), dtype=like.dtype)
+    key, query = aligned(like, n_queries, n_keys, at)
     ahead = xp.astype(key - query, like.dtype)  # (T, S)
     return (slopes[:, None, None] * ahead)[None, ...]
 

@@ -8,12 +8,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.backends.base import Generator
 from xformer.checks import require_shape, require_sizes
 from xformer.initial import Draw, normal
+from xformer.layers.constant import constant
 from xformer.ops._attention import aligned
 from xformer.typing import Array
 
@@ -71,20 +72,21 @@ class RelativeConfig:
 
 
 def relative_bias(
-    table: Array, *, n_queries: int, n_keys: int, config: RelativeConfig
+    table: Array, *, n_queries: int, n_keys: int, config: RelativeConfig, at: Array | None = None
 ) -> tuple[Array, RelativeBiasCache]:
     """bias[0, h, i, j] = table[bucket(j - i), h], i counted from S - T (arXiv:1910.10683, 2.1).
 
     table: (N, H)   bias: (1, H, T, S), for `ops.sdpa`: T = n_queries, S = n_keys, the last query
-    at the last key. ValueError for negative sizes, or a table that is not that of config.
+    at the last key. at: integer (), what i is counted from where it is not S - T. ValueError for
+    negative sizes, or a table that is not that of config.
     """
     require_sizes("relative_bias", 0, n_queries=n_queries, n_keys=n_keys)
     require_shape("relative_bias", "table", table, (config.n_buckets, config.n_heads))
     xp = array_namespace(table)
-    key, query = aligned(table, n_queries, n_keys)
+    key, query = aligned(table, n_queries, n_keys, at)
     # All distances from max_distance on are in the last bucket.
     reach = min(config.max_distance, max(n_queries, n_keys))
-    buckets = xp.asarray(_buckets(config, reach), device=device(table))
+    buckets = constant(table, of=_buckets, args=(config, reach))
     near = xp.clip(key - query, -reach, reach) + reach  # (T, S)
     ids = xp.take(buckets, xp.reshape(near, (n_queries * n_keys,)), axis=0)
     rows, cache = ops.embedding(table, ids=xp.reshape(ids, (n_queries, n_keys)))  # (T, S, H)

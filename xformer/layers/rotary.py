@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.checks import require_integers, require_sizes
+from xformer.layers.constant import constant
 from xformer.layers.rope_config import NEEDS, RopeConfig
 from xformer.shapes import FLOATING, STORED, dtype_name, require_array, working_dtype
 from xformer.typing import Array
@@ -40,7 +41,7 @@ def rotary(
     if dtype_name(like) not in (*FLOATING, *STORED):
         raise TypeError(f"rotary: like must be float32 or float64, got {dtype_name(like)}")
     xp, place = array_namespace(like), device(like)
-    f, factor = frequencies(config, length)
+    _, factor = frequencies(config, length)
     if positions is None:
         positions = xp.arange(length, device=place)
     else:
@@ -54,7 +55,8 @@ def rotary(
     known = xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
     own = working_dtype(like)
     wide = known.get("float64", own)
-    angles = xp.astype(positions, wide)[..., None] * xp.asarray(f, dtype=wide, device=place)
+    f = constant(like, of=_known_frequencies, args=(config, _known_at(config, length)), dtype=wide)
+    angles = xp.astype(positions, wide)[..., None] * f
     cos, sin = (xp.astype(factor * a, own) for a in (xp.cos(angles), xp.sin(angles)))
     return Rotary(cos, sin, config.interleaved)
 
@@ -65,7 +67,16 @@ def frequencies(config: RopeConfig, length: int) -> Frequencies:
     In float64, on the host. ValueError for a negative length.
     """
     require_sizes("rotary", 0, length=length)
-    return _known(config, length if length > config.same_until else 0)
+    return _known(config, _known_at(config, length))
+
+
+def _known_at(config: RopeConfig, length: int) -> int:
+    """The length that frequencies go by: 0 up to where they begin to change."""
+    return length if length > config.same_until else 0
+
+
+def _known_frequencies(config: RopeConfig, length: int) -> tuple[float, ...]:
+    return _known(config, length)[0]
 
 
 @functools.lru_cache(maxsize=64)  # of a text that grows they are asked for at each token

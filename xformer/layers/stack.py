@@ -70,7 +70,7 @@ def stack(
     relative: RelativeConfig | None = None,
     rotary: Rotary | None = None,
     past: Sequence[Past] | None = None,
-    n_past: int = 0,
+    n_past: int | Array = 0,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
@@ -88,8 +88,8 @@ def stack(
     the same. The rest as in `layers.block`. ValueError where the numbers do not fit.
 
     For a text that grows: past, of each layer, and n_past, the tokens so far, of which windows may
-    have dropped some; memory: as `memory_of` makes it, once for all steps. The cache then holds
-    `past` with the new tokens, and nothing for a backward.
+    have dropped some, an integer array () in fixed columns; memory: as `memory_of` makes it, once
+    for all steps. The cache then holds `past` with the new tokens, and nothing for a backward.
     """
     require_configs("stack", configs)
     memory_cache = relative_cache = None
@@ -105,10 +105,8 @@ def stack(
     if (params.relative is None) != (relative is None):
         raise ValueError("stack: params.relative and relative go together, got only one of them")
     if relative is not None:
-        length = x.shape[1]
-        more, relative_cache = relative_bias(
-            value(params.relative), n_queries=length, n_keys=n_past + length, config=relative
-        )
+        sizes = _sizes(x.shape[1], past, n_past)
+        more, relative_cache = relative_bias(value(params.relative), config=relative, **sizes)
         bias = more if bias is None else bias + more
     x, layers = blocks(
         x,
@@ -190,6 +188,14 @@ def memory_of(
     require_configs("stack", configs)
     order = order_of(params.blocks, configs)
     return tuple(own(params.blocks[order[i]].cross, c) for i, c in enumerate(configs))
+
+
+def _sizes(n_queries: int, past: Sequence[Past] | None, n_past: int | Array) -> dict[str, Any]:
+    """How many queries and keys a relative bias is for, and where the first query stands."""
+    if isinstance(n_past, int):
+        return {"n_queries": n_queries, "n_keys": n_past + n_queries}
+    columns = past[0].length if past else 0
+    return {"n_queries": n_queries, "n_keys": columns, "at": n_past}
 
 
 def _memory_heads(config: BlockConfig) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from array_api_compat import array_namespace, device
 
 from xformer import backends, ops
 from xformer.backends import Generator
-from xformer.checks import as_indices, number, require_mask, require_tokens
+from xformer.checks import as_indices, number, require_tokens
 from xformer.dispatch import inference
 from xformer.initial import normal
 from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.past import Past, require_rows, rewound
+from xformer.layers.past import Past, require_one, require_rows, rewound
 from xformer.layers.pooling import POOLINGS, pool
 from xformer.layers.positions import alibi
 from xformer.layers.relative import RelativeConfig
@@ -41,6 +41,7 @@ from xformer.models.heads import (
     zeros_of,
 )
 from xformer.models.loss import LossCache, one
+from xformer.models.state import State, counted, grown_mask, require_keep
 from xformer.shapes import require_array
 from xformer.typing import Array
 
@@ -200,8 +201,8 @@ class LanguageModel:
         if given:
             self._require_places()
         if mask is not None:
-            _require_keep(mask, tokens)
-            positions = _counted(mask) if positions is None else positions
+            require_keep(mask, tokens)
+            positions = counted(mask) if positions is None else positions
         (x, pos), embed_cache = self._embedded(params, tokens, positions, types=types, key=keys[0])
         length = x.shape[1]
         y, stack_cache = stack(
@@ -228,7 +229,7 @@ class LanguageModel:
         positions: Array | None,
         *,
         types: Array | None = None,
-        start: int = 0,
+        start: int | Array = 0,
         key: ops.Key | None = None,
     ) -> tuple[tuple[Array, Array | None], Any]:
         """The embedding of tokens; vectors are their own."""
@@ -282,56 +283,72 @@ class LanguageModel:
 
         Continues the text of `state`, whose keys and values are not computed again; `state` itself
         stays what it was. mask: as in `forward`, of these tokens; padding must stand on the left of
-        a text. every: logits after each token, (B, T, V). There is no backward. ValueError for a
-        model that is not causal, and where the tokens do not fit the context.
+        a text. every: logits after each token, (B, T, V). There is no backward. Where the state's
+        columns are fixed (`State.in_columns`) tokens are (B, 1), its arrays may be written over,
+        and whether a column is left is the caller's to know. ValueError for a model that is not
+        causal, and where the tokens do not fit the context.
         """
         if not self.causal or not isinstance(self.head, LMHead):
             raise ValueError("extend: the model must be causal and have an LMHead")
         require_tokens("extend", "tokens", tokens)
         if state.past[0].k is not None:
             require_rows(tokens, state.past[0].k.shape[0])
-        length = state.length + tokens.shape[1]
-        if self.context is not None and length > self.context:
+        n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
+        if self.context is not None and n_keys > self.context:
             raise ValueError(
-                f"extend: at most {self.context} tokens fit the model's context, got {length}"
+                f"extend: at most {self.context} tokens fit the model's context, got {n_keys}"
             )
-        kept = grown_mask(state.mask, mask, tokens, state.length)
-        positions = self._places(tokens, kept, state.length)
-        places = None if kept is None else positions
+        kept, positions = self._kept(tokens, state, mask)
+        places = None if state.mask is None and mask is None else positions
         (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
         x, past = advance(
             x,
             params.stack,
             None,
-            self._alibi(x, length),
+            self._alibi(x, n_keys, state.at),
             pos,
             configs=self.blocks,
-            past=state.past,
+            past=state.in_place() if state.is_fixed else state.past,
             n_past=state.length,
             relative=self.relative,
-            rotary=self._rotary(x, length, positions, length),
+            rotary=self._rotary(x, n_keys, positions, n_keys),
             mask=None if kept is None else kept[:, None, None, :],
         )
         x = x if every else x[:, -1:, :]
         logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
-        return logits if every else logits[:, 0, :], State(past, kept, length)
+        return logits if every else logits[:, 0, :], state.grown(past, kept, tokens.shape[1])
 
     def rewind(self, state: State, n: int) -> State:
         """`state` without its last `n` tokens, for which another text may follow.
 
-        ValueError for more tokens than there are. Where layers have windows also for more than the
-        last `extend` added, if the windows have dropped what is needed again.
+        ValueError for more tokens than there are, and where columns are fixed. Where layers have
+        windows also for more than the last `extend` added, if the windows have dropped what is
+        needed again.
         """
+        if state.is_fixed:
+            raise ValueError("rewind: the columns of the state are fixed")
         windows = [config.window for config in self.blocks]
         past = rewound(state.past, windows, length=state.length, n=n)
         length = state.length - n
         mask = None if state.mask is None else state.mask[:, :length]
         return State(past, mask, length)
 
+    def _kept(
+        self, tokens: Array, state: State, mask: Array | None
+    ) -> tuple[Array | None, Array | None]:
+        """Which columns are seen, all where None, and the places of the tokens, as `_places`."""
+        if not state.is_fixed:
+            kept = grown_mask(state.mask, mask, tokens, state.length)
+            return kept, self._places(tokens, kept, state.length)
+        require_one("extend", tokens.shape[1])
+        if mask is not None:
+            raise ValueError("extend: in fixed columns a mask is that of the state")
+        return state.seen(), state.place()
+
     def _places(self, tokens: Array, kept: Array | None, n_past: int) -> Array | None:
         """The place of each of the last tokens in its text; None where it is 0, 1, ..."""
         if kept is not None:
-            return _counted(kept)[:, n_past:]
+            return counted(kept)[:, n_past:]
         if n_past == 0:
             return None
         xp = array_namespace(tokens)
@@ -358,10 +375,11 @@ class LanguageModel:
             length = int(array_namespace(positions).max(positions)) + 1
         return rotary(self.rotary, like=x, length=length, positions=positions)
 
-    def _alibi(self, x: Array, n_keys: int) -> Array | None:
+    def _alibi(self, x: Array, n_keys: int, at: Array | None = None) -> Array | None:
         if not self.alibi:
             return None
-        return alibi(self.blocks[0].n_heads, n_queries=x.shape[1], n_keys=n_keys, like=x)
+        sizes = {"n_queries": x.shape[1], "n_keys": n_keys}
+        return alibi(self.blocks[0].n_heads, **sizes, like=x, at=at)
 
     def loss(
         self,
@@ -450,39 +468,6 @@ class LanguageModelParams(NamedTuple):
     embed: EmbedParams | None
     stack: StackParams
     head: Any  # of the head's own type; None: no head, or one that is tied to embed.table
-
-
-class State(NamedTuple):
-    """A text so far, as `extend` needs it."""
-
-    past: tuple[Past, ...]  # of each layer
-    mask: Array | None = None  # (B, S), True = a token, not padding; None: all are tokens
-    length: int = 0  # S
-
-    def rows(self, ids: Array) -> State:
-        """These texts of the batch, in this order: ids (B',)."""
-        mask = self.mask
-        if mask is not None:
-            mask = array_namespace(mask).take(mask, ids, axis=0)
-        return State(tuple(past.rows(ids) for past in self.past), mask, self.length)
-
-    def padded(self, length: int) -> State:
-        """The same texts in `length` columns, by more padding on their left or by less of it.
-
-        For libraries that compile anew for every shape. Padding only may be taken away.
-        """
-        n = length - self.length
-        k = next((past.k for past in self.past if past.k is not None), None)
-        if n == 0 or k is None:
-            return self
-        xp = array_namespace(k)
-        where: Any = {"dtype": xp.bool, "device": device(k)}
-        ones, zeros = (partial(fill, **where) for fill in (xp.ones, xp.zeros))
-        mask = ones((k.shape[0], self.length)) if self.mask is None else self.mask
-        mask = mask[:, -n:] if n < 0 else xp.concat([zeros((k.shape[0], n)), mask], axis=1)
-        # A window that has dropped keys keeps what it has.
-        past = [p if p.length < self.length else p.widened(n) for p in self.past]
-        return State(tuple(past), mask, length)
 
 
 class HiddenCache(NamedTuple):
@@ -587,36 +572,3 @@ class PooledCache(NamedTuple):
         else:
             dhead = zeros_of(self.head)
         return self.hidden.backward(self.pool.backward(dy))._replace(head=dhead)
-
-
-def _require_keep(mask: Array, tokens: Array) -> None:
-    require_mask("LanguageModel", "mask", mask, tokens)
-    if tuple(mask.shape) != tuple(tokens.shape[:2]):
-        raise ValueError(
-            f"LanguageModel: mask must be (B, T) = {tuple(tokens.shape[:2])} like tokens, "
-            f"got shape {tuple(mask.shape)}"
-        )
-
-
-def grown_mask(
-    before: Array | None, mask: Array | None, tokens: Array, n_past: int
-) -> Array | None:
-    """The mask of a text and of the tokens after it; None where all are tokens."""
-    if mask is not None:
-        _require_keep(mask, tokens)
-    if before is None and mask is None:
-        return None
-    xp = array_namespace(tokens)
-
-    def ones(n: int) -> Array:
-        return xp.ones((tokens.shape[0], n), dtype=xp.bool, device=device(tokens))
-
-    before = ones(n_past) if before is None else before
-    return xp.concat([before, ones(tokens.shape[1]) if mask is None else mask], axis=1)
-
-
-def _counted(mask: Array) -> Array:
-    """The place of each token among those that mask keeps; 0 for padding before the first."""
-    xp = array_namespace(mask)
-    seen = xp.cumulative_sum(as_indices(xp.astype(mask, xp.uint8)), axis=-1)
-    return xp.maximum(seen - 1, xp.zeros_like(seen))

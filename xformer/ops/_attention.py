@@ -59,12 +59,17 @@ def _both(seen: Array, allowed: Array | None) -> Array:
     return seen if allowed is None else seen & allowed
 
 
-def aligned(like: Array, n_queries: int, n_keys: int) -> tuple[Array, Array]:
-    """Positions of keys (1, S) and queries (T, 1), the last query at the last key."""
+def aligned(
+    like: Array, n_queries: int, n_keys: int, at: Array | None = None
+) -> tuple[Array, Array]:
+    """Positions of keys (1, S) and queries (T, 1), the last query at the last key.
+
+    at: integer (), the key of the first query where it is another.
+    """
     xp = array_namespace(like)
     key = xp.arange(n_keys, device=device(like))[None, :]
     query = xp.arange(n_queries, device=device(like))[:, None]
-    return key, query + (n_keys - n_queries)
+    return key, query + (n_keys - n_queries if at is None else at)
 
 
 def softmax_or_zero(scores: Array, sinks: Array | None = None) -> tuple[Array, Array | None]:

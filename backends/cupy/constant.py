@@ -1,0 +1,45 @@
+"""`constant` in a captured step: brought from the host once, there as long as the step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from xformer.dispatch import kernel
+from xformer.layers.constant import constant as reference
+from xformer.typing import Array
+
+Constants = dict[Any, Array]
+
+_kept: ContextVar[Constants | None] = ContextVar("constants", default=None)
+
+
+@contextmanager
+def keeping(constants: Constants) -> Iterator[None]:
+    """Within this context constants are kept here, and brought from the host where they are not."""
+    token = _kept.set(constants)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def not_kept(
+    like: Array, *, of: Callable[..., Any], args: tuple[Any, ...], dtype: Any = None
+) -> str | None:
+    """Why the kernel cannot run."""
+    return "no step is captured" if _kept.get() is None else None
+
+
+@kernel(reference, "cupy", unsupported=not_kept)
+def constant(
+    like: Array, *, of: Callable[..., Any], args: tuple[Any, ...], dtype: Any = None
+) -> Array:
+    """The array of an earlier call of the step."""
+    kept: Any = _kept.get()
+    key = of, args, str(dtype)
+    if key not in kept:
+        kept[key] = reference.reference(like, of=of, args=args, dtype=dtype)
+    return kept[key]

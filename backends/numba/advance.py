@@ -1,0 +1,139 @@
+"""`advance` by one token in one call: neither Python nor the GIL between its products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from xformer.backends.append import Room, reserved
+from xformer.backends.numba import token
+from xformer.backends.numba.plan import Plan, planned
+from xformer.backends.numpy.threads import blocks, n_threads
+
+from xformer.layers.attention import KeyValue
+from xformer.layers.block import BlockConfig
+from xformer.layers.past import Past
+from xformer.layers.relative import RelativeConfig
+from xformer.layers.rotary import Rotary
+from xformer.layers.stack import StackParams
+from xformer.typing import Array
+
+TEXTS = 4  # at most: with more of them products are faster by BLAS
+
+
+def outside(
+    x: Array,
+    params: StackParams,
+    memory: Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    past: Sequence[Past],
+    n_past: int,
+    relative: RelativeConfig | None = None,
+    rotary: Rotary | None = None,
+    mask: Array | None = None,
+    memory_mask: Array | None = None,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if not (memory is bias is pos is relative is mask is memory_mask is None):
+        return "a memory, a bias, positions in each layer or padding"
+    n_texts, n_tokens, width = x.shape
+    if n_tokens != 1 or past[0].k is None or n_texts > TEXTS:
+        return f"not one token after others, of at most {TEXTS} texts"
+    plan = planned(params, configs, past)
+    if plan.refusal is not None:
+        return plan.refusal
+    if x.dtype != np.float32 or width != configs[0].d_model or len(past) != len(configs):
+        return "only float32, and what fits the model"
+    for own, (groups, *widths) in zip(past, plan.heads, strict=True):
+        for kept, width in zip(own[:2], widths, strict=True):
+            shape = None if kept is None else (*kept.shape[:2], kept.shape[3])
+            if shape != (n_texts, groups, width) or kept.dtype != np.float32:
+                return "a past of another kind"
+    if rotary is not None and (
+        rotary.cos.dtype != np.float32
+        or 2 * rotary.cos.shape[-1] > min(k for _, k, _ in plan.heads)
+        or rotary.cos.size not in (rotary.cos.shape[-1], n_texts * rotary.cos.shape[-1])
+    ):
+        return "rotary positions of another kind"
+    return None
+
+
+def advance(
+    x: Array,
+    params: StackParams,
+    memory: Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    past: Sequence[Past],
+    n_past: int,
+    relative: RelativeConfig | None = None,
+    rotary: Rotary | None = None,
+    mask: Array | None = None,
+    memory_mask: Array | None = None,
+) -> tuple[Array, tuple[Past, ...]]:
+    """Its vectors (B, D) through all layers; of a large model on all threads."""
+    plan, n_texts = planned(params, configs, past), len(x)
+    grown, table = _grown(plan, past, n_texts)
+    maps, norms, sizes, numbers, scales = plan.tables
+    h, parts = np.empty((n_texts, x.shape[2]), x.dtype), np.empty(n_texts * plan.parts, x.dtype)
+    memory_of = np.empty(n_texts * plan.ctx, x.dtype), np.empty(n_texts * plan.hidden, x.dtype)
+    interleaved, turns = False, np.empty((2, 1, 0), x.dtype)
+    if rotary is not None:
+        shape = -1, rotary.cos.shape[-1]
+        interleaved = rotary.interleaved
+        turns = np.stack((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
+    stages = np.zeros((token.STAGES * len(configs) + 1, 2), np.int64)
+    arguments = (
+        maps,
+        norms,
+        sizes,
+        table,
+        numbers,
+        scales,
+        turns,
+        interleaved,
+        x[:, 0].copy(),
+        h,
+        *memory_of,
+        parts,
+        stages,
+    )
+
+    def run(start: int, stop: int) -> None:
+        token.advance_all(*arguments)
+
+    blocks(run, n_threads() if plan.large else 1, 1)
+    return h[:, None], grown
+
+
+def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, ...], Array]:
+    """The past of each layer with a column more, not written yet; where it is in memory."""
+    grown, table = [], []
+    for own, config, (groups, width, value_width) in zip(
+        past, plan.configs, plan.heads, strict=True
+    ):
+        if config.window is not None and config.window[0] is not None:
+            own = own.last(config.window[0])
+        shape = n_texts, groups, 1
+        like = (np.empty((*shape, n), np.float32) for n in (width, value_width))
+        own = reserved(*like, past=own)
+        room, end = own.room
+        if room.plan is None or room.plan[0] is not plan or room.plan[1] is None:
+            room.plan = plan, _places(room)
+        k, v = room.plan[1]
+        first, length = end - own.length, own.length
+        table.append(
+            (k[0] + 4 * first * width, *k[1:], v[0] + 4 * first * value_width, *v[1:], length)
+        )
+        grown.append(own)
+    return tuple(grown), np.array(table, np.int64)
+
+
+def _places(room: Room) -> tuple[tuple[int, int, int], ...]:
+    """Of keys and values: address, and from one text and from one head to the next."""
+    return tuple((x.ctypes.data, x.strides[0] // 4, x.strides[1] // 4) for x in (room.k, room.v))

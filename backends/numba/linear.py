@@ -1,0 +1,46 @@
+"""`linear` of a token or a few on the threads of `advance`, where BLAS's own would spin."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from xformer.backends.numba.vectors import matrix_vector, vector_matrix
+from xformer.backends.numpy.linear import LinearCache
+from xformer.backends.numpy.threads import blocks
+
+from xformer.dispatch import keeps_nothing
+from xformer.typing import Array
+
+TOKENS = 4  # at most: with more of them BLAS is faster
+LARGE, PIECE = 1 << 13, 1 << 17  # weights that BLAS would wake a thread for, and of a piece
+
+
+def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) -> str | None:
+    """Why the kernel cannot run."""
+    if not keeps_nothing() or w.size < LARGE or math.prod(x.shape[:-1]) > TOKENS:
+        return f"only within inference(), large weights and at most {TOKENS} vectors"
+    if w.dtype != np.float32 or w.itemsize not in w.strides:
+        return "only float32, in rows or columns that are contiguous"
+    return None
+
+
+def linear(
+    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+) -> tuple[Array, LinearCache]:
+    """Pieces of columns."""
+    rows, (n_in, n_out) = np.ascontiguousarray(x.reshape(-1, x.shape[-1])), w.shape
+    y = np.empty((len(rows), n_out), x.dtype)
+    down, across, at = w.strides[0] // 4, w.strides[1] // 4, w.ctypes.data
+
+    def piece(start: int, stop: int) -> None:
+        for row, out in zip(rows, y[:, start:stop], strict=True):
+            if across == 1:
+                vector_matrix(row, at + 4 * start, down, out)
+            else:
+                matrix_vector(at + 4 * start * across, across, row, out)
+
+    blocks(piece, n_out, max(1, PIECE // n_in))
+    if b is not None:
+        y += b
+    return y.reshape(*x.shape[:-1], n_out), LinearCache(None if fixed else x, w, b, x.shape)

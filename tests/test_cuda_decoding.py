@@ -1,0 +1,480 @@
+"""Texts whose further tokens are captured as graphs: on the stand-in, as test_cuda_graphs.py."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from causal_models import NAMES, causal, seq2seq
+from cuda_shim import CublasLt, calling
+from cuda_shim.graph import Graph
+from libraries import STAND_IN, only
+from xformer.backends import Backend
+from xformer.backends.cupy import captured as on_cupy
+
+import xformer as xf
+from xformer import backends, explain, ops, tree
+from xformer.cli import main
+from xformer.generation import captured as on_host
+from xformer.generation import generate, prefill, stream
+from xformer.generation.samplers import likeliest
+from xformer.layers.constant import constant
+from xformer.layers.past import Past, append
+from xformer.shapes import STORED
+
+pytestmark = only(STAND_IN)
+
+RAGGED = [[5, 6, 7, 8, 9], [3], [30, 31, 32]]
+EVEN = [[5, 6, 7], [3, 4, 5]]
+GPT = xf.GPT(vocab_size=37, n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, max_len=300)
+ROLLING = ("mistral", "qwen2", "gemma2")  # layers have windows
+NO_PLACES = "positions for q, k, v"  # go without padding
+
+
+@pytest.fixture
+def graphs(library: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
+    """Those that are made; products are by cuBLASLt, which can be captured."""
+    made: list[Graph] = []
+    (arrays,) = {type(library.asarray([1.0]))}
+
+    def noted() -> Graph:
+        made.append(Graph())
+        return made[-1]
+
+    monkeypatch.setitem(on_cupy.GRAPHS, arrays, noted)
+    with calling(CublasLt()):
+        yield made
+
+
+def on_device(library: Backend, params: Any) -> Any:
+    return tree.map(lambda p: library.asarray(np.asarray(p, np.float32)), params)
+
+
+def lively(library: Backend, model: Any, seed: int = 1) -> Any:
+    """Parameters far from uniform."""
+    return on_device(library, tree.map(lambda p: p * 6, model.init(seed)))
+
+
+def written(library: Backend, model: Any, params: Any, prompts: Any, **options: Any) -> Any:
+    """The ids, and the bits of all logits that they were chosen by."""
+    logits: list[np.ndarray] = []
+
+    def sampler(of: Any, _: Any) -> Any:
+        logits.append(library.to_numpy(of))
+        return of
+
+    ids = generate(model, params, prompts, sampler=sampler, **options)
+    return ids, logits
+
+
+def launches(graphs: list[Graph]) -> list[int]:
+    return [graph.launches for graph in graphs]
+
+
+# ---- The same tokens ----
+
+
+@pytest.mark.parametrize("prompts", [EVEN[:1], EVEN, RAGGED], ids=["one", "even", "ragged"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("mixtral", "shaw")])
+def test_every_kind_of_model(
+    library: Backend, graphs: list[Graph], name: str, prompts: list[list[int]]
+) -> None:
+    """The same ids and bits; behind a window keys are grouped otherwise, and sums rounded so."""
+    if name == NO_PLACES and prompts is RAGGED:
+        pytest.skip("positions of queries and keys go without padding")
+    model, params = causal(name)
+    params = on_device(library, params)
+    wanted = written(library, model, params, prompts, max_new=9)
+    assert not graphs
+    got = written(library, model, params, prompts, max_new=9, captured=True)
+    assert launches(graphs) == [7]  # the first token is the prompt's, the second is made as it is
+    assert got[0] == wanted[0]
+    for own, exact in zip(got[1], wanted[1], strict=True):
+        if name in ROLLING:
+            np.testing.assert_allclose(own, exact, rtol=0, atol=2e-4 * abs(exact).max())
+        else:
+            assert own.tobytes() == exact.tobytes()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_the_likeliest(library: Backend, graphs: list[Graph], name: str) -> None:
+    """They are chosen in the graph, and each text ends by itself."""
+    model, params = causal(name)
+    params = on_device(library, params)
+    free = generate(model, params, RAGGED, max_new=12)
+    stop = {free[0][2], free[1][7]}
+    wanted = list(stream(model, params, RAGGED, max_new=12, stop=stop))
+    assert len({tuple(i is None for i in step) for step in wanted}) > 1
+    assert list(stream(model, params, RAGGED, max_new=12, stop=stop, captured=True)) == wanted
+    assert launches(graphs) == [len(wanted) - 2]
+    assert {"isfinite", "argmax", "where"} <= {call.name for call in graphs[0].calls}
+
+
+@pytest.mark.parametrize("length", [60, 120])
+def test_more_columns_and_splits(library: Backend, graphs: list[Graph], length: int) -> None:
+    """At 64 columns, then at 128 and 256: a graph each; keys are split from 128 on."""
+    prompts = [[i % 37 for i in range(length)], [i % 31 for i in range(length - 50)]]
+    params, options = lively(library, GPT), {"max_new": 20}
+    wanted = written(library, GPT, params, prompts, **options)
+    got = written(library, GPT, params, prompts, **options, captured=True)
+    assert got[0] == wanted[0]
+    assert [x.tobytes() for x in got[1]] == [x.tobytes() for x in wanted[1]]
+
+
+def test_columns_are_doubled(
+    library: Backend, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never more than wanted; the state of before is left."""
+    columns: list[int] = []
+    made = on_host.CapturedTokens._open
+
+    def opened(self: Any, text: Any) -> None:
+        made(self, text)
+        columns.append(self._like.columns)
+
+    monkeypatch.setattr(on_host, "LEAST", 4)
+    monkeypatch.setattr(on_host.CapturedTokens, "_open", opened)
+    params = lively(library, GPT)
+    wanted = written(library, GPT, params, RAGGED, max_new=40)
+    got = written(library, GPT, params, RAGGED, max_new=40, captured=True)
+    assert columns == [10, 20, 40, 44]
+    assert launches(graphs) == [4, 9, 19, 3]
+    assert got[0] == wanted[0]
+    assert [x.tobytes() for x in got[1]] == [x.tobytes() for x in wanted[1]]
+
+
+@pytest.mark.parametrize("slide", [False, True])
+def test_the_contexts_end(library: Backend, graphs: list[Graph], slide: bool) -> None:
+    """Up to it tokens are captured; beyond, the last ones are read anew for each."""
+    model = xf.GPT(vocab_size=37, n_layers=1, d_model=8, n_heads=2, max_len=12)
+    params, n = lively(library, model), 12 if slide else 8
+    for greedy in (True, False):
+        graphs.clear()
+        options: Any = {"max_new": n, "slide": slide}
+        options |= {} if greedy else {"sampler": lambda logits, _: logits * 0.5}
+        wanted = generate(model, params, [[1, 2, 3, 4, 5], [6]], **options)
+        assert generate(model, params, [[1, 2, 3, 4, 5], [6]], **options, captured=True) == wanted
+        assert launches(graphs) == [6]
+
+
+def test_batches_one_after_the_other(library: Backend, graphs: list[Graph]) -> None:
+    """Two texts grow by turns, each in columns of its own."""
+    params = lively(library, GPT)
+    wanted = [generate(GPT, params, p, max_new=8) for p in (RAGGED, EVEN)]
+    both = [stream(GPT, params, p, max_new=8, captured=True) for p in (RAGGED, EVEN)]
+    steps = list(zip(*both, strict=True))
+    for i, ids in enumerate(wanted):
+        assert [list(row) for row in zip(*(step[i] for step in steps), strict=True)] == ids
+    assert launches(graphs) == [6, 6]
+
+
+def test_a_prefix_stays_what_it_was(library: Backend, graphs: list[Graph]) -> None:
+    params = lively(library, GPT)
+    text = prefill(GPT, params, RAGGED)
+    more = prefill(GPT, params, [[1], [2, 3], [4]], after=text)  # whose padding stands in the midst
+    for prefix in (text, more):
+        wanted = generate(GPT, params, prefix, max_new=6)
+        for _ in range(2):
+            assert generate(GPT, params, prefix, max_new=6, captured=True) == wanted
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_weights_in_two_bytes(library: Backend, graphs: list[Graph], stored: str) -> None:
+    pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
+    weights = library.weights(lively(library, GPT), stored)
+    for n in (1, 130):
+        prompts = [[i % 37 for i in range(n)], [7]]
+        wanted = written(library, GPT, weights, prompts, max_new=5)
+        got = written(library, GPT, weights, prompts, max_new=5, captured=True)
+        assert got[0] == wanted[0]
+        assert [x.tobytes() for x in got[1]] == [x.tobytes() for x in wanted[1]]
+    assert launches(graphs) == [3, 3]
+
+
+def test_logits_that_are_no_numbers(library: Backend, graphs: list[Graph]) -> None:
+    """Are found when the ids are read."""
+    params = lively(library, GPT)
+    table = library.to_numpy(params.embed.positions).copy()
+    table[6] = np.nan  # in the third token's own place
+    params = params._replace(embed=params.embed._replace(positions=library.asarray(table)))
+    for captured in (False, True):
+        steps = stream(GPT, params, EVEN, max_new=9, captured=captured)
+        assert [len(next(steps)) for _ in range(4)] == [2] * 4
+        with pytest.raises(ValueError, match="generate: the largest logit of each row must be fin"):
+            next(steps)
+
+
+def test_its_memory_goes_with_it(library: Backend, graphs: list[Graph]) -> None:
+    steps = stream(GPT, lively(library, GPT), EVEN, max_new=9, captured=True)
+    for _ in range(4):
+        next(steps)
+    held = [weakref.ref(memory) for memory in graphs[0].pool]
+    assert held and all(memory() is not None for memory in held)
+    steps.close()
+    del steps
+    graphs.clear()
+    gc.collect()
+    assert all(memory() is None for memory in held)
+
+
+# ---- What a graph is ----
+
+
+def test_a_graph_is_a_tokens_launches(
+    library: Backend, graphs: list[Graph], launched: list[Any]
+) -> None:
+    """Kernels and products of `extend`; keys and values are written once, in place."""
+    params = lively(library, GPT)
+    state = GPT.network.extend(params, library.asarray(np.asarray(EVEN)), GPT.network.start())[1]
+    with calling(CublasLt()) as lt:
+        fixed = state.in_columns(10)
+        launched.clear()
+        GPT.network.extend(params, library.asarray(np.asarray([[1], [2]])), fixed)
+        wanted = [(name, grid) for name, grid, _ in launched], len(lt.products)
+    list(stream(GPT, params, EVEN, max_new=8, captured=True))
+    (graph,) = graphs
+    own = {name for name, _ in wanted[0]}
+    noted = [(call.name, call.arguments[0]) for call in graph.calls if call.name in own]
+    assert (noted, sum(call.name == "matmul" for call in graph.calls)) == wanted
+    assert [name for name, _ in noted].count("append") == 2  # layers
+    copied = [call for call in graph.calls if call.name == "__setitem__"]
+    assert len(copied) == 1  # the length, which is a new array
+
+
+def test_what_the_host_does_for_a_token(
+    library: Backend, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It brings the ids, and reads the chosen ones: nothing else goes between."""
+    read: list[Any] = []
+    brought: list[Any] = []
+    kind = type(library)
+    to_numpy, from_host = kind.to_numpy, kind._from_host
+    monkeypatch.setattr(kind, "to_numpy", lambda s, a: read.append(a.shape) or to_numpy(s, a))
+    monkeypatch.setattr(kind, "_from_host", lambda s, a: brought.append(a.shape) or from_host(s, a))
+    steps = stream(GPT, lively(library, GPT), EVEN, max_new=9, captured=True)
+    for _ in range(4):
+        next(steps)
+    read.clear(), brought.clear()
+    for _ in range(3):
+        next(steps)
+    assert (read, brought) == ([(2,)] * 3, [(2,)] * 3)
+
+
+# ---- Who cannot ----
+
+
+def test_what_cannot_be_captured(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy refuses cuBLAS: the message has the place; the text is the same, in more columns too."""
+    monkeypatch.setattr(on_host, "LEAST", 4)
+    params = lively(library, GPT)
+    wanted = written(library, GPT, params, RAGGED, max_new=12)
+    with pytest.warns(RuntimeWarning) as said:
+        got = written(library, GPT, params, RAGGED, max_new=12, captured=True)
+    assert got[0] == wanted[0]
+    assert [x.tobytes() for x in got[1]] == [x.tobytes() for x in wanted[1]]
+    assert [str(each.message) for each in said] == [
+        "backend cuda_shim: no graph: xformer.backends.cupy.products.Products.affine: cuBLAS while "
+        "a graph is captured; steps are made call by call"
+    ] * 2  # the first columns are full after 10 tokens
+
+
+def test_experts_cannot_be_captured(library: Backend, graphs: list[Graph]) -> None:
+    """Theirs are products of more dimensions, which CuPy leaves to cuBLAS."""
+    model, params = causal("mixtral")
+    params = on_device(library, params)
+    wanted = generate(model, params, RAGGED, max_new=6)
+    with pytest.warns(RuntimeWarning, match="xformer.ops.experts.*: cuBLAS while a graph is capt"):
+        assert generate(model, params, RAGGED, max_new=6, captured=True) == wanted
+
+
+def test_frequencies_that_go_by_the_length(library: Backend, graphs: list[Graph]) -> None:
+    """Beyond the length trained on the largest position is looked at."""
+    model, params = causal("llama")
+    rope = xf.layers.RopeConfig(4, scaling="dynamic", factor=2.0, max_len=10)
+    model, params = _with_rotary(model, rope), on_device(library, params)
+    wanted = generate(model, params, RAGGED, max_new=8)
+    with pytest.warns(RuntimeWarning, match="LanguageModel._rotary: a value is looked at while a"):
+        assert generate(model, params, RAGGED, max_new=8, captured=True) == wanted
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, params, RAGGED, max_new=6, captured=True)  # 10 columns
+
+
+def _with_rotary(model: Any, rope: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(getattr(model, "network", model), rotary=rope)
+
+
+@pytest.mark.parametrize(
+    ("who", "why"),
+    [
+        ("t5", "the model is an encoder-decoder"),
+        ("shaw", "Shaw's relative positions go by the number of keys"),
+        ("numpy", "backend numpy has no such thing"),
+    ],
+)
+def test_tokens_that_are_made_as_ever(library: Backend, who: str, why: str) -> None:
+    model, params = seq2seq("t5") if who == "t5" else causal("gpt2" if who == "numpy" else who)
+    params = params if who == "numpy" else on_device(library, params)
+    wanted = generate(model, params, EVEN, max_new=5)
+    with pytest.warns(RuntimeWarning, match=f"generate: tokens are not captured: {why}"):
+        assert generate(model, params, EVEN, max_new=5, captured=True) == wanted
+
+
+def test_the_command_asks_for_it(
+    library: Backend, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NumPy has no such thing, which is said; nor is a search captured."""
+    (text := tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    sizes = "--layers 1 --width 8 --heads 1 --context 8 --batch 2 --steps 2 --data"
+    folder = str(tmp_path / "run")
+    assert main(["train", *sizes.split(), str(text), "--out", folder]) == 0
+    asked = ["generate", "--model", folder, "--prompt", "the", "--max-new", "5"]
+    capsys.readouterr()
+    assert main(asked) == 0
+    wanted = capsys.readouterr().out
+    with pytest.warns(RuntimeWarning, match="generate: tokens are not captured: backend numpy has"):
+        assert main([*asked, "--graph"]) == 0
+    assert capsys.readouterr().out == wanted
+    with pytest.warns(RuntimeWarning, match="--graph: a search is not captured"):
+        assert main([*asked, "--graph", "--beams", "2"]) == 0
+
+
+# ---- Kernels ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", *STORED])
+@pytest.mark.parametrize("at", [0, 3, 6, 7, -1])
+def test_a_column_is_written(library: Backend, dtype: str, at: int) -> None:
+    """Keys and values that lie as heads of a product do; a column there is not is left alone."""
+    if dtype in STORED:
+        pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
+    rng = np.random.default_rng(at + 1)
+    k, v = rng.normal(size=(2, 1, 3, 5)), rng.normal(size=(2, 1, 3, 4))
+    held = rng.normal(size=(2, 3, 7, 5)), rng.normal(size=(2, 3, 7, 4))
+
+    def arrays(*hosts: np.ndarray) -> list[Any]:
+        kind = "float64" if dtype == "float64" else "float32"
+        made = [library.asarray(x.astype(kind)) for x in hosts]
+        return [library.weights(x, dtype) for x in made] if dtype in STORED else made
+
+    new, kept = arrays(k, v), arrays(*held)
+    new = [library.xp.permute_dims(x, (0, 2, 1, 3)) for x in new]
+    past = Past(*kept, at=library.asarray(np.array(at)))
+    assert "append_at" in explain(append, *new, past=past).splitlines()[0]
+    wanted = [library.to_numpy(library.widened(x)).copy() for x in kept]
+    for x, own in zip(new, wanted, strict=True):
+        if 0 <= at < 7:
+            own[:, :, at] = library.to_numpy(library.widened(x))[:, :, 0]
+    grown = append(*new, past=past)
+    assert grown.k is past.k and grown.v is past.v
+    for x, own in zip((grown.k, grown.v), wanted, strict=True):
+        assert library.to_numpy(library.widened(x)).tobytes() == own.tobytes()
+
+
+def test_a_past_that_the_kernel_does_not_take(library: Backend) -> None:
+    k = library.asarray(np.ones((1, 2, 1, 3), np.float32))
+    held, at = library.asarray(np.ones((1, 2, 4, 3), np.float32)), np.array(1)
+    turned = library.xp.permute_dims(held, (0, 2, 1, 3))
+    double = library.xp.astype(held, np.float64)
+    for past, why in (
+        (Past(held, held), "columns are not fixed"),
+        (Past(held, held, at=library.asarray(at.astype(np.int32))), "past.at must be int64"),
+        (Past(double, double, at=library.asarray(at)), "keys and values must be of one dtype"),
+        (Past(turned, turned, at=library.asarray(at)), "the past is not contiguous"),
+    ):
+        assert why in explain(append, k, k, past=past)
+    with pytest.raises(ValueError, match="append: in fixed columns one token comes at a time"):
+        append(held, held, past=Past(held, held, at=library.asarray(at)))
+
+
+@pytest.mark.parametrize("n_queries", [1, 3])
+@pytest.mark.parametrize("columns", [100, 300, 1000])
+def test_hidden_keys_cost_no_bits(library: Backend, columns: int, n_queries: int) -> None:
+    """Attention to columns behind a mask is that to the keys alone, also where those are split."""
+    rng = np.random.default_rng(columns)
+    n_keys = columns // 3
+    shapes = (2, 4, n_queries, 12), (2, 2, columns, 12), (2, 2, columns, 12)
+    q, k, v = (library.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
+    mask = library.asarray((np.arange(columns) < n_keys)[None, None, None, :])
+    sinks = library.asarray(rng.normal(size=4).astype(np.float32))
+    for extra in ({}, {"sinks": sinks}):
+        wanted, _ = ops.sdpa(q, k[:, :, :n_keys, :], v[:, :, :n_keys, :], **extra)
+        got, _ = ops.sdpa(q, k, v, **extra, mask=mask)
+        assert library.to_numpy(got).tobytes() == library.to_numpy(wanted).tobytes()
+
+
+def test_parts_that_are_hidden_are_not_read(library: Backend) -> None:
+    """Of 4 parts, of 128 keys, what one alone sees: NaN in the others comes nowhere."""
+    rng = np.random.default_rng(0)
+    for part in range(4):
+        shapes = (1, 2, 1, 8), (1, 2, 512, 8), (1, 2, 512, 8)
+        q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+        own = np.arange(512) // 128 == part
+        k[:, :, ~own] = v[:, :, ~own] = np.nan
+        arrays = map(library.asarray, (q, k, v))
+        ctx, _ = ops.sdpa(*arrays, mask=library.asarray(own[None, None, None, :]))
+        wanted, _ = ops.sdpa(*map(library.asarray, (q, k[:, :, own], v[:, :, own])))
+        assert library.to_numpy(ctx).tobytes() == library.to_numpy(wanted).tobytes()
+
+
+@pytest.mark.parametrize("n_keys", [100, 512])
+def test_one_key_that_is_not_hidden(library: Backend, n_keys: int) -> None:
+    """Wherever it stands in a part: its value comes out, for the query that sees it."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 2, n, 8)).astype(np.float32) for n in (2, n_keys, n_keys))
+    for key in (0, 31, 32, 99, n_keys // 2, n_keys - 1):
+        mask = np.zeros((1, 1, 2, n_keys), np.bool_)
+        mask[..., 1, key] = True
+        ctx, _ = ops.sdpa(*map(library.asarray, (q, k, v)), mask=library.asarray(mask))
+        got = library.to_numpy(ctx)
+        assert got[:, :, 1].tolist() == v[:, :, key].tolist() and not got[:, :, 0].any()
+
+
+def test_constants_of_a_step(library: Backend, graphs: list[Graph]) -> None:
+    """Are brought once, in its first call; other arguments, and dtypes, are other ones."""
+    like = library.asarray(np.ones(1, np.float32))
+    wanted = ((2, np.float32), (3, np.float32), (3, np.float64))
+
+    def step(state: Any, inputs: Any) -> Any:
+        tables = [constant(like, of=counted, args=(n,), dtype=dtype) for n, dtype in wanted]
+        return state, ({str(i): inputs["x"] * table for i, table in enumerate(tables)},)
+
+    call: Any = library.captured(step)
+    COUNTED.clear()
+    for x in (1.0, 2.0, 3.0):
+        _, (results,) = call({"a": like}, {"x": x})
+        got = [library.to_numpy(y).tolist() for y in results.values()]
+        assert got == [[0.0, x], [0.0, x, 2 * x], [0.0, x, 2 * x]]
+    assert COUNTED == [2, 3, 3]
+    assert "no step is captured" in explain(constant, like, of=counted, args=(2,))
+    for _ in range(2):
+        constant(like, of=counted, args=(2,))
+    assert COUNTED == [2, 3, 3, 2, 2]
+
+
+COUNTED: list[int] = []
+
+
+def counted(n: int) -> list[float]:
+    COUNTED.append(n)
+    return [float(i) for i in range(n)]
+
+
+def test_the_likeliest_of_rows(library: Backend) -> None:
+    logits = np.array([[1, 3, 2], [np.nan, 1, 2], [-np.inf] * 3, [5, 5, 1]], np.float32)
+    assert library.to_numpy(likeliest(library.asarray(logits))).tolist() == [1, -1, -1, 0]
+
+
+def test_numpy_alone_warns_about_nothing(library: Backend) -> None:
+    """Without captured=True nothing is said of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(GPT, GPT.init(), EVEN, max_new=3)
+    assert backends.get("numpy").captured(lambda state, inputs: (state, ())) is None

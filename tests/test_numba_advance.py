@@ -1,0 +1,286 @@
+"""numba's `advance` and `linear` of a token: as the reference, and as far as they go."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from causal_models import NAMES, causal
+from test_numpy_advance import FORMS, LEFT, continued, own
+
+from xformer import backends, dispatch, inference, ops, reference_only, tree
+from xformer.layers.advance import advance
+from xformer.layers.rotary import rotary
+from xformer.models import LanguageModel
+from xformer.typing import Array
+
+pytest.importorskip("numba", reason="extra numba is not installed")
+from xformer.backends.append import LEAST
+from xformer.backends.numba import advance as kernel
+from xformer.backends.numba import linear, plan
+
+
+@pytest.fixture(autouse=True)
+def numba() -> Iterator[None]:
+    backends.get("numba")
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        yield
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One element for each token that the kernel has advanced by."""
+    calls: list[int] = []
+
+    def run(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return kernel.advance(*args, **options)
+
+    known = [
+        k._replace(run=run) if k.run is kernel.advance else k for k in advance.kernels["numpy"]
+    ]
+    monkeypatch.setitem(advance.kernels, "numpy", known)
+    return calls
+
+
+def small(form: str, **how: Any) -> tuple[Any, Any]:
+    """In float32, with an activation that the loops have."""
+    return own(form, dtype="float32", **how)
+
+
+def require_exact(model: Any, params: Any, n_texts: int = 1) -> None:
+    """Within a few times the reference's distance from the reference in float64."""
+    got = continued(model, params, n_texts)
+    with reference_only():
+        plain = continued(model, params, n_texts)
+        exact = continued(model, tree.map(lambda p: p.astype(np.float64), params), n_texts)
+    for one, other, wanted in zip(got, plain, exact, strict=True):
+        assert one.dtype == np.float32 and one.shape == wanted.shape
+        off, off_plain = (np.max(np.abs(a - wanted)) for a in (one, other))
+        assert off <= 3 * off_plain + 4 * np.finfo(np.float32).eps * np.max(np.abs(wanted))
+
+
+def sideways(w: Array) -> Array:
+    """Its columns contiguous: as `torch` keeps the weights of a linear map."""
+    return np.asfortranarray(w) if w.ndim == 2 else w
+
+
+def apart(w: Array) -> Array:
+    """Its rows with others between them, as those of a packed map."""
+    return np.hstack([w, w])[:, : w.shape[1]] if w.ndim == 2 else w
+
+
+LAYOUTS: tuple[Callable[[Array], Array], ...] = (np.ascontiguousarray, sideways, apart)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form: str, interleaved: bool, ran: list[int]) -> None:
+    for n_texts in (1, 3, 4):
+        require_exact(*small(form, interleaved=interleaved), n_texts=n_texts)
+    assert len(ran) == 15
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_every_layout_in_pieces(
+    layout: Callable[[Array], Array], ran: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small pieces, so that all threads have some, and each sum several parts."""
+    monkeypatch.setattr(plan, "PAIR", 64)
+    for form in FORMS:
+        model, params = small(form)
+        params = params._replace(stack=tree.map(layout, params.stack))
+        for n_texts in (1, 2):
+            require_exact(model, params, n_texts)
+    assert len(ran) == 10 * len(FORMS)
+
+
+def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PAIR", 64)
+    model, params = small("gated silu, no biases")
+    found = []
+    for n in (1, 2, 3):
+        with threadpoolctl.threadpool_limits(n, user_api="blas"):
+            found.append(continued(model, params, 2))
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family(name: str, ran: list[int]) -> None:
+    model, params = causal(name)
+    params = tree.map(lambda p: p.astype(np.float32), params)
+    require_exact(getattr(model, "network", model), params, n_texts=2)
+    assert len(ran) == (0 if name in LEFT else 5)
+
+
+def test_a_long_text_and_two_ends_of_it() -> None:
+    """Its buffers are made anew as it grows; what one end writes is not in the other."""
+    model, params = small("gelu_tanh, window")
+    wide = replace(
+        model,
+        blocks=tuple(replace(b, window=None) for b in model.blocks),
+        embed=replace(model.embed, max_len=3 * LEAST),
+    )
+    ids = np.random.default_rng(7).integers(0, model.embed.vocab_size, (2, 2 * LEAST + 10))
+    for one in (wide, replace(wide, blocks=model.blocks)):
+        _, state = one.extend(params, ids[:, :3], one.start())
+        halfway = None
+        for i in range(3, ids.shape[1]):
+            logits, state = one.extend(params, ids[:, i : i + 1], state)
+            if i == LEAST + 3:
+                halfway = state
+        other, _ = one.extend(params, ids[:, :1], halfway)
+        with reference_only():
+            wanted, _ = one.extend(params, ids, one.start())
+            cut = np.concatenate([ids[:, : LEAST + 4], ids[:, :1]], axis=1)
+            wanted_other, _ = one.extend(params, cut, one.start())
+        np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(other, wanted_other, rtol=1e-4, atol=1e-4)
+
+
+def test_one_plan_for_a_text_and_another_for_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = plan._made
+    monkeypatch.setattr(plan, "_made", lambda *args: made.append(1) or real(*args))
+    model, params = small("layer norms")
+    _, state = model.extend(params, np.ones((1, 3), int), model.start())
+    made.clear()
+    for _ in range(5):
+        _, state = model.extend(params, np.ones((1, 1), int), state)
+    assert len(made) == 1
+    doubled = tree.map(lambda p: 2 * p, params)
+    got, _ = model.extend(doubled, np.ones((1, 1), int), state)
+    assert len(made) == 2
+    with reference_only():
+        wanted, _ = model.extend(doubled, np.ones((1, 1), int), state)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copied_state_has_memory_of_its_own(copied: Callable[[Any], Any]) -> None:
+    model, params = small("layer norms")
+    _, state = model.extend(params, np.ones((1, 3), int), model.start())
+    _, state = model.extend(params, np.ones((1, 1), int), state)
+    other = copied(state)
+    wanted, after = model.extend(params, np.zeros((1, 1), int), state)
+    kept = [(one.k.copy(), one.v.copy()) for one in after.past]
+    got, ahead = model.extend(params, np.zeros((1, 1), int), other)
+    assert np.array_equal(got, wanted)
+    model.extend(params, np.ones((1, 1), int), ahead)
+    for one, (k, v), copied_one in zip(after.past, kept, ahead.past, strict=True):
+        assert np.array_equal(one.k, k) and np.array_equal(one.v, v)
+        assert np.array_equal(copied_one.k, k) and np.array_equal(copied_one.v, v)
+        assert not np.shares_memory(copied_one.room[0].k, one.room[0].k)
+
+
+def test_each_text_has_its_place() -> None:
+    """Rotary positions of their own, as beside padding."""
+    model, params = small("layer norms")
+    x = np.random.default_rng(5).normal(size=(2, 1, 24)).astype(np.float32)
+    turns = rotary(model.rotary, like=x, length=9, positions=np.array([[4], [8]]))
+    past = past_of(model, 2, np.float32)
+    options: Any = {"configs": model.blocks, "past": past, "n_past": 3, "rotary": turns}
+    assert kernel.outside(x, params.stack, **options) is None
+    got, grown = kernel.advance(x, params.stack, **options)
+    wanted, own_past = advance.reference(x, params.stack, **options)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    for one, other in zip(grown, own_past, strict=True):
+        np.testing.assert_allclose(one.k, other.k, rtol=1e-4, atol=1e-5)
+
+
+def test_far_scores_and_values_that_are_no_numbers(ran: list[int]) -> None:
+    model, params = small("layer norms")
+    far = tree.map(lambda p: p * 30, params)
+    assert all(np.isfinite(a).all() for a in continued(model, far, 1))
+    table = params.embed.table.copy()
+    table[1, 0] = np.nan
+    broken = params._replace(embed=params.embed._replace(table=table))
+    _, state = model.extend(broken, np.zeros((1, 3), int), model.start())
+    logits, _ = model.extend(broken, np.ones((1, 1), int), state)
+    assert np.isnan(logits).all() and ran
+
+
+def refusals() -> dict[str, tuple[Any, ...]]:
+    model, params = small("layer norms")
+    odd = params.stack.blocks[0]._replace(
+        ffn=tree.map(lambda p: p[..., :-1], params.stack.blocks[0].ffn)
+    )
+    blocks = (odd, *params.stack.blocks[1:])
+    return {
+        "only float32": (model, tree.map(lambda p: p.astype(np.float64), params), 1),
+        "at most 4 texts": (model, params, 5),
+        "only silu": (
+            replace(model, blocks=tuple(replace(b, activation="tanh") for b in model.blocks)),
+            params,
+            1,
+        ),
+        "other strides": (model, tree.map(lambda p: np.repeat(p, 2, axis=-1)[..., ::2], params), 1),
+        "in the place of": (model, params._replace(stack=params.stack._replace(blocks=blocks)), 1),
+    }
+
+
+@pytest.mark.parametrize("why", refusals())
+def test_why_not(why: str) -> None:
+    model, params, n_texts = refusals()[why]
+    past = past_of(model, n_texts, params.embed.table.dtype)
+    x = np.ones((n_texts, 1, 24), params.embed.table.dtype)
+    options: Any = {"configs": model.blocks, "past": past, "n_past": 3}
+    assert why in dispatch.explain(advance, x, params.stack, **options)
+
+
+def past_of(model: LanguageModel, n_texts: int, dtype: Any) -> Any:
+    """Three tokens of each layer."""
+    shapes = [(n_texts, c.kv_heads, 3) for c in model.blocks]
+    past = model.start().past
+    return tuple(
+        own._replace(k=np.ones((*s, 10), dtype), v=np.ones((*s, 6), dtype))
+        for own, s in zip(past, shapes, strict=True)
+    )
+
+
+def test_a_past_that_does_not_fit() -> None:
+    model, params = small("layer norms")
+    past = past_of(model, 2, np.float32)
+    x = np.ones((1, 1, 24), np.float32)
+    options: Any = {"configs": model.blocks, "n_past": 3}
+    said = dispatch.explain(advance, x, params.stack, past=past, **options)
+    assert "a past of another kind" in said
+    narrow = tuple(p._replace(v=p.v[..., :-1]) for p in past_of(model, 1, np.float32))
+    assert "a past of another kind" in dispatch.explain(
+        advance, x, params.stack, past=narrow, **options
+    )
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+def test_linear_of_few(n: int, turned: bool) -> None:
+    rng = np.random.default_rng(2)
+    x, b = rng.normal(size=(n, 1, 301)).astype("f4"), rng.normal(size=1003).astype("f4")
+    w = rng.normal(size=(301, 1003)).astype("f4")
+    w = np.asfortranarray(w) if turned else w
+    with inference():
+        assert "numba.linear.linear" in dispatch.explain(ops.linear, x, w, b).splitlines()[0]
+        y, _ = ops.linear(x, w, b)
+        half, _ = ops.linear(x, w[:, 1:900:1])
+    exact = x.astype("f8") @ w.astype("f8")
+    np.testing.assert_allclose(y, exact + b, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(half, exact[..., 1:900], rtol=1e-5, atol=1e-4)
+
+
+def test_linear_that_is_left_to_numpy() -> None:
+    x, w = np.ones((1, 200), np.float32), np.ones((200, 200), np.float32)
+    assert linear.other(x, w)
+    with inference():
+        assert linear.other(x, w) is None
+        assert linear.other(np.ones((5, 200), np.float32), w)
+        assert linear.other(x, w[:, :10])
+        assert linear.other(x.astype("f8"), w.astype("f8"))
+        assert linear.other(x, np.ones((200, 400), np.float32)[:, ::2])
