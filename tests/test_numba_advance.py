@@ -129,7 +129,7 @@ def test_a_long_text_and_two_ends_of_it() -> None:
         blocks=tuple(replace(b, window=None) for b in model.blocks),
         embed=replace(model.embed, max_len=3 * LEAST),
     )
-    ids = np.random.default_rng(7).integers(0, model.embed.vocab_size, (2, 2 * LEAST + 10))
+    ids = np.random.default_rng(7).integers(0, model.embed.vocab_size, (2, 2 * LEAST - 8))
     for one in (wide, replace(wide, blocks=model.blocks)):
         _, state = one.extend(params, ids[:, :3], one.start())
         halfway = None
@@ -139,11 +139,14 @@ def test_a_long_text_and_two_ends_of_it() -> None:
                 halfway = state
         other, _ = one.extend(params, ids[:, :1], halfway)
         with reference_only():
-            wanted, _ = one.extend(params, ids, one.start())
+            wanted, whole = one.extend(params, ids, one.start())
             cut = np.concatenate([ids[:, : LEAST + 4], ids[:, :1]], axis=1)
             wanted_other, _ = one.extend(params, cut, one.start())
         np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(other, wanted_other, rtol=1e-4, atol=1e-4)
+        for got, kept in zip(state.past, whole.past, strict=True):
+            n = min(got.length, kept.length)
+            np.testing.assert_allclose(got.last(n).k, kept.last(n).k, rtol=1e-4, atol=1e-5)
 
 
 def test_one_plan_for_a_text_and_another_for_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,12 +172,12 @@ def test_a_copied_state_has_memory_of_its_own(copied: Callable[[Any], Any]) -> N
     model, params = small("layer norms")
     _, state = model.extend(params, np.ones((1, 3), int), model.start())
     _, state = model.extend(params, np.ones((1, 1), int), state)
-    other = copied(state)
+    same, own_params, other = copied((model, params, state))  # a plan with them
     wanted, after = model.extend(params, np.zeros((1, 1), int), state)
     kept = [(one.k.copy(), one.v.copy()) for one in after.past]
-    got, ahead = model.extend(params, np.zeros((1, 1), int), other)
+    got, ahead = same.extend(own_params, np.zeros((1, 1), int), other)
     assert np.array_equal(got, wanted)
-    model.extend(params, np.ones((1, 1), int), ahead)
+    same.extend(own_params, np.ones((1, 1), int), ahead)
     for one, (k, v), copied_one in zip(after.past, kept, ahead.past, strict=True):
         assert np.array_equal(one.k, k) and np.array_equal(one.v, v)
         assert np.array_equal(copied_one.k, k) and np.array_equal(copied_one.v, v)
@@ -253,6 +256,10 @@ def test_a_past_that_does_not_fit() -> None:
     options: Any = {"configs": model.blocks, "n_past": 3}
     said = dispatch.explain(advance, x, params.stack, past=past, **options)
     assert "a past of another kind" in said
+    fits = options | {"past": past_of(model, 1, np.float32)}
+    assert kernel.outside(x, params.stack, **fits) is None
+    assert kernel.outside(x.astype("f8"), params.stack, **fits)
+    assert kernel.outside(x[..., :-1], params.stack, **fits)
     narrow = tuple(p._replace(v=p.v[..., :-1]) for p in past_of(model, 1, np.float32))
     assert "a past of another kind" in dispatch.explain(
         advance, x, params.stack, past=narrow, **options

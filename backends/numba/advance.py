@@ -49,8 +49,9 @@ def outside(
         return "only float32, and what fits the model"
     for own, (groups, *widths) in zip(past, plan.heads, strict=True):
         for kept, width in zip(own[:2], widths, strict=True):
-            shape = None if kept is None else (*kept.shape[:2], kept.shape[3])
-            if shape != (n_texts, groups, width) or kept.dtype != np.float32:
+            if kept is None or kept.dtype != np.float32:
+                return "a past of another kind"
+            if (*kept.shape[:2], kept.shape[3]) != (n_texts, groups, width):
                 return "a past of another kind"
     if rotary is not None and (
         rotary.cos.dtype != np.float32
