@@ -102,8 +102,7 @@ def losses(library: Backend, config: TrainConfig, **options: Any) -> list[tuple[
 @pytest.mark.parametrize("donate", [False, True])
 def test_the_same_steps(library: Backend, donate: bool) -> None:
     """Of accumulated batches too there is one call; nothing else changes a bit."""
-    if library.name == "numpy-readonly" and donate:
-        pytest.skip("its arrays cannot be written to")
+    donate = donate and library.name != "numpy-readonly"  # whose arrays cannot be written to
     config = TrainConfig(steps=3, batch_size=2, accumulate=2, clip=0.1, lr=1e-2, eval_every=3)
     calls = []
 

@@ -40,7 +40,7 @@ def outside(
     if not (memory is bias is pos is relative is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
     n_texts, n_tokens, width = x.shape
-    if n_tokens != 1 or past[0].k is None or n_texts > TEXTS:
+    if n_tokens != 1 or past[0].k is None or not 0 < n_texts <= TEXTS:
         return f"not one token after others, of at most {TEXTS} texts"
     plan = planned(params, configs, past)
     if plan.refusal is not None:

@@ -20,7 +20,7 @@ def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) ->
     """Why the kernel cannot run."""
     if not keeps_nothing() or w.size < LARGE or math.prod(x.shape[:-1]) > TOKENS:
         return f"only within inference(), large weights and at most {TOKENS} vectors"
-    if w.dtype != np.float32 or w.itemsize not in w.strides:
+    if w.dtype != np.float32 or 4 not in w.strides or any(n % 4 for n in w.strides):
         return "only float32, in rows or columns that are contiguous"
     return None
 

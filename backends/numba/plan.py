@@ -165,7 +165,7 @@ def _vector(x: Array | None, n: int) -> int:
 
 
 def _require(x: Any, shape: tuple[int, ...]) -> None:
-    if type(x) is not np.ndarray or x.dtype != np.float32:
-        raise Unfit("only float32")
+    if type(x) is not np.ndarray or x.dtype != np.float32 or not x.flags.aligned:
+        raise Unfit("only float32 where it is aligned")
     if x.shape != shape:
         raise Unfit(f"an array of shape {x.shape} in the place of {shape}")
