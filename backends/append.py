@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
 from array_api_compat import array_namespace, device
@@ -19,17 +21,19 @@ class Room:
         capacity = max(LEAST, 2 * (past.length + k.shape[2]))
         self.k, self.v = (_buffer(new, capacity) for new in (k, v))
         self.end = past.length
-        self.plan: Any = None  # what a kernel remembers for the next token
+        self.plan: Any = None  # what a kernel remembers of the model for the next token
+        self.places: Any = None  # and where these buffers are
         if past.k is not None and past.v is not None:
             self.k[:, :, : self.end, :] = past.k
             self.v[:, :, : self.end, :] = past.v
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"plan": None}  # which may know where the buffers are
+        return vars(self) | {"plan": None, "places": None}  # which have addresses
 
-    def fits(self, n: int) -> bool:
-        """Whether `n` more tokens do."""
-        return self.end + n <= self.k.shape[2]
+    def fits(self, k: Array, v: Array) -> bool:
+        """Whether these are more tokens of its kind, and not too many."""
+        n = k.shape[2]
+        return self.end + n <= self.k.shape[2] and _alike(self.k, k) and _alike(self.v, v)
 
 
 def columns_are_fixed(k: Array, v: Array, *, past: Past) -> str | None:
@@ -48,11 +52,42 @@ def append(k: Array, v: Array, *, past: Past) -> Past:
 def reserved(k: Array, v: Array, *, past: Past) -> Any:
     """The same `Past`, but k and v are of shapes alone: the caller writes the last columns."""
     room, end = (None, -1) if past.room is None else past.room
-    if room is None or room.end != end or not room.fits(k.shape[2]):
+    length, n = past.length, k.shape[2]
+    with _state.claiming:  # a text may be continued by two threads at once
+        if room is not None and room.end == end and room.fits(k, v):
+            room.end = end + n
+        else:
+            room = None
+    if room is None:
         room = Room(past, k, v)
-    start, room.end = room.end - past.length, room.end + k.shape[2]
-    own = slice(start, room.end)
-    return Past(room.k[:, :, own, :], room.v[:, :, own, :], (room, room.end))
+        end = length
+        room.end = length + n
+    own = slice(end - length, end + n)
+    return Past(room.k[:, :, own, :], room.v[:, :, own, :], (room, end + n))
+
+
+def _alike(buffer: Array, new: Array) -> bool:
+    one, other = buffer.shape, new.shape
+    return (*one[:2], one[3], buffer.dtype) == (*other[:2], other[3], new.dtype)
+
+
+class _State:
+    """A lock, and another one in the child of a fork."""
+
+    def __init__(self) -> None:
+        self.claiming = threading.Lock()
+
+
+_state = _State()
+
+
+def _forked() -> None:
+    global _state
+    _state = _State()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _buffer(new: Array, capacity: int) -> Array:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -49,13 +51,22 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
 def small(form: str, **how: Any) -> tuple[Any, Any]:
     """In float32, with an activation that the loops have."""
     return own(form, dtype="float32", **how)
 
 
 def require_exact(model: Any, params: Any, n_texts: int = 1) -> None:
-    """Within a few times the reference's distance from the reference in float64."""
+    """Within twice the reference's distance from the reference in float64."""
     got = continued(model, params, n_texts)
     with reference_only():
         plain = continued(model, params, n_texts)
@@ -63,7 +74,7 @@ def require_exact(model: Any, params: Any, n_texts: int = 1) -> None:
     for one, other, wanted in zip(got, plain, exact, strict=True):
         assert one.dtype == np.float32 and one.shape == wanted.shape
         off, off_plain = (np.max(np.abs(a - wanted)) for a in (one, other))
-        assert off <= 3 * off_plain + 4 * np.finfo(np.float32).eps * np.max(np.abs(wanted))
+        assert off <= 2 * off_plain + 4 * np.finfo(np.float32).eps * np.max(np.abs(wanted))
 
 
 def sideways(w: Array) -> Array:
@@ -111,6 +122,39 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
             assert np.array_equal(one, other)
+
+
+def test_a_text_that_many_threads_continue(switching: None) -> None:
+    """Each has an end of its own, beyond the end of the buffers too."""
+    model, params = small("layer norms")
+    model = replace(model, embed=replace(model.embed, max_len=4 * LEAST))
+    _, state = model.extend(params, np.ones((1, LEAST - 4), int), model.start())
+    for _ in range(3):
+        _, state = model.extend(params, np.ones((1, 1), int), state)
+    ids = [int(i) for i in np.random.default_rng(1).integers(0, model.embed.vocab_size, 8)]
+
+    def ended(i: int) -> Array:
+        own = state
+        for _ in range(6):
+            logits, own = model.extend(params, np.array([[i]]), own)
+        return logits
+
+    wanted = [ended(i) for i in ids]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            got = list(pool.map(ended, ids))
+            assert all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_texts_that_are_repeated_by_hand() -> None:
+    """Arrays of a past that its buffers have not: they are made anew."""
+    model, params = small("layer norms")
+    _, state = model.extend(params, np.ones((1, 3), int), model.start())
+    _, state = model.extend(params, np.ones((1, 1), int), state)
+    twice = [own._replace(k=np.repeat(own.k, 2, 0), v=np.repeat(own.v, 2, 0)) for own in state.past]
+    got, _ = model.extend(params, np.zeros((2, 1), int), state._replace(past=tuple(twice)))
+    wanted, _ = model.extend(params, np.zeros((1, 1), int), state)
+    np.testing.assert_allclose(got, np.repeat(wanted, 2, 0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,7 +262,11 @@ def refusals() -> dict[str, tuple[Any, ...]]:
     )
     blocks = (odd, *params.stack.blocks[1:])
     return {
-        "only float32": (model, tree.map(lambda p: p.astype(np.float64), params), 1),
+        "only NumPy's own arrays of float32": (
+            model,
+            tree.map(lambda p: p.astype(np.float64), params),
+            1,
+        ),
         "at most 4 texts": (model, params, 5),
         "only silu": (
             replace(model, blocks=tuple(replace(b, activation="tanh") for b in model.blocks)),
@@ -226,6 +274,11 @@ def refusals() -> dict[str, tuple[Any, ...]]:
             1,
         ),
         "other strides": (model, tree.map(lambda p: np.repeat(p, 2, axis=-1)[..., ::2], params), 1),
+        "only tuples": (
+            model,
+            params._replace(stack=params.stack._replace(blocks=list(params.stack.blocks))),
+            1,
+        ),
         "in the place of": (model, params._replace(stack=params.stack._replace(blocks=blocks)), 1),
     }
 
@@ -260,6 +313,9 @@ def test_a_past_that_does_not_fit() -> None:
     assert kernel.outside(x, params.stack, **fits) is None
     assert kernel.outside(x.astype("f8"), params.stack, **fits)
     assert kernel.outside(x[..., :-1], params.stack, **fits)
+    assert kernel.outside(x[0], params.stack, **fits)
+    other = (*model.blocks[:2], replace(model.blocks[2], d_model=16))
+    assert "same width" in str(kernel.outside(x, params.stack, **fits | {"configs": other}))
     narrow = tuple(p._replace(v=p.v[..., :-1]) for p in past_of(model, 1, np.float32))
     assert "a past of another kind" in dispatch.explain(
         advance, x, params.stack, past=narrow, **options
@@ -269,17 +325,22 @@ def test_a_past_that_does_not_fit() -> None:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
 def test_linear_of_few(n: int, turned: bool) -> None:
+    """Within twice the reference's distance from float64."""
     rng = np.random.default_rng(2)
-    x, b = rng.normal(size=(n, 1, 301)).astype("f4"), rng.normal(size=1003).astype("f4")
-    w = rng.normal(size=(301, 1003)).astype("f4")
+    x, b = rng.normal(size=(n, 1, 4099)).astype("f4"), rng.normal(size=1003).astype("f4")
+    w = rng.normal(size=(4099, 1003)).astype("f4")
     w = np.asfortranarray(w) if turned else w
-    with inference():
-        assert "numba.linear.linear" in dispatch.explain(ops.linear, x, w, b).splitlines()[0]
-        y, _ = ops.linear(x, w, b)
-        half, _ = ops.linear(x, w[:, 1:900:1])
-    exact = x.astype("f8") @ w.astype("f8")
-    np.testing.assert_allclose(y, exact + b, rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(half, exact[..., 1:900], rtol=1e-5, atol=1e-4)
+    for part, shift in ((w, b), (w[:, 1:900], None)):
+        with inference():
+            assert "numba.linear.linear" in dispatch.explain(ops.linear, x, part).splitlines()[0]
+            y, _ = ops.linear(x, part, shift)
+        exact = ops.linear.reference(
+            *(a if a is None else a.astype("f8") for a in (x, part, shift))
+        )
+        plain, _ = ops.linear.reference(x, part, shift)
+        off, off_plain = (np.max(np.abs(a - exact[0])) for a in (y, plain))
+        assert y.dtype == np.float32
+        assert off <= 2 * off_plain + 2 * np.finfo(np.float32).eps * np.max(np.abs(exact[0]))
 
 
 def test_linear_that_is_left_to_numpy() -> None:
@@ -291,3 +352,6 @@ def test_linear_that_is_left_to_numpy() -> None:
         assert linear.other(x, w[:, :10])
         assert linear.other(x.astype("f8"), w.astype("f8"))
         assert linear.other(x, np.ones((200, 400), np.float32)[:, ::2])
+        odd = np.zeros(200, [("w", "f4", (200,)), ("more", "u2")])["w"]  # rows 802 bytes apart
+        assert linear.other(x, odd)
+        assert linear.other(x, np.frombuffer(bytes(160_001), "f4", offset=1).reshape(200, 200))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from xformer.backends.append import Room, reserved
@@ -39,13 +41,16 @@ def outside(
     """Why the kernel cannot run."""
     if not (memory is bias is pos is relative is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
-    n_texts, n_tokens, width = x.shape
-    if n_tokens != 1 or past[0].k is None or not 0 < n_texts <= TEXTS:
+    if x.ndim != 3 or not past or not configs:
+        return "not one token after others"
+    n_texts, n_tokens, d_model = x.shape
+    before = past[0]
+    if n_tokens != 1 or before.k is None or before.at is not None or not 0 < n_texts <= TEXTS:
         return f"not one token after others, of at most {TEXTS} texts"
     plan = planned(params, configs, past)
     if plan.refusal is not None:
         return plan.refusal
-    if x.dtype != np.float32 or width != configs[0].d_model or len(past) != len(configs):
+    if x.dtype != np.float32 or d_model != configs[0].d_model or len(past) != len(configs):
         return "only float32, and what fits the model"
     for own, (groups, *widths) in zip(past, plan.heads, strict=True):
         for kept, width in zip(own[:2], widths, strict=True):
@@ -82,7 +87,7 @@ def advance(
     grown, table = _grown(plan, past, n_texts)
     maps, norms, sizes, numbers, scales = plan.tables
     h, parts = np.empty((n_texts, x.shape[2]), x.dtype), np.empty(n_texts * plan.parts, x.dtype)
-    memory_of = np.empty(n_texts * plan.ctx, x.dtype), np.empty(n_texts * plan.hidden, x.dtype)
+    scratch = np.empty(n_texts * plan.ctx, x.dtype), np.empty(n_texts * plan.hidden, x.dtype)
     interleaved, turns = False, np.empty((2, 1, 0), x.dtype)
     if rotary is not None:
         shape = -1, rotary.cos.shape[-1]
@@ -100,16 +105,18 @@ def advance(
         interleaved,
         x[:, 0].copy(),
         h,
-        *memory_of,
+        *scratch,
         parts,
         stages,
     )
-
-    def run(start: int, stop: int) -> None:
-        token.advance_all(*arguments)
-
+    run = partial(_run, arguments, (params, grown))
     blocks(run, n_threads() if plan.large else 1, 1)
     return h[:, None], grown
+
+
+def _run(arguments: tuple[Any, ...], owners: Any, start: int, stop: int) -> None:
+    """On each thread. owners: whose memory the tables speak of, kept until the last has done."""
+    token.advance_all(*arguments)
 
 
 def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, ...], Array]:
@@ -124,14 +131,15 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
         like = (np.empty((*shape, n), np.float32) for n in (width, value_width))
         own = reserved(*like, past=own)
         room, end = own.room
-        if room.plan is None or room.plan[0] is not plan or room.plan[1] is None:
-            room.plan = plan, _places(room)
-        k, v = room.plan[1]
+        if room.places is None:
+            room.places = _places(room)
+        k, v = room.places
         first, length = end - own.length, own.length
         table.append(
             (k[0] + 4 * first * width, *k[1:], v[0] + 4 * first * value_width, *v[1:], length)
         )
         grown.append(own)
+    grown[0].room[0].plan = plan
     return tuple(grown), np.array(table, np.int64)
 
 

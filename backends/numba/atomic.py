@@ -5,6 +5,7 @@ Addresses are of the memory of NumPy arrays, which whoever calls keeps alive.
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
@@ -54,6 +55,18 @@ def _pause(typing: Any) -> Any:
     return types.void(), build
 
 
+def _give_way(typing: Any) -> Any:
+    """Let another thread have this core, where the system lets a thread say so."""
+
+    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if hasattr(os, "sched_yield"):
+            said = ir.FunctionType(ir.IntType(32), [])
+            builder.call(get_or_insert_function(builder.module, said, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
 def _floats_at(typing: Any, address: Any) -> Any:
     """A pointer to float32 numbers at an address."""
 
@@ -66,6 +79,7 @@ def _floats_at(typing: Any, address: Any) -> Any:
 count: Any = intrinsic(_count)
 read: Any = intrinsic(_read)
 pause: Any = intrinsic(_pause)
+give_way: Any = intrinsic(_give_way)
 _pointer: Any = intrinsic(_floats_at)
 
 

@@ -20,8 +20,10 @@ def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) ->
     """Why the kernel cannot run."""
     if not keeps_nothing() or w.size < LARGE or math.prod(x.shape[:-1]) > TOKENS:
         return f"only within inference(), large weights and at most {TOKENS} vectors"
-    if w.dtype != np.float32 or 4 not in w.strides or any(n % 4 for n in w.strides):
-        return "only float32, in rows or columns that are contiguous"
+    if w.dtype != np.float32 or not w.flags.aligned:
+        return "only float32"
+    if 4 not in w.strides:
+        return "only rows or columns that are contiguous"
     return None
 
 
@@ -31,9 +33,10 @@ def linear(
     """Pieces of columns."""
     rows, (n_in, n_out) = np.ascontiguousarray(x.reshape(-1, x.shape[-1])), w.shape
     y = np.empty((len(rows), n_out), x.dtype)
-    down, across, at = w.strides[0] // 4, w.strides[1] // 4, w.ctypes.data
+    down, across = w.strides[0] // 4, w.strides[1] // 4
 
     def piece(start: int, stop: int) -> None:
+        at = w.ctypes.data
         for row, out in zip(rows, y[:, start:stop], strict=True):
             if across == 1:
                 vector_matrix(row, at + 4 * start, down, out)

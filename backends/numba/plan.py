@@ -46,16 +46,20 @@ class Unfit(ValueError):
 def planned(params: StackParams, configs: Sequence[BlockConfig], past: Sequence[Past]) -> Plan:
     """The plan that the past remembers, or a new one."""
     room = past[0].room[0] if past[0].room else None
-    known: Plan | None = room.plan[0] if room is not None and room.plan else None
+    known: Plan | None = None if room is None else room.plan
     if known is None or known.params is not params or known.configs is not configs:
         known = _made(params, configs)
         if room is not None:
-            room.plan = known, None
+            room.plan = known
     return known
 
 
 def _made(params: StackParams, configs: Sequence[BlockConfig]) -> Plan:
+    if not isinstance(params.blocks, tuple) or not isinstance(configs, tuple):
+        return Plan(params, configs, "only tuples of blocks, which stay what they are")
     why = other_model(params, configs)
+    if why is None and any(c.d_model != configs[0].d_model for c in configs):
+        why = "only blocks of the same width"
     if why is None and any(c.activation not in ACTIVATIONS for c in configs):
         why = f"only {', '.join(ACTIVATIONS)}"
     if why is not None:
@@ -127,7 +131,7 @@ def _map(own: Any, n_in: int, n_out: int) -> list[int]:
     down, across = w.strides
     by_rows = across == 4 and down >= 4 * n_out
     step = down if by_rows else across
-    if step % 4 or not (by_rows or (down == 4 and across >= 4 * n_in)):
+    if not (by_rows or (down == 4 and across >= 4 * n_in)):
         raise Unfit("weights of other strides")
     pieces = min(2 * (n_in * n_out // PAIR), MOST) or 1
     return [
@@ -166,6 +170,6 @@ def _vector(x: Array | None, n: int) -> int:
 
 def _require(x: Any, shape: tuple[int, ...]) -> None:
     if type(x) is not np.ndarray or x.dtype != np.float32 or not x.flags.aligned:
-        raise Unfit("only float32 where it is aligned")
+        raise Unfit("only NumPy's own arrays of float32")
     if x.shape != shape:
         raise Unfit(f"an array of shape {x.shape} in the place of {shape}")

@@ -13,10 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.atomic import count, floats, pause, read
+from xformer.backends.numba.atomic import count, floats, give_way, pause, read
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, dot, highest, powers
-from xformer.backends.numba.gelu import FAR32, exact_form, tanh_form
+from xformer.backends.numba.gelu import exact_form, tanh_form
+from xformer.backends.numba.glu import FAR32
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
 
 QUERY, KEY, VALUE, OUT, UP, GATE, DOWN = range(7)  # maps of a layer
@@ -29,6 +30,7 @@ KEYS, KEYS_TEXT, KEYS_HEAD, VALUES, VALUES_TEXT, VALUES_HEAD, LENGTH = range(7) 
 SILU, GELU, GELU_TANH, RELU = range(4)
 STAGES = 8  # of a layer
 WORD = 8  # bytes; of a stage there are two: how many pieces have been taken, and are done
+LONG = 10_000  # pauses: then the other thread may have no core
 HIDDEN = 512  # elements of a piece of the hidden vector
 
 
@@ -84,8 +86,13 @@ def advance_all(
 
 @rowwise
 def _wait(at: int, n_pieces: int) -> None:
+    waited = 0
     while read(at + WORD) < n_pieces:
-        pause()
+        waited += 1
+        if waited < LONG:
+            pause()
+        else:
+            give_way()
 
 
 @rowwise

@@ -8,14 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from xformer.backends.numba.atomic import floats
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.flash_rows import ZERO, dot
 
+ROWS = 256
+
 
 @rowwise
 def vector_matrix(x: Any, w: int, step: int, out: Any) -> None:
-    """out = x w, of w (I, O), eight rows of it at a time."""
+    """out = x w, of w (I, O): the sum of what `ROWS` of its rows give, for exactness."""
+    if len(x) <= ROWS:
+        _few_rows(x, w, step, out)
+        return
+    more = np.empty(len(out), np.float32)
+    out[:] = ZERO
+    for i in range(0, len(x), ROWS):
+        _few_rows(x[i : i + ROWS], w + 4 * i * step, step, more)
+        for j in range(len(out)):
+            out[j] += more[j]
+
+
+@rowwise
+def _few_rows(x: Any, w: int, step: int, out: Any) -> None:
+    """Eight of them at a time."""
     width, down = (len(out),), 4 * step
     n = len(x) - len(x) % 8
     out[:] = ZERO

@@ -46,7 +46,7 @@ def unsupported(
     memory_mask: Array | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
-    if x.shape[1] != 1 or past[0].k is None:
+    if x.shape[1] != 1 or past[0].k is None or past[0].at is not None:
         return "not one token after others"
     if not (memory is bias is pos is relative is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
@@ -57,6 +57,8 @@ def other_model(params: StackParams, configs: Sequence[BlockConfig]) -> str | No
     """What of `unsupported` is the same for every token."""
     if any(c.norm == "post" or c.parallel or c.experts or c.softcap for c in configs):
         return "post-LN, parallel blocks, experts or softcap"
+    if not (params.memory is params.relative is None):
+        return "a shared memory or a relative bias"
     for own in params.blocks:
         attn, kv, ffn = own.attn, own.attn.kv, own.ffn
         if kv is None or not isinstance(ffn, FeedForwardParams):

@@ -19,7 +19,8 @@ def reduced(grads: Any, reduce: Callable[[Array], Array]) -> Any:
     """`grads` after `reduce`, which is called once for each dtype, with all of them in one array.
 
     Data-parallel: reduce(flat) is the mean of flat (N,) over all processes, as by one all-reduce;
-    it may write over what it is given. The leaves of the result are views of the array that it
+    it may write over what it is given, and nobody else may read what it returns, which clipping may
+    write over. The leaves of the result are views of the array that it
     returns, where the library has views, in the order of `tree.flatten`, with zeros between some.
 
     ValueError, TypeError where that array is not like the one it was given.
