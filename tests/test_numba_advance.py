@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +24,7 @@ from xformer.models import LanguageModel
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.append import LEAST
+from xformer.backends.append import LEAST, Room
 from xformer.backends.numba import advance as kernel
 from xformer.backends.numba import linear, plan
 
@@ -52,12 +53,16 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def switching() -> Iterator[None]:
-    """Threads take turns all the time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread has its turn between the look at buffers and their claim."""
+    fits = Room.fits
+
+    def slowly(room: Room, k: Any, v: Any) -> bool:
+        found = fits(room, k, v)
+        time.sleep(5e-3)
+        return found
+
+    monkeypatch.setattr(Room, "fits", slowly)
 
 
 def small(form: str, **how: Any) -> tuple[Any, Any]:
@@ -124,26 +129,28 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             assert np.array_equal(one, other)
 
 
-def test_a_text_that_many_threads_continue(switching: None) -> None:
+def test_a_text_that_many_threads_continue(slow: None) -> None:
     """Each has an end of its own, beyond the end of the buffers too."""
     model, params = small("layer norms")
     model = replace(model, embed=replace(model.embed, max_len=4 * LEAST))
-    _, state = model.extend(params, np.ones((1, LEAST - 4), int), model.start())
-    for _ in range(3):
-        _, state = model.extend(params, np.ones((1, 1), int), state)
-    ids = [int(i) for i in np.random.default_rng(1).integers(0, model.embed.vocab_size, 8)]
+    _, before = model.extend(params, np.ones((1, LEAST - 4), int), model.start())
+    _, state = model.extend(params, np.ones((1, 1), int), before)
+    ids = [int(i) for i in np.random.default_rng(1).permutation(model.embed.vocab_size)[:4]]
+    gate = threading.Barrier(len(ids))
 
-    def ended(i: int) -> Array:
+    def ended(i: int, wait: bool = True) -> Array:
         own = state
-        for _ in range(6):
+        if wait:
+            gate.wait(10)
+        for _ in range(3):
             logits, own = model.extend(params, np.array([[i]]), own)
         return logits
 
-    wanted = [ended(i) for i in ids]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            got = list(pool.map(ended, ids))
-            assert all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
+    wanted = [ended(i, wait=False) for i in ids]
+    _, state = model.extend(params, np.ones((1, 1), int), before)  # whose buffers nobody has taken
+    with ThreadPoolExecutor(len(ids)) as pool:
+        got = list(pool.map(ended, ids))
+    assert all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_texts_that_are_repeated_by_hand() -> None:
