@@ -23,6 +23,7 @@ from benchmarks import harness
 from xformer import Key, explain, ops, reference_only, tree
 from xformer.dispatch import Overridable
 from xformer.layers import NormConfig, NormParams, add_norm
+from xformer.layers.past import Past, append
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
 from xformer.typing import Array
@@ -135,6 +136,9 @@ def _heads(place: Backend, s: Sizes) -> Iterator[Case]:
     k, v = (rng.normal((s.batch, s.heads, s.keys, width)) for _ in range(2))
     n = math.prod(k.shape) * REAL  # reading them outlasts the products with one query
     yield Case("sdpa, one query", ops.sdpa, (one, k, v), {}, (2 * n, 0), (4 * n, 0))
+    n, last = math.prod(one.shape) * REAL, rng.integers((), low=s.keys - 1, high=s.keys)
+    options = {"past": Past(k, v, at=last)}
+    yield Case("append, in a column", append, (one, 2 * one), options, (4 * n, 0))
 
 
 def _products(place: Backend, s: Sizes, x: Array) -> Iterator[Case]:
