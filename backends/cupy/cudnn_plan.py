@@ -61,7 +61,7 @@ def planned(cudnn: Any, handle: Any, kind: Kind) -> Plans | str:
             _built(cudnn, forward_graph(cudnn, handle, kind)),
             _built(cudnn, backward_graph(cudnn, handle, kind)),
         )
-    except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
+    except cudnn.cudnnGraphNotSupportedError as error:
         return f"cuDNN refuses: {error}"
 
 
