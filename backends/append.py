@@ -13,6 +13,17 @@ from xformer.typing import Array
 
 LEAST = 64  # tokens
 
+_claiming = threading.Lock()
+
+
+def _forked() -> None:
+    global _claiming
+    _claiming = threading.Lock()  # whoever held the parent's is not in the child
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
 
 class Room:
     """Buffers longer than what they hold; only whoever holds all up to `end` appends in place."""
@@ -53,7 +64,7 @@ def reserved(k: Array, v: Array, *, past: Past) -> Any:
     """The same `Past`, but k and v are of shapes alone: the caller writes the last columns."""
     room, end = (None, -1) if past.room is None else past.room
     length, n = past.length, k.shape[2]
-    with _state.claiming:  # a text may be continued by two threads at once
+    with _claiming:  # a text may be continued by two threads at once
         if room is not None and room.end == end and room.fits(k, v):
             room.end = end + n
         else:
@@ -69,25 +80,6 @@ def reserved(k: Array, v: Array, *, past: Past) -> Any:
 def _alike(buffer: Array, new: Array) -> bool:
     one, other = buffer.shape, new.shape
     return (*one[:2], one[3], buffer.dtype) == (*other[:2], other[3], new.dtype)
-
-
-class _State:
-    """A lock, and another one in the child of a fork."""
-
-    def __init__(self) -> None:
-        self.claiming = threading.Lock()
-
-
-_state = _State()
-
-
-def _forked() -> None:
-    global _state
-    _state = _State()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 def _buffer(new: Array, capacity: int) -> Array:

@@ -14,7 +14,6 @@ import cuda_shim
 import numpy as np
 import pytest
 from cuda_shim import CublasLt, Cudnn, Fault, calling, calling_cudnn
-from cuda_shim.cudnn import NOT_ASKED_FOR
 from cuda_shim.cudnn_graph import Graph
 from libraries import STAND_IN, only
 from stored import DTYPES, Host, in_both, normal, on, require_exact
@@ -24,7 +23,7 @@ from xformer.backends.cupy import cudnn_plan, flash, sdpa_cudnn
 from xformer.backends.cupy.cudnn_plan import Layout
 
 import xformer
-from xformer import Key, explain, ops, tree
+from xformer import Key, explain, inference, ops, tree
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.training import TrainConfig, Windows, loss_of, start, train
 
@@ -214,9 +213,16 @@ def test_plans_are_kept(library: Backend, cudnn: Cudnn, monkeypatch: pytest.Monk
     step(library, causal=True)
     step(library, 128)
     assert cudnn.built == 6
-    monkeypatch.setattr(by_cudnn, "KEPT", 3)
+    monkeypatch.setattr(by_cudnn, "KEPT", 6)
     step(library, scale=0.5)
-    assert cudnn.built == 8 and len(by_cudnn._state.plans) == 1
+    assert cudnn.built == 8 and len(by_cudnn._state.plans) == 2
+
+
+def test_inference_needs_no_backward(library: Backend) -> None:
+    arrays = stored(library, inputs((64, 64)))
+    with calling_cudnn(Cudnn(lacks=["sdpa_backward"])) as cudnn, inference():
+        ops.sdpa(*arrays)
+        assert cudnn.built == 1 and [call.name for call in cudnn.calls] == ["sdpa"]
 
 
 def test_streams_and_devices(library: Backend, cudnn: Cudnn) -> None:
@@ -233,7 +239,7 @@ def test_another_thread_makes_plans_of_its_own(library: Backend, cudnn: Cudnn) -
     found: list[Any] = []
     worker.start()
     worker.join()
-    assert len(found) == 1 and cudnn.built == 4
+    assert len(found) == 1 and cudnn.built == 3
 
 
 def test_the_cache_is_data(library: Backend, cudnn: Cudnn) -> None:
@@ -283,7 +289,7 @@ def runs(said: str, name: str) -> bool:
 def test_who_runs_and_why(library: Backend) -> None:
     q, k, v = stored(library, inputs((64, 64)))
     said = explain(ops.sdpa, q, k, v)
-    assert runs(said, "flash") and f"sdpa_cudnn.sdpa: {NOT_ASKED_FOR}" in said
+    assert runs(said, "flash") and f"sdpa_cudnn.sdpa: {calling_cudnn.why_not}" in said
     long, odd_one = (on(library, normal(1, 2, 2, t, 8), BF16) for t in (128, 65))
     mask = library.asarray(np.ones((64, 64), bool))
     with calling_cudnn(Cudnn()):
@@ -403,7 +409,8 @@ def test_memory_that_is_wrong_shows(library: Backend, cudnn: Cudnn) -> None:
     """Uids, workspaces, streams, arrays of another size, results that overlap."""
     q, k, v = stored(library, inputs((64, 64), (2, 2)))
     _, cache = ops.sdpa(q, k, v)
-    plan = by_cudnn.plans_of(q, cache.kind).forward  # type: ignore[union-attr]
+    plan = by_cudnn.plan_of(q, cache.kind)
+    assert not isinstance(plan, str)
     numbers = (cudnn_plan.Q, cudnn_plan.K, cudnn_plan.V, cudnn_plan.CTX, cudnn_plan.LSE)
     right = dict(zip(numbers, (q, k, v, cache.by_token, cache.lse), strict=True))
     by_cudnn.run(plan, right)

@@ -218,7 +218,8 @@ def test_where_products_go(tmp_path: Path) -> None:
     """cuBLASLt is given CuPy's current device and stream, its switch of TF32, and its memory."""
     code = """
 from xformer.backends.cupy import driver
-from xformer.backends.cupy.cublaslt import runtime
+from xformer.backends.cupy.cublaslt import RUNTIMES
+from xformer.backends.cupy.runtimes import runtime_of
 linalg = types.ModuleType("cupy._core._routines_linalg")
 linalg.COMPUTE_TYPE_TF32, kind = 7, [7]
 linalg.get_compute_type = lambda dtype: kind[0]
@@ -230,7 +231,7 @@ cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=90)
 cuda.alloc = lambda size: ("of the pool", size)
 class Mine(ndarray):
     pass
-own = runtime(Mine)
+own = runtime_of(RUNTIMES, Mine)
 print(*own.place([ndarray("f4")]), own.memory(5))
 kind[0], current[0] = 1, 1
 print(*own.place([ndarray("f4", 1)]))

@@ -28,6 +28,7 @@ KIND = Kind(
     0,
     0.125,
     False,
+    False,
 )
 GRAPHS = {"forward": cudnn_plan.forward_graph, "backward": cudnn_plan.backward_graph}
 ODD = by_rows(2, 4, 192, 12)

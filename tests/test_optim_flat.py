@@ -13,7 +13,8 @@ from xformer.backends import Backend
 
 import xformer
 from xformer import backends, optim, tree
-from xformer.training import Batch, TrainConfig, Windows, loss_of, start, train
+from xformer.optim.loss_scale import Scaled
+from xformer.training import Batch, Diverged, TrainConfig, Windows, loss_of, start, train
 
 TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
 MODEL = xformer.GPT(vocab_size=256, n_layers=1, d_model=6, n_heads=2, max_len=6)
@@ -142,6 +143,31 @@ def test_overflow_is_that_of_all(library: Backend) -> None:
 
     losses(library, config, reduce=first_is_infinite)
     assert len(calls) == 3
+
+
+@only(STAND_IN)
+def test_an_infinite_loss_of_its_own_stops_nobody_alone(library: Backend) -> None:
+    """The batch is passed over by all, as an overflow is."""
+    config = TrainConfig(steps=2, batch_size=2, lr=1e-2, eval_every=2, precision="float16")
+    called: list[int] = []
+
+    def first_is_infinite(params: Any, batch: Batch, place: Backend, key: Any = None) -> Any:
+        value, cache = loss_of(MODEL)(params, batch, place, key)
+        called.append(1)
+        return (value, cache) if len(called) > 1 else (value + np.inf, Scaled(cache, np.inf))
+
+    source = Windows(TEXT, MODEL.max_len, config.batch_size)
+    params = tree.map(library.asarray, MODEL.init(0))
+
+    def steps(**options: Any) -> list[float]:
+        called.clear()
+        run = train(first_is_infinite, start(params, config), source, config, library, **options)
+        return [step.loss for step in run]
+
+    with pytest.raises(Diverged, match="step 1"):
+        steps()
+    assert len(called) == 1
+    assert all(map(math.isfinite, steps(reduce=lambda flat: flat))) and len(called) == 3
 
 
 class Half:

@@ -11,13 +11,14 @@ is float32. `lt_plan` has what is kept of each kind of product.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.lt_plan import TYPES, WORKSPACE, Plan, aligned, layout, matrix, planned
 from xformer.backends.cupy.module import contiguous
+from xformer.backends.cupy.runtimes import Runtime, runtime_of
 
 from xformer.typing import Array
 
@@ -30,14 +31,6 @@ class Place(NamedTuple):
     device: int
     stream: int  # its address
     tf32: bool  # whether factors of float32 may be rounded
-
-
-class Runtime(NamedTuple):
-    """What is asked of the library of the arrays. CuPy's is in `driver`; tests bring their own."""
-
-    bindings: Callable[[], Any]  # nvmath.bindings.cublasLt, or why it cannot be used, in words
-    place: Callable[[Sequence[Array]], Place]  # ValueError for arrays of another device
-    memory: Callable[[int], Any]  # so many bytes of the device, from `ptr` on
 
 
 RUNTIMES: dict[type, Runtime] = {}
@@ -57,21 +50,11 @@ _FACTORS = np.array([0, 1], np.float32)  # of a product, and of what it is added
 ZERO, ONE = (_FACTORS[i:].ctypes.data for i in range(2))
 
 
-def runtime(array_type: type) -> Runtime:
-    """That of CuPy's arrays, or of the stand-in's."""
-    found = RUNTIMES.get(array_type)
-    if found is None:
-        from xformer.backends.cupy import driver
-
-        found = RUNTIMES[driver.ARRAY]
-    return found
-
-
 def why_not(x: Array, w: Array) -> str | None:
     """Why products of x and w are not cuBLASLt's; None where they are."""
-    bindings = runtime(type(x)).bindings()
-    if isinstance(bindings, str):
-        return bindings
+    lt = runtime_of(RUNTIMES, type(x)).library()
+    if isinstance(lt, str):
+        return lt
     if x.dtype.name not in TYPES:
         return f"by cuBLASLt are products of {', '.join(TYPES)}, not {x.dtype.name}"
     return None if x.size and w.size else "an array has no elements"
@@ -111,8 +94,8 @@ def multiply(
 
 def _ran(a: Array, b: Array, out: Array, add: bool, bias: Array | None, sums: Array | None) -> bool:
     """Whether there is an algorithm for it, which then was started."""
-    own, vector = runtime(type(a)), sums if bias is None else bias
-    lt = own.bindings()
+    own, vector = runtime_of(RUNTIMES, type(a)), sums if bias is None else bias
+    lt = own.library()
     by_rows = not matrix(out).as_it_is
     epilogue = lt.Epilogue.DEFAULT
     if vector is not None:

@@ -1,7 +1,6 @@
 """Attention by cuDNN, through NVIDIA's frontend (extra `cudnn`), where both are installed.
 
-    plans = plans_of(q, kind)
-    run(plans.forward, {Q: q, K: k, V: v, CTX: ctx, LSE: lse})
+    run(plan_of(q, kind), {Q: q, K: k, V: v, CTX: ctx, LSE: lse})
 
 `cudnn_plan` has what is kept of each kind of attention.
 """
@@ -9,16 +8,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from xformer.backends.cupy.cudnn_plan import Kind, Plan, Plans, planned
+from xformer.backends.cupy.cudnn_plan import Kind, Plan, planned
+from xformer.backends.cupy.runtimes import Runtime, runtime_of
 
 from xformer.typing import Array
 
 # 9.16: before it backward brings lengths from the host where keys are no multiple of 128.
 OLDEST = 91600
-KEPT = 128  # kinds
+KEPT = 256  # plans
 
 
 class Place(NamedTuple):
@@ -29,14 +28,6 @@ class Place(NamedTuple):
     capability: int  # of the device, 90 for 9.0
 
 
-class Runtime(NamedTuple):
-    """What is asked of the library of the arrays. CuPy's is in `driver`; tests bring their own."""
-
-    library: Callable[[], Any]  # NVIDIA's package cudnn, or why it cannot be used, in words
-    place: Callable[[Iterable[Array]], Place]  # ValueError for arrays of another device
-    memory: Callable[[int], Any]  # so many bytes of the device, from `ptr` on
-
-
 RUNTIMES: dict[type, Runtime] = {}
 
 
@@ -45,25 +36,15 @@ class State(threading.local):
 
     def __init__(self) -> None:
         self.handles: dict[Any, Any] = {}  # of a device
-        self.plans: dict[Any, Plans | str] = {}  # or why there are none
+        self.plans: dict[Any, Plan | str] = {}  # or why there is none
 
 
 _state = State()
 
 
-def runtime(array_type: type) -> Runtime:
-    """That of CuPy's arrays, or of the stand-in's."""
-    found = RUNTIMES.get(array_type)
-    if found is None:
-        from xformer.backends.cupy import driver
-
-        found = RUNTIMES[driver.ARRAY]
-    return found
-
-
-def plans_of(q: Array, kind: Kind) -> Plans | str:
-    """Kept, or made; all are forgotten where they would be too many. Or why there are none."""
-    own = runtime(type(q))
+def plan_of(q: Array, kind: Kind) -> Plan | str:
+    """Kept, or made; all are forgotten where they would be too many. Or why there is none."""
+    own = runtime_of(RUNTIMES, type(q))
     place = own.place([q])
     key = type(q), place.device, kind
     found = _state.plans.get(key)
@@ -78,8 +59,8 @@ def plans_of(q: Array, kind: Kind) -> Plans | str:
 def run(plan: Plan, arrays: dict[int, Array]) -> None:
     """Start a plan on the current stream; arrays: all that its graph names."""
     like = next(iter(arrays.values()))
-    own = runtime(type(like))
-    handle = _handle(own, like, own.place(arrays.values()))
+    own = runtime_of(RUNTIMES, type(like))
+    handle = _handle(own, like, own.place(list(arrays.values())))
     # Back in the pool when this returns, it serves only what comes later on the same stream.
     held = own.memory(plan.workspace) if plan.workspace else None
     addresses = {uid: x.data.ptr for uid, x in arrays.items()}

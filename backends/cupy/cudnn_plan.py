@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     right: int | None  # keys behind
     scale: float
     deterministic: bool
+    backward: bool  # which of the two graphs
 
 
 class Plan(NamedTuple):
@@ -35,13 +36,6 @@ class Plan(NamedTuple):
 
     graph: Any
     workspace: int
-
-
-class Plans(NamedTuple):
-    """Both directions of a kind."""
-
-    forward: Plan
-    backward: Plan
 
 
 def by_rows(*shape: int) -> Layout:
@@ -54,13 +48,11 @@ def by_token(b: int, h: int, t: int, k: int) -> Layout:
     return Layout((b, h, t, k), (t * h * k, k, h * k, 1))
 
 
-def planned(cudnn: Any, handle: Any, kind: Kind) -> Plans | str:
-    """The plans of a kind; a sentence where cuDNN has none."""
+def planned(cudnn: Any, handle: Any, kind: Kind) -> Plan | str:
+    """The plan of a kind; a sentence where cuDNN has none."""
+    graph_of = backward_graph if kind.backward else forward_graph
     try:
-        return Plans(
-            _built(cudnn, forward_graph(cudnn, handle, kind)),
-            _built(cudnn, backward_graph(cudnn, handle, kind)),
-        )
+        return _built(cudnn, graph_of(cudnn, handle, kind))
     except cudnn.cudnnGraphNotSupportedError as error:
         return f"cuDNN refuses: {error}"
 

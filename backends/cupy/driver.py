@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,8 +11,9 @@ import cupy
 import numpy as np
 from xformer.backends.cupy import cudnn as attention
 from xformer.backends.cupy.captured import GRAPHS
-from xformer.backends.cupy.cublaslt import RUNTIMES, Place, Runtime
+from xformer.backends.cupy.cublaslt import RUNTIMES, Place
 from xformer.backends.cupy.module import LAUNCHERS, Source, arithmetic
+from xformer.backends.cupy.runtimes import Runtime
 
 from xformer.typing import Array
 
@@ -82,7 +83,7 @@ def bindings() -> Any:
     return cublasLt
 
 
-def place(arrays: Sequence[Array]) -> Place:
+def place(arrays: list[Array]) -> Place:
     """CuPy's current device, on which the arrays must lie, its stream and `rounding_to_tf32`."""
     current = cupy.cuda.runtime.getDevice()
     _require_current("linear", arrays, current)
@@ -116,10 +117,10 @@ def frontend() -> Any:
     return cudnn
 
 
-def attention_place(arrays: Iterable[Array]) -> attention.Place:
+def attention_place(arrays: list[Array]) -> attention.Place:
     """CuPy's current device, on which the arrays must lie, and its stream."""
     current = cupy.cuda.runtime.getDevice()
-    _require_current("sdpa", list(arrays), current)
+    _require_current("sdpa", arrays, current)
     capability = int(cupy.cuda.Device(current).compute_capability)  # which CuPy keeps
     return attention.Place(current, cupy.cuda.get_current_stream().ptr, capability)
 
@@ -197,5 +198,5 @@ def _compiled(source: Source, name: str, dtype: str, macros: dict[str, Any]) -> 
 
 GRAPHS[ARRAY] = Graph
 LAUNCHERS[ARRAY] = launch
-attention.RUNTIMES[ARRAY] = attention.Runtime(frontend, attention_place, memory)
+attention.RUNTIMES[ARRAY] = Runtime(frontend, attention_place, memory)
 RUNTIMES[ARRAY] = Runtime(bindings, place, memory)

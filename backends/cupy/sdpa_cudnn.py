@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 from xformer.backends.cupy.attention import heads_first
-from xformer.backends.cupy.cudnn import plans_of, run, runtime
+from xformer.backends.cupy.cudnn import RUNTIMES, plan_of, run
 from xformer.backends.cupy.cudnn_plan import (
     CTX,
     DCTX,
@@ -18,16 +18,17 @@ from xformer.backends.cupy.cudnn_plan import (
     K,
     Kind,
     Layout,
-    Plans,
+    Plan,
     Q,
     V,
     by_rows,
 )
 from xformer.backends.cupy.index_add import is_deterministic
 from xformer.backends.cupy.module import contiguous, empty
+from xformer.backends.cupy.runtimes import runtime_of
 
 from xformer.checks import require_gradient
-from xformer.dispatch import kernel
+from xformer.dispatch import keeps_nothing, kernel
 from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.random_bits import Key
 from xformer.ops.sdpa import sdpa as reference
@@ -54,7 +55,7 @@ def not_by_cudnn(
     dropout_key: Key | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
-    own = runtime(type(q))
+    own = runtime_of(RUNTIMES, type(q))
     library = own.library()
     if isinstance(library, str):
         return library
@@ -79,8 +80,9 @@ def not_by_cudnn(
     capability = own.place([q]).capability
     if capability < CAPABILITY:
         return f"the device has compute capability {capability / 10}, less than {CAPABILITY / 10}"
-    found = plans_of(q, kind)
-    return found if isinstance(found, str) else None
+    kinds = [kind] if keeps_nothing() else [kind, kind._replace(backward=True)]
+    found = (plan_of(q, kind) for kind in kinds)
+    return next((plan for plan in found if isinstance(plan, str)), None)
 
 
 @kernel(reference, "cupy", unsupported=not_by_cudnn, stores=STORED)
@@ -105,7 +107,7 @@ def sdpa(
     q, k, v = readable(q), readable(k), readable(v)
     ctx = empty(q, (n_batch, n_queries, n_heads, v.shape[3]))
     lse = empty(q, (n_batch, n_heads, n_queries), working_dtype(q))
-    run(_plans(q, kind).forward, {Q: q, K: k, V: v, CTX: ctx, LSE: lse})
+    run(_plan(q, kind), {Q: q, K: k, V: v, CTX: ctx, LSE: lse})
     return heads_first(ctx), CudnnCache(kind, q, k, v, ctx, lse)
 
 
@@ -126,19 +128,19 @@ class CudnnCache(NamedTuple):
         require_gradient("sdpa", "dctx", dctx, ctx, (n_batch, n_heads, n_queries, width))
         dq, dk, dv = (_by_token(x) for x in (q, k, v))
         arrays = {Q: q, K: k, V: v, CTX: ctx, LSE: lse, DCTX: _tokens_first(dctx)}
-        run(_plans(q, kind).backward, arrays | {DQ: dq, DK: dk, DV: dv})
+        run(_plan(q, kind._replace(backward=True)), arrays | {DQ: dq, DK: dk, DV: dv})
         return heads_first(dq), heads_first(dk), heads_first(dv), None, None
 
 
-def _plans(q: Array, kind: Kind) -> Plans:
-    found = plans_of(q, kind)
+def _plan(q: Array, kind: Kind) -> Plan:
+    found = plan_of(q, kind)
     if isinstance(found, str):  # which `not_by_cudnn` has said before
         raise RuntimeError(f"sdpa: {found}")
     return found
 
 
 def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float | None) -> Kind:
-    """Without bounds that bound nothing."""
+    """Of forward, without bounds that bound nothing."""
     left, right = window_of("sdpa", window)
     right = 0 if causal else right
     n_queries, n_keys = q.shape[2], k.shape[2]
@@ -151,6 +153,7 @@ def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float 
         None if right is None or right >= n_queries - 1 else right,
         scale_of("sdpa", scale, q),
         is_deterministic(),
+        backward=False,
     )
 
 

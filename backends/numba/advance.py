@@ -85,6 +85,8 @@ def advance(
     """Its vectors (B, D) through all layers; of a large model on all threads."""
     plan, n_texts = planned(params, configs, past), len(x)
     grown, table = _grown(plan, past, n_texts)
+    if plan.tables is None:
+        raise ValueError(f"advance: {plan.refusal}")
     maps, norms, sizes, numbers, scales = plan.tables
     h, parts = np.empty((n_texts, x.shape[2]), x.dtype), np.empty(n_texts * plan.parts, x.dtype)
     scratch = np.empty(n_texts * plan.ctx, x.dtype), np.empty(n_texts * plan.hidden, x.dtype)

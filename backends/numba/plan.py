@@ -25,6 +25,16 @@ ACTIVATIONS = {
 PAIR, MOST = 1 << 17, 16  # weights of two pieces of a product, and pieces, which are sums to add
 
 
+class Tables(NamedTuple):
+    """Of all layers, as `token` reads them."""
+
+    maps: Array
+    norms: Array
+    sizes: Array
+    numbers: Array  # of norms
+    scales: Array  # of scores
+
+
 class Plan(NamedTuple):
     """Of a model, which lives as long: tables, and how many numbers of a text are in memory."""
 
@@ -32,7 +42,7 @@ class Plan(NamedTuple):
     configs: Sequence[BlockConfig]
     refusal: str | None  # why there is none
     large: bool = False  # whether a product has several pieces
-    tables: tuple[Array, ...] = ()  # maps, norms, sizes; numbers of norms, scales of scores
+    tables: Tables | None = None
     heads: tuple[tuple[int, int, int], ...] = ()  # of each layer G, K and M
     ctx: int = 0
     hidden: int = 0
@@ -76,30 +86,31 @@ def _made(params: StackParams, configs: Sequence[BlockConfig]) -> Plan:
     sizes = [
         (c.n_heads, *own, ACTIVATIONS[c.activation]) for c, own in zip(configs, heads, strict=True)
     ]
-    numbers = np.array([(row[3], row[4]) for row in norms], np.float32)
     scales = [_widths(c)[0] ** -0.5 if c.scale is None else c.scale for c in configs]
     parts = maps[:, :, token.PARTS] * maps[:, :, token.N_OUT]
     stages = (
         slice(token.QUERY, token.OUT),
         slice(token.OUT, token.UP),
         slice(token.UP, token.DOWN),
+        slice(token.DOWN, None),
+    )
+    tables = Tables(
+        maps,
+        np.array([row[:3] for row in norms], np.int64),
+        np.array(sizes, np.int64),
+        np.array([row[3:] for row in norms], np.float32),
+        np.array(scales, np.float32),
     )
     return Plan(
         params,
         configs,
         None,
-        bool((maps[:, :, token.PIECES] > 1).any()),
-        (
-            maps,
-            np.array([row[:3] for row in norms], np.int64),
-            np.array(sizes, np.int64),
-            numbers,
-            np.array(scales, np.float32),
-        ),
-        heads,
-        max(c.n_heads * _widths(c)[1] for c in configs),
-        max(c.d_ff for c in configs),
-        max(int(parts[:, stage].sum(axis=1).max()) for stage in (*stages, slice(token.DOWN, None))),
+        large=bool((maps[:, :, token.PIECES] > 1).any()),
+        tables=tables,
+        heads=heads,
+        ctx=max(c.n_heads * _widths(c)[1] for c in configs),
+        hidden=max(c.d_ff for c in configs),
+        parts=max(int(parts[:, stage].sum(axis=1).max()) for stage in stages),
     )
 
 

@@ -235,14 +235,15 @@ def _norm(x: Any, own: Any, numbers: Any, y: Any) -> None:
     if own[GAIN] == 0:
         y[:] = x
         return
-    gain, mean = floats(own[GAIN], (n,)), ZERO
+    gain, mean, square = floats(own[GAIN], (n,)), 0.0, 0.0  # sums in float64, of all their own
     if not own[RMS]:
         for i in range(n):
-            mean += x[i]
-        mean /= np.float32(n)
+            mean += np.float64(x[i])
+        mean /= n
     for i in range(n):
         y[i] = x[i] - mean
-    factor = ONE / np.sqrt(dot(y, y) / np.float32(n) + numbers[EPS])
+        square += np.float64(y[i]) ** 2
+    factor = np.float32(1.0 / np.sqrt(square / n + numbers[EPS]))
     for i in range(n):
         y[i] *= factor * (gain[i] + numbers[OFFSET])
     if own[SHIFT]:

@@ -20,10 +20,10 @@ from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imp
 from cuda_shim.array import DEVICE, Array, Fault, namespace
 from cuda_shim.build import COMPILER, missing_compiler
 from cuda_shim.cublaslt import CublasLt
-from cuda_shim.cudnn import Cudnn, calling_cudnn
+from cuda_shim.cudnn import Cudnn
 from cuda_shim.graph import Graph, refuse
 from cuda_shim.launcher import launch
-from cuda_shim.products import calling
+from cuda_shim.on_request import calling, calling_cudnn
 from xformer import dispatch
 from xformer.shapes import STORED
 

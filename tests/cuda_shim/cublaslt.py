@@ -1,6 +1,6 @@
 """In the place of nvmath.bindings.cublasLt: products by NumPy in the stand-in's memory.
 
-    with calling(CublasLt()) as lt:  # products.py
+    with calling(CublasLt()) as lt:  # on_request.py
         ops.linear(x, w, b)  # lt.products is what was asked for
 
 What the library would refuse, or would not have noticed, is a Fault: descriptors that do not fit

@@ -11,13 +11,11 @@ tests/test_cuda_frontend.py compares both with the package.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.cupy import cudnn as on_cupy
-from xformer.backends.cupy.cudnn import Place, Runtime, State
+from xformer.backends.cupy.cudnn import OLDEST, Place
 
 from cuda_shim.array import Array, Fault, quietly
 from cuda_shim.cublaslt_parts import memory
@@ -82,7 +80,7 @@ class Cudnn:
     # ---- The package ----
 
     def backend_version(self) -> int:
-        return on_cupy.OLDEST
+        return OLDEST
 
     def create_handle(self) -> Handle:
         return Handle(self.device)
@@ -143,28 +141,3 @@ class Cudnn:
             raise Fault(f"{name} ends outside its array")
         strides = [dtype.itemsize * stride for stride in tensor.stride]
         return np.lib.stride_tricks.as_strided(memory(at, dtype, count), tensor.dim, strides)
-
-
-# ---- As the runtime of the stand-in's arrays ----
-
-NOT_ASKED_FOR = "on the stand-in cuDNN is called where a test asks for it"
-_now: list[Cudnn] = []
-
-
-@contextmanager
-def calling_cudnn(cudnn: Cudnn) -> Iterator[Cudnn]:
-    """Within this context attention may be by cuDNN's stand-in."""
-    before, on_cupy._state = on_cupy._state, State()
-    _now.append(cudnn)
-    try:
-        yield cudnn
-    finally:
-        _now.pop()
-        on_cupy._state = before
-
-
-on_cupy.RUNTIMES[Array] = Runtime(
-    lambda: _now[-1] if _now else NOT_ASKED_FOR,
-    lambda arrays: _now[-1].place(arrays),
-    lambda size: _now[-1].memory(size),
-)

@@ -104,7 +104,8 @@ def train(
 
     reduce: data-parallel, what several processes do to their gradients, once a step: their mean,
     see `optim.reduced`. Each has its own batches, of as many targets, and the same state at first;
-    a step's norm is then that of the mean, its loss and tokens are those of the process.
+    a step's norm is then that of the mean, its loss and tokens are those of the process, which by
+    its own loss may be Diverged: end the others with it, as `python -m mpi4py` does.
 
     A step of config.accumulate batches is one of the big batch that they make, to rounding, where
     there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
@@ -236,7 +237,8 @@ def _gradients(
         if state.loss_scale is None:
             return state, value, grads
         grads, finite = state.loss_scale.unscale(grads, tree.trained(state.params))
-        if not finite and not is_finite(value):  # which no scale would change
+        # Which no scale would change; where gradients are reduced, a process must not stop alone.
+        if not finite and reduce is None and not is_finite(value):
             return state, value, grads
         try:
             state = state._replace(loss_scale=state.loss_scale.update(finite))
