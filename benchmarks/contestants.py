@@ -1,8 +1,9 @@
 """Who takes part: this library on each backend, and the peers.
 
 A contestant is named "<backend> kernel", "<backend> reference" (where no kernel may run),
-"jax jit" (the whole step under `jax.jit`), "torch eager" (`benchmarks.eager`) or "torch compile"
-(the same under `torch.compile`).
+"jax jit" (the whole step under `jax.jit`), "cupy graph" (a step is one CUDA graph),
+"cupy deterministic" (bit for bit the same each time), "torch eager" (`benchmarks.eager`),
+"torch cudnn" (its attention by cuDNN) or "torch compile" (the same under `torch.compile`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,15 +23,23 @@ import numpy as np
 
 from benchmarks.shapes import STAND_IN, Shape
 from xformer import backends, dispatch, inference, optim, reference_only, tree
+from xformer.training import Batch, TrainConfig, loss_of, start, train
 
 LR = 3e-4
 CPU = ("numpy", *backends.ON_NUMPY)
 PEER, COMPILED, JITTED = "torch eager", "torch compile", "jax jit"
+CUDNN, OURS_ON_GPU = "torch cudnn", "cupy kernel"
+GRAPH, DETERMINISTIC = "cupy graph", "cupy deterministic"
+TORCH = (PEER, COMPILED, CUDNN)
+NEVER = 10**9  # steps
 COMPILERS = ("g++", "clang++")
 
 
 class Contestant(Protocol):
-    """What is measured, in float32: forward; forward and backward; and a step of AdamW."""
+    """What is measured: forward; forward and backward; and a step of AdamW.
+
+    In float32, or with weights and activations in the precision of a shape.
+    """
 
     backend: backends.Backend
 
@@ -65,13 +76,13 @@ class Ours:
         """The loss, with the cache that backward needs; what is not for training alone."""
         with self.context():
             if self.shape.training:
-                return self.shape.model.loss(self.params, *self.data)
+                return self._loss()
             return self._pooled()
 
     def backward(self) -> tuple[Any, Any]:
         """The loss and its gradients."""
         with self.context():
-            loss, cache = self.shape.model.loss(self.params, *self.data)
+            loss, cache = self._loss()
             return loss, cache.backward()
 
     def step(self) -> Any:
@@ -91,10 +102,41 @@ class Ours:
         loss, grads = self.backward()
         return float(loss), tree.flatten(tree.map(self.backend.to_numpy, grads))
 
+    def _loss(self) -> Any:
+        weights = self.backend.weights(self.params, self.shape.precision)
+        return self.shape.model.loss(weights, *self.data)
+
     @inference()
     def _pooled(self) -> Any:
         y, _ = self.shape.model.pooled(self.params, *self.data)
         return y
+
+
+class Captured(Ours):
+    """The same, whose steps are those of `train(captured=True)`: each a launch of a CUDA graph."""
+
+    def __init__(self, shape: Shape, weights: Any, backend: backends.Backend) -> None:
+        super().__init__(shape, weights, backend, partial(capturing, shape.device))
+        self.state = None
+        options: Any = {"eval_every": NEVER, "clip": None, "diverged": None}
+        config = TrainConfig(NEVER, shape.batch, precision=shape.precision, **options)
+        adamw = optim.Optimiser(optim.adamw_init, optim.adamw)
+        given = start(self.params, config, adamw), self, config, backend
+        options = {"optimiser": adamw, "schedule": lambda step: LR, "donate": True}
+        self._steps = train(loss_of(shape.model), *given, captured=True, **options)
+        arrays = shape.data(backends.get("numpy"))
+        self._batch = Batch(arrays, {}, arrays[-1].size, arrays[0].size)
+
+    def batch(self, i: int) -> Batch:
+        """The same each time; as the source of `train`."""
+        return self._batch
+
+    def step(self) -> Any:
+        """The loss before a step of AdamW."""
+        with self.context():
+            found = next(self._steps)
+        self.params = found.params
+        return found.loss
 
 
 class Jitted(Ours):
@@ -144,10 +186,11 @@ class Jitted(Ours):
 
 def names() -> list[str]:
     """Every contestant that there is; the peer comes first."""
-    found = [PEER, COMPILED]
+    found = list(TORCH)
     for name in backends.NAMES:
         if name != "array-api-strict":
             found.append(f"{name} kernel")
+        found += [GRAPH, DETERMINISTIC] if name == "cupy" else []
         found += [JITTED] if name == "jax" else []
         found += [f"{name} reference"] if name not in backends.ON_NUMPY else []  # that is NumPy's
     return found
@@ -155,16 +198,21 @@ def names() -> list[str]:
 
 def why_not(name: str) -> str | None:
     """Why a contestant cannot take part here, or None where it can."""
-    if name in (PEER, COMPILED) and importlib.util.find_spec("torch") is None:
+    if name in TORCH and importlib.util.find_spec("torch") is None:
         return f"{name}: torch is not installed"
+    if name == CUDNN and not importlib.import_module("torch").cuda.is_available():
+        return f"{name}: torch sees no CUDA device"
     if name == COMPILED and not os.environ.get("CXX") and not any(map(shutil.which, COMPILERS)):
         return f"{name}: there is no C++ compiler ({' or '.join(COMPILERS)})"
-    if name in (PEER, COMPILED):
+    if name in TORCH:
         return None
+    if name == GRAPH and importlib.util.find_spec("nvmath") is None:
+        return f"{name}: nvmath is not installed, without which products cannot be captured"
     library, _, how = name.rpartition(" ")
     why = backends.why_not(library)
     arrays = "numpy" if library in backends.ON_NUMPY else library
-    if why is None and how == "kernel" and not any(arrays in op.kernels for op in dispatch.ops()):
+    kernels = any(arrays in op.kernels for op in dispatch.ops())
+    if why is None and how != "reference" and not kernels:
         return f"{name}: backend {library} has no kernels"
     return None if why is None else f"{name}: {why}"
 
@@ -174,7 +222,8 @@ def default(shape: Shape) -> list[str]:
 
     Without `jax.jit`, and without kernels, the libraries show that code is right.
     """
-    fast = [n for n in names() if not n.endswith("reference") and n != "jax kernel"]
+    slow = "jax kernel", CUDNN, DETERMINISTIC
+    fast = [n for n in names() if not n.endswith("reference") and n not in slow]
     if not shape.scores_fit:
         fast = [n for n in fast if n in (PEER, COMPILED, *(f"{n} kernel" for n in CPU))]
     return [name for name in fast if why_not(name) is None]
@@ -182,15 +231,18 @@ def default(shape: Shape) -> list[str]:
 
 def make(name: str, shape: Shape, weights: Any) -> Contestant:
     """The contestant of that name, at the start of its training."""
-    if name in (PEER, COMPILED):
+    if name in TORCH:
         from benchmarks.eager import Eager
 
-        return Eager(shape, weights, compiled=name == COMPILED)
+        return Eager(shape, weights, compiled=name == COMPILED, cudnn=name == CUDNN)
     library, _, how = name.rpartition(" ")
     backend = backend_of(library, shape.device)
     if how == "jit":
         return Jitted(shape, weights, backend)
-    context: Any = reference_only if how == "reference" else nullcontext
+    if how == "graph":
+        return Captured(shape, weights, backend)
+    contexts: Any = {"reference": reference_only, "deterministic": backend.deterministic}
+    context = contexts.get(how, nullcontext)
     if shape.tf32:
         from xformer.backends.cupy import tf32 as context
     return Ours(shape, weights, backend, context)
@@ -209,6 +261,19 @@ def backend_of(library: str, device: str | None) -> backends.Backend:
     return backends.get(library, torch_device(device) if library == "torch" else None)
 
 
+@contextmanager
+def capturing(device: str | None) -> Iterator[None]:
+    """What cannot be captured is an error here; on the stand-in, too, products are by cuBLASLt."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error", RuntimeWarning)
+        if device == STAND_IN:
+            import cuda_shim
+
+            stack.enter_context(cuda_shim.calling(cuda_shim.CublasLt()))
+        yield
+
+
 def torch_device(device: str | None) -> str | None:
     """Where torch is on that device of a shape."""
     return None if device == STAND_IN else device
@@ -217,7 +282,7 @@ def torch_device(device: str | None) -> str | None:
 def judge(shape: Shape, weights: Any) -> Contestant:
     """What every contestant must agree with, in float64: the peer; NumPy's reference without it."""
     if why_not(PEER) is None:
-        from benchmarks.eager import Eager
+        from benchmarks.eager import Judge
 
-        return Eager(shape, weights, dtype="float64")
+        return Judge(shape, weights)
     return Ours(shape, weights, backends.get("numpy"), reference_only, "float64")

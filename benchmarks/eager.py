@@ -5,12 +5,15 @@ Written as a PyTorch user would, of `benchmarks.eager_layers`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.contestants import LR, torch_device
 from benchmarks.eager_layers import Block, Linear, Norm, host, parameter
@@ -19,12 +22,20 @@ from xformer import backends, tree
 from xformer.layers import EmbedParams, StackParams, sinusoidal
 from xformer.models import EncoderDecoderParams, LanguageModel, LanguageModelParams
 
+CUDNN_ATTENTION = SDPBackend.CUDNN_ATTENTION
+
 
 class Eager:
     """The contestant: see `contestants.Ours`, whose methods these are."""
 
     def __init__(
-        self, shape: Shape, weights: Any, *, dtype: str = "float32", compiled: bool = False
+        self,
+        shape: Shape,
+        weights: Any,
+        *,
+        dtype: str = "float32",
+        compiled: bool = False,
+        cudnn: bool = False,
     ) -> None:
         self.backend = backends.get("torch", torch_device(shape.device))
         self.training = shape.training
@@ -34,14 +45,14 @@ class Eager:
         self.model = kind(shape.model, weights).to(**where)
         self.run = torch.compile(self.model) if compiled else self.model
         self.data = shape.data(self.backend)
+        self.precision = None if dtype == "float64" else shape.precision
+        self.attention: Any = partial(sdpa_kernel, CUDNN_ATTENTION) if cudnn else nullcontext
         if shape.training:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     def forward(self) -> Tensor:
         """The loss, with the graph that backward needs; what is not for training alone."""
-        with torch.inference_mode(not self.training):
-            found: Tensor = self.run(*self.data)
-            return found
+        return self._run(*self.data)
 
     def backward(self) -> Tensor:
         """The loss; gradients are left in the parameters."""
@@ -64,6 +75,37 @@ class Eager:
         """The loss and its gradients by dotted name, on the host."""
         loss = self.backward()
         return loss.item(), tree.flatten(self.model.grads())
+
+    def _run(self, *data: Tensor) -> Tensor:
+        with torch.inference_mode(not self.training), self._rounding(), self.attention():
+            found: Tensor = self.run(*data)
+            return found
+
+    def _rounding(self) -> Any:
+        """Weights stay float32; torch rounds them, and activations, where products are made."""
+        if self.precision is None:
+            return nullcontext()
+        where = torch.device(self.backend.device or "cpu").type
+        return torch.autocast(where, dtype=getattr(torch, self.precision))
+
+
+class Judge(Eager):
+    """In float64, some rows of the batch at a time."""
+
+    def __init__(self, shape: Shape, weights: Any) -> None:
+        super().__init__(shape, weights, dtype="float64")
+        self.rows = shape.judged or shape.batch
+
+    def backward(self) -> Tensor:
+        """The loss, of parts with as many targets each; gradients are left in the parameters."""
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = list(zip(*(x.split(self.rows) for x in self.data), strict=True))
+        found = []
+        for data in parts:
+            loss = self._run(*data) / len(parts)
+            loss.backward()
+            found.append(loss.detach())
+        return torch.stack(found).sum()
 
 
 class EagerLanguageModel(nn.Module):

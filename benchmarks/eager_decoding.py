@@ -11,19 +11,19 @@ from benchmarks.eager_layers import SelfAttention, merge, split, turned
 
 
 class Cached(nn.Module):
-    """A decoder of `EagerLanguageModel`'s weights on one text of at most `length` tokens."""
+    """A decoder of `EagerLanguageModel`'s weights on texts of at most `length` tokens."""
 
-    def __init__(self, model: EagerLanguageModel, length: int) -> None:
+    def __init__(self, model: EagerLanguageModel, n_texts: int, length: int) -> None:
         super().__init__()
         self.model = model
         attn = model.blocks[0].attn
         groups = attn.qkv.widths[1] // attn.head_width
-        shape = (len(model.blocks), 2, 1, groups, length, attn.head_width)
+        shape = (len(model.blocks), 2, n_texts, groups, length, attn.head_width)
         self.register_buffer("past", torch.zeros(shape))
         self.register_buffer("places", torch.arange(length))
 
     def forward(self, token: Tensor, at: Tensor) -> Tensor:
-        """The likeliest id after token (1, 1), which stands at `at` (1,)."""
+        """The likeliest ids (B, 1) after those of token (B, 1), which stand at `at` (1,)."""
         model = self.model
         x = F.embedding(token, model.table)
         if model.positions is not None:

@@ -1,88 +1,82 @@
-"""One contestant of the decoding in `benchmarks.gpu`: `gpu_decoding.py FOLDER NAME`.
+"""The question of `benchmarks.gpu`: how long does a token of some texts take, side by side?
 
-{"write": {"first": id, "n": n}} is answered with the n likeliest ids after one, and the seconds
-that they took; of this library {"gap": {"ids": ids, "pair": [a, b]}} with how far apart the logits
-of two ids are behind a text. FOLDER holds what `shapes.store` wrote. "cupy kernel" is this
-library's `generate`; "torch eager" and "torch compile" a loop over a model with keys and values in
-buffers of the whole length, the latter as one CUDA graph. All read each id as it comes, since it
-could end the text.
+Each contestant is a process (`gpu_decoder.py`). Nothing is reported unless all write the same
+texts, but where two logits are too close for float32 to tell.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, shapes
-from benchmarks.contestants import COMPILED, backend_of
+from benchmarks import harness, machine, shapes
+from benchmarks.contestants import OURS_ON_GPU
+from benchmarks.harness import Disagreement
 from benchmarks.shapes import Shape
 
-Write = Callable[[int, int], list[int]]
-Gap = Callable[[list[int], list[int]], float]
+NEAR = 1e-5  # two logits so close may change places
+FIRST = 5  # the id that the first text begins with; the others with those after it
 
 
-def ours(shape: Shape, weights: Any, library: str) -> tuple[Write, Gap, Any]:
-    """As this library's page has it."""
-    from xformer import tree
-    from xformer.generation import generate, prefill
+def decoded(shape: Shape, names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Time a step of all texts; Disagreement where a contestant writes others than the first."""
+    n, rows = shape.length, dict[str, Any]()
+    vocab_size = shape.network.embed.vocab_size
+    firsts = [(FIRST + i) % vocab_size for i in range(shape.batch)]
+    asked = {"firsts": firsts, "n": n}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        shapes.store(shape, folder)
+        running = {name: stack.enter_context(start(name, folder)) for name in names}
+        found = {name: one.ask(write=asked)["ids"] for name, one in running.items()}
+        same = {
+            name: [
+                agreement(name, first, own, peer, running[OURS_ON_GPU])
+                for first, own, peer in zip(firsts, texts, found[names[0]], strict=True)
+            ]
+            for name, texts in found.items()
+        }
 
-    place = backend_of(library, shape.device)
-    params = tree.map(place.asarray, weights)
+        def turn(one: Any) -> list[float]:
+            return [one.ask(write=asked)["seconds"] / n]
 
-    def write(first: int, n: int) -> list[int]:
-        return generate(shape.model, params, [[first]], max_new=n)[0]
-
-    def gap(ids: list[int], pair: list[int]) -> float:
-        (logits,) = place.to_numpy(prefill(shape.model, params, [ids]).logits)
-        return abs(float(logits[pair[0]] - logits[pair[1]]))
-
-    return write, gap, place
-
-
-def theirs(shape: Shape, weights: Any, compiled: bool) -> tuple[Write, Any]:
-    """As a user of torch writes it who knows of CUDA graphs."""
-    import torch
-
-    from benchmarks.eager import Eager
-    from benchmarks.eager_decoding import Cached
-
-    eager = Eager(shape, weights)
-    model = Cached(eager.model, shape.length).to(eager.backend.device)
-    run = torch.compile(model, mode="reduce-overhead") if compiled else model
-
-    @torch.inference_mode()
-    def write(first: int, n: int) -> list[int]:
-        token, new = torch.tensor([[first]], device=eager.backend.device), []
-        place = torch.tensor([0], device=eager.backend.device)
-        for _ in range(n):
-            token = run(token, place).clone()  # a graph writes its next result over it
-            place += 1  # on the device
-            new.append(int(token))
-        return new
-
-    return write, eager.backend
+        turns = {name: partial(turn, one) for name, one in running.items()}
+        seconds = harness.interleave(turns, rounds, lambda: None)
+        for name, one in running.items():
+            row = harness.summary(seconds[name], seconds[names[0]]) | one.ask(about={})
+            rows[name] = row | {"same_ids": sum(same[name])}
+    return {"texts": shape.batch, "length": n, "tokens": rows}
 
 
-def answers(folder: Path, name: str) -> dict[str, Callable[..., Any]]:
-    """What a contestant can be asked."""
-    shape, weights = shapes.load(folder)
-    library, more = name.partition(" ")[0], dict[str, Any]()
-    if library == "torch":
-        write, place = theirs(shape, weights, name == COMPILED)
-    else:
-        write, gap, place = ours(shape, weights, library)
-        more["gap"] = lambda ids, pair: {"gap": gap(ids, pair)}
+def agreement(name: str, first: int, own: list[int], peer: list[int], ours: Any) -> int:
+    """How many ids of a text are the peer's. Disagreement unless all, or but for rounding.
 
-    def answer(first: int, n: int) -> dict[str, Any]:
-        start = time.perf_counter()
-        ids = write(first, n)
-        return {"ids": ids, "seconds": time.perf_counter() - start}
+    ours: who is asked how far apart two logits are.
+    """
+    if own == peer:
+        return len(own)
+    pairs = enumerate(zip(own, peer, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), None)
+    if at is None:
+        raise Disagreement(
+            f"{name} writes another text than the peer: {len(own)} ids, not {len(peer)}"
+        )
+    pair = [own[at], peer[at]]
+    gap = ours.ask(gap={"ids": [first, *peer[:at]], "pair": pair})["gap"]
+    if not gap <= NEAR:
+        raise Disagreement(
+            f"{name} writes another text than the peer: id {at + 1} is {pair[0]}, not {pair[1]}, "
+            f"and their logits are {gap:.1e} apart, allowed {NEAR:.0e}"
+        )
+    return at
 
-    return {"write": answer, "about": lambda: {"peak_bytes": place.memory().peak}} | more
 
-
-if __name__ == "__main__":
-    harness.serve(answers(Path(sys.argv[1]), sys.argv[2]))
+def start(name: str, folder: Path) -> Any:
+    """The process of a contestant."""
+    command = [sys.executable, "-m", "benchmarks.gpu_decoder", folder, name]
+    return harness.Process(name, command, machine.environment())

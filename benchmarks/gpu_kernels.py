@@ -232,6 +232,7 @@ def kernels(
             moved, flops = case.forward if direction == "forward" else case.backward or (0, 0)
             floor = max(moved / rate["copy"], flops / rate[case.product])
             row = {"name": f"{case.name}, {direction}", "seconds": min(found), "floor": floor}
+            row["moves"] = moved / rate["copy"] >= flops / rate[case.product]
             row |= {"median": statistics.median(found), "n": len(found)}
             rows.append(row | {"error": error, "runs": said.partition(": ")[2]})
     return rows, wrong

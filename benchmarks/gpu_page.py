@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import gpu_kernels, report
+from benchmarks.contestants import COMPILED, CUDNN, DETERMINISTIC, GRAPH, OURS_ON_GPU, PEER
 
 MEMORY = """\
 Times: minimum (median). Peak: what the pool of CuPy or torch has grown to; of JAX, which tells no
@@ -24,9 +25,12 @@ def text(found: dict[str, Any]) -> str:
     if "kernels" in done:
         parts.append(report.align(gpu_kernels.kernel_table(done["kernels"])))
     parts += [report.table(run) for run in done.values() if "works" in run]
-    if "decoding" in done:
-        parts.append(report.align(decoding_table(done["decoding"])))
+    parts += [report.align(decoding_table(run)) for run in done.values() if "texts" in run]
+    if "attention" in done:
+        parts.append(report.align(attention_table(done["attention"])))
     parts.append(MEMORY)
+    if met := goals(done):
+        parts.append(report.align([["figure", "goal", "found"], *met]))
     if found["wrong"]:
         parts.append("\n".join(["Wrong, or not run:", *(f"- {what}" for what in found["wrong"])]))
     return "\n\n".join(parts)
@@ -41,10 +45,78 @@ def header(found: dict[str, Any]) -> str:
     return f"{at}; {own}.{dry}"
 
 
-def decoding_table(rows: dict[str, Any]) -> list[list[str]]:
+def goals(done: dict[str, Any]) -> list[list[str]]:
+    """What this library wants to reach on a GPU, as far as it was measured: figure, goal, found."""
+    cells = list[list[str]]()
+    for name in ("gpt2-bfloat16", "llama-bfloat16"):
+        if name in done:
+            rows = {row["name"]: row for row in done[name]["rows"]}
+            cells += step_goals(name, rows)
+    for name, least in (("decoding", 3.0), ("decoding-64", 1.5)):
+        if name in done:
+            rows = done[name]["tokens"]
+            ours = min(rows[n]["min_ms"] for n in (OURS_ON_GPU, GRAPH) if n in rows)
+            ratio = rows[PEER]["min_ms"] / ours if PEER in rows else None
+            cells.append([f"{name}, tokens/s over {PEER}", f"{least:g}", times(ratio)])
+    moved = [row for row in done.get("kernels", []) if row["moves"]]
+    if moved:
+        near = [row for row in moved if row["floor"] >= 0.8 * row["seconds"]]
+        found = f"{len(near)} of {len(moved)} kernels"
+        cells.append(["kernels bound by memory, of their floor", "80%", found])
+    for row in done.get("attention", []):
+        what = f"flash, {row['length']} tokens, {row['direction']}, time over torch's"
+        cells.append([what, "1", times(row["times"]["flash"]["ratio"])])
+    if "curve-float32" in done:
+        off = done["curve-float32"]["off"]
+        spread = max(off["numpy"], off["reference"])
+        what = f"losses of {done['curve-float32']['steps']} steps, off float64, over NumPy's"
+        cells.append([what, "1", times(off["here"] / spread)])
+    if "curve-bfloat16" in done:
+        found = done["curve-bfloat16"]["validation"]
+        what = f"validation after {done['curve-bfloat16']['steps']} steps, over float32's"
+        cells.append([what, "1.005", f"{found['bfloat16'] / found['float32']:.4f}"])
+    return cells
+
+
+def step_goals(name: str, rows: dict[str, Any]) -> list[list[str]]:
+    """Those of a training step."""
+    own = {n: rows[n] for n in (OURS_ON_GPU, GRAPH) if n in rows}
+    best = min(own.values(), key=lambda row: row["step"]["min_ms"])
+    cells = []
+    for peer, least in ((PEER, 1.5), (CUDNN, 1.5), (COMPILED, 1.05)):
+        if peer in rows:
+            ratio = rows[peer]["step"]["min_ms"] / best["step"]["min_ms"]
+            cells.append([f"{name}, tokens/s over {peer}", f"{least:g}", times(ratio)])
+    cells.append([f"{name}, share of the product rate", "55%", f"{best['light']:.0%}"])
+    if PEER in rows:
+        ratio = best["peak_bytes"] / rows[PEER]["peak_bytes"]
+        cells.append([f"{name}, peak memory over {PEER}", "0.7", times(ratio)])
+    if DETERMINISTIC in rows:
+        ratio = rows[DETERMINISTIC]["step"]["min_ms"] / rows[OURS_ON_GPU]["step"]["min_ms"]
+        cells.append([f"{name}, deterministic, time over {OURS_ON_GPU}", "1.05", times(ratio)])
+    return cells
+
+
+def times(ratio: float | None) -> str:
+    """A ratio."""
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def attention_table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Cells of a table."""
-    lines = [["a token at batch 1", "ms", "x", "peak MB"]]
-    for name, row in rows.items():
+    names = list(dict.fromkeys(name for row in rows for name in row["times"]))
+    lines = [["causal attention, bfloat16", *(f"{name}, ms" for name in names)]]
+    for row in rows:
+        found = [row["times"].get(name) for name in names]
+        cells = ["-" if t is None else f"{t['min_ms']:.3f} ({t['median_ms']:.3f})" for t in found]
+        lines.append([f"{row['length']} tokens, {row['direction']}", *cells])
+    return lines
+
+
+def decoding_table(run: dict[str, Any]) -> list[list[str]]:
+    """Cells of a table."""
+    lines = [[f"a token at batch {run['texts']}", "ms", "x", "peak MB"]]
+    for name, row in run["tokens"].items():
         times = f"{row['min_ms']:.3f} ({row['median_ms']:.3f})"
         lines.append([name, times, f"{row['ratio']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}"])
     return lines

@@ -77,6 +77,14 @@ def free_memory(device: str | None = None) -> int | None:
     return 1024 * int(sizes["MemAvailable"].split()[0])
 
 
+def give_back() -> None:
+    """What the libraries keep of the GPU's memory for later goes to other processes."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+
+
 def nvidia_smi(field: str) -> str | None:
     """What the driver says of the first GPU that this process sees; None where it says nothing."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]

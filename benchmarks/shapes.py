@@ -35,6 +35,8 @@ class Shape:
     scores_fit: bool = True  # whether attention that holds all T x T scores fits into 16 GB
     device: str | None = None  # of torch, "cuda"; None: the usual one; STAND_IN: of a dry run
     tf32: bool = False  # whether products may round their factors to TF32
+    precision: str | None = None  # of weights and activations: on a device, beside float32
+    judged: int | None = None  # rows at a time, where the judge's scores of all do not fit
 
     @property
     def network(self) -> Any:
@@ -116,6 +118,15 @@ LLAMA = {
     "vocab_size": 32000,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
+}
+# About 350M parameters, as GPT-2 medium has.
+LLAMA_350M = LLAMA | {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
 }
 MINILM = {
     "model_type": "bert",

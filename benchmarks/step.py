@@ -139,7 +139,7 @@ def measure(
     return {
         "shape": shape.name,
         "model": shape.describe(),
-        "dtype": "float32",
+        "dtype": shape.precision or "float32",
         "rounds": rounds,
         "repeats": shape.repeats,
         "tolerance": shape.tolerance,

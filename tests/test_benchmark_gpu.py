@@ -7,31 +7,48 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cuda_shim
+import numpy as np
 import pytest
 import xformer.backends.cupy
 from libraries import STAND_IN
 from test_benchmarks import InProcess
+from xformer.backends.base import Memory
 from xformer.backends.cupy import activation
 from xformer.backends.cupy.module import LAUNCHERS
 
-from benchmarks import gpu, gpu_decoding, gpu_kernels, harness, machine, shapes, step
-from benchmarks.contestants import PEER
+from benchmarks import (
+    gpu,
+    gpu_decoder,
+    gpu_decoding,
+    gpu_kernels,
+    gpu_page,
+    gpu_plan,
+    harness,
+    machine,
+    shapes,
+    step,
+    worker,
+)
+from benchmarks.contestants import CUDNN, DETERMINISTIC, GRAPH, OURS_ON_GPU, PEER
 from benchmarks.harness import Disagreement
 from xformer import backends, dispatch
 from xformer.ops import gelu
 
-SECTIONS = ["costs", "rates", "kernels", "tests", "gpt2", "decoding", "llama"]
+SECTIONS = ["costs", "rates", "kernels", "tests", "gpt2-bfloat16", "llama-bfloat16"]
+SECTIONS += ["decoding", "decoding-64", "attention", "curve-float32", "curve-bfloat16"]
+SECTIONS += ["gpt2", "llama"]
 
 
 class Decoder(InProcess):
     """In the place of the process of a decoding contestant."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.answers = gpu_decoding.answers(folder, name)
+        self.answers = gpu_decoder.answers(folder, name)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +59,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     except backends.Unusable as error:
         pytest.skip(str(error))
     monkeypatch.setattr(step, "start", InProcess)
-    monkeypatch.setattr(gpu, "decoder", Decoder)
+    monkeypatch.setattr(gpu_decoding, "start", Decoder)
     monkeypatch.setattr(harness, "SETTLE", 0.0)
     monkeypatch.setattr(backends, "keep_memory", lambda: None)  # of all tests after it
     for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", machine.COMPILING):
@@ -70,12 +87,28 @@ def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(done["costs"]) == 5 and min(done["costs"].values()) > 0
     assert done["rates"].keys() == {"copy", "product", "product, float16"}
     assert min(done["rates"].values()) > 0
-    for name in ("gpt2", "llama"):
-        assert [row["name"] for row in done[name]["rows"]] == [PEER, gpu.OURS]
+    for name in SECTIONS[-2:]:
+        assert [row["name"] for row in done[name]["rows"]] == [PEER, OURS_ON_GPU]
         assert all(row["error"] < 1e-5 and row["step"]["min_ms"] > 0 for row in done[name]["rows"])
         assert done[name]["rows"][1]["dispatch"]["calls"] > 10
-    assert all(row["min_ms"] > 0 for row in done["decoding"].values())
-    assert all(row["same_ids"] == 9 for row in done["decoding"].values())
+    for name in SECTIONS[4:6]:
+        assert done[name]["dtype"] == "bfloat16"
+        rows = done[name]["rows"]
+        assert [row["name"] for row in rows] == [PEER, OURS_ON_GPU, GRAPH, DETERMINISTIC]
+        assert all(1e-5 < row["error"] < 5e-2 and row["step"]["min_ms"] > 0 for row in rows)
+    for name, n_texts in (("decoding", 1), ("decoding-64", 2)):
+        assert done[name]["texts"] == n_texts
+        assert list(done[name]["tokens"]) == [PEER, OURS_ON_GPU, GRAPH]
+        assert all(row["min_ms"] > 0 for row in done[name]["tokens"].values())
+        assert all(row["same_ids"] == 9 * n_texts for row in done[name]["tokens"].values())
+    for row in done["attention"]:
+        assert row["times"].keys() == row["errors"].keys() == {"flash", "torch"}
+        assert max(row["errors"].values()) < 2e-2
+    off = done["curve-float32"]["off"]
+    assert off.keys() == {"here", "numpy", "reference"} and 0 < max(off.values()) < 1e-5
+    validation = done["curve-bfloat16"]["validation"]
+    assert validation["bfloat16"] == pytest.approx(validation["float32"], rel=1e-2)
+    assert validation["bfloat16"] != validation["float32"]
     assert "A dry run: no figure means anything." in shown
     assert {"cuda_shim", "torch", "numpy"} <= found["versions"].keys()
     (table,) = tmp_path.glob("gpu-dry-run-*.md")
@@ -133,7 +166,7 @@ def test_a_section_that_fails_leaves_the_others(
         def ask(self, **request: Any) -> Any:
             answer = super().ask(**request)
             if "ids" in answer and self is not first[0]:
-                answer["ids"] = [*answer["ids"], 0]
+                answer["ids"] = [[*text, 0] for text in answer["ids"]]
             return answer
 
     first: list[Any] = []
@@ -142,11 +175,13 @@ def test_a_section_that_fails_leaves_the_others(
         first.append(Other(name, folder))
         return first[-1]
 
-    monkeypatch.setattr(gpu, "decoder", decoder)
+    monkeypatch.setattr(gpu_decoding, "start", decoder)
     status, found = run(tmp_path, *only("decoding", "costs"))
     assert status == 1 and list(found["sections"]) == ["costs"]
     (wrong,) = found["wrong"]
-    assert wrong.startswith(f"decoding: Disagreement: {gpu.OURS} writes another text than {PEER}")
+    assert wrong.startswith(
+        f"decoding: Disagreement: {OURS_ON_GPU} writes another text than the peer"
+    )
     assert f"- {wrong[:60]}" in capsys.readouterr().out
 
 
@@ -163,29 +198,31 @@ def test_texts_that_part_where_two_ids_are_as_likely() -> None:
             asked.append(gap)
             return {"gap": apart}
 
+    def same(*own: int) -> int:
+        return gpu_decoding.agreement("it", 9, list(own), [1, 2, 3, 4], Ours())
+
     asked: list[Any] = []
-    texts = {"peer": [1, 2, 3, 4], "same": [1, 2, 3, 4], "other": [1, 2, 7, 7], "short": [1, 2]}
     apart = 1e-6
-    assert [gpu.agreement(name, texts, Ours()) for name in ("peer", "same", "other")] == [4, 4, 2]
-    assert asked == [{"ids": [gpu.FIRST, 1, 2], "pair": [7, 3]}]
+    assert same(1, 2, 3, 4) == 4 and same(1, 2, 7, 7) == 2
+    assert asked == [{"ids": [9, 1, 2], "pair": [7, 3]}]
     apart = 1e-4
-    with pytest.raises(Disagreement, match=r"^other writes another .*id 3 is 7, not 3, .*1.0e-04"):
-        gpu.agreement("other", texts, Ours())
+    with pytest.raises(Disagreement, match=r"^it writes another .*id 3 is 7, not 3, .*1.0e-04"):
+        same(1, 2, 7, 7)
     apart = float("nan")
     with pytest.raises(Disagreement, match=r"their logits are nan apart"):
-        gpu.agreement("other", texts, Ours())
-    with pytest.raises(Disagreement, match=r"^short writes another text than peer: 2 ids, not 4$"):
-        gpu.agreement("short", texts, Ours())
+        same(1, 2, 7, 7)
+    with pytest.raises(Disagreement, match=r"^it writes another text than the peer: 2 ids, not 4$"):
+        same(1, 2)
 
 
 def test_a_gap_between_logits(tmp_path: Path) -> None:
-    plan = gpu.planned(dry=True)
-    shapes.store(plan.text, tmp_path)
-    ask = gpu_decoding.answers(tmp_path, gpu.OURS)
-    ids = ask["write"](gpu.FIRST, 2)["ids"]
-    assert ask["gap"]([gpu.FIRST], [ids[0], ids[0]]) == {"gap": 0.0}
-    assert ask["gap"]([gpu.FIRST, ids[0]], [ids[1], (ids[1] + 1) % 11])["gap"] > 0
-    assert "gap" not in gpu_decoding.answers(tmp_path, PEER)
+    plan = gpu_plan.planned(dry=True)
+    shapes.store(plan.texts[0], tmp_path)
+    ask = gpu_decoder.answers(tmp_path, OURS_ON_GPU)
+    ids = ask["write"]([gpu_decoding.FIRST], 2)["ids"][0]
+    assert ask["gap"]([gpu_decoding.FIRST], [ids[0], ids[0]]) == {"gap": 0.0}
+    assert ask["gap"]([gpu_decoding.FIRST, ids[0]], [ids[1], (ids[1] + 1) % 11])["gap"] > 0
+    assert "gap" not in gpu_decoder.answers(tmp_path, PEER)
 
 
 STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -218,7 +255,7 @@ def test_a_section_is_stopped_when_time_is_over() -> None:
 
 
 def test_no_kernel_is_begun_when_time_is_over() -> None:
-    plan = gpu.planned(dry=True)
+    plan = gpu_plan.planned(dry=True)
     rates = {"copy": 1.0, "product": 1.0}
     found = gpu_kernels.kernels(plan.place, plan.sizes, rates, 1, lambda: True)
     assert found == ([], ["layer_norm and what follows: not begun, time was over"])
@@ -228,6 +265,78 @@ def test_time_that_is_over(tmp_path: Path) -> None:
     status, found = run(tmp_path, "--minutes", "0", *only("costs"))
     assert status == 1 and not found["sections"]
     assert found["wrong"] == ["costs: not begun, 0 minutes were over"]
+
+
+def test_goals() -> None:
+    """What this library reaches, of what was measured."""
+
+    def row(ms: float, peak: int = 100) -> dict[str, Any]:
+        return {"step": {"min_ms": ms}, "light": 50 / ms, "peak_bytes": peak}
+
+    rows = {PEER: row(300), CUDNN: row(200), OURS_ON_GPU: row(120, 60), GRAPH: row(100, 70)}
+    rows |= {DETERMINISTIC: row(126)}
+    done: dict[str, Any] = {
+        "gpt2-bfloat16": {"rows": [{"name": name} | own for name, own in rows.items()]},
+        "decoding": {"tokens": {name: own["step"] for name, own in rows.items()}},
+        "kernels": [
+            {"moves": True, "floor": 8, "seconds": 10},
+            {"moves": True, "floor": 7.9, "seconds": 10},
+            {"moves": False, "floor": 10, "seconds": 10},
+        ],
+        "attention": [{"length": 16, "direction": "whole", "times": {"flash": {"ratio": 0.9}}}],
+        "curve-float32": {"steps": 9, "off": {"here": 3, "numpy": 1, "reference": 2}},
+        "curve-bfloat16": {"steps": 9, "validation": {"float32": 1.0, "bfloat16": 1.004}},
+    }
+    found = {figure: own for figure, _, own in gpu_page.goals(done)}
+    assert found == {
+        "gpt2-bfloat16, tokens/s over torch eager": "3.00",
+        "gpt2-bfloat16, tokens/s over torch cudnn": "2.00",
+        "gpt2-bfloat16, share of the product rate": "50%",
+        "gpt2-bfloat16, peak memory over torch eager": "0.70",
+        "gpt2-bfloat16, deterministic, time over cupy kernel": "1.05",
+        "decoding, tokens/s over torch eager": "3.00",
+        "kernels bound by memory, of their floor": "1 of 2 kernels",
+        "flash, 16 tokens, whole, time over torch's": "0.90",
+        "losses of 9 steps, off float64, over NumPy's": "1.50",
+        "validation after 9 steps, over float32's": "1.0040",
+    }
+    assert gpu_page.goals({}) == []
+
+
+def test_judging_in_parts() -> None:
+    """The same loss and gradients, of as many rows at a time as a shape says."""
+    from benchmarks import eager  # which needs torch
+
+    shape = gpu_plan.planned(dry=True).steps[2][0]
+    whole, parts = (eager.Judge(replace(shape, judged=rows), shape.weights()) for rows in (None, 1))
+    (loss, grads), (again, others) = whole.gradients(), parts.gradients()
+    assert again == pytest.approx(loss, rel=1e-12)
+    for name, grad in grads.items():
+        assert np.allclose(others[name], grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_memory_is_given_back_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a turn; a run that is not timed comes before the next, and the peak is kept."""
+    log: list[str] = []
+    peaks = iter([7, 5])
+
+    class Contestant:
+        class backend:
+            synchronize = staticmethod(lambda: log.append("waited"))
+            memory = staticmethod(lambda: Memory(1, next(peaks)))
+
+        def step(self) -> None:
+            log.append("step")
+
+    monkeypatch.setattr(machine, "give_back", lambda: log.append("given back"))
+    for device, runs in (("cuda", 3), (None, 2)):
+        log.clear()
+        shape = replace(gpu_plan.planned(dry=True).steps[0][0], device=device)
+        own: Any = worker.Worker(shape, Contestant())  # type: ignore[arg-type]
+        assert len(own.run("step", 2)) == 2
+        assert log == ["step", "waited"] * runs + ["given back"] * (device == "cuda")
+        if device == "cuda":
+            assert own.about()["peak_bytes"] == 7
 
 
 def test_unknown_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

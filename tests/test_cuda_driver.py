@@ -307,6 +307,22 @@ except NotImplementedError as error:
     ]
 
 
+def test_graphs_count_in_the_memory(tmp_path: Path) -> None:
+    """As long as there are such: their arrays are in no other pool."""
+    code = """
+from xformer.backends.cupy import driver
+pools = iter(["one", "another"])
+cuda = sys.modules["cupy"].cuda
+cuda.MemoryPool, cuda.Stream = lambda: next(pools), lambda non_blocking: None
+sys.modules["cupy"].get_default_memory_pool = lambda: "of all else"
+first, second = driver.Graph(), driver.Graph()
+print(*sorted(driver.pools()))
+del first
+print(*driver.pools())
+"""
+    assert said(code, tmp_path) == ["another of all else one", "of all else another"]
+
+
 def test_bindings_that_are_missing_are_a_reason(tmp_path: Path) -> None:
     """Never an error; they are looked for once."""
     code = """

@@ -11,6 +11,7 @@ import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 from xformer.backends.base import Backend, Memory, Step, Unusable
+from xformer.backends.cupy import driver
 from xformer.backends.cupy.captured import Captured
 from xformer.backends.cupy.index_add import deterministic
 
@@ -38,10 +39,11 @@ class CupyBackend(Backend):
         self.device.synchronize()
 
     def memory(self) -> Memory:
-        """Bytes in use, and the size that the device's memory pool has grown to."""
+        """Bytes in use, and the size that the pools of the device's memory have grown to."""
         with self.device:
-            pool = cupy.get_default_memory_pool()
-            return Memory(pool.used_bytes(), pool.total_bytes())
+            pools = driver.pools()
+            used, total = (p.used_bytes() for p in pools), (p.total_bytes() for p in pools)
+            return Memory(sum(used), sum(total))
 
     @contextmanager
     def active(self) -> Iterator[None]:

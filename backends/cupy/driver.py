@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -133,6 +134,7 @@ class Graph:
 
     def __init__(self) -> None:
         self._pool = cupy.cuda.MemoryPool()
+        _graphs.add(self)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._graph: Any = None
 
@@ -160,6 +162,14 @@ class Graph:
     def launch(self) -> None:
         """On the current stream."""
         self._graph.launch()
+
+
+def pools() -> list[Any]:
+    """CuPy's pool of the device's memory, and those of graphs."""
+    return [cupy.get_default_memory_pool(), *(graph._pool for graph in list(_graphs))]
+
+
+_graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
 # ---- For kernels ----

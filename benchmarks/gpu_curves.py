@@ -1,0 +1,92 @@
+"""The questions of `benchmarks.gpu` about training as a whole: are the losses those of the CPU,
+and does a lower precision learn as well?
+
+The text is the sources of Python's standard library, as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends import Backend
+
+from xformer import GPT, backends, reference_only, tree
+from xformer.training import Step, TrainConfig, Windows, loss_of, start, texts, train
+
+BYTES = 1 << 20  # of text
+HELD_OUT = 1 << 16  # of them, behind the rest
+LR = 1e-3
+
+
+class Curves(NamedTuple):
+    """A model of bytes, and how long it is trained."""
+
+    model: GPT
+    batch: int
+    short: int  # steps in float32, on the CPU too
+    long: int  # steps in bfloat16, and in float32
+    held_out: int  # batches
+
+
+def in_float32(place: Backend, c: Curves, tick: Callable[[], None]) -> dict[str, Any]:
+    """How far losses in float32 get from those in float64 on NumPy: here, and on NumPy itself.
+
+    tick: called before each step.
+    """
+    cpu = backends.get("numpy")
+
+    def losses(where: Backend, dtype: str = "float32", reference: bool = False) -> np.ndarray:
+        with reference_only() if reference else nullcontext():
+            run = trained(where, c, c.short, tick, dtype=dtype)
+            return np.array([step.loss for step in run])
+
+    exact = losses(cpu, "float64")
+    found = {"here": losses(place), "numpy": losses(cpu), "reference": losses(cpu, reference=True)}
+    off = {name: float(np.max(np.abs(own - exact))) for name, own in found.items()}
+    return {"steps": c.short, "first": exact[0], "last": exact[-1], "off": off}
+
+
+def in_bfloat16(place: Backend, c: Curves, tick: Callable[[], None]) -> dict[str, Any]:
+    """The validation loss at the end, in float32 and in bfloat16. tick: called before each step."""
+    found = {}
+    for precision in (None, "bfloat16"):
+        for step in trained(place, c, c.long, tick, precision=precision):
+            last = step
+        found[precision or "float32"] = last.validation
+    return {"steps": c.long, "validation": found}
+
+
+def trained(
+    place: Backend,
+    c: Curves,
+    n_steps: int,
+    tick: Callable[[], None],
+    *,
+    dtype: str = "float32",
+    precision: str | None = None,
+) -> Iterator[Step]:
+    """The steps, the same batches each time."""
+    data = text()
+    windows = Windows(data[:-HELD_OUT], c.model.max_len, c.batch)
+    held_out = Windows(data[-HELD_OUT:], c.model.max_len, c.batch).held_out(c.held_out)
+    options: Any = {"lr": LR, "warmup": n_steps // 10, "eval_every": n_steps}
+    config = TrainConfig(n_steps, c.batch, precision=precision, **options)
+    params = tree.map(lambda w: place.asarray(np.asarray(w, dtype)), c.model.init(0))
+    given = start(params, config), windows, config, place
+    for step in train(loss_of(c.model), *given, held_out=held_out, donate=True):
+        yield step
+        tick()
+
+
+def text() -> np.ndarray:
+    """(N,) bytes."""
+    found, size = [], 0
+    for piece in texts().pieces():
+        found.append(piece.encode())
+        size += len(found[-1])
+        if size >= BYTES:
+            break
+    return np.frombuffer(b"".join(found)[:BYTES], np.uint8)

@@ -1,0 +1,127 @@
+"""What `benchmarks.gpu` measures on a device, and in a dry run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from xformer.backends import Backend
+
+from benchmarks import contestants, shapes
+from benchmarks.contestants import (
+    COMPILED,
+    CUDNN,
+    DETERMINISTIC,
+    GRAPH,
+    JITTED,
+    OURS_ON_GPU,
+    PEER,
+    backend_of,
+)
+from benchmarks.gpu_attention import Lengths
+from benchmarks.gpu_curves import Curves
+from benchmarks.gpu_kernels import LARGE, SMALL, Sizes
+from benchmarks.shapes import BY_NAME, STAND_IN, Shape
+from xformer import GPT, pretrained
+
+# What a kernel's own tests see comes first: the later ones may not have their turn.
+CORE = ("cuda_kernels", "cuda_sdpa", "cuda_models", "kernels", "ops", "gradients", "models")
+CORE += ("optim", "cached", "generation", "training")
+TF32 = 2e-2  # error of a step whose products round to 11 bits
+ROUNDED = 5e-2  # of one whose weights and activations have 8
+LLAMA = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 13}
+LLAMA |= {"num_attention_heads": 4}
+
+
+class Plan(NamedTuple):
+    """What is measured, and where."""
+
+    place: Backend
+    steps: tuple[tuple[Shape, tuple[str, ...]], ...]  # training steps, and who takes part
+    texts: tuple[Shape, ...]  # of decoding: a length is that of a text
+    writers: tuple[str, ...]  # who takes part in it
+    sizes: Sizes  # of single kernels
+    lengths: Lengths  # of attention by itself
+    curves: Curves
+    tests: tuple[str, ...]  # arguments of pytest
+    rounds: int
+    calls: int  # of a turn of the host's costs
+
+
+def planned(dry: bool) -> Plan:
+    """Of a device, or of the dry run. Unusable where there is no device."""
+    place = backend_of("cupy", STAND_IN if dry else None)
+    return _dry(place) if dry else _whole(place)
+
+
+def _dry(place: Backend) -> Plan:
+    rows: dict[str, Any] = {"batch": 2, "length": 9, "rounds": 1, "repeats": 1}
+    rows["device"] = STAND_IN
+    gpt = Shape("gpt2", GPT(11, n_layers=1, d_model=8, n_heads=2, max_len=12), **rows)
+    llama = Shape("llama", pretrained.model(shapes.LLAMA | LLAMA), **rows)
+    rounded = replace(gpt, precision="bfloat16", tolerance=ROUNDED, judged=1)
+    wide = _there(PEER, OURS_ON_GPU, dry=True)
+    half = _there(PEER, OURS_ON_GPU, GRAPH, DETERMINISTIC, dry=True)
+    steps = (
+        (replace(rounded, name="gpt2-bfloat16"), half),
+        (replace(rounded, name="llama-bfloat16", model=llama.model), half),
+        (gpt, wide),
+        (llama, wide),
+    )
+    texts = replace(gpt, batch=1, name="decoding"), replace(gpt, name="decoding-64")
+    files = ("tests/test_rms_norm.py",)
+    tests = ("--backend", "cuda_shim", "-k", "cuda_shim", *files)
+    lengths = Lengths(tokens=64, heads=2, width=8, lengths=(16, 32))
+    curves = Curves(GPT(256, 1, 8, 2, max_len=8), batch=2, short=2, long=3, held_out=1)
+    writers = _there(PEER, OURS_ON_GPU, GRAPH, dry=True)
+    return Plan(place, steps, texts, writers, SMALL, lengths, curves, tests, 1, 2)
+
+
+def _whole(place: Backend) -> Plan:
+    rows: dict[str, Any] = {"rounds": 5, "repeats": 3, "device": "cuda"}
+    gpt, llama = replace(BY_NAME["gpt2"], **rows), replace(BY_NAME["llama"], batch=16, **rows)
+    single = replace(gpt, batch=4)
+    rounded: dict[str, Any] = {"precision": "bfloat16", "tolerance": ROUNDED}
+    model = pretrained.model(shapes.LLAMA_350M)
+    large = replace(llama, name="llama-bfloat16", model=model, length=1024, judged=2, **rounded)
+    wide = _there(PEER, COMPILED, OURS_ON_GPU, GRAPH, *([JITTED] if jax_sees_gpu() else []))
+    half = _there(PEER, CUDNN, COMPILED, OURS_ON_GPU, GRAPH, DETERMINISTIC)
+    steps = (
+        (replace(gpt, name="gpt2-bfloat16", batch=32, judged=4, **rounded), half),
+        (large, half),
+        (single, wide),
+        (llama, wide),
+        (replace(single, name="gpt2-tf32", tf32=True, tolerance=TF32), wide),
+    )
+    text = replace(gpt, length=256, repeats=1)
+    texts = tuple(
+        replace(text, batch=batch, name=name)
+        for batch, name in ((1, "decoding"), (64, "decoding-64"))
+    )
+    tests = ("--backend", "cupy", "-k", "cupy", *(f"tests/test_{name}.py" for name in CORE))
+    lengths = Lengths(tokens=1 << 15, heads=12, width=64, lengths=(1024, 4096, 16384))
+    curves = Curves(GPT(256, 6, 384, 6, max_len=256), batch=12, short=100, long=1000, held_out=20)
+    writers = _there(PEER, COMPILED, OURS_ON_GPU, GRAPH)
+    return Plan(place, steps, texts, writers, LARGE, lengths, curves, tests, 5, 1000)
+
+
+def _there(*names: str, dry: bool = False) -> tuple[str, ...]:
+    """Those that can take part; the stand-in can do all that CuPy can."""
+    return tuple(
+        name
+        for name in names
+        if (dry and name.startswith("cupy")) or contestants.why_not(name) is None
+    )
+
+
+def jax_sees_gpu() -> bool:
+    """Asked in another process, since it would keep memory of the device."""
+    code = "import jax; print(jax.default_backend())"
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.stdout.strip() == "gpu"
