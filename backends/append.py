@@ -29,8 +29,8 @@ class Room:
     """Buffers longer than what they hold; only whoever holds all up to `end` appends in place."""
 
     def __init__(self, past: Past, k: Array, v: Array) -> None:
-        capacity = max(LEAST, 2 * (past.length + k.shape[2]))
-        self.k, self.v = (_buffer(new, capacity) for new in (k, v))
+        self.capacity = max(LEAST, 2 * (past.length + k.shape[2]))
+        self.k, self.v = (_buffer(new, self.capacity) for new in (k, v))
         self.end = past.length
         self.plan: Any = None  # what a kernel remembers of the model for the next token
         self.places: Any = None  # and where these buffers are
@@ -41,10 +41,15 @@ class Room:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"plan": None, "places": None}  # which have addresses
 
-    def fits(self, k: Array, v: Array) -> bool:
-        """Whether these are more tokens of its kind, and not too many."""
-        n = k.shape[2]
-        return self.end + n <= self.k.shape[2] and _alike(self.k, k) and _alike(self.v, v)
+    def claim(self, end: int, n: int, k: Array, v: Array) -> bool:
+        """Whether n columns behind `end` were free for more like k and v; then they are taken."""
+        if not (_alike(self.k, k) and _alike(self.v, v)):
+            return False
+        with _claiming:  # a text may be continued by two threads at once
+            if self.end != end or end + n > self.capacity:
+                return False
+            self.end = end + n
+        return True
 
 
 def columns_are_fixed(k: Array, v: Array, *, past: Past) -> str | None:
@@ -62,18 +67,20 @@ def append(k: Array, v: Array, *, past: Past) -> Past:
 
 def reserved(k: Array, v: Array, *, past: Past) -> Any:
     """The same `Past`, but k and v are of shapes alone: the caller writes the last columns."""
-    room, end = (None, -1) if past.room is None else past.room
-    length, n = past.length, k.shape[2]
-    with _claiming:  # a text may be continued by two threads at once
-        if room is not None and room.end == end and room.fits(k, v):
-            room.end = end + n
-        else:
-            room = None
-    if room is None:
-        room = Room(past, k, v)
-        end = length
-        room.end = length + n
-    own = slice(end - length, end + n)
+    n = k.shape[2]
+    if past.room is not None:
+        room, end = past.room
+        if room.claim(end, n, k, v):
+            return longer(past, n)
+    room = Room(past, k, v)
+    room.end += n
+    return longer(past._replace(room=(room, past.length)), n)
+
+
+def longer(past: Past, n: int) -> Any:
+    """`past` with n columns more of its room, which nobody has written yet."""
+    room, end = past.room
+    own = slice(end - past.length, end + n)
     return Past(room.k[:, :, own, :], room.v[:, :, own, :], (room, end + n))
 
 

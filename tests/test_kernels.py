@@ -14,7 +14,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from judges import Values, douts, gradients, named
 from libraries import ON_DEVICE, STAND_IN
 from xformer.backends import Backend
-from xformer.backends.cupy import flash, linear_lt, sdpa_cudnn
+from xformer.backends.cupy import feed_forward_lt, flash, linear_lt, sdpa_cudnn
 from xformer.backends.cupy.cublaslt import RUNTIMES
 from xformer.backends.cupy.runtimes import runtime_of
 
@@ -27,6 +27,7 @@ from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held
 from xformer.layers.constant import constant
 from xformer.layers.past import append
+from xformer.layers.rotary import turns
 from xformer.ops import random_bits, rope
 from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
@@ -38,8 +39,9 @@ for name in backends.NAMES:
     backends.why_not(name)  # imports it, which registers its kernels
 
 OPS = [op for op in dispatch.ops() if op.__module__.startswith("xformer.")]  # not those of tests
-# For what is stored in two bytes alone: test_cuda_flash.py, test_cuda_cudnn.py
-STORED_ALONE = (flash.sdpa, sdpa_cudnn.sdpa)
+# For what is stored in two bytes alone: test_cuda_flash.py, test_cuda_cudnn.py,
+# test_cuda_feed_forward.py
+STORED_ALONE = (flash.sdpa, sdpa_cudnn.sdpa, feed_forward_lt.feed_forward)
 BY_CUBLASLT = (linear_lt.linear, linear_lt.linears, linear_lt.linear_cross_entropy)
 KERNELS = [
     (library, op, kernel)
@@ -50,8 +52,9 @@ KERNELS = [
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
-# test_cuda_precision.py
+# test_cuda_precision.py, turns: test_rotary.py
 WITHOUT_GRADIENT = (random_bits, in_range, append, constant, held, advance, sum_to, *UPDATES)
+WITHOUT_GRADIENT += (turns,)
 IN_FLOAT64 = (blocks,)  # of many ops, whose rounding adds up either way: test_numpy_blocks.py
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
 REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]

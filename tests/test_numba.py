@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from xformer import backends, dispatch, ops, tree
 from xformer.catalogue import cases
 from xformer.dispatch import Kernel, Overridable
 from xformer.layers.advance import advance
+from xformer.lock import locked
 from xformer.optim.adam import adam_update
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import KERNELS
+from xformer.backends.numba import KERNELS, compiled, token, vectors
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
@@ -54,6 +56,31 @@ def test_as_exact_as_the_reference(op: Overridable, layout: Callable[[Any], Any]
                 require_exact(NUMPY, COMPILED[op], op, args, fn.keywords, layout)
                 ran += 1
     assert ran
+
+
+def test_nowhere_to_keep_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba says it when a function is decorated, which is at import."""
+
+    def njit(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("cannot cache function 'f': no locator available")
+
+    monkeypatch.setattr(compiled.numba, "njit", njit)
+    for decorate in (compiled.elementwise, compiled.rowwise, compiled.rowwise_of("f4(f4)")):
+        with pytest.raises(backends.Unusable, match=r"no locator available\): .* NUMBA_CACHE_DIR"):
+            decorate(lambda x: x)
+
+
+def test_one_process_at_a_time_keeps_machine_code(tmp_path: Path) -> None:
+    """Two at once would mix up what they compiled for different arguments."""
+    kept: list[int] = []
+    folder = tmp_path / "new"
+    compiled._save(kept.append, folder, 1)
+    with locked(folder, "compiles"):
+        compiled._save(kept.append, folder, 2)
+    compiled._save(kept.append, folder, 3)
+    assert kept == [1, 3]
+    for function in (token.advance_all, vectors.vector_matrix):
+        assert function._cache.save_overload.func is compiled._save
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -55,14 +55,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread has its turn between the look at buffers and their claim."""
-    fits = Room.fits
 
-    def slowly(room: Room, k: Any, v: Any) -> bool:
-        found = fits(room, k, v)
+    def capacity(room: Room) -> int:
         time.sleep(5e-3)
-        return found
+        return int(vars(room)["capacity"])
 
-    monkeypatch.setattr(Room, "fits", slowly)
+    def keep(room: Room, value: int) -> None:
+        vars(room)["capacity"] = value
+
+    monkeypatch.setattr(Room, "capacity", property(capacity, keep), raising=False)
 
 
 def small(form: str, **how: Any) -> tuple[Any, Any]:

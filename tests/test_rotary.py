@@ -10,8 +10,9 @@ import pytest
 from libraries import only
 from xformer.backends import Backend
 
+from xformer import explain
 from xformer.layers import RopeConfig, rotary
-from xformer.layers.rotary import frequencies
+from xformer.layers.rotary import frequencies, turns
 from xformer.ops import rope
 
 LONG = {
@@ -183,6 +184,31 @@ def test_without_float64_angles_are_float32(library: Backend) -> None:
     wanted = rotary(config("yarn"), like=np.ones(1), length=150)
     assert np.allclose(cos, wanted.cos, rtol=0, atol=2e-5)
     assert np.allclose(sin, wanted.sin, rtol=0, atol=2e-5)
+
+
+@only("numpy")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("note", ["none", "yarn, attention", "longrope"])
+def test_the_next_position_is_a_row_of_a_table(library: Backend, note: str, dtype: str) -> None:
+    """Kept, so that nobody may write to it; the same bits."""
+    ours = config(note)
+    given: dict[str, Any] = {"config": ours, "length": 0, "dtype": np.dtype(dtype)}
+    for place in (0, 1, 255, 256, 63, 131071, -1):
+        positions = np.array([place])
+        assert explain(turns, positions, **given).startswith(
+            "turns on numpy: xformer.backends.numpy.turns.turns"
+        )
+        found = turns(positions, **given)
+        for table, wanted in zip(found, turns.reference(positions, **given), strict=True):
+            assert table.dtype == dtype and table.shape == (1, 8)
+            assert np.array_equal(table, wanted)
+            with pytest.raises(ValueError, match="read-only"):
+                table[0, 0] = 2
+    assert turns(positions, **given)[0].base is turns(positions, **given)[0].base
+    for changed in ({"length": 900}, {}):
+        several = np.array([3, 4]) if not changed else positions
+        said = explain(turns, several, **given | changed)
+        assert ": the reference" in said and "frequencies that go by it" in said
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])

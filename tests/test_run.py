@@ -24,8 +24,8 @@ from hostile import files_of_at_most
 from runs import NUMPY, begun, opened, rows, trained
 
 import xformer as xf
-from xformer import training
-from xformer.training import CheckpointError, Diverged, lock, log, run
+from xformer import lock, training
+from xformer.training import CheckpointError, Diverged, log, run
 from xformer.training.run import checkpoints, path_of
 
 

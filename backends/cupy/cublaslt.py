@@ -3,6 +3,8 @@
     multiply(x, w, y, bias=b)              # y = x w + b
     multiply(x.T, dy, dw, sums=db)         # dw = x^T dy, db = sums of dy over its rows
     multiply(more_dy, w.T, dx, add=True)   # dx += more_dy w^T
+    multiply_gelu(x, w, y, b, aux)         # y = gelu(aux), aux = x w + b
+    multiply_slope(dy, w.T, dx, aux)       # dx = dy w^T gelu'(aux)
 
 Of float32 matrices, or of two bytes, whose products are summed in float32, and rounded unless `out`
 is float32. `lt_plan` has what is kept of each kind of product.
@@ -16,10 +18,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.cupy.column_sums import row_sums
-from xformer.backends.cupy.lt_plan import TYPES, WORKSPACE, Plan, aligned, layout, matrix, planned
+from xformer.backends.cupy.lt_plan import (
+    TYPES,
+    WORKSPACE,
+    Plan,
+    aligned,
+    fits_aux,
+    layout,
+    matrix,
+    planned,
+)
 from xformer.backends.cupy.module import contiguous
 from xformer.backends.cupy.runtimes import Runtime, runtime_of
 
+from xformer import ops
 from xformer.typing import Array
 
 KEPT = 1024  # plans: texts that grow have products of another kind for each length
@@ -80,9 +92,10 @@ def multiply(
     sums (N,), written to: those of b over its rows. By a launch of their own where cuBLASLt has no
     algorithm that does both.
     """
-    if _ran(a, b, out, add, bias, sums):
+    name, vector = ("BIAS", bias) if sums is None else ("BGRAD", sums)
+    if _ran(a, b, out, name if vector is not None else "DEFAULT", vector, add=add):
         return
-    if (bias is None and sums is None) or not _ran(a, b, out, add, None, None):
+    if vector is None or not _ran(a, b, out, add=add):
         raise RuntimeError(
             f"cuBLASLt has no algorithm for a product of {a.shape} and {b.shape} in {a.dtype.name}"
         )
@@ -92,27 +105,56 @@ def multiply(
         out += bias
 
 
-def _ran(a: Array, b: Array, out: Array, add: bool, bias: Array | None, sums: Array | None) -> bool:
-    """Whether there is an algorithm for it, which then was started."""
-    own, vector = runtime_of(RUNTIMES, type(a)), sums if bias is None else bias
+def multiply_gelu(a: Array, b: Array, out: Array, bias: Array | None, aux: Array | None) -> None:
+    """out = gelu(aux), aux = a b + bias, by tanh in few digits: enough for bfloat16.
+
+    out and aux are contiguous; without aux nothing is kept.
+    """
+    name = "GELU" + ("" if aux is None else "_AUX") + ("" if bias is None else "_BIAS")
+    if fits_aux(out) and _ran(a, b, out, name, bias, aux):
+        return
+    before = out if aux is None else aux
+    multiply(a, b, before, bias=bias)
+    y, _ = ops.gelu(before, approximate="tanh")
+    out[...] = y
+
+
+def multiply_slope(a: Array, b: Array, out: Array, aux: Array) -> None:
+    """out = a b gelu'(aux), as of `multiply_gelu`."""
+    if fits_aux(out) and _ran(a, b, out, "DGELU", None, aux):
+        return
+    multiply(a, b, out)
+    _, cache = ops.gelu(aux, approximate="tanh")
+    out[...] = cache.backward(out)
+
+
+def _ran(
+    a: Array,
+    b: Array,
+    out: Array,
+    name: str = "DEFAULT",
+    vector: Array | None = None,
+    aux: Array | None = None,
+    *,
+    add: bool = False,
+) -> bool:
+    """Whether there is an algorithm with the epilogue of that name, which then was started."""
+    own = runtime_of(RUNTIMES, type(a))
     lt = own.library()
     by_rows = not matrix(out).as_it_is
-    epilogue = lt.Epilogue.DEFAULT
-    if vector is not None:
-        of_b = lt.Epilogue.BGRADA if by_rows else lt.Epilogue.BGRADB
-        epilogue = lt.Epilogue.BIAS if sums is None else of_b
+    if name == "BGRAD":  # of b, which is the first factor where rows are
+        name += "A" if by_rows else "B"
     # A matrix by rows is made as its transpose, of transposed factors in the other order.
     three = (b, a, out) if by_rows else (a.T, b.T, out.T)
-    at = 0 if vector is None else vector.data.ptr
-    place = own.place([x for x in (a, b, out, vector) if x is not None])
+    at, beside = (0 if x is None else x.data.ptr for x in (vector, aux))
+    place = own.place([x for x in (a, b, out, vector, aux) if x is not None])
     device = type(a), place.device
     if device not in _state.handles:
         _state.handles[device] = lt.create()
-    plan = _plan(lt, device, three, epilogue, at, place.tf32)
+    plan = _plan(lt, device, three, lt.Epilogue[name], (at, beside), place.tf32)
     if plan is None:
         return False
-    if at:
-        plan.point(lt, at)
+    plan.point(lt, (at, beside))
     left, right, d = (x.data.ptr for x in three)
     lt.matmul(
         *(_state.handles[device], plan.operation, ONE, left, plan.a, right, plan.b),
@@ -123,18 +165,23 @@ def _ran(a: Array, b: Array, out: Array, add: bool, bias: Array | None, sums: Ar
 
 
 def _plan(
-    lt: Any, device: Any, three: Sequence[Array], epilogue: int, at: int, tf32: bool
+    lt: Any,
+    device: Any,
+    three: Sequence[Array],
+    epilogue: int,
+    pointed: tuple[int, int],
+    tf32: bool,
 ) -> Plan | None:
     """Kept, or made; all are forgotten where they would be too many."""
     of = matrix(three[0]), matrix(three[1]), matrix(three[2])
     tf32 = tf32 and of[0].type == TYPES["float32"]
-    key = device, of, epilogue, aligned(at), tf32
+    key = device, of, epilogue, *map(aligned, pointed), tf32
     if key not in _state.plans:
         if len(_state.plans) == KEPT:
             for kept in filter(None, _state.plans.values()):
                 kept.close(lt)
             _state.plans.clear()
-        _state.plans[key] = planned(lt, _state.handles[device], of, epilogue, at, tf32)
+        _state.plans[key] = planned(lt, _state.handles[device], of, epilogue, pointed, tf32)
     return _state.plans[key]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from xformer.typing import Array
 
 WORKSPACE = 32 << 20  # bytes, as NVIDIA advises for Hopper
+AUX_STEP = 8  # elements, of which its rows are a multiple
 ALIGNMENT = 256  # bytes, which cuBLASLt takes for granted unless it is told otherwise
 
 # Of library_types.h and cublas_api.h.
@@ -57,6 +58,11 @@ def aligned(address: int) -> int:
     return min(address & -address, ALIGNMENT)
 
 
+def fits_aux(out: Array) -> bool:
+    """Whether out (N, M), contiguous, may have an array of its shape beside it in an epilogue."""
+    return bool(out.shape[1] % AUX_STEP == 0)
+
+
 class Plan(NamedTuple):
     """d = op(a) op(b) with an epilogue."""
 
@@ -65,13 +71,16 @@ class Plan(NamedTuple):
     b: int
     d: int
     algorithm: np.ndarray
-    vector: np.ndarray  # the address of what the epilogue reads or writes
+    pointed: np.ndarray  # the addresses of the epilogue's vector, and of its matrix
 
-    def point(self, lt: Any, at: int) -> None:
-        """The epilogue's vector is that at this address."""
-        self.vector[0] = at
-        name = lt.MatmulDescAttribute.BIAS_POINTER
-        lt.matmul_desc_set_attribute(self.operation, name, self.vector.ctypes.data, 8)
+    def point(self, lt: Any, pointed: tuple[int, int]) -> None:
+        """The epilogue's vector and matrix are those at these addresses, where there are any."""
+        self.pointed[:] = pointed
+        names = lt.MatmulDescAttribute.BIAS_POINTER, lt.MatmulDescAttribute.EPILOGUE_AUX_POINTER
+        for i, name in enumerate(names):
+            if pointed[i]:
+                at = self.pointed[i:].ctypes.data
+                lt.matmul_desc_set_attribute(self.operation, name, at, 8)
 
     def close(self, lt: Any) -> None:
         """Free what cuBLASLt holds."""
@@ -81,26 +90,34 @@ class Plan(NamedTuple):
 
 
 def planned(
-    lt: Any, handle: int, of: tuple[Matrix, Matrix, Matrix], epilogue: int, at: int, tf32: bool
+    lt: Any,
+    handle: int,
+    of: tuple[Matrix, Matrix, Matrix],
+    epilogue: int,
+    pointed: tuple[int, int],
+    tf32: bool,
 ) -> Plan | None:
     """The plan of a product of two matrices into a third; None where there is no algorithm.
 
-    at: the address of the epilogue's vector, by which the heuristics see how it is aligned.
+    pointed: the addresses of the epilogue's vector and of its matrix, which lies as the third one,
+    or 0; the heuristics see how they are aligned.
     """
     compute = COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F
     operation = lt.matmul_desc_create(compute, TYPES["float32"])
     a, b, d = (lt.matrix_layout_create(x.type, x.rows, x.columns, x.step) for x in of)
     algorithm = np.zeros(1, lt.matmul_heuristic_result_dtype)
-    plan = Plan(operation, a, b, d, algorithm, np.zeros(1, np.int64))
+    plan = Plan(operation, a, b, d, algorithm, np.zeros(2, np.int64))
     names = lt.MatmulDescAttribute
     attributes = {
         names.TRANSA: int(of[0].as_it_is),  # what is wanted is the transpose of each
         names.TRANSB: int(of[1].as_it_is),
         names.EPILOGUE: epilogue,
     }
-    if at:
+    if pointed[0]:
         attributes[names.BIAS_DATA_TYPE] = of[2].type
-        plan.point(lt, at)
+    if pointed[1]:
+        attributes[names.EPILOGUE_AUX_LD] = of[2].step
+    plan.point(lt, pointed)
     set_one, dtype = lt.matmul_desc_set_attribute, lt.get_matmul_desc_attribute_dtype
     _set(set_one, dtype, operation, attributes)
     if _advised(lt, handle, plan, of):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from xformer.backends.append import Room, reserved
+from xformer.backends.append import Room, longer, reserved
 from xformer.backends.numba import token
 from xformer.backends.numba.plan import Plan, planned
 from xformer.backends.numpy.threads import blocks, n_threads
@@ -129,9 +129,13 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
     ):
         if config.window is not None and config.window[0] is not None:
             own = own.last(config.window[0])
-        shape = n_texts, groups, 1
-        like = (np.empty((*shape, n), np.float32) for n in (width, value_width))
-        own = reserved(*like, past=own)
+        room, end = own.room or (None, 0)
+        if room is not None and room.claim(end, 1, own.k, own.v):
+            own = longer(own, 1)
+        else:
+            shape = n_texts, groups, 1
+            like = (np.empty((*shape, n), np.float32) for n in (width, value_width))
+            own = reserved(*like, past=own)
         room, end = own.room
         if room.places is None:
             room.places = _places(room)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
+from xformer.backends.base import Unusable
+
+from xformer.lock import locked
 
 # NaN and infinity stay as they are. Of rows: sums in any order, but no fused products, with which
 # a b - c would not be 0 where c is a b, nor reciprocals in the place of quotients.
@@ -18,17 +25,43 @@ LOG2_E = np.float32(math.log2(math.e))
 
 def elementwise(fn: Any) -> Any:
     """`fn` as machine code, made at its first call and kept on disk; it runs without the GIL."""
-    return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=ELEMENTS)(fn)
+    return _kept(fn, ELEMENTS)
 
 
 def rowwise(fn: Any) -> Any:
     """The same for sums over rows."""
-    return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=ROWS)(fn)
+    return _kept(fn, ROWS)
 
 
 def rowwise_of(signature: Any) -> Any:
     """The same of arguments of these types alone, and made at once."""
-    return numba.njit(signature, nogil=True, cache=True, error_model="numpy", fastmath=ROWS)
+    return lambda fn: _kept(fn, ROWS, signature)
+
+
+def _kept(fn: Any, fastmath: set[str], *signature: Any) -> Any:
+    options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": fastmath}
+    try:
+        made = numba.njit(*signature, **options)(fn)
+    except RuntimeError as error:
+        raise Unusable(
+            f"backend numba cannot be used: it finds no folder for machine code ({error}): name "
+            "one that can be written to in the environment variable NUMBA_CACHE_DIR"
+        ) from error
+    kept = made._cache
+    kept.save_overload = partial(_save, kept.save_overload, Path(kept.cache_path))
+    return made
+
+
+def _save(save: Callable[..., None], folder: Path, *overload: Any) -> None:
+    """One process at a time; where another does, this one's code is not kept.
+
+    numba numbers a function's files by those that it finds: two processes at once would give two
+    kinds of arguments the same number, and whoever came next would run one's code with the other's.
+    """
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, "keeps machine code"):
+            save(*overload)
 
 
 def _inlined(fn: Any) -> Any:

@@ -24,6 +24,7 @@ from xformer.backends.numpy import (
     linears,
     rms_norm,
     sdpa,
+    turns,
 )
 from xformer.backends.numpy.namespace import xp
 
@@ -48,6 +49,7 @@ __all__ = [
     "linears",
     "rms_norm",
     "sdpa",
+    "turns",
 ]
 
 

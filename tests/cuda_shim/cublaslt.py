@@ -32,10 +32,12 @@ from cuda_shim.cublaslt_parts import (
     Product,
     ReductionScheme,
     cuBLASLtError,
+    gelu,
     memory,
     product,
     read,
     rounded,
+    slope,
 )
 from cuda_shim.graph import note
 
@@ -96,7 +98,8 @@ class CublasLt:
         self.alive[matmul_desc][attr] = read(kind, buf, size_in_bytes)
 
     def get_matmul_desc_attribute_dtype(self, attr: int) -> Any:
-        return {7: np.uint32, 8: np.int64}.get(MatmulDescAttribute(attr), np.int32)
+        long = dict.fromkeys((8, 11, 12), np.int64)
+        return ({7: np.uint32} | long).get(MatmulDescAttribute(attr), np.int32)
 
     def matrix_layout_create(self, type: int, rows: int, cols: int, ld: int) -> int:
         if type not in NAMES or min(rows, cols) < 1 or ld < rows:
@@ -144,8 +147,7 @@ class CublasLt:
             raise cuBLASLtError(NOT_SUPPORTED)
         wanted = self._wanted(operation, adesc, bdesc, cdesc, ddesc)
         number = next(self._ids)
-        at = operation.get(MatmulDescAttribute.BIAS_POINTER, 0)
-        told = min(at & -at, 256)
+        told = [min(at & -at, 256) for at in self._pointed(operation)]
         self.algorithms[number] = wanted, dict(self.alive[preference]), told
         result = memory(heuristic_results_array, self.matmul_heuristic_result_dtype, 1)
         result["algo"]["data_"][0, 0], result["workspace_size"], result["state"] = (
@@ -166,11 +168,26 @@ class CublasLt:
             raise Fault(f"the matrices do not fit: {a}, {b}, {c}, {d}, transposed {trans}")
         epilogue = Epilogue(operation.get(MatmulDescAttribute.EPILOGUE, 1))
         kind = operation[MatmulDescAttribute.BIAS_DATA_TYPE]
-        if a.type != b.type or d.type not in (a.type, 0) or (epilogue > 1 and kind != d.type):
-            raise Fault(f"cuBLASLt has no such types: {a}, {b}, {d}, vector {kind}")
+        if a.type != b.type or d.type not in (a.type, 0):
+            raise Fault(f"cuBLASLt has no such types: {a}, {b}, {d}")
+        if epilogue.has_vector and kind != d.type:
+            raise Fault(f"cuBLASLt has no such types: {d}, vector {kind}")
+        step = operation.get(MatmulDescAttribute.EPILOGUE_AUX_LD, 0)
+        if epilogue.has_aux and (step < d.rows or step % 8):
+            raise Fault(f"the array beside has rows of {step}, no multiple of 8 from {d.rows} on")
+        for has, at in zip(
+            (epilogue.has_vector, epilogue.has_aux), self._pointed(operation), strict=True
+        ):
+            if has and not at:
+                raise Fault(f"{epilogue.name} has nowhere to point")
         if operation["compute"] != COMPUTE_32F and a.type != 0:
             raise Fault("only float32 is rounded to TF32")
-        return operation["compute"], trans, epilogue, (a, b, d)
+        return operation["compute"], trans, epilogue, (a, b, d), step
+
+    def _pointed(self, operation: Any) -> tuple[int, int]:
+        names = MatmulDescAttribute.BIAS_POINTER, MatmulDescAttribute.EPILOGUE_AUX_POINTER
+        vector, aux = (operation.get(name, 0) for name in names)
+        return vector, aux
 
     # ---- The product ----
 
@@ -194,7 +211,7 @@ class CublasLt:
         stream: int,
     ) -> None:
         number = int(memory(algo, np.dtype("<u8"), 8)[0])
-        wanted, preferred, vector_aligned = self.algorithms[number]
+        wanted, preferred, told = self.algorithms[number]
         operation = self.alive[compute_desc]
         if wanted != self._wanted(operation, adesc, bdesc, cdesc, ddesc):
             raise Fault("the algorithm was advised for another product")
@@ -206,17 +223,21 @@ class CublasLt:
         for name, at in zip((5, 6, 7, 8), (a, b, c, d), strict=True):
             if at % preferred.get(name, 256):
                 raise Fault(f"an address is not aligned as the heuristics were told: {name}")
-        compute, trans, epilogue, (of_a, of_b, of_d) = wanted
+        compute, trans, epilogue, (of_a, of_b, of_d), step = wanted
         views = self._view(a, of_a), self._view(b, of_b)
         out = self._view(d, of_d)
         if any(np.may_share_memory(self._owner(x).host, self._owner(d).host) for x in (a, b)):
             raise Fault("a factor is written to")
         scale, add = (float(memory(at, np.dtype("f4"), 1)[0]) for at in (alpha, beta))
         mask = preferred[MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK]
-        at = operation.get(MatmulDescAttribute.BIAS_POINTER, 0)
-        if epilogue != Epilogue.DEFAULT and at % vector_aligned:
-            raise Fault("the vector is not aligned as the heuristics were told")
-        vector = self._vector(epilogue, at, of_d)
+        pointed = self._pointed(operation)
+        vector = self._vector(epilogue, pointed[0], of_d)
+        aux = self._view(pointed[1], of_d._replace(ld=step)) if epilogue.has_aux else None
+        for beside, at, aligned in zip((vector, aux), pointed, told, strict=True):
+            if beside is not None and at % aligned:
+                raise Fault("the vector is not aligned as the heuristics were told")
+        if aux is not None and (aux.ctypes.data % 16 or np.may_share_memory(aux, out)):
+            raise Fault("the array beside is not aligned to 16 bytes, or is what is written to")
         arrays = self.arrays  # whose memory it is
 
         def run() -> None:
@@ -226,9 +247,9 @@ class CublasLt:
             with quietly(True):
                 y = np.float32(scale) * product(*factors, out.dtype, mask, self._random.normal())
                 y = y + np.float32(add) * out.astype(np.float32) if add else y
-                out[...] = self._epilogue(epilogue, vector, factors, y)
+                out[...] = self._epilogue(epilogue, vector, aux, factors, y)
 
-        if not note("matmul", (epilogue, trans, a, b, d, at, add), run):
+        if not note("matmul", (epilogue, trans, a, b, d, pointed, add), run):
             run()
         self.products.append(Product(epilogue, trans, wanted[3], compute, add, mask, stream))
         self.arrays = ()
@@ -236,15 +257,21 @@ class CublasLt:
     def _vector(self, epilogue: Epilogue, at: int, d: Layout) -> Any:
         """What the epilogue reads or writes; None without one."""
         size = d.cols if epilogue == Epilogue.BGRADB else d.rows
-        return self._view(at, Layout(d.type, size, 1, size)) if epilogue > 1 else None
+        return self._view(at, Layout(d.type, size, 1, size)) if epilogue.has_vector else None
 
-    def _epilogue(self, epilogue: Epilogue, vector: Any, factors: Any, y: Any) -> np.ndarray:
-        if epilogue == Epilogue.BIAS:
+    def _epilogue(
+        self, epilogue: Epilogue, vector: Any, aux: Any, factors: Any, y: Any
+    ) -> np.ndarray:
+        a, b = factors
+        if epilogue & Epilogue.BIAS:
             y = y + vector.astype(np.float32)
-        elif epilogue != Epilogue.DEFAULT:
-            a, b = factors
+        elif epilogue.has_vector:
             vector[:, 0] = a.sum(axis=1) if epilogue == Epilogue.BGRADA else b.sum(axis=0)
-        return y  # type: ignore[no-any-return]
+        if epilogue == Epilogue.DGELU:
+            return y * slope(aux.astype(np.float32))  # type: ignore[no-any-return]
+        if epilogue.has_aux:
+            aux[...] = y
+        return gelu(y) if epilogue & Epilogue.GELU else y
 
     # ---- Memory ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -27,10 +28,25 @@ RESULT = np.dtype(
 
 
 class Epilogue(IntEnum):
+    """Bits: 4 a bias, 32 GELU, 128 with an array beside, 64 its slope, 256 and 512 sums."""
+
     DEFAULT = 1
     BIAS = 4
+    GELU = 32
+    GELU_BIAS = 36
+    GELU_AUX = 160
+    GELU_AUX_BIAS = 164
+    DGELU = 192
     BGRADA = 256
     BGRADB = 512
+
+    @property
+    def has_vector(self) -> bool:
+        return bool(self & (4 | 256 | 512))
+
+    @property
+    def has_aux(self) -> bool:
+        return bool(self & 128)
 
 
 class ReductionScheme(IntEnum):
@@ -45,6 +61,8 @@ class MatmulDescAttribute(IntEnum):
     TRANSB = 4
     EPILOGUE = 7
     BIAS_POINTER = 8
+    EPILOGUE_AUX_POINTER = 11
+    EPILOGUE_AUX_LD = 12
     BIAS_DATA_TYPE = 26
 
 
@@ -83,6 +101,25 @@ class Product(NamedTuple):
 
 
 # ---- Memory and arithmetic ----
+
+ROOT = math.sqrt(2 / math.pi)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """By tanh, to as many digits as its instruction has."""
+    return 0.5 * x * (1 + _tanh(x))
+
+
+def slope(x: np.ndarray) -> np.ndarray:
+    tanh = _tanh(x)
+    inner = ROOT * (1 + 3 * 0.044715 * x**2)
+    found: np.ndarray = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * inner
+    return found
+
+
+def _tanh(x: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.tanh(ROOT * (x + 0.044715 * x**3))
+    return found * np.float32(1 + 2.0**-11)
 
 
 def memory(at: int, dtype: np.dtype, count: int) -> np.ndarray:

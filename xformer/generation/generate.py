@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.generation import samplers
 from xformer.generation.captured import CapturedTokens
 from xformer.generation.prefix import (
     Prefix,
-    beside,
     checked,
     extended,
     fitting,
@@ -108,7 +108,7 @@ def _stream(
         with place.active():
             if n:
                 text, chosen = _grown(network, params, text, new, tokens)
-            new = _choose(text, sampler, rngs, chosen)
+            new = _choose(place, text, sampler, rngs, chosen)
         yield [i if runs else None for i, runs in zip(new, running, strict=True)]
         running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
         if not any(running):
@@ -135,13 +135,13 @@ def _read(network: Any, params: Any, prompts: Ids) -> Prefix:
 
 
 def _choose(
+    place: Backend,
     text: Prefix,
     sampler: Filter | None,
     rngs: Sequence[np.random.Generator],
     chosen: Array | None,
 ) -> list[int]:
     """The next token of each text. chosen: the likeliest ones, where they are known."""
-    place = beside(text.logits)
     if sampler is None:
         chosen = likeliest(text.logits) if chosen is None else chosen
         new: list[int] = place.to_numpy(chosen).tolist()

@@ -167,7 +167,7 @@ def embed(
         x = x + pos
     elif pos is not None and config.mode == "concat":
         x = xp.concat([x, xp.broadcast_to(pos, (n_batch, *pos.shape))], axis=-1)
-    types_cache = norm_cache = project_cache = None
+    types_cache = norm_cache = project_cache = drop_cache = None
     if params.types is not None:
         types = xp.zeros_like(ids) if types is None else types
         typed, types_cache = ops.embedding(value(params.types), ids=types)
@@ -175,7 +175,8 @@ def embed(
     if params.norm is not None and config.norm is not None:
         x, norm_cache = norm(x, params.norm, config=config.norm)
     rate = 0.0 if dropout_key is None else config.dropout
-    x, drop_cache = ops.dropout(x, rate=rate, key=dropout_key)
+    if rate:
+        x, drop_cache = ops.dropout(x, rate=rate, key=dropout_key)
     if params.project is not None:
         x, project_cache = linear(x, params.project)
     fixed = tuple(isinstance(a, Frozen) for a in (params.table, params.positions, params.types))
@@ -194,7 +195,7 @@ class EmbedCache(NamedTuple):
     types: Any
     norm: Any
     project: Any
-    drop: Any
+    drop: Any  # where some were dropped
     config: EmbedConfig
     pos_shape: tuple[int, ...] | None
     fixed: tuple[bool, ...]  # which of table, positions and types are frozen
@@ -208,7 +209,8 @@ class EmbedCache(NamedTuple):
         dnorm = dtypes = None
         if self.project is not None:
             dx, dproject = self.project.backward(dx)
-        dx = self.drop.backward(dx)
+        if self.drop is not None:
+            dx = self.drop.backward(dx)
         if self.norm is not None:
             dx, dnorm = self.norm.backward(dx)
         if self.types is not None and not fixed_types:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
+from xformer.dispatch import overridable
 from xformer.layers.linear import LinearParams, linear, linears
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.typing import Array
@@ -18,6 +19,7 @@ class FeedForwardParams(NamedTuple):
     gate: LinearParams | None = None  # (D, F); None: not gated
 
 
+@overridable
 def feed_forward(
     x: Array,
     params: FeedForwardParams,

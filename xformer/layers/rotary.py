@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.checks import require_integers, require_sizes
+from xformer.dispatch import overridable
 from xformer.layers.constant import constant
 from xformer.layers.rope_config import NEEDS, RopeConfig
 from xformer.shapes import FLOATING, STORED, dtype_name, require_array, working_dtype
@@ -40,25 +41,34 @@ def rotary(
     require_array("rotary", "like", like)
     if dtype_name(like) not in (*FLOATING, *STORED):
         raise TypeError(f"rotary: like must be float32 or float64, got {dtype_name(like)}")
-    xp, place = array_namespace(like), device(like)
-    _, factor = frequencies(config, length)
+    require_sizes("rotary", 0, length=length)
     if positions is None:
-        positions = xp.arange(length, device=place)
+        positions = array_namespace(like).arange(length, device=device(like))
     else:
         positions = require_integers("rotary", "positions", positions, like)
         if positions.ndim not in (1, 2):
             raise ValueError(
                 f"rotary: positions must be (T,) or (B, T), got shape {tuple(positions.shape)}"
             )
+    cos, sin = turns(
+        positions, config=config, length=_known_at(config, length), dtype=working_dtype(like)
+    )
+    return Rotary(cos, sin, config.interleaved)
+
+
+@overridable(backward=False)
+def turns(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> tuple[Array, Array]:
+    """cos and sin of `rotary`; length: one that has the frequencies of the text."""
+    xp, place = array_namespace(positions), device(positions)
     # At position 8192 a float32 angle is off by up to 2^-11, and so are its cos and sin. JAX knows
     # no other unless it is told to.
     known = xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
-    own = working_dtype(like)
-    wide = known.get("float64", own)
-    f = constant(like, of=_known_frequencies, args=(config, _known_at(config, length)), dtype=wide)
+    wide = known.get("float64", dtype)
+    _, factor = _known(config, length)
+    f = constant(positions, of=_known_frequencies, args=(config, length), dtype=wide)
     angles = xp.astype(positions, wide)[..., None] * f
-    cos, sin = (xp.astype(factor * a, own) for a in (xp.cos(angles), xp.sin(angles)))
-    return Rotary(cos, sin, config.interleaved)
+    cos, sin = (xp.astype(factor * a, dtype) for a in (xp.cos(angles), xp.sin(angles)))
+    return cos, sin
 
 
 def frequencies(config: RopeConfig, length: int) -> Frequencies:

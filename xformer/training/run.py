@@ -25,10 +25,10 @@ from xformer import __version__, backends, tree
 from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.files import aside, replacing
+from xformer.lock import LOCK, locked
 from xformer.training import checkpoint
 from xformer.training.checkpoint import CheckpointError
 from xformer.training.diverged import Diverged
-from xformer.training.lock import LOCK, locked
 from xformer.training.log import LOG, append, line_of, shorten
 from xformer.training.loop import Step
 from xformer.training.state import Saved, State, read_state, require_same, write_state
@@ -70,7 +70,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         require_ours(self.folder)
         with ExitStack() as stack:
-            stack.enter_context(locked(self.folder))
+            stack.enter_context(locked(self.folder, "trains"))
             if (self.folder / RUN).is_file():
                 require_same(self.folder / RUN, read_run(self.folder)["about"], self.about)
             else:

@@ -13,8 +13,10 @@ HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what the systems say o
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, what: str) -> Iterator[None]:
     """Hold a folder; BlockingIOError where another process does, OSError where none can.
+
+    what: it does there, for the error.
 
     The system lets go of it when the process ends, however it ends.
     """
@@ -25,7 +27,7 @@ def locked(folder: Path) -> Iterator[None]:
             if error.errno not in HELD:
                 why = f"cannot be locked: {error.strerror}"
                 raise OSError(error.errno, why, str(folder)) from error
-            raise BlockingIOError(f"{folder} is in use: another process trains there") from error
+            raise BlockingIOError(f"{folder} is in use: another process {what} there") from error
         yield
 
 

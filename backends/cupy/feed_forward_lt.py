@@ -1,0 +1,94 @@
+"""`feed_forward` in bfloat16 by cuBLASLt: GELU and its slope within the products.
+
+The hidden layer is written by the product that makes it, and its gradient by the next. How many
+digits its tanh has NVIDIA does not say; the instruction has 11, and float16 would show it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.cublaslt import multiply_gelu, multiply_slope, why_not
+from xformer.backends.cupy.linear_lt import PRODUCTS
+from xformer.backends.cupy.module import contiguous, empty
+
+from xformer import ops
+from xformer.checks import require_gradient
+from xformer.dispatch import keeps_nothing, kernel
+from xformer.layers.feed_forward import FeedForwardParams
+from xformer.layers.feed_forward import feed_forward as reference
+from xformer.layers.linear import LinearParams
+from xformer.shapes import dtype_name
+from xformer.typing import Array
+
+
+def not_fused(
+    x: Array,
+    params: FeedForwardParams,
+    *,
+    activation: str = "relu",
+    dropout_rate: float = 0.0,
+    dropout_key: ops.Key | None = None,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if activation != "gelu_tanh" or params.gate is not None:
+        return "only gelu_tanh, and no gate"
+    if dropout_rate and dropout_key is not None:
+        return "dropout of the hidden layer"
+    if dtype_name(x) != "bfloat16":
+        return f"its GELU has too few digits for {dtype_name(x)}"
+    for own in (params.up, params.down):
+        leaves = own if isinstance(own, LinearParams) else (own,)
+        if not all(leaf is None or isinstance(leaf, type(x)) for leaf in leaves):
+            return "adapters or frozen parameters"
+    return why_not(x, params.up.w) or why_not(x, params.down.w)
+
+
+@kernel(reference, "cupy", unsupported=not_fused)
+def feed_forward(
+    x: Array,
+    params: FeedForwardParams,
+    *,
+    activation: str = "relu",
+    dropout_rate: float = 0.0,
+    dropout_key: ops.Key | None = None,
+) -> tuple[Array, FeedForwardCache]:
+    """y = hidden w_down + b_down, hidden = gelu(before), before = x w_up + b_up."""
+    (w, b), (w_down, b_down) = params.up, params.down
+    check = ops.linear.reference.check  # type: ignore[attr-defined]
+    check((x, w, b), {}, ops.linear)
+    rows, w = PRODUCTS.rows(x), PRODUCTS.matrix(w)
+    hidden = empty(x, (rows.shape[0], w.shape[1]))
+    before = None if keeps_nothing() else empty(x, hidden.shape)
+    multiply_gelu(rows, w, hidden, None if b is None else contiguous(b), before)
+    check((hidden, w_down, b_down), {}, ops.linear)
+    w_down = PRODUCTS.matrix(w_down)
+    y = PRODUCTS.affine(hidden, w_down, b_down)
+    y = array_namespace(x).reshape(y, (*x.shape[:-1], y.shape[1]))
+    has_b = b is not None, b_down is not None
+    return y, FeedForwardCache(rows, w, before, hidden, w_down, has_b, x.shape)
+
+
+class FeedForwardCache(NamedTuple):
+    """What `feed_forward` keeps for its backward."""
+
+    x: Array  # (N, D)
+    w: Array  # (D, F)
+    before: Any  # (N, F)
+    hidden: Array  # (N, F)
+    w_down: Array  # (F, D)
+    has_b: tuple[bool, bool]
+    x_shape: tuple[int, ...]
+
+    def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
+        """dbefore = (dy w_down^T) gelu'(before), in one product."""
+        shape = (*self.x_shape[:-1], self.w_down.shape[1])
+        require_gradient("linear", "dy", dy, self.hidden, shape)
+        rows = PRODUCTS.rows(dy)
+        dbefore = empty(dy, self.before.shape)
+        multiply_slope(rows, self.w_down.T, dbefore, self.before)
+        down = PRODUCTS.parameters(self.hidden, rows, self.w_down, self.has_b[1])
+        up = PRODUCTS.parameters(self.x, dbefore, self.w, self.has_b[0])
+        dx = array_namespace(dy).reshape(PRODUCTS.back(dbefore, self.w), self.x_shape)
+        return dx, FeedForwardParams(LinearParams(*up), LinearParams(*down))
