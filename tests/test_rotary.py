@@ -10,7 +10,7 @@ import pytest
 from libraries import only
 from xformer.backends import Backend
 
-from xformer import explain
+from xformer import explain, inference
 from xformer.layers import RopeConfig, rotary
 from xformer.layers.rotary import frequencies, turns
 from xformer.ops import rope
@@ -191,24 +191,26 @@ def test_without_float64_angles_are_float32(library: Backend) -> None:
 @pytest.mark.parametrize("note", ["none", "yarn, attention", "longrope"])
 def test_the_next_position_is_a_row_of_a_table(library: Backend, note: str, dtype: str) -> None:
     """Kept, so that nobody may write to it; the same bits."""
-    ours = config(note)
-    given: dict[str, Any] = {"config": ours, "length": 0, "dtype": np.dtype(dtype)}
-    for place in (0, 1, 255, 256, 63, 131071, -1):
-        positions = np.array([place])
-        assert explain(turns, positions, **given).startswith(
-            "turns on numpy: xformer.backends.numpy.turns.turns"
+    given: dict[str, Any] = {"config": config(note), "length": 0, "dtype": np.dtype(dtype)}
+    with inference():
+        for place in (0, 1, 255, 256, 63, 131071, -1):
+            positions = np.array([place])
+            assert explain(turns, positions, **given).startswith(
+                "turns on numpy: xformer.backends.numpy.turns.turns"
+            )
+            found = turns(positions, **given)
+            for table, wanted in zip(found, turns.reference(positions, **given), strict=True):
+                assert table.dtype == dtype and table.shape == (1, 8)
+                assert np.array_equal(table, wanted)
+                with pytest.raises(ValueError, match="read-only"):
+                    table[0, 0] = 2
+        assert turns(positions, **given)[0].base is turns(positions, **given)[0].base
+        others = (
+            explain(turns, positions, **given | {"length": 900}),
+            explain(turns, np.array([3, 4]), **given),
         )
-        found = turns(positions, **given)
-        for table, wanted in zip(found, turns.reference(positions, **given), strict=True):
-            assert table.dtype == dtype and table.shape == (1, 8)
-            assert np.array_equal(table, wanted)
-            with pytest.raises(ValueError, match="read-only"):
-                table[0, 0] = 2
-    assert turns(positions, **given)[0].base is turns(positions, **given)[0].base
-    for changed in ({"length": 900}, {}):
-        several = np.array([3, 4]) if not changed else positions
-        said = explain(turns, several, **given | changed)
-        assert ": the reference" in said and "frequencies that go by it" in said
+    for said in (*others, explain(turns, positions, **given)):
+        assert ": the reference" in said and "not one position within inference()" in said
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])

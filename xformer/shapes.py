@@ -16,14 +16,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer.dispatch import Overridable, library_of
 
 FLOATING = ("float32", "float64")
 STORED = ("bfloat16", "float16")  # what kernels may read and write; arithmetic is in float32
-_NUMPY_NAMES = {type(np.dtype(name)): name for name in (*FLOATING, "float16", "int64", "bool")}
 REMEMBERED = 4096  # kinds of call that an op remembers to be right
 # NumPy has one device; JAX places arrays itself and reports a mixture in its own words.
 PLACED_BY_LIBRARY = ("numpy", "jax")
@@ -111,8 +109,17 @@ def require_like(op: str, name: str, array: Any, like: Any, *, working: bool = F
 def dtype_name(array: Any) -> str:
     """The name that the standard gives to the dtype of an array."""
     dtype = array.dtype
-    name = _NUMPY_NAMES.get(type(dtype))  # which to spell takes NumPy long
-    return name if name and dtype.isnative else str(dtype).rpartition(".")[2]
+    name = _numbers.get(type(dtype))
+    if name is not None and dtype.isnative:
+        return name
+    name = str(dtype).rpartition(".")[2]
+    # Which takes NumPy long. Each of its numbers has a class of its own.
+    if type(dtype).__module__ == "numpy.dtypes" and dtype.kind in "biufc" and dtype.isnative:
+        _numbers[type(dtype)] = name
+    return name
+
+
+_numbers: dict[type, str] = {}
 
 
 def working_dtype(like: Any) -> Any:

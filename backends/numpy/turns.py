@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.dispatch import kernel
+from xformer.dispatch import keeps_nothing, kernel
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rotary import turns as reference
 from xformer.typing import Array
@@ -17,8 +17,8 @@ ROWS = 256  # of a table
 
 def several(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> str | None:
     """Why the kernel cannot run."""
-    if positions.shape != (1,) or length:
-        return "not one position, or frequencies that go by it"
+    if positions.shape != (1,) or length or not keeps_nothing():
+        return "not one position within inference(), or frequencies that go by it"
     return None
 
 
