@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -115,9 +115,9 @@ class Ours:
 class Captured(Ours):
     """The same, whose steps are those of `train(captured=True)`: each a launch of a CUDA graph."""
 
-    def __init__(self, shape: Shape, weights: Any, backend: backends.Backend) -> None:
-        super().__init__(shape, weights, backend, partial(capturing, shape.device))
-        self.state = None
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        shape, backend, self.state = self.shape, self.backend, None
         options: Any = {"eval_every": NEVER, "clip": None, "diverged": None}
         config = TrainConfig(NEVER, shape.batch, precision=shape.precision, **options)
         adamw = optim.Optimiser(optim.adamw_init, optim.adamw)
@@ -239,13 +239,24 @@ def make(name: str, shape: Shape, weights: Any) -> Contestant:
     backend = backend_of(library, shape.device)
     if how == "jit":
         return Jitted(shape, weights, backend)
-    if how == "graph":
-        return Captured(shape, weights, backend)
     contexts: Any = {"reference": reference_only, "deterministic": backend.deterministic}
-    context = contexts.get(how, nullcontext)
+    contexts["graph"] = partial(capturing, shape.device)
+    entered = [contexts.get(how, nullcontext)]
     if shape.tf32:
-        from xformer.backends.cupy import tf32 as context
-    return Ours(shape, weights, backend, context)
+        from xformer.backends.cupy import tf32
+
+        entered.append(tf32)
+    kind = Captured if how == "graph" else Ours
+    return kind(shape, weights, backend, partial(within, entered))
+
+
+@contextmanager
+def within(contexts: Sequence[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    """All of these."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
 
 
 def backend_of(library: str, device: str | None) -> backends.Backend:

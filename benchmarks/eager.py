@@ -95,6 +95,8 @@ class Judge(Eager):
     def __init__(self, shape: Shape, weights: Any) -> None:
         super().__init__(shape, weights, dtype="float64")
         self.rows = shape.judged or shape.batch
+        if shape.batch % self.rows:
+            raise ValueError(f"judged must divide the batch of {shape.batch}, got {self.rows}")
 
     def backward(self) -> Tensor:
         """The loss, of parts with as many targets each; gradients are left in the parameters."""

@@ -135,7 +135,9 @@ def sections_of(plan: Plan, found: dict[str, Any], end: float) -> dict[str, Call
 
     device = contestants.torch_device(plan.texts[0].device)
     steps = {
-        shape.name: partial(step.measure, shape, names, shape.rounds, ["step"])
+        shape.name: partial(
+            step.measure, shape, names, shape.rounds, ["step"], failed=found["wrong"]
+        )
         for shape, names in plan.steps
     }
     return {
@@ -145,7 +147,9 @@ def sections_of(plan: Plan, found: dict[str, Any], end: float) -> dict[str, Call
         "tests": lambda: tested(plan, found, min(TESTING, end - time.monotonic())),
         **{name: run for name, run in steps.items() if name.endswith("bfloat16")},
         **{
-            text.name: partial(gpu_decoding.decoded, text, plan.writers, plan.rounds)
+            text.name: partial(
+                gpu_decoding.decoded, text, plan.writers, plan.rounds, found["wrong"]
+            )
             for text in plan.texts
         },
         "attention": lambda: attention(plan.place, plan.lengths, plan.rounds, device, tick),
@@ -162,8 +166,8 @@ def run_section(name: str, run: Callable[[], Any], found: dict[str, Any], end: f
     """
     start = time.monotonic()
     print(f"{name} ...", file=sys.stderr, flush=True)
-    stop = threading.Timer(end - start, harness.Process.stop)
-    stop.start()
+    done = threading.Event()
+    threading.Thread(target=stopping, args=(done, end - start), daemon=True).start()
     try:
         found["sections"][name] = run()
     except Exception as error:
@@ -171,9 +175,16 @@ def run_section(name: str, run: Callable[[], Any], found: dict[str, Any], end: f
         found["wrong"].append(f"{name}: {over}{type(error).__name__}: {error}")
         traceback.print_exc()
     finally:
-        stop.cancel()
+        done.set()
     machine.give_back()  # the contestants have processes, and memory, of their own
     print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def stopping(done: threading.Event, seconds: float) -> None:
+    """Stop all processes then, and those that begin later, until it is done."""
+    while not done.wait(seconds):
+        harness.Process.stop()
+        seconds = 1
 
 
 def tested(plan: Plan, found: dict[str, Any], seconds: float) -> dict[str, int]:

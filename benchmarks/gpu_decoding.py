@@ -23,8 +23,11 @@ NEAR = 1e-5  # two logits so close may change places
 FIRST = 5  # the id that the first text begins with; the others with those after it
 
 
-def decoded(shape: Shape, names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Time a step of all texts; Disagreement where a contestant writes others than the first."""
+def decoded(shape: Shape, names: Sequence[str], rounds: int, failed: list[str]) -> dict[str, Any]:
+    """Time a step of all texts; Disagreement where a contestant writes others than the first.
+
+    failed: there to say which contestants but the first did not come to be measured.
+    """
     n, rows = shape.length, dict[str, Any]()
     vocab_size = shape.network.embed.vocab_size
     firsts = [(FIRST + i) % vocab_size for i in range(shape.batch)]
@@ -32,8 +35,17 @@ def decoded(shape: Shape, names: Sequence[str], rounds: int) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shapes.store(shape, folder)
-        running = {name: stack.enter_context(start(name, folder)) for name in names}
-        found = {name: one.ask(write=asked)["ids"] for name, one in running.items()}
+        running, found = dict[str, Any](), dict[str, Any]()
+        for name in names:
+            try:
+                one = stack.enter_context(start(name, folder))
+                found[name] = one.ask(write=asked)["ids"]
+            except RuntimeError as error:
+                if name == names[0]:
+                    raise
+                failed.append(f"{shape.name}: {name}: {error}")
+            else:
+                running[name] = one
         same = {
             name: [
                 agreement(name, first, own, peer, running[OURS_ON_GPU])

@@ -28,6 +28,8 @@ def text(found: dict[str, Any]) -> str:
     parts += [report.align(decoding_table(run)) for run in done.values() if "texts" in run]
     if "attention" in done:
         parts.append(report.align(attention_table(done["attention"])))
+        why = [row["no_cudnn"] for row in done["attention"]]
+        parts += dict.fromkeys(f"cudnn: {refusal}" for refusal in why if refusal)
     parts.append(MEMORY)
     if met := goals(done):
         parts.append(report.align([["figure", "goal", "found"], *met]))

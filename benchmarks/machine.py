@@ -20,6 +20,7 @@ from xformer import backends
 
 PACKAGES = ("numpy", "array-api-compat")
 COMPILING = "TORCHINDUCTOR_COMPILE_THREADS"
+CONTEXT = 1 << 29  # bytes of a GPU that a process takes before it has any array, about
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -78,11 +79,27 @@ def free_memory(device: str | None = None) -> int | None:
 
 
 def give_back() -> None:
-    """What the libraries keep of the GPU's memory for later goes to other processes."""
-    if "torch" in sys.modules:
+    """What the libraries keep of the GPU's memory for later goes to other processes.
+
+    Peaks are counted anew from then on.
+    """
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         sys.modules["torch"].cuda.empty_cache()
+        sys.modules["torch"].cuda.reset_peak_memory_stats()
     if "cupy" in sys.modules:
         sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+
+
+def held() -> int:
+    """Bytes of the GPU that nobody else can have: of pools, graphs, and what CUDA itself takes."""
+    found = CONTEXT
+    if "torch" in sys.modules:
+        found += sys.modules["torch"].cuda.memory_reserved()
+    if "cupy" in sys.modules:
+        from xformer.backends.cupy import driver
+
+        found += sum(pool.total_bytes() for pool in driver.pools())
+    return found
 
 
 def nvidia_smi(field: str) -> str | None:

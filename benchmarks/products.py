@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import machine
 from benchmarks.shapes import Shape
 from xformer import backends
 from xformer.layers import BlockConfig
@@ -20,6 +21,7 @@ from xformer.models import LanguageModel, LMHead
 
 # Scores at a time: what does not stay in cache would time the memory; on a GPU small products would
 # time their launches.
+DRAWN = 1 << 20  # numbers, of which the operands are made
 SCORES, CUDA_SCORES = 1 << 19, 1 << 26
 
 
@@ -136,14 +138,16 @@ class Light:
         found = products(shape)
         self.on_cuda = shape.device == "cuda"
         self.backend = backends.get("cupy" if self.on_cuda else "numpy")
-        rng, dtype = self.backend.generator(0), self.backend.xp.float32
-        if shape.precision is not None and self.on_cuda:
-            dtype = self.backend.xp.float16
-        left, right = (
-            self.backend.xp.astype(rng.uniform((n,)), dtype)
-            for n in (max(p.m * p.k for p in found), max(p.k * p.n for p in found))
+        xp = self.backend.xp
+        two_bytes = shape.precision is not None and self.on_cuda
+        some = xp.astype(
+            self.backend.generator(0).uniform((DRAWN,)), xp.float16 if two_bytes else xp.float32
         )
-        out = self.backend.xp.empty(max(p.m * p.n for p in found), dtype=dtype)
+        sizes = (max(getattr(p, a) * getattr(p, b) for p in found) for a, b in ("mk", "kn", "mn"))
+        left, right, out = (xp.empty(n, dtype=some.dtype) for n in sizes)
+        for operand in (left, right):
+            for at in range(0, len(operand), DRAWN):
+                operand[at : at + DRAWN] = some[: len(operand) - at]
         self._context: Any = nullcontext
         if shape.tf32:
             from xformer.backends.cupy import tf32
@@ -158,6 +162,12 @@ class Light:
             )
             for p in found
         ]
+
+    def about(self) -> dict[str, Any]:
+        """What there is to do, and the memory that it takes."""
+        now, most = self.backend.memory()
+        now = machine.held() if self.on_cuda else now
+        return {"flops": self.flops, "bytes": now, "most_bytes": most}
 
     def run(self) -> None:
         """All products, one after the other."""

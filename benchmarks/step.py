@@ -88,7 +88,7 @@ def require_memory(running: Mapping[str, Any], limit: int | None) -> None:
     if limit is None:
         return
     found = {name: one.ask(about={}) for name, one in running.items()}
-    sizes = {n: (a["bytes"], a["peak_bytes"]) for n, a in found.items() if a["bytes"] is not None}
+    sizes = {n: (a["bytes"], a["most_bytes"]) for n, a in found.items() if a["bytes"] is not None}
     held = sum(now for now, _ in sizes.values())
     more = max((peak - now for now, peak in sizes.values()), default=0)
     if held + more > limit:
@@ -104,8 +104,13 @@ def measure(
     rounds: int,
     chosen: Sequence[str],
     tick: Callable[[], Any] = lambda: None,
+    failed: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Check, then measure. Returns what the report prints and stores."""
+    """Check, then measure. Returns what the report prints and stores.
+
+    failed: there to say which contestants but the first did not come to be measured; without it the
+    first such is an error.
+    """
     limit = machine.free_memory(shape.device)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -113,13 +118,20 @@ def measure(
         check = Check(shape, folder)
         running: dict[str, Any] = {}
         rows: dict[str, dict[str, Any]] = {}
+        light = stack.enter_context(start(LIGHT, folder))
         for name in names:
-            running[name] = stack.enter_context(start(name, folder))
-            rows[name] = {"name": name, "error": check(name, running[name])}
-            require_memory(running, limit)
+            try:
+                one = stack.enter_context(start(name, folder))
+                rows[name] = {"name": name, "error": check(name, one)}
+            except RuntimeError as error:
+                if failed is None or name == names[0]:
+                    raise
+                failed.append(f"{shape.name}: {name}: {error}")
+                continue
+            running[name] = one
+            require_memory(running | {LIGHT: light}, limit)
             tick()
         check.finish()
-        light = stack.enter_context(start(LIGHT, folder))
         own = works(shape)[0]
         asked = {(name, work): one for name, one in running.items() for work in chosen}
         turns = {

@@ -27,18 +27,27 @@ class Worker:
 
     def __init__(self, shape: Shape, contestant: Contestant) -> None:
         self.shape, self.contestant = shape, contestant
-        self._peak: int | None = None  # bytes
+        self._most: int | None = None  # bytes of a GPU, whatever was done
+        self._peak: int | None = None  # in what was timed
 
     def outcome(self, path: str) -> dict[str, float]:
-        """Losses before and after a step; gradients are written to a file, or what comes out."""
+        """Losses before and after some steps; gradients are written to a file, or what comes out.
+
+        On a device three of them: of captured steps the first is made as ever, the second recorded.
+        """
         if not self.shape.training:
             save_file({"output": np.ascontiguousarray(self.contestant.output())}, path)
             return {}
         loss, grads = self.contestant.gradients()
         save_file({f"gradient {n}": np.ascontiguousarray(g) for n, g in grads.items()}, path)
         del grads
-        self.contestant.step()
-        return {"loss": loss, "loss after a step": self.contestant.gradients()[0]}
+        self._give_back()
+        for _ in range(1 if self.shape.device is None else 3):
+            self.contestant.step()
+        self._give_back()
+        after = self.contestant.gradients()[0]
+        self._give_back()
+        return {"loss": loss, "loss after steps": after}
 
     def run(self, work: str, repeats: int) -> list[float]:
         """Seconds of each of several runs on end.
@@ -46,25 +55,32 @@ class Worker:
         On a GPU what is freed is given back afterwards, since others have their turn there, and one
         run that is not timed asks for it again.
         """
-        on_gpu = self.shape.device == "cuda"
-        if on_gpu:
+        if self.shape.device == "cuda":
             self._finish(work)
         found = harness.timed(lambda: self._finish(work), repeats)
-        if on_gpu:
-            self.about()
-            machine.give_back()
+        if self.shape.device == "cuda":
+            self._peak = max(self._peak or 0, self.contestant.backend.memory().peak or 0)
+        self._give_back()
         return found
 
     def about(self) -> dict[str, Any]:
-        """Memory of the process, or on its device: now, and the most so far; threads."""
+        """Threads; memory of the process, or on its device: now, at most, and in what was timed."""
         in_use, peak = self.contestant.backend.memory()
-        if peak is not None:
-            self._peak = max(self._peak or 0, peak)
-        return {"bytes": in_use, "peak_bytes": self._peak, "threads": machine.threads()}
+        if self.shape.device == "cuda":
+            in_use = machine.held()
+        found = {"bytes": in_use, "most_bytes": peak if self._most is None else self._most}
+        found["peak_bytes"] = peak if self._peak is None else self._peak
+        return found | {"threads": machine.threads()}
 
     def dispatch(self, work: str) -> dict[str, float]:
         """What choosing kernels costs."""
         return dispatching.cost(lambda: self._finish(work))
+
+    def _give_back(self) -> None:
+        """The other contestants have their turns on the same GPU."""
+        if self.shape.device == "cuda":
+            self._most = max(self._most or 0, self.contestant.backend.memory().peak or 0)
+            machine.give_back()
 
     def _finish(self, work: str) -> Any:
         result = getattr(self.contestant, work)()
@@ -80,7 +96,7 @@ def main(folder: str, name: str) -> None:
         harness.serve(
             {
                 "run": lambda work, repeats: harness.timed(light.run, repeats),
-                "about": lambda: {"flops": light.flops},
+                "about": light.about,
             }
         )
         return

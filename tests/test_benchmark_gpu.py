@@ -313,30 +313,77 @@ def test_judging_in_parts() -> None:
     assert again == pytest.approx(loss, rel=1e-12)
     for name, grad in grads.items():
         assert np.allclose(others[name], grad, rtol=1e-9, atol=1e-12), name
+    with pytest.raises(ValueError, match="judged must divide the batch of 2, got 3"):
+        eager.Judge(replace(shape, judged=3), shape.weights())
 
 
-def test_memory_is_given_back_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a turn; a run that is not timed comes before the next, and the peak is kept."""
+def test_memory_is_given_back_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After a check and after a turn; a run that is not timed comes before the next; peaks are of
+    what is timed, and what all of it has taken is known."""
     log: list[str] = []
-    peaks = iter([7, 5])
+    sizes = [40]
+
+    class Place:
+        def synchronize(self) -> None:
+            log.append("waited")
+
+        def memory(self) -> Memory:
+            return Memory(1, sizes[-1])
 
     class Contestant:
-        class backend:
-            synchronize = staticmethod(lambda: log.append("waited"))
-            memory = staticmethod(lambda: Memory(1, next(peaks)))
+        backend = Place()
 
         def step(self) -> None:
             log.append("step")
 
-    monkeypatch.setattr(machine, "give_back", lambda: log.append("given back"))
-    for device, runs in (("cuda", 3), (None, 2)):
+        def gradients(self) -> tuple[float, dict[str, Any]]:
+            log.append("gradients")
+            return 1.0, {"w": np.ones(2)}
+
+    def give_back() -> None:
+        log.append("given back")
+        sizes.append(7)
+
+    monkeypatch.setattr(machine, "give_back", give_back)
+    monkeypatch.setattr(machine, "held", lambda: 5)
+    given = gpu_plan.planned(dry=True).steps[0][0]
+    for device in ("cuda", STAND_IN, None):
         log.clear()
-        shape = replace(gpu_plan.planned(dry=True).steps[0][0], device=device)
-        own: Any = worker.Worker(shape, Contestant())  # type: ignore[arg-type]
+        own: Any = worker.Worker(replace(given, device=device), Contestant())  # type: ignore[arg-type]
+        back = ["given back"] * (device == "cuda")
+        n_steps = 1 if device is None else 3
+        assert own.outcome(str(tmp_path / "found")).keys() == {"loss", "loss after steps"}
+        wanted = ["gradients", *back, *n_steps * ["step"], *back, "gradients", *back]
+        assert log == wanted
+        log.clear()
         assert len(own.run("step", 2)) == 2
-        assert log == ["step", "waited"] * runs + ["given back"] * (device == "cuda")
+        assert log == ["step", "waited"] * (2 + len(back)) + back
+        about = own.about()
         if device == "cuda":
-            assert own.about()["peak_bytes"] == 7
+            assert (about["bytes"], about["most_bytes"], about["peak_bytes"]) == (5, 40, 7)
+        else:
+            assert (about["bytes"], about["most_bytes"], about["peak_bytes"]) == (1, 7, 7)
+
+
+def test_one_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps and in texts; it is named."""
+
+    def failing(start: Any) -> Any:
+        def one(name: str, folder: Path) -> Any:
+            if name == GRAPH:
+                raise RuntimeError("it did not start")
+            return start(name, folder)
+
+        return one
+
+    monkeypatch.setattr(step, "start", failing(step.start))
+    monkeypatch.setattr(gpu_decoding, "start", failing(gpu_decoding.start))
+    status, found = run(tmp_path, *only("gpt2-bfloat16", "decoding"))
+    names = [PEER, OURS_ON_GPU, DETERMINISTIC]
+    assert [row["name"] for row in found["sections"]["gpt2-bfloat16"]["rows"]] == names
+    assert list(found["sections"]["decoding"]["tokens"]) == names[:2]
+    said = "cupy graph: it did not start"
+    assert status == 1 and found["wrong"] == [f"{n}: {said}" for n in ("gpt2-bfloat16", "decoding")]
 
 
 def test_unknown_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ class InProcess:
             light = Light(shape)
             self.answers: dict[str, Callable[..., Any]] = {
                 "run": lambda work, repeats: harness.timed(light.run, repeats),
-                "about": lambda: {"flops": light.flops},
+                "about": light.about,
             }
             return
         make = contestants.judge if name == JUDGE else lambda *a: contestants.make(name, *a)
@@ -268,7 +268,7 @@ def test_a_wrong_optimiser_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         optim, "adamw", lambda *trees, **options: adamw(*trees, **options, weight_decay=1.0)
     )
-    with pytest.raises(harness.Disagreement, match="wrong in loss after a step"):
+    with pytest.raises(harness.Disagreement, match="wrong in loss after steps"):
         checked(GPT_SHAPE, ["numpy kernel"], tmp_path)
 
 
@@ -383,7 +383,7 @@ def test_an_unknown_contestant_does_not_start(tmp_path: Path) -> None:
 def test_processes_must_fit_into_memory() -> None:
     class Holds:
         def __init__(self, now: int, peak: int) -> None:
-            self.found = {"bytes": now, "peak_bytes": peak}
+            self.found = {"bytes": now, "most_bytes": peak}
 
         def ask(self, about: Any) -> dict[str, int]:
             return self.found

@@ -137,13 +137,13 @@ def test_who_runs_and_why(library: Backend, lt: CublasLt) -> None:
         ("only gelu_tanh, and no gate", why(activation="gelu")),
         ("only gelu_tanh, and no gate", why(gated, **fused)),
         ("dropout of the hidden layer", why(dropout_rate=0.1, dropout_key=Key(1), **fused)),
+        ("dropout of the hidden layer", why(dropout_rate=2.0, **fused)),
         ("its GELU has too few digits for float32", why(wide, library.widened(x), **fused)),
         ("its GELU has too few digits for float16", why(half[0], half[1], **fused)),
         ("adapters or frozen parameters", why(params._replace(up=lora), **fused)),
         ("an array has no elements", why(x=x[:, :0, :], **fused)),
     ):
         assert ": the reference" in found and f": {wanted}" in found
-    assert why(dropout_rate=0.1, **fused) == said  # without a key nothing is dropped
 
 
 def test_bad_arguments_are_the_references(library: Backend, lt: CublasLt) -> None:

@@ -108,10 +108,10 @@ def multiply(
 def multiply_gelu(a: Array, b: Array, out: Array, bias: Array | None, aux: Array | None) -> None:
     """out = gelu(aux), aux = a b + bias, by tanh in few digits: enough for bfloat16.
 
-    out and aux are contiguous; without aux nothing is kept.
+    out and aux are contiguous, from 16 bytes on; without aux nothing is kept.
     """
     name = "GELU" + ("" if aux is None else "_AUX") + ("" if bias is None else "_BIAS")
-    if fits_aux(out) and _ran(a, b, out, name, bias, aux):
+    if (aux is None or fits_aux(out)) and _ran(a, b, out, name, bias, aux):
         return
     before = out if aux is None else aux
     multiply(a, b, before, bias=bias)

@@ -34,7 +34,7 @@ def not_fused(
     """Why the kernel cannot run."""
     if activation != "gelu_tanh" or params.gate is not None:
         return "only gelu_tanh, and no gate"
-    if dropout_rate and dropout_key is not None:
+    if dropout_rate:
         return "dropout of the hidden layer"
     if dtype_name(x) != "bfloat16":
         return f"its GELU has too few digits for {dtype_name(x)}"

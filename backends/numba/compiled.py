@@ -41,14 +41,18 @@ def rowwise_of(signature: Any) -> Any:
 def _kept(fn: Any, fastmath: set[str], *signature: Any) -> Any:
     options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": fastmath}
     try:
-        made = numba.njit(*signature, **options)(fn)
+        made = numba.njit(**options)(fn)
     except RuntimeError as error:
         raise Unusable(
             f"backend numba cannot be used: it finds no folder for machine code ({error}): name "
             "one that can be written to in the environment variable NUMBA_CACHE_DIR"
         ) from error
-    kept = made._cache
-    kept.save_overload = partial(_save, kept.save_overload, Path(kept.cache_path))
+    if hasattr(made, "_cache"):  # unless NUMBA_DISABLE_JIT is set
+        kept = made._cache
+        kept.save_overload = partial(_save, kept.save_overload, Path(kept.cache_path))
+        if signature:
+            made.compile(*signature)
+            made.disable_compile()
     return made
 
 

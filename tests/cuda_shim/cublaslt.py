@@ -235,7 +235,7 @@ class CublasLt:
         aux = self._view(pointed[1], of_d._replace(ld=step)) if epilogue.has_aux else None
         for beside, at, aligned in zip((vector, aux), pointed, told, strict=True):
             if beside is not None and at % aligned:
-                raise Fault("the vector is not aligned as the heuristics were told")
+                raise Fault("what the epilogue has beside is not aligned as was told")
         if aux is not None and (aux.ctypes.data % 16 or np.may_share_memory(aux, out)):
             raise Fault("the array beside is not aligned to 16 bytes, or is what is written to")
         arrays = self.arrays  # whose memory it is

@@ -64,6 +64,10 @@ class CapturedTokens:
         ids = tuple((*old, i) for old, i in zip(text.ids, new, strict=True))
         return Prefix(ids, logits, None, text.width + 1), chosen
 
+    def close(self) -> None:
+        """Let go of the call, which refers to this, and of its memory."""
+        self._call, self._arrays = None, {}
+
     def _open(self, text: Prefix) -> None:
         """A call anew, in more columns."""
         if self._call is None:

@@ -104,15 +104,19 @@ def _stream(
     new: list[int] = []
     chosen: Array | None = None
     running = [True] * len(rngs)
-    for n in range(max_new):
-        with place.active():
-            if n:
-                text, chosen = _grown(network, params, text, new, tokens)
-            new = _choose(place, text, sampler, rngs, chosen)
-        yield [i if runs else None for i, runs in zip(new, running, strict=True)]
-        running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
-        if not any(running):
-            return
+    try:
+        for n in range(max_new):
+            with place.active():
+                if n:
+                    text, chosen = _grown(network, params, text, new, tokens)
+                new = _choose(place, text, sampler, rngs, chosen)
+            yield [i if runs else None for i, runs in zip(new, running, strict=True)]
+            running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
+            if not any(running):
+                return
+    finally:
+        if tokens is not None:
+            tokens.close()
 
 
 def _grown(
