@@ -96,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["wrong"].append(f"{name}: not begun, {args.minutes:g} minutes were over")
             continue
         run_section(name, sections[name], found, end)
-    print(gpu_page.text(found))
     question = ["gpu", *(["dry-run"] if args.dry_run else []), *(args.section or [])[:1]]
     out = args.out / default_name(found, "-".join(question))  # a part does not replace another
     report.write(found, out)
+    print(gpu_page.text(found))
     report.replace(out.with_suffix(".md"), gpu_page.text(found) + "\n")
     print(f"\nWritten: {out}, and the table beside it")
     return 1 if found["wrong"] else 0

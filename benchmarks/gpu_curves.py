@@ -22,12 +22,13 @@ LR = 1e-3
 
 
 class Curves(NamedTuple):
-    """A model of bytes, and how long it is trained."""
+    """Models of bytes, and how long they are trained."""
 
+    small: GPT  # on the CPU too, in float64 and by references, which take long
+    short: int  # its steps, in float32
     model: GPT
+    long: int  # its steps, in bfloat16 and in float32
     batch: int
-    short: int  # steps in float32, on the CPU too
-    long: int  # steps in bfloat16, and in float32
     held_out: int  # batches
 
 
@@ -40,7 +41,7 @@ def in_float32(place: Backend, c: Curves, tick: Callable[[], None]) -> dict[str,
 
     def losses(where: Backend, dtype: str = "float32", reference: bool = False) -> np.ndarray:
         with reference_only() if reference else nullcontext():
-            run = trained(where, c, c.short, tick, dtype=dtype)
+            run = trained(where, c, c.small, c.short, tick, dtype=dtype)
             return np.array([step.loss for step in run])
 
     exact = losses(cpu, "float64")
@@ -53,7 +54,7 @@ def in_bfloat16(place: Backend, c: Curves, tick: Callable[[], None]) -> dict[str
     """The validation loss at the end, in float32 and in bfloat16. tick: called before each step."""
     found = {}
     for precision in (None, "bfloat16"):
-        for step in trained(place, c, c.long, tick, precision=precision):
+        for step in trained(place, c, c.model, c.long, tick, precision=precision):
             last = step
         found[precision or "float32"] = last.validation
     return {"steps": c.long, "validation": found}
@@ -62,6 +63,7 @@ def in_bfloat16(place: Backend, c: Curves, tick: Callable[[], None]) -> dict[str
 def trained(
     place: Backend,
     c: Curves,
+    model: GPT,
     n_steps: int,
     tick: Callable[[], None],
     *,
@@ -70,13 +72,13 @@ def trained(
 ) -> Iterator[Step]:
     """The steps, the same batches each time."""
     data = text()
-    windows = Windows(data[:-HELD_OUT], c.model.max_len, c.batch)
-    held_out = Windows(data[-HELD_OUT:], c.model.max_len, c.batch).held_out(c.held_out)
+    windows = Windows(data[:-HELD_OUT], model.max_len, c.batch)
+    held_out = Windows(data[-HELD_OUT:], model.max_len, c.batch).held_out(c.held_out)
     options: Any = {"lr": LR, "warmup": n_steps // 10, "eval_every": n_steps}
     config = TrainConfig(n_steps, c.batch, precision=precision, **options)
-    params = tree.map(lambda w: place.asarray(np.asarray(w, dtype)), c.model.init(0))
+    params = tree.map(lambda w: place.asarray(np.asarray(w, dtype)), model.init(0))
     given = start(params, config), windows, config, place
-    for step in train(loss_of(c.model), *given, held_out=held_out, donate=True):
+    for step in train(loss_of(model), *given, held_out=held_out, donate=True):
         yield step
         tick()
 

@@ -48,7 +48,7 @@ def decoded(shape: Shape, names: Sequence[str], rounds: int, failed: list[str]) 
                 running[name] = one
         same = {
             name: [
-                agreement(name, first, own, peer, running[OURS_ON_GPU])
+                agreement(name, first, own, peer, running.get(OURS_ON_GPU))
                 for first, own, peer in zip(firsts, texts, found[names[0]], strict=True)
             ]
             for name, texts in found.items()
@@ -68,7 +68,7 @@ def decoded(shape: Shape, names: Sequence[str], rounds: int, failed: list[str]) 
 def agreement(name: str, first: int, own: list[int], peer: list[int], ours: Any) -> int:
     """How many ids of a text are the peer's. Disagreement unless all, or but for rounding.
 
-    ours: who is asked how far apart two logits are.
+    ours: who is asked how far apart two logits are; None where it has failed.
     """
     if own == peer:
         return len(own)
@@ -79,7 +79,8 @@ def agreement(name: str, first: int, own: list[int], peer: list[int], ours: Any)
             f"{name} writes another text than the peer: {len(own)} ids, not {len(peer)}"
         )
     pair = [own[at], peer[at]]
-    gap = ours.ask(gap={"ids": [first, *peer[:at]], "pair": pair})["gap"]
+    asked = {"ids": [first, *peer[:at]], "pair": pair}
+    gap = float("nan") if ours is None else ours.ask(gap=asked)["gap"]
     if not gap <= NEAR:
         raise Disagreement(
             f"{name} writes another text than the peer: id {at + 1} is {pair[0]}, not {pair[1]}, "

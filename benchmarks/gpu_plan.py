@@ -74,7 +74,8 @@ def _dry(place: Backend) -> Plan:
     files = ("tests/test_rms_norm.py",)
     tests = ("--backend", "cuda_shim", "-k", "cuda_shim", *files)
     lengths = Lengths(tokens=64, heads=2, width=8, lengths=(16, 32))
-    curves = Curves(GPT(256, 1, 8, 2, max_len=8), batch=2, short=2, long=3, held_out=1)
+    toy = GPT(256, 1, 8, 2, max_len=8)
+    curves = Curves(toy, short=2, model=toy, long=3, batch=2, held_out=1)
     writers = _there(PEER, OURS_ON_GPU, GRAPH, dry=True)
     return Plan(place, steps, texts, writers, SMALL, lengths, curves, tests, 1, 2)
 
@@ -102,7 +103,8 @@ def _whole(place: Backend) -> Plan:
     )
     tests = ("--backend", "cupy", "-k", "cupy", *(f"tests/test_{name}.py" for name in CORE))
     lengths = Lengths(tokens=1 << 15, heads=12, width=64, lengths=(1024, 4096, 16384))
-    curves = Curves(GPT(256, 6, 384, 6, max_len=256), batch=12, short=100, long=1000, held_out=20)
+    tiny, char = GPT(256, 4, 128, 4, max_len=64), GPT(256, 6, 384, 6, max_len=256)
+    curves = Curves(tiny, short=100, model=char, long=1000, batch=12, held_out=20)
     writers = _there(PEER, COMPILED, OURS_ON_GPU, GRAPH)
     return Plan(place, steps, texts, writers, LARGE, lengths, curves, tests, 5, 1000)
 

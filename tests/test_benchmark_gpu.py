@@ -213,6 +213,8 @@ def test_texts_that_part_where_two_ids_are_as_likely() -> None:
         same(1, 2, 7, 7)
     with pytest.raises(Disagreement, match=r"^it writes another text than the peer: 2 ids, not 4$"):
         same(1, 2)
+    with pytest.raises(Disagreement, match=r"their logits are nan apart"):  # ours has failed
+        gpu_decoding.agreement("it", 9, [1, 7], [1, 2], None)
 
 
 def test_a_gap_between_logits(tmp_path: Path) -> None:
@@ -301,6 +303,10 @@ def test_goals() -> None:
         "validation after 9 steps, over float32's": "1.0040",
     }
     assert gpu_page.goals({}) == []
+    failed = {PEER: row(300), DETERMINISTIC: row(126)}
+    done = {"gpt2-bfloat16": {"rows": [{"name": name} | own for name, own in failed.items()]}}
+    done["decoding"] = {"tokens": {PEER: row(300)["step"]}}
+    assert gpu_page.goals(done) == [["decoding, tokens/s over torch eager", "3", "-"]]
 
 
 def test_judging_in_parts() -> None:
