@@ -10,6 +10,7 @@ from array_api_compat import array_namespace
 
 from xformer.dispatch import overridable
 from xformer.shapes import (
+    dtype_name,
     require_array,
     require_like,
     require_same_device,
@@ -37,6 +38,8 @@ def require_integers(op: str, name: str, ids: Any, like: Array) -> Array:
     require_array(op, name, ids, "an integer array")
     require_same_library(op, name, ids, like)
     require_same_device(op, name, ids, like)
+    if dtype_name(ids) == "int64":  # to ask for the namespace takes longer
+        return ids
     if not array_namespace(ids).isdtype(ids.dtype, "integral"):
         raise TypeError(f"{op}: {name} must be an integer array, got dtype {ids.dtype}")
     return as_indices(ids)
@@ -44,9 +47,9 @@ def require_integers(op: str, name: str, ids: Any, like: Array) -> Array:
 
 def as_indices(ids: Array) -> Array:
     """Integers in the dtype of indices, the only one that some libraries index with."""
-    xp = array_namespace(ids)
-    if ids.dtype == xp.int64:
+    if dtype_name(ids) == "int64":
         return ids
+    xp = array_namespace(ids)
     return xp.astype(ids, xp.__array_namespace_info__().default_dtypes()["indexing"])
 
 

@@ -94,7 +94,7 @@ def advance(
     if rotary is not None:
         shape = -1, rotary.cos.shape[-1]
         interleaved = rotary.interleaved
-        turns = np.stack((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
+        turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
     stages = np.zeros((token.STAGES * len(configs) + 1, 2), np.int64)
     arguments = (
         maps,

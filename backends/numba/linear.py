@@ -13,7 +13,7 @@ from xformer.dispatch import keeps_nothing
 from xformer.typing import Array
 
 TOKENS = 4  # at most: with more of them BLAS is faster
-LARGE, PIECE = 1 << 13, 1 << 17  # weights that BLAS would wake a thread for, and of a piece
+LARGE, PIECE = 1 << 13, 1 << 19  # weights that BLAS would wake a thread for, and of a piece
 
 
 def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) -> str | None:
