@@ -1,7 +1,7 @@
 """`linear` in pieces of rows, or of columns, each with its bias while it is in the cache.
 
 On the threads of `threads.blocks`: those of BLAS wait by spinning, and would take time from these.
-Except where a text is written token by token: there nothing but products wants more than one.
+Except for a few rows where nothing is kept: a text written token by token, or a short one read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xformer.dispatch import keeps_nothing, kernel
 from xformer.ops.linear import linear as reference
 from xformer.typing import Array
 
-FEW = 16  # rows, whose product takes as long as reading w
+FEW = 256  # rows: where BLAS waits by spinning it has begun before a thread of ours is awake
 
 Map = tuple[Array, Array | None]  # w (I, O), b (O,)
 
