@@ -85,12 +85,12 @@ class Backend:
             return params
         self.require_precision(precision)
 
-        def rounded(p: Array) -> Array:
+        def require(p: Array) -> Array:
             if p.dtype != self.xp.float32:
                 raise ValueError(f"precision {precision} is for float32 parameters, got {p.dtype}")
-            return self.xp.astype(p, _stored(precision))
+            return p
 
-        return tree.map(rounded, params)
+        return self._stored_as(tree.map(require, params), _stored(precision))
 
     def require_precision(self, precision: str) -> None:
         """ValueError for one that the backend has not; ImportError as `weights`."""
@@ -99,6 +99,10 @@ class Backend:
             but = "; backend cupy does" if precision in STORED and not self.precisions else ""
             raise ValueError(f"backend {self.name} stores numbers in {able}, not {precision}{but}")
         _stored(precision)
+
+    def _stored_as(self, params: Any, dtype: Any) -> Any:
+        """Copies of parameters in a dtype."""
+        return tree.map(lambda p: self.xp.astype(p, dtype), params)
 
     def widened(self, array: Array) -> Array:
         """An array in the dtype to compute in: float32 of what is stored in a precision."""

@@ -31,7 +31,14 @@ def test_arguments_have_their_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Epilogue", "ReductionScheme", "MatmulDescAttribute", "MatmulPreferenceAttribute"]
+    "name",
+    [
+        "Epilogue",
+        "ReductionScheme",
+        "MatmulDescAttribute",
+        "MatrixLayoutAttribute",
+        "MatmulPreferenceAttribute",
+    ],
 )
 def test_values_are_theirs(name: str) -> None:
     values = {member.name: member.value for member in getattr(real, name)}
@@ -45,6 +52,9 @@ def test_attributes_have_their_sizes() -> None:
     for name in CublasLt.MatmulDescAttribute:
         wanted = real.get_matmul_desc_attribute_dtype(name)
         assert own.get_matmul_desc_attribute_dtype(name) == wanted, name
+    for name in CublasLt.MatrixLayoutAttribute:
+        wanted = real.get_matrix_layout_attribute_dtype(name)
+        assert own.get_matrix_layout_attribute_dtype(name) == wanted, name
     for name in CublasLt.MatmulPreferenceAttribute:
         wanted = real.get_matmul_preference_attribute_dtype(name)
         assert own.get_matmul_preference_attribute_dtype(name) == wanted, name

@@ -5,7 +5,8 @@ Beside the reference they are tested in test_kernels.py, with every other kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cuda_shim
@@ -17,7 +18,7 @@ from cuda_shim.cublaslt_parts import Epilogue
 from libraries import STAND_IN, only
 from stored import DTYPES, in_both, normal, on, require_exact
 from xformer.backends import Backend
-from xformer.backends.cupy import linear_cross_entropy
+from xformer.backends.cupy import cublaslt, linear_cross_entropy, lt_plan
 
 from xformer import backends, explain, inference, layers, ops, tree
 from xformer.layers import LinearParams
@@ -79,6 +80,169 @@ def test_several_maps_in_two_bytes(library: Backend, lt: CublasLt, precision: st
     assert dx.dtype == x.dtype
     assert np.allclose(dx.host.astype("f8"), exact, rtol=2.0**-6, atol=2.0**-3)
     assert {p.dtype.name for p in tree.flatten(dparams).values()} == {"float32"}
+
+
+# ---- Several maps at once, within inference() ----
+
+
+def maps_of(library: Backend, precision: str, widths: Sequence[int], *, bias: bool) -> Any:
+    """Packed, as `weights` does; the numbers as they are rounded."""
+    params = tuple(
+        LinearParams(*(on(library, normal(i, *s), "f4") for s in ((24, n), (n,))))
+        for i, n in enumerate(widths, 2)
+    )
+    params = params if bias else tuple(p._replace(b=None) for p in params)
+    return library.weights(params, precision)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("widths", "counts"), [((16, 16, 16), [3]), ((32, 16, 16), [1, 2]), ((16, 24, 8), [1, 1, 1])]
+)
+@in_both
+def test_queries_keys_and_values_at_once(
+    library: Backend,
+    lt: CublasLt,
+    precision: str,
+    widths: tuple[int, ...],
+    counts: list[int],
+    bias: bool,
+) -> None:
+    """One product of maps that are alike; the same numbers as by one product of each."""
+    params = maps_of(library, precision, widths, bias=bias)
+    x = on(library, normal(1, 2, 5, 24), params[0].w.dtype)
+    with inference():
+        ys, _ = layers.linears(x, params)
+    assert sorted(p.layouts[2].count for p in lt.products) == counts
+    assert asked(lt) == ["BIAS" if bias else "DEFAULT"] * len(counts)
+    for y, own in zip(ys, params, strict=True):
+        wanted, _ = ops.linear(x, *own)
+        assert y.dtype == x.dtype and np.array_equal(y.host, wanted.host)
+        exact = x.host.astype("f8") @ own.w.host.astype("f8")
+        exact = exact + (own.b.host.astype("f8") if bias else 0)
+        assert np.allclose(y.host.astype("f8"), exact, rtol=2.0**-6, atol=2.0**-5)
+
+
+@in_both
+def test_of_one_row(library: Backend, lt: CublasLt, precision: str) -> None:
+    """A token of one text, whose results lie by rows and by columns."""
+    params = maps_of(library, precision, (16, 16, 16), bias=True)
+    x = on(library, normal(1, 1, 1, 24), params[0].w.dtype)
+    with inference():
+        ys, _ = layers.linears(x, params)
+    assert asked(lt) == ["BIAS"]
+    for y, own in zip(ys, params, strict=True):
+        assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+
+
+@in_both
+def test_maps_that_are_not_at_once(library: Backend, lt: CublasLt, precision: str) -> None:
+    """For a backward, of weights that lie anywhere, and of biases that some lack."""
+    q, k, v = maps_of(library, precision, (16, 16, 16), bias=True)
+    x = on(library, normal(1, 5, 24), q.w.dtype)
+    layers.linears(x, (q, k, v))
+    assert asked(lt) == ["BIAS"] * 3
+    apart = cuda_shim.Array(np.array(k.w.host))
+    for others in (
+        (q, k._replace(w=apart), v),
+        (v, k, q),
+        (q, v, k),
+        (q, q, q),
+        (q, k._replace(b=None), v),
+    ):
+        with inference():
+            ys, _ = layers.linears(x, others)
+        assert len(asked(lt)) == 3
+        for y, own in zip(ys, others, strict=True):
+            assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+        asked(lt)
+
+
+@in_both
+def test_maps_by_columns_at_once(library: Backend, lt: CublasLt, precision: str) -> None:
+    """As weights of `torch` lie."""
+    sizes = (24, 16), (16,)
+    params = tuple(
+        LinearParams(
+            cuda_shim.Array(np.asfortranarray(normal(i, *sizes[0]).astype("f4"))),
+            on(library, normal(-i % 7, *sizes[1]), "f4"),
+        )
+        for i in (2, 3)
+    )
+    params = library.weights(params, precision)
+    assert all(p.w.flags.f_contiguous for p in params)
+    x = on(library, normal(1, 5, 24), params[0].w.dtype)
+    with inference():
+        ys, _ = layers.linears(x, params)
+    assert asked(lt) == ["BIAS"]
+    for y, own in zip(ys, params, strict=True):
+        assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+
+
+@in_both
+def test_at_once_without_such_an_algorithm(library: Backend, precision: str) -> None:
+    with calling(CublasLt((Epilogue.BIAS,))) as lt, inference():
+        params = maps_of(library, precision, (16, 16, 16), bias=True)
+        x = on(library, normal(1, 5, 24), params[0].w.dtype)
+        ys, _ = layers.linears(x, params)
+        assert asked(lt) == ["DEFAULT"] * 3
+        for y, own in zip(ys, params, strict=True):
+            assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+
+
+@pytest.mark.parametrize("wrong", ["weights", "results", "biases", "alignment"])
+def test_planted_distances(
+    library: Backend, lt: CublasLt, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in sees what is read or written in a wrong place, or numbers are wrong."""
+    params = maps_of(library, "bfloat16", (16, 16, 16), bias=True)
+    x = on(library, normal(1, 5, 24), params[0].w.dtype)
+    right, multiply = lt_plan.Matrix.several, cublaslt.apart
+
+    def several(own: Any, batch: int, apart: int) -> Any:
+        found = right(own, batch, apart)
+        if wrong == "weights" and apart > 80:
+            found = found._replace(apart=apart + 8)
+        if wrong == "results" and apart == 80:
+            found = found._replace(apart=72)
+        return found._replace(alignment=256) if wrong == "alignment" else found
+
+    def apart(arrays: Any) -> Any:
+        return multiply(arrays) + 8 * (wrong == "biases" and arrays[0].ndim == 1)
+
+    monkeypatch.setattr(lt_plan.Matrix, "several", several)
+    monkeypatch.setattr(cublaslt, "apart", apart)
+    try:
+        with inference():
+            ys, _ = layers.linears(x, params)
+    except cuda_shim.Fault:
+        return
+    assert any(
+        not np.array_equal(y.host, ops.linear(x, *own)[0].host)
+        for y, own in zip(ys, params, strict=True)
+    )
+
+
+@in_both
+def test_packed(library: Backend, precision: str) -> None:
+    """In one array, each where 16 bytes and more can be read at once; what it stood in stays."""
+    tree_of = {
+        "a": on(library, normal(1, 3, 5), "f4"),
+        "b": tree.Frozen(cuda_shim.Array(normal(2, 4, 6).astype("f4").T)),
+        "c": (on(library, normal(3, 7), "f4"), tree.Constant(2.0), None),
+        "d": on(library, np.empty((0, 3)), "f4"),
+        "e": cuda_shim.Array(normal(4, 6, 8).astype("f4")[::2, ::2]),
+    }
+    found = library.weights(tree_of, precision)
+    assert isinstance(found["b"], tree.Frozen) and found["c"][1:] == tree_of["c"][1:]
+    own = tree.flatten(tree.thaw(found))
+    for name, leaf in tree.flatten(tree.thaw(tree_of)).items():
+        assert own[name].dtype == DTYPES[precision] and own[name].shape == leaf.shape
+        assert np.array_equal(own[name].host, leaf.host.astype(DTYPES[precision]))
+    at = [leaf.data.ptr for leaf in own.values() if leaf.size]
+    assert own["b"].flags.f_contiguous and at == sorted(at)
+    assert all((b - a) % 256 == 0 for a, b in itertools.pairwise(at))
+    assert library.weights({}, precision) == {}
 
 
 @in_both

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 from causal_models import CONFIGS, T5
+from libraries import STAND_IN, only
 from truths import published
+from xformer.backends import Backend
 
-from xformer import pretrained
+from xformer import backends, pretrained, tree
 from xformer.cli import generate as command
 from xformer.cli import main
+from xformer.generation import generate
 from xformer.pretrained.tokenizer import tokenizer
 
 pytest.importorskip("tokenizers")
@@ -190,6 +193,33 @@ def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     tokenizer(published("tok512.bin")).save(tmp_path / "bert")
     err = refused(capsys, "--model", tmp_path / "bert", "--prompt", PROMPT)
     assert "model must be a causal LanguageModel or an EncoderDecoder" in err
+
+
+@only(STAND_IN)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_precision(
+    family: str,
+    library: Backend,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is written in bfloat16 is what the model in that precision writes; NumPy has none."""
+    path = model_folder(tmp_path, family)
+    asked = "--model", path, "--prompt", "Lily", "--temperature", 0, "--max-new", 3
+    why = "stores numbers in float32 and float64, not bfloat16; backend cupy does"
+    assert why in refused(capsys, *asked, "--precision", "bfloat16")
+    monkeypatch.setattr(backends, "get", lambda *_: library)
+    why = "is for float32 parameters, got float64"
+    assert why in refused(capsys, *asked, "--precision", "bfloat16", "--dtype", "float64")
+    written, _ = run(capsys, *asked, "--precision", "bfloat16")
+    model, params = pretrained.load(path)
+    low = library.weights(params, "bfloat16")
+    words = tokenizer(path)
+    ids = words.encode("Lily")
+    (new,) = generate(model, low, [ids], max_new=3)
+    assert written == words.decode([*ids, *new]) + "\n"
+    assert all(p.dtype.name == "bfloat16" for p in tree.flatten(low).values())
 
 
 def test_a_trained_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@
     multiply(more_dy, w.T, dx, add=True)   # dx += more_dy w^T
     multiply_gelu(x, w, y, b, aux)         # y = gelu(aux), aux = x w + b
     multiply_slope(dy, w.T, dx, aux)       # dx = dy w^T gelu'(aux)
+    multiply_each(x, [w, w2], ys, [b, b2]) # ys[i] = x w_i + b_i
 
 Of float32 matrices, or of two bytes, whose products are summed in float32, and rounded unless `out`
 is float32. `lt_plan` has what is kept of each kind of product.
@@ -29,6 +30,7 @@ from xformer.backends.cupy.lt_plan import (
     planned,
 )
 from xformer.backends.cupy.module import contiguous
+from xformer.backends.cupy.packed import apart
 from xformer.backends.cupy.runtimes import Runtime, runtime_of
 
 from xformer import ops
@@ -128,6 +130,32 @@ def multiply_slope(a: Array, b: Array, out: Array, aux: Array) -> None:
     out[...] = cache.backward(out)
 
 
+def multiply_each(
+    a: Array, several: Sequence[Array], out: Array, biases: Sequence[Array | None]
+) -> bool:
+    """out[i] = a several[i] + biases[i] in one launch; False where that cannot be.
+
+    Of matrices that are equally far apart, as `packed` places them, and so are their biases, or
+    all are None. out: (len(several), M, N), contiguous.
+    """
+    steps = apart(several), apart(biases)
+    if None in steps or layout(several[0]) is None:
+        return False
+    name = "DEFAULT" if biases[0] is None else "BIAS"
+    beside = (out, *several[1:], *biases[1:])
+    batch = Batch(len(several), *steps, beside)  # type: ignore[arg-type]
+    return _ran(a, several[0], out[0], name, biases[0], batch=batch)
+
+
+class Batch(NamedTuple):
+    """Several products of one first factor."""
+
+    size: int
+    apart: int  # elements from one second factor to the next; results follow each other
+    vector_apart: int
+    beside: tuple[Array | None, ...]  # whose memory it is, but for the first of each
+
+
 def _ran(
     a: Array,
     b: Array,
@@ -137,6 +165,7 @@ def _ran(
     aux: Array | None = None,
     *,
     add: bool = False,
+    batch: Batch | None = None,
 ) -> bool:
     """Whether there is an algorithm with the epilogue of that name, which then was started."""
     own = runtime_of(RUNTIMES, type(a))
@@ -146,15 +175,22 @@ def _ran(
         name += "A" if by_rows else "B"
     # A matrix by rows is made as its transpose, of transposed factors in the other order.
     three = (b, a, out) if by_rows else (a.T, b.T, out.T)
-    at, beside = (0 if x is None else x.data.ptr for x in (vector, aux))
-    place = own.place([x for x in (a, b, out, vector, aux) if x is not None])
+    of = matrix(three[0]), matrix(three[1]), matrix(three[2])
+    if batch is not None:  # by rows, as all that is contiguous is taken to be
+        n = batch.size
+        of = of[0].several(n, batch.apart), of[1].several(n, 0), of[2].several(n, out.size)
+    pointed = 0 if vector is None else vector.data.ptr, 0 if aux is None else aux.data.ptr
+    arrays = (a, b, out, vector, aux, *(batch.beside if batch else ()))
+    place = own.place([x for x in arrays if x is not None])
     device = type(a), place.device
     if device not in _state.handles:
         _state.handles[device] = lt.create()
-    plan = _plan(lt, device, three, lt.Epilogue[name], (at, beside), place.tf32)
+    tf32 = place.tf32 and of[0].type == TYPES["float32"]
+    kind = of, lt.Epilogue[name], tf32, batch.vector_apart if batch else 0
+    plan = _plan(lt, device, kind, pointed)
     if plan is None:
         return False
-    plan.point(lt, (at, beside))
+    plan.point(lt, pointed)
     left, right, d = (x.data.ptr for x in three)
     lt.matmul(
         *(_state.handles[device], plan.operation, ONE, left, plan.a, right, plan.b),
@@ -164,24 +200,15 @@ def _ran(
     return True
 
 
-def _plan(
-    lt: Any,
-    device: Any,
-    three: Sequence[Array],
-    epilogue: int,
-    pointed: tuple[int, int],
-    tf32: bool,
-) -> Plan | None:
-    """Kept, or made; all are forgotten where they would be too many."""
-    of = matrix(three[0]), matrix(three[1]), matrix(three[2])
-    tf32 = tf32 and of[0].type == TYPES["float32"]
-    key = device, of, epilogue, *map(aligned, pointed), tf32
+def _plan(lt: Any, device: Any, kind: Any, pointed: tuple[int, int]) -> Plan | None:
+    """Kept, or made; all are forgotten where they would be too many. kind: as `planned` takes it"""
+    key = device, kind, *map(aligned, pointed)
     if key not in _state.plans:
         if len(_state.plans) == KEPT:
             for kept in filter(None, _state.plans.values()):
                 kept.close(lt)
             _state.plans.clear()
-        _state.plans[key] = planned(lt, _state.handles[device], of, epilogue, pointed, tf32)
+        _state.plans[key] = planned(lt, _state.handles[device], pointed, *kind)
     return _state.plans[key]
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import array_api_compat.cupy as xp
 import cupy
@@ -14,6 +15,7 @@ from xformer.backends.base import Backend, Memory, Step, Unusable
 from xformer.backends.cupy import driver
 from xformer.backends.cupy.captured import Captured
 from xformer.backends.cupy.index_add import deterministic
+from xformer.backends.cupy.packed import packed
 
 from xformer.shapes import STORED
 from xformer.typing import Array
@@ -61,6 +63,9 @@ class CupyBackend(Backend):
     def captured(self, step: Step) -> Step:
         """`step` as a CUDA graph."""
         return Captured(step, self)
+
+    def _stored_as(self, params: Any, dtype: Any) -> Any:
+        return packed(params, dtype)
 
     def _too_little(self, error: MemoryError) -> str:
         with self.device:

@@ -12,14 +12,14 @@ from array_api_compat import array_namespace
 from xformer.backends.cupy import linear as by_cublas
 from xformer.backends.cupy import linear_cross_entropy as head
 from xformer.backends.cupy.column_sums import row_sums
-from xformer.backends.cupy.cublaslt import multiply, readable, why_not
+from xformer.backends.cupy.cublaslt import multiply, multiply_each, readable, why_not
 from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products, added, flat
 
 from xformer import ops
 from xformer.checks import require_gradient
-from xformer.dispatch import kernel
+from xformer.dispatch import keeps_nothing, kernel
 from xformer.layers.linear import LinearParams
 from xformer.layers.linear import linears as reference
 from xformer.shapes import STORED, working_dtype
@@ -99,8 +99,28 @@ def linears(x: Array, params: tuple[LinearParams, ...]) -> tuple[tuple[Array, ..
     """Each y = x w + b."""
     for w, b in params:
         ops.linear.reference.check((x, w, b), {}, ops.linear)  # type: ignore[attr-defined]
+    if keeps_nothing() and (ys := _at_once(x, params)):
+        return ys, LinearsCache(x, ())
     ys, maps = zip(*(linear(x, w, b) for w, b in params), strict=True)
     return ys, LinearsCache(x, maps)
+
+
+def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | None:
+    """The longest run of equal maps at the end by one product; None where there is none.
+
+    Not for a backward: what one y needs would keep the memory of all.
+    """
+    start = next(i for i, own in enumerate(params) if own.w.shape == params[-1].w.shape)
+    one, several = params[:start], params[start:]
+    if len(several) == 1:
+        return None
+    rows, (ws, bs) = PRODUCTS.rows(x), zip(*several, strict=True)
+    out = empty(x, (len(several), rows.shape[0], ws[0].shape[1]))
+    if not multiply_each(rows, ws, out, bs):
+        return None
+    shape = (*x.shape[:-1], out.shape[2])
+    ys = (array_namespace(x).reshape(out[i], shape) for i in range(len(several)))
+    return *(linear(x, w, b)[0] for w, b in one), *ys
 
 
 class LinearsCache(NamedTuple):

@@ -15,6 +15,7 @@ ALIGNMENT = 256  # bytes, which cuBLASLt takes for granted unless it is told oth
 
 # Of library_types.h and cublas_api.h.
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+WIDTHS = {0: 4, 2: 2, 14: 2}  # bytes
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 SUCCESS, NOT_SUPPORTED = 0, 15
 
@@ -28,6 +29,13 @@ class Matrix(NamedTuple):
     step: int  # elements from one column to the next
     as_it_is: bool  # else its transpose
     alignment: int  # bytes
+    batch: int = 1  # how many of them there are
+    apart: int = 0  # elements from one to the next
+
+    def several(self, batch: int, apart: int) -> Matrix:
+        """This and others like it behind it, or as many times this one where they are 0 apart."""
+        aligned_too = self.alignment if not apart else aligned(apart * WIDTHS[self.type])
+        return self._replace(batch=batch, apart=apart, alignment=min(self.alignment, aligned_too))
 
 
 def layout(x: Array) -> tuple[bool, int] | None:
@@ -92,19 +100,21 @@ class Plan(NamedTuple):
 def planned(
     lt: Any,
     handle: int,
+    pointed: tuple[int, int],
     of: tuple[Matrix, Matrix, Matrix],
     epilogue: int,
-    pointed: tuple[int, int],
     tf32: bool,
+    vector_apart: int = 0,
 ) -> Plan | None:
     """The plan of a product of two matrices into a third; None where there is no algorithm.
 
     pointed: the addresses of the epilogue's vector and of its matrix, which lies as the third one,
-    or 0; the heuristics see how they are aligned.
+    or 0; the heuristics see how they are aligned. vector_apart: elements from the vector of one of
+    several products to that of the next.
     """
     compute = COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F
     operation = lt.matmul_desc_create(compute, TYPES["float32"])
-    a, b, d = (lt.matrix_layout_create(x.type, x.rows, x.columns, x.step) for x in of)
+    a, b, d = (_described(lt, x) for x in of)
     algorithm = np.zeros(1, lt.matmul_heuristic_result_dtype)
     plan = Plan(operation, a, b, d, algorithm, np.zeros(2, np.int64))
     names = lt.MatmulDescAttribute
@@ -115,6 +125,8 @@ def planned(
     }
     if pointed[0]:
         attributes[names.BIAS_DATA_TYPE] = of[2].type
+        if of[2].batch > 1:
+            attributes[names.BIAS_BATCH_STRIDE] = vector_apart
     if pointed[1]:
         attributes[names.EPILOGUE_AUX_LD] = of[2].step
     plan.point(lt, pointed)
@@ -124,6 +136,16 @@ def planned(
         return plan
     plan.close(lt)
     return None
+
+
+def _described(lt: Any, x: Matrix) -> int:
+    """The descriptor of a matrix, or of several."""
+    made: int = lt.matrix_layout_create(x.type, x.rows, x.columns, x.step)
+    if x.batch > 1:
+        names = lt.MatrixLayoutAttribute
+        several = {names.BATCH_COUNT: x.batch, names.STRIDED_BATCH_OFFSET: x.apart}
+        _set(lt.matrix_layout_set_attribute, lt.get_matrix_layout_attribute_dtype, made, several)
+    return made
 
 
 def _advised(lt: Any, handle: int, plan: Plan, of: tuple[Matrix, Matrix, Matrix]) -> bool:

@@ -16,6 +16,7 @@ from xformer.backends.base import Backend, Step, Unusable
 from xformer.backends.cupy import deterministic
 from xformer.backends.cupy.captured import GRAPHS, Captured
 from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imports no CuPy
+from xformer.backends.cupy.packed import packed
 
 from cuda_shim.array import DEVICE, Array, Fault, namespace
 from cuda_shim.build import COMPILER, missing_compiler
@@ -61,6 +62,9 @@ class ShimBackend(Backend):
     def captured(self, step: Step) -> Step:
         """As on CuPy, by the stand-in's graphs."""
         return Captured(step, self)
+
+    def _stored_as(self, params: Any, dtype: Any) -> Any:
+        return packed(params, dtype)
 
     def _from_host(self, host: np.ndarray) -> Array:
         refuse("a value is brought from the host")

@@ -11,7 +11,7 @@ heuristics were told, another stream's workspace. tests/test_cuda_bindings.py co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +25,12 @@ from cuda_shim.cublaslt_parts import (
     NAMES,
     NOT_SUPPORTED,
     RESULT,
+    WIDTHS,
     Epilogue,
     Layout,
     MatmulDescAttribute,
     MatmulPreferenceAttribute,
+    MatrixLayoutAttribute,
     Product,
     ReductionScheme,
     cuBLASLtError,
@@ -48,6 +50,7 @@ class CublasLt:
     Epilogue, ReductionScheme = Epilogue, ReductionScheme
     MatmulDescAttribute = MatmulDescAttribute
     MatmulPreferenceAttribute = MatmulPreferenceAttribute
+    MatrixLayoutAttribute = MatrixLayoutAttribute
     cuBLASLtError = cuBLASLtError
     matmul_heuristic_result_dtype = RESULT
 
@@ -98,13 +101,23 @@ class CublasLt:
         self.alive[matmul_desc][attr] = read(kind, buf, size_in_bytes)
 
     def get_matmul_desc_attribute_dtype(self, attr: int) -> Any:
-        long = dict.fromkeys((8, 11, 12), np.int64)
+        long = dict.fromkeys((8, 10, 11, 12), np.int64)
         return ({7: np.uint32} | long).get(MatmulDescAttribute(attr), np.int32)
 
     def matrix_layout_create(self, type: int, rows: int, cols: int, ld: int) -> int:
         if type not in NAMES or min(rows, cols) < 1 or ld < rows:
             raise Fault(f"no layout: type {type}, {rows} rows, {cols} columns, {ld} between them")
         return self._made(Layout(type, rows, cols, ld))
+
+    def matrix_layout_set_attribute(
+        self, mat_layout: int, attr: int, buf: int, size_in_bytes: int
+    ) -> None:
+        number = read(self.get_matrix_layout_attribute_dtype(attr), buf, size_in_bytes)
+        name = {5: "count", 6: "apart"}[attr]
+        self.alive[mat_layout] = self.alive[mat_layout]._replace(**{name: number})
+
+    def get_matrix_layout_attribute_dtype(self, attr: int) -> Any:
+        return np.int32 if MatrixLayoutAttribute(attr) == 5 else np.int64
 
     def matrix_layout_destroy(self, mat_layout: int) -> None:
         del self.alive[mat_layout]
@@ -182,7 +195,12 @@ class CublasLt:
                 raise Fault(f"{epilogue.name} has nowhere to point")
         if operation["compute"] != COMPUTE_32F and a.type != 0:
             raise Fault("only float32 is rounded to TF32")
-        return operation["compute"], trans, epilogue, (a, b, d), step
+        if len({x.count for x in (a, b, d)}) > 1:
+            raise Fault(f"as many matrices of each: {a}, {b}, {d}")
+        if d.count > 1 and (d.apart < d.cols * d.ld or epilogue not in (1, 4)):
+            raise Fault(f"several products write to one place, or have sums: {d}")
+        vector_apart = operation.get(MatmulDescAttribute.BIAS_BATCH_STRIDE, 0)
+        return operation["compute"], trans, epilogue, (a, b, d), step, vector_apart
 
     def _pointed(self, operation: Any) -> tuple[int, int]:
         names = MatmulDescAttribute.BIAS_POINTER, MatmulDescAttribute.EPILOGUE_AUX_POINTER
@@ -220,21 +238,52 @@ class CublasLt:
         self._require_workspace(workspace, workspace_size_in_bytes, preferred)
         if c != d:
             raise Fault("what is added to is not what is written to")
-        for name, at in zip((5, 6, 7, 8), (a, b, c, d), strict=True):
-            if at % preferred.get(name, 256):
+        _, trans, epilogue, three, _, vector_apart = wanted
+        add = float(memory(beta, np.dtype("f4"), 1)[0])
+        pointed = self._pointed(operation)
+        steps = [of.apart * WIDTHS[of.type] for of in three]
+        runs = []
+        for i in range(three[2].count):
+            at = [x + i * step for x, step in zip((a, b, d), steps, strict=True)]
+            own = pointed[0] + i * vector_apart * WIDTHS[three[2].type], pointed[1]
+            runs.append(self._one(wanted, preferred, told, at, own, alpha, add))
+
+        def run() -> None:
+            for one in runs:
+                one()
+
+        if not note("matmul", (epilogue, trans, a, b, d, pointed, add), run):
+            run()
+        mask = preferred[MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK]
+        self.products.append(Product(epilogue, trans, three, wanted[0], add, mask, stream))
+        self.arrays = ()
+
+    def _one(
+        self,
+        wanted: Any,
+        preferred: Any,
+        told: Sequence[int],
+        at: Sequence[int],
+        pointed: tuple[int, int],
+        alpha: int,
+        add: float,
+    ) -> Callable[[], None]:
+        """The work of one product, of which there may be several."""
+        a, b, d = at
+        for name, address in zip((5, 6, 7, 8), (a, b, d, d), strict=True):
+            if address % preferred.get(name, 256):
                 raise Fault(f"an address is not aligned as the heuristics were told: {name}")
-        compute, trans, epilogue, (of_a, of_b, of_d), step = wanted
+        compute, trans, epilogue, (of_a, of_b, of_d), step, _ = wanted
         views = self._view(a, of_a), self._view(b, of_b)
         out = self._view(d, of_d)
         if any(np.may_share_memory(self._owner(x).host, self._owner(d).host) for x in (a, b)):
             raise Fault("a factor is written to")
-        scale, add = (float(memory(at, np.dtype("f4"), 1)[0]) for at in (alpha, beta))
+        scale = float(memory(alpha, np.dtype("f4"), 1)[0])
         mask = preferred[MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK]
-        pointed = self._pointed(operation)
         vector = self._vector(epilogue, pointed[0], of_d)
         aux = self._view(pointed[1], of_d._replace(ld=step)) if epilogue.has_aux else None
-        for beside, at, aligned in zip((vector, aux), pointed, told, strict=True):
-            if beside is not None and at % aligned:
+        for beside, address, aligned in zip((vector, aux), pointed, told, strict=True):
+            if beside is not None and address % aligned:
                 raise Fault("what the epilogue has beside is not aligned as was told")
         if aux is not None and (aux.ctypes.data % 16 or np.may_share_memory(aux, out)):
             raise Fault("the array beside is not aligned to 16 bytes, or is what is written to")
@@ -249,10 +298,7 @@ class CublasLt:
                 y = y + np.float32(add) * out.astype(np.float32) if add else y
                 out[...] = self._epilogue(epilogue, vector, aux, factors, y)
 
-        if not note("matmul", (epilogue, trans, a, b, d, pointed, add), run):
-            run()
-        self.products.append(Product(epilogue, trans, wanted[3], compute, add, mask, stream))
-        self.arrays = ()
+        return run
 
     def _vector(self, epilogue: Epilogue, at: int, d: Layout) -> Any:
         """What the epilogue reads or writes; None without one."""

@@ -11,6 +11,7 @@ import numpy as np
 
 # nvmath.CudaDataType and nvmath.bindings.cublas.ComputeType.
 NAMES = {0: "float32", 2: "float16", 14: "bfloat16"}
+WIDTHS = {0: 4, 2: 2, 14: 2}  # bytes
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
 SPLIT = 32  # numbers
@@ -61,9 +62,15 @@ class MatmulDescAttribute(IntEnum):
     TRANSB = 4
     EPILOGUE = 7
     BIAS_POINTER = 8
+    BIAS_BATCH_STRIDE = 10
     EPILOGUE_AUX_POINTER = 11
     EPILOGUE_AUX_LD = 12
     BIAS_DATA_TYPE = 26
+
+
+class MatrixLayoutAttribute(IntEnum):
+    BATCH_COUNT = 5
+    STRIDED_BATCH_OFFSET = 6
 
 
 class MatmulPreferenceAttribute(IntEnum):
@@ -86,6 +93,8 @@ class Layout(NamedTuple):
     rows: int
     cols: int
     ld: int
+    count: int = 1
+    apart: int = 0
 
 
 class Product(NamedTuple):

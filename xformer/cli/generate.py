@@ -15,6 +15,7 @@ from xformer.generation import Prefix, beam_search, decoded, prefill, samplers, 
 from xformer.generation.prefix import network_of
 from xformer.generation.text import ends_of
 from xformer.models import EncoderDecoder
+from xformer.shapes import STORED
 
 MAX_NEW, TEMPERATURE = 300, 0.8
 # In the order in which they are applied.
@@ -54,13 +55,14 @@ def add_parser(subparsers: Any) -> None:
     add("--backend", default="numpy", choices=backends.NAMES)
     add("--device", help="of the backend: cuda, for torch")
     add("--dtype", default="float32", choices=("float32", "float64"))
+    add("--precision", choices=STORED, help="of weights and keys in memory, on backend cupy")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, then on stderr the tokens per second."""
     sampler = _sampler(args)
-    found = opened(args)
+    found = _rounded(opened(args), args)
     network = network_of("generate", found.model)
     prompt = found.prompt(args.prompt)
     is_target = isinstance(network, EncoderDecoder)
@@ -80,6 +82,12 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _rounded(found: Found, args: argparse.Namespace) -> Found:
+    """The model with its parameters in --precision."""
+    place = backends.get(args.backend, args.device)
+    return found._replace(params=place.weights(found.params, args.precision))
 
 
 def write(pieces: Iterable[str], prompt: str) -> None:

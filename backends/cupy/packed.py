@@ -1,0 +1,58 @@
+"""Arrays of a tree in one: equal ones that follow each other are then equally far apart.
+
+So a product takes several maps of one x at once, as to queries, keys and values (`linear_lt`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.module import empty
+
+from xformer import tree
+from xformer.typing import Array
+
+ALIGNMENT = 256  # bytes, at multiples of which each of them begins
+
+
+def packed(params: Any, dtype: Any) -> Any:
+    """Copies in that dtype, each by rows or by columns as it was, in the order of the tree."""
+    leaves = tree.flatten(tree.thaw(params)).values()
+    if not leaves:
+        return params
+    step = ALIGNMENT // dtype.itemsize
+    total = sum(-(-math.prod(leaf.shape) // step) * step for leaf in leaves)
+    flat, start = empty(next(iter(leaves)), (total,), dtype), 0
+
+    def copied(leaf: Array) -> Array:
+        nonlocal start
+        by_columns = leaf.flags.f_contiguous and not leaf.flags.c_contiguous
+        own = flat[start : start + math.prod(leaf.shape)]
+        start += -(-own.size // step) * step
+        own = array_namespace(own).reshape(own, leaf.shape[::-1] if by_columns else leaf.shape)
+        own = own.T if by_columns else own
+        own[...] = leaf
+        return own
+
+    return tree.map(copied, params)
+
+
+def apart(arrays: Sequence[Array | None]) -> int | None:
+    """Elements from each to the next where they are alike and lie as `packed` places them.
+
+    0 where all are None; None where they lie otherwise.
+    """
+    first = arrays[0]
+    if first is None or arrays[1] is None:
+        return 0 if all(a is None for a in arrays) else None
+    kind = first.shape, first.strides, first.dtype
+    if not all(a is not None and (a.shape, a.strides, a.dtype) == kind for a in arrays):
+        return None
+    at = [a.data.ptr for a in arrays]  # type: ignore[union-attr]
+    step = at[1] - at[0]
+    even = all(b - a == step for a, b in itertools.pairwise(at)) and step % ALIGNMENT == 0
+    return step // first.dtype.itemsize if even and step >= first.nbytes > 0 else None
