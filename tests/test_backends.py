@@ -78,6 +78,25 @@ assert xp.testing is np.testing
     assert python(code, tmp_path) == ""
 
 
+def test_threads_look_into_numpy_at_once(tmp_path: Path) -> None:
+    """Into parts that come late where Python lets them."""
+    code = """
+import sys, threading, xformer, numpy as np
+xformer.backends.get("numpy")
+late = {"numpy.ma.core", "numpy.polynomial.polynomial", "numpy.random._generator"}
+assert sys.version_info < (3, 12, 3) or not late & {*sys.modules}, late & {*sys.modules}
+begin, found = threading.Barrier(4), []
+def look():
+    begin.wait()
+    found.append((np.ma.MaskedArray, np.polynomial.Polynomial, np.random.Generator))
+threads = [threading.Thread(target=look) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(len(found), len({*found}), late <= {*sys.modules})
+"""
+    assert python(code, tmp_path) == "4 1 True"
+
+
 def test_numpy_is_the_default() -> None:
     assert backends.get().name == "numpy"
 

@@ -25,8 +25,12 @@ def _later(name: str) -> None:
 
 
 if "array_api_compat.numpy" not in sys.modules:
-    _later("f2py")  # not ma: numba looks into it from several threads, which a late import in
-    _later("testing")  # Python before 3.11.9 does not stand
+    _later("f2py")
+    _later("testing")
+    if sys.version_info >= (3, 12, 3):  # before, two threads could not look into one at once
+        _later("ma")  # as numba does
+        _later("polynomial")
+        _later("random")
 
 import array_api_compat.numpy as xp  # noqa: E402
 
