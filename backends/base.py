@@ -101,8 +101,8 @@ class Backend:
         _stored(precision)
 
     def _stored_as(self, params: Any, dtype: Any) -> Any:
-        """Copies of parameters in a dtype."""
-        return tree.map(lambda p: self.xp.astype(p, dtype), params)
+        """Copies of parameters, of a backend that has `precisions`."""
+        raise NotImplementedError
 
     def widened(self, array: Array) -> Array:
         """An array in the dtype to compute in: float32 of what is stored in a precision."""

@@ -190,37 +190,62 @@ def test_at_once_without_such_an_algorithm(library: Backend, precision: str) -> 
             assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
 
 
-@pytest.mark.parametrize("wrong", ["weights", "results", "biases", "alignment"])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("weights", "outside the arrays|ends outside its array"),
+        ("biases", "ends outside its array"),
+        ("results", "write to one place"),
+        ("alignment", "not aligned as the heuristics were told"),
+    ],
+)
 def test_planted_distances(
-    library: Backend, lt: CublasLt, wrong: str, monkeypatch: pytest.MonkeyPatch
+    library: Backend, lt: CublasLt, wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stand-in sees what is read or written in a wrong place, or numbers are wrong."""
+    """The stand-in sees what would be read and written in a wrong place."""
     params = maps_of(library, "bfloat16", (16, 16, 16), bias=True)
     x = on(library, normal(1, 5, 24), params[0].w.dtype)
-    right, multiply = lt_plan.Matrix.several, cublaslt.apart
+    several, distance = lt_plan.Matrix.several, cublaslt.distance
 
-    def several(own: Any, batch: int, apart: int) -> Any:
-        found = right(own, batch, apart)
+    def planted(own: Any, batch: int, apart: int) -> Any:
+        found = several(own, batch, apart)
         if wrong == "weights" and apart > 80:
-            found = found._replace(apart=apart + 8)
+            found = found._replace(apart=apart - 8)
         if wrong == "results" and apart == 80:
             found = found._replace(apart=72)
         return found._replace(alignment=256) if wrong == "alignment" else found
 
-    def apart(arrays: Any) -> Any:
-        return multiply(arrays) + 8 * (wrong == "biases" and arrays[0].ndim == 1)
+    def further(arrays: Any) -> Any:
+        return distance(arrays) - 8 * (wrong == "biases" and arrays[0].ndim == 1)
 
-    monkeypatch.setattr(lt_plan.Matrix, "several", several)
-    monkeypatch.setattr(cublaslt, "apart", apart)
-    try:
+    monkeypatch.setattr(lt_plan.Matrix, "several", planted)
+    monkeypatch.setattr(cublaslt, "distance", further)
+    with inference(), pytest.raises(cuda_shim.Fault, match=said):
+        layers.linears(x, params)
+
+
+def test_maps_in_float32_are_not_at_once(library: Backend, lt: CublasLt) -> None:
+    """Wherever they lie; nor are biases with gaps, which a product would read on end."""
+    for dtype, step, wanted in (
+        ("f4", 1, 3),
+        (DTYPES["bfloat16"], 2, 3),
+        (DTYPES["bfloat16"], 1, 1),
+    ):
+        held = np.zeros(3 * 64 * 64 + 3 * 128 + 256, dtype)
+        start = -held.ctypes.data % 256 // held.itemsize
+        ws, bs = np.split(held[start : start + 3 * 64 * 64 + 3 * 128], [3 * 64 * 64])
+        ws[:], bs[:] = normal(1, ws.size), normal(2, bs.size)
+        ws, bs = ws.reshape(3, 64, 64), bs.reshape(3, 128)[:, : 64 * step : step]
+        params = tuple(
+            LinearParams(*map(cuda_shim.Array, pair)) for pair in zip(ws, bs, strict=True)
+        )
+        x = on(library, normal(3, 5, 64), dtype)
         with inference():
             ys, _ = layers.linears(x, params)
-    except cuda_shim.Fault:
-        return
-    assert any(
-        not np.array_equal(y.host, ops.linear(x, *own)[0].host)
-        for y, own in zip(ys, params, strict=True)
-    )
+        assert len(asked(lt)) == wanted
+        for y, own in zip(ys, params, strict=True):
+            assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+        asked(lt)
 
 
 @in_both

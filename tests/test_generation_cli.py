@@ -209,8 +209,10 @@ def test_precision(
     asked = "--model", path, "--prompt", "Lily", "--temperature", 0, "--max-new", 3
     why = "stores numbers in float32 and float64, not bfloat16; backend cupy does"
     assert why in refused(capsys, *asked, "--precision", "bfloat16")
+    why = "no checkpoint and no model"  # which is looked for later than what cannot be
+    assert why not in refused(capsys, "--model", "", *asked[2:], "--precision", "bfloat16")
     monkeypatch.setattr(backends, "get", lambda *_: library)
-    why = "is for float32 parameters, got float64"
+    why = "--precision goes with --dtype float32, got float64"
     assert why in refused(capsys, *asked, "--precision", "bfloat16", "--dtype", "float64")
     written, _ = run(capsys, *asked, "--precision", "bfloat16")
     model, params = pretrained.load(path)
@@ -220,6 +222,19 @@ def test_precision(
     (new,) = generate(model, low, [ids], max_new=3)
     assert written == words.decode([*ids, *new]) + "\n"
     assert all(p.dtype.name == "bfloat16" for p in tree.flatten(low).values())
+
+
+@only(STAND_IN)
+def test_a_precision_that_is_not_for_a_model(
+    library: Backend,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = model_folder(tmp_path, "t5")
+    monkeypatch.setattr(backends, "get", lambda *_: library)
+    said = refused(capsys, "--model", path, "--prompt", "Lily", "--precision", "float16")
+    assert "--precision float16 is not for this model: sdpa: no kernel runs in float16" in said
 
 
 def test_a_trained_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

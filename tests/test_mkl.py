@@ -100,6 +100,18 @@ def test_sizes_beyond_an_int_are_numpys(n: int, fits: bool) -> None:
     assert found == (wanted if fits else [None] * 3)
 
 
+def test_a_few_rows_that_are_many(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within inference(), where NumPy's own products are those of BLAS's threads."""
+    monkeypatch.setattr(products, "multiply", products.multiply)
+    monkeypatch.setattr(products, "FEW", products.FEW)
+    backends.get("mkl")
+    w = np.ones((300, 400), np.float32)
+    with xf.inference():
+        for n in (17, 128):
+            assert (xf.ops.linear(np.ones((n, 300), np.float32), w)[0] == 300).all()
+    assert calls and set(calls) == {"mkl"}
+
+
 def test_small_ones_are_numpys(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "SMALL", products.SMALL)
     for size, who in ((64, "numpy"), (65, "mkl")):

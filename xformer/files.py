@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +16,7 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
     In the order given, and each is on the disk before it gets its name. After an error the targets
     are what they were and nothing lies beside them.
     """
-    parts = [t.with_name(f".{t.name}.{secrets.token_hex(4)}.part") for t in targets]
+    parts = [t.with_name(f".{t.name}.{os.urandom(4).hex()}.part") for t in targets]
     try:
         yield parts
         for part in parts:
@@ -52,9 +50,11 @@ def making(target: Path) -> Iterator[Path]:
     They are on the disk before. After an error nothing lies there. FileExistsError as
     `require_new`.
     """
+    import shutil  # which takes long to import, and a process that reads needs none of it
+
     require_new(target)
     target = target.absolute()
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    part = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
     part.mkdir(parents=True)
     try:
         yield part

@@ -30,10 +30,11 @@ from xformer.backends.cupy.lt_plan import (
     planned,
 )
 from xformer.backends.cupy.module import contiguous
-from xformer.backends.cupy.packed import apart
+from xformer.backends.cupy.packed import distance
 from xformer.backends.cupy.runtimes import Runtime, runtime_of
 
 from xformer import ops
+from xformer.shapes import STORED
 from xformer.typing import Array
 
 KEPT = 1024  # plans: texts that grow have products of another kind for each length
@@ -133,18 +134,29 @@ def multiply_slope(a: Array, b: Array, out: Array, aux: Array) -> None:
 def multiply_each(
     a: Array, several: Sequence[Array], out: Array, biases: Sequence[Array | None]
 ) -> bool:
-    """out[i] = a several[i] + biases[i] in one launch; False where that cannot be.
+    """out[i] = a several[i] + biases[i] in one launch; False where there is no such algorithm.
 
-    Of matrices that are equally far apart, as `packed` places them, and so are their biases, or
-    all are None. out: (len(several), M, N), contiguous.
+    several, biases: as `distances` has them. out: (len(several), M, N), contiguous.
     """
-    steps = apart(several), apart(biases)
-    if None in steps or layout(several[0]) is None:
-        return False
+    steps = distances(several, biases)
+    if steps is None:
+        raise ValueError("multiply_each: the matrices do not lie as `packed` places them")
     name = "DEFAULT" if biases[0] is None else "BIAS"
-    beside = (out, *several[1:], *biases[1:])
-    batch = Batch(len(several), *steps, beside)  # type: ignore[arg-type]
+    batch = Batch(len(several), *steps, (out, *several[1:], *biases[1:]))
     return _ran(a, several[0], out[0], name, biases[0], batch=batch)
+
+
+def distances(several: Sequence[Array], biases: Sequence[Array | None]) -> tuple[int, int] | None:
+    """From each matrix to the next, and from each bias, as `packed` places those of two bytes.
+
+    None where they lie otherwise: by chance others do too, and their last bits would hang on it.
+    """
+    if several[0].dtype.name not in STORED or layout(several[0]) is None:
+        return None
+    if biases[0] is not None and not biases[0].flags.c_contiguous:
+        return None
+    steps = distance(several), distance(biases)
+    return None if None in steps else steps  # type: ignore[return-value]
 
 
 class Batch(NamedTuple):

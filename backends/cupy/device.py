@@ -65,7 +65,8 @@ class CupyBackend(Backend):
         return Captured(step, self)
 
     def _stored_as(self, params: Any, dtype: Any) -> Any:
-        return packed(params, dtype)
+        with self.active():
+            return packed(params, dtype)
 
     def _too_little(self, error: MemoryError) -> str:
         with self.device:

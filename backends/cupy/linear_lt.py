@@ -12,7 +12,7 @@ from array_api_compat import array_namespace
 from xformer.backends.cupy import linear as by_cublas
 from xformer.backends.cupy import linear_cross_entropy as head
 from xformer.backends.cupy.column_sums import row_sums
-from xformer.backends.cupy.cublaslt import multiply, multiply_each, readable, why_not
+from xformer.backends.cupy.cublaslt import distances, multiply, multiply_each, readable, why_not
 from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products, added, flat
@@ -106,15 +106,16 @@ def linears(x: Array, params: tuple[LinearParams, ...]) -> tuple[tuple[Array, ..
 
 
 def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | None:
-    """The longest run of equal maps at the end by one product; None where there is none.
+    """All maps from the first that is like the last by one product; None where that cannot be.
 
     Not for a backward: what one y needs would keep the memory of all.
     """
     start = next(i for i, own in enumerate(params) if own.w.shape == params[-1].w.shape)
     one, several = params[:start], params[start:]
-    if len(several) == 1:
+    ws, bs = zip(*several, strict=True)
+    if len(several) == 1 or distances(ws, bs) is None:
         return None
-    rows, (ws, bs) = PRODUCTS.rows(x), zip(*several, strict=True)
+    rows = PRODUCTS.rows(x)
     out = empty(x, (len(several), rows.shape[0], ws[0].shape[1]))
     if not multiply_each(rows, ws, out, bs):
         return None

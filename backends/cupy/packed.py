@@ -1,6 +1,7 @@
 """Arrays of a tree in one: equal ones that follow each other are then equally far apart.
 
 So a product takes several maps of one x at once, as to queries, keys and values (`linear_lt`).
+Each of them keeps all in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ALIGNMENT = 256  # bytes, at multiples of which each of them begins
 
 
 def packed(params: Any, dtype: Any) -> Any:
-    """Copies in that dtype, each by rows or by columns as it was, in the order of the tree."""
+    """Copies in that dtype, in the order of the tree, each by columns if it was, else by rows."""
     leaves = tree.flatten(tree.thaw(params)).values()
     if not leaves:
         return params
@@ -41,7 +42,7 @@ def packed(params: Any, dtype: Any) -> Any:
     return tree.map(copied, params)
 
 
-def apart(arrays: Sequence[Array | None]) -> int | None:
+def distance(arrays: Sequence[Array | None]) -> int | None:
     """Elements from each to the next where they are alike and lie as `packed` places them.
 
     0 where all are None; None where they lie otherwise.

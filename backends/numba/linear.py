@@ -7,13 +7,14 @@ import math
 import numpy as np
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
 from xformer.backends.numpy.linear import LinearCache
-from xformer.backends.numpy.threads import blocks
+from xformer.backends.numpy.threads import blocks, n_threads
 
 from xformer.dispatch import keeps_nothing
 from xformer.typing import Array
 
 TOKENS = 4  # at most: with more of them BLAS is faster
-LARGE, PIECE = 1 << 13, 1 << 19  # weights that BLAS would wake a thread for, and of a piece
+LARGE = 1 << 13  # weights that BLAS would wake a thread for
+LEAST, MOST = 1 << 17, 1 << 19  # of a piece
 
 
 def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) -> str | None:
@@ -43,7 +44,8 @@ def linear(
             else:
                 matrix_vector(at + 4 * start * across, across, row, out)
 
-    blocks(piece, n_out, max(1, PIECE // n_in))
+    share = max(LEAST // n_in, -(-n_out // n_threads()))  # no column depends on how they are cut
+    blocks(piece, n_out, max(1, min(MOST // n_in, share)))
     if b is not None:
         y += b
     return y.reshape(*x.shape[:-1], n_out), LinearCache(None if fixed else x, w, b, x.shape)

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from xformer.backends.numpy.products import product, products
+from xformer.backends.numpy import products
+from xformer.backends.numpy.products import product
 from xformer.backends.numpy.threads import run
 
 from xformer.checks import require_gradient
 from xformer.dispatch import keeps_nothing, kernel
 from xformer.ops.linear import linear as reference
 from xformer.typing import Array
-
-FEW = 256  # rows: where BLAS waits by spinning it has begun before a thread of ours is awake
 
 Map = tuple[Array, Array | None]  # w (I, O), b (O,)
 
@@ -52,7 +51,7 @@ def mapped(x: Array, maps: Sequence[Map]) -> list[Array]:
     """x w + b by each of the maps."""
     rows = _rows(x)
     ys = [np.empty((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
-    if keeps_nothing() and len(rows) <= FEW:
+    if keeps_nothing() and len(rows) <= products.FEW:
         for (w, b), y in zip(maps, ys, strict=True):
             np.matmul(rows, w, out=y)
             if b is not None:
@@ -69,7 +68,7 @@ def gradients(
     """dx, to which all maps add, and (dw, db) of each; no dw where x is None."""
     rows, w_of = [_rows(dy) for dy in dys], [w for w, _ in maps]
     dx = np.empty((len(rows[0]), x_shape[-1]), rows[0].dtype)
-    pieces = products([(dy, w.T) for dy, w in zip(rows, w_of, strict=True)], dx)
+    pieces = products.products([(dy, w.T) for dy, w in zip(rows, w_of, strict=True)], dx)
     dmaps: list[tuple[Array | None, Array | None]] = []
     for (w, b), dy in zip(maps, rows, strict=True):
         dw = db = None

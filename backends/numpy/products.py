@@ -11,6 +11,7 @@ from xformer.backends.numpy.threads import n_threads, scratch
 from xformer.typing import Array
 
 SMALL = 1 << 18  # multiplications: not worth waking a thread for, nor does OpenBLAS, for matrices
+FEW = 128  # rows: within inference() BLAS's own threads have begun before one of ours is awake
 PIECE = 1536  # rows or columns, at most: fewer pack the other factor more often
 
 

@@ -62,6 +62,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, then on stderr the tokens per second."""
     sampler = _sampler(args)
+    _require_precision(args)
     found = _rounded(opened(args), args)
     network = network_of("generate", found.model)
     prompt = found.prompt(args.prompt)
@@ -69,7 +70,12 @@ def run(args: argparse.Namespace) -> int:
     first = start_id(found) if is_target else None
     start = time.perf_counter()
     ids_read = prompt[-network.context :] if found.slides else prompt
-    text = prefill(network, found.params, [ids_read], start_id=first)
+    try:
+        text = prefill(network, found.params, [ids_read], start_id=first)
+    except TypeError as error:
+        if args.precision is None:
+            raise
+        raise ValueError(f"--precision {args.precision} is not for this model: {error}") from error
     read = time.perf_counter()
     new: list[int] = []
     ids = _recorded(_new_ids(args, found, network, text, sampler), new)
@@ -82,6 +88,14 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _require_precision(args: argparse.Namespace) -> None:
+    """ValueError, before a model is read, for a --precision that cannot be."""
+    if args.precision is not None:
+        backends.get(args.backend, args.device).require_precision(args.precision)
+        if args.dtype != "float32":
+            raise ValueError(f"--precision goes with --dtype float32, got {args.dtype}")
 
 
 def _rounded(found: Found, args: argparse.Namespace) -> Found:
