@@ -20,6 +20,7 @@ from xformer.layers.rotary import Rotary
 from xformer.layers.stack import StackParams
 from xformer.typing import Array
 
+FLOAT = np.dtype(np.float32)
 TEXTS = 4  # at most: with more of them products are faster by BLAS
 
 
@@ -52,12 +53,12 @@ def outside(
         return plan.refusal
     if x.dtype != np.float32 or d_model != configs[0].d_model or len(past) != len(configs):
         return "only float32, and what fits the model"
-    for own, (groups, *widths) in zip(past, plan.heads, strict=True):
-        for kept, width in zip(own[:2], widths, strict=True):
-            if kept is None or kept.dtype != np.float32:
-                return "a past of another kind"
-            if (*kept.shape[:2], kept.shape[3]) != (n_texts, groups, width):
-                return "a past of another kind"
+    for own, heads in zip(past, plan.heads, strict=True):
+        k, v, *_ = own
+        if k is None or v is None or k.dtype != FLOAT or v.dtype != FLOAT:
+            return "a past of another kind"
+        if (*k.shape[:2], k.shape[3], v.shape[3]) != (n_texts, *heads):
+            return "a past of another kind"
     if rotary is not None and (
         rotary.cos.dtype != np.float32
         or 2 * rotary.cos.shape[-1] > min(k for _, k, _ in plan.heads)

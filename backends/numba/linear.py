@@ -44,8 +44,11 @@ def linear(
             else:
                 matrix_vector(at + 4 * start * across, across, row, out)
 
-    share = max(LEAST // n_in, -(-n_out // n_threads()))  # no column depends on how they are cut
-    blocks(piece, n_out, max(1, min(MOST // n_in, share)))
+    if w.size <= LEAST:
+        piece(0, n_out)
+    else:
+        share = max(LEAST // n_in, -(-n_out // n_threads()))  # no column depends on the cut
+        blocks(piece, n_out, max(1, min(MOST // n_in, share)))
     if b is not None:
         y += b
     return y.reshape(*x.shape[:-1], n_out), LinearCache(None if fixed else x, w, b, x.shape)
