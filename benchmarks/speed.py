@@ -206,7 +206,7 @@ def draw(runs: Runs, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("time over torch eager's: left of the line is faster")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
 
