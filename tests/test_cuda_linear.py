@@ -95,6 +95,17 @@ def maps_of(library: Backend, precision: str, widths: Sequence[int], *, bias: bo
     return library.weights(params, precision)
 
 
+def of_all(lt: CublasLt, x: Any, params: Any) -> list[str]:
+    """What is asked for of several maps; their numbers are those of one product of each."""
+    with inference():
+        ys, _ = layers.linears(x, params)
+    found = asked(lt)
+    for y, own in zip(ys, params, strict=True):
+        assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+    lt.products.clear()
+    return found
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("widths", "counts"), [((16, 16, 16), [3]), ((32, 16, 16), [1, 2]), ((16, 24, 8), [1, 1, 1])]
@@ -128,11 +139,7 @@ def test_of_one_row(library: Backend, lt: CublasLt, precision: str) -> None:
     """A token of one text, whose results lie by rows and by columns."""
     params = maps_of(library, precision, (16, 16, 16), bias=True)
     x = on(library, normal(1, 1, 1, 24), params[0].w.dtype)
-    with inference():
-        ys, _ = layers.linears(x, params)
-    assert asked(lt) == ["BIAS"]
-    for y, own in zip(ys, params, strict=True):
-        assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+    assert of_all(lt, x, params) == ["BIAS"]
 
 
 @in_both
@@ -150,12 +157,7 @@ def test_maps_that_are_not_at_once(library: Backend, lt: CublasLt, precision: st
         (q, q, q),
         (q, k._replace(b=None), v),
     ):
-        with inference():
-            ys, _ = layers.linears(x, others)
-        assert len(asked(lt)) == 3
-        for y, own in zip(ys, others, strict=True):
-            assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
-        asked(lt)
+        assert len(of_all(lt, x, others)) == 3
 
 
 @in_both
@@ -172,22 +174,15 @@ def test_maps_by_columns_at_once(library: Backend, lt: CublasLt, precision: str)
     params = library.weights(params, precision)
     assert all(p.w.flags.f_contiguous for p in params)
     x = on(library, normal(1, 5, 24), params[0].w.dtype)
-    with inference():
-        ys, _ = layers.linears(x, params)
-    assert asked(lt) == ["BIAS"]
-    for y, own in zip(ys, params, strict=True):
-        assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+    assert of_all(lt, x, params) == ["BIAS"]
 
 
 @in_both
 def test_at_once_without_such_an_algorithm(library: Backend, precision: str) -> None:
-    with calling(CublasLt((Epilogue.BIAS,))) as lt, inference():
+    with calling(CublasLt((Epilogue.BIAS,))) as lt:
         params = maps_of(library, precision, (16, 16, 16), bias=True)
         x = on(library, normal(1, 5, 24), params[0].w.dtype)
-        ys, _ = layers.linears(x, params)
-        assert asked(lt) == ["DEFAULT"] * 3
-        for y, own in zip(ys, params, strict=True):
-            assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
+        assert of_all(lt, x, params) == ["DEFAULT"] * 3
 
 
 @pytest.mark.parametrize(
@@ -240,12 +235,7 @@ def test_maps_in_float32_are_not_at_once(library: Backend, lt: CublasLt) -> None
             LinearParams(*map(cuda_shim.Array, pair)) for pair in zip(ws, bs, strict=True)
         )
         x = on(library, normal(3, 5, 64), dtype)
-        with inference():
-            ys, _ = layers.linears(x, params)
-        assert len(asked(lt)) == wanted
-        for y, own in zip(ys, params, strict=True):
-            assert np.array_equal(y.host, ops.linear(x, *own)[0].host)
-        asked(lt)
+        assert len(of_all(lt, x, params)) == wanted
 
 
 @in_both
