@@ -196,7 +196,7 @@ def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @only(STAND_IN)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3"])
 def test_precision(
     family: str,
     library: Backend,
