@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.compiled import elementwise, inlined
 from xformer.backends.numpy.leaves import over, unlike
 
 from xformer.typing import Array
@@ -54,9 +54,23 @@ def adam_update(
 
 @elementwise
 def _step(numbers: Any, p: Any, g: Any, m: Any, v: Any, new_p: Any, new_m: Any, new_v: Any) -> None:
+    if _same(p, new_p) and _same(m, new_m) and _same(v, new_v):
+        for i in range(p.size):  # read by another name, it might depend on what was written before
+            new_p[i], new_m[i], new_v[i] = _moved(numbers, new_p[i], g[i], new_m[i], new_v[i])
+    else:
+        for i in range(p.size):
+            new_p[i], new_m[i], new_v[i] = _moved(numbers, p[i], g[i], m[i], v[i])
+
+
+@elementwise
+def _same(x: Any, y: Any) -> Any:
+    return x.ctypes.data == y.ctypes.data
+
+
+@inlined
+def _moved(numbers: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
+    """What becomes of a parameter and its moments."""
     old1, share1, old2, share2, rate, root, eps, keep = numbers
-    for i in range(p.size):
-        mean = old1 * m[i] + share1 * g[i]
-        square = old2 * v[i] + share2 * (g[i] * g[i])
-        new_m[i], new_v[i] = mean, square
-        new_p[i] = keep * p[i] - rate * mean / (math.sqrt(square) * root + eps)
+    mean = old1 * m + share1 * g
+    square = old2 * v + share2 * (g * g)
+    return keep * p - rate * mean / (math.sqrt(square) * root + eps), mean, square

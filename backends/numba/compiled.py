@@ -68,11 +68,12 @@ def _save(save: Callable[..., None], folder: Path, *overload: Any) -> None:
             save(*overload)
 
 
-def _inlined(fn: Any) -> Any:
+def inlined(fn: Any) -> Any:
+    """`fn`, a part of each loop that calls it."""
     return numba.njit(forceinline=True, error_model="numpy", fastmath=ELEMENTS)(fn)
 
 
-@_inlined
+@inlined
 def exp2(x: Any) -> Any:
     """2^x in float32 to 1e-7; at most 2^127, and 0 below 2^-126. NaN stays.
 
