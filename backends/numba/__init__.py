@@ -14,11 +14,22 @@ from typing import Any
 import numba
 from xformer.backends import numpy
 from xformer.backends.base import Backend
-from xformer.backends.numba import adam, advance, gelu, glu, layer_norm, linear, rms_norm, sdpa
+from xformer.backends.numba import (
+    adam,
+    advance,
+    blocks,
+    gelu,
+    glu,
+    layer_norm,
+    linear,
+    rms_norm,
+    sdpa,
+)
 
 from xformer import ops
 from xformer.dispatch import Overridable, kernel
 from xformer.layers.advance import advance as layers_advance
+from xformer.layers.blocks import blocks as layers_blocks
 from xformer.optim.adam import adam_update
 
 __all__ = ["KERNELS", "backend", "register"]
@@ -26,6 +37,7 @@ __all__ = ["KERNELS", "backend", "register"]
 KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (adam_update, adam.adam_update, adam.not_float32),
     (layers_advance, advance.advance, advance.outside),
+    (layers_blocks, blocks.blocks, blocks.outside),
     (ops.gelu, gelu.gelu, gelu.not_float32),
     (ops.glu, glu.glu, glu.not_float32_silu),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),

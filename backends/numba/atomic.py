@@ -18,6 +18,8 @@ from numba.extending import intrinsic
 from xformer.backends.numba.compiled import rowwise
 
 NUMBER, BYTES = ir.IntType(64), 8
+WORD = 8  # bytes; of a stage there are two: how many pieces have been taken, and are done
+LONG = 10_000  # pauses: then the other thread may have no core
 PAUSE = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(
     platform.machine().lower()
 )
@@ -81,6 +83,18 @@ read: Any = intrinsic(_read)
 pause: Any = intrinsic(_pause)
 give_way: Any = intrinsic(_give_way)
 _pointer: Any = intrinsic(_floats_at)
+
+
+@rowwise
+def wait(at: int, n_pieces: int) -> None:
+    """Until as many pieces of the stage at an address are done."""
+    waited = 0
+    while read(at + WORD) < n_pieces:
+        waited += 1
+        if waited < LONG:
+            pause()
+        else:
+            give_way()
 
 
 @rowwise

@@ -43,11 +43,11 @@ BACKWARD = types.void(*SHARED, *FROM_FORWARD, KNOWN, MADE, MADE, MADE)
 
 @functools.cache
 def loops() -> tuple[Any, Any]:
-    """`_attend` and `_backward` as machine code, one for all layouts of arrays."""
-    return rowwise_of(ATTEND)(_attend), rowwise_of(BACKWARD)(_backward)
+    """`attend` and `_backward` as machine code, one for all layouts of arrays."""
+    return rowwise_of(ATTEND)(attend), rowwise_of(BACKWARD)(_backward)
 
 
-def _attend(
+def attend(
     gemm: Any,
     start: int,
     stop: int,
@@ -124,7 +124,7 @@ def _backward(
     dk: Any,
     dv: Any,
 ) -> None:
-    """dq, dk and dv (B, T or S, H or G, .) of dctx (B, T, H, M), and of what `_attend` has left.
+    """dq, dk and dv (B, T or S, H or G, .) of dctx (B, T, H, M), and of what `attend` has left.
 
     dscores = probs * (dprobs - inner) * scale, inner = sum(dprobs * probs) = dctx . ctx.
     """

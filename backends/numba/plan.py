@@ -1,32 +1,34 @@
-"""The tables of `token`: made of a model once for a text, since to make them takes Python long."""
+"""The tables of `token` and `tokens`: made once of a model, since that takes Python long."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba import token
-from xformer.backends.numpy.advance import other_model
+from xformer.backends.numba import layer
+from xformer.backends.numpy.advance import other_blocks, other_model
 
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import order_of
+from xformer.layers.norm import NormParams
 from xformer.layers.past import Past
 from xformer.layers.stack import StackParams
 from xformer.tree import value
 from xformer.typing import Array
 
 ACTIVATIONS = {
-    "silu": token.SILU,
-    "gelu": token.GELU,
-    "gelu_tanh": token.GELU_TANH,
-    "relu": token.RELU,
+    "silu": layer.SILU,
+    "gelu": layer.GELU,
+    "gelu_tanh": layer.GELU_TANH,
+    "relu": layer.RELU,
 }
 PAIR, MOST = 1 << 17, 16  # weights of two pieces of a product, and pieces, which are sums to add
 
 
 class Tables(NamedTuple):
-    """Of all layers, as `token` reads them."""
+    """Of all layers, as the loops read them."""
 
     maps: Array
     norms: Array
@@ -36,16 +38,17 @@ class Tables(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Of a model, which lives as long: tables, and how many numbers of a text are in memory."""
+    """Of a model: tables, and how many numbers of a text, or of a token, are in memory."""
 
-    params: StackParams
     configs: Sequence[BlockConfig]
     refusal: str | None  # why there is none
+    params: StackParams | None = None  # which lives as long
     large: bool = False  # whether a product has several pieces
     tables: Tables | None = None
     heads: tuple[tuple[int, int, int], ...] = ()  # of each layer G, K and M
     ctx: int = 0
     hidden: int = 0
+    mapped: int = 0  # queries, keys and values
     parts: int = 0
 
 
@@ -58,41 +61,82 @@ def planned(params: StackParams, configs: Sequence[BlockConfig], past: Sequence[
     room = past[0].room[0] if past[0].room else None
     known: Plan | None = None if room is None else room.plan
     if known is None or known.params is not params or known.configs is not configs:
-        known = _made(params, configs)
+        why = other_model(params, configs) or unplanned(params.blocks, configs)
+        known = Plan(configs, why) if why else _made(params.blocks, configs, params.norm)
+        known = known._replace(params=params)
         if room is not None:
             room.plan = known
     return known
 
 
-def _made(params: StackParams, configs: Sequence[BlockConfig]) -> Plan:
-    if not isinstance(params.blocks, tuple) or not isinstance(configs, tuple):
-        return Plan(params, configs, "only tuples of blocks, which stay what they are")
-    why = other_model(params, configs)
+def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> Plan:
+    """The plan of blocks alone, known until the first of their arrays goes."""
+    leaves: list[Any] = []
+    _gather(blocks, leaves)
+    key = tuple(map(id, leaves))
+    known = _known.get(key)
+    if known is not None and known[0].configs == configs:
+        return known[0]
+    why = unplanned(blocks, configs)
+    plan = Plan(configs, why) if why else _made(blocks, configs, None)
+    if all(x is None or isinstance(x, np.ndarray) for x in leaves):
+
+        def forget(_: Any) -> None:
+            _known.pop(key, None)
+
+        _known[key] = plan, [weakref.ref(x, forget) for x in leaves if x is not None]
+    return plan
+
+
+_known: dict[tuple[int, ...], tuple[Plan, list[Any]]] = {}
+
+
+def _gather(node: Any, leaves: list[Any]) -> None:
+    """All leaves of parameters, as `tree.flatten` in a tenth of its time; None where one is not."""
+    if isinstance(node, tuple):
+        for part in node:
+            _gather(part, leaves)
+    else:
+        leaves.append(value(node))
+
+
+def unplanned(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> str | None:
+    """Why there is no plan of these blocks, whatever their arrays."""
+    if not isinstance(blocks, tuple) or not isinstance(configs, tuple) or not configs:
+        return "only tuples of blocks, which stay what they are"
+    why = other_blocks(blocks, configs)
     if why is None and any(c.d_model != configs[0].d_model for c in configs):
         why = "only blocks of the same width"
+    if why is None and len({c.norm == "post" for c in configs}) > 1:
+        why = "only blocks whose norms stand in one place"
     if why is None and any(c.activation not in ACTIVATIONS for c in configs):
         why = f"only {', '.join(ACTIVATIONS)}"
-    if why is not None:
-        return Plan(params, configs, why)
-    order = order_of(params.blocks, configs)
-    layers = [(params.blocks[order[i]], config) for i, config in enumerate(configs)]
+    return why
+
+
+def _made(
+    blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig], ending: NormParams | None
+) -> Plan:
+    """ending: the norm that ends the stack."""
+    order = order_of(blocks, configs)
+    layers = [(blocks[order[i]], config) for i, config in enumerate(configs)]
     try:
         maps = np.array([_maps(*layer) for layer in layers], np.int64)
-        norms = [row for layer in layers for row in _norms(*layer)]
-        norms.append(_norm(params.norm, configs[-1]))
+        norms = _norms(layers, ending)
     except Unfit as unfit:
-        return Plan(params, configs, str(unfit))
+        return Plan(configs, str(unfit))
     heads = tuple((c.kv_heads, *_widths(c)) for c in configs)
     sizes = [
         (c.n_heads, *own, ACTIVATIONS[c.activation]) for c, own in zip(configs, heads, strict=True)
     ]
     scales = [_widths(c)[0] ** -0.5 if c.scale is None else c.scale for c in configs]
-    parts = maps[:, :, token.PARTS] * maps[:, :, token.N_OUT]
+    widths = maps[:, :, layer.N_OUT]
+    parts = maps[:, :, layer.PARTS] * widths
     stages = (
-        slice(token.QUERY, token.OUT),
-        slice(token.OUT, token.UP),
-        slice(token.UP, token.DOWN),
-        slice(token.DOWN, None),
+        slice(layer.QUERY, layer.OUT),
+        slice(layer.OUT, layer.UP),
+        slice(layer.UP, layer.DOWN),
+        slice(layer.DOWN, None),
     )
     tables = Tables(
         maps,
@@ -102,14 +146,14 @@ def _made(params: StackParams, configs: Sequence[BlockConfig]) -> Plan:
         np.array(scales, np.float32),
     )
     return Plan(
-        params,
         configs,
         None,
-        large=bool((maps[:, :, token.PIECES] > 1).any()),
+        large=bool((maps[:, :, layer.PIECES] > 1).any()),
         tables=tables,
         heads=heads,
         ctx=max(c.n_heads * _widths(c)[1] for c in configs),
         hidden=max(c.d_ff for c in configs),
+        mapped=int(widths[:, : layer.OUT].sum(axis=1).max()),
         parts=max(int(parts[:, stage].sum(axis=1).max()) for stage in stages),
     )
 
@@ -157,9 +201,17 @@ def _map(own: Any, n_in: int, n_out: int) -> list[int]:
     ]
 
 
-def _norms(params: BlockParams, config: BlockConfig) -> list[list[Any]]:
-    own = params.attn_norm, params.attn_out_norm, params.ffn_norm, params.ffn_out_norm
-    return [_norm(x, config) for x in own]
+def _norms(
+    layers: Sequence[tuple[BlockParams, BlockConfig]], ending: NormParams | None
+) -> list[list[Any]]:
+    """Of each layer four, and the last, in the order in which they stand."""
+    post = layers[0][1].norm == "post"
+    norms = [_norm(None, layers[0][1])] if post else []
+    for own, config in layers:
+        for before, out in ((own.attn_norm, own.attn_out_norm), (own.ffn_norm, own.ffn_out_norm)):
+            pair = (out, before) if post else (before, out)  # post-LN has it behind the sum
+            norms += [_norm(x, config) for x in pair]
+    return norms if post else [*norms, _norm(ending, layers[-1][1])]
 
 
 def _norm(own: Any, config: BlockConfig) -> list[Any]:

@@ -72,7 +72,7 @@ def sdpa(
         q,
         k,
         v,
-        _pad(mask, k),
+        pad_of(mask, k.shape[0], k.shape[2], k.dtype),
         FAR if left is None else min(left, FAR) - ahead,
         FAR if right is None else min(right, FAR) + ahead,
         scale_of("sdpa", scale, q),
@@ -110,10 +110,7 @@ class SdpaCache(NamedTuple):
 
     def arguments(self, scale: Any) -> tuple[Any, ...]:
         """Those of the loops, after the heads."""
-        n_queries, n_keys = self.q.shape[2], self.k.shape[2]
-        n_columns = max(1, n_keys) if n_keys <= WIDE else COLUMNS
-        n_rows = max(ROWS[0], n_keys // 4) if self.right < n_keys else ROWS[1]
-        tile = min(n_rows, n_queries, ROWS[1], TILE // n_columns), n_columns
+        tile = tile_of(self.q.shape[2], self.k.shape[2], self.right)
         given = (_rows(_tokens(x)) for x in (self.q, self.k, self.v))
         options = self.pad, self.left, self.right, scale, tile
         return *given, *options, self.ctx, self.top, self.total
@@ -130,11 +127,19 @@ def _tokens(x: Array) -> Array:
     return x.transpose(0, 2, 1, 3)
 
 
-def _pad(mask: Array | None, k: Array) -> Array:
+def pad_of(mask: Array | None, n_texts: int, n_keys: int, dtype: Any) -> Array:
+    """What is added to scores, as the loops want it."""
     if mask is None or mask.all():
-        return np.empty((k.shape[0], 0), k.dtype)
-    pad = np.where(mask.reshape(-1, k.shape[2]), 0, -np.inf).astype(k.dtype)
-    return np.broadcast_to(pad, (k.shape[0], k.shape[2]))
+        return np.empty((n_texts, 0), dtype)
+    pad = np.where(mask.reshape(-1, n_keys), 0, -np.inf).astype(dtype)
+    return np.broadcast_to(pad, (n_texts, n_keys))
+
+
+def tile_of(n_queries: int, n_keys: int, right: int) -> tuple[int, int]:
+    """Rows and columns of a tile. right: how far a query sees."""
+    n_columns = max(1, n_keys) if n_keys <= WIDE else COLUMNS
+    n_rows = max(ROWS[0], n_keys // 4) if right < n_keys else ROWS[1]
+    return min(n_rows, n_queries, ROWS[1], TILE // n_columns), n_columns
 
 
 def _rows(x: Array) -> Array:

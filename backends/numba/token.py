@@ -4,8 +4,9 @@ The work is cut into stages, each of these into pieces, as many whatever the num
 threads go through all stages: they take pieces that nobody has taken yet, and wait for those that
 others have. One that comes late finds nothing left to do, and one alone does everything.
 
-Tables, with the columns below: of int64 maps (L, 7, 8), norms (4 L + 1, 3), sizes (L, 5) and
-past (L, 7); of float32 numbers (4 L + 1, 2), those of norms, and scales (L,). x, h: (B, D).
+Tables, with the columns of `layer`: of int64 maps (L, 7, 8), norms (4 L + 1, 3), sizes (L, 5) and,
+with those below, past (L, 7); of float32 numbers (4 L + 1, 2), those of norms, and scales (L,).
+x, h: (B, D).
 """
 
 from __future__ import annotations
@@ -13,24 +14,41 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.atomic import count, floats, give_way, pause, read
-from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, rowwise
+from xformer.backends.numba.atomic import WORD, count, floats, wait
+from xformer.backends.numba.compiled import LOG2_E, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, dot, highest, powers
-from xformer.backends.numba.gelu import exact_form, tanh_form
-from xformer.backends.numba.glu import FAR32
+from xformer.backends.numba.layer import (
+    ACTIVATION,
+    ATTN_OUT,
+    BIAS,
+    BY_ROWS,
+    DOWN,
+    FFN_OUT,
+    GATE,
+    GROUPS,
+    HEADS,
+    KEY,
+    N_IN,
+    N_OUT,
+    NORMS,
+    OUT,
+    PARTS,
+    PIECES,
+    QUERY,
+    STEP,
+    UP,
+    VALUE,
+    VALUE_WIDTH,
+    WEIGHT,
+    WIDTH,
+    activate,
+    normalise,
+    turn,
+)
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
 
-QUERY, KEY, VALUE, OUT, UP, GATE, DOWN = range(7)  # maps of a layer
-WEIGHT, STEP, BY_ROWS, N_IN, N_OUT, BIAS, PIECES, PARTS = range(8)  # of a map
-ATTN, ATTN_OUT, FFN, FFN_OUT, NORMS = range(5)  # norms of a layer; the last of all ends the stack
-GAIN, SHIFT, RMS = range(3)  # of a norm
-EPS, OFFSET = range(2)
-HEADS, GROUPS, WIDTH, VALUE_WIDTH, ACTIVATION = range(5)  # sizes
 KEYS, KEYS_TEXT, KEYS_HEAD, VALUES, VALUES_TEXT, VALUES_HEAD, LENGTH = range(7)  # of a past
-SILU, GELU, GELU_TANH, RELU = range(4)
 STAGES = 8  # of a layer
-WORD = 8  # bytes; of a stage there are two: how many pieces have been taken, and are done
-LONG = 10_000  # pauses: then the other thread may have no core
 HIDDEN = 512  # elements of a piece of the hidden vector
 
 
@@ -59,9 +77,9 @@ def advance_all(
     at = np.int64(stages.ctypes.data)
     if count(at) == 0:
         for b in range(len(x)):
-            _norm(x[b], norms[0], numbers[0], h[b])
+            normalise(x[b], norms[0], numbers[0], h[b])
         count(at + WORD)
-    _wait(at, 1)
+    wait(at, 1)
     for i in range(len(maps)):
         own, size, n = maps[i], sizes[i], NORMS * i
         at = np.int64(stages[STAGES * i + 1 :].ctypes.data)
@@ -85,17 +103,6 @@ def advance_all(
 
 
 @rowwise
-def _wait(at: int, n_pieces: int) -> None:
-    waited = 0
-    while read(at + WORD) < n_pieces:
-        waited += 1
-        if waited < LONG:
-            pause()
-        else:
-            give_way()
-
-
-@rowwise
 def _multiply(at: int, x: Any, maps: Any, parts: Any) -> None:
     """Parts of the products of x (B, N_IN) with some maps, one map's behind the other's."""
     n_pieces = 0
@@ -111,7 +118,7 @@ def _multiply(at: int, x: Any, maps: Any, parts: Any) -> None:
         _product(x, maps[m], piece, parts[start:])
         count(at + WORD)
         piece = count(at)
-    _wait(at, n_pieces)
+    wait(at, n_pieces)
 
 
 @rowwise
@@ -176,18 +183,18 @@ def _attend(
             start = past[VALUES] + 4 * (b * past[VALUES_TEXT] + g * past[VALUES_HEAD])
             values = floats(start, (n, value_width))
             _sum(parts[keys_parts:], maps[KEY], n_texts, b, g * width, keys[n - 1])
-            _turn(keys[n - 1], cos, sin, interleaved)
+            turn(keys[n - 1], cos, sin, interleaved)
             place = g * value_width
             _sum(parts[values_parts:], maps[VALUE], n_texts, b, place, values[n - 1])
             for i in range(shared):
                 _sum(parts, maps[QUERY], n_texts, b, (g * shared + i) * width, q[i])
-                _turn(q[i], cos, sin, interleaved)
+                turn(q[i], cos, sin, interleaved)
             out = ctx[b].reshape(-1, value_width)[g * shared : (g + 1) * shared]
             for i in range(shared):
                 _look(q[i], keys, values, scale * LOG2_E, scores[i], out[i])
         count(at + WORD)
         g = count(at)
-    _wait(at, size[GROUPS])
+    wait(at, size[GROUPS])
 
 
 @rowwise
@@ -204,52 +211,18 @@ def _look(q: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any) -> 
 
 
 @rowwise
-def _turn(row: Any, cos: Any, sin: Any, interleaved: bool) -> None:
-    """`ops.rope` of one vector."""
-    half = len(cos)
-    for i in range(half):
-        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        a, b = row[first], row[second]
-        row[first], row[second] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
-
-
-@rowwise
 def _add(at: int, parts: Any, own: Any, norms: Any, numbers: Any, x: Any, h: Any) -> None:
     """x += norm(branch), and h = norm'(x), of the next branch; a piece is a text."""
     b = count(at)
     while b < len(x):
         _sum(parts, own, len(x), b, 0, h[b])
-        _norm(h[b], norms[0], numbers[0], h[b])
+        normalise(h[b], norms[0], numbers[0], h[b])
         for i in range(x.shape[1]):
             x[b, i] += h[b, i]
-        _norm(x[b], norms[1], numbers[1], h[b])
+        normalise(x[b], norms[1], numbers[1], h[b])
         count(at + WORD)
         b = count(at)
-    _wait(at, len(x))
-
-
-@rowwise
-def _norm(x: Any, own: Any, numbers: Any, y: Any) -> None:
-    """x itself where there is no norm; y may be x."""
-    n = len(x)
-    if own[GAIN] == 0:
-        y[:] = x
-        return
-    gain, mean, square = floats(own[GAIN], (n,)), 0.0, 0.0  # sums in float64, of all their own
-    if not own[RMS]:
-        for i in range(n):
-            mean += np.float64(x[i])
-        mean /= n
-    for i in range(n):
-        y[i] = x[i] - mean
-        square += np.float64(y[i]) ** 2
-    factor = np.float32(1.0 / np.sqrt(square / n + numbers[EPS]))
-    for i in range(n):
-        y[i] *= factor * (gain[i] + numbers[OFFSET])
-    if own[SHIFT]:
-        shift = floats(own[SHIFT], (n,))
-        for i in range(n):
-            y[i] += shift[i]
+    wait(at, len(x))
 
 
 @rowwise
@@ -258,36 +231,21 @@ def _activate(at: int, maps: Any, activation: int, parts: Any, hidden: Any) -> N
     n_texts, n = hidden.shape
     n_pieces = -(-n // HIDDEN)
     gated, gate_parts = maps[GATE, PIECES] > 0, _size(maps[UP], n_texts)
-    more = np.empty(HIDDEN, np.float32)
+    branch, more = np.empty((2, HIDDEN), np.float32)
     piece = count(at)
     while piece < n_pieces:
         start, stop = piece * HIDDEN, min(n, (piece + 1) * HIDDEN)
         for b in range(n_texts):
             row, up = hidden[b, start:stop], more[: stop - start]
+            own = branch[: stop - start]
+            _sum(parts, maps[UP], n_texts, b, start, up)
             if gated:
-                _sum(parts, maps[UP], n_texts, b, start, up)
-                _sum(parts[gate_parts:], maps[GATE], n_texts, b, start, row)
-            else:
-                _sum(parts, maps[UP], n_texts, b, start, row)
-            if activation == SILU:
-                _silu(row)
-            elif activation == GELU:
-                exact_form(row, row)
-            elif activation == GELU_TANH:
-                tanh_form(row, row)
-            else:
-                for i in range(len(row)):
-                    row[i] = max(row[i], ZERO)
-            if gated:
+                _sum(parts[gate_parts:], maps[GATE], n_texts, b, start, own)
+                activate(activation, own, row)
                 for i in range(len(row)):
                     row[i] *= up[i]
+            else:
+                activate(activation, up, row)
         count(at + WORD)
         piece = count(at)
-    _wait(at, n_pieces)
-
-
-@elementwise
-def _silu(x: Any) -> None:
-    for i in range(x.size):
-        v = max(x[i], -FAR32)
-        x[i] = v / (ONE + exp2(-LOG2_E * v))
+    wait(at, n_pieces)

@@ -55,11 +55,18 @@ def unsupported(
 
 def other_model(params: StackParams, configs: Sequence[BlockConfig]) -> str | None:
     """What of `unsupported` is the same for every token."""
-    if any(c.norm == "post" or c.parallel or c.experts or c.softcap for c in configs):
-        return "post-LN, parallel blocks, experts or softcap"
+    if any(c.norm == "post" for c in configs):
+        return "post-LN"
     if not (params.memory is params.relative is None):
         return "a shared memory or a relative bias"
-    for own in params.blocks:
+    return other_blocks(params.blocks, configs)
+
+
+def other_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockConfig]) -> str | None:
+    """Why blocks are not of the usual kind: attention, then a feed-forward network."""
+    if any(c.parallel or c.experts or c.softcap for c in configs):
+        return "parallel blocks, experts or softcap"
+    for own in blocks:
         attn, kv, ffn = own.attn, own.attn.kv, own.ffn
         if kv is None or not isinstance(ffn, FeedForwardParams):
             return "keys from elsewhere or experts"

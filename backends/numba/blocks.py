@@ -1,0 +1,141 @@
+"""`blocks` of some tokens in one call where nothing is kept: threads meet without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from xformer.backends.numba import layer, tokens
+from xformer.backends.numba.gemm import sgemm
+from xformer.backends.numba.plan import remembered
+from xformer.backends.numba.sdpa import FAR, pad_of, tile_of
+from xformer.backends.numpy.threads import blocks as on_threads
+from xformer.backends.numpy.threads import n_threads, scratch
+
+from xformer import ops
+from xformer.dispatch import Dropped, keeps_nothing
+from xformer.layers.attention import KeyValue
+from xformer.layers.block import BlockConfig, BlockParams
+from xformer.layers.past import Past
+from xformer.layers.rotary import Rotary
+from xformer.typing import Array
+
+TOKENS = 1024  # at most: of more of them threads have work enough between two meetings
+
+
+def outside(
+    x: Array,
+    params: tuple[BlockParams, ...],
+    memory: Array | KeyValue | Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    memory_pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    rotary: Rotary | None = None,
+    past: Sequence[Past] | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    memory_mask: Array | None = None,
+    dropout_key: ops.Key | None = None,
+    checkpoint: bool = False,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if not keeps_nothing():
+        return "only within inference()"
+    if not (memory is bias is pos is memory_pos is past is memory_mask is dropout_key is None):
+        return "a memory, a bias, positions in each layer, a text that grows or dropout"
+    if x.ndim != 3 or x.dtype != np.float32:
+        return "only float32"
+    n_texts, n_tokens, d_model = x.shape
+    if not 0 < n_texts * n_tokens <= TOKENS:
+        return f"only {TOKENS} tokens at most"
+    if mask is not None and mask.shape not in ((n_texts, 1, 1, n_tokens), (1, 1, 1, n_tokens)):
+        return "only masks of keys"
+    plan = remembered(params, configs)
+    if plan.refusal is not None:
+        return plan.refusal
+    if d_model != configs[0].d_model:
+        return "only what fits the model"
+    if rotary is not None:
+        *texts, length, half = rotary.cos.shape
+        if (
+            rotary.cos.dtype != np.float32
+            or texts not in ([], [1], [n_texts])
+            or length != n_tokens
+            or 2 * half > min(k for _, k, _ in plan.heads)
+        ):
+            return "rotary positions of another kind"
+    return None if sgemm() else "NumPy's BLAS has no product that can be called"
+
+
+def blocks(
+    x: Array,
+    params: tuple[BlockParams, ...],
+    memory: Array | KeyValue | Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    memory_pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    rotary: Rotary | None = None,
+    past: Sequence[Past] | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    memory_mask: Array | None = None,
+    dropout_key: ops.Key | None = None,
+    checkpoint: bool = False,
+) -> tuple[Array, Dropped]:
+    """All tokens together, piece by piece on all threads."""
+    plan = remembered(params, configs)
+    if plan.tables is None:
+        raise ValueError(f"blocks: {plan.refusal}")
+    maps, norms, sizes, numbers, scales = plan.tables
+    n_texts, n_tokens, d_model = x.shape
+    n, length = n_texts * n_tokens, n_tokens
+    y = np.array(x, order="C").reshape(n, d_model)
+    post = configs[0].norm == "post"
+    interleaved, turns = False, np.empty((2, 1, 0, 0), x.dtype)
+    if rotary is not None:
+        shape = -1, *rotary.cos.shape[-2:]
+        interleaved = rotary.interleaved
+        turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
+    gated = bool(maps[:, layer.GATE, layer.N_OUT].any())
+    n_heads = int(sizes[:, layer.HEADS].max())
+    arguments = (
+        sgemm(),
+        n_threads(),
+        maps,
+        norms,
+        sizes,
+        numbers,
+        scales,
+        np.array([_tile(config, causal, length) for config in configs], np.int64),
+        turns,
+        interleaved,
+        np.array(pad_of(mask, n_texts, length, x.dtype)),
+        y,
+        y if post else scratch("h", y.shape, x.dtype),
+        scratch("mapped", (n * max(plan.mapped, d_model),), x.dtype),
+        scratch("ctx", (n * plan.ctx,), x.dtype),
+        scratch("hidden", (n * plan.hidden,), x.dtype),
+        scratch("opened", (n * plan.hidden if gated else 0,), x.dtype),
+        scratch("statistics", (2 * n * n_heads,), x.dtype),
+        np.zeros((tokens.STAGES * len(configs) + 1, 2), np.int64),
+    )
+    on_threads(partial(_run, arguments, params), n_threads(), 1)
+    return y.reshape(x.shape), Dropped()
+
+
+def _run(arguments: tuple[Any, ...], owner: Any, start: int, stop: int) -> None:
+    """On each thread. owner: whose memory the tables speak of, kept until the last has done."""
+    tokens.all_layers(*arguments)
+
+
+def _tile(config: BlockConfig, causal: bool, n: int) -> tuple[int, int, int, int]:
+    """How far a query sees, and the sizes of attention's tiles."""
+    left, right = config.window or (None, None)
+    left, right = (FAR if x is None else min(x, FAR) for x in (left, 0 if causal else right))
+    return left, right, *tile_of(n, n, right)

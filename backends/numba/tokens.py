@@ -1,0 +1,266 @@
+"""The loops of `blocks`: some tokens through all layers, on all threads at once.
+
+In stages and pieces, as in `token`, and with its tables; but a piece of a product is one by BLAS,
+and there are as many pieces as threads. x, h: (N, D), the N = B T tokens of all texts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from xformer.backends.numba.atomic import WORD, count, floats, wait
+from xformer.backends.numba.compiled import LOG2_E, rowwise
+from xformer.backends.numba.flash import attend
+from xformer.backends.numba.flash_rows import ONE, ZERO
+from xformer.backends.numba.gemm import add_product
+from xformer.backends.numba.layer import (
+    ACTIVATION,
+    ATTN_OUT,
+    BIAS,
+    BY_ROWS,
+    DOWN,
+    FFN_OUT,
+    GATE,
+    GROUPS,
+    HEADS,
+    N_IN,
+    N_OUT,
+    NORMS,
+    OUT,
+    QUERY,
+    STEP,
+    UP,
+    VALUE,
+    VALUE_WIDTH,
+    WEIGHT,
+    WIDTH,
+    activate,
+    normalise,
+    turn,
+)
+
+LEFT, RIGHT, ROWS, COLUMNS = range(4)  # of a layer's attention: its window, and its tiles
+STAGES = 7  # of a layer
+NARROW, LINE = 64, 16  # columns of a piece of a product, at least; it begins with a line of memory
+FEW = 16  # rows of a piece of a sum and its norms
+
+attend_heads = rowwise(attend)
+
+
+@rowwise
+def all_layers(
+    gemm: Any,
+    n_threads: int,
+    maps: Any,
+    norms: Any,
+    sizes: Any,
+    numbers: Any,
+    scales: Any,
+    tiles: Any,
+    turns: Any,
+    interleaved: bool,
+    pad: Any,
+    x: Any,
+    h: Any,
+    mapped: Any,
+    ctx: Any,
+    hidden: Any,
+    opened: Any,
+    statistics: Any,
+    stages: Any,
+) -> None:
+    """x = block_n(... block_1(x)).
+
+    h: x itself with post-LN, else memory. tiles: (L, 4). turns: (2, B or 1, T, R/2), cosines and
+    sines. pad: (B, T) or (B, 0), as in `flash`. mapped (N (H K + G K + G M)), ctx (N H M), hidden
+    (N F), opened (N F) of gated layers, statistics (2 N H): memory. stages: (7 L + 1, 2) zeros.
+    """
+    n_tokens, n_texts = len(x), len(pad)
+    at = np.int64(stages.ctypes.data)
+    _add(at, ctx[:0].reshape(0, x.shape[1]), norms, numbers, x, h)
+    for i in range(len(maps)):
+        own, size, n = maps[i], sizes[i], NORMS * i
+        at = np.int64(stages[STAGES * i + 1 :].ctypes.data)
+        seen = ctx[: n_tokens * own[OUT, N_IN]].reshape(n_tokens, -1)
+        inner = hidden[: n_tokens * own[UP, N_OUT]].reshape(n_tokens, -1)
+        branch = mapped[: x.size].reshape(x.shape)
+        _multiply(gemm, n_threads, at, h, own[QUERY : VALUE + 1], mapped)
+        at += 2 * WORD
+        options = tiles[i], scales[i], turns, interleaved, pad
+        _attend(gemm, at, n_texts, own, size, options, mapped, seen, statistics)
+        at += 2 * WORD
+        _multiply(gemm, n_threads, at, seen, own[OUT : OUT + 1], mapped)
+        at += 2 * WORD
+        _add(at, branch, norms[n + ATTN_OUT :], numbers[n + ATTN_OUT :], x, h)
+        at += 2 * WORD
+        _open(gemm, n_threads, at, h, own, size[ACTIVATION], inner, opened)
+        at += 2 * WORD
+        _multiply(gemm, n_threads, at, inner, own[DOWN : DOWN + 1], mapped)
+        at += 2 * WORD
+        _add(at, branch, norms[n + FFN_OUT :], numbers[n + FFN_OUT :], x, h)
+
+
+@rowwise
+def _pieces(own: Any, n_threads: int) -> int:
+    """Of a map's columns."""
+    return max(1, min(n_threads, own[N_OUT] // NARROW))
+
+
+@rowwise
+def _columns(own: Any, n_pieces: int, piece: int) -> Any:
+    """From which to which."""
+    n_out = own[N_OUT]
+    start, stop = piece * n_out // n_pieces, (piece + 1) * n_out // n_pieces
+    return start // LINE * LINE, n_out if piece == n_pieces - 1 else stop // LINE * LINE
+
+
+@rowwise
+def _product(gemm: Any, x: Any, own: Any, start: int, stop: int, y: Any) -> None:
+    """Columns of y = x w + b, of contiguous rows."""
+    n_in, step, width = own[N_IN], own[STEP], stop - start
+    out = y[:, start:stop]
+    if own[BY_ROWS]:
+        w = floats(own[WEIGHT], (n_in, step))[:, start:stop]
+        add_product(gemm, ONE, x, w, ZERO, out)
+    else:
+        w = floats(own[WEIGHT] + 4 * start * step, (width, step))[:, :n_in]
+        add_product(gemm, ONE, x, w.T, ZERO, out)
+    if own[BIAS]:
+        b = floats(own[BIAS] + 4 * start, (width,))
+        for i in range(len(y)):
+            row = _part(y, i, start, stop)
+            for j in range(width):
+                row[j] += b[j]
+
+
+@rowwise
+def _part(y: Any, i: int, start: int, stop: int) -> Any:
+    """Columns of row i: a slice of y would not be known to be contiguous, and not vectorised."""
+    return floats(y.ctypes.data + 4 * (i * y.shape[1] + start), (stop - start,))
+
+
+@rowwise
+def _multiply(gemm: Any, n_threads: int, at: int, x: Any, maps: Any, out: Any) -> None:
+    """x w + b of some maps, one's behind the other's."""
+    n_pieces = 0
+    for m in range(len(maps)):
+        n_pieces += _pieces(maps[m], n_threads)
+    piece = count(at)
+    while piece < n_pieces:
+        before, m = 0, 0
+        while piece >= _pieces(maps[m], n_threads):
+            piece -= _pieces(maps[m], n_threads)
+            before += len(x) * maps[m, N_OUT]
+            m += 1
+        own = maps[m]
+        y = out[before : before + len(x) * own[N_OUT]].reshape(len(x), own[N_OUT])
+        start, stop = _columns(own, _pieces(own, n_threads), piece)
+        _product(gemm, x, own, start, stop, y)
+        count(at + WORD)
+        piece = count(at)
+    wait(at, n_pieces)
+
+
+@rowwise
+def _open(
+    gemm: Any,
+    n_threads: int,
+    at: int,
+    x: Any,
+    maps: Any,
+    activation: int,
+    hidden: Any,
+    opened: Any,
+) -> None:
+    """hidden = act(up), or act(gate) up; a piece is some columns."""
+    own, gate = maps[UP], maps[GATE]
+    gated, n_pieces = gate[N_OUT] > 0, _pieces(own, n_threads)
+    row, ups = np.empty(own[N_OUT], np.float32), hidden
+    if gated:
+        ups = opened[: hidden.size].reshape(hidden.shape)
+    piece = count(at)
+    while piece < n_pieces:
+        start, stop = _columns(own, n_pieces, piece)
+        width = stop - start
+        _product(gemm, x, gate if gated else own, start, stop, hidden)
+        if gated:
+            _product(gemm, x, own, start, stop, ups)
+        for i in range(len(x)):
+            out = _part(hidden, i, start, stop)
+            row[:width] = out
+            activate(activation, row[:width], out)
+            if gated:
+                up = _part(ups, i, start, stop)
+                for j in range(width):
+                    out[j] *= up[j]
+        count(at + WORD)
+        piece = count(at)
+    wait(at, n_pieces)
+
+
+@rowwise
+def _attend(
+    gemm: Any,
+    at: int,
+    n_texts: int,
+    maps: Any,
+    size: Any,
+    options: Any,
+    mapped: Any,
+    ctx: Any,
+    statistics: Any,
+) -> None:
+    """A piece is a head of keys and values of a text, and all queries that share it."""
+    tile, scale, turns, interleaved, pad = options
+    n_heads, n_groups, width, value_width = (
+        size[HEADS],
+        size[GROUPS],
+        size[WIDTH],
+        size[VALUE_WIDTH],
+    )
+    n_tokens, shared = len(ctx) // n_texts, n_heads // n_groups
+    k_at = len(ctx) * n_heads * width
+    v_at = k_at + len(ctx) * n_groups * width
+    end = v_at + len(ctx) * n_groups * value_width
+    q = mapped[:k_at].reshape(n_texts, n_tokens, n_heads, width)
+    k = mapped[k_at:v_at].reshape(n_texts, n_tokens, n_groups, width)
+    v = mapped[v_at:end].reshape(n_texts, n_tokens, n_groups, value_width)
+    out = ctx.reshape(n_texts, n_tokens, n_heads, value_width)
+    known = statistics[: 2 * len(ctx) * n_heads].reshape(2, n_texts, n_heads, n_tokens)
+    group = count(at)
+    while group < n_texts * n_groups:
+        b, g = group // n_groups, group % n_groups
+        for t in range(n_tokens if turns.shape[3] else 0):
+            cos, sin = turns[0, b % turns.shape[1], t], turns[1, b % turns.shape[1], t]
+            turn(k[b, t, g], cos, sin, interleaved)
+            for i in range(g * shared, (g + 1) * shared):
+                turn(q[b, t, i], cos, sin, interleaved)
+        sizes = tile[ROWS], tile[COLUMNS]
+        window = tile[LEFT], tile[RIGHT]
+        given = q, k, v, pad, *window, scale * LOG2_E, sizes
+        attend_heads(gemm, group, group + 1, *given, out, known[0], known[1])
+        count(at + WORD)
+        group = count(at)
+    wait(at, n_texts * n_groups)
+
+
+@rowwise
+def _add(at: int, branch: Any, norms: Any, numbers: Any, x: Any, h: Any) -> None:
+    """x += norm(branch), and h = norm'(x), of the next branch; a piece is some tokens.
+
+    Before the first branch there are none of it, and h = norm(x) alone.
+    """
+    n = len(x)
+    n_pieces, last = -(-n // FEW), 1 if len(branch) else 0
+    piece = count(at)
+    while piece < n_pieces:
+        for i in range(piece * FEW, min(n, (piece + 1) * FEW)):
+            if len(branch):
+                normalise(branch[i], norms[0], numbers[0], branch[i])
+                for j in range(x.shape[1]):
+                    x[i, j] += branch[i, j]
+            normalise(x[i], norms[last], numbers[last], h[i])
+        count(at + WORD)
+        piece = count(at)
+    wait(at, n_pieces)
