@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """What an op gives in the place of its cache within `inference()`."""
+    """What an op or a model gives in the place of its cache within `inference()`."""
 
     def backward(self, *dy: Any) -> Any:
         """RuntimeError."""
@@ -209,7 +209,8 @@ def inference() -> Iterator[None]:
     """Within this context ops keep nothing for a backward, which raises RuntimeError.
 
     For a forward alone, in as much memory as that takes. Around one call, and never across a yield:
-    a generator would leave its caller in this context.
+    a generator would leave its caller in this context. On JAX, what caches there still are hold
+    arrays and numbers alone, which a function compiled by `jax.jit` may return.
     """
     token = _inference.set(True)
     try:
@@ -221,6 +222,11 @@ def inference() -> Iterator[None]:
 def keeps_nothing() -> bool:
     """Whether `inference` is active: then what only a backward needs can be left out."""
     return _inference.get()
+
+
+def or_dropped(cache: Any) -> Any:
+    """`cache`, of which only a backward makes use; within `inference` nothing of it."""
+    return Dropped() if _inference.get() else cache
 
 
 def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:

@@ -16,6 +16,7 @@ from xformer.checks import (
     require_sizes,
     require_tokens,
 )
+from xformer.dispatch import or_dropped
 from xformer.initial import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
@@ -182,9 +183,8 @@ def embed(
     fixed = tuple(isinstance(a, Frozen) for a in (params.table, params.positions, params.types))
     caches = (table_cache, positions_cache, types_cache, norm_cache, project_cache, drop_cache)
     pos_shape = None if pos is None else tuple(pos.shape)
-    return (x, pos if config.mode == "qkv" else None), EmbedCache(
-        *caches, config, pos_shape, fixed, start
-    )
+    cache = or_dropped(EmbedCache(*caches, config, pos_shape, fixed, start))
+    return (x, pos if config.mode == "qkv" else None), cache
 
 
 class EmbedCache(NamedTuple):

@@ -93,7 +93,7 @@ def mixture(
         rows, *own, weights, ids=ids, activation=config.activation, fixed=all(fixed)
     )
     return xp.reshape(y, x.shape), MixtureCache(
-        logits, ids, router, softmax, experts, x.shape, config, fixed
+        logits, ids, router, softmax, experts, x.shape, config.normalise, fixed
     )
 
 
@@ -106,7 +106,7 @@ class MixtureCache(NamedTuple):
     softmax: Any
     experts: Any  # of the kernel that ran
     shape: tuple[int, ...]
-    config: ExpertsConfig
+    normalise: bool  # as in `ExpertsConfig`
     fixed: tuple[bool, ...]  # which of gate, up and down are frozen
 
     def backward(
@@ -121,7 +121,7 @@ class MixtureCache(NamedTuple):
         dx, *dexperts, dweights = self.experts.backward(
             xp.reshape(dy, (self.ids.shape[0], self.shape[2]))
         )
-        if self.config.normalise:
+        if self.normalise:
             dlogits = self._spread(self.softmax.backward(dweights))
         else:
             dlogits = self.softmax.backward(self._spread(dweights))

@@ -80,7 +80,7 @@ def residuals(
         x, inner, cache = _added(x, inner, branch, following, config, dropout_rate)
         x = inner if place == "post" else x
         caches.append(cache)
-    return x, ResidualsCache(first, tuple(caches), place)
+    return x, ResidualsCache(first, tuple(caches), place == "post")
 
 
 def _added(
@@ -118,7 +118,7 @@ class ResidualsCache(NamedTuple):
 
     norm: Any  # of the norm before the first sublayer
     branches: tuple[BranchCache, ...]
-    place: str
+    post: bool  # norm(x + f(x)), not x + f(norm(x))
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Array, list[tuple[Any, ...]]]:
         """Gradient of x; for each branch those of norm, out_norm, and what its sublayer returns.
@@ -136,13 +136,13 @@ class ResidualsCache(NamedTuple):
             own.append(tuple(rest))
             dextra = ()
         dx, dnorm = self._through_norm(ds, dinner)
-        dnorms = [*dnorms[1:], dnorm] if self.place == "pre" else dnorms
+        dnorms = dnorms if self.post else [*dnorms[1:], dnorm]
         each = zip(reversed(dnorms), reversed(own), strict=True)
         return dx, [(dnorm, *rest) for dnorm, rest in each]
 
     def _through_sum(self, cache: Any, ds: Array, dinner: Array | None) -> tuple[Array, Any]:
         """Gradients of both terms of a sum, which are one, and of the norm behind it."""
-        if cache is not None and self.place == "pre":
+        if cache is not None and not self.post:
             ds, _, dnorm = cache.backward(ds, dinner)
             return ds, dnorm
         ds = ds if dinner is None else ds + dinner

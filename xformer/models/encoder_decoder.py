@@ -12,7 +12,7 @@ from array_api_compat import array_namespace
 from xformer import backends, ops, tree
 from xformer.backends import Generator
 from xformer.checks import number, require_mask, require_tokens
-from xformer.dispatch import inference
+from xformer.dispatch import inference, or_dropped
 from xformer.initial import normal, xavier_uniform
 from xformer.layers.advance import advance
 from xformer.layers.attention import KeyValue
@@ -153,7 +153,7 @@ class EncoderDecoder:
             dropout_key=keys[1],
             checkpoint=self.checkpoint,
         )
-        return (memory, pos), EncodeCache(embed_cache, stack_cache)
+        return (memory, pos), or_dropped(EncodeCache(embed_cache, stack_cache))
 
     def decode(
         self,
@@ -214,7 +214,7 @@ class EncoderDecoder:
             checkpoint=self.checkpoint,
         )
         y, head_cache = top(x, params.head, None if own is None else own.table)
-        return y, DecodeCache(embed_cache, stack_cache, head_cache)
+        return y, or_dropped(DecodeCache(embed_cache, stack_cache, head_cache))
 
     def forward(
         self,
@@ -269,7 +269,7 @@ class EncoderDecoder:
             tgt_mask=tgt_mask,
             dropout_key=decode_key,
         )
-        return y, EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed)
+        return y, or_dropped(EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed))
 
     @inference()
     def start(

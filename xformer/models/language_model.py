@@ -13,7 +13,7 @@ from array_api_compat import array_namespace, device
 from xformer import backends, ops
 from xformer.backends import Generator
 from xformer.checks import as_indices, number, require_tokens
-from xformer.dispatch import inference
+from xformer.dispatch import inference, or_dropped
 from xformer.initial import normal
 from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
@@ -172,7 +172,7 @@ class LanguageModel:
         else:
             around = self._around_head(params, mask, dropout_key)
             x, head_cache = self.head.forward(x, params.head, **around)
-        return x, LanguageModelCache(hidden, head_cache)
+        return x, or_dropped(LanguageModelCache(hidden, head_cache))
 
     def _around_head(
         self, params: LanguageModelParams, mask: Array | None, dropout_key: ops.Key | None
@@ -409,7 +409,7 @@ class LanguageModel:
         )
         around = self._around_head(params, mask, dropout_key)
         loss, top = self.head.loss(x, params.head, targets=targets, **around, **options)
-        cache = LossCache(LanguageModelCache(hidden, top), loss)
+        cache = LossCache(or_dropped(LanguageModelCache(hidden, top)), loss)
         if not (self.balance or self.router_z):
             return loss, cache
         more, routers = self._router_loss(hidden.stack, mask)
@@ -443,7 +443,7 @@ class LanguageModel:
             y, pooler = self.head.pooled(y, params.head)
         if normalize:
             y, norm = ops.l2_normalize(y)
-        return y, PooledCache(hidden, pool_cache, pooler, norm, params.head)
+        return y, or_dropped(PooledCache(hidden, pool_cache, pooler, norm, params.head))
 
     def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, RouterLossCache]:
         """The auxiliary losses of all routers together."""
@@ -457,8 +457,8 @@ class LanguageModel:
         balance, balance_cache = ops.load_balancing(logits, ids=ids, mask=kept)
         z, z_cache = ops.router_z_loss(logits, mask=kept)
         weights = self.balance, self.router_z
-        return weights[0] * balance + weights[1] * z, RouterLossCache(
-            balance_cache, z_cache, weights, tuple(layers), len(self.blocks)
+        return weights[0] * balance + weights[1] * z, or_dropped(
+            RouterLossCache(balance_cache, z_cache, weights, tuple(layers), len(self.blocks))
         )
 
 
