@@ -19,6 +19,7 @@ from xformer import backends, dispatch, ops, tree
 from xformer.catalogue import cases
 from xformer.dispatch import Kernel, Overridable
 from xformer.layers.advance import advance
+from xformer.layers.blocks import blocks
 from xformer.lock import locked
 from xformer.optim.adam import adam_update
 
@@ -27,8 +28,9 @@ from xformer.backends.numba import KERNELS, compiled, token, vectors
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
-# The others have tests of their own: test_numba_sdpa.py, test_numba_advance.py.
-WITH_GRADIENT = [op for op in COMPILED if op not in (adam_update, advance, ops.linear, ops.sdpa)]
+# The others have tests of their own, in test_numba_{advance,blocks,sdpa}.py.
+ELSEWHERE = (adam_update, advance, blocks, ops.linear, ops.sdpa)
+WITH_GRADIENT = [op for op in COMPILED if op not in ELSEWHERE]
 
 
 @pytest.fixture(autouse=True)
