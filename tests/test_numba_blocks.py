@@ -254,7 +254,8 @@ def refused() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
 
     return {
         "only float32": (wide(x), params, base),
-        "only 1024 tokens at most": (tokens(41, 25, 24), params, base),
+        "only x of 524288 numbers": (np.zeros((2, 10923, 24), np.float32), params, base),
+        "of one at least": (tokens(2, 0, 24), params, base),
         "only masks of keys": (x, params, base | {"mask": np.ones((2, 1, 9, 9), bool)}),
         "a text that grows": (x, params, base | {"past": (layers.Past(),) * 3}),
         "rotary positions of another kind": (x, params, base | {"rotary": turned(None, 8)}),

@@ -22,7 +22,7 @@ from xformer.layers.past import Past
 from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
-TOKENS = 1024  # at most: of more of them threads have work enough between two meetings
+SIZE = 1 << 19  # numbers of x, at most: with more threads are busy long enough between two meetings
 
 
 def outside(
@@ -50,8 +50,8 @@ def outside(
     if x.ndim != 3 or x.dtype != np.float32:
         return "only float32"
     n_texts, n_tokens, d_model = x.shape
-    if not 0 < n_texts * n_tokens <= TOKENS:
-        return f"only {TOKENS} tokens at most"
+    if not 0 < x.size <= SIZE:
+        return f"only x of {SIZE} numbers at most, and of one at least"
     if mask is not None and mask.shape not in ((n_texts, 1, 1, n_tokens), (1, 1, 1, n_tokens)):
         return "only masks of keys"
     plan = remembered(params, configs)

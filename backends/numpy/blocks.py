@@ -27,7 +27,7 @@ from xformer.layers.past import Past
 from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
-ROWS = 512  # tokens of a share, for each other one: the gradients of all shares must be added
+ROWS = 128  # tokens of a share, for each other one: the gradients of all shares must be added
 UNEVEN = 9 / 8  # the largest share over the mean, at most
 
 
