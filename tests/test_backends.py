@@ -67,24 +67,37 @@ print(sorted({"unittest", "subprocess", "numpy.f2py.crackfortran"} & {*sys.modul
 """
     assert python(code, tmp_path) == "[]"
     code = """
-import xformer, numpy as np
+import sys, xformer, numpy as np
 xformer.backends.get("numpy")
 import numpy.testing.overrides
 from numpy.f2py import crackfortran
 np.testing.assert_equal(np.f2py.crackfortran.__name__, "numpy.f2py.crackfortran")
 import array_api_compat.numpy as xp
-assert xp.testing is np.testing
+from array_api_compat.numpy import random
+assert xp.testing is np.testing and random is np.random and xp.ma is sys.modules["numpy.ma"]
+try:
+    xp.missing
+except AttributeError as error:
+    print(error)
+"""
+    assert python(code, tmp_path) == "module 'array_api_compat.numpy' has no attribute 'missing'"
+    code = """
+import sys, numpy as np, numpy.random
+known = np.random
+import xformer, array_api_compat.numpy as xp
+xformer.backends.get("numpy")
+assert known is np.random is xp.random is sys.modules["numpy.random"]
 """
     assert python(code, tmp_path) == ""
 
 
 def test_threads_look_into_numpy_at_once(tmp_path: Path) -> None:
-    """Into parts that come late where Python lets them."""
+    """Into parts that come late, and while they are about to."""
     code = """
 import sys, threading, xformer, numpy as np
 xformer.backends.get("numpy")
 late = {"numpy.ma.core", "numpy.polynomial.polynomial", "numpy.random._generator"}
-assert sys.version_info < (3, 12, 3) or not late & {*sys.modules}, late & {*sys.modules}
+assert not late & {*sys.modules}, late & {*sys.modules}
 begin, found = threading.Barrier(4), []
 def look():
     begin.wait()
@@ -95,6 +108,22 @@ threads = [threading.Thread(target=look) for _ in range(4)]
 print(len(found), len({*found}), late <= {*sys.modules})
 """
     assert python(code, tmp_path) == "4 1 True"
+    code = """
+import threading, numpy as np, xformer
+found = []
+def look():
+    while not found:
+        np.ma.MaskedArray, np.random.Generator
+        np.random.default_rng(0).normal()
+thread = threading.Thread(target=look)
+thread.start()
+xformer.backends.get("numpy")
+found.append(1)
+thread.join()
+import array_api_compat.numpy as xp
+print(xp.random is np.random, xp.ma is np.ma, type(np.random).__name__)
+"""
+    assert python(code, tmp_path) == "True True module"
 
 
 def test_numpy_is_the_default() -> None:

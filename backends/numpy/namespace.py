@@ -1,37 +1,60 @@
 """array_api_compat's NumPy, without what of NumPy nothing here uses: that takes half as long again.
 
-Its import asks for every name of NumPy, so that f2py and testing would be loaded too, and with them
-unittest, email and subprocess. They come when somebody else first looks into them.
+Its import asks for every name of NumPy, and so for f2py and testing, and with them for unittest,
+email and subprocess. They come when somebody else first looks into them.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
+from typing import Any
 
 import numpy
 
-
-def _later(name: str) -> None:
-    """Load a module of NumPy at its first use (the recipe of `importlib.util.LazyLoader`)."""
-    full = f"numpy.{name}"
-    spec = None if full in sys.modules else importlib.util.find_spec(full)
-    if spec is None or spec.loader is None:
-        return
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[full] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    setattr(numpy, name, module)
+LATE = ("f2py", "ma", "polynomial", "random", "testing")
 
 
-if "array_api_compat.numpy" not in sys.modules:
-    _later("f2py")
-    _later("testing")
-    if sys.version_info >= (3, 12, 3):  # before, two threads could not look into one at once
-        _later("ma")  # as numba does
-        _later("polynomial")
-        _later("random")
+class _Later:
+    """In the place of a module of NumPy, which is imported by whoever looks into it."""
 
-import array_api_compat.numpy as xp  # noqa: E402
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+def _imported() -> Any:
+    """array_api_compat's NumPy; a late name of it is NumPy's own, as soon as it is asked for."""
+    known = "array_api_compat.numpy" in sys.modules
+    late = [] if known else [name for name in LATE if f"numpy.{name}" not in sys.modules]
+    stand_ins = {name: _Later(f"numpy.{name}") for name in late}
+    vars(numpy).update(stand_ins)
+    try:
+        xp: Any = importlib.import_module("array_api_compat.numpy")
+    finally:
+        for name in late:
+            _take_back(numpy, name, stand_ins[name])
+    for name in late:
+        _take_back(xp, name, stand_ins[name])
+    if late:
+
+        def look(name: str) -> Any:
+            if name in late:
+                return getattr(numpy, name)  # which imports it
+            raise AttributeError(f"module {xp.__name__!r} has no attribute {name!r}")
+
+        xp.__getattr__ = look
+    return xp
+
+
+def _take_back(module: Any, name: str, stand_in: _Later) -> None:
+    """Unless somebody has imported the module itself meanwhile."""
+    if vars(module).get(name) is stand_in:
+        delattr(module, name)
+
+
+xp = _imported()
 
 __all__ = ["xp"]
