@@ -41,10 +41,8 @@ class Room:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"plan": None, "places": None}  # which have addresses
 
-    def claim(self, end: int, n: int, k: Array, v: Array) -> bool:
-        """Whether n columns behind `end` were free for more like k and v; then they are taken."""
-        if not (_alike(self.k, k) and _alike(self.v, v)):
-            return False
+    def claim(self, end: int, n: int) -> bool:
+        """Whether n columns behind `end` were free; then they are taken."""
         with _claiming:  # a text may be continued by two threads at once
             if self.end != end or end + n > self.capacity:
                 return False
@@ -70,7 +68,7 @@ def reserved(k: Array, v: Array, *, past: Past) -> Any:
     n = k.shape[2]
     if past.room is not None:
         room, end = past.room
-        if room.claim(end, n, k, v):
+        if _alike(room.k, k) and _alike(room.v, v) and room.claim(end, n):
             return longer(past, n)
     room = Room(past, k, v)
     room.end += n

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from libraries import LIBRARIES
 from xformer.backends import Backend, Generator, Memory, Unusable
+from xformer.backends.numpy import namespace
 
 from xformer import backends
 from xformer.dispatch import library_of
@@ -124,6 +127,19 @@ import array_api_compat.numpy as xp
 print(xp.random is np.random, xp.ma is np.ma, type(np.random).__name__)
 """
     assert python(code, tmp_path) == "True True module"
+
+
+def test_who_has_what_stands_in_for_a_part_of_numpy() -> None:
+    """Another thread may have taken it, and it may have imported the part meanwhile."""
+    stand_in = namespace._Later("numpy.random")
+    assert isinstance(stand_in, ModuleType) and stand_in.Generator is np.random.Generator
+    assert dir(stand_in) == dir(np.random) and copy.copy(stand_in) is np.random
+    module = ModuleType("part")
+    module.random = stand_in  # type: ignore[attr-defined]
+    namespace._take_back(module, "random", stand_in)
+    assert module.random is sys.modules["numpy.random"]
+    namespace._take_back(module, "random", stand_in)
+    assert module.random is sys.modules["numpy.random"]
 
 
 def test_numpy_is_the_default() -> None:

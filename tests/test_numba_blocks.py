@@ -24,6 +24,7 @@ from xformer.typing import Array
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import blocks as kernel
 from xformer.backends.numba import plan
+from xformer.backends.numba import tokens as loops
 
 LEFT = {"gpt_neox", "mixtral", "qwen3", "gemma2", "positions for q, k, v", "alibi", "shaw"}
 LEFT |= {"relative bias"}
@@ -152,6 +153,7 @@ def test_hidden_keys(causal_: bool) -> None:
         x = tokens(4, 40, 24)
         for hidden in (mask, mask[:1], np.ones_like(mask)):
             require_exact(x, params, configs=configs, causal=causal_, mask=hidden)
+    assert len(loops.all_layers.signatures) == 1  # each would be compiled anew
 
 
 def test_layers_that_differ() -> None:
@@ -240,44 +242,82 @@ def test_only_where_nothing_is_kept() -> None:
         cache.backward(y)
 
 
-def refused() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
-    """Of each reason an example."""
+def refused() -> list[tuple[str, Any, Any, dict[str, Any]]]:
+    """Examples: a reason, x, parameters and options."""
     params, configs = drawn("post")
-    x = tokens(2, 9, 24)
+    rms_params, rms_configs = drawn("post, rms, relu")
+    x, turns = tokens(2, 9, 24), turned(2, 9)
     base: dict[str, Any] = {"configs": configs}
     first, rest = params[0], params[1:]
     wo = first.attn.o
     changed = replace(configs[0], norm="pre"), *configs[1:]
+    other = tuple(replace(c, activation="tanh") for c in configs)
+    biased = rms_params[0]._replace(attn_norm=first.attn_norm), *rms_params[1:]
+    wider = (replace(configs[0], d_ff=4097),)
+    wide_params = layers.StackParams.init(backends.get("numpy").generator(1, "float32"), wider)
 
     def with_o(w: Any) -> Any:
         return first._replace(attn=first.attn._replace(o=wo._replace(w=w))), *rest
 
-    return {
-        "only float32": (wide(x), params, base),
-        "only x of 524288 numbers": (np.zeros((2, 10923, 24), np.float32), params, base),
-        "of one at least": (tokens(2, 0, 24), params, base),
-        "only masks of keys": (x, params, base | {"mask": np.ones((2, 1, 9, 9), bool)}),
-        "a text that grows": (x, params, base | {"past": (layers.Past(),) * 3}),
-        "rotary positions of another kind": (x, params, base | {"rotary": turned(None, 8)}),
-        "only what fits the model": (tokens(2, 9, 20), params, base),
-        "only tuples of blocks": (x, list(params), base),
-        "whose norms stand in one place": (x, params, {"configs": changed}),
-        "NumPy's own arrays of float32": (x, with_o(wide(wo.w)), base),
-        "in the place of": (x, with_o(wo.w[:-1]), base),
-        "weights of other strides": (x, with_o(np.repeat(wo.w, 2, 1)[:, ::2]), base),
-        "only silu, gelu": (
-            x,
-            params,
-            {"configs": tuple(replace(c, activation="tanh") for c in configs)},
-        ),
-    }
+    def masked(mask: Any) -> tuple[str, Any, Any, dict[str, Any]]:
+        return "only masks of keys", x, params, base | {"mask": mask}
+
+    def rotated(rotary: Rotary) -> tuple[str, Any, Any, dict[str, Any]]:
+        return "rotary positions of another kind", x, params, base | {"rotary": rotary}
+
+    return [
+        ("only NumPy's own arrays of float32", wide(x), params, base),
+        ("only NumPy's own arrays of float32", np.ma.masked_array(x, x > 1), params, base),
+        ("only x of 524288 numbers", np.zeros((2, 10923, 24), np.float32), params, base),
+        ("of one at least", tokens(2, 0, 24), params, base),
+        ("numbers of hidden vectors", tokens(1, 1024, 24), wide_params.blocks, {"configs": wider}),
+        masked(np.ones((2, 1, 9, 9), bool)),
+        masked(np.zeros((2, 1, 1, 9), np.float32)),
+        masked(np.ones((2, 1, 1, 9), np.int64)),
+        masked([[[[True] * 9]]] * 2),
+        ("a text that grows", x, params, base | {"past": (layers.Past(),) * 3}),
+        rotated(turned(None, 8)),
+        rotated(turned(1, 9)),
+        rotated(turns._replace(sin=turns.sin[..., :2])),
+        rotated(turns._replace(sin=wide(turns.sin))),
+        rotated(Rotary(turns.cos[..., :0], turns.sin[..., :0], False)),
+        ("only what fits the model", tokens(2, 9, 20), params, base),
+        ("only tuples of blocks", x, list(params), base),
+        ("whose norms stand in one place", x, params, {"configs": changed}),
+        ("a bias of RMSNorm", x, biased, {"configs": rms_configs}),
+        ("NumPy's own arrays of float32", x, with_o(wide(wo.w)), base),
+        ("in the place of", x, with_o(wo.w[:-1]), base),
+        ("weights of other strides", x, with_o(np.repeat(wo.w, 2, 1)[:, ::2]), base),
+        ("only silu, gelu", x, params, {"configs": other}),
+    ]
 
 
-@pytest.mark.parametrize("reason", refused())
-def test_what_it_leaves_to_others(reason: str) -> None:
-    x, params, options = refused()[reason]
+@pytest.mark.parametrize("reason, x, params, options", refused())
+def test_what_it_leaves_to_others(
+    reason: str, x: Array, params: Any, options: dict[str, Any]
+) -> None:
     with inference():
         assert reason in str(kernel.outside(x, params, **options))
+
+
+def test_one_thread_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a piece that nobody does: the others do not wait for it."""
+    params, configs = drawn("in pieces")
+    own, calls = loops.all_layers, []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            arguments[-1][3, 0] += 1
+            raise MemoryError("no room")
+        own(*arguments)
+
+    monkeypatch.setattr(loops, "all_layers", failing)
+    with inference(), pytest.raises(MemoryError, match="no room"):
+        layers.blocks(tokens(2, 33, 200), params, configs=configs)
+    assert len(calls) >= 1
+    monkeypatch.undo()
+    require_exact(tokens(2, 33, 200), params, configs=configs)
 
 
 def test_a_plan_lives_as_long_as_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from xformer.backends.append import Room, longer, reserved
 from xformer.backends.numba import token
+from xformer.backends.numba.atomic import nothing_done, on_each
 from xformer.backends.numba.plan import Plan, planned
 from xformer.backends.numpy.threads import blocks, n_threads
 
@@ -60,7 +60,8 @@ def outside(
         if (*k.shape[:2], k.shape[3], v.shape[3]) != (n_texts, *heads):
             return "a past of another kind"
     if rotary is not None and (
-        rotary.cos.dtype != np.float32
+        rotary.sin.shape != rotary.cos.shape
+        or not (rotary.cos.dtype == rotary.sin.dtype == FLOAT)
         or 2 * rotary.cos.shape[-1] > min(k for _, k, _ in plan.heads)
         or rotary.cos.size not in (rotary.cos.shape[-1], n_texts * rotary.cos.shape[-1])
     ):
@@ -96,7 +97,7 @@ def advance(
         shape = -1, rotary.cos.shape[-1]
         interleaved = rotary.interleaved
         turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
-    stages = np.zeros((token.STAGES * len(configs) + 1, 2), np.int64)
+    stages = nothing_done(token.STAGES * len(configs) + 1)
     arguments = (
         maps,
         norms,
@@ -110,16 +111,10 @@ def advance(
         h,
         *scratch,
         parts,
-        stages,
     )
-    run = partial(_run, arguments, (params, grown))
+    run = partial(on_each, token.advance_all, arguments, stages, (params, grown))
     blocks(run, n_threads() if plan.large else 1, 1)
     return h[:, None], grown
-
-
-def _run(arguments: tuple[Any, ...], owners: Any, start: int, stop: int) -> None:
-    """On each thread. owners: whose memory the tables speak of, kept until the last has done."""
-    token.advance_all(*arguments)
 
 
 def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, ...], Array]:
@@ -131,12 +126,13 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
         if config.window is not None and config.window[0] is not None:
             own = own.last(config.window[0])
         room, end = own.room or (None, 0)
-        if room is not None and room.claim(end, 1, own.k, own.v):
+        mine = room is not None and own.k.base is room.k and own.v.base is room.v
+        if mine and room.claim(end, 1):
             own = longer(own, 1)
         else:
             shape = n_texts, groups, 1
             like = (np.empty((*shape, n), np.float32) for n in (width, value_width))
-            own = reserved(*like, past=own)
+            own = reserved(*like, past=own._replace(room=None))
         room, end = own.room
         if room.places is None:
             room.places = _places(room)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -17,8 +18,11 @@ from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 from xformer.backends.numba.compiled import rowwise
 
+from xformer.typing import Array
+
 NUMBER, BYTES = ir.IntType(64), 8
 WORD = 8  # bytes; of a stage there are two: how many pieces have been taken, and are done
+ALL = 1 << 62  # pieces, more than any stage has
 LONG = 10_000  # pauses: then the other thread may have no core
 PAUSE = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(
     platform.machine().lower()
@@ -83,6 +87,30 @@ read: Any = intrinsic(_read)
 pause: Any = intrinsic(_pause)
 give_way: Any = intrinsic(_give_way)
 _pointer: Any = intrinsic(_floats_at)
+
+
+def nothing_done(n_stages: int) -> Array:
+    """Their two words each."""
+    return np.zeros((n_stages, 2), np.int64)
+
+
+def on_each(
+    loops: Callable[..., None],
+    arguments: tuple[Any, ...],
+    stages: Array,
+    owners: Any,
+    start: int,
+    stop: int,
+) -> None:
+    """On each thread; where one fails, the others do not wait for its pieces.
+
+    owners: whose memory the tables speak of, kept until the last thread has done.
+    """
+    try:
+        loops(*arguments, stages)
+    except BaseException:
+        stages[:, 1] = ALL
+        raise
 
 
 @rowwise

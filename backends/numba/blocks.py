@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from xformer.backends.numba import layer, tokens
+from xformer.backends.numba.atomic import nothing_done, on_each
 from xformer.backends.numba.gemm import sgemm
 from xformer.backends.numba.plan import remembered
 from xformer.backends.numba.sdpa import FAR, pad_of, tile_of
@@ -23,6 +23,7 @@ from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
 SIZE = 1 << 19  # numbers of x, at most: with more threads are busy long enough between two meetings
+WIDEST = 1 << 22  # and of hidden vectors, or queries, keys and values, whose memory is kept
 
 
 def outside(
@@ -47,25 +48,32 @@ def outside(
         return "only within inference()"
     if not (memory is bias is pos is memory_pos is past is memory_mask is dropout_key is None):
         return "a memory, a bias, positions in each layer, a text that grows or dropout"
-    if x.ndim != 3 or x.dtype != np.float32:
-        return "only float32"
+    if type(x) is not np.ndarray or x.ndim != 3 or x.dtype != np.float32:
+        return "only NumPy's own arrays of float32"
     n_texts, n_tokens, d_model = x.shape
     if not 0 < x.size <= SIZE:
         return f"only x of {SIZE} numbers at most, and of one at least"
-    if mask is not None and mask.shape not in ((n_texts, 1, 1, n_tokens), (1, 1, 1, n_tokens)):
+    if mask is not None and (
+        type(mask) is not np.ndarray
+        or mask.dtype != np.bool_
+        or mask.shape not in ((n_texts, 1, 1, n_tokens), (1, 1, 1, n_tokens))
+    ):
         return "only masks of keys"
     plan = remembered(params, configs)
     if plan.refusal is not None:
         return plan.refusal
     if d_model != configs[0].d_model:
         return "only what fits the model"
+    if n_texts * n_tokens * max(plan.mapped, plan.hidden) > WIDEST:
+        return f"only {WIDEST} numbers of hidden vectors at most"
     if rotary is not None:
         *texts, length, half = rotary.cos.shape
         if (
-            rotary.cos.dtype != np.float32
-            or texts not in ([], [1], [n_texts])
+            rotary.sin.shape != rotary.cos.shape
+            or not (rotary.cos.dtype == rotary.sin.dtype == np.float32)
+            or texts not in ([], [n_texts])
             or length != n_tokens
-            or 2 * half > min(k for _, k, _ in plan.heads)
+            or not 0 < 2 * half <= min(k for _, k, _ in plan.heads)
         ):
             return "rotary positions of another kind"
     return None if sgemm() else "NumPy's BLAS has no product that can be called"
@@ -115,7 +123,7 @@ def blocks(
         np.array([_tile(config, causal, length) for config in configs], np.int64),
         turns,
         interleaved,
-        np.array(pad_of(mask, n_texts, length, x.dtype)),
+        np.array(pad_of(mask, n_texts, length, x.dtype), order="C"),
         y,
         y if post else scratch("h", y.shape, x.dtype),
         scratch("mapped", (n * max(plan.mapped, d_model),), x.dtype),
@@ -123,15 +131,11 @@ def blocks(
         scratch("hidden", (n * plan.hidden,), x.dtype),
         scratch("opened", (n * plan.hidden if gated else 0,), x.dtype),
         scratch("statistics", (2 * n * n_heads,), x.dtype),
-        np.zeros((tokens.STAGES * len(configs) + 1, 2), np.int64),
     )
-    on_threads(partial(_run, arguments, params), n_threads(), 1)
+    stages = nothing_done(tokens.STAGES * len(configs) + 1)
+    run = partial(on_each, tokens.all_layers, arguments, stages, params)
+    on_threads(run, n_threads(), 1)
     return y.reshape(x.shape), Dropped()
-
-
-def _run(arguments: tuple[Any, ...], owner: Any, start: int, stop: int) -> None:
-    """On each thread. owner: whose memory the tables speak of, kept until the last has done."""
-    tokens.all_layers(*arguments)
 
 
 def _tile(config: BlockConfig, causal: bool, n: int) -> tuple[int, int, int, int]:

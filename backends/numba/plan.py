@@ -70,7 +70,10 @@ def planned(params: StackParams, configs: Sequence[BlockConfig], past: Sequence[
 
 
 def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> Plan:
-    """The plan of blocks alone, known until the first of their arrays goes."""
+    """The plan of blocks alone, known until the first of their arrays goes.
+
+    Of an array whose `shape` is set anew, or that is resized, it would not hear.
+    """
     leaves: list[Any] = []
     _gather(blocks, leaves)
     key = tuple(map(id, leaves))
@@ -218,7 +221,9 @@ def _norm(own: Any, config: BlockConfig) -> list[Any]:
     if own is None:
         return [0, 0, 0, 0.0, 0.0]
     rms, d = config.norm_kind == "rms", config.d_model
-    gain, shift = _vector(value(own.w), d), 0 if rms else _vector(value(own.b), d)
+    if rms and own.b is not None:
+        raise Unfit("a bias of RMSNorm")
+    gain, shift = _vector(value(own.w), d), _vector(value(own.b), d)
     return [gain, shift, rms, config.eps, config.norm_offset if rms else 0.0]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from xformer.backends.numba.atomic import WORD, count, floats, wait
 from xformer.backends.numba.compiled import LOG2_E, rowwise
-from xformer.backends.numba.flash_rows import ONE, ZERO, dot, highest, powers
+from xformer.backends.numba.flash_rows import ONE, ZERO, dot, highest, multiply, powers
 from xformer.backends.numba.layer import (
     ACTIVATION,
     ATTN_OUT,
@@ -204,10 +204,16 @@ def _look(q: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any) -> 
         scores[j] = dot(q, keys[j]) * scale
     share = ONE / powers(scores, highest(scores))
     out[:] = ZERO
-    for j in range(len(keys)):
-        p = scores[j] * share
-        for c in range(len(out)):
-            out[c] += p * values[j, c]
+    even = len(values) // 4 * 4
+    for j in range(0, even, 4):  # four at once: `out` is read and written once for them
+        a, b, c, d = scores[j], scores[j + 1], scores[j + 2], scores[j + 3]
+        va, vb, vc, vd = values[j], values[j + 1], values[j + 2], values[j + 3]
+        for i in range(len(out)):
+            out[i] += a * va[i] + b * vb[i] + c * vc[i] + d * vd[i]
+    for j in range(even, len(values)):
+        for i in range(len(out)):
+            out[i] += scores[j] * values[j, i]
+    multiply(out, share, out)
 
 
 @rowwise

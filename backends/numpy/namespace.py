@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -15,14 +17,17 @@ import numpy
 LATE = ("f2py", "ma", "polynomial", "random", "testing")
 
 
-class _Later:
+class _Later(ModuleType):
     """In the place of a module of NumPy, which is imported by whoever looks into it."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._name), name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)
+
+    def __dir__(self) -> list[str]:
+        return dir(importlib.import_module(self.__name__))
 
 
 def _imported() -> Any:
@@ -30,7 +35,8 @@ def _imported() -> Any:
     known = "array_api_compat.numpy" in sys.modules
     late = [] if known else [name for name in LATE if f"numpy.{name}" not in sys.modules]
     stand_ins = {name: _Later(f"numpy.{name}") for name in late}
-    vars(numpy).update(stand_ins)
+    for name in late:
+        vars(numpy).setdefault(name, stand_ins[name])
     try:
         xp: Any = importlib.import_module("array_api_compat.numpy")
     finally:
@@ -39,20 +45,21 @@ def _imported() -> Any:
     for name in late:
         _take_back(xp, name, stand_ins[name])
     if late:
-
-        def look(name: str) -> Any:
-            if name in late:
-                return getattr(numpy, name)  # which imports it
-            raise AttributeError(f"module {xp.__name__!r} has no attribute {name!r}")
-
-        xp.__getattr__ = look
+        before = vars(xp).get("__getattr__", partial(_missing, xp))
+        xp.__getattr__ = lambda name: getattr(numpy, name) if name in late else before(name)
     return xp
 
 
+def _missing(module: Any, name: str) -> Any:
+    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+
 def _take_back(module: Any, name: str, stand_in: _Later) -> None:
-    """Unless somebody has imported the module itself meanwhile."""
+    """What another thread has imported meanwhile is there instead."""
     if vars(module).get(name) is stand_in:
         delattr(module, name)
+        if (own := sys.modules.get(stand_in.__name__)) is not None:
+            vars(module).setdefault(name, own)
 
 
 xp = _imported()

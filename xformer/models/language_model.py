@@ -352,9 +352,8 @@ class LanguageModel:
         if n_past == 0:
             return None
         xp = array_namespace(tokens)
-        return n_past + xp.arange(
-            tokens.shape[1], dtype=as_indices(tokens).dtype, device=device(tokens)
-        )
+        dtype = as_indices(tokens).dtype
+        return xp.arange(n_past, n_past + tokens.shape[1], dtype=dtype, device=device(tokens))
 
     def _require_places(self) -> None:
         """ValueError where positions that are given would be ignored."""
