@@ -26,7 +26,7 @@ from xformer.typing import Array
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.append import LEAST, Room
 from xformer.backends.numba import advance as kernel
-from xformer.backends.numba import linear, plan
+from xformer.backends.numba import layer, linear, plan
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +116,47 @@ def test_every_layout_in_pieces(
         for n_texts in (1, 2):
             require_exact(model, params, n_texts)
     assert len(ran) == 10 * len(FORMS)
+
+
+def packed(stack: Any, order: str) -> Any:
+    """Weights of one x side by side in an array of their own, in some order; u: up, g: gate."""
+
+    def block(own: Any) -> Any:
+        kv, ffn = own.attn.kv, own.ffn
+        maps = {"q": own.attn.q, "k": kv.k, "v": kv.v, "u": ffn.up, "g": ffn.gate}
+        maps = {name: maps[name] for name in order if maps[name] is not None}
+        ends = np.cumsum([m.w.shape[1] for m in maps.values()])[:-1]
+        parts = np.split(np.hstack([m.w for m in maps.values()]), ends, axis=1)
+        new = {n: m._replace(w=w) for (n, m), w in zip(maps.items(), parts, strict=True)}
+        kv = kv._replace(k=new.get("k", kv.k), v=new.get("v", kv.v))
+        ffn = ffn._replace(up=new.get("u", ffn.up), gate=new.get("g", ffn.gate))
+        return own._replace(attn=own.attn._replace(q=new.get("q", own.attn.q), kv=kv), ffn=ffn)
+
+    return stack._replace(blocks=tuple(block(own) for own in stack.blocks))
+
+
+@pytest.mark.parametrize("pair", [64, plan.PAIR])
+@pytest.mark.parametrize("order", ["qkv", "qk", "kv", "vkq", "ug", "gu"])
+def test_packed_maps(order: str, pair: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PAIR", pair)
+    for form in FORMS:
+        model, params = small(form)
+        params = params._replace(stack=packed(params.stack, order))
+        for n_texts in (1, 3):
+            require_exact(model, params, n_texts)
+
+
+def test_packed_maps_are_one_product() -> None:
+    model, params = small("layer norms")
+    apart_, together = (
+        plan._made(stack.blocks, model.blocks, stack.norm).tables.maps[0, : layer.OUT]
+        for stack in (params.stack, packed(params.stack, "qkv"))
+    )
+    assert np.all(apart_[:, layer.PIECES] == 1) and np.all(apart_[:, layer.FIRST] == 0)
+    assert [*together[:, layer.PIECES]] == [1, 0, 0]
+    widths = together[:, layer.N_OUT]
+    assert [*together[:, layer.FIRST]] == [0, widths[0], widths[0] + widths[1]]
+    assert np.all(together[:, layer.ROW] == widths.sum())
 
 
 def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -133,14 +134,6 @@ def _made(
         (c.n_heads, *own, ACTIVATIONS[c.activation]) for c, own in zip(configs, heads, strict=True)
     ]
     scales = [_widths(c)[0] ** -0.5 if c.scale is None else c.scale for c in configs]
-    widths = maps[:, :, layer.N_OUT]
-    parts = maps[:, :, layer.PARTS] * widths
-    stages = (
-        slice(layer.QUERY, layer.OUT),
-        slice(layer.OUT, layer.UP),
-        slice(layer.UP, layer.DOWN),
-        slice(layer.DOWN, None),
-    )
     tables = Tables(
         maps,
         np.array([row[:3] for row in norms], np.int64),
@@ -156,8 +149,10 @@ def _made(
         heads=heads,
         ctx=max(c.n_heads * _widths(c)[1] for c in configs),
         hidden=max(c.d_ff for c in configs),
-        mapped=int(widths[:, : layer.OUT].sum(axis=1).max()),
-        parts=max(int(parts[:, stage].sum(axis=1).max()) for stage in stages),
+        mapped=int(maps[:, : layer.OUT, layer.N_OUT].sum(axis=1).max()),
+        parts=int(
+            (maps[:, :, layer.START] + maps[:, :, layer.PARTS] * maps[:, :, layer.ROW]).max()
+        ),
     )
 
 
@@ -172,15 +167,19 @@ def _maps(params: BlockParams, config: BlockConfig) -> list[list[int]]:
     kv: Any = params.attn.kv
     d, f, (width, value_width) = config.d_model, config.d_ff, _widths(config)
     queries, out = config.n_heads * width, config.n_heads * value_width
-    return [
+    maps = [
         _map(params.attn.q, d, queries),
         _map(kv.k, d, config.kv_heads * width),
         _map(kv.v, d, config.kv_heads * value_width),
         _map(params.attn.o, out, d),
         _map(ffn.up, d, f),
-        [0] * 8 if ffn.gate is None else _map(ffn.gate, d, f),
+        [0] * layer.PIECES if ffn.gate is None else _map(ffn.gate, d, f),
         _map(ffn.down, f, d),
     ]
+    bounds = layer.QUERY, layer.OUT, layer.UP, layer.DOWN, len(maps)
+    for start, stop in itertools.pairwise(bounds):
+        _cut(maps[start:stop])
+    return maps
 
 
 def _map(own: Any, n_in: int, n_out: int) -> list[int]:
@@ -191,17 +190,38 @@ def _map(own: Any, n_in: int, n_out: int) -> list[int]:
     step = down if by_rows else across
     if not (by_rows or (down == 4 and across >= 4 * n_in)):
         raise Unfit("weights of other strides")
-    pieces = min(2 * (n_in * n_out // PAIR), MOST) or 1
-    return [
-        w.ctypes.data,
-        step // 4,
-        by_rows,
-        n_in,
-        n_out,
-        _vector(b, n_out),
-        pieces,
-        pieces if by_rows else 1,
-    ]
+    return [w.ctypes.data, step // 4, by_rows, n_in, n_out, _vector(b, n_out)]
+
+
+def _cut(maps: list[list[int]]) -> None:
+    """Into pieces the maps of one x; those whose rows go on in the next one's are one product.
+
+    Packed queries, keys and values are: read one by one they would come a third slower.
+    """
+    groups: list[list[list[int]]] = []
+    for own in maps:
+        if groups and _goes_on(groups[-1][-1], own):
+            groups[-1].append(own)
+        else:
+            groups.append([own])
+    start = 0
+    for group in groups:
+        by_rows, n_in = group[0][layer.BY_ROWS], group[0][layer.N_IN]
+        row, first = sum(own[layer.N_OUT] for own in group), 0
+        pieces = min(2 * (n_in * row // PAIR), MOST) or min(row, 1)
+        parts = pieces if by_rows else min(row, 1)
+        for own in group:
+            own += [0 if first else pieces, parts, start, row, first]
+            first += own[layer.N_OUT]
+        start += parts * row
+
+
+def _goes_on(one: list[int], other: list[int]) -> bool:
+    same = (layer.STEP, layer.BY_ROWS, layer.N_IN)
+    end = one[layer.WEIGHT] + 4 * one[layer.N_OUT]
+    return bool(
+        one[layer.BY_ROWS] and all(one[i] == other[i] for i in same) and other[layer.WEIGHT] == end
+    )
 
 
 def _norms(

@@ -4,7 +4,7 @@ The work is cut into stages, each of these into pieces, as many whatever the num
 threads go through all stages: they take pieces that nobody has taken yet, and wait for those that
 others have. One that comes late finds nothing left to do, and one alone does everything.
 
-Tables, with the columns of `layer`: of int64 maps (L, 7, 8), norms (4 L + 1, 3), sizes (L, 5) and,
+Tables, with the columns of `layer`: of int64 maps (L, 7, 11), norms (4 L + 1, 3), sizes (L, 5) and,
 with those below, past (L, 7); of float32 numbers (4 L + 1, 2), those of norms, and scales (L,).
 x, h: (B, D).
 """
@@ -24,6 +24,7 @@ from xformer.backends.numba.layer import (
     BY_ROWS,
     DOWN,
     FFN_OUT,
+    FIRST,
     GATE,
     GROUPS,
     HEADS,
@@ -35,6 +36,8 @@ from xformer.backends.numba.layer import (
     PARTS,
     PIECES,
     QUERY,
+    ROW,
+    START,
     STEP,
     UP,
     VALUE,
@@ -110,36 +113,30 @@ def _multiply(at: int, x: Any, maps: Any, parts: Any) -> None:
         n_pieces += maps[m, PIECES]
     piece = count(at)
     while piece < n_pieces:
-        start, m = 0, 0
+        m = 0
         while piece >= maps[m, PIECES]:
             piece -= maps[m, PIECES]
-            start += _size(maps[m], len(x))
             m += 1
-        _product(x, maps[m], piece, parts[start:])
+        _product(x, maps[m], piece, parts[maps[m, START] * len(x) :])
         count(at + WORD)
         piece = count(at)
     wait(at, n_pieces)
 
 
 @rowwise
-def _size(own: Any, n_texts: int) -> int:
-    return own[PARTS] * n_texts * own[N_OUT]
-
-
-@rowwise
 def _product(x: Any, own: Any, piece: int, parts: Any) -> None:
     """Of weights that lie by rows some rows, whose products are a part of all sums; else some
     columns, which lie as rows, and some sums."""
-    n_in, n_out, by_rows = own[N_IN], own[N_OUT], own[BY_ROWS]
-    long, step = n_in if by_rows else n_out, own[STEP]
+    n_in, row, by_rows = own[N_IN], own[ROW], own[BY_ROWS]
+    long, step = n_in if by_rows else row, own[STEP]
     start, stop = piece * long // own[PIECES], (piece + 1) * long // own[PIECES]
     w = own[WEIGHT] + 4 * start * step
     for b in range(len(x)):
         if by_rows:
-            at = (piece * len(x) + b) * n_out
-            vector_matrix(x[b, start:stop], w, step, parts[at : at + n_out])
+            at = (piece * len(x) + b) * row
+            vector_matrix(x[b, start:stop], w, step, parts[at : at + row])
         else:
-            matrix_vector(w, step, x[b], parts[b * n_out + start : b * n_out + stop])
+            matrix_vector(w, step, x[b], parts[b * row + start : b * row + stop])
 
 
 @rowwise
@@ -151,7 +148,7 @@ def _sum(parts: Any, own: Any, n_texts: int, b: int, first: int, out: Any) -> No
     else:
         out[:] = ZERO
     for part in range(own[PARTS]):
-        start = (part * n_texts + b) * n_out + first
+        start = own[START] * n_texts + (part * n_texts + b) * own[ROW] + own[FIRST] + first
         for j in range(len(out)):
             out[j] += parts[start + j]
 
@@ -172,8 +169,6 @@ def _attend(
     n, shared, width = past[LENGTH], size[HEADS] // size[GROUPS], size[WIDTH]
     n_texts, value_width = len(ctx), size[VALUE_WIDTH]
     q, scores = np.empty((shared, width), np.float32), np.empty((shared, n), np.float32)
-    keys_parts = _size(maps[QUERY], n_texts)
-    values_parts = keys_parts + _size(maps[KEY], n_texts)
     g = count(at)
     while g < size[GROUPS]:
         for b in range(n_texts):
@@ -182,10 +177,10 @@ def _attend(
             keys = floats(start, (n, width))
             start = past[VALUES] + 4 * (b * past[VALUES_TEXT] + g * past[VALUES_HEAD])
             values = floats(start, (n, value_width))
-            _sum(parts[keys_parts:], maps[KEY], n_texts, b, g * width, keys[n - 1])
+            _sum(parts, maps[KEY], n_texts, b, g * width, keys[n - 1])
             turn(keys[n - 1], cos, sin, interleaved)
             place = g * value_width
-            _sum(parts[values_parts:], maps[VALUE], n_texts, b, place, values[n - 1])
+            _sum(parts, maps[VALUE], n_texts, b, place, values[n - 1])
             for i in range(shared):
                 _sum(parts, maps[QUERY], n_texts, b, (g * shared + i) * width, q[i])
                 turn(q[i], cos, sin, interleaved)
@@ -236,7 +231,7 @@ def _activate(at: int, maps: Any, activation: int, parts: Any, hidden: Any) -> N
     """act(up), or act(gate) up; a piece is of each text some elements."""
     n_texts, n = hidden.shape
     n_pieces = -(-n // HIDDEN)
-    gated, gate_parts = maps[GATE, PIECES] > 0, _size(maps[UP], n_texts)
+    gated = maps[GATE, N_OUT] > 0
     branch, more = np.empty((2, HIDDEN), np.float32)
     piece = count(at)
     while piece < n_pieces:
@@ -246,7 +241,7 @@ def _activate(at: int, maps: Any, activation: int, parts: Any, hidden: Any) -> N
             own = branch[: stop - start]
             _sum(parts, maps[UP], n_texts, b, start, up)
             if gated:
-                _sum(parts[gate_parts:], maps[GATE], n_texts, b, start, own)
+                _sum(parts, maps[GATE], n_texts, b, start, own)
                 activate(activation, own, row)
                 for i in range(len(row)):
                     row[i] *= up[i]
