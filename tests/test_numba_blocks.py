@@ -156,6 +156,36 @@ def test_hidden_keys(causal_: bool) -> None:
     assert len(loops.all_layers.signatures) == 1  # each would be compiled anew
 
 
+def test_a_few_texts_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own mask and its own positions."""
+    mask = np.random.default_rng(0).random((5, 1, 1, 11)) < 0.7
+    params, configs = drawn("layer norms")
+    x, loops_ = tokens(5, 11, 24), []
+    through = kernel._through
+    monkeypatch.setattr(kernel, "_through", lambda *a: (loops_.append(len(a[1])), through(*a)))
+    for n in (1, 2, 4):
+        monkeypatch.setattr(kernel, "SIZE", n * 11 * 72 + 5)  # 72: of queries, keys and values
+        for turns in (None, turned(None, 11), turned(5, 11)):
+            for hidden in (None, mask[:1], mask):
+                require_exact(x, params, configs=configs, rotary=turns, mask=hidden)
+    assert {*loops_} == {1, 2, 3} and sum(loops_) == 3 * 9 * 5
+
+
+def test_each_thread_takes_its_share(ran: list[int]) -> None:
+    """Of masks and positions too."""
+    mask = np.random.default_rng(0).random((6, 1, 1, 64)) < 0.7
+    params, configs = drawn("layer norms")
+    x = tokens(6, 64, 24)
+    for mask_ in (None, mask[:1], mask):
+        for turns in (None, turned(None, 64), turned(6, 64)):
+            options: dict[str, Any] = {"configs": configs, "mask": mask_, "rotary": turns}
+            with inference():
+                got, _ = layers.blocks(x, params, **options)
+            wanted, _ = layers.blocks.reference(x, params, **options)
+            np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+    assert len(ran) == 9 * 3
+
+
 def test_layers_that_differ() -> None:
     """In their windows, heads, widths and activations; and layers that share a block."""
     first, second = drawn("layer norms")[1][0], drawn("gated gelu, sandwich")[1][0]
@@ -268,9 +298,9 @@ def refused() -> list[tuple[str, Any, Any, dict[str, Any]]]:
     return [
         ("only NumPy's own arrays of float32", wide(x), params, base),
         ("only NumPy's own arrays of float32", np.ma.masked_array(x, x > 1), params, base),
-        ("only x of 524288 numbers", np.zeros((2, 10923, 24), np.float32), params, base),
-        ("of one at least", tokens(2, 0, 24), params, base),
-        ("numbers of hidden vectors", tokens(1, 1024, 24), wide_params.blocks, {"configs": wider}),
+        ("no tokens", tokens(2, 0, 24), params, base),
+        ("more than 2097152 hidden", tokens(1, 512, 24), wide_params.blocks, {"configs": wider}),
+        ("with its own share of the batch", tokens(6, 64, 24), params, base),
         masked(np.ones((2, 1, 9, 9), bool)),
         masked(np.zeros((2, 1, 1, 9), np.float32)),
         masked(np.ones((2, 1, 1, 9), np.int64)),

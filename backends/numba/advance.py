@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from xformer.backends.append import Room, longer, reserved
@@ -125,9 +126,7 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
     ):
         if config.window is not None and config.window[0] is not None:
             own = own.last(config.window[0])
-        room, end = own.room or (None, 0)
-        mine = room is not None and own.k.base is room.k and own.v.base is room.v
-        if mine and room.claim(end, 1):
+        if _claimed(own):
             own = longer(own, 1)
         else:
             shape = n_texts, groups, 1
@@ -144,6 +143,14 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
         grown.append(own)
     grown[0].room[0].plan = plan
     return tuple(grown), np.array(table, np.int64)
+
+
+def _claimed(own: Any) -> bool:
+    """Whether there was a column more in its room; not of other arrays than the room's."""
+    if own.room is None:
+        return False
+    room, end = own.room
+    return own.k.base is room.k and own.v.base is room.v and bool(room.claim(end, 1))
 
 
 def _places(room: Room) -> tuple[tuple[int, int, int], ...]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from xformer.backends.numba import layer, tokens
 from xformer.backends.numba.atomic import nothing_done, on_each
 from xformer.backends.numba.gemm import sgemm
-from xformer.backends.numba.plan import remembered
+from xformer.backends.numba.plan import Plan, remembered
 from xformer.backends.numba.sdpa import FAR, pad_of, tile_of
+from xformer.backends.numpy.blocks import unshared
 from xformer.backends.numpy.threads import blocks as on_threads
-from xformer.backends.numpy.threads import n_threads, scratch
+from xformer.backends.numpy.threads import even, n_threads, scratch
 
 from xformer import ops
 from xformer.dispatch import Dropped, keeps_nothing
@@ -22,8 +24,7 @@ from xformer.layers.past import Past
 from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
-SIZE = 1 << 19  # numbers of x, at most: with more threads are busy long enough between two meetings
-WIDEST = 1 << 22  # and of hidden vectors, or queries, keys and values, whose memory is kept
+SIZE = 1 << 21  # hidden numbers, or of queries, keys and values, at once: they stay near a core
 
 
 def outside(
@@ -51,8 +52,8 @@ def outside(
     if type(x) is not np.ndarray or x.ndim != 3 or x.dtype != np.float32:
         return "only NumPy's own arrays of float32"
     n_texts, n_tokens, d_model = x.shape
-    if not 0 < x.size <= SIZE:
-        return f"only x of {SIZE} numbers at most, and of one at least"
+    if x.size == 0:
+        return "no tokens"
     if mask is not None and (
         type(mask) is not np.ndarray
         or mask.dtype != np.bool_
@@ -64,8 +65,8 @@ def outside(
         return plan.refusal
     if d_model != configs[0].d_model:
         return "only what fits the model"
-    if n_texts * n_tokens * max(plan.mapped, plan.hidden) > WIDEST:
-        return f"only {WIDEST} numbers of hidden vectors at most"
+    if not _most(plan, n_tokens):
+        return f"a text has more than {SIZE} hidden numbers"
     if rotary is not None:
         *texts, length, half = rotary.cos.shape
         if (
@@ -76,7 +77,12 @@ def outside(
             or not 0 < 2 * half <= min(k for _, k, _ in plan.heads)
         ):
             return "rotary positions of another kind"
-    return None if sgemm() else "NumPy's BLAS has no product that can be called"
+    if sgemm() is None:
+        return "NumPy's BLAS has no product that can be called"
+    options: Any = {"configs": configs, "rotary": rotary, "mask": mask, "causal": causal}
+    if unshared(x, params, **options) is None:
+        return "each thread comes here with its own share of the batch"
+    return None
 
 
 def blocks(
@@ -96,20 +102,40 @@ def blocks(
     dropout_key: ops.Key | None = None,
     checkpoint: bool = False,
 ) -> tuple[Array, Dropped]:
-    """All tokens together, piece by piece on all threads."""
+    """Some texts together, piece by piece on all threads; then the next ones."""
     plan = remembered(params, configs)
     if plan.tables is None:
         raise ValueError(f"blocks: {plan.refusal}")
-    maps, norms, sizes, numbers, scales = plan.tables
-    n_texts, n_tokens, d_model = x.shape
-    n, length = n_texts * n_tokens, n_tokens
-    y = np.array(x, order="C").reshape(n, d_model)
-    post = configs[0].norm == "post"
+    n_texts, n_tokens, _ = x.shape
+    y = np.array(x, order="C")
+    pad = np.array(pad_of(mask, n_texts, n_tokens, x.dtype), order="C")
     interleaved, turns = False, np.empty((2, 1, 0, 0), x.dtype)
     if rotary is not None:
         shape = -1, *rotary.cos.shape[-2:]
         interleaved = rotary.interleaved
         turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
+    size = even(n_texts, _most(plan, n_tokens))
+    for start in range(0, n_texts, size):
+        own = slice(start, start + size)
+        its = turns if turns.shape[1] == 1 else turns[:, own].copy()
+        _through(plan, y[own], params, its, interleaved, pad[own], causal)
+    return y, Dropped()
+
+
+def _most(plan: Plan, n_tokens: int) -> int:
+    """How many texts at once."""
+    return SIZE // (n_tokens * max(plan.mapped, plan.hidden))
+
+
+def _through(
+    plan: Plan, x: Array, owner: Any, turns: Array, interleaved: bool, pad: Array, causal: bool
+) -> None:
+    """x, which is written over, through all layers. owner: whose memory the tables speak of."""
+    tables: Any = plan.tables
+    maps, norms, sizes, numbers, scales = tables
+    configs, (n_texts, length, d_model) = plan.configs, x.shape
+    n, post = n_texts * length, configs[0].norm == "post"
+    y = x.reshape(n, d_model)
     gated = bool(maps[:, layer.GATE, layer.N_OUT].any())
     n_heads = int(sizes[:, layer.HEADS].max())
     arguments = (
@@ -123,7 +149,7 @@ def blocks(
         np.array([_tile(config, causal, length) for config in configs], np.int64),
         turns,
         interleaved,
-        np.array(pad_of(mask, n_texts, length, x.dtype), order="C"),
+        pad,
         y,
         y if post else scratch("h", y.shape, x.dtype),
         scratch("mapped", (n * max(plan.mapped, d_model),), x.dtype),
@@ -133,9 +159,8 @@ def blocks(
         scratch("statistics", (2 * n * n_heads,), x.dtype),
     )
     stages = nothing_done(tokens.STAGES * len(configs) + 1)
-    run = partial(on_each, tokens.all_layers, arguments, stages, params)
+    run = partial(on_each, tokens.all_layers, arguments, stages, owner)
     on_threads(run, n_threads(), 1)
-    return y.reshape(x.shape), Dropped()
 
 
 def _tile(config: BlockConfig, causal: bool, n: int) -> tuple[int, int, int, int]:

@@ -96,7 +96,7 @@ def blocks(
     checkpoint: bool = False,
 ) -> tuple[Array, SharesCache | BlocksCache]:
     """Shares of x, of memory, and of what else each sequence has its own of."""
-    run: Any = partial(reference.reference, configs=configs, causal=causal, checkpoint=checkpoint)
+    how: Any = {"configs": configs, "causal": causal, "checkpoint": checkpoint}
     n, y = len(x), np.empty(x.shape, x.dtype)
     shares = _shares(n)
     caches: list[Any] = [None] * len(shares)
@@ -108,15 +108,14 @@ def blocks(
             tables = own(rotary.cos, 3), own(rotary.sin, 3)
             options["rotary"] = Rotary(*tables, rotary.interleaved)
         its = tree.map(lambda a: a[shares[i]], memory)
-        y[shares[i]], caches[i] = run(
-            x[shares[i]], params, its, own(bias, 4), pos, memory_pos, **options
-        )
+        given = x[shares[i]], params, its, own(bias, 4), pos, memory_pos
+        y[shares[i]], caches[i] = reference(*given, **how, **options)  # or a kernel for a share
 
     with suppress(TypeError, ValueError):  # which name shapes of a share
         on_threads([partial(forward, i) for i in range(len(shares))])
         return y, SharesCache(tuple(shares), tuple(caches), y.shape, _is_own(bias, 4, n))
     options: Any = {"rotary": rotary, "mask": mask, "memory_mask": memory_mask}
-    return run(x, params, memory, bias, pos, memory_pos, **options)
+    return reference.reference(x, params, memory, bias, pos, memory_pos, **how, **options)
 
 
 class SharesCache(NamedTuple):
