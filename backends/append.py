@@ -50,6 +50,23 @@ class Room:
         return True
 
 
+class Place:
+    """Where a past is kept: its k and v are columns of a room, of which `end` is the next one."""
+
+    __slots__ = ("end", "k", "room", "v")
+
+    def __init__(self, room: Room, end: int, k: Array, v: Array) -> None:
+        self.room, self.end, self.k, self.v = room, end, k, v
+
+    def is_of(self, past: Past) -> bool:
+        """Whether the past has its arrays still, and has not been given others."""
+        return past.k is self.k and past.v is self.v
+
+    def narrowed(self, past: Past, k: Array, v: Array) -> Place | None:
+        """That of the past's last columns k and v."""
+        return Place(self.room, self.end, k, v) if self.is_of(past) else None
+
+
 def columns_are_fixed(k: Array, v: Array, *, past: Past) -> str | None:
     """Why `append` cannot run."""
     return None if past.at is None else "columns are fixed"
@@ -65,21 +82,29 @@ def append(k: Array, v: Array, *, past: Past) -> Past:
 
 def reserved(k: Array, v: Array, *, past: Past) -> Any:
     """The same `Past`, but k and v are of shapes alone: the caller writes the last columns."""
-    n = k.shape[2]
-    if past.room is not None:
-        room, end = past.room
-        if _alike(room.k, k) and _alike(room.v, v) and room.claim(end, n):
-            return longer(past, n)
+    n, place = k.shape[2], past.room
+    if place is not None and _alike(place.room.k, k) and _alike(place.room.v, v):
+        grown = longer(past, n)
+        if grown is not None:
+            return grown
     room = Room(past, k, v)
     room.end += n
-    return longer(past._replace(room=(room, past.length)), n)
+    return _last(room, room.end, room.end)
 
 
 def longer(past: Past, n: int) -> Any:
-    """`past` with n columns more of its room, which nobody has written yet."""
-    room, end = past.room
-    own = slice(end - past.length, end + n)
-    return Past(room.k[:, :, own, :], room.v[:, :, own, :], (room, end + n))
+    """`past` with n columns more, which nobody has written yet; None where there are none."""
+    place = past.room
+    if place is None or not place.is_of(past) or not place.room.claim(place.end, n):
+        return None
+    return _last(place.room, place.end + n, past.length + n)
+
+
+def _last(room: Room, end: int, n: int) -> Past:
+    """The last n columns up to `end`."""
+    own = slice(end - n, end)
+    k, v = room.k[:, :, own, :], room.v[:, :, own, :]
+    return Past(k, v, Place(room, end, k, v))
 
 
 def _alike(buffer: Array, new: Array) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from xformer.backends import Backend
 
 from xformer import pretrained, tree
-from xformer.layers import BlockConfig, EmbedConfig, RelativeConfig
+from xformer.layers import BlockConfig, EmbedConfig, Past, RelativeConfig
 from xformer.models import GPT, LanguageModel, Transformer
 
 V = 37
@@ -59,6 +61,15 @@ NAMES = [
 T5_NAMES = ["t5", "t5 1.1", "Transformer", "shared memory"]
 
 
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {  # of a past's keys and values, by hand
+    "the first text": lambda xp, a: a[:1, ...],
+    "the last text": lambda xp, a: a[1:, ...],
+    "texts in another order": lambda xp, a: xp.flip(a, axis=0),
+    "half as large": lambda xp, a: a * 0.5,
+    "without the last token": lambda xp, a: a[:, :, :-1, :],
+}
+
+
 def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
     """A decoder and its parameters, in float64, far from uniform."""
     gpt: dict[str, Any] = {"vocab_size": V, "n_layers": 2, "d_model": 12, "n_heads": 3}
@@ -106,3 +117,35 @@ def lively(model: Any, seed: int) -> Any:
         return p + rng.normal(size=p.shape) * (0.3 if p.ndim == 1 else 3 / p.shape[0] ** 0.5)
 
     return tree.map(drawn, model.init(seed, dtype="float64"))
+
+
+def require_other_arrays(library: Backend, name: str, change: str, dtype: str) -> None:
+    """A text of changed arrays goes on as one that has never had others."""
+    model, params = causal(name)
+    network = getattr(model, "network", model)
+    params = tree.map(lambda p: library.asarray(p, dtype), params)
+    tokens = np.random.default_rng(0).integers(0, V, (2, 9))
+    _, state = network.extend(params, library.asarray(tokens[:, :7]), network.start())
+    _, state = network.extend(params, library.asarray(tokens[:, 7:8]), state)
+    assert all(own.room is not None for own in state.past)
+    own = [[CHANGES[change](library.xp, a) for a in past[:2]] for past in state.past]
+    length = state.length - (change == "without the last token")
+    new = library.asarray(tokens[: own[0][0].shape[0], 8:])
+    got, wanted = (
+        network.extend(params, new, state._replace(past=past, length=length))
+        for past in (
+            tuple(p._replace(k=k, v=v) for p, (k, v) in zip(state.past, own, strict=True)),
+            tuple(Past(k, v) for k, v in own),
+        )
+    )
+    for one, other in [
+        (got[0], wanted[0]),
+        *(
+            (getattr(a, kind), getattr(b, kind))
+            for a, b in zip(got[1].past, wanted[1].past, strict=True)
+            for kind in "kv"
+        ),
+    ]:
+        np.testing.assert_allclose(
+            library.to_numpy(one), library.to_numpy(other), rtol=1e-5, atol=1e-6
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from causal_models import NAMES, T5_NAMES, V, causal, seq2seq
+from causal_models import CHANGES, NAMES, T5_NAMES, V, causal, require_other_arrays, seq2seq
 from libraries import only
 from xformer.backends import Backend
 
@@ -157,6 +157,14 @@ def test_on_every_library(library: Backend, name: str) -> None:
     parts = grown(model, params, library.asarray(tokens), library.asarray(keep), pieces=pieces)
     got = np.concatenate([library.to_numpy(part) for part in parts], axis=1)
     np.testing.assert_allclose(got[keep], want[keep], **EXACT)
+
+
+@only("numpy", "torch", "cupy")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_a_past_that_was_given_other_arrays(library: Backend, name: str, change: str) -> None:
+    """They count, and not what the past's own memory has."""
+    require_other_arrays(library, name, change, "float64")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from causal_models import NAMES, causal
+from causal_models import CHANGES, NAMES, causal, require_other_arrays
 from test_numpy_advance import FORMS, LEFT, continued, own
 
 from xformer import backends, dispatch, inference, ops, reference_only, tree
@@ -137,26 +137,43 @@ def packed(stack: Any, order: str) -> Any:
 
 @pytest.mark.parametrize("pair", [64, plan.PAIR])
 @pytest.mark.parametrize("order", ["qkv", "qk", "kv", "vkq", "ug", "gu"])
-def test_packed_maps(order: str, pair: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_maps(
+    order: str, pair: int, ran: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plan, "PAIR", pair)
     for form in FORMS:
         model, params = small(form)
         params = params._replace(stack=packed(params.stack, order))
         for n_texts in (1, 3):
             require_exact(model, params, n_texts)
+    assert len(ran) == 10 * len(FORMS)
 
 
-def test_packed_maps_are_one_product() -> None:
-    model, params = small("layer norms")
-    apart_, together = (
-        plan._made(stack.blocks, model.blocks, stack.norm).tables.maps[0, : layer.OUT]
-        for stack in (params.stack, packed(params.stack, "qkv"))
+@pytest.mark.parametrize(
+    "order, maps, pieces",
+    [
+        ("qkv", slice(layer.QUERY, layer.OUT), [1, 0, 0]),
+        ("qk", slice(layer.QUERY, layer.OUT), [1, 0, 1]),
+        ("kv", slice(layer.QUERY, layer.OUT), [1, 1, 0]),
+        ("vkq", slice(layer.QUERY, layer.OUT), [1, 1, 1]),
+        ("ug", slice(layer.UP, layer.DOWN), [1, 0]),
+    ],
+)
+def test_packed_maps_are_one_product(order: str, maps: slice, pieces: list[int]) -> None:
+    model, params = small("gated silu, no biases")
+    alone, together = (
+        plan._made(stack.blocks, model.blocks, stack.norm).tables.maps[0, maps]
+        for stack in (params.stack, packed(params.stack, order))
     )
-    assert np.all(apart_[:, layer.PIECES] == 1) and np.all(apart_[:, layer.FIRST] == 0)
-    assert [*together[:, layer.PIECES]] == [1, 0, 0]
-    widths = together[:, layer.N_OUT]
-    assert [*together[:, layer.FIRST]] == [0, widths[0], widths[0] + widths[1]]
-    assert np.all(together[:, layer.ROW] == widths.sum())
+    assert np.all(alone[:, layer.PIECES] == 1) and np.all(alone[:, layer.FIRST] == 0)
+    assert [*together[:, layer.PIECES]] == pieces
+    first = 0
+    for row in together:
+        first = 0 if row[layer.PIECES] else first
+        assert row[layer.FIRST] == first
+        first += row[layer.N_OUT]
+    joined = together[:, layer.ROW] > together[:, layer.N_OUT]
+    assert joined.sum() == len(pieces) - sum(pieces) + (0 in pieces)
 
 
 def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +221,13 @@ def test_texts_that_are_repeated_by_hand() -> None:
     got, _ = model.extend(params, np.zeros((2, 1), int), state._replace(past=tuple(twice)))
     wanted, _ = model.extend(params, np.zeros((1, 1), int), state)
     np.testing.assert_allclose(got, np.repeat(wanted, 2, 0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_a_past_that_was_given_other_arrays(name: str, change: str, ran: list[int]) -> None:
+    require_other_arrays(backends.get("numpy"), name, change, "float32")
+    assert len(ran) == 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -274,7 +298,7 @@ def test_a_copied_state_has_memory_of_its_own(copied: Callable[[Any], Any]) -> N
     for one, (k, v), copied_one in zip(after.past, kept, ahead.past, strict=True):
         assert np.array_equal(one.k, k) and np.array_equal(one.v, v)
         assert np.array_equal(copied_one.k, k) and np.array_equal(copied_one.v, v)
-        assert not np.shares_memory(copied_one.room[0].k, one.room[0].k)
+        assert not np.shares_memory(copied_one.room.room.k, one.room.room.k)
 
 
 def test_each_text_has_its_place() -> None:

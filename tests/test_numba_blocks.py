@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -299,7 +301,7 @@ def refused() -> list[tuple[str, Any, Any, dict[str, Any]]]:
         ("only NumPy's own arrays of float32", wide(x), params, base),
         ("only NumPy's own arrays of float32", np.ma.masked_array(x, x > 1), params, base),
         ("no tokens", tokens(2, 0, 24), params, base),
-        ("more than 2097152 hidden", tokens(1, 512, 24), wide_params.blocks, {"configs": wider}),
+        ("more than 2097152 numbers", tokens(1, 512, 24), wide_params.blocks, {"configs": wider}),
         ("with its own share of the batch", tokens(6, 64, 24), params, base),
         masked(np.ones((2, 1, 9, 9), bool)),
         masked(np.zeros((2, 1, 1, 9), np.float32)),
@@ -311,6 +313,9 @@ def refused() -> list[tuple[str, Any, Any, dict[str, Any]]]:
         rotated(turns._replace(sin=turns.sin[..., :2])),
         rotated(turns._replace(sin=wide(turns.sin))),
         rotated(Rotary(turns.cos[..., :0], turns.sin[..., :0], False)),
+        rotated(Rotary(turns.cos[0, 0], turns.sin[0, 0], False)),
+        rotated(Rotary(turns.cos.tolist(), turns.sin, False)),
+        rotated(Rotary(np.ma.masked_array(turns.cos), turns.sin, False)),
         ("only what fits the model", tokens(2, 9, 20), params, base),
         ("only tuples of blocks", x, list(params), base),
         ("whose norms stand in one place", x, params, {"configs": changed}),
@@ -333,19 +338,21 @@ def test_what_it_leaves_to_others(
 def test_one_thread_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a piece that nobody does: the others do not wait for it."""
     params, configs = drawn("in pieces")
-    own, calls = loops.all_layers, []
+    own, calls, inside, done = loops.all_layers, itertools.count(), threading.Event(), []
 
     def failing(*arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
+        if next(calls) == 0:
             arguments[-1][3, 0] += 1
+            assert inside.wait(60)
             raise MemoryError("no room")
+        inside.set()
         own(*arguments)
+        done.append(1)
 
     monkeypatch.setattr(loops, "all_layers", failing)
     with inference(), pytest.raises(MemoryError, match="no room"):
         layers.blocks(tokens(2, 33, 200), params, configs=configs)
-    assert len(calls) >= 1
+    assert done
     monkeypatch.undo()
     require_exact(tokens(2, 33, 200), params, configs=configs)
 

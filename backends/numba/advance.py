@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from xformer.backends.append import Room, longer, reserved
 from xformer.backends.numba import token
 from xformer.backends.numba.atomic import nothing_done, on_each
-from xformer.backends.numba.plan import Plan, planned
+from xformer.backends.numba.plan import Plan, planned, unturned
 from xformer.backends.numpy.threads import blocks, n_threads
 
 from xformer.layers.attention import KeyValue
@@ -43,7 +42,7 @@ def outside(
     """Why the kernel cannot run."""
     if not (memory is bias is pos is relative is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
-    if x.ndim != 3 or not past or not configs:
+    if type(x) is not np.ndarray or x.ndim != 3 or not past or not configs:
         return "not one token after others"
     n_texts, n_tokens, d_model = x.shape
     before = past[0]
@@ -60,14 +59,7 @@ def outside(
             return "a past of another kind"
         if (*k.shape[:2], k.shape[3], v.shape[3]) != (n_texts, *heads):
             return "a past of another kind"
-    if rotary is not None and (
-        rotary.sin.shape != rotary.cos.shape
-        or not (rotary.cos.dtype == rotary.sin.dtype == FLOAT)
-        or 2 * rotary.cos.shape[-1] > min(k for _, k, _ in plan.heads)
-        or rotary.cos.size not in (rotary.cos.shape[-1], n_texts * rotary.cos.shape[-1])
-    ):
-        return "rotary positions of another kind"
-    return None
+    return unturned(rotary, plan, n_texts, n_tokens)
 
 
 def advance(
@@ -126,13 +118,12 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
     ):
         if config.window is not None and config.window[0] is not None:
             own = own.last(config.window[0])
-        if _claimed(own):
-            own = longer(own, 1)
-        else:
+        more = longer(own, 1)
+        if more is None:
             shape = n_texts, groups, 1
             like = (np.empty((*shape, n), np.float32) for n in (width, value_width))
-            own = reserved(*like, past=own._replace(room=None))
-        room, end = own.room
+            more = reserved(*like, past=own)
+        own, room, end = more, more.room.room, more.room.end
         if room.places is None:
             room.places = _places(room)
         k, v = room.places
@@ -141,16 +132,8 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
             (k[0] + 4 * first * width, *k[1:], v[0] + 4 * first * value_width, *v[1:], length)
         )
         grown.append(own)
-    grown[0].room[0].plan = plan
+    grown[0].room.room.plan = plan
     return tuple(grown), np.array(table, np.int64)
-
-
-def _claimed(own: Any) -> bool:
-    """Whether there was a column more in its room; not of other arrays than the room's."""
-    if own.room is None:
-        return False
-    room, end = own.room
-    return own.k.base is room.k and own.v.base is room.v and bool(room.claim(end, 1))
 
 
 def _places(room: Room) -> tuple[tuple[int, int, int], ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from xformer.backends.numba import layer, tokens
 from xformer.backends.numba.atomic import nothing_done, on_each
 from xformer.backends.numba.gemm import sgemm
-from xformer.backends.numba.plan import Plan, remembered
+from xformer.backends.numba.plan import Plan, remembered, unturned
 from xformer.backends.numba.sdpa import FAR, pad_of, tile_of
 from xformer.backends.numpy.blocks import unshared
 from xformer.backends.numpy.threads import blocks as on_threads
@@ -24,7 +24,7 @@ from xformer.layers.past import Past
 from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
-SIZE = 1 << 21  # hidden numbers, or of queries, keys and values, at once: they stay near a core
+SIZE = 1 << 21  # numbers of the widest vectors, hidden ones or q, k and v, at once: near a core
 
 
 def outside(
@@ -66,19 +66,12 @@ def outside(
     if d_model != configs[0].d_model:
         return "only what fits the model"
     if not _most(plan, n_tokens):
-        return f"a text has more than {SIZE} hidden numbers"
-    if rotary is not None:
-        *texts, length, half = rotary.cos.shape
-        if (
-            rotary.sin.shape != rotary.cos.shape
-            or not (rotary.cos.dtype == rotary.sin.dtype == np.float32)
-            or texts not in ([], [n_texts])
-            or length != n_tokens
-            or not 0 < 2 * half <= min(k for _, k, _ in plan.heads)
-        ):
-            return "rotary positions of another kind"
+        return f"a text has more than {SIZE} numbers in its widest vectors"
+    if (why := unturned(rotary, plan, n_texts, n_tokens)) is not None:
+        return why
     if sgemm() is None:
         return "NumPy's BLAS has no product that can be called"
+    # NumPy's kernel cuts the batch, and asks for a kernel of each share.
     options: Any = {"configs": configs, "rotary": rotary, "mask": mask, "causal": causal}
     if unshared(x, params, **options) is None:
         return "each thread comes here with its own share of the batch"

@@ -12,7 +12,9 @@ from xformer.backends.numba.gelu import exact_form, tanh_form
 from xformer.backends.numba.glu import FAR32
 
 QUERY, KEY, VALUE, OUT, UP, GATE, DOWN = range(7)  # maps of a layer
-WEIGHT, STEP, BY_ROWS, N_IN, N_OUT, BIAS, PIECES, PARTS, START, ROW, FIRST = range(11)  # of a map
+# Of a map. Several whose rows lie behind each other are one product, of which the first has all
+# PIECES. It gives PARTS of its sums, from START on, of ROW numbers each; FIRST: a map's own first.
+WEIGHT, STEP, BY_ROWS, N_IN, N_OUT, BIAS, PIECES, PARTS, START, ROW, FIRST = range(11)
 ATTN, ATTN_OUT, FFN, FFN_OUT, NORMS = range(5)  # norms of a layer; the last of all ends the stack
 GAIN, SHIFT, RMS = range(3)  # of a norm
 EPS, OFFSET = range(2)

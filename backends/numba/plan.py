@@ -15,6 +15,7 @@ from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import order_of
 from xformer.layers.norm import NormParams
 from xformer.layers.past import Past
+from xformer.layers.rotary import Rotary
 from xformer.layers.stack import StackParams
 from xformer.tree import value
 from xformer.typing import Array
@@ -25,6 +26,7 @@ ACTIVATIONS = {
     "gelu_tanh": layer.GELU_TANH,
     "relu": layer.RELU,
 }
+NO_MAP = [0] * layer.PIECES  # of a layer that is not gated
 PAIR, MOST = 1 << 17, 16  # weights of two pieces of a product, and pieces, which are sums to add
 
 
@@ -59,7 +61,7 @@ class Unfit(ValueError):
 
 def planned(params: StackParams, configs: Sequence[BlockConfig], past: Sequence[Past]) -> Plan:
     """The plan that the past remembers, or a new one."""
-    room = past[0].room[0] if past[0].room else None
+    room = past[0].room.room if past[0].room else None
     known: Plan | None = None if room is None else room.plan
     if known is None or known.params is not params or known.configs is not configs:
         why = other_model(params, configs) or unplanned(params.blocks, configs)
@@ -118,6 +120,20 @@ def unplanned(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -
     return why
 
 
+def unturned(rotary: Rotary | None, plan: Plan, n_texts: int, n_tokens: int) -> str | None:
+    """Why the loops cannot turn queries and keys by these tables."""
+    if rotary is None:
+        return None
+    cos, sin, why = rotary.cos, rotary.sin, "rotary positions of another kind"
+    for table in (cos, sin):
+        if type(table) is not np.ndarray or table.dtype != np.float32 or table.ndim not in (2, 3):
+            return why
+    one_for_all = cos.shape[:-1] == (n_tokens,)
+    if cos.shape != sin.shape or not (one_for_all or cos.shape[:-1] == (n_texts, n_tokens)):
+        return why
+    return None if 0 < 2 * cos.shape[-1] <= min(k for _, k, _ in plan.heads) else why
+
+
 def _made(
     blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig], ending: NormParams | None
 ) -> Plan:
@@ -167,19 +183,18 @@ def _maps(params: BlockParams, config: BlockConfig) -> list[list[int]]:
     kv: Any = params.attn.kv
     d, f, (width, value_width) = config.d_model, config.d_ff, _widths(config)
     queries, out = config.n_heads * width, config.n_heads * value_width
-    maps = [
+    maps: list[list[int]] = [
         _map(params.attn.q, d, queries),
         _map(kv.k, d, config.kv_heads * width),
         _map(kv.v, d, config.kv_heads * value_width),
         _map(params.attn.o, out, d),
         _map(ffn.up, d, f),
-        [0] * layer.PIECES if ffn.gate is None else _map(ffn.gate, d, f),
+        NO_MAP if ffn.gate is None else _map(ffn.gate, d, f),
         _map(ffn.down, f, d),
     ]
     bounds = layer.QUERY, layer.OUT, layer.UP, layer.DOWN, len(maps)
-    for start, stop in itertools.pairwise(bounds):
-        _cut(maps[start:stop])
-    return maps
+    stages = (maps[start:stop] for start, stop in itertools.pairwise(bounds))
+    return [row for stage in stages for row in _cut(stage)]
 
 
 def _map(own: Any, n_in: int, n_out: int) -> list[int]:
@@ -193,8 +208,8 @@ def _map(own: Any, n_in: int, n_out: int) -> list[int]:
     return [w.ctypes.data, step // 4, by_rows, n_in, n_out, _vector(b, n_out)]
 
 
-def _cut(maps: list[list[int]]) -> None:
-    """Into pieces the maps of one x; those whose rows go on in the next one's are one product.
+def _cut(maps: list[list[int]]) -> list[list[int]]:
+    """Rows of the table, of maps of one x; where rows go on in the next map's both are one product.
 
     Packed queries, keys and values are: read one by one they would come a third slower.
     """
@@ -204,16 +219,17 @@ def _cut(maps: list[list[int]]) -> None:
             groups[-1].append(own)
         else:
             groups.append([own])
-    start = 0
+    table, start = [], 0
     for group in groups:
         by_rows, n_in = group[0][layer.BY_ROWS], group[0][layer.N_IN]
         row, first = sum(own[layer.N_OUT] for own in group), 0
         pieces = min(2 * (n_in * row // PAIR), MOST) or min(row, 1)
         parts = pieces if by_rows else min(row, 1)
         for own in group:
-            own += [0 if first else pieces, parts, start, row, first]
+            table.append([*own, 0 if first else pieces, parts, start, row, first])
             first += own[layer.N_OUT]
         start += parts * row
+    return table
 
 
 def _goes_on(one: list[int], other: list[int]) -> bool:

@@ -201,10 +201,10 @@ def _look(q: Any, keys: Any, values: Any, scale: Any, scores: Any, out: Any) -> 
     out[:] = ZERO
     even = len(values) // 4 * 4
     for j in range(0, even, 4):  # four at once: `out` is read and written once for them
-        a, b, c, d = scores[j], scores[j + 1], scores[j + 2], scores[j + 3]
-        va, vb, vc, vd = values[j], values[j + 1], values[j + 2], values[j + 3]
+        p0, p1, p2, p3 = scores[j], scores[j + 1], scores[j + 2], scores[j + 3]
+        v0, v1, v2, v3 = values[j], values[j + 1], values[j + 2], values[j + 3]
         for i in range(len(out)):
-            out[i] += a * va[i] + b * vb[i] + c * vc[i] + d * vd[i]
+            out[i] += p0 * v0[i] + p1 * v1[i] + p2 * v2[i] + p3 * v3[i]
     for j in range(even, len(values)):
         for i in range(len(out)):
             out[i] += scores[j] * values[j, i]

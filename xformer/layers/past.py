@@ -23,7 +23,7 @@ class Past(NamedTuple):
 
     k: Array | None = None  # (B, G, S, K)
     v: Array | None = None  # (B, G, S, M)
-    room: Any = None  # where a backend appends in place
+    room: Any = None  # a backend's place of k and v, behind which it appends
     at: Array | None = None  # integer (); None: every column has its token
 
     @property
@@ -36,7 +36,9 @@ class Past(NamedTuple):
         if self.k is None or self.v is None or self.length <= n:
             return self
         start = self.length - n
-        return self._replace(k=self.k[:, :, start:, :], v=self.v[:, :, start:, :])
+        k, v = self.k[:, :, start:, :], self.v[:, :, start:, :]
+        room = None if self.room is None else self.room.narrowed(self, k, v)
+        return self._replace(k=k, v=v, room=room)
 
     def widened(self, n: int) -> Past:
         """`n` columns of padding before the first; -n less of them where n is negative."""
