@@ -19,12 +19,11 @@ def xformer(folder: str) -> Any:
     """This library, on NumPy."""
     import numpy as np
 
-    from xformer import inference, pretrained
+    from xformer import pretrained
 
     model, params = pretrained.load(folder)
-    with inference():
-        logits, _ = model.forward(params, np.asarray([PROMPT]))
-    return logits[0, -1]
+    logits, _ = model.extend(params, np.asarray([PROMPT]), model.start())
+    return logits[0]
 
 
 def torch_eager(folder: str) -> Any:
