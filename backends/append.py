@@ -33,13 +33,13 @@ class Room:
         self.k, self.v = (_buffer(new, self.capacity) for new in (k, v))
         self.end = past.length
         self.plan: Any = None  # what a kernel remembers of the model for the next token
-        self.places: Any = None  # and where these buffers are
+        self.addresses: Any = None  # and where these buffers are
         if past.k is not None and past.v is not None:
             self.k[:, :, : self.end, :] = past.k
             self.v[:, :, : self.end, :] = past.v
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"plan": None, "places": None}  # which have addresses
+        return vars(self) | {"plan": None, "addresses": None}  # of this process
 
     def claim(self, end: int, n: int) -> bool:
         """Whether n columns behind `end` were free; then they are taken."""
@@ -82,7 +82,7 @@ def append(k: Array, v: Array, *, past: Past) -> Past:
 
 def reserved(k: Array, v: Array, *, past: Past) -> Any:
     """The same `Past`, but k and v are of shapes alone: the caller writes the last columns."""
-    n, place = k.shape[2], past.room
+    n, place = k.shape[2], past.place
     if place is not None and _alike(place.room.k, k) and _alike(place.room.v, v):
         grown = longer(past, n)
         if grown is not None:
@@ -94,7 +94,7 @@ def reserved(k: Array, v: Array, *, past: Past) -> Any:
 
 def longer(past: Past, n: int) -> Any:
     """`past` with n columns more, which nobody has written yet; None where there are none."""
-    place = past.room
+    place = past.place
     if place is None or not place.is_of(past) or not place.room.claim(place.end, n):
         return None
     return _last(place.room, place.end + n, past.length + n)

@@ -127,7 +127,7 @@ def require_other_arrays(library: Backend, name: str, change: str, dtype: str) -
     tokens = np.random.default_rng(0).integers(0, V, (2, 9))
     _, state = network.extend(params, library.asarray(tokens[:, :7]), network.start())
     _, state = network.extend(params, library.asarray(tokens[:, 7:8]), state)
-    assert all(own.room is not None for own in state.past)
+    assert all(own.place is not None for own in state.past)
     own = [[CHANGES[change](library.xp, a) for a in past[:2]] for past in state.past]
     length = state.length - (change == "without the last token")
     new = library.asarray(tokens[: own[0][0].shape[0], 8:])

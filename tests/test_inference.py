@@ -65,7 +65,7 @@ def require_nothing(case: Case, library: Backend) -> None:
     for name, leaf in tree.flatten(cache).items():
         if hasattr(leaf, "dtype"):
             assert name.endswith(LITTLE) or id(leaf) in own, name
-        elif "past.room" not in name:  # to append in place, which JAX has not
+        elif "past.place" not in name:  # to append in place, which JAX has not
             is_number = isinstance(leaf, int | float)  # as a compiled function may return
             assert is_number and case.room != "models", name
     with pytest.raises(RuntimeError, match=f"^backward: the cache was {SAYS}"):

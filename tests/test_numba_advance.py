@@ -167,13 +167,11 @@ def test_packed_maps_are_one_product(order: str, maps: slice, pieces: list[int])
     )
     assert np.all(alone[:, layer.PIECES] == 1) and np.all(alone[:, layer.FIRST] == 0)
     assert [*together[:, layer.PIECES]] == pieces
-    first = 0
-    for row in together:
-        first = 0 if row[layer.PIECES] else first
-        assert row[layer.FIRST] == first
-        first += row[layer.N_OUT]
-    joined = together[:, layer.ROW] > together[:, layer.N_OUT]
-    assert joined.sum() == len(pieces) - sum(pieces) + (0 in pieces)
+    products, widths = np.cumsum(pieces), together[:, layer.N_OUT]  # in which product a map is
+    for i, own_row in enumerate(together):
+        same = products == products[i]
+        assert own_row[layer.ROW] == widths[same].sum()
+        assert own_row[layer.FIRST] == widths[:i][same[:i]].sum()
 
 
 def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +296,7 @@ def test_a_copied_state_has_memory_of_its_own(copied: Callable[[Any], Any]) -> N
     for one, (k, v), copied_one in zip(after.past, kept, ahead.past, strict=True):
         assert np.array_equal(one.k, k) and np.array_equal(one.v, v)
         assert np.array_equal(copied_one.k, k) and np.array_equal(copied_one.v, v)
-        assert not np.shares_memory(copied_one.room.room.k, one.room.room.k)
+        assert not np.shares_memory(copied_one.place.room.k, one.place.room.k)
 
 
 def test_each_text_has_its_place() -> None:

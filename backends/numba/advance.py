@@ -123,19 +123,19 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
             shape = n_texts, groups, 1
             like = (np.empty((*shape, n), np.float32) for n in (width, value_width))
             more = reserved(*like, past=own)
-        own, room, end = more, more.room.room, more.room.end
-        if room.places is None:
-            room.places = _places(room)
-        k, v = room.places
+        own, room, end = more, more.place.room, more.place.end
+        if room.addresses is None:
+            room.addresses = _addresses(room)
+        k, v = room.addresses
         first, length = end - own.length, own.length
         table.append(
             (k[0] + 4 * first * width, *k[1:], v[0] + 4 * first * value_width, *v[1:], length)
         )
         grown.append(own)
-    grown[0].room.room.plan = plan
+    grown[0].place.room.plan = plan
     return tuple(grown), np.array(table, np.int64)
 
 
-def _places(room: Room) -> tuple[tuple[int, int, int], ...]:
+def _addresses(room: Room) -> tuple[tuple[int, int, int], ...]:
     """Of keys and values: address, and from one text and from one head to the next."""
     return tuple((x.ctypes.data, x.strides[0] // 4, x.strides[1] // 4) for x in (room.k, room.v))

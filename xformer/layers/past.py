@@ -23,7 +23,7 @@ class Past(NamedTuple):
 
     k: Array | None = None  # (B, G, S, K)
     v: Array | None = None  # (B, G, S, M)
-    room: Any = None  # a backend's place of k and v, behind which it appends
+    place: Any = None  # where a backend keeps k and v, and appends in place
     at: Array | None = None  # integer (); None: every column has its token
 
     @property
@@ -37,8 +37,8 @@ class Past(NamedTuple):
             return self
         start = self.length - n
         k, v = self.k[:, :, start:, :], self.v[:, :, start:, :]
-        room = None if self.room is None else self.room.narrowed(self, k, v)
-        return self._replace(k=k, v=v, room=room)
+        place = None if self.place is None else self.place.narrowed(self, k, v)
+        return self._replace(k=k, v=v, place=place)
 
     def widened(self, n: int) -> Past:
         """`n` columns of padding before the first; -n less of them where n is negative."""
