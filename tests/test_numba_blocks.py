@@ -197,6 +197,7 @@ def test_layers_that_differ() -> None:
     params = layers.StackParams.init(generator, configs).blocks
     require_exact(tokens(2, 23, 24), params, configs=configs)
     require_exact(tokens(2, 23, 24), params[:1], configs=(first, first, configs[2]))
+    require_exact(tokens(2, 23, 24), params[:2], configs=(first, configs[2], second, second))
 
 
 def test_without_norms() -> None:
