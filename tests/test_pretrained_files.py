@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from xformer.pretrained import mapped
+from xformer.pretrained import files, mapped
 from xformer.pretrained.files import INDEX, WEIGHTS, open_tensors, write
 from xformer.pretrained.reading import PretrainedError, read_json
 
@@ -95,6 +97,39 @@ def test_the_dtype_of_the_file_is_a_view_of_it(model: Path) -> None:
     assert read.base is not None and not read.flags.writeable
     again = open_tensors(model)
     assert np.shares_memory(again.read("embed.weight"), again.read("embed.weight").T)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "files_of"),
+    [("float32", ["b.safetensors"]), ("float64", ["c.safetensors"]), ("nonsense", [])],
+)
+def test_files_of_views_alone_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, files_of: list[str]
+) -> None:
+    f4, f8 = entry("F32", [2], 0, 8), entry("F64", [1], 8, 16)
+    (tmp_path / "a.safetensors").write_bytes(pack({"a": f4, "b": f8}, bytes(16)))
+    (tmp_path / "b.safetensors").write_bytes(pack({"c": f4}, b"b" * 8))
+    (tmp_path / "c.safetensors").write_bytes(pack({"d": entry("F64", [1], 0, 8)}, b"c" * 8))
+    index(
+        tmp_path, {name: f"{file}.safetensors" for name, file in zip("abcd", "aabc", strict=True)}
+    )
+    fetched: list[bytes] = []
+    monkeypatch.setattr(files, "fetch", lambda data: fetched.append(data[:]))
+    open_tensors(tmp_path).fetch(dtype)
+    assert fetched == [(tmp_path / name).read_bytes() for name in files_of]
+
+
+@LINUX
+def test_a_fetched_file_is_in_memory(tmp_path: Path) -> None:
+    write(tmp_path, {"w": np.ones(1 << 20, np.float32)}, {})
+    before = set(threading.enumerate())
+    fetched, other = open_tensors(tmp_path), open_tensors(tmp_path)
+    fetched.fetch("float32")
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    places = Path("/proc/self/smaps").read_text().split(f"{tmp_path / WEIGHTS}\n")[1:]
+    kilobytes = sorted(int(re.search(r"Rss: +(\d+) kB", place)[1]) for place in places)  # type: ignore[index]
+    assert len(fetched) == len(other) and kilobytes[0] < 100 and kilobytes[-1] > 4096
 
 
 def test_a_view_survives_release_and_a_new_file(model: Path) -> None:

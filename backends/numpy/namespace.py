@@ -14,7 +14,19 @@ from typing import Any
 
 import numpy
 
-LATE = ("f2py", "ma", "polynomial", "random", "testing")
+LATE = (
+    "char",
+    "core",
+    "ctypeslib",
+    "f2py",
+    "ma",
+    "polynomial",
+    "random",
+    "rec",
+    "strings",
+    "testing",
+    "typing",
+)
 
 
 class _Later(ModuleType):

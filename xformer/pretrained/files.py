@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from xformer.files import replacing
-from xformer.pretrained.mapped import DTYPES, Tensor, open_file
+from xformer.pretrained.mapped import DTYPES, Tensor, fetch, open_file
 from xformer.pretrained.reading import PretrainedError, listed, read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -66,6 +66,14 @@ class Tensors:
         PretrainedError where it holds no floating-point numbers, or some too large for `dtype`.
         """
         return self._tensors[name].read(dtype)
+
+    def fetch(self, dtype: str) -> None:
+        """Have the files at hand soon of whose tensors `read` gives views alone."""
+        tensors = self._tensors.values()
+        views = [name for name, own in DTYPES.items() if own.name == dtype]
+        copied = {t.data for t in tensors if t.dtype not in views}
+        for data in {t.data for t in tensors} - copied:
+            fetch(data)
 
     def equal(self, a: str, b: str) -> bool:
         """Whether two tensors hold the same numbers. PretrainedError where they are no floats."""

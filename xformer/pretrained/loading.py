@@ -64,16 +64,19 @@ def load(
     each tensor with what is done, the bytes of parameters that are there, and of how many.
 
     On NumPy, float32 parameters of a float32 file are read-only views of the file, which is mapped
-    into memory: they cost nothing until they are used. FileNotFoundError where there is no model,
+    into memory, and which another thread begins to read: nobody waits for that, and no memory of
+    the process's own is taken. FileNotFoundError where there is no model,
     PretrainedError where it is damaged or not supported: keys of the configuration, tensors that
     are missing, unexpected or misshapen. ValueError for a dtype that the backend does not compute
     in.
     """
+    found, tensors, matched = _found(Path(folder))
+    if backend in ("numpy", *backends.ON_NUMPY):
+        tensors.fetch(dtype)  # while the backend is imported
     place = backends.get(backend, device)
     if dtype not in place.dtypes:
         wanted = " or ".join(place.dtypes)
         raise ValueError(f"load: dtype must be {wanted} on backend {place.name}, got {dtype!r}")
-    found, tensors, matched = _found(Path(folder))
     return found, _read(found, matched, tensors, place, dtype, progress)
 
 

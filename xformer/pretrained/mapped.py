@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from xformer.pretrained.reading import PretrainedError, opened, parse_json
 HEADER_LIMIT = 4 << 20  # bytes: some 30,000 tensors in one file, read in about half a second
 MAX_AXES, MAX_ELEMENTS = 8, 1 << 40
 PIECE = 1 << 20  # elements converted at a time
+AT_ONCE = 1 << 16  # bytes that Linux maps where one of them is asked for
 
 DTYPES: dict[str, np.dtype[Any]] = {  # that weights may have; NumPy has no BF16, half a float32
     "F64": np.dtype("<f8"),
@@ -134,6 +136,12 @@ def open_file(path: Path) -> dict[str, Tensor]:
     header = parse_json(data[8 : 8 + length].decode(), path)
     header.pop("__metadata__", None)
     return {name: _tensor(name, entry, path, data, 8 + length) for name, entry in header.items()}
+
+
+def fetch(data: mmap.mmap) -> None:
+    """Have all of a file at hand soon, by another thread: a gigabyte in the cache takes 40 ms."""
+    places = np.frombuffer(data, np.uint8)[::AT_ONCE]
+    threading.Thread(target=places.max, daemon=True).start()
 
 
 def _tensor(name: str, entry: Any, path: Path, data: mmap.mmap, base: int) -> Tensor:
