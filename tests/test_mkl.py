@@ -95,7 +95,7 @@ def test_sizes_beyond_an_int_are_numpys(n: int, fits: bool) -> None:
     """Of arrays that take no memory: a failure must not show them, since they cannot be read."""
     apart = np.lib.stride_tricks.as_strided(np.zeros(2), (2, 2), (8 * n, 8))
     long = np.lib.stride_tricks.as_strided(np.zeros(2), (n, 2), (16, 8))
-    found = [gemm._layout(a) for a in (apart, apart.T, long)]
+    found = [gemm.layout(a) for a in (apart, apart.T, long)]
     wanted = [(gemm.AS_IT_IS, n), (gemm.TRANSPOSED, n), (gemm.AS_IT_IS, 2)]
     assert found == (wanted if fits else [None] * 3)
 

@@ -253,18 +253,3 @@ def test_what_it_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "no product that can be called" in said(given)
     finally:
         gemm.sgemm.cache_clear()
-
-
-def test_products() -> None:
-    """Of all layouts, one factor's columns for its rows, added to what there is."""
-    rng = np.random.default_rng(0)
-
-    def matrix(n: int, m: int, turned: bool) -> Array:
-        x = rng.normal(size=(m, n + 3) if turned else (n, m + 3)).astype(np.float32)
-        return x[:, :n].T if turned else x[:, :m]
-
-    for turned in itertools.product((False, True), repeat=2):
-        a, b, out = matrix(5, 7, turned[0]), matrix(7, 4, turned[1]), matrix(5, 4, False)
-        wanted = 0.5 * (a @ b) + 2 * out
-        gemm.add_product(gemm.sgemm(), np.float32(0.5), a, b, np.float32(2), out)
-        assert np.allclose(out, wanted, rtol=1e-5, atol=1e-6)

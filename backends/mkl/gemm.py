@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 from xformer.backends.base import Unusable
-from xformer.backends.numpy.products import SMALL
+from xformer.backends.numpy.products import AS_IT_IS, SMALL, TRANSPOSED, layout
 from xformer.backends.numpy.products import multiply as by_numpy
 from xformer.backends.numpy.threads import n_threads
 
 from xformer.typing import Array
 
 ROW_MAJOR, COLUMN_MAJOR = 101, 102  # of CBLAS
-AS_IT_IS, TRANSPOSED = 111, 112
 SEQUENTIAL = 1  # of MKL's threading layers: `threads.blocks` has threads of its own
-LARGEST = 2**31 - 1
 
 
 def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
@@ -27,7 +25,7 @@ def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
     """
     gemm = GEMM.get(out.dtype.char)
     same = gemm is not None and x.dtype == w.dtype == out.dtype
-    layouts = [_layout(a) for a in (x, w, out)] if same and len(x) * w.size > SMALL else [None]
+    layouts = [layout(a) for a in (x, w, out)] if same and len(x) * w.size > SMALL else [None]
     if gemm is None or None in layouts:
         by_numpy(x, w, out, add=add)
         return
@@ -41,22 +39,6 @@ def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
         *(1.0, x.ctypes.data, x_step, w.ctypes.data, w_step),
         *(float(add), out.ctypes.data, step),
     )
-
-
-def _layout(a: Array) -> tuple[int, int] | None:
-    """Whether rows or columns are contiguous, and from one to the next; None: neither, or a vector.
-
-    NumPy takes vectors by another routine, which is faster.
-    """
-    (n, m), (down, across) = a.shape, a.strides
-    size = a.itemsize
-    if min(n, m) < 2 or max(n, m, down // size, across // size) > LARGEST:
-        return None
-    if across == size and down >= m * size and down % size == 0:
-        return AS_IT_IS, down // size
-    if down == size and across >= n * size and across % size == 0:
-        return TRANSPOSED, across // size
-    return None
 
 
 def _library() -> ctypes.CDLL:

@@ -19,12 +19,16 @@ from xformer.backends.numba import (
     advance,
     blocks,
     gelu,
+    gemm,
     glu,
     layer_norm,
     linear,
     rms_norm,
     sdpa,
+    share,
+    tile,
 )
+from xformer.backends.numpy import products
 
 from xformer import ops
 from xformer.dispatch import Overridable, kernel
@@ -38,6 +42,7 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (adam_update, adam.adam_update, adam.not_float32),
     (layers_advance, advance.advance, advance.outside),
     (layers_blocks, blocks.blocks, blocks.outside),
+    (layers_blocks, share.blocks, share.outside),
     (ops.gelu, gelu.gelu, gelu.not_float32),
     (ops.glu, glu.glu, glu.not_float32_silu),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
@@ -52,6 +57,8 @@ def register() -> None:
     for op, run, unsupported in KERNELS:
         if all(known.run is not run for known in op.kernels["numpy"]):
             kernel(op, "numpy", unsupported=unsupported)(run)
+    if tile.KNOWN and products.multiply is gemm.by_numpy:
+        products.multiply = gemm.multiply
 
 
 def backend(device: str | None = None) -> Backend:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from xformer.backends.numba import layer, tokens
 from xformer.backends.numba.atomic import nothing_done, on_each
-from xformer.backends.numba.gemm import sgemm
+from xformer.backends.numba.gemm import no_products, products
 from xformer.backends.numba.plan import Plan, remembered, unturned
 from xformer.backends.numba.sdpa import FAR, pad_of, tile_of
 from xformer.backends.numpy.blocks import unshared
@@ -49,6 +49,25 @@ def outside(
         return "only within inference()"
     if not (memory is bias is pos is memory_pos is past is memory_mask is dropout_key is None):
         return "a memory, a bias, positions in each layer, a text that grows or dropout"
+    if (why := unreadable(x, params, configs, rotary, mask)) is not None:
+        return why
+    if not _most(remembered(params, configs), x.shape[1]):
+        return f"a text has more than {SIZE} numbers in its widest vectors"
+    # NumPy's kernel cuts the batch, and asks for a kernel of each share.
+    options: Any = {"configs": configs, "rotary": rotary, "mask": mask, "causal": causal}
+    if unshared(x, params, **options) is None:
+        return "each thread comes here with its own share of the batch"
+    return None
+
+
+def unreadable(
+    x: Array,
+    params: tuple[BlockParams, ...],
+    configs: Sequence[BlockConfig],
+    rotary: Rotary | None,
+    mask: Array | None,
+) -> str | None:
+    """Why loops over whole layers cannot read these."""
     if type(x) is not np.ndarray or x.ndim != 3 or x.dtype != np.float32:
         return "only NumPy's own arrays of float32"
     n_texts, n_tokens, d_model = x.shape
@@ -65,17 +84,9 @@ def outside(
         return plan.refusal
     if d_model != configs[0].d_model:
         return "only what fits the model"
-    if not _most(plan, n_tokens):
-        return f"a text has more than {SIZE} numbers in its widest vectors"
     if (why := unturned(rotary, plan, n_texts, n_tokens)) is not None:
         return why
-    if sgemm() is None:
-        return "NumPy's BLAS has no product that can be called"
-    # NumPy's kernel cuts the batch, and asks for a kernel of each share.
-    options: Any = {"configs": configs, "rotary": rotary, "mask": mask, "causal": causal}
-    if unshared(x, params, **options) is None:
-        return "each thread comes here with its own share of the batch"
-    return None
+    return no_products()
 
 
 def blocks(
@@ -102,11 +113,7 @@ def blocks(
     n_texts, n_tokens, _ = x.shape
     y = np.array(x, order="C")
     pad = np.array(pad_of(mask, n_texts, n_tokens, x.dtype), order="C")
-    interleaved, turns = False, np.empty((2, 1, 0, 0), x.dtype)
-    if rotary is not None:
-        shape = -1, *rotary.cos.shape[-2:]
-        interleaved = rotary.interleaved
-        turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
+    turns, interleaved = turns_of(rotary, x.dtype)
     size = even(n_texts, _most(plan, n_tokens))
     for start in range(0, n_texts, size):
         own = slice(start, start + size)
@@ -132,14 +139,13 @@ def _through(
     gated = bool(maps[:, layer.GATE, layer.N_OUT].any())
     n_heads = int(sizes[:, layer.HEADS].max())
     arguments = (
-        sgemm(),
         n_threads(),
         maps,
         norms,
         sizes,
         numbers,
         scales,
-        np.array([_tile(config, causal, length) for config in configs], np.int64),
+        np.array([tile_of_layer(config, causal, length) for config in configs], np.int64),
         turns,
         interleaved,
         pad,
@@ -152,12 +158,24 @@ def _through(
         scratch("statistics", (2 * n * n_heads,), x.dtype),
     )
     stages = nothing_done(tokens.STAGES * len(configs) + 1)
-    run = partial(on_each, tokens.all_layers, arguments, stages, owner)
-    on_threads(run, n_threads(), 1)
+
+    def loops(*given: Any) -> None:
+        tokens.all_layers(products(), *given)
+
+    on_threads(partial(on_each, loops, arguments, stages, owner), n_threads(), 1)
 
 
-def _tile(config: BlockConfig, causal: bool, n: int) -> tuple[int, int, int, int]:
+def tile_of_layer(config: BlockConfig, causal: bool, n: int) -> tuple[int, int, int, int]:
     """How far a query sees, and the sizes of attention's tiles."""
     left, right = config.window or (None, None)
     left, right = (FAR if x is None else min(x, FAR) for x in (left, 0 if causal else right))
     return left, right, *tile_of(n, n, right)
+
+
+def turns_of(rotary: Rotary | None, dtype: Any) -> tuple[Array, bool]:
+    """Cosines and sines (2, B or 1, T, R/2), R = 0 without; and whether they are interleaved."""
+    if rotary is None:
+        return np.empty((2, 1, 0, 0), dtype), False
+    shape = -1, *rotary.cos.shape[-2:]
+    tables = rotary.cos.reshape(shape), rotary.sin.reshape(shape)
+    return np.array(tables), rotary.interleaved

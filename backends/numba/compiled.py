@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
+from numba.core import sigutils
+from numba.core.ccallback import CFunc
 from xformer.backends.base import Unusable
 
 from xformer.lock import locked
@@ -38,22 +40,45 @@ def rowwise_of(signature: Any) -> Any:
     return lambda fn: _kept(fn, ROWS, signature)
 
 
+def callable_from_c(fn: Any, signature: Any) -> int:
+    """Where the same is as a function of C: loops that call it are not compiled with it."""
+    made = CFunc(fn, sigutils.normalize_signature(signature), locals={}, options=_options(ROWS))
+    with _folder():
+        made.enable_caching()
+    _kept_by_one(made._cache)
+    made.compile()
+    return int(made.address)
+
+
 def _kept(fn: Any, fastmath: set[str], *signature: Any) -> Any:
-    options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": fastmath}
+    with _folder():
+        made = numba.njit(nogil=True, cache=True, **_options(fastmath))(fn)
+    if hasattr(made, "_cache"):  # unless NUMBA_DISABLE_JIT is set
+        _kept_by_one(made._cache)
+        if signature:
+            made.compile(*signature)
+            made.disable_compile()
+    return made
+
+
+def _options(fastmath: set[str]) -> dict[str, Any]:
+    return {"error_model": "numpy", "fastmath": fastmath}
+
+
+@contextmanager
+def _folder() -> Iterator[None]:
+    """Unusable where there is none to keep machine code in."""
     try:
-        made = numba.njit(**options)(fn)
+        yield
     except RuntimeError as error:
         raise Unusable(
             f"backend numba cannot be used: it finds no folder for machine code ({error}): name "
             "one that can be written to in the environment variable NUMBA_CACHE_DIR"
         ) from error
-    if hasattr(made, "_cache"):  # unless NUMBA_DISABLE_JIT is set
-        kept = made._cache
-        kept.save_overload = partial(_save, kept.save_overload, Path(kept.cache_path))
-        if signature:
-            made.compile(*signature)
-            made.disable_compile()
-    return made
+
+
+def _kept_by_one(kept: Any) -> None:
+    kept.save_overload = partial(_save, kept.save_overload, Path(kept.cache_path))
 
 
 def _save(save: Callable[..., None], folder: Path, *overload: Any) -> None:

@@ -35,7 +35,8 @@ INT, REAL, GIVEN = types.int64, types.float32, _array(4, "A", changes=False)
 OPTIONS = _array(2, "A", False), INT, INT, REAL, types.UniTuple(INT, 2)
 MADE, STATISTICS = _array(4, "C", True), _array(3, "C", True)
 KNOWN, KNOWN_STATISTICS = _array(4, "C", False), _array(3, "C", False)
-SHARED = types.int64, INT, INT, GIVEN, GIVEN, GIVEN, *OPTIONS
+BY = types.Tuple((types.int64, types.int64, _array(1, "C", True)))
+SHARED = BY, INT, INT, GIVEN, GIVEN, GIVEN, *OPTIONS
 ATTEND = types.void(*SHARED, MADE, STATISTICS, STATISTICS)
 FROM_FORWARD = KNOWN, KNOWN_STATISTICS, KNOWN_STATISTICS
 BACKWARD = types.void(*SHARED, *FROM_FORWARD, KNOWN, MADE, MADE, MADE)
@@ -43,12 +44,12 @@ BACKWARD = types.void(*SHARED, *FROM_FORWARD, KNOWN, MADE, MADE, MADE)
 
 @functools.cache
 def loops() -> tuple[Any, Any]:
-    """`attend` and `_backward` as machine code, one for all layouts of arrays."""
-    return rowwise_of(ATTEND)(attend), rowwise_of(BACKWARD)(_backward)
+    """`attend` and `attend_backward` as machine code, one for all layouts of arrays."""
+    return rowwise_of(ATTEND)(attend), rowwise_of(BACKWARD)(attend_backward)
 
 
 def attend(
-    gemm: Any,
+    by: Any,
     start: int,
     stop: int,
     q: Any,
@@ -92,9 +93,9 @@ def attend(
                         s_end, first = min(s + columns, high), max(t, s - right)
                         e = scores[: (end - first) * (s_end - s)].reshape(end - first, s_end - s)
                         at = tops[first:end], totals[first:end], sums[first - t : end - t]
-                        add_product(gemm, scale, queries[first:end], keys[s:s_end].T, ZERO, e)
+                        add_product(by, scale, queries[first:end], keys[s:s_end].T, False, e)
                         take_powers(e, pad[b, s:s_end], first - s, left, right, shifted, *at)
-                        add_product(gemm, ONE, e, values[s:s_end], ONE, at[2])
+                        add_product(by, ONE, e, values[s:s_end], True, at[2])
                     if shifted or within(totals[t:end]):
                         break
                     shifted = True
@@ -104,8 +105,8 @@ def attend(
                     multiply(sums[i - t], ONE / totals[i], ctx[b, i, h])
 
 
-def _backward(
-    gemm: Any,
+def attend_backward(
+    by: Any,
     start: int,
     stop: int,
     q: Any,
@@ -156,13 +157,13 @@ def _backward(
                     size, shape = (end - first) * (s_end - s), (end - first, s_end - s)
                     p, ds = scores[:size].reshape(shape), slopes[:size].reshape(shape)
                     own, douts, at = queries[first:end], dout[first:end], slice(first, end)
-                    add_product(gemm, scale * LOG2_E, own, keys[s:s_end].T, ZERO, p)
-                    add_product(gemm, ONE, douts, values[s:s_end].T, ZERO, ds)
+                    add_product(by, scale * LOG2_E, own, keys[s:s_end].T, False, p)
+                    add_product(by, ONE, douts, values[s:s_end].T, False, ds)
                     known = top[b, h, at], total[b, h, at], inner[at], high - low <= columns
                     take_slopes(p, ds, pad[b, s:s_end], first - s, left, right, scale, *known)
-                    add_product(gemm, ONE, p.T, douts, ONE, dvalues[s:s_end])
-                    add_product(gemm, ONE, ds, keys[s:s_end], ONE, dqueries[first - t : end - t])
-                    add_product(gemm, ONE, ds.T, own, ONE, dkeys[s:s_end])
+                    add_product(by, ONE, p.T, douts, True, dvalues[s:s_end])
+                    add_product(by, ONE, ds, keys[s:s_end], True, dqueries[first - t : end - t])
+                    add_product(by, ONE, ds.T, own, True, dkeys[s:s_end])
                 dq[b, t:end, h] = dqueries[: end - t]
         dk[b, :, g] = dkeys
         dv[b, :, g] = dvalues

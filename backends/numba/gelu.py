@@ -48,7 +48,7 @@ class GeluCache(NamedTuple):
         require_gradient("gelu", "dy", dy, self.x)
         dx = np.empty(dy.shape, dy.dtype)
         xs, dys, dxs = flat(self.x), flat(dy), dx.reshape(-1)
-        backward = _tanh_backward if self.approximate == "tanh" else _exact_backward
+        backward = tanh_slope if self.approximate == "tanh" else exact_slope
         blocks(lambda a, b: backward(xs[a:b], dys[a:b], dxs[a:b]), xs.size, BLOCK)
         return dx
 
@@ -62,7 +62,7 @@ def tanh_form(x: Any, y: Any) -> None:
 
 
 @elementwise
-def _tanh_backward(x: Any, dy: Any, dx: Any) -> None:
+def tanh_slope(x: Any, dy: Any, dx: Any) -> None:
     """Phi * (1 + (1 - Phi) x u'), as in `backends.numpy.gelu`."""
     for i in range(x.size):
         v = min(max(x[i], -FAR32), FAR32)
@@ -82,7 +82,7 @@ def exact_form(x: Any, y: Any) -> None:
 
 
 @elementwise
-def _exact_backward(x: Any, dy: Any, dx: Any) -> None:
+def exact_slope(x: Any, dy: Any, dx: Any) -> None:
     """Phi + x exp(-x^2 / 2) / sqrt(2 pi)."""
     for i in range(x.size):
         v = min(max(x[i], -FAR32), FAR32)

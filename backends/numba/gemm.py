@@ -1,4 +1,4 @@
-"""Products of matrices within compiled loops, by the BLAS library that NumPy calls itself."""
+"""Products of matrices in compiled loops: by `tile`, or by the BLAS library that NumPy calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from xformer.backends.numba import tile
 from xformer.backends.numba.compiled import rowwise
-from xformer.backends.numpy.threads import libraries
+from xformer.backends.numpy.products import AS_IT_IS as ROWS
+from xformer.backends.numpy.products import TRANSPOSED as COLUMNS
+from xformer.backends.numpy.products import layout
+from xformer.backends.numpy.products import multiply as by_numpy
+from xformer.backends.numpy.threads import libraries, scratch
+
+from xformer.typing import Array
 
 NAMES = ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm")
-ROW_MAJOR, AS_IT_IS, TRANSPOSED = map(np.int32, (101, 111, 112))  # of CBLAS
+SMALL = 1_000_000  # multiplications: OpenBLAS has loops for these that copy neither factor
+ROW_MAJOR, AS_IT_IS, TRANSPOSED = map(np.int32, (101, ROWS, COLUMNS))  # of CBLAS
 
 
 @functools.cache
@@ -26,6 +34,30 @@ def sgemm() -> int | None:
             if hasattr(library, name):
                 return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
     return None
+
+
+def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
+    """`products.multiply` by `tile`; by NumPy where it is small, or rows and columns are apart."""
+    (n, m), k = out.shape, x.shape[1]
+    is_large = min(n, m) >= tile.HIGH and n * m * k > SMALL
+    same = out.dtype.char == "f" and x.dtype == w.dtype == out.dtype
+    layouts = [layout(a) for a in (x, w, out)] if same and is_large else [None]
+    if None in layouts:
+        by_numpy(x, w, out, add=add)
+    else:
+        if layouts[2][0] == TRANSPOSED:  # type: ignore[index]
+            x, w, out, n, m = w.T, x.T, out.T, m, n
+        places = (number for a in (x, w) for number in (a.ctypes.data, *a.strides))
+        memory = scratch("tile", (tile.SIZE,), np.float32).ctypes.data
+        own = out.ctypes.data, out.strides[0]
+        _from_c()(memory, 1.0, *places, add, *own, n, m, k)
+
+
+@functools.cache
+def _from_c() -> Any:
+    """`tile.multiply`, without the GIL."""
+    whole, real = ctypes.c_int64, ctypes.c_float
+    return ctypes.CFUNCTYPE(None, whole, real, *(whole,) * 12)(tile.compiled())
 
 
 def _call(typing: Any, address: Any, arguments: Any) -> Any:
@@ -44,19 +76,44 @@ def _call(typing: Any, address: Any, arguments: Any) -> Any:
 call: Any = intrinsic(_call)
 
 
-@rowwise
-def add_product(gemm: Any, scale: Any, a: Any, b: Any, keep: Any, out: Any) -> None:
-    """out = scale a b + keep out, in float32.
+def products() -> tuple[int, int, Array]:
+    """What `add_product` needs: BLAS's, that of `tile` or 0, and memory of this thread's own."""
+    if not tile.KNOWN:
+        return sgemm() or 0, 0, np.empty(0, np.float32)
+    return sgemm() or 0, tile.compiled(), scratch("tile", (tile.SIZE,), np.float32)
 
-    gemm: `sgemm()`. a: (N, K)   b: (K, M)   out: (N, M), of contiguous rows; a and b of such, or of
-    such columns. Sizes go as 64 bits, of which a library of 32 reads the lower half.
+
+def no_products() -> str | None:
+    """Why there are none."""
+    return None if sgemm() else "NumPy's BLAS has no product that can be called"
+
+
+@rowwise
+def add_product(by: Any, scale: Any, a: Any, b: Any, keep: bool, out: Any) -> None:
+    """out = scale a b, or += that with keep, in float32.
+
+    by: `products()`. a: (N, K)   b: (K, M)   out: (N, M), of contiguous rows; a and b of such, or
+    of such columns. Sizes go as 64 bits, of which a library of 32 reads the lower half.
     """
     a_order, a_step = _layout(a)
     b_order, b_step = _layout(b)
-    n, m, k = out.shape[0], out.shape[1], a.shape[1]
-    x, w, y, y_step = a.ctypes.data, b.ctypes.data, out.ctypes.data, out.strides[0] // 4
-    left, right = np.float32(scale), np.float32(keep)
-    call(gemm, (ROW_MAJOR, a_order, b_order, n, m, k, left, x, a_step, w, b_step, right, y, y_step))
+    (n, m), k, factor = out.shape, a.shape[1], np.float32(scale)
+    x, w, y, y_step = a.ctypes.data, b.ctypes.data, out.ctypes.data, out.strides[0]
+    blas, tiles, memory = by
+    if tiles and (b_order == TRANSPOSED or n * m * k > SMALL):
+        sizes = y, y_step, n, m, k
+        x_steps, w_steps = _steps(a_order, a_step), _steps(b_order, b_step)
+        left, right = (x, *x_steps), (w, *w_steps)
+        call(tiles, (memory.ctypes.data, factor, *left, *right, np.int64(keep), *sizes))
+    else:
+        orders, kept = (ROW_MAJOR, a_order, b_order), np.float32(1 if keep else 0)
+        call(blas, (*orders, n, m, k, factor, x, a_step, w, b_step, kept, y, y_step // 4))
+
+
+@rowwise
+def _steps(order: int, step: int) -> Any:
+    """Bytes from row to row, and from column to column."""
+    return (4 * step, 4) if order == AS_IT_IS else (4, 4 * step)
 
 
 @rowwise

@@ -32,7 +32,7 @@ def layer_norm(
 
     def piece(start: int, stop: int) -> None:
         at = slice(start, stop)
-        _forward(xs[at], gain, offset, np.float32(eps), ys[at], mean[at], rstd[at])
+        rows_forward(xs[at], gain, offset, np.float32(eps), ys[at], mean[at], rstd[at])
 
     row_blocks(piece, len(xs), xs.shape[1], BLOCK)
     return y, LayerNormCache(x, w, mean, rstd, b is not None)
@@ -56,14 +56,14 @@ class LayerNormCache(NamedTuple):
 
         def piece(start: int, stop: int) -> None:
             at, sums = slice(start, stop), (dw.of(start), db.of(start))
-            _backward(xs[at], w, self.mean[at], self.rstd[at], dys[at], dxs[at], *sums)
+            rows_backward(xs[at], w, self.mean[at], self.rstd[at], dys[at], dxs[at], *sums)
 
         row_blocks(piece, len(xs), xs.shape[1], BLOCK)
         return dx, dw.total(), db.total() if self.has_b else None
 
 
 @rowwise
-def _forward(x: Any, w: Any, b: Any, eps: Any, y: Any, mean: Any, rstd: Any) -> None:
+def rows_forward(x: Any, w: Any, b: Any, eps: Any, y: Any, mean: Any, rstd: Any) -> None:
     n, width = x.shape
     for i in range(n):
         total = np.float32(0)
@@ -81,7 +81,7 @@ def _forward(x: Any, w: Any, b: Any, eps: Any, y: Any, mean: Any, rstd: Any) -> 
 
 
 @rowwise
-def _backward(x: Any, w: Any, mean: Any, rstd: Any, dy: Any, dx: Any, dw: Any, db: Any) -> None:
+def rows_backward(x: Any, w: Any, mean: Any, rstd: Any, dy: Any, dx: Any, dw: Any, db: Any) -> None:
     n, width = x.shape
     sums = np.zeros((2, width), x.dtype)
     dw[:] = 0

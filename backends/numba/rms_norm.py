@@ -32,7 +32,7 @@ def rms_norm(
 
     def piece(start: int, stop: int) -> None:
         at = slice(start, stop)
-        _forward(xs[at], gain, np.float32(eps), ys[at], rstd[at])
+        rows_forward(xs[at], gain, np.float32(eps), ys[at], rstd[at])
 
     row_blocks(piece, len(xs), xs.shape[1], BLOCK)
     return y, RmsNormCache(x, gain, rstd)
@@ -53,14 +53,14 @@ class RmsNormCache(NamedTuple):
 
         def piece(start: int, stop: int) -> None:
             at = slice(start, stop)
-            _backward(xs[at], self.gain, self.rstd[at], dys[at], dxs[at], dw.of(start))
+            rows_backward(xs[at], self.gain, self.rstd[at], dys[at], dxs[at], dw.of(start))
 
         row_blocks(piece, len(xs), xs.shape[1], BLOCK)
         return dx, dw.total()
 
 
 @rowwise
-def _forward(x: Any, gain: Any, eps: Any, y: Any, rstd: Any) -> None:
+def rows_forward(x: Any, gain: Any, eps: Any, y: Any, rstd: Any) -> None:
     n, width = x.shape
     for i in range(n):
         total = np.float32(0)
@@ -73,7 +73,7 @@ def _forward(x: Any, gain: Any, eps: Any, y: Any, rstd: Any) -> None:
 
 
 @rowwise
-def _backward(x: Any, gain: Any, rstd: Any, dy: Any, dx: Any, dw: Any) -> None:
+def rows_backward(x: Any, gain: Any, rstd: Any, dy: Any, dx: Any, dw: Any) -> None:
     n, width = x.shape
     sums = np.zeros(width, x.dtype)
     dw[:] = 0

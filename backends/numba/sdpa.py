@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from xformer.backends.numba.compiled import LOG2_E
 from xformer.backends.numba.flash import loops
-from xformer.backends.numba.gemm import sgemm
+from xformer.backends.numba.gemm import no_products, products
 from xformer.backends.numpy.threads import blocks
 from xformer.backends.numpy.tiles import FEW, ROWS, THREADED, TILE
 
@@ -17,6 +17,7 @@ from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
 COLUMNS, WIDE = 256, 1024  # keys of a tile, and of one that has them all, at most
+LOW = 32, 128  # queries of a tile where some see less than others: as in `backends.numpy.tiles`
 FAR = 1 << 40  # where no window ends
 
 
@@ -44,7 +45,7 @@ def outside(
         return "only masks of keys"
     if q.shape[2] < FEW or 0 in (*q.shape, *v.shape):
         return f"only {FEW} queries or more, and no empty arrays"
-    return None if sgemm() else "NumPy's BLAS has no product that can be called"
+    return no_products()
 
 
 def sdpa(
@@ -80,7 +81,7 @@ def sdpa(
         *np.empty((2, *q.shape[:3]), q.dtype),
     )
     attend, arguments = loops()[0], cache.arguments(np.float32(cache.scale) * LOG2_E)
-    cache.run(lambda start, stop: attend(sgemm(), start, stop, *arguments))
+    cache.run(lambda start, stop: attend(products(), start, stop, *arguments))
     return _tokens(cache.ctx), cache
 
 
@@ -104,7 +105,7 @@ class SdpaCache(NamedTuple):
         grads = [np.empty(_tokens(x).shape, x.dtype) for x in (self.q, self.k, self.v)]
         dout, backward = _rows(np.ascontiguousarray(_tokens(dctx))), loops()[1]
         arguments = *self.arguments(np.float32(self.scale)), dout, *grads
-        self.run(lambda start, stop: backward(sgemm(), start, stop, *arguments))
+        self.run(lambda start, stop: backward(products(), start, stop, *arguments))
         dq, dk, dv = map(_tokens, grads)
         return dq, dk, dv, None, None
 
@@ -138,8 +139,8 @@ def pad_of(mask: Array | None, n_texts: int, n_keys: int, dtype: Any) -> Array:
 def tile_of(n_queries: int, n_keys: int, right: int) -> tuple[int, int]:
     """Rows and columns of a tile. right: how far a query sees."""
     n_columns = max(1, n_keys) if n_keys <= WIDE else COLUMNS
-    n_rows = max(ROWS[0], n_keys // 4) if right < n_keys else ROWS[1]
-    return min(n_rows, n_queries, ROWS[1], TILE // n_columns), n_columns
+    n_rows = min(max(LOW[0], n_keys // 16), LOW[1]) if right < n_keys else ROWS[1]
+    return min(n_rows, n_queries, TILE // n_columns), n_columns
 
 
 def _rows(x: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from xformer.backends.numba.atomic import WORD, count, floats, wait
 from xformer.backends.numba.compiled import LOG2_E, rowwise
 from xformer.backends.numba.flash import attend
-from xformer.backends.numba.flash_rows import ONE, ZERO
+from xformer.backends.numba.flash_rows import ONE
 from xformer.backends.numba.gemm import add_product
 from xformer.backends.numba.layer import (
     ACTIVATION,
@@ -50,7 +50,7 @@ attend_heads = rowwise(attend)
 
 @rowwise
 def all_layers(
-    gemm: Any,
+    by: Any,
     n_threads: int,
     maps: Any,
     norms: Any,
@@ -85,18 +85,18 @@ def all_layers(
         seen = ctx[: n_tokens * own[OUT, N_IN]].reshape(n_tokens, -1)
         inner = hidden[: n_tokens * own[UP, N_OUT]].reshape(n_tokens, -1)
         branch = mapped[: x.size].reshape(x.shape)
-        _multiply(gemm, n_threads, at, h, own[QUERY : VALUE + 1], mapped)
+        _multiply(by, n_threads, at, h, own[QUERY : VALUE + 1], mapped)
         at += 2 * WORD
         options = tiles[i], scales[i], turns, interleaved, pad
-        _attend(gemm, at, n_texts, own, size, options, mapped, seen, statistics)
+        _attend(by, at, n_texts, own, size, options, mapped, seen, statistics)
         at += 2 * WORD
-        _multiply(gemm, n_threads, at, seen, own[OUT : OUT + 1], mapped)
+        _multiply(by, n_threads, at, seen, own[OUT : OUT + 1], mapped)
         at += 2 * WORD
         _add(at, branch, norms[n + ATTN_OUT :], numbers[n + ATTN_OUT :], x, h)
         at += 2 * WORD
-        _open(gemm, n_threads, at, h, own, size[ACTIVATION], inner, opened)
+        _open(by, n_threads, at, h, own, size[ACTIVATION], inner, opened)
         at += 2 * WORD
-        _multiply(gemm, n_threads, at, inner, own[DOWN : DOWN + 1], mapped)
+        _multiply(by, n_threads, at, inner, own[DOWN : DOWN + 1], mapped)
         at += 2 * WORD
         _add(at, branch, norms[n + FFN_OUT :], numbers[n + FFN_OUT :], x, h)
 
@@ -116,16 +116,16 @@ def _columns(own: Any, n_pieces: int, piece: int) -> Any:
 
 
 @rowwise
-def _product(gemm: Any, x: Any, own: Any, start: int, stop: int, y: Any) -> None:
+def _product(by: Any, x: Any, own: Any, start: int, stop: int, y: Any) -> None:
     """Columns of y = x w + b, of contiguous rows."""
     n_in, step, width = own[N_IN], own[STEP], stop - start
     out = y[:, start:stop]
     if own[BY_ROWS]:
         w = floats(own[WEIGHT], (n_in, step))[:, start:stop]
-        add_product(gemm, ONE, x, w, ZERO, out)
+        add_product(by, ONE, x, w, False, out)
     else:
         w = floats(own[WEIGHT] + 4 * start * step, (width, step))[:, :n_in]
-        add_product(gemm, ONE, x, w.T, ZERO, out)
+        add_product(by, ONE, x, w.T, False, out)
     if own[BIAS]:
         b = floats(own[BIAS] + 4 * start, (width,))
         for i in range(len(y)):
@@ -141,7 +141,7 @@ def _part(y: Any, i: int, start: int, stop: int) -> Any:
 
 
 @rowwise
-def _multiply(gemm: Any, n_threads: int, at: int, x: Any, maps: Any, out: Any) -> None:
+def _multiply(by: Any, n_threads: int, at: int, x: Any, maps: Any, out: Any) -> None:
     """x w + b of some maps, one's behind the other's."""
     n_pieces = 0
     for m in range(len(maps)):
@@ -156,7 +156,7 @@ def _multiply(gemm: Any, n_threads: int, at: int, x: Any, maps: Any, out: Any) -
         own = maps[m]
         y = out[before : before + len(x) * own[N_OUT]].reshape(len(x), own[N_OUT])
         start, stop = _columns(own, _pieces(own, n_threads), piece)
-        _product(gemm, x, own, start, stop, y)
+        _product(by, x, own, start, stop, y)
         count(at + WORD)
         piece = count(at)
     wait(at, n_pieces)
@@ -164,7 +164,7 @@ def _multiply(gemm: Any, n_threads: int, at: int, x: Any, maps: Any, out: Any) -
 
 @rowwise
 def _open(
-    gemm: Any,
+    by: Any,
     n_threads: int,
     at: int,
     x: Any,
@@ -183,9 +183,9 @@ def _open(
     while piece < n_pieces:
         start, stop = _columns(own, n_pieces, piece)
         width = stop - start
-        _product(gemm, x, gate if gated else own, start, stop, hidden)
+        _product(by, x, gate if gated else own, start, stop, hidden)
         if gated:
-            _product(gemm, x, own, start, stop, ups)
+            _product(by, x, own, start, stop, ups)
         for i in range(len(x)):
             out = _part(hidden, i, start, stop)
             row[:width] = out
@@ -201,7 +201,7 @@ def _open(
 
 @rowwise
 def _attend(
-    gemm: Any,
+    by: Any,
     at: int,
     n_texts: int,
     maps: Any,
@@ -239,7 +239,7 @@ def _attend(
         sizes = tile[ROWS], tile[COLUMNS]
         window = tile[LEFT], tile[RIGHT]
         given = q, k, v, pad, *window, scale * LOG2_E, sizes
-        attend_heads(gemm, group, group + 1, *given, out, known[0], known[1])
+        attend_heads(by, group, group + 1, *given, out, known[0], known[1])
         count(at + WORD)
         group = count(at)
     wait(at, n_texts * n_groups)

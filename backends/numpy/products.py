@@ -12,6 +12,8 @@ from xformer.typing import Array
 
 SMALL = 1 << 18  # multiplications: not worth waking a thread for, nor does OpenBLAS, for matrices
 FEW = 128  # rows: within inference() BLAS's own threads have begun before one of ours is awake
+AS_IT_IS, TRANSPOSED = 111, 112  # of CBLAS
+LARGEST = 2**31 - 1
 PIECE = 1536  # rows or columns, at most: fewer pack the other factor more often
 
 
@@ -58,11 +60,27 @@ def products(
 
 
 def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
-    """out = x w, or out += x w, on this thread; `xformer.backends.mkl` puts its own here."""
+    """out = x w, or out += x w, on this thread; backends `numba` and `mkl` put their own here."""
     if add:
         out += np.matmul(x, w, out=scratch("product", out.shape, out.dtype))
     else:
         np.matmul(x, w, out=out)
+
+
+def layout(a: Array) -> tuple[int, int] | None:
+    """Whether rows or columns are contiguous, and from one to the next; None: neither, or a vector.
+
+    NumPy takes vectors by another routine, which is faster.
+    """
+    (n, m), (down, across) = a.shape, a.strides
+    size = a.itemsize
+    if min(n, m) < 2 or max(n, m, down // size, across // size) > LARGEST:
+        return None
+    if across == size and down >= m * size and down % size == 0:
+        return AS_IT_IS, down // size
+    if down == size and across >= n * size and across % size == 0:
+        return TRANSPOSED, across // size
+    return None
 
 
 def _step(length: int, size: int) -> int:

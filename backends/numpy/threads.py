@@ -38,6 +38,11 @@ def n_threads() -> int:
         return min((n for _, n in _numbers()), default=1)
 
 
+def in_piece() -> bool:
+    """Whether this thread does a piece, and others do the rest."""
+    return _kept.n_threads == 1
+
+
 def blocks(fn: Piece, n: int, size: int) -> None:
     """fn(start, stop) over [0, n), in pieces of `even(n, size)`, on the threads of NumPy's BLAS.
 

@@ -1,0 +1,210 @@
+"""`blocks` of a thread's share of a batch in training: a layer in one call, and one backward.
+
+Between the calls of a layer's ops the threads would wait for each other's Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.numba import layer, share_layer
+from xformer.backends.numba.blocks import tile_of_layer, turns_of, unreadable
+from xformer.backends.numba.gemm import products
+from xformer.backends.numba.plan import remembered
+from xformer.backends.numba.sdpa import pad_of
+from xformer.backends.numpy.threads import in_piece, scratch
+
+from xformer import ops
+from xformer.checks import require_gradient
+from xformer.dispatch import keeps_nothing
+from xformer.layers.attention import AttentionParams, KeyValue, KeyValueParams
+from xformer.layers.block import BlockConfig, BlockParams
+from xformer.layers.blocks import BlocksCache, order_of
+from xformer.layers.feed_forward import FeedForwardParams
+from xformer.layers.past import Past
+from xformer.layers.rotary import Rotary
+from xformer.tree import Frozen
+from xformer.typing import Array
+
+
+def outside(
+    x: Array,
+    params: tuple[BlockParams, ...],
+    memory: Array | KeyValue | Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    memory_pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    rotary: Rotary | None = None,
+    past: Sequence[Past] | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    memory_mask: Array | None = None,
+    dropout_key: ops.Key | None = None,
+    checkpoint: bool = False,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if keeps_nothing() or not in_piece():
+        return "only a thread's share of a batch, for a backward"
+    if checkpoint:
+        return "no checkpoints"
+    if not (memory is bias is pos is memory_pos is past is memory_mask is None):
+        return "a memory, a bias, positions in each layer or a text that grows"
+    if any(c.norm == "post" for c in configs) or any(
+        p.attn_out_norm or p.ffn_out_norm for p in params
+    ):
+        return "only norms before the branches"
+    if _is_frozen(params):
+        return "what is frozen has no gradient"
+    return unreadable(x, params, configs, rotary, mask)
+
+
+def _is_frozen(node: Any) -> bool:
+    return any(map(_is_frozen, node)) if isinstance(node, tuple) else isinstance(node, Frozen)
+
+
+def blocks(
+    x: Array,
+    params: tuple[BlockParams, ...],
+    memory: Array | KeyValue | Sequence[KeyValue] | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    memory_pos: Array | None = None,
+    *,
+    configs: Sequence[BlockConfig],
+    rotary: Rotary | None = None,
+    past: Sequence[Past] | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    memory_mask: Array | None = None,
+    dropout_key: ops.Key | None = None,
+    checkpoint: bool = False,
+) -> tuple[Array, BlocksCache]:
+    """Layer by layer; dropout_key is of no layer that drops."""
+    plan, order = remembered(params, configs), order_of(params, configs)
+    if plan.tables is None:
+        raise ValueError(f"blocks: {plan.refusal}")
+    maps, norms, sizes, numbers, scales = plan.tables
+    turns, interleaved = turns_of(rotary, x.dtype)
+    pad = np.array(pad_of(mask, *x.shape[:2], x.dtype), order="C")
+    caches: list[LayerCache] = []
+    for i, config in enumerate(configs):
+        own = slice(layer.NORMS * i, layer.NORMS * (i + 1))
+        tables = maps[i], norms[own], sizes[i], numbers[own], scales[i]
+        tile = np.array(tile_of_layer(config, causal, x.shape[1]), np.int64)
+        x, cache = _layer(x, params[order[i]], tables, (tile, turns, interleaved, pad))
+        caches.append(cache)
+    return x, BlocksCache(tuple(caches), order, False, ())
+
+
+def _layer(x: Array, params: BlockParams, tables: Any, options: Any) -> tuple[Array, LayerCache]:
+    maps, size = tables[0], tables[2]
+    n_texts, length, d_model = x.shape
+    n, (wide, gate) = n_texts * length, maps[[layer.UP, layer.GATE], layer.N_OUT]
+    y, middle = np.empty(x.shape, x.dtype), np.empty((n, d_model), x.dtype)
+    cache = LayerCache(
+        params,
+        tables,
+        options,
+        np.require(x, None, "CAW").reshape(n, d_model),
+        np.empty(n * maps[: layer.OUT, layer.N_OUT].sum(), x.dtype),
+        np.empty((n, maps[layer.OUT, layer.N_IN]), x.dtype),
+        np.empty((2, n_texts, size[layer.HEADS], length), x.dtype),
+        middle,
+        np.empty((n, wide), x.dtype),
+        np.empty((n if gate else 0, wide), x.dtype),
+        np.empty((n, wide), x.dtype),
+    )
+    h = scratch("h", middle.shape, x.dtype)
+    share_layer.forward(products(), tables, options, *cache[3:], y.reshape(middle.shape), h)
+    return y, cache
+
+
+class LayerCache(NamedTuple):
+    """What a layer keeps for its backward: arrays as in `share_layer.forward`, N = B T."""
+
+    params: BlockParams
+    tables: Any
+    options: Any
+    x: Array  # (N, D)
+    mapped: Array  # (N (H K + G K + G M),)
+    ctx: Array  # (N, H M)
+    statistics: Array  # (2, B, H, T)
+    middle: Array  # (N, D)
+    ups: Array  # (N, F)
+    opened: Array  # (N, F) or (0, F)
+    hidden: Array  # (N, F)
+
+    def backward(self, dy: Array) -> tuple[Any, ...]:
+        """As `BlockCache.backward`: of x, params, and None in the place of the rest."""
+        shape = *self.statistics.shape[1::2], self.x.shape[1]
+        require_gradient("blocks", "dy", dy, self.x, shape)
+        tile, turns, interleaved, pad = self.options
+        options = (
+            tile,
+            turns * np.array([1, -1], turns.dtype)[:, None, None, None],
+            interleaved,
+            pad,
+        )
+        grads = _empty_like(self.params)
+        dx = np.empty(shape, dy.dtype)
+        memory = [
+            scratch(name, like.shape, dy.dtype)
+            for name, like in (
+                ("dmiddle", self.x),
+                ("h", self.x),
+                ("dh", self.x),
+                ("dhidden", self.hidden),
+                ("dups", self.hidden),
+                ("dopened", self.opened),
+                ("dctx", self.ctx),
+                ("dmapped", self.mapped),
+            )
+        ]
+        share_layer.backward(
+            products(),
+            self.tables,
+            options,
+            *self[3:],
+            np.require(dy, None, "CAW").reshape(self.x.shape),
+            *_places(grads),
+            dx.reshape(self.x.shape),
+            *memory,
+        )
+        return dx, grads, None, None, None, None
+
+
+def _empty_like(params: BlockParams) -> BlockParams:
+    """Memory for their gradients."""
+    attn, kv, ffn = params.attn, params.attn.kv, params.ffn
+    q, k, v, o, up, down, gate = map(
+        _pair_like, (attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.down, ffn.gate)
+    )
+    attn_norm, ffn_norm = _pair_like(params.attn_norm), _pair_like(params.ffn_norm)
+    own = AttentionParams(q, KeyValueParams(k, v), o)
+    return BlockParams(attn_norm, own, None, None, ffn_norm, FeedForwardParams(up, down, gate))
+
+
+def _pair_like(own: Any) -> Any:
+    """LinearParams or NormParams as they lie in memory: a tied map's lies sideways."""
+    return own and own._make(None if x is None else np.empty_like(x) for x in own)
+
+
+def _places(grads: BlockParams) -> tuple[Array, Array]:
+    """Of the gradients, as `share_layer.backward` reads them."""
+    attn, kv, ffn = grads.attn, grads.attn.kv, grads.ffn
+    maps = attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.gate, ffn.down
+    dmaps = [
+        (_place(own.w), own.w.flags.c_contiguous, _place(own.b)) if own else (0, 0, 0)
+        for own in maps
+    ]
+    norms = grads.attn_norm, None, grads.ffn_norm, None
+    dnorms = [(_place(own.w), _place(own.b)) if own else (0, 0) for own in norms]
+    return np.array(dmaps, np.int64), np.array(dnorms, np.int64)
+
+
+def _place(x: Array | None) -> int:
+    return 0 if x is None else int(x.ctypes.data)

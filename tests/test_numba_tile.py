@@ -1,0 +1,212 @@
+"""Products in tiles: of any sizes and layouts, and nobody reads or writes beside the matrices."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xformer import backends
+from xformer.typing import Array
+
+pytest.importorskip("numba", reason="extra numba is not installed")
+from xformer.backends.numba import gemm, tile
+from xformer.backends.numpy import products
+
+KNOWN = pytest.mark.skipif(not tile.KNOWN, reason="tiles are for x86-64 with AVX2 or AVX-512")
+Layout = Callable[[Array], Array]
+LAYOUTS: dict[str, Layout] = {
+    "rows": np.ascontiguousarray,
+    "columns": np.asfortranarray,
+    "rows of more": lambda a: np.hstack([a, a])[:, : a.shape[1]],
+    "columns of more": lambda a: np.asfortranarray(np.vstack([a, a]))[: len(a)],
+}
+BY_ROWS = [name for name in LAYOUTS if name.startswith("rows")]
+HIGH, WIDE, DEEP = (1, 3, 4, 5, 12, 13, 31, 47), (1, 15, 16, 31, 32, 33, 70), (1, 2, 16, 31, 40)
+LARGE = ((3, 1100, 20), (14, 40, 900), (100, 100, 400), (13, 1057, 385))
+
+
+def drawn(n: int, m: int, k: int) -> tuple[Array, Array, Array]:
+    rng = np.random.default_rng((n, m, k))
+    return tuple(rng.normal(size=s).astype(np.float32) for s in ((n, k), (k, m), (n, m)))  # type: ignore[return-value]
+
+
+def require_product(got: Array, x: Array, w: Array, y: Array, scale: float, keep: bool) -> None:
+    """Within the bound of any order of summation: K roundings of the sum of |x w|."""
+    exact = scale * (x.astype(np.float64) @ w) + (y if keep else 0)
+    sizes = abs(scale) * (np.abs(x).astype(np.float64) @ np.abs(w)) + np.abs(y)
+    bound = (len(w) + 3) * np.finfo(np.float32).eps / 2 * sizes
+    assert got.shape == exact.shape and (np.abs(got - exact) <= bound).all()
+    assert (
+        np.sqrt(np.mean((got - exact) ** 2))
+        <= 2e-7 * len(w) ** 0.5 * np.sqrt(np.mean(exact**2)) + 1e-30
+    )
+
+
+@KNOWN
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("w_lies", LAYOUTS)
+@pytest.mark.parametrize("x_lies", LAYOUTS)
+def test_products_of_any_size(
+    x_lies: str, w_lies: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n, m, k in (*itertools.product(HIGH, WIDE, DEEP), *LARGE):
+        x, w, y = drawn(n, m, k)
+        for out in (y.copy(), LAYOUTS["rows of more"](y)):
+            beside = out.base.copy() if out.base is not None else None
+            run(0.5, LAYOUTS[x_lies](x), LAYOUTS[w_lies](w), keep, out)
+            require_product(out, x, w, y, 0.5, keep)
+            if beside is not None:
+                assert np.array_equal(out.base[:, m:], beside[:, m:])
+
+
+def run(scale: float, x: Array, w: Array, keep: bool, y: Array) -> None:
+    """By tiles, however small."""
+    places = [number for a in (x, w) for number in (a.ctypes.data, *a.strides)]
+    memory = np.full(tile.SIZE, np.nan, np.float32)  # what is not written is not read
+    own = y.ctypes.data, y.strides[0], *y.shape, x.shape[1]
+    gemm._from_c()(memory.ctypes.data, scale, *places, keep, *own)
+
+
+@KNOWN
+def test_no_terms() -> None:
+    x, w, y = (
+        np.empty((5, 0), np.float32),
+        np.empty((0, 40), np.float32),
+        np.ones((5, 40), np.float32),
+    )
+    run(1.0, x, w, True, y)
+    assert (y == 1).all()
+    run(1.0, x, w, False, y)
+    assert (y == 0).all()
+
+
+@KNOWN
+def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
+    x, w, y = drawn(30, 50, 20)
+    x[7, 3], w[4, 9] = np.nan, np.inf
+    run(1.0, x, w, False, y)
+    wrong = ~np.isfinite(y)
+    assert wrong[7].all() and wrong[:, 9].all() and wrong.sum() == 30 + 50 - 1
+
+
+@KNOWN
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are protected by Linux's mprotect")
+def test_nothing_is_read_or_written_behind_the_matrices(tmp_path: object) -> None:
+    """Each ends where a page begins that nobody may touch."""
+    code = """
+import ctypes, itertools, mmap, sys
+import numpy as np
+from test_numba_tile import LAYOUTS, drawn, require_product, run
+
+PAGE = mmap.PAGESIZE
+
+def at_the_end(a, by_rows):
+    nbytes = -(-a.nbytes // PAGE) * PAGE
+    memory = mmap.mmap(-1, nbytes + PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + nbytes), PAGE, 0) == 0
+    flat = np.frombuffer(memory, np.float32, a.size, nbytes - a.nbytes)
+    own = flat.reshape(a.shape) if by_rows else flat.reshape(a.shape[::-1]).T
+    own[:] = a
+    return own
+
+for n, m, k in itertools.product((1, 4, 11, 13, 24), (5, 16, 32, 45), (3, 16, 17, 400)):
+    x, w, y = drawn(n, m, k)
+    for x_by_rows, w_by_rows in itertools.product((True, False), repeat=2):
+        out = at_the_end(y, True)
+        run(1.0, at_the_end(x, x_by_rows), at_the_end(w, w_by_rows), True, out)
+        require_product(out, x, w, y, 1.0, True)
+print("done")
+"""
+    folder = os.path.dirname(__file__)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout == "done\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("features", ["+avx2,+fma,+sse4.2,+avx", "+sse2"])
+def test_other_vectors(features: str) -> None:
+    """Half as wide; and without any that are known, BLAS's product."""
+    if not tile.KNOWN:
+        pytest.skip("tiles are for x86-64 with AVX2 or AVX-512")
+    code = """
+import itertools
+import numpy as np
+from test_numba_tile import LAYOUTS, drawn, gemm, require_product, tile
+known = tile.KNOWN
+for n, m, k in itertools.product((1, 5, 6, 7, 14, 120), (3, 16, 19, 120), (1, 9, 120)):
+    x, w, y = drawn(n, m, k)
+    for a, b in itertools.product(LAYOUTS.values(), repeat=2):
+        out = y.copy()
+        gemm.add_product(gemm.products(), np.float32(0.5), a(x), b(w), True, out)
+        require_product(out, x, w, y, 0.5, True)
+print(known, tile.LANES)
+"""
+    folder = os.path.dirname(__file__)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}
+    env |= {"NUMBA_CPU_FEATURES": features, "NUMBA_CPU_NAME": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    wanted = "True 8\n" if "avx2" in features else "False 4\n"
+    assert done.stdout == wanted, done.stderr[-2000:]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60)),
+    lies=st.tuples(st.sampled_from([*LAYOUTS]), st.sampled_from([*LAYOUTS])),
+    keep=st.booleans(),
+)
+def test_products_of_loops(sizes: tuple[int, int, int], lies: tuple[str, str], keep: bool) -> None:
+    """By tiles or BLAS, as `add_product` chooses."""
+    x, w, y = drawn(*sizes)
+    out = y.copy()
+    given_ = LAYOUTS[lies[0]](x), LAYOUTS[lies[1]](w)
+    gemm.add_product(gemm.products(), np.float32(2), *given_, keep, out)
+    require_product(out, x, w, y, 2, keep)
+
+
+@KNOWN
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("out_lies", LAYOUTS)
+@pytest.mark.parametrize("w_lies", [*LAYOUTS, "every second"])
+@pytest.mark.parametrize("x_lies", LAYOUTS)
+def test_products_of_numpys_kernels(
+    x_lies: str, w_lies: str, out_lies: str, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones by tiles, in any layout that BLAS can read; the others by NumPy."""
+    seen: list[str] = []
+    by_numpy, from_c = gemm.by_numpy, gemm._from_c()
+    monkeypatch.setattr(gemm, "by_numpy", lambda *a, **o: (seen.append("numpy"), by_numpy(*a, **o)))
+    monkeypatch.setattr(gemm, "_from_c", lambda: lambda *a: (seen.append("tiles"), from_c(*a)))
+    for sizes, who in (
+        ((130, 90, 110), "tiles"),
+        ((20, 30, 40), "numpy"),
+        ((2, 1200, 600), "numpy"),
+    ):
+        x, w, y = drawn(*sizes)
+        every_second = w_lies == "every second"
+        other = np.repeat(w, 2, axis=1)[:, ::2] if every_second else LAYOUTS[w_lies](w)
+        out = LAYOUTS[out_lies](y.copy())
+        gemm.multiply(LAYOUTS[x_lies](x), other, out, add=add)
+        require_product(np.asarray(out), x, w, y, 1, add)
+        assert seen.pop() == ("numpy" if every_second else who) and not seen
+
+
+@KNOWN
+def test_kernels_multiply_by_tiles_where_numba_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "multiply", gemm.by_numpy)
+    backends.get("numba")
+    assert products.multiply is gemm.multiply
+    monkeypatch.setattr(products, "multiply", other := lambda *a, **o: None)
+    backends.get("numba")
+    assert products.multiply is other  # MKL's, if one has asked for that
