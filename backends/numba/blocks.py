@@ -49,9 +49,10 @@ def outside(
         return "only within inference()"
     if not (memory is bias is pos is memory_pos is past is memory_mask is dropout_key is None):
         return "a memory, a bias, positions in each layer, a text that grows or dropout"
-    if (why := unreadable(x, params, configs, rotary, mask)) is not None:
-        return why
-    if not _most(remembered(params, configs), x.shape[1]):
+    plan = read(x, params, configs, rotary, mask)
+    if isinstance(plan, str):
+        return plan
+    if not _most(plan, x.shape[1]):
         return f"a text has more than {SIZE} numbers in its widest vectors"
     # NumPy's kernel cuts the batch, and asks for a kernel of each share.
     options: Any = {"configs": configs, "rotary": rotary, "mask": mask, "causal": causal}
@@ -60,14 +61,14 @@ def outside(
     return None
 
 
-def unreadable(
+def read(
     x: Array,
     params: tuple[BlockParams, ...],
     configs: Sequence[BlockConfig],
     rotary: Rotary | None,
     mask: Array | None,
-) -> str | None:
-    """Why loops over whole layers cannot read these."""
+) -> Plan | str:
+    """The plan of loops over whole layers, or why they cannot read these."""
     if type(x) is not np.ndarray or x.ndim != 3 or x.dtype != np.float32:
         return "only NumPy's own arrays of float32"
     n_texts, n_tokens, d_model = x.shape
@@ -80,13 +81,8 @@ def unreadable(
     ):
         return "only masks of keys"
     plan = remembered(params, configs)
-    if plan.refusal is not None:
-        return plan.refusal
-    if d_model != configs[0].d_model:
-        return "only what fits the model"
-    if (why := unturned(rotary, plan, n_texts, n_tokens)) is not None:
-        return why
-    return no_products()
+    why = plan.refusal or (None if d_model == configs[0].d_model else "only what fits the model")
+    return why or unturned(rotary, plan, n_texts, n_tokens) or no_products() or plan
 
 
 def blocks(

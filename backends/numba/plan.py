@@ -17,7 +17,7 @@ from xformer.layers.norm import NormParams
 from xformer.layers.past import Past
 from xformer.layers.rotary import Rotary
 from xformer.layers.stack import StackParams
-from xformer.tree import value
+from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 ACTIVATIONS = {
@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     configs: Sequence[BlockConfig]
     refusal: str | None  # why there is none
     params: StackParams | None = None  # which lives as long
+    frozen: bool = False  # whether a part of them is
     large: bool = False  # whether a product has several pieces
     tables: Tables | None = None
     heads: tuple[tuple[int, int, int], ...] = ()  # of each layer G, K and M
@@ -85,7 +86,8 @@ def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) 
         return known[0]
     why = unplanned(blocks, configs)
     plan = Plan(configs, why) if why else _made(blocks, configs, None)
-    if all(x is None or isinstance(x, np.ndarray) for x in leaves):
+    plan = plan._replace(frozen=any(isinstance(x, Frozen) for x in leaves))
+    if all(x is None or isinstance(x, np.ndarray | Frozen) for x in leaves):
 
         def forget(_: Any) -> None:
             _known.pop(key, None)
@@ -99,11 +101,11 @@ _known: dict[tuple[int, ...], tuple[Plan, list[Any]]] = {}
 
 def _gather(node: Any, leaves: list[Any]) -> None:
     """All leaves of parameters, as `tree.flatten` in a tenth of its time; None where one is not."""
-    if isinstance(node, tuple):
-        for part in node:
+    for part in node:
+        if isinstance(part, tuple):
             _gather(part, leaves)
-    else:
-        leaves.append(value(node))
+        else:
+            leaves.append(part)
 
 
 def unplanned(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> str | None:

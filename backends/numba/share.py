@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba import layer, share_layer
-from xformer.backends.numba.blocks import tile_of_layer, turns_of, unreadable
+from xformer.backends.numba.blocks import read, tile_of_layer, turns_of
 from xformer.backends.numba.gemm import products
 from xformer.backends.numba.plan import remembered
 from xformer.backends.numba.sdpa import pad_of
@@ -25,7 +25,6 @@ from xformer.layers.blocks import BlocksCache, order_of
 from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.past import Past
 from xformer.layers.rotary import Rotary
-from xformer.tree import Frozen
 from xformer.typing import Array
 
 
@@ -57,13 +56,10 @@ def outside(
         p.attn_out_norm or p.ffn_out_norm for p in params
     ):
         return "only norms before the branches"
-    if _is_frozen(params):
-        return "what is frozen has no gradient"
-    return unreadable(x, params, configs, rotary, mask)
-
-
-def _is_frozen(node: Any) -> bool:
-    return any(map(_is_frozen, node)) if isinstance(node, tuple) else isinstance(node, Frozen)
+    plan = read(x, params, configs, rotary, mask)
+    if isinstance(plan, str):
+        return plan
+    return "what is frozen has no gradient" if plan.frozen else None
 
 
 def blocks(
