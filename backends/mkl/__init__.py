@@ -2,8 +2,8 @@
 
     backend = xformer.backends.get("mkl")
 
-From then on in the whole process, and the kernels of `xformer.backends.numba` with them. Those of
-whole layers, within `inference()`, have products of their own, or by NumPy's BLAS.
+From then on in the whole process, and the kernels of `xformer.backends.numba` with them, of which
+those of whole layers have products of their own.
 """
 
 from __future__ import annotations

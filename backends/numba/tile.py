@@ -44,7 +44,8 @@ COLUMNS = VECTORS * LANES
 DEPTH, WIDE = 384, 1024  # numbers of a row of a panel of a, at most; columns of b at once
 STEP = DEPTH + 16  # from row to row of a panel of a; not so that all rows are in one set of a cache
 SLOT = 16  # the same of one that is copied column by column
-NEAR = 1 << 15  # bytes, at most, from the first to the last row of what is read where it is
+# What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
+NEAR, FEW = 1 << 19, 192
 EDGE = HIGH * COLUMNS
 SIZE = 16 + max(HIGH * STEP, DEPTH * SLOT) + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
 
@@ -85,7 +86,8 @@ def multiply(
         right = min(m, left + WIDE)
         for p in range(0, depth, length):
             k, more = min(length, depth - p), keep != 0 or p > 0
-            w_near, x_near = w_by_rows and k * w_down <= NEAR, k * x_across <= NEAR
+            w_near = w_by_rows and (k * w_down <= NEAR or n <= FEW)
+            x_near = k * x_across <= NEAR or m <= FEW
             w_part = w_at + p * w_down + left * w_across
             _pack_columns((w_part, w_down, w_across), k, right - left, w_near, panels)
             i = 0
@@ -126,13 +128,6 @@ def _next(left: int) -> int:
         if left >= rows:
             return rows
     return left
-
-
-@rowwise
-def _even(n: int, most: int) -> int:
-    """The length of pieces of n, of at most `most`, as long as each other."""
-    pieces = max(1, -(-n // most))
-    return max(1, -(-n // pieces))
 
 
 @rowwise
