@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,13 +14,13 @@ import threadpoolctl
 from test_numba_advance import LAYOUTS as LYING
 from test_numpy_advance import FORMS, WIDE
 
-from xformer import GPT, backends, dispatch, inference, layers, reference_only, tree
+from xformer import GPT, Key, backends, dispatch, inference, layers, reference_only, tree
 from xformer.layers import BlockConfig
 from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import share
+from xformer.backends.numba import share, share_layer
 
 MODELS = {name: replace(WIDE, **options) for name, options in FORMS.items()} | {
     "gelu, values of another width": BlockConfig(24, 4, 40, activation="gelu", d_value=5),
@@ -173,13 +175,38 @@ def test_hidden_keys(causal: bool, ran: list[str]) -> None:
 
 
 def test_layers_that_differ_and_share(ran: list[str]) -> None:
-    first = MODELS["layer norms"]
-    second = replace(first, window=(2, 1), d_ff=36, d_head=8, activation="silu", gated=True)
-    params, configs = drawn(first, second, replace(first, window=(None, 3)))
+    first = replace(MODELS["layer norms"], eps=0.1, scale=0.7)
+    second = replace(first, window=(2, 1), d_ff=36, d_head=8, activation="silu", gated=True, eps=1)
+    third = replace(first, window=(None, 3), scale=-0.2, eps=1e-5)
+    params, configs = drawn(first, second, third)
     x = tokens(4, 70, 24)
     require_exact(x, params, configs=configs)
-    require_exact(x, params[:2], configs=(first, configs[2], second, second))
-    assert ran.count("forward") == 4
+    require_exact(x, params[:2], configs=(first, third, second, second))
+    require_exact(x, params, configs=(third, second, first))  # the same parameters, other layers
+    assert ran.count("forward") == 6
+
+
+def test_a_cache_is_copied_with_its_weights(ran: list[str]) -> None:
+    """Of which it knows the place: by a pickle, whose weights are elsewhere, and they are gone."""
+    params, configs = drawn(*(MODELS["layer norms"],) * 2)
+    x = tokens(4, 70, 24)
+    with threadpoolctl.threadpool_limits(1, user_api="blas"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(share, "in_piece", lambda: True)
+        _, cache = share.blocks(x, params, configs=configs)
+    wanted = tree.flatten(cache.backward(x)[:2])
+    kept = pickle.dumps(cache)
+    for leaf in tree.flatten(params).values():
+        leaf[:] = np.nan
+    for copied in (pickle.loads(kept), copy.deepcopy(pickle.loads(kept))):
+        for key, got in tree.flatten(copied.backward(x)[:2]).items():
+            assert np.array_equal(got, wanted[key]), key
+
+
+def test_sums_over_many_rows() -> None:
+    """Of a bias, whose gradient is one of all tokens."""
+    x = (1 + 0.1 * np.random.default_rng(0).normal(size=(50_000, 3))).astype(np.float32)
+    share_layer._sum_rows(x, out := np.empty(3, np.float32))
+    assert np.allclose(out, x.astype(np.float64).sum(axis=0), rtol=2e-6)
 
 
 def test_without_norms(ran: list[str]) -> None:
@@ -261,6 +288,7 @@ def test_explain_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with inference():
         assert "for a backward" in str(share.outside(x, params, configs=configs))
     frozen = tuple(tree.freeze(p, "attn.q.w") for p in params)
+    gainless = params[0]._replace(attn_norm=params[0].attn_norm._replace(w=None))
     outer = (params[0]._replace(attn_out_norm=params[0].attn_norm),)
     given: dict[str, Any] = {"x": x, "params": params, "configs": configs}
     cases: list[tuple[str, dict[str, Any]]] = [
@@ -269,6 +297,8 @@ def test_explain_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         ("only norms before", {"configs": (replace(configs[0], norm="post"),)}),
         ("only norms before", {"params": outer}),
         ("what is frozen has no gradient", {"params": frozen}),
+        ("no dropout", {"dropout_key": Key(1), "configs": (replace(configs[0], dropout=0.1),)}),
+        ("a norm without a gain", {"params": (gainless,)}),
         ("only masks of keys", {"mask": np.ones((70, 70), bool)}),
         ("only NumPy's own arrays of float32", {"x": x.astype(np.float64)}),
     ]

@@ -17,10 +17,10 @@ from xformer import backends
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import gemm, tile
+from xformer.backends.numba import gemm, registers, tile
 from xformer.backends.numpy import products
 
-KNOWN = pytest.mark.skipif(not tile.KNOWN, reason="tiles are for x86-64 with AVX2 or AVX-512")
+KNOWN = pytest.mark.skipif(not registers.USABLE, reason="tiles are for x86-64 with AVX2 or AVX-512")
 Layout = Callable[[Array], Array]
 LAYOUTS: dict[str, Layout] = {
     "rows": np.ascontiguousarray,
@@ -28,9 +28,8 @@ LAYOUTS: dict[str, Layout] = {
     "rows of more": lambda a: np.hstack([a, a])[:, : a.shape[1]],
     "columns of more": lambda a: np.asfortranarray(np.vstack([a, a]))[: len(a)],
 }
-BY_ROWS = [name for name in LAYOUTS if name.startswith("rows")]
 HIGH, WIDE, DEEP = (1, 3, 4, 5, 12, 13, 31, 47), (1, 15, 16, 31, 32, 33, 70), (1, 2, 16, 31, 40)
-LARGE = ((3, 1100, 20), (14, 40, 900), (100, 100, 400), (13, 1057, 385))
+LARGE = ((3, 1100, 20), (14, 40, 900), (193, 300, 400), (13, 1057, 385), (14, 1040, 384))
 
 
 def drawn(n: int, m: int, k: int) -> tuple[Array, Array, Array]:
@@ -54,9 +53,7 @@ def require_product(got: Array, x: Array, w: Array, y: Array, scale: float, keep
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("w_lies", LAYOUTS)
 @pytest.mark.parametrize("x_lies", LAYOUTS)
-def test_products_of_any_size(
-    x_lies: str, w_lies: str, keep: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_any_size(x_lies: str, w_lies: str, keep: bool) -> None:
     for n, m, k in (*itertools.product(HIGH, WIDE, DEEP), *LARGE):
         x, w, y = drawn(n, m, k)
         for out in (y.copy(), LAYOUTS["rows of more"](y)):
@@ -70,9 +67,11 @@ def test_products_of_any_size(
 def run(scale: float, x: Array, w: Array, keep: bool, y: Array) -> None:
     """By tiles, however small."""
     places = [number for a in (x, w) for number in (a.ctypes.data, *a.strides)]
-    memory = np.full(tile.SIZE, np.nan, np.float32)  # what is not written is not read
+    memory = np.full(tile.SIZE + 64, np.nan, np.float32)  # what is not written is not read
+    memory[tile.SIZE :] = 7
     own = y.ctypes.data, y.strides[0], *y.shape, x.shape[1]
     gemm._from_c()(memory.ctypes.data, scale, *places, keep, *own)
+    assert (memory[tile.SIZE :] == 7).all()
 
 
 @KNOWN
@@ -135,20 +134,20 @@ print("done")
 @pytest.mark.parametrize("features", ["+avx2,+fma,+sse4.2,+avx", "+sse2"])
 def test_other_vectors(features: str) -> None:
     """Half as wide; and without any that are known, BLAS's product."""
-    if not tile.KNOWN:
+    if not registers.USABLE:
         pytest.skip("tiles are for x86-64 with AVX2 or AVX-512")
     code = """
 import itertools
 import numpy as np
-from test_numba_tile import LAYOUTS, drawn, gemm, require_product, tile
-known = tile.KNOWN
+from test_numba_tile import LAYOUTS, drawn, gemm, registers, require_product
+known = registers.USABLE
 for n, m, k in itertools.product((1, 5, 6, 7, 14, 120), (3, 16, 19, 120), (1, 9, 120)):
     x, w, y = drawn(n, m, k)
     for a, b in itertools.product(LAYOUTS.values(), repeat=2):
         out = y.copy()
         gemm.add_product(gemm.products(), np.float32(0.5), a(x), b(w), True, out)
         require_product(out, x, w, y, 0.5, True)
-print(known, tile.LANES)
+print(known, registers.LANES)
 """
     folder = os.path.dirname(__file__)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}
@@ -168,8 +167,8 @@ def test_products_of_loops(sizes: tuple[int, int, int], lies: tuple[str, str], k
     """By tiles or BLAS, as `add_product` chooses."""
     x, w, y = drawn(*sizes)
     out = y.copy()
-    given_ = LAYOUTS[lies[0]](x), LAYOUTS[lies[1]](w)
-    gemm.add_product(gemm.products(), np.float32(2), *given_, keep, out)
+    factors = LAYOUTS[lies[0]](x), LAYOUTS[lies[1]](w)
+    gemm.add_product(gemm.products(), np.float32(2), *factors, keep, out)
     require_product(out, x, w, y, 2, keep)
 
 
@@ -201,6 +200,18 @@ def test_products_of_numpys_kernels(
 
 
 @KNOWN
+def test_other_dtypes_are_numpys() -> None:
+    x, w, y = drawn(120, 100, 110)
+    for a, b in ((x.astype(np.float64), w), (x, w.astype(np.float64))):
+        out = np.empty(y.shape)
+        gemm.multiply(a, b, out)
+        require_product(out, x, w, y, 1, False)
+    out = np.empty((120, 110))
+    gemm.multiply(x.astype(np.float64), x.T.astype(np.float64)[:, :110], out)
+    assert np.array_equal(out, x.astype(np.float64) @ x.T.astype(np.float64)[:, :110])
+
+
+@KNOWN
 def test_kernels_multiply_by_tiles_where_numba_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -209,4 +220,4 @@ def test_kernels_multiply_by_tiles_where_numba_is_asked_for(
     assert products.multiply is gemm.multiply
     monkeypatch.setattr(products, "multiply", other := lambda *a, **o: None)
     backends.get("numba")
-    assert products.multiply is other  # MKL's, if one has asked for that
+    assert products.multiply is other  # as MKL's, where somebody has asked for that

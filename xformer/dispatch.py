@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,7 +68,6 @@ class Overridable:
         self.drops = backward and drops
         self.kernels: dict[str, list[Kernel]] = {}
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
-        self._first = reference.__code__.co_varnames[0]  # its name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op."""
@@ -110,7 +110,7 @@ class Overridable:
 
     def _library(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """That of the first array, which may be the first of a list."""
-        first = args[0] if args else kwargs.get(self._first)
+        first = args[0] if args else kwargs.get(next(iter(inspect.signature(self).parameters)))
         return library_of(type(first[0] if isinstance(first, list) and first else first))
 
     def __repr__(self) -> str:

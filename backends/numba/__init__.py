@@ -3,7 +3,7 @@
     backend = xformer.backends.get("numba")
 
 From then on they run in the whole process, before those of `xformer.backends.numpy`, which stay for
-what they do not do: float64, above all. Compiling takes some seconds once on a machine.
+what they do not do: float64, above all. Compiling takes half a minute once on a machine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from xformer.backends.numba import (
     glu,
     layer_norm,
     linear,
+    registers,
     rms_norm,
     sdpa,
     share,
-    tile,
 )
 from xformer.backends.numpy import products
 
@@ -57,7 +57,7 @@ def register() -> None:
     for op, run, unsupported in KERNELS:
         if all(known.run is not run for known in op.kernels["numpy"]):
             kernel(op, "numpy", unsupported=unsupported)(run)
-    if tile.KNOWN and products.multiply is gemm.by_numpy:
+    if registers.USABLE and products.multiply is gemm.by_numpy:
         products.multiply = gemm.multiply
 
 

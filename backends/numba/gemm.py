@@ -12,9 +12,8 @@ from numba import types
 from numba.extending import intrinsic
 from xformer.backends.numba import tile
 from xformer.backends.numba.compiled import rowwise
-from xformer.backends.numpy.products import AS_IT_IS as ROWS
-from xformer.backends.numpy.products import TRANSPOSED as COLUMNS
-from xformer.backends.numpy.products import layout
+from xformer.backends.numba.registers import HIGH, USABLE
+from xformer.backends.numpy import products as numpys
 from xformer.backends.numpy.products import multiply as by_numpy
 from xformer.backends.numpy.threads import libraries, scratch
 
@@ -22,7 +21,9 @@ from xformer.typing import Array
 
 NAMES = ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm")
 SMALL = 1_000_000  # multiplications: OpenBLAS has loops for these that copy neither factor
-ROW_MAJOR, AS_IT_IS, TRANSPOSED = map(np.int32, (101, ROWS, COLUMNS))  # of CBLAS
+ROW_MAJOR, AS_IT_IS, TRANSPOSED = map(
+    np.int32, (101, numpys.AS_IT_IS, numpys.TRANSPOSED)
+)  # of CBLAS
 
 
 @functools.cache
@@ -37,20 +38,23 @@ def sgemm() -> int | None:
 
 
 def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
-    """`products.multiply` by `tile`; by NumPy where it is small, or rows and columns are apart."""
+    """`products.multiply` by `tile`; by NumPy where it is small, or rows and columns are apart.
+
+    Shapes fit, and out shares nothing with x and w: nobody looks.
+    """
     (n, m), k = out.shape, x.shape[1]
-    is_large = min(n, m) >= tile.HIGH and n * m * k > SMALL
+    is_large = min(n, m) >= HIGH and n * m * k > SMALL
     same = out.dtype.char == "f" and x.dtype == w.dtype == out.dtype
-    layouts = [layout(a) for a in (x, w, out)] if same and is_large else [None]
+    layouts = [numpys.layout(a) for a in (x, w, out)] if same and is_large else [None]
     if None in layouts:
         by_numpy(x, w, out, add=add)
     else:
         if layouts[2][0] == TRANSPOSED:  # type: ignore[index]
             x, w, out, n, m = w.T, x.T, out.T, m, n
         places = (number for a in (x, w) for number in (a.ctypes.data, *a.strides))
-        memory = scratch("tile", (tile.SIZE,), np.float32).ctypes.data
+        memory = scratch("tile", (tile.SIZE,), np.float32)  # which stays, while it has a name
         own = out.ctypes.data, out.strides[0]
-        _from_c()(memory, 1.0, *places, add, *own, n, m, k)
+        _from_c()(memory.ctypes.data, 1.0, *places, add, *own, n, m, k)
 
 
 @functools.cache
@@ -78,7 +82,7 @@ call: Any = intrinsic(_call)
 
 def products() -> tuple[int, int, Array]:
     """What `add_product` needs: BLAS's, that of `tile` or 0, and memory of this thread's own."""
-    if not tile.KNOWN:
+    if not USABLE:
         return sgemm() or 0, 0, np.empty(0, np.float32)
     return sgemm() or 0, tile.compiled(), scratch("tile", (tile.SIZE,), np.float32)
 

@@ -263,6 +263,8 @@ def _norm(own: Any, config: BlockConfig) -> list[Any]:
     rms, d = config.norm_kind == "rms", config.d_model
     if rms and own.b is not None:
         raise Unfit("a bias of RMSNorm")
+    if own.w is None:
+        raise Unfit("a norm without a gain")
     gain, shift = _vector(value(own.w), d), _vector(value(own.b), d)
     return [gain, shift, rms, config.eps, config.norm_offset if rms else 0.0]
 

@@ -12,7 +12,7 @@ import numpy as np
 from xformer.backends.numba import layer, share_layer
 from xformer.backends.numba.blocks import read, tile_of_layer, turns_of
 from xformer.backends.numba.gemm import products
-from xformer.backends.numba.plan import remembered
+from xformer.backends.numba.plan import Plan, remembered
 from xformer.backends.numba.sdpa import pad_of
 from xformer.backends.numpy.threads import in_piece, scratch
 
@@ -52,6 +52,10 @@ def outside(
         return "no checkpoints"
     if not (memory is bias is pos is memory_pos is past is memory_mask is None):
         return "a memory, a bias, positions in each layer or a text that grows"
+    if dropout_key is not None and any(
+        c.dropout or c.probs_dropout or c.hidden_dropout for c in configs
+    ):
+        return "no dropout"
     if any(c.norm == "post" for c in configs) or any(
         p.attn_out_norm or p.ffn_out_norm for p in params
     ):
@@ -79,31 +83,38 @@ def blocks(
     dropout_key: ops.Key | None = None,
     checkpoint: bool = False,
 ) -> tuple[Array, BlocksCache]:
-    """Layer by layer; dropout_key is of no layer that drops."""
+    """Layer by layer."""
     plan, order = remembered(params, configs), order_of(params, configs)
     if plan.tables is None:
         raise ValueError(f"blocks: {plan.refusal}")
-    maps, norms, sizes, numbers, scales = plan.tables
     turns, interleaved = turns_of(rotary, x.dtype)
     pad = np.array(pad_of(mask, *x.shape[:2], x.dtype), order="C")
     caches: list[LayerCache] = []
     for i, config in enumerate(configs):
-        own = slice(layer.NORMS * i, layer.NORMS * (i + 1))
-        tables = maps[i], norms[own], sizes[i], numbers[own], scales[i]
         tile = np.array(tile_of_layer(config, causal, x.shape[1]), np.int64)
-        x, cache = _layer(x, params[order[i]], tables, (tile, turns, interleaved, pad))
+        options = tile, turns, interleaved, pad
+        x, cache = _layer(x, params[order[i]], config, _of_layer(plan, i), options)
         caches.append(cache)
     return x, BlocksCache(tuple(caches), order, False, ())
 
 
-def _layer(x: Array, params: BlockParams, tables: Any, options: Any) -> tuple[Array, LayerCache]:
+def _of_layer(plan: Plan, i: int) -> tuple[Any, ...]:
+    """The tables of one layer."""
+    maps, norms, sizes, numbers, scales = plan.tables or ()
+    own = slice(layer.NORMS * i, layer.NORMS * (i + 1))
+    return maps[i], norms[own], sizes[i], numbers[own], scales[i]
+
+
+def _layer(
+    x: Array, params: BlockParams, config: BlockConfig, tables: Any, options: Any
+) -> tuple[Array, LayerCache]:
     maps, size = tables[0], tables[2]
     n_texts, length, d_model = x.shape
     n, (wide, gate) = n_texts * length, maps[[layer.UP, layer.GATE], layer.N_OUT]
     y, middle = np.empty(x.shape, x.dtype), np.empty((n, d_model), x.dtype)
     cache = LayerCache(
         params,
-        tables,
+        config,
         options,
         np.require(x, None, "CAW").reshape(n, d_model),
         np.empty(n * maps[: layer.OUT, layer.N_OUT].sum(), x.dtype),
@@ -123,8 +134,8 @@ class LayerCache(NamedTuple):
     """What a layer keeps for its backward: arrays as in `share_layer.forward`, N = B T."""
 
     params: BlockParams
-    tables: Any
-    options: Any
+    config: BlockConfig
+    options: tuple[Array, Array, bool, Array]  # of attention: tile, turns, interleaved, pad
     x: Array  # (N, D)
     mapped: Array  # (N (H K + G K + G M),)
     ctx: Array  # (N, H M)
@@ -139,38 +150,36 @@ class LayerCache(NamedTuple):
         shape = *self.statistics.shape[1::2], self.x.shape[1]
         require_gradient("blocks", "dy", dy, self.x, shape)
         tile, turns, interleaved, pad = self.options
-        options = (
-            tile,
-            turns * np.array([1, -1], turns.dtype)[:, None, None, None],
-            interleaved,
-            pad,
-        )
-        grads = _empty_like(self.params)
-        dx = np.empty(shape, dy.dtype)
-        memory = [
-            scratch(name, like.shape, dy.dtype)
-            for name, like in (
-                ("dmiddle", self.x),
-                ("h", self.x),
-                ("dh", self.x),
-                ("dhidden", self.hidden),
-                ("dups", self.hidden),
-                ("dopened", self.opened),
-                ("dctx", self.ctx),
-                ("dmapped", self.mapped),
-            )
-        ]
+        back = turns * np.array([1, -1], turns.dtype)[:, None, None, None]
+        # Anew, since a cache may have been copied: addresses are of these parameters.
+        tables = _of_layer(remembered((self.params,), (self.config,)), 0)
+        grads, dx = _empty_like(self.params), np.empty(shape, dy.dtype)
         share_layer.backward(
             products(),
-            self.tables,
-            options,
+            tables,
+            (tile, back, interleaved, pad),
             *self[3:],
             np.require(dy, None, "CAW").reshape(self.x.shape),
             *_places(grads),
             dx.reshape(self.x.shape),
-            *memory,
+            *self._memory(),
         )
         return dx, grads, None, None, None, None
+
+    def _memory(self) -> list[Array]:
+        """As `share_layer.backward` needs it, some of it twice."""
+        width, kind = self.x.shape, self.x.dtype
+        dmiddle, h, dh = (scratch(name, width, kind) for name in ("dmiddle", "h", "dh"))
+        dhidden, dctx = _either("dhidden", self.hidden, self.ctx)
+        dups, dmapped = _either("dups", self.ups, self.mapped)
+        dopened = scratch("dopened", self.opened.shape, kind)
+        return [dmiddle, h, dh, dhidden, dups, dopened, dctx, dmapped]
+
+
+def _either(name: str, one: Array, other: Array) -> tuple[Array, Array]:
+    """Memory for what is like one, and then for what is like the other."""
+    both = scratch(name, (max(one.size, other.size),), one.dtype)
+    return both[: one.size].reshape(one.shape), both[: other.size].reshape(other.shape)
 
 
 def _empty_like(params: BlockParams) -> BlockParams:

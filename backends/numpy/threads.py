@@ -40,7 +40,7 @@ def n_threads() -> int:
 
 def in_piece() -> bool:
     """Whether this thread does a piece, and others do the rest."""
-    return _kept.n_threads == 1
+    return _kept.in_piece
 
 
 def blocks(fn: Piece, n: int, size: int) -> None:
@@ -162,6 +162,7 @@ class _Kept(threading.local):
     def __init__(self) -> None:
         self.buffers = _everyone[threading.get_ident()] = _Buffers()
         self.n_threads = 0  # within `blas_alone`
+        self.in_piece = False
 
 
 _state = _State()
@@ -176,11 +177,12 @@ def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
     while state.n_threads < helpers:
         threading.Thread(target=_help, args=(state.jobs,), daemon=True).start()
         state.n_threads += 1
-    before, _kept.n_threads = _kept.n_threads, 1  # within a piece
+    before = _kept.n_threads, _kept.in_piece
+    _kept.n_threads, _kept.in_piece = 1, True
     try:
         job.work()
     finally:
-        _kept.n_threads = before
+        _kept.n_threads, _kept.in_piece = before
     for _ in range(helpers):
         try:
             state.jobs.get_nowait()  # that a helper has not come to yet
@@ -191,7 +193,7 @@ def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
 
 
 def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
-    _kept.n_threads = 1  # it is always within a piece
+    _kept.n_threads, _kept.in_piece = 1, True  # always
     while True:
         job, context = jobs.get()
         for library in filter(_of_thread, _blas()):

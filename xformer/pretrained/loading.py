@@ -64,8 +64,8 @@ def load(
     each tensor with what is done, the bytes of parameters that are there, and of how many.
 
     On NumPy, float32 parameters of a float32 file are read-only views of the file, which is mapped
-    into memory, and which another thread begins to read: nobody waits for that, and no memory of
-    the process's own is taken. FileNotFoundError where there is no model,
+    into memory: they take none of the process's own. Another thread begins to read it meanwhile.
+    FileNotFoundError where there is no model,
     PretrainedError where it is damaged or not supported: keys of the configuration, tensors that
     are missing, unexpected or misshapen. ValueError for a dtype that the backend does not compute
     in.

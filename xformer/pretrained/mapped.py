@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,7 +142,8 @@ def open_file(path: Path) -> dict[str, Tensor]:
 def fetch(data: mmap.mmap) -> None:
     """Have all of a file at hand soon, by another thread: a gigabyte in the cache takes 40 ms."""
     places = np.frombuffer(data, np.uint8)[::AT_ONCE]
-    threading.Thread(target=places.max, daemon=True).start()
+    with suppress(RuntimeError):  # where there can be no more threads, whoever needs it reads it
+        threading.Thread(target=places.max, daemon=True).start()
 
 
 def _tensor(name: str, entry: Any, path: Path, data: mmap.mmap, base: int) -> Tensor:

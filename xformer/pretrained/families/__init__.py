@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from xformer.pretrained.family import Family
 
@@ -43,3 +44,9 @@ class _Families(Mapping[str, Family]):
 
 
 FAMILIES = _Families()
+
+
+def __getattr__(name: str) -> Any:
+    if any(place.partition(".")[0] == name for place in _PLACES.values()):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
