@@ -14,11 +14,11 @@ from xformer.backends.numba import tile
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.registers import HIGH, USABLE
 from xformer.backends.numpy import products as numpys
-from xformer.backends.numpy.products import multiply as by_numpy
 from xformer.backends.numpy.threads import libraries, scratch
 
 from xformer.typing import Array
 
+by_numpy = numpys.multiply
 NAMES = ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm")
 SMALL = 1_000_000  # multiplications: OpenBLAS has loops for these that copy neither factor
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = map(

@@ -78,7 +78,8 @@ def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) 
 
     Of an array whose `shape` is set anew, or that is resized, it would not hear.
     """
-    if not isinstance(blocks, tuple):
+    given: Any = blocks
+    if not isinstance(given, tuple):
         return Plan(configs, unplanned(blocks, configs))
     leaves: list[Any] = []
     _gather(blocks, leaves)

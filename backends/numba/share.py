@@ -27,6 +27,8 @@ from xformer.layers.past import Past
 from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
+PLAIN: tuple[Any, ...] = ("C", "A", "W")  # arrays of other kinds would be compiled for anew
+
 
 def outside(
     x: Array,
@@ -88,10 +90,11 @@ def blocks(
     if plan.tables is None:
         raise ValueError(f"blocks: {plan.refusal}")
     turns, interleaved = turns_of(rotary, x.dtype)
-    pad = np.array(pad_of(mask, *x.shape[:2], x.dtype), order="C")
+    n_texts, length, _ = x.shape
+    pad = np.array(pad_of(mask, n_texts, length, x.dtype), order="C")
     caches: list[LayerCache] = []
     for i, config in enumerate(configs):
-        tile = np.array(tile_of_layer(config, causal, x.shape[1]), np.int64)
+        tile = np.array(tile_of_layer(config, causal, length), np.int64)
         options = tile, turns, interleaved, pad
         x, cache = _layer(x, params[order[i]], config, _of_layer(plan, i), options)
         caches.append(cache)
@@ -100,7 +103,8 @@ def blocks(
 
 def _of_layer(plan: Plan, i: int) -> tuple[Any, ...]:
     """The tables of one layer."""
-    maps, norms, sizes, numbers, scales = plan.tables or ()
+    tables: Any = plan.tables
+    maps, norms, sizes, numbers, scales = tables
     own = slice(layer.NORMS * i, layer.NORMS * (i + 1))
     return maps[i], norms[own], sizes[i], numbers[own], scales[i]
 
@@ -116,7 +120,7 @@ def _layer(
         params,
         config,
         options,
-        np.require(x, None, "CAW").reshape(n, d_model),
+        np.require(x, None, PLAIN).reshape(n, d_model),
         np.empty(n * maps[: layer.OUT, layer.N_OUT].sum(), x.dtype),
         np.empty((n, maps[layer.OUT, layer.N_IN]), x.dtype),
         np.empty((2, n_texts, size[layer.HEADS], length), x.dtype),
@@ -159,7 +163,7 @@ class LayerCache(NamedTuple):
             tables,
             (tile, back, interleaved, pad),
             *self[3:],
-            np.require(dy, None, "CAW").reshape(self.x.shape),
+            np.require(dy, None, PLAIN).reshape(self.x.shape),
             *_places(grads),
             dx.reshape(self.x.shape),
             *self._memory(),
@@ -184,7 +188,8 @@ def _either(name: str, one: Array, other: Array) -> tuple[Array, Array]:
 
 def _empty_like(params: BlockParams) -> BlockParams:
     """Memory for their gradients."""
-    attn, kv, ffn = params.attn, params.attn.kv, params.ffn
+    attn, ffn = params.attn, params.ffn
+    kv: Any = attn.kv
     q, k, v, o, up, down, gate = map(
         _pair_like, (attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.down, ffn.gate)
     )
@@ -200,7 +205,8 @@ def _pair_like(own: Any) -> Any:
 
 def _places(grads: BlockParams) -> tuple[Array, Array]:
     """Of the gradients, as `share_layer.backward` reads them."""
-    attn, kv, ffn = grads.attn, grads.attn.kv, grads.ffn
+    attn, ffn = grads.attn, grads.ffn
+    kv: Any = attn.kv
     maps = attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.gate, ffn.down
     dmaps = [
         (_place(own.w), own.w.flags.c_contiguous, _place(own.b)) if own else (0, 0, 0)
