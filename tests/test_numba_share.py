@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 from test_numba_advance import LAYOUTS as LYING
+from test_numba_blocks import turned
 from test_numpy_advance import FORMS, WIDE
 
 from xformer import GPT, Key, backends, dispatch, inference, layers, reference_only, tree
@@ -76,12 +77,6 @@ def drawn(*configs: BlockConfig) -> tuple[Any, tuple[BlockConfig, ...]]:
 def tokens(n_texts: int, length: int, width: int, seed: int = 0) -> Array:
     rng = np.random.default_rng((n_texts, seed))
     return rng.normal(size=(n_texts, length, width)).astype(np.float32)
-
-
-def turned(n_texts: int | None, length: int, *, interleaved: bool = False) -> Rotary:
-    shape = (length, 3) if n_texts is None else (n_texts, length, 3)
-    angles = np.random.default_rng(2).normal(size=shape).astype(np.float32)
-    return Rotary(np.cos(angles), np.sin(angles), interleaved)
 
 
 def results(x: Array, params: Any, **options: Any) -> dict[str, Array]:
