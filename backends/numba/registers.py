@@ -98,6 +98,8 @@ def _tile(n: int, by_rows: bool) -> Any:
 
     by_rows: rows of x are STEP numbers apart, and those of a row follow each other; else those of
     a column do, and columns are x_step bytes apart. w_step, step: from row to row of w and y.
+    ahead, ahead_step: a line of memory that is wanted soon, and from it to the next, one for two
+    rows of w: asked for more often, lines come no faster, and w itself has to wait.
     """
 
     def typed(
@@ -111,11 +113,13 @@ def _tile(n: int, by_rows: bool) -> Any:
         step: Any,
         scale: Any,
         keep: Any,
+        ahead: Any,
+        ahead_step: Any,
     ) -> Any:
-        return types.void(*(types.int64,) * 7, types.float32, types.int64), build
+        return types.void(*(types.int64,) * 7, types.float32, *(types.int64,) * 3), build
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        k, x, x_step, w, w_step, y, step, scale, keep = values
+        k, x, x_step, w, w_step, y, step, scale, keep, *ahead = values
         if by_rows:
             x_step = ir.Constant(WHOLE, 4)
         places = [
@@ -126,8 +130,8 @@ def _tile(n: int, by_rows: bool) -> Any:
             for i in range(n)
         ]
         for place in itertools.chain(*places):
-            _fetch(builder, place)
-        sums = _sums(builder, n, k, (x, x_step, STEP if by_rows else 1), (w, w_step))
+            _fetch(builder, place, writes=1)
+        sums = _sums(builder, n, k, (x, x_step, STEP if by_rows else 1), (w, w_step), ahead)
         factor = _all(builder, scale)
         kept = builder.icmp_signed("!=", keep, ir.Constant(WHOLE, 0))
         for i in range(n):
@@ -147,7 +151,7 @@ def _tile(n: int, by_rows: bool) -> Any:
     return intrinsic(typed)
 
 
-def _sums(builder: Any, n: int, k: Any, factor: Any, other: Any) -> Any:
+def _sums(builder: Any, n: int, k: Any, factor: Any, other: Any, soon: Any) -> Any:
     """The loop over k, at least once; n x VECTORS vectors."""
     (x, x_step, apart), (w, w_step) = factor, other
     before = builder.block
@@ -166,6 +170,8 @@ def _sums(builder: Any, n: int, k: Any, factor: Any, other: Any) -> Any:
     fma = get_or_insert_function(
         builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fma.v{LANES}f32"
     )
+    half = builder.lshr(p, ir.Constant(WHOLE, 1))
+    _fetch(builder, builder.add(soon[0], builder.mul(half, soon[1])), writes=0)
     added = []
     for i in range(n):
         place = builder.gep(numbers, [ir.Constant(WHOLE, i * apart)])
@@ -190,15 +196,15 @@ def _all(builder: Any, number: Any) -> Any:
     return _shuffled(builder, first, empty, [0] * LANES)
 
 
-def _fetch(builder: Any, address: Any) -> None:
-    """Have it in the cache soon, to be written."""
+def _fetch(builder: Any, address: Any, *, writes: int) -> None:
+    """Have it in the cache soon, to be read or written."""
     byte = ir.IntType(8).as_pointer()
     prefetch = get_or_insert_function(
         builder.module,
         ir.FunctionType(ir.VoidType(), [byte, PART, PART, PART]),
         "llvm.prefetch.p0i8",
     )
-    builder.call(prefetch, [builder.inttoptr(address, byte), *(PART(i) for i in (1, 3, 1))])
+    builder.call(prefetch, [builder.inttoptr(address, byte), *(PART(i) for i in (writes, 3, 1))])
 
 
 move: Any = intrinsic(_moved)

@@ -37,8 +37,10 @@ WIDE = 1024  # columns at once
 SLOT = 16  # from row to row of a panel that is copied column by column
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
 NEAR, FEW = 1 << 19, 192
-EDGE = HIGH * COLUMNS
-SIZE = 16 + max(HIGH * STEP, DEPTH * SLOT) + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
+PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
+PANELS = FEW // HIGH + 1  # of few rows: the last ones may be two
+SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
+LINES = max(1, COLUMNS // 16)  # of memory, of a row of a panel
 
 MULTIPLY = types.void(types.int64, types.float32, *(types.int64,) * 12)
 
@@ -67,10 +69,12 @@ def multiply(
     if depth == 0 and not keep:
         for i in range(n):
             floats(y_at + i * y_down, (m,))[:] = ZERO
-    panel = (memory + 63) // 64 * 64
-    edge = panel + 4 * max(HIGH * STEP, DEPTH * SLOT)
+    block = (memory + 63) // 64 * 64
+    edge = block + 4 * PANELS * PANEL
     panels, by_rows, w_by_rows = edge + 4 * EDGE, x_across == 4, w_across == 4
     length = _even(depth, DEPTH)
+    # Few rows go by one panel of w while the next is fetched; else all of w goes by a tile's rows.
+    high = FEW if w_by_rows and n <= FEW else HIGH
     for left in range(0, m, WIDE):
         right = min(m, left + WIDE)
         for p in range(0, depth, length):
@@ -79,28 +83,55 @@ def multiply(
             x_near = k * x_across <= NEAR or m <= FEW
             w_part = w_at + p * w_down + left * w_across
             _pack_columns((w_part, w_down, w_across), k, right - left, w_near, panels)
-            i = 0
-            while i < n:
-                rows = _next(n - i)
-                place, x_step = x_at + i * x_down + p * x_across, x_across
-                if by_rows:
-                    _pack_rows(place, x_down, rows, k, panel)
-                    place = panel
-                elif not (x_near and rows in ROWS):
-                    _pack_rows_of_columns(place, x_across, n - i, rows, k, panel)
-                    place, x_step = panel, 4 * SLOT
+            for top in range(0, n, high):
                 for j in range(left, right, COLUMNS):
-                    columns, at = min(COLUMNS, right - j), y_at + i * y_down + 4 * j
+                    columns, y = min(COLUMNS, right - j), y_at + 4 * j
                     other, w_step = panels + 4 * (j - left) * k, 4 * COLUMNS
                     if w_near and columns == COLUMNS:
                         other, w_step = w_part + 4 * (j - left), w_down
-                    factors = k, place, x_step, other, w_step
-                    if columns == COLUMNS and rows in ROWS:
-                        _add_tile(by_rows, rows, factors, at, y_down, scale, more)
-                    else:
-                        _add_tile(by_rows, rows, factors, edge, 4 * COLUMNS, scale, False)
-                        _take(edge, rows, columns, more, at, y_down)
-                i += rows
+                    soon = other + 4 * COLUMNS if j + COLUMNS < right else w_part + k * w_down
+                    i, panel, number = top, block, 0
+                    while i < min(n, top + high):
+                        rows, own = _next(n - i), x_at + i * x_down + p * x_across
+                        given = own, x_down, x_across, n - i, rows, k, x_near, panel
+                        place, x_step = _placed(given, j == left)
+                        ahead, step = place, 0
+                        if high > HIGH:
+                            ahead, step = _ahead(soon, w_step, k, number), w_step
+                        factors = k, place, x_step, other, w_step, ahead, step
+                        if columns == COLUMNS and rows in ROWS:
+                            _add_tile(by_rows, rows, factors, y + i * y_down, y_down, scale, more)
+                        else:
+                            _add_tile(by_rows, rows, factors, edge, 4 * COLUMNS, scale, False)
+                            _take(edge, rows, columns, more, y + i * y_down, y_down)
+                        i += rows
+                        panel += 4 * PANEL
+                        number += 1
+
+
+@rowwise
+def _placed(x: Any, first: bool) -> tuple[int, int]:
+    """Where a tile reads its rows of x, and bytes between columns; the first time they are copied.
+
+    x: where they are, bytes from row to row and from column to column, how many are left and how
+    many the tile has, k, whether they are near, and where to copy them.
+    """
+    at, down, across, there, rows, k, near, panel = x
+    if across == 4:
+        if first:
+            _pack_rows(at, down, rows, k, panel)
+        return panel, 4
+    if near and rows in ROWS:
+        return at, across
+    if first:
+        _pack_rows_of_columns(at, across, there, rows, k, panel)
+    return panel, 4 * SLOT
+
+
+@rowwise
+def _ahead(panel: int, step: int, k: int, number: int) -> int:
+    """Which lines of memory the tile of this number fetches: one of each row in one half."""
+    return panel + number // LINES % 2 * (k // 2) * step + number % LINES * 64
 
 
 @rowwise
@@ -123,8 +154,8 @@ def _next(left: int) -> int:
 def _add_tile(
     by_rows: bool, rows: int, factors: Any, y: int, step: int, scale: Any, keep: bool
 ) -> None:
-    k, x, x_step, w, w_step = factors
-    given = k, x, x_step, w, w_step, y, step, scale, np.int64(keep)
+    k, x, x_step, w, w_step, ahead, ahead_step = factors
+    given = k, x, x_step, w, w_step, y, step, scale, np.int64(keep), ahead, ahead_step
     if rows == ROWS[0]:
         if by_rows:
             high_by_rows(*given)

@@ -21,6 +21,7 @@ from xformer.backends.numba.layer import (
     BY_ROWS,
     DOWN,
     FFN_OUT,
+    GAIN,
     GATE,
     GROUPS,
     HEADS,
@@ -78,27 +79,27 @@ def all_layers(
     """
     n_tokens, n_texts = len(x), len(pad)
     at = np.int64(stages.ctypes.data)
-    _add(at, ctx[:0].reshape(0, x.shape[1]), norms, numbers, x, h)
+    _add(at, ctx[:0].reshape(0, x.shape[1]), norms, numbers, -1, x, h)
     for i in range(len(maps)):
-        own, size, n = maps[i], sizes[i], NORMS * i
+        own, size = maps[i], sizes[i]
         at = np.int64(stages[STAGES * i + 1 :].ctypes.data)
         seen = ctx[: n_tokens * own[OUT, N_IN]].reshape(n_tokens, -1)
         inner = hidden[: n_tokens * own[UP, N_OUT]].reshape(n_tokens, -1)
-        branch = mapped[: x.size].reshape(x.shape)
-        _multiply(by, n_threads, at, h, own[QUERY : VALUE + 1], mapped)
+        attn_out, ffn_out = NORMS * i + ATTN_OUT, NORMS * i + FFN_OUT
+        _multiply(by, n_threads, at, h, own[QUERY : VALUE + 1], False, mapped)
         at += 2 * WORD
         options = tiles[i], scales[i], turns, interleaved, pad
         _attend(by, at, n_texts, own, size, options, mapped, seen, statistics)
         at += 2 * WORD
-        _multiply(by, n_threads, at, seen, own[OUT : OUT + 1], mapped)
+        branch = _close(by, n_threads, at, seen, own[OUT : OUT + 1], norms[attn_out], mapped, x)
         at += 2 * WORD
-        _add(at, branch, norms[n + ATTN_OUT :], numbers[n + ATTN_OUT :], x, h)
+        _add(at, branch, norms, numbers, attn_out, x, h)
         at += 2 * WORD
         _open(by, n_threads, at, h, own, size[ACTIVATION], inner, opened)
         at += 2 * WORD
-        _multiply(by, n_threads, at, inner, own[DOWN : DOWN + 1], mapped)
+        branch = _close(by, n_threads, at, inner, own[DOWN : DOWN + 1], norms[ffn_out], mapped, x)
         at += 2 * WORD
-        _add(at, branch, norms[n + FFN_OUT :], numbers[n + FFN_OUT :], x, h)
+        _add(at, branch, norms, numbers, ffn_out, x, h)
 
 
 @rowwise
@@ -116,16 +117,16 @@ def _columns(own: Any, n_pieces: int, piece: int) -> Any:
 
 
 @rowwise
-def _product(by: Any, x: Any, own: Any, start: int, stop: int, y: Any) -> None:
-    """Columns of y = x w + b, of contiguous rows."""
+def _product(by: Any, x: Any, own: Any, start: int, stop: int, keep: bool, y: Any) -> None:
+    """Columns of y = x w + b, or += that with keep, of contiguous rows."""
     n_in, step, width = own[N_IN], own[STEP], stop - start
     out = y[:, start:stop]
     if own[BY_ROWS]:
         w = floats(own[WEIGHT], (n_in, step))[:, start:stop]
-        add_product(by, ONE, x, w, False, out)
+        add_product(by, ONE, x, w, keep, out)
     else:
         w = floats(own[WEIGHT] + 4 * start * step, (width, step))[:, :n_in]
-        add_product(by, ONE, x, w.T, False, out)
+        add_product(by, ONE, x, w.T, keep, out)
     if own[BIAS]:
         b = floats(own[BIAS] + 4 * start, (width,))
         for i in range(len(y)):
@@ -141,8 +142,8 @@ def _part(y: Any, i: int, start: int, stop: int) -> Any:
 
 
 @rowwise
-def _multiply(by: Any, n_threads: int, at: int, x: Any, maps: Any, out: Any) -> None:
-    """x w + b of some maps, one's behind the other's."""
+def _multiply(by: Any, n_threads: int, at: int, x: Any, maps: Any, keep: bool, out: Any) -> None:
+    """x w + b of some maps, one's behind the other's; or += that with keep."""
     n_pieces = 0
     for m in range(len(maps)):
         n_pieces += _pieces(maps[m], n_threads)
@@ -156,10 +157,22 @@ def _multiply(by: Any, n_threads: int, at: int, x: Any, maps: Any, out: Any) -> 
         own = maps[m]
         y = out[before : before + len(x) * own[N_OUT]].reshape(len(x), own[N_OUT])
         start, stop = _columns(own, _pieces(own, n_threads), piece)
-        _product(by, x, own, start, stop, y)
+        _product(by, x, own, start, stop, keep, y)
         count(at + WORD)
         piece = count(at)
     wait(at, n_pieces)
+
+
+@rowwise
+def _close(
+    by: Any, n_threads: int, at: int, inner: Any, maps: Any, norm: Any, mapped: Any, x: Any
+) -> Any:
+    """x += branch = inner w + b; where the branch has a norm it is returned, for `_add`."""
+    if norm[GAIN]:
+        _multiply(by, n_threads, at, inner, maps, False, mapped)
+        return mapped[: x.size].reshape(x.shape)
+    _multiply(by, n_threads, at, inner, maps, True, x.reshape(x.size))
+    return mapped[:0].reshape(0, x.shape[1])
 
 
 @rowwise
@@ -183,9 +196,9 @@ def _open(
     while piece < n_pieces:
         start, stop = _columns(own, n_pieces, piece)
         width = stop - start
-        _product(by, x, gate if gated else own, start, stop, hidden)
+        _product(by, x, gate if gated else own, start, stop, False, hidden)
         if gated:
-            _product(by, x, own, start, stop, ups)
+            _product(by, x, own, start, stop, False, ups)
         for i in range(len(x)):
             out = _part(hidden, i, start, stop)
             row[:width] = out
@@ -246,21 +259,21 @@ def _attend(
 
 
 @rowwise
-def _add(at: int, branch: Any, norms: Any, numbers: Any, x: Any, h: Any) -> None:
-    """x += norm(branch), and h = norm'(x), of the next branch; a piece is some tokens.
+def _add(at: int, branch: Any, norms: Any, numbers: Any, own: int, x: Any, h: Any) -> None:
+    """x += norm(branch), where there are rows of it, and h = norm'(x); a piece is some tokens.
 
-    Before the first branch there are none of it, and h = norm(x) alone.
+    own: which norm is the branch's; that of the next branch follows.
     """
-    n = len(x)
-    n_pieces, last = -(-n // FEW), 1 if len(branch) else 0
+    n, after = len(x), own + 1
+    n_pieces = -(-n // FEW)
     piece = count(at)
     while piece < n_pieces:
         for i in range(piece * FEW, min(n, (piece + 1) * FEW)):
             if len(branch):
-                normalise(branch[i], norms[0], numbers[0], branch[i])
+                normalise(branch[i], norms[own], numbers[own], branch[i])
                 for j in range(x.shape[1]):
                     x[i, j] += branch[i, j]
-            normalise(x[i], norms[last], numbers[last], h[i])
+            normalise(x[i], norms[after], numbers[after], h[i])
         count(at + WORD)
         piece = count(at)
     wait(at, n_pieces)
