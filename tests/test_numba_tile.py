@@ -29,7 +29,14 @@ LAYOUTS: dict[str, Layout] = {
     "columns of more": lambda a: np.asfortranarray(np.vstack([a, a]))[: len(a)],
 }
 HIGH, WIDE, DEEP = (1, 3, 4, 5, 12, 13, 31, 47), (1, 15, 16, 31, 32, 33, 70), (1, 2, 16, 31, 40)
-LARGE = ((3, 1100, 20), (14, 40, 900), (193, 300, 400), (13, 1057, 385), (14, 1040, 384))
+LARGE = (
+    (3, 1100, 20),
+    (14, 40, 900),
+    (191, 100, 400),
+    (193, 300, 400),
+    (13, 1057, 385),
+    (14, 1040, 384),
+)
 
 
 def drawn(n: int, m: int, k: int) -> tuple[Array, Array, Array]:
