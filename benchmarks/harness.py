@@ -90,7 +90,9 @@ class Process:
         """How it ended, and the last of what it said."""
         self._process.communicate()
         self._errors.seek(0)
-        return f", exit status {self._process.returncode}\n{self._errors.read()[-2000:]}"
+        status = self._process.returncode
+        why = " (killed, perhaps for want of memory: measure fewer at once)" if status == -9 else ""
+        return f", exit status {status}{why}\n{self._errors.read()[-2000:]}"
 
 
 def serve(answers: Mapping[str, Callable[..., Any]]) -> None:

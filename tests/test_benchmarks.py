@@ -214,10 +214,29 @@ def test_a_kernel_with_a_wrong_gradient_fails(
     names = ["numpy kernel", "numpy reference"]
     assert main([*RUN, str(tmp_path), *of(names)]) == 1
     captured = capsys.readouterr()
-    assert "nothing is reported.\ntiny: numpy kernel is wrong in gradient" in captured.err
+    assert "nothing is reported of tiny.\ntiny: numpy kernel is wrong in gradient" in captured.err
     assert "numpy reference" not in captured.err
     assert captured.out == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("in_process", "small")
+def test_a_shape_without_a_result_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(name: str, folder: Path) -> InProcess:
+        if shapes.load(folder)[0].name == "tiny":
+            with program("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)") as process:
+                process.ask(about={})
+        return InProcess(name, folder)
+
+    monkeypatch.setattr(step, "start", killed)
+    monkeypatch.setitem(BY_NAME, "other", replace(GPT_SHAPE, name="other"))
+    names = ["numpy kernel", "numpy reference"]
+    assert main([*RUN, str(tmp_path), "--shape", "other", *of(names)]) == 1
+    err = capsys.readouterr().err
+    assert "nothing is reported of tiny.\n" in err and "exit status -9 (killed, perhaps" in err
+    assert [path.name[:10] for path in tmp_path.iterdir()] == ["step-other"]
 
 
 def test_a_peer_with_a_wrong_gradient_fails(
