@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from benchmarks import contestants, machine, report, step
 from benchmarks.contestants import PEER
-from benchmarks.harness import Disagreement
+from benchmarks.harness import Disagreement, Ended
 from benchmarks.shapes import BY_NAME, SHAPES, Shape
 from xformer import backends
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = BY_NAME[name]
         try:
             found = run(shape, args)
-        except (Disagreement, MemoryError, RuntimeError) as wrong:
+        except (Disagreement, Ended, MemoryError) as wrong:
             print(f"benchmarks: nothing is reported of {name}.\n{wrong}", file=sys.stderr)
             status = 1
             continue

@@ -27,6 +27,10 @@ class Disagreement(AssertionError):
     """A contestant's results are wrong: its times mean nothing."""
 
 
+class Ended(RuntimeError):
+    """A contestant's process is no more."""
+
+
 class Process:
     """A contestant's process, once it has said that it is ready: requests and answers in JSON."""
 
@@ -46,10 +50,10 @@ class Process:
         )
         self.running.add(self)
         if self._line() != READY:
-            raise RuntimeError(f"{name} did not start: {' '.join(map(str, command))}{self._end()}")
+            raise Ended(f"{name} did not start: {' '.join(map(str, command))}{self._end()}")
 
     def ask(self, **request: Any) -> Any:
-        """Its answer. RuntimeError, with what it wrote to standard error, where it has ended."""
+        """Its answer. Ended, with what it wrote to standard error, where it has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -58,7 +62,7 @@ class Process:
             pass  # it has ended, and has no answer
         line = self._line()
         if not line:
-            raise RuntimeError(f"{self.name} ended{self._end()}")
+            raise Ended(f"{self.name} ended{self._end()}")
         return json.loads(line)
 
     @classmethod
@@ -91,7 +95,7 @@ class Process:
         self._process.communicate()
         self._errors.seek(0)
         status = self._process.returncode
-        why = " (killed, perhaps for want of memory: measure fewer at once)" if status == -9 else ""
+        why = " (killed, as the system does where memory is short)" if status == -9 else ""
         return f", exit status {status}{why}\n{self._errors.read()[-2000:]}"
 
 

@@ -253,7 +253,7 @@ def test_a_section_is_stopped_when_time_is_over() -> None:
     found: dict[str, Any] = {"sections": {}, "wrong": []}
     gpu.run_section("slow", run, found, time.monotonic() + 1)
     (wrong,) = found["wrong"]
-    assert wrong.startswith("slow: stopped, time was over: RuntimeError: it ended, exit status -9")
+    assert wrong.startswith("slow: stopped, time was over: Ended: it ended, exit status -9")
 
 
 def test_no_kernel_is_begun_when_time_is_over() -> None:

@@ -33,6 +33,7 @@ LARGE = (
     (3, 1100, 20),
     (14, 40, 900),
     (191, 100, 400),
+    (192, 70, 385),
     (193, 300, 400),
     (13, 1057, 385),
     (14, 1040, 384),
@@ -146,7 +147,7 @@ def test_other_vectors(features: str) -> None:
     code = """
 import itertools
 import numpy as np
-from test_numba_tile import LAYOUTS, drawn, gemm, registers, require_product
+from test_numba_tile import LARGE, LAYOUTS, drawn, gemm, registers, require_product, run
 known = registers.USABLE
 for n, m, k in itertools.product((1, 5, 6, 7, 14, 120), (3, 16, 19, 120), (1, 9, 120)):
     x, w, y = drawn(n, m, k)
@@ -154,6 +155,11 @@ for n, m, k in itertools.product((1, 5, 6, 7, 14, 120), (3, 16, 19, 120), (1, 9,
         out = y.copy()
         gemm.add_product(gemm.products(), np.float32(0.5), a(x), b(w), True, out)
         require_product(out, x, w, y, 0.5, True)
+for n, m, k in LARGE if known else ():
+    x, w, y = drawn(n, m, k)
+    for keep in (False, True):
+        run(0.5, x, w, keep, out := y.copy())
+        require_product(out, x, w, y, 0.5, keep)
 print(known, registers.LANES)
 """
     folder = os.path.dirname(__file__)

@@ -36,11 +36,12 @@ from xformer.backends.numba.registers import (
 WIDE = 1024  # columns at once
 SLOT = 16  # from row to row of a panel that is copied column by column
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
+# So few rows are also those that go by a panel of w together.
 NEAR, FEW = 1 << 19, 192
 PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
-PANELS = FEW // HIGH + 1  # of few rows: the last ones may be two
+PANELS = FEW // HIGH + 1  # of x, where rows are few: what is left of them may take two tiles
 SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
-LINES = max(1, COLUMNS // 16)  # of memory, of a row of a panel
+LINES = max(1, COLUMNS // 16)  # of memory, of a row of w's panels
 
 MULTIPLY = types.void(types.int64, types.float32, *(types.int64,) * 12)
 
@@ -73,7 +74,8 @@ def multiply(
     edge = block + 4 * PANELS * PANEL
     panels, by_rows, w_by_rows = edge + 4 * EDGE, x_across == 4, w_across == 4
     length = _even(depth, DEPTH)
-    # Few rows go by one panel of w while the next is fetched; else all of w goes by a tile's rows.
+    # Few rows go by a panel of w, and their first tiles fetch the next one, where it is not copied;
+    # else all of w goes by a tile's rows.
     high = FEW if w_by_rows and n <= FEW else HIGH
     for left in range(0, m, WIDE):
         right = min(m, left + WIDE)

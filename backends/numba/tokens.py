@@ -1,6 +1,6 @@
 """The loops of `blocks`: some tokens through all layers, on all threads at once.
 
-In stages and pieces, as in `token`, and with its tables; but a piece of a product is one by BLAS,
+In stages and pieces, as in `token`, and with its tables; but a piece of a product is one by `gemm`,
 and there are as many pieces as threads. x, h: (N, D), the N = B T tokens of all texts.
 """
 
@@ -167,7 +167,7 @@ def _multiply(by: Any, n_threads: int, at: int, x: Any, maps: Any, keep: bool, o
 def _close(
     by: Any, n_threads: int, at: int, inner: Any, maps: Any, norm: Any, mapped: Any, x: Any
 ) -> Any:
-    """x += branch = inner w + b; where the branch has a norm it is returned, for `_add`."""
+    """The branch, inner w + b, where a norm of it is to come; else it is added to x: no rows."""
     if norm[GAIN]:
         _multiply(by, n_threads, at, inner, maps, False, mapped)
         return mapped[: x.size].reshape(x.shape)
@@ -262,7 +262,7 @@ def _attend(
 def _add(at: int, branch: Any, norms: Any, numbers: Any, own: int, x: Any, h: Any) -> None:
     """x += norm(branch), where there are rows of it, and h = norm'(x); a piece is some tokens.
 
-    own: which norm is the branch's; that of the next branch follows.
+    own: which norm is the branch's, -1 before the first; that of the next branch follows.
     """
     n, after = len(x), own + 1
     n_pieces = -(-n // FEW)
