@@ -46,7 +46,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return kernel.advance(*args, **options)
 
     known = [
-        k._replace(run=run) if k.run is kernel.advance else k for k in advance.kernels["numpy"]
+        k._replace(run=run) if k.run is kernel.advance else k
+        for k in advance.import_kernels("numpy")
     ]
     monkeypatch.setitem(advance.kernels, "numpy", known)
     return calls

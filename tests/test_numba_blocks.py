@@ -56,7 +56,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return kernel.blocks(*args, **options)
 
-    kernels = layers.blocks.kernels["numpy"]
+    kernels = layers.blocks.import_kernels("numpy")
     known = [k._replace(run=run) if k.run is kernel.blocks else k for k in kernels]
     monkeypatch.setitem(layers.blocks.kernels, "numpy", known)
     return calls

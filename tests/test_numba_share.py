@@ -59,7 +59,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             calls.append("backward")
             return self.layer.backward(dy)
 
-    kernels = layers.blocks.kernels["numpy"]
+    kernels = layers.blocks.import_kernels("numpy")
     known = [k._replace(run=run) if k.run is share.blocks else k for k in kernels]
     monkeypatch.setitem(layers.blocks.kernels, "numpy", known)
     return calls

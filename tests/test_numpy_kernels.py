@@ -114,7 +114,7 @@ def drawn(shapes: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
 def test_several_blocks_are_as_exact(case: Any, layout: Any) -> None:
     op, shapes, options = case
     args = tuple(x if x is None else layout(x) for x in drawn(shapes, "float32"))
-    (kernel,) = op.kernels["numpy"]
+    (kernel,) = op.import_kernels("numpy")
     require_exact(NUMPY, kernel, op, args, options, layout)
 
 
@@ -122,7 +122,7 @@ def test_several_blocks_are_as_exact(case: Any, layout: Any) -> None:
 def test_float64(case: Any) -> None:
     op, shapes, options = case
     args = drawn(shapes, "float64")
-    (kernel,) = op.kernels["numpy"]
+    (kernel,) = op.import_kernels("numpy")
     if kernel.unsupported is not None and (why := kernel.unsupported(*args, **options)):
         assert op is ops.gelu and "float32" in why
         return

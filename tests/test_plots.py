@@ -457,7 +457,7 @@ def forgetful() -> Iterator[None]:
             return ops.sdpa(*args, **options)[0], None
 
     yield
-    ops.sdpa.kernels["numpy"].pop(0)  # the last registered is the first
+    ops.sdpa.import_kernels("numpy").pop(0)  # the last registered is the first
 
 
 def test_maps_do_not_need_a_kernel_that_keeps_them(forgetful: None) -> None:

@@ -1,9 +1,10 @@
 """One op, several implementations: the reference, and kernels that backends register for it.
 
 `@overridable` marks a reference written in the array API. `@kernel(op, library)` registers a
-function of the same signature for the arrays of one library. The choice is made once, going
-forward, by the type of the op's first array, or of the first in a list; the cache that comes back
-decides who runs backward.
+function of the same signature for the arrays of one library; `backends/<library>/<op>.py` is where
+a backend has its own, which are imported when the op is first asked to run on that library. The
+choice is made once, going forward, by the type of the op's first array, or of the first in a list;
+the cache that comes back decides who runs backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +28,7 @@ _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
 _ops: list[Overridable] = []
 _libraries: dict[type, str] = {}
+_importing = threading.RLock()
 
 
 class Kernel(NamedTuple):
@@ -54,9 +57,9 @@ _MADE = "made within inference(), which keeps nothing"
 class Overridable:
     """A callable op: checks its arguments, then runs the first kernel that can, or the reference.
 
-    Attributes: `reference` (the array API implementation), `kernels` (library -> kernels),
-    `has_backward` (whether it returns (y, cache)) and `drops` (whether within `inference()` that
-    cache is dropped).
+    Attributes: `reference` (the array API implementation), `kernels` (library -> kernels that are
+    known so far), `has_backward` (whether it returns (y, cache)) and `drops` (whether within
+    `inference()` that cache is dropped).
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Overridable:
         self.has_backward = backward
         self.drops = backward and drops
         self.kernels: dict[str, list[Kernel]] = {}
+        self._imported: set[str] = set()  # libraries whose backends' kernels are
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +79,11 @@ class Overridable:
             self._check(args, kwargs, self)
         kind = type(args[0]) if args else list
         library = None if kind is list else _libraries.get(kind)  # as `_library`, in less time
-        kernels = self.kernels.get(library or self._library(args, kwargs))
+        if library is None:
+            library = self._library(args, kwargs)
+        if library not in self._imported:
+            self.import_kernels(library)
+        kernels = self.kernels.get(library)
         run = None
         if kernels:
             if not _reference_only.get():
@@ -92,9 +100,23 @@ class Overridable:
             return y, Dropped()
         return run(*args, **kwargs)
 
+    def import_kernels(self, library: str) -> list[Kernel]:
+        """The kernels for a library's arrays; those in the op's own file come behind the others."""
+        with _importing:
+            known = self.kernels.setdefault(library, [])
+            if library not in self._imported:
+                before = known.copy()
+                known.clear()
+                try:
+                    _import_if_there(f"xformer.backends.{library}.{self.__name__}")
+                finally:
+                    known[:0] = before
+                self._imported.add(library)
+            return known
+
     def stored_by(self, library: str) -> set[str]:
         """Dtypes that a kernel of a library stores arrays in, beside those of references."""
-        return {name for kernel in self.kernels.get(library, ()) for name in kernel.stores}
+        return {name for kernel in self.import_kernels(library) for name in kernel.stores}
 
     def _refusal(self, kernels: list[Kernel], args: Any, kwargs: Any) -> str | None:
         """Why the reference cannot take what kernels alone read; None where it can."""
@@ -114,7 +136,8 @@ class Overridable:
         return library_of(type(first[0] if isinstance(first, list) and first else first))
 
     def __repr__(self) -> str:
-        return f"<op {self.__name__}, kernels: {', '.join(sorted(self.kernels)) or 'none'}>"
+        known = sorted(library for library, kernels in self.kernels.items() if kernels)
+        return f"<op {self.__name__}, kernels: {', '.join(known) or 'none'}>"
 
     def __reduce__(self) -> str:
         return self.__qualname__  # a module-level name: pickled by reference, like a function
@@ -193,6 +216,14 @@ def _find_library(array_type: type) -> str:
     return names[0]
 
 
+def _import_if_there(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.rpartition(".")[0]):
+            raise
+
+
 @contextmanager
 def reference_only() -> Iterator[None]:
     """Within this context every op runs its reference, whatever kernels are registered."""
@@ -231,8 +262,8 @@ def or_dropped(cache: Any) -> Any:
 def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
     """Say which implementation of `op` these arguments would run, and why the others would not."""
     library = op._library(args, kwargs)
-    lines, chosen = [], None
-    for candidate in op.kernels.get(library, []):
+    kernels, lines, chosen = op.import_kernels(library), [], None
+    for candidate in kernels:
         name = f"{candidate.run.__module__}.{candidate.run.__name__}"
         if _reference_only.get():
             lines.append(f"- {name}: not run, reference_only() is active")
@@ -242,9 +273,9 @@ def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
             lines.append(f"- {name}: {why}")
         else:
             chosen = name
-    if not op.kernels.get(library):
+    if not kernels:
         lines.append(f"- no kernel is registered for {library}")
-    if chosen is None and op._refusal(op.kernels.get(library, []), args, kwargs):
+    if chosen is None and op._refusal(kernels, args, kwargs):
         chosen = "nothing, these arrays are not for the reference"
     return "\n".join([f"{op.__name__} on {library}: {chosen or 'the reference'}", *lines])
 

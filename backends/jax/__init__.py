@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from xformer.backends.base import Backend, Memory, Unusable, process_memory
-from xformer.backends.jax import erf, held, in_range, index_add, random_bits
 
 from xformer.tree import Constant, Frozen
 from xformer.typing import Array
@@ -24,16 +23,7 @@ jax.tree_util.register_pytree_node(
 )
 jax.tree_util.register_pytree_node(Constant, lambda leaf: ((), leaf), lambda leaf, _: leaf)
 
-__all__ = [
-    "JaxBackend",
-    "backend",
-    "enable_float64",
-    "erf",
-    "held",
-    "in_range",
-    "index_add",
-    "random_bits",
-]
+__all__ = ["JaxBackend", "backend", "enable_float64"]
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # read by XLA when a process first uses it
 

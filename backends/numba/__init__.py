@@ -55,7 +55,7 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
 def register() -> None:
     """Run them from now on."""
     for op, run, unsupported in KERNELS:
-        if all(known.run is not run for known in op.kernels["numpy"]):
+        if all(known.run is not run for known in op.import_kernels("numpy")):
             kernel(op, "numpy", unsupported=unsupported)(run)
     if registers.USABLE and products.multiply is gemm.by_numpy:
         products.multiply = gemm.multiply

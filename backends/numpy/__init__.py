@@ -4,55 +4,9 @@ from __future__ import annotations
 
 import numpy
 from xformer.backends.base import Backend
-from xformer.backends.numpy import (
-    adam,
-    advance,
-    append,
-    blocks,
-    clip,
-    cross_entropy,
-    dropout,
-    ema,
-    embedding,
-    experts,
-    gelu,
-    glu,
-    in_range,
-    index_add,
-    layer_norm,
-    linear,
-    linear_cross_entropy,
-    linears,
-    rms_norm,
-    sdpa,
-    turns,
-)
 from xformer.backends.numpy.namespace import xp
 
-__all__ = [
-    "adam",
-    "advance",
-    "append",
-    "backend",
-    "blocks",
-    "clip",
-    "cross_entropy",
-    "dropout",
-    "ema",
-    "embedding",
-    "experts",
-    "gelu",
-    "glu",
-    "in_range",
-    "index_add",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "linears",
-    "rms_norm",
-    "sdpa",
-    "turns",
-]
+__all__ = ["backend"]
 
 
 def backend(device: str | None = None) -> Backend:

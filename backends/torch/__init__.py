@@ -10,11 +10,10 @@ import array_api_compat.torch as xp
 import numpy as np
 import torch
 from xformer.backends.base import Backend, Memory, Unusable, process_memory
-from xformer.backends.torch import append, erf, in_range, index_add
 
 from xformer.typing import Array
 
-__all__ = ["TorchBackend", "append", "backend", "erf", "in_range", "index_add"]
+__all__ = ["TorchBackend", "backend"]
 
 
 @dataclass(frozen=True)
