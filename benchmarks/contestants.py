@@ -211,10 +211,11 @@ def why_not(name: str) -> str | None:
     library, _, how = name.rpartition(" ")
     why = backends.why_not(library)
     arrays = "numpy" if library in backends.ON_NUMPY else library
-    kernels = any(op.import_kernels(arrays) for op in dispatch.ops())
-    if why is None and how != "reference" and not kernels:
-        return f"{name}: backend {library} has no kernels"
-    return None if why is None else f"{name}: {why}"
+    if why is not None:
+        return f"{name}: {why}"
+    if how == "reference" or any(op.import_kernels(arrays) for op in dispatch.ops()):
+        return None
+    return f"{name}: backend {library} has no kernels"
 
 
 def default(shape: Shape) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -18,7 +21,7 @@ import pytest
 from xformer.backends import Backend
 
 import xformer
-from xformer import dispatch, ops
+from xformer import backends, dispatch, ops
 from xformer.shapes import shapes
 
 X = np.ones((2, 3))
@@ -185,9 +188,11 @@ def test_ops_and_caches_are_pickled(library: Backend) -> None:
 
 
 def test_kernel_has_the_signature_of_its_op() -> None:
+    importlib.import_module("xformer.models")  # for its ops
     for op in dispatch.ops():
         wanted = [(p.name, p.kind, p.default) for p in inspect.signature(op).parameters.values()]
-        op.import_kernels("numpy")
+        for name in backends.available():
+            op.import_kernels(name)
         for kernel in (k for kernels in op.kernels.values() for k in kernels):
             signature = inspect.signature(kernel.run)
             got = [(p.name, p.kind, p.default) for p in signature.parameters.values()]
@@ -277,6 +282,73 @@ print(json.dumps([before, said, loaded(), "xformer.optim" in sys.modules]))
     assert "numpy.gelu.gelu: not asked, __main__.mine comes first" in said
     assert "xformer.backends.numpy.gelu" in more
     assert not optim
+
+
+def test_a_kernel_comes_first_whoever_imports_the_backend_s_own(tmp_path: Path) -> None:
+    code = """
+import json, numpy as np, xformer
+x, ids = np.ones((2, 3)), np.array([0, 1])
+xformer.ops.tanh(x)
+@xformer.kernel(xformer.ops.index_add, "numpy")
+def mine(x, y, *, ids):
+    return "mine", None
+xformer.ops.embedding(x, ids=ids)  # whose kernel imports that of index_add
+print(json.dumps(xformer.ops.index_add(x, x, ids=ids)[0]))
+"""
+    assert python(code, tmp_path) == "mine"
+
+
+def test_every_kernel_is_found_by_the_name_of_its_op(tmp_path: Path) -> None:
+    code = """
+import importlib, json, pkgutil, xformer
+from xformer import backends, dispatch, layers, models, optim, pretrained
+found = {}
+for library in ("numpy", "torch", "jax"):
+    if backends.why_not(library) is None:
+        by_name = {op.__name__: len(op.import_kernels(library)) for op in dispatch.ops()}
+        package = importlib.import_module(f"xformer.backends.{library}")
+        for file in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"xformer.backends.{library}.{file.name}")
+        found[library] = by_name, {op.__name__: len(op.kernels[library]) for op in dispatch.ops()}
+print(json.dumps(found))
+"""
+    found = python(code, tmp_path)
+    assert sum(found["numpy"][0].values()) > 20
+    for by_name, all_files in found.values():
+        assert by_name == all_files
+
+
+def test_a_child_of_a_fork_imports_kernels_though_a_thread_of_its_parent_did(
+    tmp_path: Path,
+) -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("this system has no fork")
+    code = """
+import json, os, signal, threading, numpy as np, xformer
+from xformer import dispatch
+xformer.ops.tanh(np.ones(3))
+held, done = threading.Event(), threading.Event()
+def hold():
+    with dispatch._importing:
+        held.set()
+        done.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    xformer.ops.gelu(np.ones(3))
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+done.set()
+print(json.dumps(status))
+"""
+    assert python(code, tmp_path) == 0
+
+
+def test_a_reference_without_a_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"must have a __name__, got functools\.partial"):
+        dispatch.overridable(functools.partial(lambda x, y: x, y=1))
 
 
 @pytest.mark.parametrize("missing", ["namespace", "logistic"])  # of all kernels, and of gelu's

@@ -1,10 +1,10 @@
 """One op, several implementations: the reference, and kernels that backends register for it.
 
 `@overridable` marks a reference written in the array API. `@kernel(op, library)` registers a
-function of the same signature for the arrays of one library; `backends/<library>/<op>.py` is where
-a backend has its own, which are imported when the op is first asked to run on that library. The
-choice is made once, going forward, by the type of the op's first array, or of the first in a list;
-the cache that comes back decides who runs backward.
+function of the same signature for the arrays of one library. A backend keeps its kernel of an op in
+`backends/<library>/<op>.py`, which is imported when the op is first asked to run on that library.
+The choice is made once, going forward, by the type of the op's first array, or of the first in a
+list; the cache that comes back decides who runs backward.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,15 @@ _inference: ContextVar[bool] = ContextVar("inference", default=False)
 _ops: list[Overridable] = []
 _libraries: dict[type, str] = {}
 _importing = threading.RLock()
+
+
+def _forked() -> None:
+    global _importing
+    _importing = threading.RLock()  # whoever held the parent's is not in the child
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Kernel(NamedTuple):
@@ -70,7 +80,7 @@ class Overridable:
         self.has_backward = backward
         self.drops = backward and drops
         self.kernels: dict[str, list[Kernel]] = {}
-        self._imported: set[str] = set()  # libraries whose backends' kernels are
+        self._imported: set[str] = set()  # libraries whose own kernel was looked for
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,16 +111,12 @@ class Overridable:
         return run(*args, **kwargs)
 
     def import_kernels(self, library: str) -> list[Kernel]:
-        """The kernels for a library's arrays; those in the op's own file come behind the others."""
+        """The kernels for a library's arrays, those of its backend behind others known by now."""
         with _importing:
             known = self.kernels.setdefault(library, [])
             if library not in self._imported:
-                before = known.copy()
-                known.clear()
-                try:
-                    _import_if_there(f"xformer.backends.{library}.{self.__name__}")
-                finally:
-                    known[:0] = before
+                _import_if_there(f"xformer.backends.{library}.{self.__name__}")
+                known[:] = sorted(known, key=_is_of_backend)
                 self._imported.add(library)
             return known
 
@@ -165,6 +171,8 @@ def overridable(
     its cache is made of its parts' own, which are dropped within `inference()`; what else it holds
     is asked for there.
     """
+    if reference is not None and not hasattr(reference, "__name__"):
+        raise TypeError(f"overridable: the reference must have a __name__, got {reference!r}")
     if reference is None:
         return functools.partial(overridable, backward=backward, drops=drops)
     op = Overridable(reference, backward=backward, drops=drops)
@@ -214,6 +222,10 @@ def _find_library(array_type: type) -> str:
             importlib.import_module(f"xformer.backends.{name}")
             return name
     return names[0]
+
+
+def _is_of_backend(kernel: Kernel) -> bool:
+    return str(kernel.run.__module__).startswith("xformer.backends.")
 
 
 def _import_if_there(module: str) -> None:
