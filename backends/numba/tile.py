@@ -38,10 +38,12 @@ SLOT = 16  # from row to row of a panel that is copied column by column
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
 # So few rows are also those that go by a panel of w together.
 NEAR, FEW = 1 << 19, 192
+LINE = 64  # bytes of memory that come together
 PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
 PANELS = FEW // HIGH + 1  # of x, where rows are few: what is left of them may take two tiles
 SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
-LINES = max(1, COLUMNS // 16)  # of memory, of a row of w's panels
+LINES = max(1, 4 * COLUMNS // LINE)  # of a row of w's panels
+TILES = 8 * COLUMNS // LINE  # that fetch a panel of w's columns, a line for two numbers of each row
 
 MULTIPLY = types.void(types.int64, types.float32, *(types.int64,) * 12)
 
@@ -74,9 +76,9 @@ def multiply(
     edge = block + 4 * PANELS * PANEL
     panels, by_rows, w_by_rows = edge + 4 * EDGE, x_across == 4, w_across == 4
     length = _even(depth, DEPTH)
-    # Few rows go by a panel of w, and their first tiles fetch the next one, where it is not copied;
-    # else all of w goes by a tile's rows.
-    high = FEW if w_by_rows and n <= FEW else HIGH
+    # Few rows go by a panel of w, and their first tiles fetch the next one; else all of w goes by a
+    # tile's rows.
+    high = FEW if n <= FEW else HIGH
     for left in range(0, m, WIDE):
         right = min(m, left + WIDE)
         for p in range(0, depth, length):
@@ -84,13 +86,17 @@ def multiply(
             w_near = w_by_rows and (k * w_down <= NEAR or n <= FEW)
             x_near = k * x_across <= NEAR or m <= FEW
             w_part = w_at + p * w_down + left * w_across
-            _pack_columns((w_part, w_down, w_across), k, right - left, w_near, panels)
             for top in range(0, n, high):
                 for j in range(left, right, COLUMNS):
                     columns, y = min(COLUMNS, right - j), y_at + 4 * j
                     other, w_step = panels + 4 * (j - left) * k, 4 * COLUMNS
+                    if high > HIGH:  # one is done with before the next is copied
+                        other = panels
                     if w_near and columns == COLUMNS:
                         other, w_step = w_part + 4 * (j - left), w_down
+                    elif top == 0:
+                        own = w_part + (j - left) * w_across
+                        _pack_columns((own, w_down, w_across), k, columns, other)
                     soon = other + 4 * COLUMNS if j + COLUMNS < right else w_part + k * w_down
                     i, panel, number = top, block, 0
                     while i < min(n, top + high):
@@ -98,8 +104,11 @@ def multiply(
                         given = own, x_down, x_across, n - i, rows, k, x_near, panel
                         place, x_step = _placed(given, j == left)
                         ahead, step = place, 0
-                        if high > HIGH:
+                        if high > HIGH and w_by_rows:
                             ahead, step = _ahead(soon, w_step, k, number), w_step
+                        elif high > HIGH and number < TILES:
+                            its = w_part, w_down, w_across, j - left, right - left
+                            ahead, step = _ahead_of_columns(its, k, number)
                         factors = k, place, x_step, other, w_step, ahead, step
                         if columns == COLUMNS and rows in ROWS:
                             _add_tile(by_rows, rows, factors, y + i * y_down, y_down, scale, more)
@@ -133,7 +142,23 @@ def _placed(x: Any, first: bool) -> tuple[int, int]:
 @rowwise
 def _ahead(panel: int, step: int, k: int, number: int) -> int:
     """Which lines of memory the tile of this number fetches: one of each row in one half."""
-    return panel + number // LINES % 2 * (k // 2) * step + number % LINES * 64
+    return panel + number // LINES % 2 * (k // 2) * step + number % LINES * LINE
+
+
+@rowwise
+def _ahead_of_columns(w: Any, k: int, number: int) -> tuple[int, int]:
+    """The same of contiguous columns, and bytes from line to line.
+
+    Those of the next panel, where columns lie behind each other. Else one line of each of the next
+    columns, as many as a tile fetches: those of several panels, whose lines these share.
+    """
+    at, down, across, j, m = w
+    if across == 4 * k:
+        return at + (j + COLUMNS) * across + number * (k // 2) * LINE, LINE
+    panels = max(1, k // 2 // COLUMNS)
+    own, others = j // COLUMNS % panels, (j // COLUMNS // panels + 1) * panels * COLUMNS
+    start = at + others * across if others < m else at + k * down
+    return start + (own * TILES + number) * LINE, across
 
 
 @rowwise
@@ -206,22 +231,20 @@ def _pack_rows_of_columns(x: int, across: int, there: int, rows: int, k: int, pa
 
 
 @rowwise
-def _pack_columns(w: Any, k: int, m: int, near: bool, panels: int) -> None:
-    """COLUMNS of each row behind those of the row before; what is near stays where it is."""
+def _pack_columns(w: Any, k: int, m: int, panel: int) -> None:
+    """At most COLUMNS, those of a row behind those of the row before."""
     at, down, across = w
-    for j in range(0, m, COLUMNS):
-        own, panel = at + j * across, panels + 4 * j * k
-        if m - j < COLUMNS:
-            for p in range(k):
-                floats(panel + 4 * p * COLUMNS, (COLUMNS,))[:] = ZERO
-                _copy(own + p * down, across, panel + 4 * p * COLUMNS, 4, m - j)
-        elif across != 4:
-            _pack_turned(own, across, k, panel)
-        elif not near:
-            for p in range(k):
-                for v in range(VECTORS):
-                    number = v * LANES
-                    move(own + p * down + 4 * number, panel + 4 * (p * COLUMNS + number))
+    if m < COLUMNS:
+        for p in range(k):
+            floats(panel + 4 * p * COLUMNS, (COLUMNS,))[:] = ZERO
+            _copy(at + p * down, across, panel + 4 * p * COLUMNS, 4, m)
+    elif across != 4:
+        _pack_turned(at, across, k, panel)
+    else:
+        for p in range(k):
+            for v in range(VECTORS):
+                number = v * LANES
+                move(at + p * down + 4 * number, panel + 4 * (p * COLUMNS + number))
 
 
 @rowwise
