@@ -28,6 +28,7 @@ LAYOUTS: dict[str, Layout] = {
     "rows of more": lambda a: np.hstack([a, a])[:, : a.shape[1]],
     "columns of more": lambda a: np.asfortranarray(np.vstack([a, a]))[: len(a)],
 }
+APART = 700  # numbers from row to row, so that a panel is not near
 HIGH, WIDE, DEEP = (1, 3, 4, 5, 12, 13, 31, 47), (1, 15, 16, 31, 32, 33, 70), (1, 2, 16, 31, 40)
 LARGE = (
     (3, 1100, 20),
@@ -70,6 +71,19 @@ def test_products_of_any_size(x_lies: str, w_lies: str, keep: bool) -> None:
             require_product(out, x, w, y, 0.5, keep)
             if beside is not None:
                 assert np.array_equal(out.base[:, m:], beside[:, m:])
+
+
+@KNOWN
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_panels_that_are_not_near_are_copied(order: str) -> None:
+    """w by rows for many rows, x by columns for many columns."""
+    x, w, y = drawn(205, 207, 385)
+    far = [np.zeros((APART, APART), np.float32, order)[: len(a), : a.shape[1]] for a in (x, w)]
+    for own, a in zip(far, (x, w), strict=True):
+        own[:] = a
+        assert tile.NEAR < 193 * APART * 4 and min(x.shape[0], w.shape[1]) > tile.FEW
+    run(1.0, *far, True, out := y.copy())
+    require_product(out, x, w, y, 1.0, True)
 
 
 def run(scale: float, x: Array, w: Array, keep: bool, y: Array) -> None:
@@ -125,7 +139,7 @@ def at_the_end(a, by_rows):
     own[:] = a
     return own
 
-for n, m, k in itertools.product((1, 4, 11, 13, 24), (5, 16, 32, 45), (3, 16, 17, 400)):
+for n, m, k in itertools.product((1, 4, 11, 13, 24), (5, 16, 32, 45, 100), (3, 16, 17, 385, 400)):
     x, w, y = drawn(n, m, k)
     for x_by_rows, w_by_rows in itertools.product((True, False), repeat=2):
         out = at_the_end(y, True)
@@ -157,9 +171,10 @@ for n, m, k in itertools.product((1, 5, 6, 7, 14, 120), (3, 16, 19, 120), (1, 9,
         require_product(out, x, w, y, 0.5, True)
 for n, m, k in LARGE if known else ():
     x, w, y = drawn(n, m, k)
-    for keep in (False, True):
-        run(0.5, x, w, keep, out := y.copy())
-        require_product(out, x, w, y, 0.5, keep)
+    for a, b in itertools.product(LAYOUTS.values(), repeat=2):
+        for keep in (False, True):
+            run(0.5, a(x), b(w), keep, out := y.copy())
+            require_product(out, x, w, y, 0.5, keep)
 print(known, registers.LANES)
 """
     folder = os.path.dirname(__file__)

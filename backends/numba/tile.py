@@ -43,7 +43,7 @@ PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
 PANELS = FEW // HIGH + 1  # of x, where rows are few: what is left of them may take two tiles
 SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
 LINES = max(1, 4 * COLUMNS // LINE)  # of a row of w's panels
-TILES = 8 * COLUMNS // LINE  # that fetch a panel of w's columns, a line for two numbers of each row
+TILES = 8 * COLUMNS // LINE  # that fetch a panel of w by columns, each a line for two of its rows
 
 MULTIPLY = types.void(types.int64, types.float32, *(types.int64,) * 12)
 
@@ -78,7 +78,8 @@ def multiply(
     length = _even(depth, DEPTH)
     # Few rows go by a panel of w, and their first tiles fetch the next one; else all of w goes by a
     # tile's rows.
-    high = FEW if n <= FEW else HIGH
+    few = n <= FEW
+    high = FEW if few else HIGH
     for left in range(0, m, WIDE):
         right = min(m, left + WIDE)
         for p in range(0, depth, length):
@@ -90,7 +91,7 @@ def multiply(
                 for j in range(left, right, COLUMNS):
                     columns, y = min(COLUMNS, right - j), y_at + 4 * j
                     other, w_step = panels + 4 * (j - left) * k, 4 * COLUMNS
-                    if high > HIGH:  # one is done with before the next is copied
+                    if few:  # one is done with before the next is copied
                         other = panels
                     if w_near and columns == COLUMNS:
                         other, w_step = w_part + 4 * (j - left), w_down
@@ -104,9 +105,9 @@ def multiply(
                         given = own, x_down, x_across, n - i, rows, k, x_near, panel
                         place, x_step = _placed(given, j == left)
                         ahead, step = place, 0
-                        if high > HIGH and w_by_rows:
+                        if few and w_by_rows:
                             ahead, step = _ahead(soon, w_step, k, number), w_step
-                        elif high > HIGH and number < TILES:
+                        elif few and number < TILES:
                             its = w_part, w_down, w_across, j - left, right - left
                             ahead, step = _ahead_of_columns(its, k, number)
                         factors = k, place, x_step, other, w_step, ahead, step
@@ -147,10 +148,11 @@ def _ahead(panel: int, step: int, k: int, number: int) -> int:
 
 @rowwise
 def _ahead_of_columns(w: Any, k: int, number: int) -> tuple[int, int]:
-    """The same of contiguous columns, and bytes from line to line.
+    """Which lines of w by columns the tile of this number fetches, and bytes from one to the next.
 
-    Those of the next panel, where columns lie behind each other. Else one line of each of the next
-    columns, as many as a tile fetches: those of several panels, whose lines these share.
+    A part of the next panel, where columns lie behind each other. Else a line of each of the next
+    k / 2 columns: of some panels, during as many, whose tiles share out the lines. All of them are
+    fetched where k is a multiple of 2 COLUMNS.
     """
     at, down, across, j, m = w
     if across == 4 * k:
@@ -232,7 +234,7 @@ def _pack_rows_of_columns(x: int, across: int, there: int, rows: int, k: int, pa
 
 @rowwise
 def _pack_columns(w: Any, k: int, m: int, panel: int) -> None:
-    """At most COLUMNS, those of a row behind those of the row before."""
+    """At most COLUMNS, and zeros for the rest: those of a row behind those of the row before."""
     at, down, across = w
     if m < COLUMNS:
         for p in range(k):
