@@ -81,7 +81,8 @@ def test_panels_that_are_not_near_are_copied(order: str) -> None:
     far = [np.zeros((APART, APART), np.float32, order)[: len(a), : a.shape[1]] for a in (x, w)]
     for own, a in zip(far, (x, w), strict=True):
         own[:] = a
-        assert tile.NEAR < 193 * APART * 4 and min(x.shape[0], w.shape[1]) > tile.FEW
+        assert tile.NEAR < 193 * APART * 4  # 385 is done in 193 and 192
+        assert min(x.shape[0], w.shape[1]) > tile.FEW
     run(1.0, *far, True, out := y.copy())
     require_product(out, x, w, y, 1.0, True)
 

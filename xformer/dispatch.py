@@ -13,8 +13,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,16 +27,6 @@ _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
 _ops: list[Overridable] = []
 _libraries: dict[type, str] = {}
-_importing = threading.RLock()
-
-
-def _forked() -> None:
-    global _importing
-    _importing = threading.RLock()  # whoever held the parent's is not in the child
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class Kernel(NamedTuple):
@@ -111,14 +99,11 @@ class Overridable:
         return run(*args, **kwargs)
 
     def import_kernels(self, library: str) -> list[Kernel]:
-        """The kernels for a library's arrays, those of its backend behind others known by now."""
-        with _importing:
-            known = self.kernels.setdefault(library, [])
-            if library not in self._imported:
-                _import_if_there(f"xformer.backends.{library}.{self.__name__}")
-                known[:] = sorted(known, key=_is_of_backend)
-                self._imported.add(library)
-            return known
+        """The kernels for a library's arrays, those of its backend among them."""
+        if library not in self._imported:
+            _import_if_there(f"xformer.backends.{library}.{self.__name__}")
+            self._imported.add(library)
+        return self.kernels.setdefault(library, [])
 
     def stored_by(self, library: str) -> set[str]:
         """Dtypes that a kernel of a library stores arrays in, beside those of references."""
@@ -169,7 +154,7 @@ def overridable(
 
     It returns (y, cache), or anything else where it is `@overridable(backward=False)`. drops=False:
     its cache is made of its parts' own, which are dropped within `inference()`; what else it holds
-    is asked for there.
+    is asked for there. TypeError for a reference without a name.
     """
     if reference is not None and not hasattr(reference, "__name__"):
         raise TypeError(f"overridable: the reference must have a __name__, got {reference!r}")
@@ -191,12 +176,15 @@ def kernel(
 
     `unsupported(same arguments)` returns a sentence saying why the kernel cannot run, or None.
     stores: dtypes beside float32 and float64 that it can read; references never see such arrays.
-    Of several kernels for one library the last registered is asked first. A kernel's cache is its
-    own class with a `backward`, or the reference's cache, whose backward then runs.
+    Of several kernels for one library the last registered is asked first, and those of this
+    library's backends after all others, whenever they are imported. A kernel's cache is its own
+    class with a `backward`, or the reference's cache, whose backward then runs.
     """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        op.kernels.setdefault(library, []).insert(0, Kernel(run, library, unsupported, stores))
+        made, known = Kernel(run, library, unsupported, stores), op.kernels.setdefault(library, [])
+        others = [kernel for kernel in known if not _is_of_backend(kernel)]
+        known.insert(len(others) if _is_of_backend(made) else 0, made)
         return run
 
     return register
