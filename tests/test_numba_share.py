@@ -21,7 +21,7 @@ from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import share, share_layer
+from xformer.backends.numba import maps, share
 
 MODELS = {name: replace(WIDE, **options) for name, options in FORMS.items()} | {
     "gelu, values of another width": BlockConfig(24, 4, 40, activation="gelu", d_value=5),
@@ -200,8 +200,10 @@ def test_a_cache_is_copied_with_its_weights(ran: list[str]) -> None:
 def test_sums_over_many_rows() -> None:
     """Of a bias, whose gradient is one of all tokens: in one go they would be 3e-4 off."""
     x = np.full((50_000, 3), 4 / 3, np.float32)
-    share_layer._sum_rows(x, out := np.empty(3, np.float32))
+    maps._sum_rows(x, False, out := np.zeros(3, np.float32))
+    maps._sum_rows(x, True, twice := out.copy())
     assert np.allclose(out, x.astype(np.float64).sum(axis=0), rtol=3e-5)
+    assert np.allclose(twice, 2 * out, rtol=1e-4)
 
 
 def test_without_norms(ran: list[str]) -> None:

@@ -23,6 +23,7 @@ from xformer.backends.numba import (
     glu,
     layer_norm,
     linear,
+    linear_cross_entropy,
     registers,
     rms_norm,
     sdpa,
@@ -47,6 +48,11 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (ops.glu, glu.glu, glu.not_float32_silu),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
     (ops.linear, linear.linear, linear.other),
+    (
+        ops.linear_cross_entropy,
+        linear_cross_entropy.linear_cross_entropy,
+        linear_cross_entropy.outside,
+    ),
     (ops.rms_norm, rms_norm.rms_norm, rms_norm.no_gain),
     (ops.sdpa, sdpa.sdpa, sdpa.outside),
 )

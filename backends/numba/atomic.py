@@ -94,6 +94,11 @@ def nothing_done(n_stages: int) -> Array:
     return np.zeros((n_stages, 2), np.int64)
 
 
+def place(x: Array | None) -> int:
+    """Its address; 0 of none."""
+    return 0 if x is None else int(x.ctypes.data)
+
+
 def on_each(
     loops: Callable[..., None],
     arguments: tuple[Any, ...],

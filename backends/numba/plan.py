@@ -189,20 +189,21 @@ def _maps(params: BlockParams, config: BlockConfig) -> list[list[int]]:
     d, f, (width, value_width) = config.d_model, config.d_ff, _widths(config)
     queries, out = config.n_heads * width, config.n_heads * value_width
     maps: list[list[int]] = [
-        _map(params.attn.q, d, queries),
-        _map(kv.k, d, config.kv_heads * width),
-        _map(kv.v, d, config.kv_heads * value_width),
-        _map(params.attn.o, out, d),
-        _map(ffn.up, d, f),
-        NO_MAP if ffn.gate is None else _map(ffn.gate, d, f),
-        _map(ffn.down, f, d),
+        map_of(params.attn.q, d, queries),
+        map_of(kv.k, d, config.kv_heads * width),
+        map_of(kv.v, d, config.kv_heads * value_width),
+        map_of(params.attn.o, out, d),
+        map_of(ffn.up, d, f),
+        NO_MAP if ffn.gate is None else map_of(ffn.gate, d, f),
+        map_of(ffn.down, f, d),
     ]
     bounds = layer.QUERY, layer.OUT, layer.UP, layer.DOWN, len(maps)
     stages = (maps[start:stop] for start, stop in itertools.pairwise(bounds))
     return [row for stage in stages for row in _cut(stage)]
 
 
-def _map(own: Any, n_in: int, n_out: int) -> list[int]:
+def map_of(own: Any, n_in: int, n_out: int) -> list[int]:
+    """A linear map's place, step, order, sizes and bias. Unfit where the loops cannot read it."""
     w, b = value(own.w), value(own.b)
     _require(w, (n_in, n_out))
     down, across = w.strides

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba import layer, share_layer
+from xformer.backends.numba.atomic import place
 from xformer.backends.numba.blocks import read, tile_of_layer, turns_of
 from xformer.backends.numba.gemm import products
+from xformer.backends.numba.maps import places
 from xformer.backends.numba.plan import Plan, remembered
 from xformer.backends.numba.sdpa import pad_of
 from xformer.backends.numpy.threads import in_piece, scratch
@@ -208,14 +210,7 @@ def _places(grads: BlockParams) -> tuple[Array, Array]:
     attn, ffn = grads.attn, grads.ffn
     kv: Any = attn.kv
     maps = attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.gate, ffn.down
-    dmaps = [
-        (_place(own.w), own.w.flags.c_contiguous, _place(own.b)) if own else (0, 0, 0)
-        for own in maps
-    ]
+    dmaps = [places(own.w, own.b) if own else (0, 0, 0, 0) for own in maps]
     norms = grads.attn_norm, None, grads.ffn_norm, None
-    dnorms = [(_place(own.w), _place(own.b)) if own else (0, 0) for own in norms]
+    dnorms = [(place(own.w), place(own.b)) if own else (0, 0) for own in norms]
     return np.array(dmaps, np.int64), np.array(dnorms, np.int64)
-
-
-def _place(x: Array | None) -> int:
-    return 0 if x is None else int(x.ctypes.data)

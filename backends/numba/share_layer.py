@@ -10,15 +10,11 @@ from typing import Any
 import numpy as np
 from xformer.backends.numba import layer_norm, rms_norm
 from xformer.backends.numba.atomic import floats
-from xformer.backends.numba.compiled import FEW, LOG2_E, rowwise
+from xformer.backends.numba.compiled import LOG2_E, rowwise
 from xformer.backends.numba.flash import attend, attend_backward
-from xformer.backends.numba.flash_rows import ONE, ZERO
-from xformer.backends.numba.gemm import add_product
 from xformer.backends.numba.layer import (
     ACTIVATION,
     ATTN,
-    BIAS,
-    BY_ROWS,
     DOWN,
     EPS,
     FFN,
@@ -26,26 +22,23 @@ from xformer.backends.numba.layer import (
     GATE,
     GROUPS,
     HEADS,
-    N_IN,
     N_OUT,
     OFFSET,
     OUT,
     QUERY,
     RMS,
     SHIFT,
-    STEP,
     UP,
     VALUE,
     VALUE_WIDTH,
-    WEIGHT,
     WIDTH,
     activate,
     slope,
     turn,
 )
+from xformer.backends.numba.maps import add, bias, multiply, multiply_backward
 from xformer.backends.numba.tokens import COLUMNS, LEFT, RIGHT, ROWS
 
-DW, DW_BY_ROWS, DB = range(3)  # of a map's gradients: where they are, and how the weights' lies
 DGAIN, DSHIFT = range(2)  # of a norm's
 
 attend_heads = rowwise(attend)
@@ -83,8 +76,8 @@ def forward(
     start = 0
     for m in range(QUERY, VALUE + 1):
         out = mapped[start : start + len(x) * maps[m, N_OUT]].reshape(len(x), maps[m, N_OUT])
-        _multiply(by, h, maps[m], out)
-        _add(out, _bias(maps[m]))
+        multiply(by, h, maps[m], out)
+        add(out, bias(maps[m]))
         start += out.size
     q, k, v = _heads(mapped, size, pad)
     _turn(q, turns, interleaved)
@@ -93,15 +86,15 @@ def forward(
     window, sizes = (tile[LEFT], tile[RIGHT]), (tile[ROWS], tile[COLUMNS])
     given = q, k, v, pad, *window, scale * LOG2_E, sizes
     attend_heads(by, 0, k.shape[0] * k.shape[2], *given, out, statistics[0], statistics[1])
-    _multiply(by, ctx, maps[OUT], middle)
-    _add_both(middle, _bias(maps[OUT]), x)
+    multiply(by, ctx, maps[OUT], middle)
+    _add_both(middle, bias(maps[OUT]), x)
     _norm(middle, norms[FFN], numbers[FFN], h)
-    _multiply(by, h, maps[UP], ups)
+    multiply(by, h, maps[UP], ups)
     if len(opened):
-        _multiply(by, h, maps[GATE], opened)
-    _open(size[ACTIVATION], _bias(maps[UP]), _bias(maps[GATE]), ups, opened, hidden)
-    _multiply(by, hidden, maps[DOWN], y)
-    _add_both(y, _bias(maps[DOWN]), middle)
+        multiply(by, h, maps[GATE], opened)
+    _open(size[ACTIVATION], bias(maps[UP]), bias(maps[GATE]), ups, opened, hidden)
+    multiply(by, hidden, maps[DOWN], y)
+    _add_both(y, bias(maps[DOWN]), middle)
 
 
 @rowwise
@@ -130,21 +123,21 @@ def backward(
     dctx: Any,
     dmapped: Any,
 ) -> None:
-    """dx of dy; dmaps (7, 3) and dnorms (4, 2) say where the parameters' gradients are to be.
+    """dx of dy; dmaps (7, 4) and dnorms (4, 2) say where the parameters' gradients are to be.
 
     The rest as in `forward`, but turns go back. From dmiddle on: memory, dx not being dy.
     """
     maps, norms, size, numbers, scale = tables
     tile, turns, interleaved, pad = options
-    _multiply_backward(by, hidden, maps[DOWN], dmaps[DOWN], dy, False, dhidden)
+    multiply_backward(by, hidden, maps[DOWN], dmaps[DOWN], dy, False, dhidden)
     _close(size[ACTIVATION], ups, opened, dhidden, dups, dopened)
     _norm(middle, norms[FFN], numbers[FFN], h)
-    _multiply_backward(by, h, maps[UP], dmaps[UP], dups, False, dh)
+    multiply_backward(by, h, maps[UP], dmaps[UP], dups, False, dh)
     if len(opened):
-        _multiply_backward(by, h, maps[GATE], dmaps[GATE], dopened, True, dh)
+        multiply_backward(by, h, maps[GATE], dmaps[GATE], dopened, True, dh)
     _norm_backward(middle, norms[FFN], numbers[FFN], dnorms[FFN], dh, dmiddle)
     _add_all(dmiddle, dy)
-    _multiply_backward(by, ctx, maps[OUT], dmaps[OUT], dmiddle, False, dctx)
+    multiply_backward(by, ctx, maps[OUT], dmaps[OUT], dmiddle, False, dctx)
     q, k, v = _heads(mapped, size, pad)
     dq, dk, dv = _heads(dmapped, size, pad)
     out = ctx.reshape(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
@@ -158,7 +151,7 @@ def backward(
     start, keep = 0, False
     for m in range(QUERY, VALUE + 1):
         its = dmapped[start : start + len(x) * maps[m, N_OUT]].reshape(len(x), maps[m, N_OUT])
-        _multiply_backward(by, h, maps[m], dmaps[m], its, keep, dh)
+        multiply_backward(by, h, maps[m], dmaps[m], its, keep, dh)
         start, keep = start + its.size, True
     _norm_backward(x, norms[ATTN], numbers[ATTN], dnorms[ATTN], dh, dx)
     _add_all(dx, dmiddle)
@@ -185,62 +178,6 @@ def _turn(x: Any, turns: Any, interleaved: bool) -> None:
         for t in range(x.shape[1]):
             for h in range(x.shape[2]):
                 turn(x[b, t, h], turns[0, its, t], turns[1, its, t], interleaved)
-
-
-@rowwise
-def _multiply(by: Any, x: Any, own: Any, y: Any) -> None:
-    """y = x w."""
-    if own[BY_ROWS]:
-        w = floats(own[WEIGHT], (own[N_IN], own[STEP]))[:, : own[N_OUT]]
-        add_product(by, ONE, x, w, False, y)
-    else:
-        w = floats(own[WEIGHT], (own[N_OUT], own[STEP]))[:, : own[N_IN]]
-        add_product(by, ONE, x, w.T, False, y)
-
-
-@rowwise
-def _multiply_backward(by: Any, x: Any, own: Any, grads: Any, dy: Any, keep: bool, dx: Any) -> None:
-    """dx = dy w^T + keep dx, dw = x^T dy, db = sum of dy over its rows."""
-    if own[BY_ROWS]:
-        w = floats(own[WEIGHT], (own[N_IN], own[STEP]))[:, : own[N_OUT]]
-        add_product(by, ONE, dy, w.T, keep, dx)
-    else:
-        w = floats(own[WEIGHT], (own[N_OUT], own[STEP]))[:, : own[N_IN]]
-        add_product(by, ONE, dy, w, keep, dx)
-    if grads[DW_BY_ROWS]:
-        add_product(by, ONE, x.T, dy, False, floats(grads[DW], (own[N_IN], own[N_OUT])))
-    else:
-        add_product(by, ONE, dy.T, x, False, floats(grads[DW], (own[N_OUT], own[N_IN])))
-    if grads[DB]:
-        _sum_rows(dy, floats(grads[DB], (own[N_OUT],)))
-
-
-@rowwise
-def _sum_rows(x: Any, out: Any) -> None:
-    sums = np.zeros(x.shape[1], np.float32)
-    out[:] = ZERO
-    for i in range(len(x)):
-        for j in range(x.shape[1]):
-            sums[j] += x[i, j]
-        if i % FEW == FEW - 1 or i == len(x) - 1:
-            out += sums
-            sums[:] = ZERO
-
-
-@rowwise
-def _bias(own: Any) -> Any:
-    """Of a map; zeros where it has none."""
-    b = np.zeros(own[N_OUT], np.float32)
-    if own[BIAS]:
-        b[:] = floats(own[BIAS], (own[N_OUT],))
-    return b
-
-
-@rowwise
-def _add(y: Any, b: Any) -> None:
-    for i in range(len(y)):
-        for j in range(y.shape[1]):
-            y[i, j] += b[j]
 
 
 @rowwise

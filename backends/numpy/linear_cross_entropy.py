@@ -61,11 +61,7 @@ def linear_cross_entropy(
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = number("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
-    targets, kept = split_ignored(w, targets, ignore_index)
-    xs, chosen = x.reshape(targets.size, x.shape[-1]), None
-    if kept is not None and not kept.all():
-        chosen = np.flatnonzero(kept)
-        xs, targets = xs[chosen], targets.reshape(-1)[chosen]
+    xs, targets, chosen = kept_rows(x, w, targets, ignore_index)
     n = len(xs)
     weight = 1 / max(n, 1) if reduction == "mean" else 1.0
     tokens = Tokens.of(targets, x.dtype, a, z)
@@ -74,7 +70,19 @@ def linear_cross_entropy(
     for start in range(0, max(n, 1), size):  # once where there is no row
         _chunk(xs, w, b, slice(start, min(start + size, n)), tokens, weight, grads)
     loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)
-    return loss, _cache(grads, x.shape, chosen)
+    return loss, cache_of(grads, x.shape, chosen)
+
+
+def kept_rows(
+    x: Array, w: Array, targets: Array, ignore_index: int | None
+) -> tuple[Array, Array, Array | None]:
+    """Rows and targets that are not ignored, and which they are; None: all."""
+    targets, kept = split_ignored(w, targets, ignore_index)
+    xs, targets = x.reshape(targets.size, x.shape[-1]), targets.reshape(-1)
+    if kept is None or kept.all():
+        return xs, targets, None
+    chosen = np.flatnonzero(kept)
+    return xs[chosen], targets[chosen], chosen
 
 
 class LinearCrossEntropyCache(NamedTuple):
@@ -150,7 +158,7 @@ def _chunk(
         grads.add(x, w, logits, at)
 
 
-def _cache(
+def cache_of(
     grads: Gradients | None, shape: tuple[int, ...], chosen: Array | None
 ) -> LinearCrossEntropyCache | None:
     """With zeros for the tokens that were left out."""

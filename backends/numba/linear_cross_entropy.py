@@ -1,0 +1,178 @@
+"""`linear_cross_entropy` of few classes: each thread's rows go through all of it in one call.
+
+Of many classes `backends.numpy` has a kernel. As there, logits become their own gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from xformer.backends.numba import maps
+from xformer.backends.numba.compiled import LOG2_E, exp2, rowwise
+from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
+from xformer.backends.numba.gemm import no_products, products
+from xformer.backends.numba.layer import BIAS
+from xformer.backends.numba.plan import Unfit, map_of
+from xformer.backends.numpy.linear_cross_entropy import (
+    Gradients,
+    LinearCrossEntropyCache,
+    cache_of,
+    kept_rows,
+    too_small,
+)
+from xformer.backends.numpy.products import SMALL
+from xformer.backends.numpy.threads import blocks, n_threads, scratch
+
+from xformer.checks import number
+from xformer.dispatch import keeps_nothing
+from xformer.layers.linear import LinearParams
+from xformer.ops.cross_entropy import require_options
+from xformer.typing import Array
+
+LOGITS = 1 << 17  # at once: near a core
+PLAIN: tuple[Any, ...] = ("C", "A", "W")  # arrays of other kinds would be compiled for anew
+
+
+def outside(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    targets: Array,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    fixed: bool = False,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if reduction == "none":
+        return 'reduction "none" has a dloss for each token'
+    if too_small(x, w, b, targets=targets) is None:
+        return "NumPy's kernel is for so many classes"
+    if w.shape[1] == 0 or x.dtype != np.float32:
+        return "only float32, and at least one class"
+    try:
+        map_of(LinearParams(w, b), *w.shape)
+    except Unfit as unfit:
+        return str(unfit)
+    return no_products()
+
+
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    b: Array | None = None,
+    *,
+    targets: Array,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    fixed: bool = False,
+) -> tuple[Array, LinearCrossEntropyCache | None]:
+    """The loss, and its gradients unless within `inference()`. Ignored tokens are left out."""
+    a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
+    z = number("cross_entropy", "z_loss", z_loss)
+    require_options(ignore_index, reduction)
+    xs, targets, chosen = kept_rows(x, w, targets, ignore_index)
+    xs, targets = np.require(xs, None, PLAIN), np.require(targets, None, PLAIN)
+    n, (_, n_classes) = len(xs), w.shape
+    own = np.array(map_of(LinearParams(w, b), *w.shape), np.int64)
+    weight = np.float32(1 / max(n, 1) if reduction == "mean" else 1.0)
+    numbers = np.array([a, z, weight], np.float32)
+    losses, back = np.empty(n, np.float32), not keeps_nothing()
+    dx = np.empty_like(xs) if back else xs
+    parts: dict[int, tuple[Array | None, Array | None]] = {}  # of dw and db, by their first row
+    memory = np.empty_like if n else np.zeros_like
+
+    def share(start: int, stop: int) -> None:
+        dw = memory(w) if back and not fixed else None
+        db = memory(b) if back and b is not None else None
+        grads = np.array(maps.places(dw, db), np.int64)
+        rows = max(1, min(LOGITS // n_classes, stop - start))
+        logits = scratch("logits", (rows, n_classes), np.float32)
+        its = (a[start:stop] for a in (xs, targets, losses, dx))
+        _some_rows(products(), own, numbers, back, *its, grads, logits)
+        parts[start] = dw, db
+
+    if n * w.size > SMALL:
+        blocks(share, n, -(-n // n_threads()))
+    else:
+        share(0, n)
+    loss = np.add.reduce(losses) * weight
+    if not back:
+        return loss, None
+    dw, db = (_sum(column) for column in zip(*(parts[i] for i in sorted(parts)), strict=True))
+    return loss, cache_of(Gradients(dx, dw, db), x.shape, chosen)
+
+
+def _sum(parts: tuple[Array | None, ...]) -> Array | None:
+    """In place of the first."""
+    total = parts[0]
+    for more in parts[1:]:
+        total = None if total is None else np.add(total, more, out=total)
+    return total
+
+
+@rowwise
+def _some_rows(
+    by: Any,
+    own: Any,
+    numbers: Any,
+    back: bool,
+    x: Any,
+    targets: Any,
+    losses: Any,
+    dx: Any,
+    grads: Any,
+    logits: Any,
+) -> None:
+    """losses (N,) of x (N, D), and back their gradients: dx, and where `grads` says dw and db."""
+    b = maps.bias(own)
+    for start in range(0, len(x), len(logits)):
+        stop = min(start + len(logits), len(x))
+        part, e = x[start:stop], logits[: stop - start]
+        maps.multiply(by, part, own, e)
+        if own[BIAS]:
+            maps.add(e, b)
+        for i in range(len(e)):
+            losses[start + i] = _loss(e[i], targets[start + i], numbers)
+        if back:
+            maps.multiply_backward(by, part, own, grads, e, False, dx[start:stop])
+            grads[maps.MORE] = True
+
+
+@rowwise
+def _loss(x: Any, target: int, numbers: Any) -> Any:
+    """That of a token's logits, which become their gradient."""
+    a, z, weight = numbers
+    top, hit, sum_of_all = highest(x), x[target], ZERO
+    if a > ZERO:
+        for j in range(len(x)):
+            sum_of_all += x[j]
+    total = _powers(x, top)
+    lse = np.log(total) + top
+    loss = lse + z * lse * lse
+    if a < ONE:  # a factor of 0 would make NaN of a logit of -inf
+        loss -= (ONE - a) * hit
+    if a > ZERO:
+        loss -= a * (sum_of_all / len(x))
+    multiply(x, weight * (ONE + (ONE + ONE) * z * lse) / total, x)
+    x[target] -= weight * (ONE - a)
+    if a > ZERO:
+        for j in range(len(x)):
+            x[j] -= weight * a / len(x)
+    return loss
+
+
+@rowwise
+def _powers(x: Any, top: Any) -> Any:
+    """x = exp(x - top); their sum."""
+    total = ZERO
+    for j in range(len(x)):
+        e = exp2((x[j] - top) * LOG2_E)
+        x[j] = e
+        total += e
+    return total
