@@ -146,3 +146,23 @@ def test_only_where_asked_for() -> None:
     assert dispatch.explain(ops.gelu, x).startswith("gelu on numpy: xformer.backends.numba.gelu")
     assert dispatch.explain(ops.gelu, x.astype("float64")).count("numba") == 1
     assert type(ops.gelu(x)[1]).__module__ == "xformer.backends.numba.gelu"
+
+
+def test_a_table_whose_columns_are_on_several_threads() -> None:
+    """Each sum in the order of the rows, however many threads there are; of any layout and kind."""
+    backends.get("numba")
+    rng = np.random.default_rng(1)
+    table, ids = drawn(((503, 101),), "float32")[0], rng.integers(0, 500, (70, 101))
+    dy = rng.normal(size=(*ids.shape, 202)).astype(np.float32)[..., ::2]
+    _, cache = ops.embedding(table, ids=ids)
+    assert type(cache).__module__ == "xformer.backends.numba.embedding"
+    got, wanted = cache.backward(dy), np.zeros(table.shape)
+    np.add.at(wanted, ids, dy.astype(float))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    assert not got[500:].any()
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        np.testing.assert_array_equal(cache.backward(dy), got)
+    np.testing.assert_allclose(cache.backward(dy.astype(float)), wanted, rtol=1e-12, atol=1e-12)
+    for shape in ((0, 4), (4, 0)):
+        _, cache = ops.embedding(np.ones((5, shape[1]), np.float32), ids=np.zeros(shape[0], int))
+        assert cache.backward(np.ones(shape, np.float32)).shape == (5, shape[1])

@@ -22,6 +22,7 @@ from xformer.lock import locked
 ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
 BLOCK = 1 << 17  # elements: fewer are done before a thread is awake
 FEW = 32  # rows that are summed one after the other: sums of such sums are more exact
+PLAIN: tuple[Any, ...] = ("C", "A", "W")  # arrays of other kinds would be compiled for anew
 LOG2_E = np.float32(math.log2(math.e))
 
 

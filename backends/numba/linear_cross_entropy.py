@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from xformer.backends.numba import maps
-from xformer.backends.numba.compiled import LOG2_E, exp2, rowwise
+from xformer.backends.numba.compiled import LOG2_E, PLAIN, exp2, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.gemm import no_products, products
 from xformer.backends.numba.layer import BIAS
@@ -31,7 +31,6 @@ from xformer.ops.cross_entropy import require_options
 from xformer.typing import Array
 
 LOGITS = 1 << 17  # at once: near a core
-PLAIN: tuple[Any, ...] = ("C", "A", "W")  # arrays of other kinds would be compiled for anew
 
 
 def outside(

@@ -12,6 +12,7 @@ import numpy as np
 from xformer.backends.numba import layer, share_layer
 from xformer.backends.numba.atomic import place
 from xformer.backends.numba.blocks import read, tile_of_layer, turns_of
+from xformer.backends.numba.compiled import PLAIN
 from xformer.backends.numba.gemm import products
 from xformer.backends.numba.maps import places
 from xformer.backends.numba.plan import Plan, remembered
@@ -28,8 +29,6 @@ from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.past import Past
 from xformer.layers.rotary import Rotary
 from xformer.typing import Array
-
-PLAIN: tuple[Any, ...] = ("C", "A", "W")  # arrays of other kinds would be compiled for anew
 
 
 def outside(
