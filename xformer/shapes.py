@@ -98,6 +98,9 @@ def require_like(op: str, name: str, array: Any, like: Any, *, working: bool = F
 
     working: the dtype that `like` is computed in.
     """
+    if type(array) is type(like) and not working and array.dtype == like.dtype:
+        require_same_device(op, name, array, like)
+        return
     require_array(op, name, array)
     require_same_library(op, name, array, like)
     require_same_device(op, name, array, like)
