@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numba
@@ -107,12 +108,19 @@ def on_each(
     start: int,
     stop: int,
 ) -> None:
-    """On each thread; where one fails, the others do not wait for its pieces.
+    """On each thread.
 
     owners: whose memory the tables speak of, kept until the last thread has done.
     """
-    try:
+    with needed(stages):
         loops(*arguments, stages)
+
+
+@contextmanager
+def needed(stages: Array) -> Iterator[None]:
+    """Where this fails, no other thread waits for its pieces."""
+    try:
+        yield
     except BaseException:
         stages[:, 1] = ALL
         raise

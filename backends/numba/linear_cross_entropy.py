@@ -111,7 +111,7 @@ def _sum(parts: tuple[Array | None, ...]) -> Array | None:
     """In place of the first."""
     total = parts[0]
     for more in parts[1:]:
-        total = None if total is None else np.add(total, more, out=total)
+        total = None if total is None else np.add(total, more, out=total)  # type: ignore[arg-type]
     return total
 
 

@@ -36,7 +36,7 @@ from xformer.backends.numba.layer import (
     slope,
     turn,
 )
-from xformer.backends.numba.maps import add, bias, multiply, multiply_backward
+from xformer.backends.numba.maps import MORE, add, bias, multiply, multiply_backward
 from xformer.backends.numba.tokens import COLUMNS, LEFT, RIGHT, ROWS
 
 DGAIN, DSHIFT = range(2)  # of a norm's
@@ -48,30 +48,18 @@ rms_norm_rows, rms_norm_slopes = rms_norm.rows_forward, rms_norm.rows_backward
 
 
 @rowwise
-def forward(
-    by: Any,
-    tables: Any,
-    options: Any,
-    x: Any,
-    mapped: Any,
-    ctx: Any,
-    statistics: Any,
-    middle: Any,
-    ups: Any,
-    opened: Any,
-    hidden: Any,
-    y: Any,
-    h: Any,
-) -> None:
+def forward(by: Any, tables: Any, options: Any, x: Any, kept: Any, y: Any, h: Any) -> None:
     """y = middle + ffn(norm(middle)), middle = x + attn(norm(x)).
 
-    tables: of the layer, as in `plan`. options: its `tiles` row, turns (2, B or 1, T, R/2), whether
-    they are interleaved, and pad (B, T) or (B, 0). Kept: mapped (N (H K + G K + G M)), queries,
-    keys and values behind each other; ctx (N, H M), statistics (2, B, H, T), middle (N, D), ups
-    (N, F), before the activation, opened, the same of a gate or (0, F), hidden (N, F). h: memory.
+    tables: of the layer, as in `plan`. options: its `tiles` row, turns (2, all texts or 1, T, R/2),
+    whether they are interleaved, pad (B, T) or (B, 0), and which text is the first. kept: mapped
+    (N (H K + G K + G M)), queries, keys and values behind each other; ctx (N, H M), statistics
+    (2, B, H, T), middle (N, D), ups (N, F), before the activation, opened, the same of a gate or
+    (0, F), hidden (N, F). h: memory.
     """
     maps, norms, size, numbers, scale = tables
-    tile, turns, interleaved, pad = options
+    tile, turns, interleaved, pad, first = options
+    mapped, ctx, statistics, middle, ups, opened, hidden = kept
     _norm(x, norms[ATTN], numbers[ATTN], h)
     start = 0
     for m in range(QUERY, VALUE + 1):
@@ -80,8 +68,8 @@ def forward(
         add(out, bias(maps[m]))
         start += out.size
     q, k, v = _heads(mapped, size, pad)
-    _turn(q, turns, interleaved)
-    _turn(k, turns, interleaved)
+    _turn(q, first, turns, interleaved)
+    _turn(k, first, turns, interleaved)
     out = ctx.reshape(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
     window, sizes = (tile[LEFT], tile[RIGHT]), (tile[ROWS], tile[COLUMNS])
     given = q, k, v, pad, *window, scale * LOG2_E, sizes
@@ -103,39 +91,30 @@ def backward(
     tables: Any,
     options: Any,
     x: Any,
-    mapped: Any,
-    ctx: Any,
-    statistics: Any,
-    middle: Any,
-    ups: Any,
-    opened: Any,
-    hidden: Any,
+    kept: Any,
     dy: Any,
     dmaps: Any,
     dnorms: Any,
     dx: Any,
-    dmiddle: Any,
-    h: Any,
-    dh: Any,
-    dhidden: Any,
-    dups: Any,
-    dopened: Any,
-    dctx: Any,
-    dmapped: Any,
+    memory: Any,
 ) -> None:
     """dx of dy; dmaps (7, 4) and dnorms (4, 2) say where the parameters' gradients are to be.
 
-    The rest as in `forward`, but turns go back. From dmiddle on: memory, dx not being dy.
+    The rest as in `forward`, but turns go back. memory: as large as dmiddle, h, dh, dhidden, dups,
+    dopened, dctx and dmapped, of which dctx may be where dhidden is, and dmapped where dups is.
     """
     maps, norms, size, numbers, scale = tables
-    tile, turns, interleaved, pad = options
+    tile, turns, interleaved, pad, first = options
+    mapped, ctx, statistics, middle, ups, opened, hidden = kept
+    dmiddle, h, dh, dhidden, dups, dopened, dctx, dmapped = memory
+    more = dmaps[DOWN, MORE] != 0  # as of all others
     multiply_backward(by, hidden, maps[DOWN], dmaps[DOWN], dy, False, dhidden)
     _close(size[ACTIVATION], ups, opened, dhidden, dups, dopened)
     _norm(middle, norms[FFN], numbers[FFN], h)
     multiply_backward(by, h, maps[UP], dmaps[UP], dups, False, dh)
     if len(opened):
         multiply_backward(by, h, maps[GATE], dmaps[GATE], dopened, True, dh)
-    _norm_backward(middle, norms[FFN], numbers[FFN], dnorms[FFN], dh, dmiddle)
+    _norm_backward(middle, norms[FFN], numbers[FFN], dnorms[FFN], more, dh, dmiddle)
     _add_all(dmiddle, dy)
     multiply_backward(by, ctx, maps[OUT], dmaps[OUT], dmiddle, False, dctx)
     q, k, v = _heads(mapped, size, pad)
@@ -145,15 +124,15 @@ def backward(
     given = q, k, v, pad, *window, scale, sizes, out, statistics[0], statistics[1]
     heads = 0, k.shape[0] * k.shape[2]
     attend_heads_backward(by, *heads, *given, dctx.reshape(out.shape), dq, dk, dv)
-    _turn(dq, turns, interleaved)
-    _turn(dk, turns, interleaved)
+    _turn(dq, first, turns, interleaved)
+    _turn(dk, first, turns, interleaved)
     _norm(x, norms[ATTN], numbers[ATTN], h)
     start, keep = 0, False
     for m in range(QUERY, VALUE + 1):
         its = dmapped[start : start + len(x) * maps[m, N_OUT]].reshape(len(x), maps[m, N_OUT])
         multiply_backward(by, h, maps[m], dmaps[m], its, keep, dh)
         start, keep = start + its.size, True
-    _norm_backward(x, norms[ATTN], numbers[ATTN], dnorms[ATTN], dh, dx)
+    _norm_backward(x, norms[ATTN], numbers[ATTN], dnorms[ATTN], more, dh, dx)
     _add_all(dx, dmiddle)
 
 
@@ -171,10 +150,10 @@ def _heads(mapped: Any, size: Any, pad: Any) -> Any:
 
 
 @rowwise
-def _turn(x: Any, turns: Any, interleaved: bool) -> None:
-    """`ops.rope` of (B, T, H, K)."""
+def _turn(x: Any, first: int, turns: Any, interleaved: bool) -> None:
+    """`ops.rope` of (B, T, H, K), the texts from `first` on."""
     for b in range(x.shape[0] if turns.shape[3] else 0):
-        its = b % turns.shape[1]
+        its = (first + b) % turns.shape[1]
         for t in range(x.shape[1]):
             for h in range(x.shape[2]):
                 turn(x[b, t, h], turns[0, its, t], turns[1, its, t], interleaved)
@@ -248,18 +227,29 @@ def _normalise(x: Any, own: Any, numbers: Any, y: Any, statistics: Any) -> None:
 
 
 @rowwise
-def _norm_backward(x: Any, own: Any, numbers: Any, grads: Any, dy: Any, dx: Any) -> None:
+def _norm_backward(
+    x: Any, own: Any, numbers: Any, grads: Any, more: bool, dy: Any, dx: Any
+) -> None:
     """By statistics that are made once more, in dx: they cost less than memory."""
     d, statistics = x.shape[1], np.empty((2, len(x)), np.float32)
     if own[GAIN] == 0:
         dx[:] = dy
         return
     _normalise(x, own, numbers, dx, statistics)
-    gain, dgain = floats(own[GAIN], (d,)), floats(grads[DGAIN], (d,))
+    gain, dgain, dshift = floats(own[GAIN], (d,)), np.empty(d, np.float32), np.empty(d, np.float32)
     if own[RMS]:
         rms_norm_slopes(x, gain + numbers[OFFSET], statistics[1], dy, dx, dgain)
-        return
-    dshift = np.empty(d, np.float32)
-    layer_norm_slopes(x, gain, statistics[0], statistics[1], dy, dx, dgain, dshift)
+    else:
+        layer_norm_slopes(x, gain, statistics[0], statistics[1], dy, dx, dgain, dshift)
+    _put(dgain, more, grads[DGAIN])
     if own[SHIFT]:
-        floats(grads[DSHIFT], (d,))[:] = dshift
+        _put(dshift, more, grads[DSHIFT])
+
+
+@rowwise
+def _put(x: Any, more: bool, place: int) -> None:
+    out = floats(place, x.shape)
+    if more:
+        out += x
+    else:
+        out[:] = x

@@ -32,13 +32,13 @@ from xformer.backends.numba.registers import (
     move,
     turn,
 )
+from xformer.backends.numpy.threads import LINE
 
 WIDE = 1024  # columns at once
 SLOT = 16  # from row to row of a panel that is copied column by column
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
 # So few rows are also those that go by a panel of w together.
 NEAR, FEW = 1 << 19, 192
-LINE = 64  # bytes of memory that come together
 PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
 PANELS = FEW // HIGH + 1  # of x, where rows are few: what is left of them may take two tiles
 SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`

@@ -129,10 +129,7 @@ class SharesCache(NamedTuple):
     @property
     def blocks(self) -> NoReturn:
         """AttributeError, where `BlocksCache` has the cache of each layer."""
-        raise AttributeError(
-            "blocks: each thread took its sequences through all layers; within reference_only() "
-            "there is one cache a layer"
-        )
+        without_layers()
 
     def backward(self, dy: Array, drouter_logits: Sequence[None] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos; there are no routers.
@@ -140,8 +137,7 @@ class SharesCache(NamedTuple):
         Those of a layer's parameters are added when the last share has them, and not kept.
         """
         require_shape("blocks", "dy", dy, self.shape)
-        if any(dlogits is not None for dlogits in drouter_logits or ()):
-            raise ValueError("blocks: drouter_logits must be None, there are no experts")
+        require_no_routers(drouter_logits)
         order, n = self.caches[0].order, len(self.shares)
         turns = [n * order[i + 1 :].count(which) for i, which in enumerate(order)]
         totals = [_Total() for _ in range(max(order) + 1)]
@@ -164,6 +160,20 @@ class SharesCache(NamedTuple):
             tree.map(_together if self.own_bias else _sum, *dbias),
             *(tree.map(_sum, *dpos) for dpos in dpositions),
         )
+
+
+def without_layers() -> NoReturn:
+    """AttributeError: there is no cache of each layer."""
+    raise AttributeError(
+        "blocks: each thread took its sequences through all layers; within reference_only() "
+        "there is one cache a layer"
+    )
+
+
+def require_no_routers(drouter_logits: Sequence[None] | None) -> None:
+    """ValueError for the gradient of a router, of which there is none."""
+    if any(dlogits is not None for dlogits in drouter_logits or ()):
+        raise ValueError("blocks: drouter_logits must be None, there are no experts")
 
 
 class _Total:

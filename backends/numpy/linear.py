@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from xformer.backends.numpy import products
 from xformer.backends.numpy.products import product
-from xformer.backends.numpy.threads import run
+from xformer.backends.numpy.threads import lined, run
 
 from xformer.checks import require_gradient
 from xformer.dispatch import keeps_nothing, kernel
@@ -50,7 +50,7 @@ class LinearCache(NamedTuple):
 def mapped(x: Array, maps: Sequence[Map]) -> list[Array]:
     """x w + b by each of the maps."""
     rows = _rows(x)
-    ys = [np.empty((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
+    ys = [lined((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
     if keeps_nothing() and len(rows) <= products.FEW:
         for (w, b), y in zip(maps, ys, strict=True):
             np.matmul(rows, w, out=y)
@@ -67,7 +67,7 @@ def gradients(
 ) -> tuple[Array, list[tuple[Array | None, Array | None]]]:
     """dx, to which all maps add, and (dw, db) of each; no dw where x is None."""
     rows, w_of = [_rows(dy) for dy in dys], [w for w, _ in maps]
-    dx = np.empty((len(rows[0]), x_shape[-1]), rows[0].dtype)
+    dx = lined((len(rows[0]), x_shape[-1]), rows[0].dtype)
     pieces = products.products([(dy, w.T) for dy, w in zip(rows, w_of, strict=True)], dx)
     dmaps: list[tuple[Array | None, Array | None]] = []
     for (w, b), dy in zip(maps, rows, strict=True):
