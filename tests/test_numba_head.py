@@ -119,6 +119,9 @@ def test_classes_that_cannot_be() -> None:
     for got, wanted in zip(*pairs, strict=True):
         assert np.isfinite(got).all()
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    b[targets[0, 0]] = -np.inf  # whose own logit then counts for nothing, but the mean for all
+    loss, _ = ops.linear_cross_entropy(x, w, b, targets=targets, label_smoothing=1.0)
+    assert loss == np.inf
 
 
 def test_nan_stays_in_its_row() -> None:
