@@ -21,7 +21,7 @@ from xformer.backends.numpy.linear_cross_entropy import LARGE
 
 NUMPY = backends.get("numpy")
 KERNEL = Kernel(linear_cross_entropy.linear_cross_entropy, "numpy", linear_cross_entropy.outside)
-LEAD, WIDTH, CLASSES = (7, 29), 67, 101
+LEAD, WIDTH, CLASSES = (7, 39), 67, 101
 OF_ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": 3}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -37,7 +37,6 @@ def on_two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In several chunks each, the last of which is shorter."""
     backends.get("numba")
     monkeypatch.setattr(linear_cross_entropy, "LOGITS", 40 * CLASSES)
-    monkeypatch.setattr(linear_cross_entropy, "SMALL", 0)
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         yield
 
@@ -138,6 +137,10 @@ def test_far_from_zero() -> None:
     args, options = (x, 300 * w, b), {"targets": targets}
     require_exact(NUMPY, KERNEL, ops.linear_cross_entropy, args, options, np.asarray)
     assert all(np.isfinite(got).all() for got in results(ops.linear_cross_entropy, args, options))
+    far = np.float32(1e19) * x, w, b  # whose squares are infinite, and without z_loss nobody's
+    pairs = [run(ops.linear_cross_entropy, far, options) for run in (results, reference)]
+    for got, wanted in zip(*pairs, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6 * np.abs(wanted).max())
 
 
 def test_what_it_leaves_to_others() -> None:
@@ -148,4 +151,7 @@ def test_what_it_leaves_to_others() -> None:
     assert "float32" in str(run(*(a.astype(float) for a in (x, w, b)), targets=targets))
     assert "strides" in str(run(x, w[:, ::2], targets=targets))
     assert "dloss for each token" in str(run(x, w, b, targets=targets, reduction="none"))
+    assert "too few for a thread" in str(run(x[:1], w, b, targets=targets[:1]))
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        assert "too few for a thread" in str(run(x, w, b, targets=targets))
     assert run(x, w, b, targets=targets) is None

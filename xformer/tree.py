@@ -21,8 +21,6 @@ from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-INNER = (tuple, list, dict)  # NamedTuples are tuples
-
 
 @dataclass(frozen=True)
 class Frozen:
@@ -189,13 +187,8 @@ def _walk(tree: Any, path: str) -> list[tuple[str, Any]]:
 def _collect(node: Any, path: str, found: list[tuple[str, Any]]) -> None:
     names = _names(node)
     if names is not None:
-        inside = _inside(path, "")
         for name, part in zip(names, _parts(node), strict=True):
-            own = inside + name if inside else name.lstrip(".")
-            if isinstance(part, INNER):
-                _collect(part, own, found)
-            elif part is not None and not isinstance(part, Constant):
-                found.append((own, part))
+            _collect(part, _inside(path, name), found)
     elif node is not None and not isinstance(node, Constant):
         found.append((path, node))
 

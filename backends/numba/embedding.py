@@ -12,7 +12,7 @@ from xformer.backends.numpy.threads import blocks
 from xformer.checks import require_shape
 from xformer.typing import Array
 
-LINE = 16  # columns of a piece, at least
+COLUMNS = 16  # of a piece, or a little fewer: a line of memory
 
 
 def not_float32(table: Array, *, ids: Array) -> str | None:
@@ -42,7 +42,7 @@ class EmbeddingCache(numpys.EmbeddingCache):
         def piece(start: int, stop: int) -> None:
             _add_rows(ids, rows, start, stop, dtable)
 
-        blocks(piece, width, max(LINE, BLOCK // max(len(ids), 1)))
+        blocks(piece, width, max(COLUMNS, BLOCK // max(len(ids), 1)))
         return dtable
 
 

@@ -5,6 +5,8 @@ Of many classes `backends.numpy` has a kernel. As there, logits become their own
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,15 @@ from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.gemm import no_products, products
 from xformer.backends.numba.layer import BIAS
 from xformer.backends.numba.plan import Unfit, map_of
+from xformer.backends.numpy.blocks import ROWS
 from xformer.backends.numpy.linear_cross_entropy import (
+    LARGE,
     Gradients,
     LinearCrossEntropyCache,
     cache_of,
     kept_rows,
-    too_small,
 )
-from xformer.backends.numpy.products import SMALL
-from xformer.backends.numpy.threads import blocks, n_threads, scratch
+from xformer.backends.numpy.threads import n_threads, run, scratch
 
 from xformer.checks import number
 from xformer.dispatch import keeps_nothing
@@ -30,7 +32,7 @@ from xformer.layers.linear import LinearParams
 from xformer.ops.cross_entropy import require_options
 from xformer.typing import Array
 
-LOGITS = 1 << 17  # at once: near a core
+LOGITS = 1 << 19  # at once: near a core, and of 4095 classes rows enough for fast products
 
 
 def outside(
@@ -48,8 +50,12 @@ def outside(
     """Why the kernel cannot run."""
     if reduction == "none":
         return 'reduction "none" has a dloss for each token'
-    if too_small(x, w, b, targets=targets) is None:
-        return "NumPy's kernel is for so many classes"
+    if w.shape[1] >= LARGE:
+        return f"NumPy's kernel is for {LARGE} classes and more"
+    threads = n_threads()
+    size = -(-math.prod(x.shape[:-1]) // threads)
+    if size < ROWS * (threads - 1):
+        return f"{size} tokens are too few for a thread"
     if w.shape[1] == 0 or x.dtype != np.float32:
         return "only float32, and at least one class"
     try:
@@ -78,7 +84,7 @@ def linear_cross_entropy(
     xs, targets, chosen = kept_rows(x, w, targets, ignore_index)
     xs, targets = np.require(xs, None, PLAIN), np.require(targets, None, PLAIN)
     n, (_, n_classes) = len(xs), w.shape
-    own = np.array(map_of(LinearParams(w, b), *w.shape), np.int64)
+    table = np.array(map_of(LinearParams(w, b), *w.shape), np.int64)
     weight = np.float32(1 / max(n, 1) if reduction == "mean" else 1.0)
     numbers = np.array([a, z, weight], np.float32)
     losses, back = np.empty(n, np.float32), not keeps_nothing()
@@ -86,20 +92,17 @@ def linear_cross_entropy(
     parts: dict[int, tuple[Array | None, Array | None]] = {}  # of dw and db, by their first row
     memory = np.empty_like if n else np.zeros_like
 
-    def share(start: int, stop: int) -> None:
+    def share(own: slice) -> None:
         dw = memory(w) if back and not fixed else None
         db = memory(b) if back and b is not None else None
         grads = np.array(maps.places(dw, db), np.int64)
-        rows = max(1, min(LOGITS // n_classes, stop - start))
-        logits = scratch("logits", (rows, n_classes), np.float32)
-        its = (a[start:stop] for a in (xs, targets, losses, dx))
-        _some_rows(products(), own, numbers, back, *its, grads, logits)
-        parts[start] = dw, db
+        its = xs[own], targets[own], losses[own], dx[own]
+        logits = scratch("logits", (max(1, min(LOGITS // n_classes, n)), n_classes), np.float32)
+        _some_rows(products(), table, numbers, back, *its, grads, logits)
+        parts[own.start] = dw, db
 
-    if n * w.size > SMALL:
-        blocks(share, n, -(-n // n_threads()))
-    else:
-        share(0, n)
+    size = max(1, -(-n // n_threads()))
+    run([partial(share, slice(i, i + size)) for i in range(0, max(n, 1), size)])
     loss = np.add.reduce(losses) * weight
     if not back:
         return loss, None
@@ -153,7 +156,9 @@ def _loss(x: Any, target: int, numbers: Any) -> Any:
             sum_of_all += x[j]
     total = _powers(x, top)
     lse = np.log(total) + top
-    loss = lse + z * lse * lse
+    loss = lse
+    if z != ZERO:  # a factor of 0 would make NaN of what is too large
+        loss += z * lse * lse
     if a < ONE:  # a factor of 0 would make NaN of a logit of -inf
         loss -= (ONE - a) * hit
     if a > ZERO:

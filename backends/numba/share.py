@@ -104,7 +104,7 @@ def blocks(
 
     def forward(share: int) -> None:
         h = scratch("h", (size * length, x.shape[2]), x.dtype)
-        own = kept[share], starts[:, :-1], y, h
+        own = kept[share], starts, y, h
         share_loops.forward(products(), share, size, plan.tables, options, x, *own)
 
     run([partial(forward, share) for share in range(len(kept))])
@@ -147,7 +147,7 @@ class SharesCache(NamedTuple):
             np.array(order_of(self.params, self.configs), np.int64),
             self.x,
             self.kept,
-            _starts(plan.tables, self.size * self.x.shape[1])[:, :-1],
+            _starts(plan.tables, self.size * self.x.shape[1]),
             dy,
             *room.places(),
             dx,
@@ -164,7 +164,7 @@ class SharesCache(NamedTuple):
 
 
 class _Room:
-    """Memory for the gradients of blocks, one behind the other."""
+    """Memory for the gradients of blocks, one behind the other; whoever keeps one keeps it all."""
 
     def __init__(self, params: tuple[BlockParams, ...], dtype: Any) -> None:
         self.sizes = [sum(x.size for x in tree.flatten(own).values()) for own in params]
@@ -229,7 +229,7 @@ def _rooms(plan: Plan, n: int, d: int) -> Array:
     tables: Any = plan.tables
     gate = tables.maps[:, layer.GATE, layer.N_OUT].max()
     widest = max(plan.hidden, plan.ctx), max(plan.hidden, plan.mapped), gate
-    return np.cumsum([0, *_lines(n * np.array([d, d, d, d, d, *widest]))])
+    return np.cumsum([0, *_lines(n * np.array([d, d, d, d, *widest]))])
 
 
 def _lines(sizes: Array) -> Array:

@@ -100,8 +100,9 @@ def backward(
 ) -> None:
     """dx of dy; dmaps (7, 4) and dnorms (4, 2) say where the parameters' gradients are to be.
 
-    The rest as in `forward`, but turns go back. memory: as large as dmiddle, h, dh, dhidden, dups,
-    dopened, dctx and dmapped, of which dctx may be where dhidden is, and dmapped where dups is.
+    dx may be dy. The rest as in `forward`, but turns go back. memory: as large as dmiddle, h, dh,
+    dhidden, dups, dopened, dctx and dmapped, of which dctx may be where dhidden is, and dmapped
+    where dups is.
     """
     maps, norms, size, numbers, scale = tables
     tile, turns, interleaved, pad, first = options

@@ -1,7 +1,7 @@
 """The loops of `share` over all layers: one call of a thread forward, and one back.
 
 x, y: (B, T, D), all texts, of which a share has at most `size`. What the layers keep of it is one
-array, of which starts (L, 8) says where each part begins.
+array, of which starts (L, 9) says where each part begins, and where the last one ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from xformer.backends.numba.maps import DB, DW, MORE
 from xformer.backends.numba.share_layer import DGAIN, DSHIFT
 
 X, MAPPED, CTX, STATISTICS, MIDDLE, UPS, OPENED, HIDDEN = range(8)  # what a layer keeps
-# Memory of a backward: dx of a layer and of the next, then as in `share_layer.backward`.
-DX, OTHER, DMIDDLE, H, DH, DHIDDEN, DUPS, DOPENED = range(8)
+# Memory of a backward: what goes back through the layers, then as in `share_layer.backward`.
+DX, DMIDDLE, H, DH, DHIDDEN, DUPS, DOPENED = range(7)
 
 
 @rowwise
@@ -76,7 +76,7 @@ def backward(
     order: (L,), the block of each layer. kept: of each share. dmaps (blocks, 7, 4) and dnorms
     (blocks, 4, 2): as in `share_layer.backward`; totals (blocks, 2): where a block's gradients are,
     and how many numbers. The rest as in `forward`, but turns go back. The first share writes there;
-    each other one to `mine`, and adds it when those before it are in. memory: of which rooms (8,)
+    each other one to `mine`, and adds it when those before it are in. memory: of which rooms (7,)
     says what begins where. stages: (blocks + 1, 2) zeros, how many shares are in a block's.
     """
     at = stages.ctypes.data
@@ -89,7 +89,7 @@ def backward(
         given, out = x[first:stop].reshape(shape), dx[first:stop].reshape(shape)
         if i > 0:
             given = _part(kept[share], starts[i, X], shape)
-            out = _part(memory, rooms[OTHER if i % 2 else DX], shape)
+            out = _part(memory, rooms[DX], shape)
         parts = _parts(own, its, kept[share], starts[i], shape)
         shift = 0 if share == 0 else mine.ctypes.data - totals[block, 0]
         more = i < last and order[i + 1] == block
