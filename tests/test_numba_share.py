@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -355,6 +356,37 @@ def test_a_share_that_fails_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(share.share_loops, "backward", loops)
     for key, got in tree.flatten(cache.backward(x)[1]).items():
         assert np.array_equal(got, wanted[key]), key
+
+
+def test_nobody_waits_for_a_share_that_failed_when_it_was_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does for which there is no memory within the loops."""
+    params, configs = drawn(*(MODELS["layer norms"],) * 2)
+    x = tokens(4, 70, 24)
+    _, cache = layers.blocks(x, params, configs=configs)
+    loops, taken, first = share.share_loops.backward, threading.Event(), threading.Lock()
+
+    def backward(*given: Any) -> None:
+        if first.acquire(blocking=False):
+            given[-1][-1, 0] += 1  # share 0 is taken
+            taken.set()
+            raise MemoryError("no room")
+        taken.wait()
+        loops(*given)
+
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        with pytest.raises(MemoryError, match="no room") as raised:
+            cache.backward(x)
+        errors.append(raised.value)
+
+    monkeypatch.setattr(share.share_loops, "backward", backward)
+    waiting = threading.Thread(target=run, daemon=True)
+    waiting.start()
+    waiting.join(timeout=60)
+    assert errors and not waiting.is_alive()
 
 
 def test_there_are_no_layers_and_no_routers() -> None:

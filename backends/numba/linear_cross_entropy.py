@@ -90,7 +90,7 @@ def linear_cross_entropy(
     losses, back = np.empty(n, np.float32), not keeps_nothing()
     dx = np.empty_like(xs) if back else xs
     parts: dict[int, tuple[Array | None, Array | None]] = {}  # of dw and db, by their first row
-    memory = np.empty_like if n else np.zeros_like
+    memory = np.empty_like if n else np.zeros_like  # where there is no row nothing is written
 
     def share(own: slice) -> None:
         dw = memory(w) if back and not fixed else None

@@ -38,7 +38,7 @@ def multiply(by: Any, x: Any, own: Any, y: Any) -> None:
 
 @rowwise
 def multiply_backward(by: Any, x: Any, own: Any, grads: Any, dy: Any, keep: bool, dx: Any) -> None:
-    """dx = dy w^T + keep dx, dw = x^T dy, db = sum of dy over its rows; not at place 0."""
+    """dx = dy w^T + keep dx, dw = x^T dy, db = sum of dy over its rows; none at place 0."""
     if own[BY_ROWS]:
         w = floats(own[WEIGHT], (own[N_IN], own[STEP]))[:, : own[N_OUT]]
         add_product(by, ONE, dy, w.T, keep, dx)
