@@ -365,14 +365,17 @@ def test_nobody_waits_for_a_share_that_failed_when_it_was_taken(
     params, configs = drawn(*(MODELS["layer norms"],) * 2)
     x = tokens(4, 70, 24)
     _, cache = layers.blocks(x, params, configs=configs)
-    loops, taken, first = share.share_loops.backward, threading.Event(), threading.Lock()
+    loops, first = share.share_loops.backward, threading.Lock()
+    taken, other = threading.Event(), threading.Event()
 
     def backward(*given: Any) -> None:
         if first.acquire(blocking=False):
             given[-1][-1, 0] += 1  # share 0 is taken
             taken.set()
+            assert other.wait(timeout=60)  # who has not begun after an error never does
             raise MemoryError("no room")
-        taken.wait()
+        assert taken.wait(timeout=60)
+        other.set()
         loops(*given)
 
     errors: list[BaseException] = []
