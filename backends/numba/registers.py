@@ -37,7 +37,7 @@ HIGH = 12 if LANES == 16 else 6
 ROWS = HIGH, HIGH // 3 * 2, HIGH // 3  # of a tile: as many as fit into registers, or what is left
 VECTORS = 2
 COLUMNS = VECTORS * LANES
-DEPTH = 384  # numbers of a row of a panel, at most
+DEPTH = 512  # numbers of a row of a panel, at most
 STEP = DEPTH + 16  # from row to row of one; not so that all rows are in one set of a cache
 
 REAL, WHOLE, PART = ir.FloatType(), ir.IntType(64), ir.IntType(32)

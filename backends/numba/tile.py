@@ -37,10 +37,11 @@ from xformer.backends.numpy.threads import LINE
 WIDE = 1024  # columns at once
 SLOT = 16  # from row to row of a panel that is copied column by column
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
-# So few rows are also those that go by a panel of w together.
 NEAR, FEW = 1 << 19, 192
+# Rows that go by a panel of w together: at most so many, of so many numbers, which stay near.
+MOST, NUMBERS = 2 * FEW, FEW * DEPTH
 PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
-PANELS = FEW // HIGH + 1  # of x, where rows are few: what is left of them may take two tiles
+PANELS = MOST // HIGH + 1  # of x: what is left of its rows may take two tiles
 SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
 LINES = max(1, 4 * COLUMNS // LINE)  # of a row of w's panels
 TILES = 8 * COLUMNS // LINE  # that fetch a panel of w by columns, each a line for two of its rows
@@ -78,8 +79,8 @@ def multiply(
     length = _even(depth, DEPTH)
     # Few rows go by a panel of w, and their first tiles fetch the next one; else all of w goes by a
     # tile's rows.
-    few = n <= FEW
-    high = FEW if few else HIGH
+    few = n <= MOST and n * length <= NUMBERS
+    high = MOST if few else HIGH
     for left in range(0, m, WIDE):
         right = min(m, left + WIDE)
         for p in range(0, depth, length):
@@ -104,12 +105,14 @@ def multiply(
                         rows, own = _next(n - i), x_at + i * x_down + p * x_across
                         given = own, x_down, x_across, n - i, rows, k, x_near, panel
                         place, x_step = _placed(given, j == left)
-                        ahead, step = place, 0
-                        if few and w_by_rows:
+                        ahead, step, time = place, 0, (j - left) // COLUMNS
+                        if few and number < TILES and w_by_rows:
                             ahead, step = _ahead(soon, w_step, k, number), w_step
                         elif few and number < TILES:
                             its = w_part, w_down, w_across, j - left, right - left
                             ahead, step = _ahead_of_columns(its, k, number)
+                        elif time < (1 if few else 2) and n - i > rows:
+                            ahead, step = _ahead_of_rows(given, time)
                         factors = k, place, x_step, other, w_step, ahead, step
                         if columns == COLUMNS and rows in ROWS:
                             _add_tile(by_rows, rows, factors, y + i * y_down, y_down, scale, more)
@@ -161,6 +164,21 @@ def _ahead_of_columns(w: Any, k: int, number: int) -> tuple[int, int]:
     own, others = j // COLUMNS % panels, (j // COLUMNS // panels + 1) * panels * COLUMNS
     start = at + others * across if others < m else at + k * down
     return start + (own * TILES + number) * LINE, across
+
+
+@rowwise
+def _ahead_of_rows(x: Any, time: int) -> tuple[int, int]:
+    """Which lines of the next tile's rows to fetch, and bytes from one to the next.
+
+    x: as in `_placed`. Half of the lines the first time, the others the second. Of columns those
+    with the last numbers: first ones may be in lines that are here. Of rows that are apart none.
+    """
+    at, down, across, _, rows, k, _, _ = x
+    if across != 4:
+        return at + (2 * rows - 1) * down + time * (k // 2) * across, across
+    if down != 4 * k:
+        return at, 0
+    return at + rows * down + time * (k // 2) * LINE, LINE
 
 
 @rowwise
