@@ -93,7 +93,14 @@ def test_adam(layout: Callable[[Any], Any], donate: bool) -> None:
         trees = [[laid_out(layout, x) for x in leaves] for leaves in drawn_leaves(n_trees)]
         exact = flat(adam_update.reference(*wide(trees), **option))
         plain = flat(adam_update.reference(*trees, **option))
+        before = [x.copy() for x in flat(trees)]
         got = flat(COMPILED[adam_update].run(*trees, **option, donate=donate))
+        replaced = [x for i in (0, 2, 3) for x in trees[i]]
+        if donate:
+            own = [x.flags.forc and x.flags.writeable for x in replaced]
+            assert [a is x for a, x in zip(got, replaced, strict=True)] == own
+        else:
+            assert all(map(np.array_equal, flat(trees), before))
         for a, p, wanted in zip(got, plain, exact, strict=True):
             assert a.shape == np.shape(p) and a.dtype == np.float32
             off, off_plain = (np.max(np.abs(x - wanted), initial=0) for x in (a, p))

@@ -93,13 +93,19 @@ def require_same_device(op: str, name: str, array: Any, like: Any) -> None:
         raise ValueError(f"{op}: {name} must be on {like.device}, got it on {array.device}")
 
 
+def alike(array: Any, like: Any) -> bool:
+    """Whether `array` has the type, device and dtype of `like`."""
+    if type(array) is not type(like) or array.dtype != like.dtype:
+        return False
+    return library_of(type(like)) in PLACED_BY_LIBRARY or array.device == like.device
+
+
 def require_like(op: str, name: str, array: Any, like: Any, *, working: bool = False) -> None:
     """TypeError, ValueError unless `array` has the library, device and dtype of `like`.
 
     working: the dtype that `like` is computed in.
     """
-    if type(array) is type(like) and not working and array.dtype == like.dtype:
-        require_same_device(op, name, array, like)
+    if not working and alike(array, like):
         return
     require_array(op, name, array)
     require_same_library(op, name, array, like)

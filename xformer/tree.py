@@ -14,12 +14,15 @@ leaf: `map` keeps it, `flatten` leaves it out. A leaf of parameters that is `Fro
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
+
+INNER = tuple, list, dict
 
 
 @dataclass(frozen=True)
@@ -146,12 +149,14 @@ def flatten(tree: Any) -> dict[str, Any]:
 
     Raises ValueError where keys with dots make two names equal.
     """
-    leaves: dict[str, Any] = {}
-    for name, leaf in _walk(tree, ""):
-        if name in leaves:
-            raise ValueError(f"flatten: two leaves are called {name}")
-        leaves[name] = leaf
-    return leaves
+    leaves, kinds = _collected(tree)
+    key = tuple(kinds)
+    names = _known.get(key)
+    if names is None:
+        if len(_known) == REMEMBERED:
+            _known.clear()
+        names = _known[key] = _distinct(_leaf_names(tree, ""))
+    return dict(zip(names, leaves, strict=True))
 
 
 def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
@@ -172,25 +177,52 @@ def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
 
 def nbytes(tree: Any) -> int:
     """Bytes of the arrays in `tree`, each array counted once however often it appears."""
-    leaves = [value(leaf) for _, leaf in _walk(tree, "")]
+    leaves = [value(leaf) for leaf in _collected(tree)[0]]
     arrays = {id(leaf): leaf for leaf in leaves if is_array_api_obj(leaf)}
     return sum(math.prod(a.shape) * _itemsize(a) for a in arrays.values())
 
 
-def _walk(tree: Any, path: str) -> list[tuple[str, Any]]:
-    """Leaves and their names, in order."""
-    found: list[tuple[str, Any]] = []
-    _collect(tree, path, found)
-    return found
+REMEMBERED = 256
+_known: dict[tuple[Any, ...], list[str]] = {}  # names of leaves, of trees that are built alike
 
 
-def _collect(node: Any, path: str, found: list[tuple[str, Any]]) -> None:
+def _collected(tree: Any) -> tuple[list[Any], list[Any]]:
+    """Leaves in order, and what is where: trees of the same kinds have the same names."""
+    kinds: list[Any] = []
+    leaves: list[Any] = []
+    _collect((tree,), kinds, leaves)
+    return leaves, kinds
+
+
+def _collect(parts: Iterable[Any], kinds: list[Any], leaves: list[Any]) -> None:
+    for part in parts:  # a call for each leaf would take twice as long
+        if part is None:
+            kinds.append(None)
+        elif isinstance(part, INNER):
+            kinds.append(type(part))
+            if not hasattr(part, "_fields"):
+                kinds.append(_names(part))
+            _collect(_parts(part), kinds, leaves)
+        elif isinstance(part, Constant):
+            kinds.append(None)
+        else:
+            kinds.append(Any)
+            leaves.append(part)
+
+
+def _leaf_names(node: Any, path: str) -> list[str]:
     names = _names(node)
-    if names is not None:
-        for name, part in zip(names, _parts(node), strict=True):
-            _collect(part, _inside(path, name), found)
-    elif node is not None and not isinstance(node, Constant):
-        found.append((path, node))
+    if names is None:
+        return [] if node is None or isinstance(node, Constant) else [path]
+    below = zip(names, _parts(node), strict=True)
+    return [leaf for name, part in below for leaf in _leaf_names(part, _inside(path, name))]
+
+
+def _distinct(names: list[str]) -> list[str]:
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ValueError(f"flatten: two leaves are called {name}")
+    return names
 
 
 def _inside(path: str, name: str) -> str:

@@ -26,7 +26,7 @@ def over(
     replaced: which of the trees have an `out`. donate: an out is the part itself, which is written
     over, but for leaves that are read-only or not contiguous.
     """
-    leaves = [_Leaf(arrays, replaced, donate) for arrays in zip(*trees, strict=True)]
+    leaves = [Leaf(arrays, replaced, donate) for arrays in zip(*trees, strict=True)]
     small = [leaf for leaf in leaves if leaf.size <= SMALL]
     parts = [
         partial(_sliced, step, leaf, slice(start, stop))
@@ -46,7 +46,7 @@ def unlike(leaves: Sequence[Array]) -> str | None:
     return "the leaves must all be NumPy's, and all float32 or all float64"
 
 
-class _Leaf:
+class Leaf:
     """Arrays of one shape, flat: in the order in which the elements of the first one lie.
 
     That of its shape, or of the reverse, as of weights that a file holds sideways.
@@ -80,9 +80,9 @@ def _evenly(size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + length, size)) for start in range(0, size, length))
 
 
-def _groups(leaves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
+def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
     """Leaves that are, together, no longer small."""
-    group: list[_Leaf] = []
+    group: list[Leaf] = []
     size = 0
     for leaf in leaves:
         group.append(leaf)
@@ -94,11 +94,11 @@ def _groups(leaves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
         yield group
 
 
-def _sliced(step: Step, leaf: _Leaf, at: slice) -> None:
+def _sliced(step: Step, leaf: Leaf, at: slice) -> None:
     step(*[x[at] for x in (*leaf.old, *leaf.new)])
 
 
-def _gathered(step: Step, leaves: list[_Leaf]) -> None:
+def _gathered(step: Step, leaves: list[Leaf]) -> None:
     """The same for several leaves at once, which are copied to one and back."""
     size, kind = sum(leaf.size for leaf in leaves), leaves[0].old[0].dtype
     n_old, n_new = len(leaves[0].old), len(leaves[0].new)

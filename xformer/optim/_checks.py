@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
 from xformer.checks import number, require_gradient
+from xformer.shapes import alike
 from xformer.typing import Array
 
 
@@ -21,12 +22,15 @@ def matching(op: str, params: dict[str, Array], other: Any, what: str) -> dict[s
     """The leaves of `other` by name, in the order of those of params. As `require_matching`."""
     leaves = tree.flatten(other)
     for name, p in params.items():
-        if name not in leaves:
+        leaf = leaves.get(name)
+        if leaf is None:
             raise ValueError(f"{op}: {what} of {name or 'params'} is missing")
-        require_gradient(op, f"{what} of {name or 'params'}", leaves[name], p)
-    if extra := sorted(leaves.keys() - params.keys()):
+        if not alike(leaf, p) or leaf.shape != p.shape:
+            require_gradient(op, f"{what} of {name or 'params'}", leaf, p)
+    if len(leaves) > len(params):
+        extra = sorted(leaves.keys() - params.keys())
         raise ValueError(f"{op}: there is {what} of {', '.join(extra)}, but no such parameter")
-    return {name: leaves[name] for name in params}
+    return leaves if list(leaves) == list(params) else {name: leaves[name] for name in params}
 
 
 def rebuilt(like: Any, old: dict[str, Array], new: dict[str, Array]) -> Any:
