@@ -54,6 +54,9 @@ class Plan(NamedTuple):
     hidden: int = 0
     mapped: int = 0  # queries, keys and values
     parts: int = 0
+    layouts: dict[int, Any] | None = (
+        None  # of shares by their number of tokens, as `share` has them
+    )
 
 
 class Unfit(ValueError):
@@ -89,7 +92,7 @@ def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) 
         return known[0]
     why = unplanned(blocks, configs)
     plan = Plan(configs, why) if why else _made(blocks, configs, None)
-    plan = plan._replace(frozen=any(isinstance(x, Frozen) for x in leaves))
+    plan = plan._replace(frozen=any(isinstance(x, Frozen) for x in leaves), layouts={})
     if all(x is None or isinstance(x, np.ndarray | Frozen) for x in leaves):
 
         def forget(_: Any) -> None:

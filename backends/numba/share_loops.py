@@ -62,6 +62,7 @@ def backward(
     kept: Any,
     starts: Any,
     dy: Any,
+    grads: int,
     dmaps: Any,
     dnorms: Any,
     totals: Any,
@@ -73,9 +74,10 @@ def backward(
 ) -> None:
     """dx of dy, and the gradients of blocks, of the first share that no other thread has taken.
 
-    order: (L,), the block of each layer. kept: of each share. dmaps (blocks, 7, 4) and dnorms
-    (blocks, 4, 2): as in `share_layer.backward`; totals (blocks, 2): where a block's gradients are,
-    and how many numbers. The rest as in `forward`, but turns go back. The first share writes there;
+    order: (L,), the block of each layer. kept: of each share. grads: where gradients are. dmaps
+    (blocks, 7, 4) and dnorms (blocks, 4, 2): as in `share_layer.backward`, but how far from there,
+    -1 where there is none; totals (blocks, 2): how far a block's gradients are, and how many
+    numbers. The rest as in `forward`, but turns go back. The first share writes there;
     each other one to `mine`, and adds it when those before it are in. memory: of which rooms (7,)
     says what begins where. stages: (blocks + 1, 2) zeros, how many shares are in a block's.
     """
@@ -91,14 +93,15 @@ def backward(
             given = _part(kept[share], starts[i, X], shape)
             out = _part(memory, rooms[DX], shape)
         parts = _parts(own, its, kept[share], starts[i], shape)
-        shift = 0 if share == 0 else mine.ctypes.data - totals[block, 0]
+        start = grads if share == 0 else mine.ctypes.data - totals[block, 0]
         more = i < last and order[i + 1] == block
-        places = _places(dmaps[block], dnorms[block], shift, more)
+        places = _places(dmaps[block], dnorms[block], start, more)
         rest = _memory(memory, rooms, parts, shape)
         share_layer.backward(by, own, its, given, parts, slope, places[0], places[1], out, rest)
         slope = out
         if i == 0 or order[i - 1] != block:
-            _hand_on(share, mine, totals[block], at + 2 * WORD * block)
+            total = floats(grads + totals[block, 0], (totals[block, 1],))
+            _hand_on(share, mine, total, at + 2 * WORD * block)
 
 
 @rowwise
@@ -157,16 +160,16 @@ def _memory(memory: Any, rooms: Any, parts: Any, shape: Any) -> Any:
 
 
 @rowwise
-def _places(dmaps: Any, dnorms: Any, shift: int, more: bool) -> Any:
-    """Of gradients that are to be so many bytes behind those places, or are added to."""
+def _places(dmaps: Any, dnorms: Any, start: int, more: bool) -> Any:
+    """Of gradients so far from the start, which are added to or not; 0 where there is none."""
     maps, norms = dmaps.copy(), dnorms.copy()
     for m in range(len(maps)):
         for column in (DW, DB):
-            maps[m, column] += shift if maps[m, column] else 0
+            maps[m, column] = start + maps[m, column] if maps[m, column] >= 0 else 0
         maps[m, MORE] = more
     for k in range(len(norms)):
         for column in (DGAIN, DSHIFT):
-            norms[k, column] += shift if norms[k, column] else 0
+            norms[k, column] = start + norms[k, column] if norms[k, column] >= 0 else 0
     return maps, norms
 
 
@@ -174,8 +177,7 @@ def _places(dmaps: Any, dnorms: Any, shift: int, more: bool) -> Any:
 def _hand_on(share: int, mine: Any, total: Any, stage: int) -> None:
     """A share's gradients of a block, in turn."""
     if share > 0:
-        out = floats(total[0], (total[1],))
         wait(stage, share)
-        for j in range(len(out)):
-            out[j] += mine[j]
+        for j in range(len(total)):
+            total[j] += mine[j]
     count(stage + WORD)
