@@ -81,7 +81,8 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
