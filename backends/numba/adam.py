@@ -17,6 +17,7 @@ from xformer.backends.numpy.threads import n_threads, run
 from xformer.typing import Array
 
 REPLACED = 0, 2, 3  # of parameters, gradients and moments
+_at, _byte = addressof, c_char.from_buffer
 SIZE = 7  # column of a leaf's row, after seven places
 
 
@@ -73,11 +74,14 @@ class _Leaf(NamedTuple):
 
 
 def _leaf(arrays: Sequence[Array], donate: bool) -> _Leaf:
-    if donate and all(type(x) is np.ndarray and x.flags.carray and x.size for x in arrays):
-        # `place` takes four times as long, of hundreds of arrays a step.
-        old = tuple(addressof(c_char.from_buffer(x)) for x in arrays)
-        made = tuple(arrays[i] for i in REPLACED)
-        return _Leaf((*old, *(old[i] for i in REPLACED), made[0].size), made, arrays)
+    p, g, m, v = arrays
+    if donate:
+        try:  # in a quarter of `place`'s time, where memory can be written to as it lies
+            at_p, at_m, at_v = _at(_byte(p)), _at(_byte(m)), _at(_byte(v))
+            old = at_p, _at(_byte(g)), at_m, at_v
+            return _Leaf((*old, at_p, at_m, at_v, p.size), (p, m, v), arrays)
+        except (TypeError, ValueError):
+            pass  # what is read-only, empty, or lies otherwise
     leaf = Leaf(arrays, REPLACED, donate)
     owners = [np.ascontiguousarray(x) for x in leaf.old]
     made = tuple(leaf.shaped(i) for i in range(len(REPLACED)))
