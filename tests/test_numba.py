@@ -24,7 +24,7 @@ from xformer.lock import locked
 from xformer.optim.adam import adam_update
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import KERNELS, compiled, token, vectors
+from xformer.backends.numba import KERNELS, adam, compiled, token, vectors
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
@@ -108,6 +108,34 @@ def test_adam(layout: Callable[[Any], Any], donate: bool) -> None:
             assert off <= 2 * off_plain + rounding, a.shape
     doubles = [[x.astype(np.float64) for x in leaves] for leaves in trees]
     assert COMPILED[adam_update].unsupported(*doubles, **option) == "only float32"
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("n_threads", [2, 3, 7])
+def test_adam_on_threads(n_threads: int, donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares begin and end within leaves; more threads than numbers, too."""
+    option = UPDATES[adam_update][2][0]
+    monkeypatch.setattr(adam, "BLOCK", 1)
+    for trees in (drawn_leaves(4), [[np.ones((), np.float32)]] * 4):
+        trees = [[x.copy() for x in leaves] for leaves in trees]
+        with threadpoolctl.threadpool_limits(1, user_api="blas"):
+            wanted = flat(adam.adam_update(*trees, **option))
+        with threadpoolctl.threadpool_limits(n_threads, user_api="blas"):
+            got = flat(adam.adam_update(*trees, **option, donate=donate))
+        for a, b in zip(got, wanted, strict=True):
+            assert np.allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_adam_of_other_leaves() -> None:
+    """The kernel reads memory, and must be told of no other than there is."""
+    p, option = np.ones(3, np.float32), UPDATES[adam_update][2][0]
+    why = COMPILED[adam_update].unsupported
+    assert why is not None and why([p], [p], [p], [p], **option) is None
+    for i in (1, 2, 3):
+        for other in (p.astype(np.float64), p[:1]):
+            leaves = [[p], [p], [p], [p]]
+            leaves[i] = [other]
+            assert why(*leaves, **option), (i, other)
 
 
 BLOCKS = [c for c in CASES if c[0] in COMPILED and c[0] is not ops.linear_cross_entropy]

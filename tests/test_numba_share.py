@@ -22,7 +22,8 @@ from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import maps, share
+from xformer.backends.numba import maps, share, share_layout
+from xformer.backends.numba.plan import remembered
 from xformer.backends.numpy.threads import lined
 
 MODELS = {name: replace(WIDE, **options) for name, options in FORMS.items()} | {
@@ -304,6 +305,19 @@ def test_explain_says_why_not() -> None:
     for why, options in cases:
         text = share.outside(**given | options)
         assert text is not None and text.startswith(why), (why, text)
+
+
+def test_few_layouts_are_remembered() -> None:
+    """Of one plan, whatever the number of tokens; and each is right again."""
+    params, configs = drawn(MODELS["gelu, gated"])
+    plan = remembered(params, configs)
+    wanted = share_layout.layout_of(plan, params, 3)
+    for n in range(1, 3 * share_layout.REMEMBERED):
+        share_layout.layout_of(plan, params, n)
+    assert plan.layouts is not None and len(plan.layouts) <= share_layout.REMEMBERED
+    got = share_layout.layout_of(plan, params, 3)
+    for a, b in zip(got, wanted, strict=True):
+        assert np.array_equal(a, b)
 
 
 def test_what_is_frozen_is_left_to_the_ops(ran: list[str]) -> None:

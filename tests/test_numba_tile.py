@@ -38,7 +38,7 @@ LARGE = (
     (193, 300, 600),
     (250, 70, 390),  # the most numbers that go by a panel together, and more
     (255, 70, 390),
-    (384, 40, 130),  # the most rows, and more
+    (383, 40, 130),  # the most tiles, and more
     (385, 70, 130),
     (13, 1057, 513),
     (14, 1040, 512),

@@ -339,6 +339,21 @@ def test_gradient_without_a_parameter() -> None:
         optim.sgd(params, Params(W, W), optim.sgd_init(params), lr=0.1)
 
 
+def test_gradients_in_another_order() -> None:
+    """Names count."""
+    params = {"a": W, "b": W + 1}
+    grads = {"b": np.zeros_like(W), "a": np.ones_like(W)}
+    moved, _ = optim.adam(params, grads, optim.adam_init(params), lr=1.0)
+    assert np.allclose(moved["a"], W - 1) and np.array_equal(moved["b"], W + 1)
+
+
+def test_gradients_on_another_device() -> None:
+    here, there = (backends.get("array-api-strict", d) for d in ("CPU_DEVICE", "device1"))
+    p, g = here.asarray(W), there.asarray(W)
+    with pytest.raises(ValueError, match=r"^sgd: the gradient of params must be on .*CPU_DEVICE"):
+        optim.sgd(p, g, optim.sgd_init(p), lr=0.1)
+
+
 def test_gradients_of_another_library() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     with pytest.raises(TypeError, match=r"^sgd: the gradient of params must be an array of numpy"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import array_api_strict as strict
@@ -66,6 +67,53 @@ def test_flatten_names_leaves_in_order() -> None:
     assert tree.flatten(5) == {"": 5}
     assert tree.flatten(None) == {}
     assert tree.flatten(()) == {}
+
+
+def test_names_are_of_trees_that_are_built_alike() -> None:
+    """Which are remembered: whatever may differ must make another name."""
+
+    class Named(dict[str, Any]):
+        _fields = ("x",)
+
+    trees: list[tuple[Any, list[str]]] = [
+        (Pair(1, None), ["w"]),
+        (Pair(None, 2), ["b"]),
+        (Pair(tree.Constant(1), 2), ["b"]),
+        (Pair(1, tree.Constant(2)), ["w"]),
+        (Pair((), 1), ["b"]),
+        (Pair((1,), None), ["w.0"]),
+        ((1, 2), ["0", "1"]),
+        ([(1,), 2], ["0.0", "1"]),
+        ([1, (2,)], ["0", "1.0"]),
+        ({"a": 1, "c": 2}, ["a", "c"]),
+        ({"c": 1, "a": 2}, ["c", "a"]),
+        (Named(a=1), ["a"]),
+        (Named(c=1), ["c"]),
+    ]
+    for _ in range(2):
+        for one, names in trees:
+            assert list(tree.flatten(one)) == names
+            assert list(tree.flatten({"in": one})) == [f"in.{name}" for name in names]
+
+
+def test_few_names_are_remembered() -> None:
+    def flatten(first: int) -> None:
+        for i in range(first, first + 600):
+            assert tree.flatten({f"n{i}": 1, "x": [i]}) == {f"n{i}": 1, "x.0": i}
+
+    threads = [threading.Thread(target=flatten, args=(n,)) for n in range(0, 2400, 600)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(tree._known) <= tree.REMEMBERED + len(threads)
+
+
+def test_flatten_goes_deep() -> None:
+    deep: Any = 1
+    for _ in range(800):
+        deep = [deep]
+    assert list(tree.flatten(deep)) == [".".join("0" * 800)]
 
 
 def test_flatten_refuses_two_leaves_of_one_name() -> None:

@@ -153,9 +153,9 @@ def flatten(tree: Any) -> dict[str, Any]:
     key = tuple(kinds)
     names = _known.get(key)
     if names is None:
-        if len(_known) == REMEMBERED:
+        if len(_known) >= REMEMBERED:
             _known.clear()
-        names = _known[key] = _distinct(_leaf_names(tree, ""))
+        names = _known[key] = _distinct(_leaf_names(tree))
     return dict(zip(names, leaves, strict=True))
 
 
@@ -200,7 +200,7 @@ def _collect(parts: Iterable[Any], kinds: list[Any], leaves: list[Any]) -> None:
             kinds.append(None)
         elif isinstance(part, INNER):
             kinds.append(type(part))
-            if not hasattr(part, "_fields"):
+            if not (isinstance(part, tuple) and hasattr(part, "_fields")):
                 kinds.append(_names(part))
             _collect(_parts(part), kinds, leaves)
         elif isinstance(part, Constant):
@@ -210,12 +210,19 @@ def _collect(parts: Iterable[Any], kinds: list[Any], leaves: list[Any]) -> None:
             leaves.append(part)
 
 
-def _leaf_names(node: Any, path: str) -> list[str]:
+def _leaf_names(tree: Any) -> list[str]:
+    found: list[str] = []
+    _name("", tree, found)
+    return found
+
+
+def _name(path: str, node: Any, found: list[str]) -> None:
     names = _names(node)
-    if names is None:
-        return [] if node is None or isinstance(node, Constant) else [path]
-    below = zip(names, _parts(node), strict=True)
-    return [leaf for name, part in below for leaf in _leaf_names(part, _inside(path, name))]
+    if names is not None:
+        for name, part in zip(names, _parts(node), strict=True):
+            _name(_inside(path, name), part, found)
+    elif node is not None and not isinstance(node, Constant):
+        found.append(path)
 
 
 def _distinct(names: list[str]) -> list[str]:

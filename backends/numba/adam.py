@@ -34,8 +34,13 @@ def not_float32(
     eps: float,
     donate: bool = False,
 ) -> str | None:
-    """Why the kernel cannot run."""
-    return unlike(params) if params[0].dtype == np.float32 else "only float32"
+    """Why the kernel cannot run: it reads memory as it is said to be."""
+    if params[0].dtype != np.float32:
+        return "only float32"
+    shapes = [x.shape for x in params]
+    if any([x.shape for x in leaves] != shapes for leaves in (grads, m, v)):
+        return "gradients and moments must have the shapes of their parameters"
+    return unlike([*params, *grads, *m, *v])
 
 
 def adam_update(

@@ -54,9 +54,7 @@ class Plan(NamedTuple):
     hidden: int = 0
     mapped: int = 0  # queries, keys and values
     parts: int = 0
-    layouts: dict[int, Any] | None = (
-        None  # of shares by their number of tokens, as `share` has them
-    )
+    layouts: dict[int, Any] | None = None  # by numbers of tokens, as `share_layout` has them
 
 
 class Unfit(ValueError):

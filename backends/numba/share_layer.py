@@ -111,11 +111,11 @@ def backward(
     more = dmaps[DOWN, MORE] != 0  # as of all others
     multiply_backward(by, hidden, maps[DOWN], dmaps[DOWN], dy, False, dhidden)
     _close(size[ACTIVATION], ups, opened, dhidden, dups, dopened)
-    _norm(middle, norms[FFN], numbers[FFN], h)
+    known = _norm(middle, norms[FFN], numbers[FFN], h)
     multiply_backward(by, h, maps[UP], dmaps[UP], dups, False, dh)
     if len(opened):
         multiply_backward(by, h, maps[GATE], dmaps[GATE], dopened, True, dh)
-    _norm_backward(middle, norms[FFN], numbers[FFN], dnorms[FFN], more, dh, dmiddle)
+    _norm_backward(middle, norms[FFN], numbers[FFN], known, dnorms[FFN], more, dh, dmiddle)
     _add_all(dmiddle, dy)
     multiply_backward(by, ctx, maps[OUT], dmaps[OUT], dmiddle, False, dctx)
     q, k, v = _heads(mapped, size, pad)
@@ -127,13 +127,13 @@ def backward(
     attend_heads_backward(by, *heads, *given, dctx.reshape(out.shape), dq, dk, dv)
     _turn(dq, first, turns, interleaved)
     _turn(dk, first, turns, interleaved)
-    _norm(x, norms[ATTN], numbers[ATTN], h)
+    known = _norm(x, norms[ATTN], numbers[ATTN], h)
     start, keep = 0, False
     for m in range(QUERY, VALUE + 1):
         its = dmapped[start : start + len(x) * maps[m, N_OUT]].reshape(len(x), maps[m, N_OUT])
         multiply_backward(by, h, maps[m], dmaps[m], its, keep, dh)
         start, keep = start + its.size, True
-    _norm_backward(x, norms[ATTN], numbers[ATTN], dnorms[ATTN], more, dh, dx)
+    _norm_backward(x, norms[ATTN], numbers[ATTN], known, dnorms[ATTN], more, dh, dx)
     _add_all(dx, dmiddle)
 
 
@@ -207,14 +207,9 @@ def _close(activation: int, ups: Any, opened: Any, dhidden: Any, dups: Any, dope
 
 
 @rowwise
-def _norm(x: Any, own: Any, numbers: Any, y: Any) -> None:
-    """y = norm(x), or x where there is none."""
-    _normalise(x, own, numbers, y, np.empty((2, len(x)), np.float32))
-
-
-@rowwise
-def _normalise(x: Any, own: Any, numbers: Any, y: Any, statistics: Any) -> None:
-    d, eps = x.shape[1], numbers[EPS]
+def _norm(x: Any, own: Any, numbers: Any, y: Any) -> Any:
+    """y = norm(x), or x where there is none. Returns means and 1 / deviations (2, N)."""
+    d, eps, statistics = x.shape[1], numbers[EPS], np.empty((2, len(x)), np.float32)
     if own[GAIN] == 0:
         y[:] = x
     elif own[RMS]:
@@ -223,20 +218,19 @@ def _normalise(x: Any, own: Any, numbers: Any, y: Any, statistics: Any) -> None:
         shift = np.zeros(d, np.float32)
         if own[SHIFT]:
             shift[:] = floats(own[SHIFT], (d,))
-        mean, rstd = statistics
-        layer_norm_rows(x, floats(own[GAIN], (d,)), shift, eps, y, mean, rstd)
+        layer_norm_rows(x, floats(own[GAIN], (d,)), shift, eps, y, statistics[0], statistics[1])
+    return statistics
 
 
 @rowwise
 def _norm_backward(
-    x: Any, own: Any, numbers: Any, grads: Any, more: bool, dy: Any, dx: Any
+    x: Any, own: Any, numbers: Any, statistics: Any, grads: Any, more: bool, dy: Any, dx: Any
 ) -> None:
-    """By statistics that are made once more, in dx: they cost less than memory."""
-    d, statistics = x.shape[1], np.empty((2, len(x)), np.float32)
+    """statistics: what `_norm` has returned."""
+    d = x.shape[1]
     if own[GAIN] == 0:
         dx[:] = dy
         return
-    _normalise(x, own, numbers, dx, statistics)
     gain, dgain, dshift = floats(own[GAIN], (d,)), np.empty(d, np.float32), np.empty(d, np.float32)
     if own[RMS]:
         rms_norm_slopes(x, gain + numbers[OFFSET], statistics[1], dy, dx, dgain)

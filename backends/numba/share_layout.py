@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba import layer, share_loops
-from xformer.backends.numba.atomic import place
 from xformer.backends.numba.plan import Plan, Tables
 from xformer.backends.numpy.threads import LINE, lined
 
-from xformer import tree
 from xformer.layers.attention import AttentionParams, KeyValueParams
 from xformer.layers.block import BlockParams
 from xformer.layers.feed_forward import FeedForwardParams
@@ -37,12 +35,8 @@ class Gradients:
         self.blocks = tuple(self._like(own) for own in params)
 
     def _like(self, params: BlockParams) -> BlockParams:
-        attn, ffn = params.attn, params.ffn
-        kv: Any = attn.kv
-        maps = map(self._pair, (attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.down, ffn.gate))
-        q, k, v, o, up, down, gate = maps
+        q, k, v, o, up, gate, down, *norms = map(self._pair, _pairs(params))
         own = AttentionParams(q, KeyValueParams(k, v), o)
-        norms = self._pair(params.attn_norm), self._pair(params.ffn_norm)
         return BlockParams(norms[0], own, None, None, norms[1], FeedForwardParams(up, down, gate))
 
     def _pair(self, own: Any) -> Any:
@@ -50,54 +44,56 @@ class Gradients:
         return own and own._make(map(self._array, own))
 
     def _array(self, x: Array | None) -> Array | None:
-        """Lying in memory as x does: a tied map's lies sideways."""
         if x is None:
             return None
         start, self._taken = self._taken, self._taken + x.size
         flat = self.memory[start : self._taken]
-        sideways = x.ndim == 2 and x.strides[0] < x.strides[1]
-        return flat.reshape(x.shape[::-1]).T if sideways else flat.reshape(x.shape)
+        return flat.reshape(x.shape[::-1]).T if _is_sideways(x) else flat.reshape(x.shape)
 
 
 def layout_of(plan: Plan, params: tuple[BlockParams, ...], n: int) -> Layout:
     """Of n tokens, which the plan remembers: to make it takes Python long."""
     known: Any = plan.layouts
-    if n not in known:
-        if len(known) == REMEMBERED:
+    layout: Layout | None = known.get(n)
+    if layout is None:
+        tables: Any = plan.tables
+        rooms = _rooms(plan, n, int(tables.maps[0, layer.QUERY, layer.N_IN]))
+        layout = Layout(_starts(tables, n), rooms, *_distances(params))
+        if len(known) >= REMEMBERED:
             known.clear()
-        known[n] = _made(plan, params, n)
-    layout: Layout = known[n]
+        known[n] = layout
     return layout
 
 
-def _made(plan: Plan, params: tuple[BlockParams, ...], n: int) -> Layout:
-    tables: Any = plan.tables
-    sizes = np.array([sum(x.size for x in tree.flatten(own).values()) for own in params])
-    grads = Gradients(params, int(sizes.sum()))
-    start = place(grads.memory)
-    dmaps, dnorms = zip(*(_distances(own, start) for own in grads.blocks), strict=True)
-    totals = np.stack((4 * (np.cumsum(sizes) - sizes), sizes), axis=1)
-    rooms = _rooms(plan, n, int(tables.maps[0, layer.QUERY, layer.N_IN]))
-    return Layout(_starts(tables, n), rooms, np.array(dmaps), np.array(dnorms), totals)
+def _distances(params: tuple[BlockParams, ...]) -> tuple[Array, Array, Array]:
+    """How far gradients are from the first one, in bytes, and -1 where there is none."""
+    dmaps, dnorms, totals, taken = [], [], [], 0
+    for own in params:
+        rows, first = [], taken
+        for pair in _pairs(own):
+            at = [-1, -1]
+            for i, x in enumerate(pair or ()):
+                if x is not None:
+                    at[i], taken = 4 * taken, taken + x.size
+            rows.append((at[0], bool(pair and not _is_sideways(pair.w)), at[1], False))
+        *maps, attn, ffn = rows
+        none = (-1, False, -1, False)
+        dmaps.append(maps)
+        dnorms.append([(dgain, dshift) for dgain, _, dshift, _ in (attn, none, ffn, none)])
+        totals.append((4 * first, taken - first))
+    return np.array(dmaps), np.array(dnorms), np.array(totals)
 
 
-def _distances(grads: BlockParams, start: int) -> tuple[list[Any], list[Any]]:
-    """Of a block's gradients from `start` on, -1 of those that there are not."""
+def _pairs(own: BlockParams) -> tuple[Any, ...]:
+    """Maps in the order of a plan's, and norms; their gradients follow each other so."""
+    kv: Any = own.attn.kv
+    maps = own.attn.q, kv.k, kv.v, own.attn.o, own.ffn.up, own.ffn.gate, own.ffn.down
+    return *maps, own.attn_norm, own.ffn_norm
 
-    def distance(x: Array | None) -> int:
-        return -1 if x is None else place(x) - start
 
-    attn, ffn = grads.attn, grads.ffn
-    kv: Any = attn.kv
-    own = attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.gate, ffn.down
-    norms = grads.attn_norm, None, grads.ffn_norm, None
-    dmaps = [
-        (distance(x.w), x.w.flags.c_contiguous, distance(x.b), False)
-        if x
-        else (-1, False, -1, False)
-        for x in own
-    ]
-    return dmaps, [(distance(x.w), distance(x.b)) if x else (-1, -1) for x in norms]
+def _is_sideways(x: Array) -> bool:
+    """Whether columns of x lie behind each other, as a tied map's: its gradient lies so, too."""
+    return x.ndim == 2 and x.strides[0] < x.strides[1]
 
 
 def _starts(tables: Tables, n: int) -> Array:

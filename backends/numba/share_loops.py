@@ -77,7 +77,7 @@ def backward(
     order: (L,), the block of each layer. kept: of each share. grads: where gradients are. dmaps
     (blocks, 7, 4) and dnorms (blocks, 4, 2): as in `share_layer.backward`, but how far from there,
     -1 where there is none; totals (blocks, 2): how far a block's gradients are, and how many
-    numbers. The rest as in `forward`, but turns go back. The first share writes there;
+    numbers. The rest as in `forward`, but turns go back. The first share writes to `grads`;
     each other one to `mine`, and adds it when those before it are in. memory: of which rooms (7,)
     says what begins where. stages: (blocks + 1, 2) zeros, how many shares are in a block's.
     """

@@ -170,8 +170,9 @@ def _ahead_of_columns(w: Any, k: int, number: int) -> tuple[int, int]:
 def _ahead_of_rows(x: Any, time: int) -> tuple[int, int]:
     """Which lines of the next tile's rows to fetch, and bytes from one to the next.
 
-    x: as in `_placed`. Half of the lines the first time, the others the second. Of columns those
-    with the last numbers: first ones may be in lines that are here. Of rows that are apart none.
+    x: as in `_placed`. A line for two of a tile's steps: of columns half of them the first time,
+    the others the second, and those with the last numbers, since the first ones may be in lines
+    that are here. Of rows as many as they have or there are steps for; none where they are apart.
     """
     at, down, across, _, rows, k, _, _ = x
     if across != 4:

@@ -39,7 +39,7 @@ def over(
 
 
 def unlike(leaves: Sequence[Array]) -> str | None:
-    """Why `over` is not for these leaves, of which the first does not speak for the others."""
+    """Why these leaves cannot go through one loop: the first does not speak for the others."""
     kind = leaves[0].dtype
     if kind.char in "fd" and all(isinstance(x, KINDS) and x.dtype == kind for x in leaves):
         return None
