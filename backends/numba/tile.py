@@ -106,13 +106,14 @@ def multiply(
                         given = own, x_down, x_across, n - i, rows, k, x_near, panel
                         place, x_step = _placed(given, j == left)
                         ahead, step, time = place, 0, (j - left) // COLUMNS
-                        if few and number < TILES and w_by_rows:
+                        first = TILES if few else 0  # those before fetch the next panel
+                        if number >= first and time < (1 if few else 2) and n - i > rows:
+                            ahead, step = _ahead_of_rows(given, time)
+                        elif few and w_by_rows:
                             ahead, step = _ahead(soon, w_step, k, number), w_step
                         elif few and number < TILES:
                             its = w_part, w_down, w_across, j - left, right - left
                             ahead, step = _ahead_of_columns(its, k, number)
-                        elif time < (1 if few else 2) and n - i > rows:
-                            ahead, step = _ahead_of_rows(given, time)
                         factors = k, place, x_step, other, w_step, ahead, step
                         if columns == COLUMNS and rows in ROWS:
                             _add_tile(by_rows, rows, factors, y + i * y_down, y_down, scale, more)
