@@ -17,8 +17,8 @@ from xformer.backends.numpy.threads import n_threads, run
 from xformer.typing import Array
 
 REPLACED = 0, 2, 3  # of parameters, gradients and moments
-_at, _byte = addressof, c_char.from_buffer
 SIZE = 7  # column of a leaf's row, after seven places
+_at, _byte = addressof, c_char.from_buffer  # of an array's first byte: where it is
 
 
 def not_float32(
