@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -15,9 +17,13 @@ from libraries import LIBRARIES, ON_DEMAND, STAND_IN, opened
 from xformer.backends import Backend
 from xformer.backends.numpy import products
 
-from xformer import backends, dispatch
+from xformer import backends, dispatch, layers, models, ops, optim
 
 ASKED_FOR = ("xformer.backends.numba", "xformer.backends.mkl")
+
+for package in (layers, models, ops, optim):  # whose names are imported when they are asked for
+    for file in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(file.name)
 
 # Several tests run at once, and more threads than cores wait for each other. Here, and in workers
 # and commands; tests of threads ask for their own.

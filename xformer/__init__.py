@@ -6,17 +6,16 @@ C experts chosen for a token, I/O in/out, L maximal length, N rows. Arrays are l
 before a name is the gradient of the loss with respect to it.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from xformer import ops, tree
-from xformer.dispatch import explain, inference, kernel, overridable, reference_only
-from xformer.gradcheck import GradientError, gradcheck
-from xformer.ops import Key
+from xformer.later import later
 
 if TYPE_CHECKING:
-    from xformer import backends, initial, layers, models, optim, pretrained
+    from xformer import backends, initial, layers, models, ops, optim, pretrained, tree
+    from xformer.dispatch import explain, inference, kernel, overridable, reference_only
+    from xformer.gradcheck import GradientError, gradcheck
     from xformer.models import GPT, Transformer
+    from xformer.ops import Key
 
 __version__ = "0.1.0"
 
@@ -42,17 +41,16 @@ __all__ = [
     "tree",
 ]
 
-# Imported when first asked for: together they would take as long as NumPy.
-_LATER = ("backends", "initial", "layers", "models", "optim", "pretrained")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return importlib.import_module(f"xformer.{name}")
-    if name in ("GPT", "Transformer"):
-        return getattr(importlib.import_module("xformer.models"), name)
-    raise AttributeError(f"module 'xformer' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+later(
+    __name__,
+    backends="backends",
+    dispatch="explain inference kernel overridable reference_only",
+    gradcheck="GradientError gradcheck",
+    initial="initial",
+    layers="layers",
+    models="GPT Transformer models",
+    ops="Key ops",
+    optim="optim",
+    pretrained="pretrained",
+    tree="tree",
+)

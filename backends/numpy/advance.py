@@ -10,6 +10,7 @@ import numpy as np
 from xformer.backends.append import append
 from xformer.backends.numpy.threads import blas_alone
 
+from xformer import layers
 from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
 from xformer.layers.attention import AttentionParams, KeyValue
@@ -19,8 +20,6 @@ from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormParams
 from xformer.layers.past import Past
-from xformer.layers.relative import RelativeConfig
-from xformer.layers.rotary import Rotary
 from xformer.layers.stack import StackParams
 from xformer.ops.activation import ACTIVATIONS
 from xformer.ops.gelu import CUBIC, SCALE
@@ -40,8 +39,8 @@ def unsupported(
     configs: Sequence[BlockConfig],
     past: Sequence[Past],
     n_past: int,
-    relative: RelativeConfig | None = None,
-    rotary: Rotary | None = None,
+    relative: layers.RelativeConfig | None = None,
+    rotary: layers.Rotary | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> str | None:
@@ -89,8 +88,8 @@ def advance(
     configs: Sequence[BlockConfig],
     past: Sequence[Past],
     n_past: int,
-    relative: RelativeConfig | None = None,
-    rotary: Rotary | None = None,
+    relative: layers.RelativeConfig | None = None,
+    rotary: layers.Rotary | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[Past, ...]]:
@@ -112,7 +111,7 @@ def _threads(params: StackParams) -> AbstractContextManager[None]:
 
 
 def _block(
-    x: Array, params: BlockParams, config: BlockConfig, rotary: Rotary | None, past: Past
+    x: Array, params: BlockParams, config: BlockConfig, rotary: layers.Rotary | None, past: Past
 ) -> tuple[Array, Past]:
     branch, past = _attend(_norm(x, params.attn_norm, config), params.attn, config, rotary, past)
     x = x + _norm(branch, params.attn_out_norm, config)
@@ -122,7 +121,7 @@ def _block(
 
 
 def _attend(
-    x: Array, params: AttentionParams, config: BlockConfig, rotary: Rotary | None, past: Past
+    x: Array, params: AttentionParams, config: BlockConfig, rotary: layers.Rotary | None, past: Past
 ) -> tuple[Array, Past]:
     n, n_heads, n_groups = len(x), config.n_heads, config.kv_heads
     projections: Any = params.kv
@@ -147,7 +146,7 @@ def _attend(
     return _linear((probs @ past.v).reshape(n, -1), params.o), past
 
 
-def _turned(x: Array, rotary: Rotary) -> Array:
+def _turned(x: Array, rotary: layers.Rotary) -> Array:
     """`ops.rope`."""
     cos, sin, interleaved = rotary
     if cos.ndim == 3:

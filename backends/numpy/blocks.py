@@ -16,7 +16,7 @@ import numpy as np
 from xformer.backends.numpy.threads import n_threads
 from xformer.backends.numpy.threads import run as on_threads
 
-from xformer import ops, tree
+from xformer import layers, ops, tree
 from xformer.checks import require_shape
 from xformer.dispatch import keeps_nothing, kernel
 from xformer.layers.attention import KeyValue
@@ -24,7 +24,6 @@ from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import BlocksCache, add
 from xformer.layers.blocks import blocks as reference
 from xformer.layers.past import Past
-from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
 ROWS = 128  # tokens of a share, for each other one: the gradients of all shares must be added
@@ -40,7 +39,7 @@ def unshared(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: Rotary | None = None,
+    rotary: layers.Rotary | None = None,
     past: Sequence[Past] | None = None,
     mask: Array | None = None,
     causal: bool = False,
@@ -87,7 +86,7 @@ def blocks(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: Rotary | None = None,
+    rotary: layers.Rotary | None = None,
     past: Sequence[Past] | None = None,
     mask: Array | None = None,
     causal: bool = False,
@@ -106,7 +105,7 @@ def blocks(
         options: Any = {"mask": own(mask, 4), "memory_mask": own(memory_mask, 4)}
         if rotary is not None:
             tables = own(rotary.cos, 3), own(rotary.sin, 3)
-            options["rotary"] = Rotary(*tables, rotary.interleaved)
+            options["rotary"] = layers.Rotary(*tables, rotary.interleaved)
         its = tree.map(lambda a: a[shares[i]], memory)
         given = x[shares[i]], params, its, own(bias, 4), pos, memory_pos
         y[shares[i]], caches[i] = reference(*given, **how, **options)  # or a share's kernel
@@ -147,8 +146,8 @@ class SharesCache(NamedTuple):
         def backward(i: int) -> None:
             own = self.caches[i]
             places = zip(own.blocks, order, turns, strict=True)
-            layers = (_Layer(cache, totals[which], turn + i) for cache, which, turn in places)
-            cache = own._replace(blocks=tuple(layers))
+            own_layers = (_Layer(cache, totals[which], turn + i) for cache, which, turn in places)
+            cache = own._replace(blocks=tuple(own_layers))
             dx[self.shares[i]], _, *rest[i] = cache.backward(dy[self.shares[i]])
 
         on_threads([partial(backward, i) for i in range(len(self.shares))])

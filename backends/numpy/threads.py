@@ -23,7 +23,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-import threadpoolctl
 
 from xformer.typing import Array
 
@@ -264,6 +263,8 @@ def libraries() -> list[str]:
 @functools.cache
 def _blas() -> list[Any]:
     """NumPy's own BLAS, or all there are. Looking for them takes a millisecond."""
+    import threadpoolctl  # takes longer than the rest of this file, and a start may do without
+
     found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
     folder = Path(np.__file__).parent.parent
     own = [x for x in found if Path(x.filepath).is_relative_to(folder) and "numpy" in x.filepath]

@@ -1,28 +1,33 @@
 """Layers: ops put together, `y, cache = layer(x, params, ...)`; gradients have the params' type."""
 
-from xformer.layers.attention import (
-    AttentionParams,
-    KeyValue,
-    KeyValueParams,
-    ShawParams,
-    attention,
-    key_value,
-)
-from xformer.layers.block import BlockConfig, BlockParams, block
-from xformer.layers.blocks import blocks
-from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
-from xformer.layers.feed_forward import FeedForwardParams, feed_forward
-from xformer.layers.linear import LinearParams, LoRAParams, linear, linears
-from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
-from xformer.layers.past import Past
-from xformer.layers.pooling import pool
-from xformer.layers.positions import alibi, sinusoidal
-from xformer.layers.relative import RelativeConfig, relative_bias
-from xformer.layers.residual import parallel, residual
-from xformer.layers.rope_config import RopeConfig
-from xformer.layers.rotary import Rotary, rotary
-from xformer.layers.stack import StackParams, stack
+from typing import TYPE_CHECKING
+
+from xformer.later import later
+
+if TYPE_CHECKING:
+    from xformer.layers.attention import (
+        AttentionParams,
+        KeyValue,
+        KeyValueParams,
+        ShawParams,
+        attention,
+        key_value,
+    )
+    from xformer.layers.block import BlockConfig, BlockParams, block
+    from xformer.layers.blocks import blocks
+    from xformer.layers.embed import EmbedConfig, EmbedParams, embed
+    from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
+    from xformer.layers.feed_forward import FeedForwardParams, feed_forward
+    from xformer.layers.linear import LinearParams, LoRAParams, linear, linears
+    from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
+    from xformer.layers.past import Past
+    from xformer.layers.pooling import pool
+    from xformer.layers.positions import alibi, sinusoidal
+    from xformer.layers.relative import RelativeConfig, relative_bias
+    from xformer.layers.residual import parallel, residual
+    from xformer.layers.rope_config import RopeConfig
+    from xformer.layers.rotary import Rotary, rotary
+    from xformer.layers.stack import StackParams, stack
 
 __all__ = [
     "AttentionParams",
@@ -65,3 +70,23 @@ __all__ = [
     "sinusoidal",
     "stack",
 ]
+
+later(
+    __name__,
+    attention="AttentionParams KeyValue KeyValueParams ShawParams attention key_value",
+    block="BlockConfig BlockParams block",
+    blocks="blocks",
+    embed="EmbedConfig EmbedParams embed",
+    experts="ExpertsConfig ExpertsParams mixture",
+    feed_forward="FeedForwardParams feed_forward",
+    linear="LinearParams LoRAParams linear linears",
+    norm="NormConfig NormParams add_norm norm",
+    past="Past",
+    pooling="pool",
+    positions="alibi sinusoidal",
+    relative="RelativeConfig relative_bias",
+    residual="parallel residual",
+    rope_config="RopeConfig",
+    rotary="Rotary rotary",
+    stack="StackParams stack",
+)

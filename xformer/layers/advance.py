@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xformer import layers
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig
 from xformer.layers.past import Past
-from xformer.layers.relative import RelativeConfig
-from xformer.layers.rotary import Rotary
 from xformer.layers.stack import StackParams, stack
 from xformer.typing import Array
 
@@ -25,8 +24,8 @@ def advance(
     configs: Sequence[BlockConfig],
     past: Sequence[Past],
     n_past: int | Array,
-    relative: RelativeConfig | None = None,
-    rotary: Rotary | None = None,
+    relative: layers.RelativeConfig | None = None,
+    rotary: layers.Rotary | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[Past, ...]]:

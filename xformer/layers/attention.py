@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer import ops
+from xformer import layers, ops
 from xformer.checks import require_sizes
 from xformer.layers.linear import LinearParams, linear, linears
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.past import Past, append
-from xformer.layers.rotary import Rotary
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_like
 from xformer.tree import Frozen, value
@@ -62,7 +61,7 @@ def attention(
     *,
     n_heads: int,
     n_kv_heads: int | None = None,
-    rotary: Rotary | None = None,
+    rotary: layers.Rotary | None = None,
     qk_norm: NormConfig | None = None,
     past: Past | None = None,
     mask: Array | None = None,
@@ -185,7 +184,7 @@ def key_value(
     pos: Array | None = None,
     *,
     n_kv_heads: int,
-    rotary: Rotary | None = None,
+    rotary: layers.Rotary | None = None,
     k_norm: NormConfig | None = None,
 ) -> tuple[KeyValue, KeyValueCache]:
     """Keys and values of a sequence: x w_k + b_k, x w_v + b_v, split into heads, plus pos.
@@ -217,7 +216,7 @@ def _key_value(
     pos: Array | None,
     n_kv_heads: int,
     *,
-    rotary: Rotary | None,
+    rotary: layers.Rotary | None,
     config: NormConfig | None,
 ) -> tuple[KeyValue, KeyValueHeadsCache]:
     """Heads of x w_k + b_k and x w_v + b_v, which are the pair."""
@@ -250,7 +249,7 @@ def _heads(
     name: str,
     norm_params: NormParams | None = None,
     *,
-    rotary: Rotary | None = None,
+    rotary: layers.Rotary | None = None,
     config: NormConfig | None = None,
 ) -> tuple[Array, HeadsCache]:
     """rope(norm(split_heads(y) + pos)). y: (B, T, H * K)."""
@@ -322,7 +321,7 @@ def _last_keys(x: Array | None, n: int) -> Array | None:
 def _require_memory(
     memory: Any,
     memory_pos: Array | None,
-    rotary: Rotary | None,
+    rotary: layers.Rotary | None,
     past: Past | None,
     params: AttentionParams,
 ) -> None:

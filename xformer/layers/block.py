@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xformer import ops
+from xformer import layers, ops
 from xformer.backends.base import Generator
 from xformer.checks import number, require_sizes
 from xformer.initial import Draw, xavier_uniform
@@ -16,13 +16,11 @@ from xformer.layers.attention import (
     ShawParams,
     attention,
 )
-from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.past import Past
 from xformer.layers.residual import Branch, BranchCache, ResidualsCache, parallel, residuals
-from xformer.layers.rotary import Rotary
 from xformer.ops._attention import window_of
 from xformer.ops.activation import require_activation
 from xformer.ops.softcap import require_cap
@@ -49,7 +47,7 @@ class BlockConfig:
     d_value: int | None = None  # d_head unless given
     activation: str = "relu"
     gated: bool = False
-    experts: ExpertsConfig | None = None  # in the place of the feed-forward network
+    experts: layers.ExpertsConfig | None = None  # in the place of the feed-forward network
     norm: str = "pre"
     norm_kind: str = "layer"  # or "rms"
     norm_offset: float = 0.0  # added to the weight of "rms"
@@ -194,7 +192,7 @@ class BlockConfig:
 
     def _feed_forward_init(
         self, rng: Generator, draw: Draw, out_scale: float
-    ) -> FeedForwardParams | ExpertsParams:
+    ) -> FeedForwardParams | layers.ExpertsParams:
         if self.experts is not None:
             return self.experts.init(rng, self.d_model, draw=draw)
         up = self._linear(rng, (self.d_model, self.d_ff), draw, self.ffn_bias)
@@ -233,7 +231,7 @@ class BlockParams(NamedTuple):
     cross_norm: NormParams | None
     cross: AttentionParams | None  # None: an encoder layer, or one of a decoder-only model
     ffn_norm: NormParams | None
-    ffn: FeedForwardParams | ExpertsParams
+    ffn: FeedForwardParams | layers.ExpertsParams
     attn_out_norm: NormParams | None = None  # of what a sublayer returns
     cross_out_norm: NormParams | None = None
     ffn_out_norm: NormParams | None = None
@@ -248,7 +246,7 @@ def block(
     memory_pos: Array | None = None,
     *,
     config: BlockConfig,
-    rotary: Rotary | None = None,
+    rotary: layers.Rotary | None = None,
     past: Past | None = None,
     mask: Array | None = None,
     causal: bool = False,
@@ -288,8 +286,8 @@ def block(
         return attention(x, own, memory, None, pos, memory_pos, **options)
 
     def feed(x: Array) -> tuple[Array, Any]:
-        if isinstance(params.ffn, ExpertsParams) and config.experts is not None:
-            return mixture(x, params.ffn, config=config.experts)
+        if config.experts is not None and isinstance(params.ffn, layers.ExpertsParams):
+            return layers.mixture(x, params.ffn, config=config.experts)
         hidden: Any = {"dropout_rate": config.hidden_dropout if dropped else 0.0}
         own: Any = params.ffn
         return feed_forward(x, own, activation=config.activation, dropout_key=keys[5], **hidden)

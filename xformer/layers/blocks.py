@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer import ops, tree
+from xformer import layers, ops, tree
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block
 from xformer.layers.checkpoint import checkpointed
 from xformer.layers.past import Past
-from xformer.layers.rotary import Rotary
 from xformer.typing import Array
 
 
@@ -25,7 +24,7 @@ def blocks(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: Rotary | None = None,
+    rotary: layers.Rotary | None = None,
     past: Sequence[Past] | None = None,
     mask: Array | None = None,
     causal: bool = False,

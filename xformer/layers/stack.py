@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer import ops
+from xformer import layers, ops
 from xformer.backends.base import Generator
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
@@ -13,8 +13,6 @@ from xformer.layers.block import SITES, BlockConfig, BlockParams
 from xformer.layers.blocks import blocks, order_of
 from xformer.layers.norm import NormParams, norm
 from xformer.layers.past import Past
-from xformer.layers.relative import RelativeConfig, relative_bias
-from xformer.layers.rotary import Rotary
 from xformer.ops.sum_to import sum_to
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -36,7 +34,7 @@ class StackParams(NamedTuple):
         final_norm: bool | None = None,
         cross: bool = False,
         shared_memory: bool = False,
-        relative: RelativeConfig | None = None,
+        relative: layers.RelativeConfig | None = None,
         draw: Draw = xavier_uniform,
         out_scale: float = 1.0,
     ) -> StackParams:
@@ -67,8 +65,8 @@ def stack(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    relative: RelativeConfig | None = None,
-    rotary: Rotary | None = None,
+    relative: layers.RelativeConfig | None = None,
+    rotary: layers.Rotary | None = None,
     past: Sequence[Past] | None = None,
     n_past: int | Array = 0,
     mask: Array | None = None,
@@ -106,9 +104,10 @@ def stack(
         raise ValueError("stack: params.relative and relative go together, got only one of them")
     if relative is not None:
         sizes = _sizes(x.shape[1], past, n_past)
-        more, relative_cache = relative_bias(value(params.relative), config=relative, **sizes)
+        table = value(params.relative)
+        more, relative_cache = layers.relative_bias(table, config=relative, **sizes)
         bias = more if bias is None else bias + more
-    x, layers = blocks(
+    x, blocks_cache = blocks(
         x,
         params.blocks,
         memory,
@@ -130,7 +129,9 @@ def stack(
     key = None if dropout_key is None else dropout_key.at(SITES * len(configs) + 1)
     y, drop = ops.dropout(x, rate=0.0 if key is None else dropout_rate, key=key)
     fixed = isinstance(params.relative, Frozen)
-    return y, StackCache(layers, norm_cache, memory_cache, drop, relative_cache, bias_shape, fixed)
+    return y, StackCache(
+        blocks_cache, norm_cache, memory_cache, drop, relative_cache, bias_shape, fixed
+    )
 
 
 class StackCache(NamedTuple):

@@ -1,21 +1,22 @@
 """Whole networks: a frozen configuration with `init`, `forward` and `loss`."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from xformer.models.gpt import GPT
-from xformer.models.heads import (
-    Classifier,
-    ClassifierParams,
-    LMHead,
-    MaskedLMHead,
-    MaskedLMHeadParams,
-    Pooler,
-)
-from xformer.models.language_model import LanguageModel, LanguageModelParams
+from xformer.later import later
 
 if TYPE_CHECKING:
     from xformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderParams
+    from xformer.models.gpt import GPT
+    from xformer.models.heads import (
+        Classifier,
+        ClassifierParams,
+        Head,
+        MaskedLMHead,
+        MaskedLMHeadParams,
+        Pooler,
+    )
+    from xformer.models.language_model import LanguageModel, LanguageModelParams
+    from xformer.models.lm_head import LMHead
     from xformer.models.transformer import Transformer
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ClassifierParams",
     "EncoderDecoder",
     "EncoderDecoderParams",
+    "Head",
     "LMHead",
     "LanguageModel",
     "LanguageModelParams",
@@ -33,21 +35,12 @@ __all__ = [
     "Transformer",
 ]
 
-# Imported when first asked for: a language model starts without.
-_LATER = {
-    "EncoderDecoder": "encoder_decoder",
-    "EncoderDecoderParams": "encoder_decoder",
-    "Transformer": "transformer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    if name in _LATER.values():
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+later(
+    __name__,
+    encoder_decoder="EncoderDecoder EncoderDecoderParams",
+    gpt="GPT",
+    heads="Classifier ClassifierParams Head MaskedLMHead MaskedLMHeadParams Pooler",
+    language_model="LanguageModel LanguageModelParams",
+    lm_head="LMHead",
+    transformer="Transformer",
+)

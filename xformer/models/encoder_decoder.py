@@ -28,7 +28,7 @@ from xformer.layers.stack import (
     require_stack,
     stack,
 )
-from xformer.models.heads import LMHead, require_present
+from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
 from xformer.shapes import require_array
 from xformer.typing import Array

@@ -11,12 +11,12 @@ from xformer.backends import Generator
 from xformer.checks import require_layers
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
-from xformer.models.heads import LMHead
 from xformer.models.language_model import (
     LanguageModel,
     LanguageModelCache,
     LanguageModelParams,
 )
+from xformer.models.lm_head import LMHead
 from xformer.typing import Array
 
 

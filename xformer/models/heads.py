@@ -5,18 +5,16 @@ states. `init(rng, width, embed)` gets the width of the hidden states and the co
 embedding; `forward(x, params, table, ...)` the embedding's table, since a head may be tied to it.
 Its cache's backward returns gradients of x, params and table. `loss` is `forward` and the
 cross-entropy of its logits, which it need not hold all at once; its cache's backward takes dloss.
+A head without it gives no logits. of_tokens: its logits are of a vocabulary, the embedding's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from array_api_compat import array_namespace
-
-from xformer import ops, tree
+from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import number, require_sizes
 from xformer.initial import Draw, normal
@@ -24,90 +22,17 @@ from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.pooling import pool
+from xformer.models.lm_head import (
+    LMHead,
+    Top,
+    require_present,
+    transposed,
+    with_vocabulary,
+    zeros_of,
+)
 from xformer.models.loss import cross_entropy_of, linear_loss
 from xformer.ops.activation import ACTIVATIONS, require_activation
-from xformer.ops.softcap import require_cap
 from xformer.typing import Array
-
-Top = Callable[[Array, Any], tuple[Array, Any]]  # (x, LinearParams) -> (y, cache)
-
-
-@dataclass(frozen=True)
-class LMHead:
-    """logits = softcap(scale * x w + b); tied: w is the transposed table of the embedding."""
-
-    tied: bool = True
-    bias: bool = False  # not with tied
-    scale: float = 1.0  # T5, where tied: d_model^-1/2
-    softcap: float | None = None  # Gemma 2: 30
-
-    def __post_init__(self) -> None:
-        if self.tied and self.bias:
-            raise ValueError("LMHead: a tied head has no bias")
-        number("LMHead", "scale", self.scale)
-        if self.softcap is not None:
-            require_cap("LMHead", self.softcap)
-
-    def init(
-        self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
-    ) -> LinearParams | None:
-        """Initial parameters; None where tied."""
-        if self.tied:
-            return None
-        embed = with_vocabulary("LMHead", embed)
-        return LinearParams.init(rng, (width, embed.vocab_size), draw=draw, bias=self.bias)
-
-    def forward(
-        self, x: Array, params: LinearParams | None, table: Array, **_: Any
-    ) -> tuple[Array, LMHeadCache]:
-        """x: (B, T, D)   table: (V, D)   logits: (B, T, V)."""
-        logits, cache = self._topped(linear, x, params, table)
-        if self.softcap is None:
-            return logits, cache
-        logits, cap = ops.softcap(logits, cap=self.softcap)
-        return logits, cache._replace(cap=cap)
-
-    def loss(
-        self,
-        x: Array,
-        params: LinearParams | None,
-        table: Array,
-        *,
-        targets: Array,
-        mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
-        **options: Any,
-    ) -> tuple[Array, Any]:
-        """Cross-entropy of targets (B, T); options: those of `ops.cross_entropy`."""
-        if self.softcap is not None:
-            return cross_entropy_of(*self.forward(x, params, table), targets, options)
-        return self._topped(partial(linear_loss, targets, options), x, params, table)
-
-    def _topped(
-        self, top: Top, x: Array, params: LinearParams | None, table: Array
-    ) -> tuple[Array, LMHeadCache]:
-        """`top` of scale * x and the head's w and b."""
-        require_present("LMHead", "params.head", params, not self.tied)
-        own = LinearParams(transposed(table), None) if params is None else params
-        y, cache = top(x if self.scale == 1.0 else x * self.scale, own)
-        return y, LMHeadCache(cache, None, self.tied, self.scale)
-
-
-class LMHeadCache(NamedTuple):
-    """What `LMHead.forward`, or its loss, keeps for its backward."""
-
-    top: Any
-    cap: Any
-    tied: bool
-    scale: float
-
-    def backward(self, dy: Array) -> tuple[Array, LinearParams | None, Array | None]:
-        """Gradients of x, params, table; None for the one that was not used."""
-        if self.cap is not None:
-            dy = self.cap.backward(dy)
-        dx, dparams = self.top.backward(dy)
-        dx = dx if self.scale == 1.0 else dx * self.scale
-        return (dx, None, transposed(dparams.w)) if self.tied else (dx, dparams, None)
 
 
 @dataclass(frozen=True)
@@ -117,6 +42,7 @@ class MaskedLMHead:
     activation: str = "gelu"
     eps: float = 1e-12
     tied: bool = True
+    of_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_activation("MaskedLMHead", self.activation)
@@ -205,6 +131,7 @@ class Classifier:
     bias: bool = True
     dense_dropout: float = 0.0
     dropout: float = 0.0
+    of_tokens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_sizes("Classifier", 1, n_labels=self.n_labels)
@@ -299,6 +226,8 @@ class Pooler:
     A model with this head gives hidden states; `LanguageModel.pooled` with "pooler" gives these.
     """
 
+    of_tokens: ClassVar[bool] = False
+
     def init(
         self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
     ) -> LinearParams:
@@ -341,29 +270,3 @@ class PooledCache(NamedTuple):
 
 
 Head = LMHead | MaskedLMHead | Classifier | Pooler
-
-
-def transposed(table: Any) -> Any:
-    """A table, or its gradient, on its side; frozen if it was, None for None."""
-    return tree.map(lambda a: a.T, table)
-
-
-def zeros_of(params: Any) -> Any:
-    """The gradient of parameters that were not used; None for what is frozen."""
-    return tree.map(lambda a: array_namespace(a).zeros_like(a), tree.trained(params))
-
-
-def require_present(model: str, name: str, params: Any, wanted: bool) -> None:
-    """ValueError unless parameters are there just where the configuration wants them."""
-    if (params is not None) != wanted:
-        got = "None" if params is None else "parameters"
-        raise ValueError(
-            f"{model}: {name} must be {'parameters' if wanted else 'None'} by config, got {got}"
-        )
-
-
-def with_vocabulary(model: str, embed: EmbedConfig | None) -> EmbedConfig:
-    """`embed`; ValueError where there is none."""
-    if embed is None:
-        raise ValueError(f"{model}: a head over a vocabulary needs an embedding, got None")
-    return embed

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer import backends, ops
+from xformer import backends, layers, models, ops
 from xformer.backends import Generator
 from xformer.checks import as_indices, number, require_tokens
 from xformer.dispatch import inference, or_dropped
@@ -20,10 +20,6 @@ from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.past import Past, require_one, require_rows, rewound
 from xformer.layers.pooling import POOLINGS, pool
-from xformer.layers.positions import alibi
-from xformer.layers.relative import RelativeConfig
-from xformer.layers.rope_config import RopeConfig
-from xformer.layers.rotary import Rotary, rotary
 from xformer.layers.stack import (
     StackParams,
     dropout_streams,
@@ -31,15 +27,7 @@ from xformer.layers.stack import (
     require_stack,
     stack,
 )
-from xformer.models.heads import (
-    Classifier,
-    Head,
-    LMHead,
-    MaskedLMHead,
-    Pooler,
-    require_present,
-    zeros_of,
-)
+from xformer.models.lm_head import LMHead, require_present, zeros_of
 from xformer.models.loss import LossCache, one
 from xformer.models.state import State, counted, grown_mask, require_keep
 from xformer.shapes import require_array
@@ -61,12 +49,12 @@ class LanguageModel:
     embed: EmbedConfig | None
     blocks: tuple[BlockConfig, ...]  # one for each layer
     causal: bool = True
-    rotary: RopeConfig | None = None
+    rotary: layers.RopeConfig | None = None
     alibi: bool = False
-    relative: RelativeConfig | None = None
+    relative: layers.RelativeConfig | None = None
     final_norm: bool | None = None  # unless the blocks are post-LN, if not given
     n_groups: int | None = None  # of layers with shared parameters (ALBERT); None: none are shared
-    head: Head | None = LMHead()  # noqa: RUF009 - frozen
+    head: models.Head | None = LMHead()  # noqa: RUF009 - frozen
     out_dropout: float = 0.0  # of the hidden states
     balance: float = 0.0
     router_z: float = 0.0
@@ -81,7 +69,7 @@ class LanguageModel:
                 f"LanguageModel: embed.d_model must be that of the blocks, {width}, "
                 f"got {self.embed.d_model}"
             )
-        if isinstance(self.head, LMHead | MaskedLMHead) and self.embed is None:
+        if self.head is not None and self.head.of_tokens and self.embed is None:
             raise ValueError("LanguageModel: a head over a vocabulary needs embed, got None")
         tied = isinstance(self.head, LMHead) and self.head.tied
         if tied and self.embed is not None and self.embed.width != width:
@@ -261,9 +249,7 @@ class LanguageModel:
     def id_sizes(self) -> tuple[int | None, ...]:
         """Of tokens and targets of `loss` how many ids there are; None where it takes no ids."""
         size = None if self.embed is None else self.embed.vocab_size
-        if isinstance(self.head, Classifier):
-            return size, self.head.n_labels
-        return size, size
+        return size, getattr(self.head, "n_labels", size)
 
     def start(self) -> State:
         """No text yet, for `extend`."""
@@ -365,20 +351,20 @@ class LanguageModel:
 
     def _rotary(
         self, x: Array, length: int, positions: Array | None, at_most: float
-    ) -> Rotary | None:
+    ) -> layers.Rotary | None:
         """The tables for a text of `length`; positions lie below at_most, so far as is known."""
         if self.rotary is None:
             return None
         if positions is not None and at_most > self.rotary.same_until:
             # The frequencies go by the largest position: of the longest text, without its padding.
             length = int(array_namespace(positions).max(positions)) + 1
-        return rotary(self.rotary, like=x, length=length, positions=positions)
+        return layers.rotary(self.rotary, like=x, length=length, positions=positions)
 
     def _alibi(self, x: Array, n_keys: int, at: Array | None = None) -> Array | None:
         if not self.alibi:
             return None
         sizes = {"n_queries": x.shape[1], "n_keys": n_keys}
-        return alibi(self.blocks[0].n_heads, **sizes, like=x, at=at)
+        return layers.alibi(self.blocks[0].n_heads, **sizes, like=x, at=at)
 
     def loss(
         self,
@@ -396,7 +382,7 @@ class LanguageModel:
 
         options: those of `ops.cross_entropy`; the rest as in `forward`.
         """
-        if self.head is None or isinstance(self.head, Pooler):
+        if self.head is None or not hasattr(self.head, "loss"):
             raise ValueError("LanguageModel: a loss needs a head that gives logits, got none")
         x, hidden = self.hidden(
             params,
@@ -433,12 +419,12 @@ class LanguageModel:
             raise ValueError(
                 f"pooled: how must be one of {', '.join(POOLINGS)}, pooler, got {how!r}"
             )
-        if how == "pooler" and not isinstance(self.head, Pooler):
+        if how == "pooler" and not hasattr(self.head, "pooled"):
             raise ValueError('pooled: how "pooler" needs a model with a Pooler')
         x, hidden = self.hidden(params, tokens, mask=mask, types=types, dropout_key=dropout_key)
         pooler = norm = None
         y, pool_cache = pool(x, how="first" if how == "pooler" else how, mask=mask)
-        if how == "pooler" and isinstance(self.head, Pooler):
+        if how == "pooler" and self.head is not None and hasattr(self.head, "pooled"):
             y, pooler = self.head.pooled(y, params.head)
         if normalize:
             y, norm = ops.l2_normalize(y)
@@ -446,18 +432,18 @@ class LanguageModel:
 
     def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, RouterLossCache]:
         """The auxiliary losses of all routers together."""
-        layers = [i for i, config in enumerate(self.blocks) if config.experts is not None]
-        routers = [cache.blocks[i].router for i in layers]
+        mixed = [i for i, config in enumerate(self.blocks) if config.experts is not None]
+        routers = [cache.blocks[i].router for i in mixed]
         xp = array_namespace(routers[0].router_logits)
         logits = xp.concat([router.router_logits for router in routers])  # (layers * N, E)
         ids = xp.concat([router.ids for router in routers])
         rows = routers[0].router_logits.shape[0]
-        kept = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(layers),))
+        kept = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(mixed),))
         balance, balance_cache = ops.load_balancing(logits, ids=ids, mask=kept)
         z, z_cache = ops.router_z_loss(logits, mask=kept)
         weights = self.balance, self.router_z
         return weights[0] * balance + weights[1] * z, or_dropped(
-            RouterLossCache(balance_cache, z_cache, weights, tuple(layers), len(self.blocks))
+            RouterLossCache(balance_cache, z_cache, weights, tuple(mixed), len(self.blocks))
         )
 
 

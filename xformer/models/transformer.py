@@ -19,7 +19,7 @@ from xformer.models.encoder_decoder import (
     EncoderDecoderCache,
     EncoderDecoderParams,
 )
-from xformer.models.heads import LMHead
+from xformer.models.lm_head import LMHead
 from xformer.models.loss import LossCache
 from xformer.typing import Array
 

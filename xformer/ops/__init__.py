@@ -1,35 +1,40 @@
 """Primitive operations: `y, cache = op(arrays)`, then `cache.backward(dy)`. One op a file."""
 
-from xformer.ops.cross_entropy import cross_entropy
-from xformer.ops.dropout import dropout
-from xformer.ops.embedding import embedding
-from xformer.ops.erf import erf
-from xformer.ops.experts import experts
-from xformer.ops.gelu import gelu
-from xformer.ops.glu import glu
-from xformer.ops.index_add import index_add
-from xformer.ops.info_nce import info_nce
-from xformer.ops.l2_normalize import l2_normalize
-from xformer.ops.layer_norm import layer_norm
-from xformer.ops.linear import linear
-from xformer.ops.linear_cross_entropy import linear_cross_entropy
-from xformer.ops.load_balancing import load_balancing
-from xformer.ops.log_softmax import log_softmax
-from xformer.ops.mse import mse
-from xformer.ops.quick_gelu import quick_gelu
-from xformer.ops.random_bits import Key, random_bits
-from xformer.ops.relu import relu
-from xformer.ops.relu_squared import relu_squared
-from xformer.ops.rms_norm import rms_norm
-from xformer.ops.rope import rope
-from xformer.ops.router_z_loss import router_z_loss
-from xformer.ops.sdpa import sdpa
-from xformer.ops.shaw import shaw
-from xformer.ops.sigmoid import sigmoid
-from xformer.ops.silu import silu
-from xformer.ops.softcap import softcap
-from xformer.ops.softmax import softmax
-from xformer.ops.tanh import tanh
+from typing import TYPE_CHECKING
+
+from xformer.later import later
+
+if TYPE_CHECKING:
+    from xformer.ops.cross_entropy import cross_entropy
+    from xformer.ops.dropout import dropout
+    from xformer.ops.embedding import embedding
+    from xformer.ops.erf import erf
+    from xformer.ops.experts import experts
+    from xformer.ops.gelu import gelu
+    from xformer.ops.glu import glu
+    from xformer.ops.index_add import index_add
+    from xformer.ops.info_nce import info_nce
+    from xformer.ops.l2_normalize import l2_normalize
+    from xformer.ops.layer_norm import layer_norm
+    from xformer.ops.linear import linear
+    from xformer.ops.linear_cross_entropy import linear_cross_entropy
+    from xformer.ops.load_balancing import load_balancing
+    from xformer.ops.log_softmax import log_softmax
+    from xformer.ops.mse import mse
+    from xformer.ops.quick_gelu import quick_gelu
+    from xformer.ops.random_bits import Key, random_bits
+    from xformer.ops.relu import relu
+    from xformer.ops.relu_squared import relu_squared
+    from xformer.ops.rms_norm import rms_norm
+    from xformer.ops.rope import rope
+    from xformer.ops.router_z_loss import router_z_loss
+    from xformer.ops.sdpa import sdpa
+    from xformer.ops.shaw import shaw
+    from xformer.ops.sigmoid import sigmoid
+    from xformer.ops.silu import silu
+    from xformer.ops.softcap import softcap
+    from xformer.ops.softmax import softmax
+    from xformer.ops.tanh import tanh
 
 __all__ = [
     "Key",
@@ -64,3 +69,37 @@ __all__ = [
     "softmax",
     "tanh",
 ]
+
+later(
+    __name__,
+    cross_entropy="cross_entropy",
+    dropout="dropout",
+    embedding="embedding",
+    erf="erf",
+    experts="experts",
+    gelu="gelu",
+    glu="glu",
+    index_add="index_add",
+    info_nce="info_nce",
+    l2_normalize="l2_normalize",
+    layer_norm="layer_norm",
+    linear="linear",
+    linear_cross_entropy="linear_cross_entropy",
+    load_balancing="load_balancing",
+    log_softmax="log_softmax",
+    mse="mse",
+    quick_gelu="quick_gelu",
+    random_bits="Key random_bits",
+    relu="relu",
+    relu_squared="relu_squared",
+    rms_norm="rms_norm",
+    rope="rope",
+    router_z_loss="router_z_loss",
+    sdpa="sdpa",
+    shaw="shaw",
+    sigmoid="sigmoid",
+    silu="silu",
+    softcap="softcap",
+    softmax="softmax",
+    tanh="tanh",
+)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xformer.models import Classifier, LMHead
+from xformer import models
 from xformer.pretrained.config import Config
 from xformer.pretrained.names import Link
+
+if TYPE_CHECKING:
+    from xformer.models import Classifier, LMHead
 
 MAX_LAYERS = 1000
 
@@ -68,5 +71,5 @@ def layers(c: Config, name: str = "num_hidden_layers", default: Any = None) -> i
 def decoder_head(c: Config, head: str, *, tied: bool, **options: Any) -> LMHead | Classifier | None:
     """The head of a decoder: a language model's, a classifier of the last token, or none."""
     if head == "classifier":
-        return Classifier(c.labels(), "last", dense=None, bias=False)
-    return LMHead(tied=tied, **options) if head == "lm" else None
+        return models.Classifier(c.labels(), "last", dense=None, bias=False)
+    return models.LMHead(tied=tied, **options) if head == "lm" else None

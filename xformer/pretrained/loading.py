@@ -10,18 +10,20 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xformer import backends, tree
 from xformer.initial import Shapes
-from xformer.pretrained import files
+from xformer.pretrained import families, files
 from xformer.pretrained.config import Config
-from xformer.pretrained.families import FAMILIES, llama2c
 from xformer.pretrained.family import Family
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, listed, read_json
+
+if TYPE_CHECKING:
+    from xformer.pretrained.families import llama2c
 
 
 def model(
@@ -70,9 +72,8 @@ def load(
     are missing, unexpected or misshapen. ValueError for a dtype that the backend does not compute
     in.
     """
-    found, tensors, matched = _found(Path(folder))
-    if backend in ("numpy", *backends.ON_NUMPY):
-        tensors.fetch(dtype)  # while the backend is imported
+    on_numpy = backend in ("numpy", *backends.ON_NUMPY)
+    found, tensors, matched = _found(Path(folder), fetch=dtype if on_numpy else None)
     place = backends.get(backend, device)
     if dtype not in place.dtypes:
         wanted = " or ".join(place.dtypes)
@@ -86,9 +87,13 @@ def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | llama2
     return found, tensors
 
 
-def _found(root: Path) -> tuple[Any, files.Tensors | llama2c.Mapped, list[Any]]:
-    """A model, its tensors, and what of them is what."""
+def _found(
+    root: Path, *, fetch: str | None = None
+) -> tuple[Any, files.Tensors | llama2c.Mapped, list[Any]]:
+    """A model, its tensors, and what of them is what. fetch: as which type they are wanted soon."""
     where, config, tensors = _opened(root)
+    if fetch is not None:
+        tensors.fetch(fetch)  # while models and a backend are imported
     found = model(config, names=tuple(tensors), where=where)
     return found, tensors, _matched(_family(config, where), found, tensors, str(root))
 
@@ -101,7 +106,7 @@ def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | llama2c.Ma
     if root.suffix in (".json", ".safetensors") and root.exists():
         raise PretrainedError(f"{root}: is one file of a model; load its folder, {root.parent}")
     if root.exists():
-        return str(root), *llama2c.open_file(root)
+        return str(root), *families.llama2c.open_file(root)
     raise FileNotFoundError(f"there is no folder or file {root}")
 
 
@@ -116,8 +121,8 @@ def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
     are not the model's.
     """
     arrays = tensors_of(model, params)
-    if model.source["model_type"] == llama2c.MODEL_TYPE:
-        llama2c.write_file(folder, model.source, arrays)
+    if model.source["model_type"] == families.llama2c.MODEL_TYPE:
+        families.llama2c.write_file(folder, model.source, arrays)
         return
     dtypes = sorted({str(a.dtype) for a in arrays.values()})
     config = {key: value for key, value in model.source.items() if key != "torch_dtype"}
@@ -163,10 +168,10 @@ def _host(leaf: Any) -> np.ndarray:
 
 def _family(config: Mapping[str, Any], where: str) -> Family:
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        names = ", ".join(sorted(FAMILIES))
+    if not isinstance(kind, str) or kind not in families.FAMILIES:
+        names = ", ".join(sorted(families.FAMILIES))
         raise PretrainedError(f"{where}: model_type must be one of {names}, got {kind!r:.100}")
-    return FAMILIES[kind]
+    return families.FAMILIES[kind]
 
 
 def _head(family: Family, config: Mapping[str, Any], where: str) -> str:
