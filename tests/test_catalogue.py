@@ -18,7 +18,7 @@ from xformer.cli import check, main
 NUMPY = backends.get("numpy")
 BUILT = [(case, *case.build(NUMPY)) for case in cases()]
 # Not differentiable, or without options and tested where they stand.
-NO_CASE = {"Key", "alibi", "random_bits", "rotary", "sinusoidal"}
+NO_CASE = {"Head", "Key", "alibi", "random_bits", "rotary", "sinusoidal"}
 # Of a text that grows there is no backward: tests/test_cached.py.
 NO_BACKWARD = {"past", "n_past"}
 
