@@ -132,6 +132,35 @@ def test_a_fetched_file_is_in_memory(tmp_path: Path) -> None:
     assert len(fetched) == len(other) and kilobytes[0] < 100 and kilobytes[-1] > 4096
 
 
+@LINUX
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_file_is_fetched_on_another_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    cores, wanted = os.sched_getaffinity(0), []
+
+    def set_to(thread: int, others: set[int]) -> None:
+        wanted.append((threading.current_thread(), thread, others))
+        if not allowed:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", set_to)
+    write(tmp_path, {"w": np.ones(1 << 16, np.float32)}, {})
+    before = set(threading.enumerate())
+    open_tensors(tmp_path).fetch("float32")
+    for thread in set(threading.enumerate()) - before:
+        thread.join()  # one that has failed would fail this test
+    assert len(wanted) == (len(cores) > 1)
+    for own, thread, others in wanted:
+        assert own not in before and thread == 0
+        assert others < cores and len(others) == len(cores) - 1
+
+
+def test_a_system_that_does_not_tell_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert mapped._other_cores() == set()
+
+
 def test_a_view_survives_release_and_a_new_file(model: Path) -> None:
     tensors = open_tensors(model)
     read = tensors.read("embed.weight")

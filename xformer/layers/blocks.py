@@ -9,7 +9,6 @@ from xformer import layers, ops, tree
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block
-from xformer.layers.checkpoint import checkpointed
 from xformer.layers.past import Past
 from xformer.typing import Array
 
@@ -48,7 +47,9 @@ def blocks(
             f"got {len(memories)}"
         )
     caches: list[Any] = []
-    run: Any = checkpointed if checkpoint and past is None else block
+    run: Any = block
+    if checkpoint and past is None:
+        from xformer.layers.checkpoint import checkpointed as run
     for i, config in enumerate(configs):
         x, cache = run(
             x,

@@ -19,7 +19,6 @@ from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.past import Past, require_one, require_rows, rewound
-from xformer.layers.pooling import POOLINGS, pool
 from xformer.layers.stack import (
     StackParams,
     dropout_streams,
@@ -415,6 +414,8 @@ class LanguageModel:
 
         how "pooler": BERT's, of a model with that head. normalize: to length 1.
         """
+        from xformer.layers.pooling import POOLINGS, pool
+
         if how not in (*POOLINGS, "pooler"):
             raise ValueError(
                 f"pooled: how must be one of {', '.join(POOLINGS)}, pooler, got {how!r}"

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from xformer.ops.gelu import gelu
-from xformer.ops.quick_gelu import quick_gelu
-from xformer.ops.relu import relu
-from xformer.ops.relu_squared import relu_squared
-from xformer.ops.sigmoid import sigmoid
-from xformer.ops.silu import silu
-from xformer.ops.tanh import tanh
+from xformer import ops
 from xformer.typing import Array
 
-ACTIVATIONS: dict[str, Callable[[Array], tuple[Array, Any]]] = {
-    "relu": relu,
-    "gelu": gelu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "silu": silu,
-    "tanh": tanh,
-    "sigmoid": sigmoid,
-    "relu_squared": relu_squared,
-    "quick_gelu": quick_gelu,
-}
+Activation = Callable[[Array], tuple[Array, Any]]
+
+_NAMES = ("relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "relu_squared", "quick_gelu")
 
 
-def require_activation(op: str, name: Any) -> Callable[[Array], tuple[Array, Any]]:
+class _Activations(Mapping[str, Activation]):
+    """An op is imported when it is first asked for: a model has one."""
+
+    def __getitem__(self, name: str) -> Activation:
+        if name not in _NAMES:
+            raise KeyError(name)
+        return _gelu_tanh() if name == "gelu_tanh" else getattr(ops, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+ACTIVATIONS = _Activations()
+
+
+@functools.cache
+def _gelu_tanh() -> Activation:
+    return functools.partial(ops.gelu, approximate="tanh")
+
+
+def require_activation(op: str, name: Any) -> Activation:
     """The activation of that name; ValueError where there is none."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
