@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pickle
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 from test_dispatch import python
 
 import xformer
-from xformer import layers, models, ops
+from xformer import layers, models, ops, pretrained
+from xformer.pretrained.family import decoder_head
 
 PACKAGES = (xformer, layers, models, ops)
 
@@ -81,3 +84,58 @@ def test_types_of_fields_can_be_asked_for(kind: type) -> None:
     if kind is models.LanguageModel:
         assert hints["rotary"] == layers.RopeConfig | None
         assert hints["head"] == models.Head | None
+
+
+def test_annotations_of_functions_too() -> None:
+    hints = [get_type_hints(fn) for fn in (pretrained.inspect, decoder_head, layers.attention)]
+    assert hints[1]["return"] == models.LMHead | models.Classifier | None
+    assert hints[2]["rotary"] == layers.Rotary | None
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_a_package_is_pickled_by_its_name(package: ModuleType) -> None:
+    assert pickle.loads(pickle.dumps(package)) is package
+
+
+def test_what_a_user_binds_stays(tmp_path: Path) -> None:
+    code = """
+import json, xformer
+xformer.ops.relu_squared = "mine"
+import xformer.ops.relu_squared
+print(json.dumps(xformer.ops.relu_squared))
+"""
+    assert python(code, tmp_path) == "mine"
+
+
+def test_a_name_that_is_not_in_its_file_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_later").mkdir()
+    text = 'from xformer.later import later\nlater(__name__, part="there absent", whole="")\n'
+    (tmp_path / "some_later" / "__init__.py").write_text(text)
+    (tmp_path / "some_later" / "part.py").write_text("there = 1\n")
+    (tmp_path / "some_later" / "whole.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    package: Any = importlib.import_module("some_later")
+    assert package.there == 1 and package.whole is importlib.import_module("some_later.whole")
+    with pytest.raises(AttributeError, match="absent"):
+        package.absent  # noqa: B018
+
+
+def test_a_head_of_one_s_own_needs_only_what_is_called() -> None:
+    class Head:
+        def init(self, rng: Any, width: int, embed: Any, *, draw: Any = None) -> None:
+            return None
+
+        def forward(self, x: Any, params: Any, table: Any, **_: Any) -> tuple[Any, None]:
+            return x, None
+
+    embed = layers.EmbedConfig(vocab_size=5, width=4, d_model=4, max_len=8)
+    block = layers.BlockConfig(d_model=4, n_heads=2, d_ff=8)
+    head: Any = Head()
+    model = models.LanguageModel(embed, (block,), head=head)
+    tokens = np.asarray([[1, 2, 3]])
+    y, _ = model.forward(model.init(0), tokens)
+    assert y.shape == (1, 3, 4)
+    with pytest.raises(ValueError, match="a head that gives logits, got Head"):
+        model.loss(model.init(0), tokens, tokens)

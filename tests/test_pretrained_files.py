@@ -157,6 +157,10 @@ def test_a_file_is_fetched_on_another_core(
 
 
 def test_a_system_that_does_not_tell_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stat in ("", "1 (python) R 1 2 x", "1 (python) R " + "x " * 50):
+        monkeypatch.setattr(Path, "read_text", lambda *_, stat=stat, **__: stat)
+        assert mapped._other_cores() == set()
+    monkeypatch.undo()
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert mapped._other_cores() == set()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xformer.backends.base import Generator
+from xformer.backends import Generator
 from xformer.checks import number
 from xformer.typing import Array
 

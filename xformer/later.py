@@ -24,20 +24,32 @@ def later(package: str, **files: str) -> None:
 
 
 class _Package(ModuleType):
-    _file_of: Mapping[str, str]
+    _file_of: Mapping[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._file_of:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         file = importlib.import_module(f"{self.__name__}.{self._file_of[name]}")
-        vars(self)[name] = found = getattr(file, name, file)
+        found = _in(file, name) if name == self._file_of[name] else getattr(file, name)
+        vars(self)[name] = found
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Whoever imports a file binds its name here, which may be that of what is in it."""
-        if isinstance(value, ModuleType) and name in self._file_of:
-            value = getattr(value, name, value)
+        if isinstance(value, ModuleType) and self._file_of.get(name) == name:
+            if vars(self).get(name, value) is not value:
+                return  # the user has put something else there
+            value = _in(value, name)
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         return list(self.__all__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its name, as cloudpickle does with a plain module."""
+        return importlib.import_module, (self.__name__,)
+
+
+def _in(file: ModuleType, name: str) -> Any:
+    """What is called as its file is, or the file, if nothing is."""
+    return getattr(file, name, file)

@@ -73,9 +73,11 @@ __all__ = [
 
 later(
     __name__,
+    advance="",
     attention="AttentionParams KeyValue KeyValueParams ShawParams attention key_value",
     block="BlockConfig BlockParams block",
     blocks="blocks",
+    checkpoint="",
     embed="EmbedConfig EmbedParams embed",
     experts="ExpertsConfig ExpertsParams mixture",
     feed_forward="FeedForwardParams feed_forward",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import layers, ops
-from xformer.backends.base import Generator
+from xformer.backends import Generator
 from xformer.checks import number, require_sizes
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer import ops
-from xformer.backends.base import Generator
+from xformer.backends import Generator
 from xformer.checks import (
     number,
     require_integers,

@@ -7,7 +7,7 @@ import operator
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.backends.base import Generator
+from xformer.backends import Generator
 from xformer.dispatch import overridable
 from xformer.initial import Draw
 from xformer.tree import Constant, Frozen, value

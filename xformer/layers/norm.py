@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.backends.base import Generator
+from xformer.backends import Generator
 from xformer.checks import number, require_gradient
 from xformer.dispatch import overridable
 from xformer.tree import Frozen, value

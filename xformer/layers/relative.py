@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import ops
-from xformer.backends.base import Generator
+from xformer.backends import Generator
 from xformer.checks import require_shape, require_sizes
 from xformer.initial import Draw, normal
 from xformer.layers.constant import constant

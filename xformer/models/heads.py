@@ -5,7 +5,7 @@ states. `init(rng, width, embed)` gets the width of the hidden states and the co
 embedding; `forward(x, params, table, ...)` the embedding's table, since a head may be tied to it.
 Its cache's backward returns gradients of x, params and table. `loss` is `forward` and the
 cross-entropy of its logits, which it need not hold all at once; its cache's backward takes dloss.
-A head without it gives no logits. of_tokens: its logits are of a vocabulary, the embedding's.
+A head without it gives no logits. of_tokens, if it is there: they are of the embedding's tokens.
 """
 
 from __future__ import annotations

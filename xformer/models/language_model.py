@@ -68,7 +68,7 @@ class LanguageModel:
                 f"LanguageModel: embed.d_model must be that of the blocks, {width}, "
                 f"got {self.embed.d_model}"
             )
-        if self.head is not None and self.head.of_tokens and self.embed is None:
+        if getattr(self.head, "of_tokens", False) and self.embed is None:
             raise ValueError("LanguageModel: a head over a vocabulary needs embed, got None")
         tied = isinstance(self.head, LMHead) and self.head.tied
         if tied and self.embed is not None and self.embed.width != width:
@@ -382,7 +382,8 @@ class LanguageModel:
         options: those of `ops.cross_entropy`; the rest as in `forward`.
         """
         if self.head is None or not hasattr(self.head, "loss"):
-            raise ValueError("LanguageModel: a loss needs a head that gives logits, got none")
+            got = type(self.head).__name__
+            raise ValueError(f"LanguageModel: a loss needs a head that gives logits, got {got}")
         x, hidden = self.hidden(
             params,
             tokens,

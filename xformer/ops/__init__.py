@@ -72,6 +72,7 @@ __all__ = [
 
 later(
     __name__,
+    activation="",
     cross_entropy="cross_entropy",
     dropout="dropout",
     embedding="embedding",

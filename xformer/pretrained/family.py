@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from xformer import models
 from xformer.pretrained.config import Config
 from xformer.pretrained.names import Link
-
-if TYPE_CHECKING:
-    from xformer.models import Classifier, LMHead
 
 MAX_LAYERS = 1000
 
@@ -68,7 +65,9 @@ def layers(c: Config, name: str = "num_hidden_layers", default: Any = None) -> i
     return int(c.integer(name, low=1, high=MAX_LAYERS, **options))
 
 
-def decoder_head(c: Config, head: str, *, tied: bool, **options: Any) -> LMHead | Classifier | None:
+def decoder_head(
+    c: Config, head: str, *, tied: bool, **options: Any
+) -> models.LMHead | models.Classifier | None:
     """The head of a decoder: a language model's, a classifier of the last token, or none."""
     if head == "classifier":
         return models.Classifier(c.labels(), "last", dense=None, bias=False)

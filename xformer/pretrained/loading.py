@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, listed, read_json
-
-if TYPE_CHECKING:
-    from xformer.pretrained.families import llama2c
 
 
 def model(
@@ -81,7 +78,7 @@ def load(
     return found, _read(found, matched, tensors, place, dtype, progress)
 
 
-def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | llama2c.Mapped]:
+def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | families.llama2c.Mapped]:
     """The model in a folder, and its tensors, which are not read. Raises what `load` raises."""
     found, tensors, _ = _found(Path(folder))
     return found, tensors
@@ -89,7 +86,7 @@ def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | llama2
 
 def _found(
     root: Path, *, fetch: str | None = None
-) -> tuple[Any, files.Tensors | llama2c.Mapped, list[Any]]:
+) -> tuple[Any, files.Tensors | families.llama2c.Mapped, list[Any]]:
     """A model, its tensors, and what of them is what. fetch: as which type they are wanted soon."""
     where, config, tensors = _opened(root)
     if fetch is not None:
@@ -98,7 +95,7 @@ def _found(
     return found, tensors, _matched(_family(config, where), found, tensors, str(root))
 
 
-def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | llama2c.Mapped]:
+def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.llama2c.Mapped]:
     """A configuration, where it is, and the tensors."""
     if root.is_dir():
         where = root / files.CONFIG
@@ -205,7 +202,7 @@ def _links(family: Family, model: Any, like: Mapping[str, Any], bare: bool) -> I
 
 
 def _matched(
-    family: Family, model: Any, tensors: files.Tensors | llama2c.Mapped, where: str
+    family: Family, model: Any, tensors: files.Tensors | families.llama2c.Mapped, where: str
 ) -> list[tuple[Link, list[str]]]:
     """The links, each with its names in the files; PretrainedError that lists what does not fit."""
     n_layers = sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
@@ -238,7 +235,9 @@ def _matched(
 class _Names:
     """The names of the files' tensors, as they have been spelled over the years."""
 
-    def __init__(self, family: Family, tensors: files.Tensors | llama2c.Mapped, where: str) -> None:
+    def __init__(
+        self, family: Family, tensors: files.Tensors | families.llama2c.Mapped, where: str
+    ) -> None:
         self.family, self.tensors, self.where = family, tensors, where
         self.used: dict[str, str] = {}  # name in the files -> the one that it is taken for
         self.repeated: dict[str, list[str]] = {}
@@ -295,7 +294,7 @@ class _Names:
 def _read(
     model: Any,
     matched: list[tuple[Link, list[str]]],
-    tensors: files.Tensors | llama2c.Mapped,
+    tensors: files.Tensors | families.llama2c.Mapped,
     backend: backends.Backend,
     dtype: str,
     progress: Callable[[str, int, int], Any] | None,

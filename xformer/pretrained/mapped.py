@@ -162,9 +162,9 @@ def _other_cores() -> set[int]:
     """
     try:
         stat = Path("/proc/thread-self/stat").read_text(encoding="ascii", errors="replace")
-        core = stat.rpartition(")")[2].split()[36]  # field 39 of proc(5), the third after the name
+        core = stat.rpartition(")")[2].split()[39 - 3]  # of proc(5)'s fields, from the third on
         return os.sched_getaffinity(0) - {int(core)}
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, IndexError, ValueError):  # another system's, or a stand-in
         return set()
 
 
