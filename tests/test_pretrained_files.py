@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from xformer import pretrained
 from xformer.pretrained import files, mapped
 from xformer.pretrained.files import INDEX, WEIGHTS, open_tensors, write
 from xformer.pretrained.reading import PretrainedError, read_json
@@ -117,6 +118,19 @@ def test_files_of_views_alone_are_fetched(
     monkeypatch.setattr(files, "fetch", lambda data: fetched.append(data[:]))
     open_tensors(tmp_path).fetch(dtype)
     assert fetched == [(tmp_path / name).read_bytes() for name in files_of]
+
+
+@pytest.mark.parametrize(("backend", "wanted"), [("numpy", ["float64"]), ("array-api-strict", [])])
+def test_loading_views_fetches_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, wanted: list[str]
+) -> None:
+    sizes = {"vocab_size": 11, "n_embd": 4, "n_head": 2, "n_layer": 1, "n_positions": 8}
+    model = pretrained.model({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes})
+    pretrained.save(model, model.init(0), tmp_path)
+    fetched: list[str] = []
+    monkeypatch.setattr(files.Tensors, "fetch", lambda _, dtype: fetched.append(dtype))
+    pretrained.load(tmp_path, backend, "float64")
+    assert fetched == wanted
 
 
 @LINUX

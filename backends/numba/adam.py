@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from ctypes import addressof, c_char
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba.atomic import floats, place
@@ -17,7 +17,8 @@ from xformer.backends.numpy.threads import n_threads, run
 from xformer.typing import Array
 
 REPLACED = 0, 2, 3  # of parameters, gradients and moments
-SIZE = 7  # row of the table, after seven of places
+SIZE = 7  # column of a leaf's row, after seven places
+_at, _byte = addressof, c_char.from_buffer  # of an array's first byte: where it is
 
 
 def not_float32(
@@ -59,56 +60,48 @@ def adam_update(
     beta1, beta2 = betas
     given = beta1, 1 - beta1, beta2, 1 - beta2, float(rate), 1 / float(root), eps, float(keep)
     numbers = np.array(given, np.float32)
-    found = _in_place(params, grads, m, v) if donate else None
-    rows, made, owners = found or _elsewhere(params, grads, m, v, donate)
-    table = np.array(rows, np.int64)
-    total = int(np.add.reduce(table[SIZE]))
+    leaves = [_leaf(arrays, donate) for arrays in zip(params, grads, m, v, strict=True)]
+    table = np.array([leaf.places for leaf in leaves], np.int64)
+    total = int(np.add.reduce(table[:, SIZE]))
     size = max(1, -(-total // (n_threads() if total > BLOCK else 1)))
     step = partial(_some, numbers, table)
     run([partial(step, start, start + size) for start in range(0, total, size)])
-    del owners  # of the memory that has been read
-    return made[0], made[1], made[2]
+    new_p, new_m, new_v = zip(*(leaf.made for leaf in leaves), strict=True)
+    return list(new_p), list(new_m), list(new_v)
 
 
-Table = tuple[list[list[int]], list[list[Array]], Any]  # rows of `_some`, what is made, owners
+class _Leaf(NamedTuple):
+    """Of parameters, gradients and moments."""
+
+    places: tuple[int, ...]  # a row of the table of `_some`
+    made: tuple[Array, ...]  # which will be the new parameters and moments
+    owners: Sequence[Array]  # of the memory that is read
 
 
-def _in_place(
-    p: Sequence[Array], g: Sequence[Array], m: Sequence[Array], v: Sequence[Array]
-) -> Table | None:
-    """Where all memory can be written to as it lies: in a quarter of the other's time."""
-    try:
-        at_p, at_g, at_m, at_v = (
-            [addressof(c_char.from_buffer(x)) for x in t] for t in (p, g, m, v)
-        )
-    except (TypeError, ValueError):
-        return None  # what is read-only, empty, or lies otherwise
-    rows = [at_p, at_g, at_m, at_v, at_p, at_m, at_v, [x.size for x in p]]
-    return rows, [list(p), list(m), list(v)], None
-
-
-def _elsewhere(
-    p: Sequence[Array], g: Sequence[Array], m: Sequence[Array], v: Sequence[Array], donate: bool
-) -> Table:
-    leaves = [Leaf(arrays, REPLACED, donate) for arrays in zip(p, g, m, v, strict=True)]
-    read = [[np.ascontiguousarray(x) for x in leaf.old] for leaf in leaves]
-    columns = [
-        [*map(place, (*old, *leaf.new)), leaf.size] for old, leaf in zip(read, leaves, strict=True)
-    ]
-    made = [[leaf.shaped(i) for leaf in leaves] for i in range(len(REPLACED))]
-    return [list(row) for row in zip(*columns, strict=True)], made, read
+def _leaf(arrays: Sequence[Array], donate: bool) -> _Leaf:
+    p, g, m, v = arrays
+    if donate:
+        try:  # in a quarter of `place`'s time, where memory can be written to as it lies
+            at_p, at_m, at_v = _at(_byte(p)), _at(_byte(m)), _at(_byte(v))
+            old = at_p, _at(_byte(g)), at_m, at_v
+            return _Leaf((*old, at_p, at_m, at_v, p.size), (p, m, v), arrays)
+        except (TypeError, ValueError):
+            pass  # what is read-only, empty, or lies otherwise
+    leaf = Leaf(arrays, REPLACED, donate)
+    owners = [np.ascontiguousarray(x) for x in leaf.old]
+    made = tuple(leaf.shaped(i) for i in range(len(REPLACED)))
+    return _Leaf((*map(place, (*owners, *leaf.new)), leaf.size), made, owners)
 
 
 @rowwise
 def _some(numbers: Any, table: Any, start: int, stop: int) -> None:
     """A step of the numbers from start to stop, of all leaves behind each other.
 
-    table (8, leaves): where a leaf's parameters, gradients and moments are, and the new parameters
+    table (leaves, 8): where a leaf's parameters, gradients and moments are, and the new parameters
     and moments, and how many numbers.
     """
     first = 0
-    for i in range(table.shape[1]):
-        own = table[:, i]
+    for own in table:
         low, high = max(start - first, 0), min(stop - first, own[SIZE])
         if low < high:
             at, n = own[:SIZE] + 4 * low, (high - low,)
