@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,11 @@ from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.lock import locked
 from xformer.optim.adam import adam_update
+from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import KERNELS, adam, compiled, token, vectors
+from xformer.backends.numba.known import Known
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
@@ -124,6 +128,62 @@ def test_adam_on_threads(n_threads: int, donate: bool, monkeypatch: pytest.Monke
             got = flat(adam.adam_update(*trees, **option, donate=donate))
         for a, b in zip(got, wanted, strict=True):
             assert np.allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_adam_of_leaves_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on; whatever gradients are, and if moments may not be written over."""
+    monkeypatch.setattr(adam, "_known", known := Known())
+    option, rng = UPDATES[adam_update][2][0], np.random.default_rng(1)
+    shapes = (7,), (3, 5), (2, 3, 4)
+    trees = [[rng.random(shape, np.float32) for shape in shapes] for _ in range(4)]
+    p, _, m, v = trees
+    calls: list[int] = []
+    leaf = adam._leaf
+
+    def counted(*given: Any) -> Any:
+        calls.append(1)
+        return leaf(*given)
+
+    monkeypatch.setattr(adam, "_leaf", counted)
+
+    def require_exact(grads: list[Array]) -> tuple[Any, ...]:
+        assert COMPILED[adam_update].unsupported(p, grads, m, v, **option) is None
+        wanted = flat(adam_update.reference(p, grads, m, v, **option))
+        calls.clear()
+        got = adam.adam_update(p, grads, m, v, **option, donate=True)
+        for a, b in zip(flat(got), wanted, strict=True):
+            assert np.allclose(a, b, rtol=1e-6, atol=1e-7)
+        return got
+
+    def gradients() -> list[Array]:
+        return [rng.random(shape, np.float32) for shape in shapes]
+
+    for step in range(3):  # each with its own gradients
+        got = require_exact(gradients())
+        assert all(map(operator.is_, flat(got), [*p, *m, *v]))
+        assert len(calls) == (0 if step else len(shapes)) and len(known) == 1
+    turned = [np.asfortranarray(g) for g in gradients()]
+    require_exact(turned)
+    assert len(calls) == len(shapes)
+    frozen = gradients()
+    for g in frozen:
+        g.flags.writeable = False
+    require_exact(frozen)
+    m[1].flags.writeable = False
+    before = m[1].copy()
+    got = require_exact(gradients())
+    assert got[1][1] is not m[1] and np.array_equal(m[1], before)
+    m[1].flags.writeable = True
+    why = COMPILED[adam_update].unsupported
+    assert why is not None
+    for i in range(len(shapes)):  # of which all but gradients are known
+        for other in (np.zeros(shapes[i]), np.zeros(shapes[i][:-1], np.float32)):
+            grads = gradients()
+            grads[i] = other
+            assert why(p, grads, m, v, **option), (i, other)
+    del p[0], trees, got
+    gc.collect()
+    assert len(known) == 0
 
 
 def test_adam_of_other_leaves() -> None:

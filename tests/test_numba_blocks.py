@@ -27,6 +27,7 @@ pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import blocks as kernel
 from xformer.backends.numba import plan
 from xformer.backends.numba import tokens as loops
+from xformer.backends.numba.known import Known
 
 LEFT = {"gpt_neox", "mixtral", "qwen3", "gemma2", "positions for q, k, v", "alibi", "shaw"}
 LEFT |= {"relative bias"}
@@ -359,7 +360,7 @@ def test_one_thread_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_lives_as_long_as_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_known", known := {})
+    monkeypatch.setattr(plan, "_known", known := Known())
     params, configs = drawn("post")
     x = tokens(1, 9, 24)
 
@@ -381,4 +382,4 @@ def test_a_plan_lives_as_long_as_its_arrays(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(known) == 1
     del params, same, b
     gc.collect()
-    assert not known
+    assert len(known) == 0

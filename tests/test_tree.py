@@ -98,6 +98,31 @@ def test_names_are_of_trees_that_are_built_alike() -> None:
             assert list(tree.flatten({"in": one})) == [f"in.{name}" for name in names]
 
 
+def test_leaves_side_by_side() -> None:
+    other = tree.map(lambda leaf: 10 * leaf, NESTED)
+    assert tree.beside(NESTED, other) == [(1, 10), (2, 20), (3, 30)]
+    assert tree.beside(NESTED) == [(1,), (2,), (3,)]
+    assert tree.beside(5, 6, 7) == [(5, 6, 7)]
+    assert tree.beside(Pair(tree.Constant(1.0), 2), Pair(None, 3)) == [(2, 3)]  # neither a leaf
+    assert tree.beside((), ()) == tree.beside(None, None) == []
+    unlike: list[tuple[Any, Any]] = [
+        (Pair(1, None), Pair(1, 2)),
+        (Pair(1, 2), Pair(1, None)),
+        (Pair(1, 2), (1, 2)),
+        ((1, 2), (1, 2, 3)),
+        ([1], [1, 2]),
+        ((1,), [1]),
+        ((1, (2,)), (1, 2)),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),  # in another order
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        (1, 1.0),
+    ]
+    for one, another in unlike:
+        for trees in ((one, another), (another, one), (one, one, another)):
+            assert tree.beside(*trees) is None, trees
+
+
 def test_few_names_are_remembered() -> None:
     def flatten(first: int) -> None:
         for i in range(first, first + 600):
@@ -163,6 +188,7 @@ def test_round_trip(nest: Any) -> None:
     assert len(leaves) == leaf_count(nest)
     rebuilt = tree.unflatten(nest, leaves)
     assert repr(rebuilt) == repr(nest)  # the types too
+    assert tree.beside(nest, rebuilt) == [(leaf, leaf) for leaf in leaves.values()]
     assert tree.map(type, tree.map(lambda x: x, nest)) == tree.map(type, nest)
     assert tree.flatten(tree.map(lambda x: x + 1, nest)) == {k: x + 1 for k, x in leaves.items()}
     assert tree.map(lambda x, y: x - y, nest, rebuilt) == tree.map(lambda x: 0, nest)

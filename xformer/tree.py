@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -173,6 +173,41 @@ def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
         )
     names = iter(wanted)
     return _map(lambda _: leaves[next(names)], (like,), "")
+
+
+def beside(*trees: Any) -> list[tuple[Any, ...]] | None:
+    """Leaves of several trees side by side, in the order of `flatten`, without their names.
+
+    None where trees are not built alike, of nodes and leaves of the same types.
+    """
+    rows: list[tuple[Any, ...]] = []
+    return rows if _beside([(tree,) for tree in trees], rows) else None
+
+
+def _beside(nodes: Sequence[Any], rows: list[tuple[Any, ...]]) -> bool:
+    for parts in zip(*nodes, strict=True):
+        first = parts[0]
+        if first is None or isinstance(first, Constant):
+            if not all(part is None or isinstance(part, Constant) for part in parts):
+                return False
+            continue
+        kind = type(first)
+        for part in parts:
+            if type(part) is not kind:
+                return False
+        if not isinstance(first, INNER):
+            rows.append(parts)
+        elif not _alike(parts) or not _beside([_parts(part) for part in parts], rows):
+            return False
+    return True
+
+
+def _alike(nodes: Sequence[Any]) -> bool:
+    """Whether nodes of one type have parts of the same names."""
+    first = nodes[0]
+    if isinstance(first, dict):
+        return all(list(node) == list(first) for node in nodes)
+    return all(len(node) == len(first) for node in nodes)
 
 
 def nbytes(tree: Any) -> int:

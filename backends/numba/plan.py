@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba import layer
+from xformer.backends.numba.known import Known
 from xformer.backends.numpy.advance import other_blocks, other_model
 
 from xformer.layers.block import BlockConfig, BlockParams
@@ -75,32 +75,24 @@ def planned(params: StackParams, configs: Sequence[BlockConfig], past: Sequence[
 
 
 def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> Plan:
-    """The plan of blocks alone, known until the first of their arrays goes.
-
-    Of an array whose `shape` is set anew, or that is resized, it would not hear.
-    """
+    """The plan of blocks alone."""
     given: Any = blocks
     if not isinstance(given, tuple):
         return Plan(configs, unplanned(blocks, configs))
     leaves: list[Any] = []
     _gather(blocks, leaves)
-    key = tuple(map(id, leaves))
-    known = _known.get(key)
-    if known is not None and known[0].configs == configs:
-        return known[0]
+    known: Plan | None = _known.of(leaves)
+    if known is not None and known.configs == configs:
+        return known
     why = unplanned(blocks, configs)
     plan = Plan(configs, why) if why else _made(blocks, configs, None)
     plan = plan._replace(frozen=any(isinstance(x, Frozen) for x in leaves), layouts={})
     if all(x is None or isinstance(x, np.ndarray | Frozen) for x in leaves):
-
-        def forget(_: Any) -> None:
-            _known.pop(key, None)
-
-        _known[key] = plan, [weakref.ref(x, forget) for x in leaves if x is not None]
+        _known.keep(leaves, plan)
     return plan
 
 
-_known: dict[tuple[int, ...], tuple[Plan, list[Any]]] = {}
+_known = Known()
 
 
 def _gather(node: Any, leaves: list[Any]) -> None:

@@ -17,7 +17,7 @@ from xformer.backends.numba.compiled import PLAIN
 from xformer.backends.numba.gemm import products
 from xformer.backends.numba.plan import remembered
 from xformer.backends.numba.sdpa import pad_of
-from xformer.backends.numba.share_layout import Gradients, layout_of
+from xformer.backends.numba.share_layout import gradients, layout_of
 from xformer.backends.numpy.blocks import require_no_routers, unshared, without_layers
 from xformer.backends.numpy.threads import lined, n_threads, run, scratch
 
@@ -137,8 +137,7 @@ class SharesCache(NamedTuple):
         back = turns * np.array([1, -1], turns.dtype)[:, None, None, None]
         dx, dy = np.empty(self.x.shape, dy.dtype), np.require(dy, None, PLAIN)
         layout = layout_of(plan, self.params, self.size * self.x.shape[1])
-        sizes = layout.totals[:, 1]
-        grads = Gradients(self.params, int(sizes.sum()))
+        memory, dparams = gradients(layout)
         stages = nothing_done(len(self.params) + 1)
         given = (
             self.size,
@@ -149,7 +148,7 @@ class SharesCache(NamedTuple):
             self.kept,
             layout.starts,
             dy,
-            place(grads.memory),
+            place(memory),
             layout.dmaps,
             layout.dnorms,
             layout.totals,
@@ -158,9 +157,9 @@ class SharesCache(NamedTuple):
 
         def backward() -> None:
             with needed(stages):
-                mine = scratch("dblock", (int(sizes.max()),), dy.dtype)
-                memory = scratch("slopes", (int(layout.rooms[-1]),), dy.dtype)
-                share_loops.backward(products(), *given, mine, memory, layout.rooms[:-1], stages)
+                mine = scratch("dblock", (int(layout.totals[:, 1].max()),), dy.dtype)
+                own = scratch("slopes", (int(layout.rooms[-1]),), dy.dtype)
+                share_loops.backward(products(), *given, mine, own, layout.rooms[:-1], stages)
 
         run([backward] * len(self.kept))
-        return dx, grads.blocks, None, None, None, None
+        return dx, dparams, None, None, None, None

@@ -14,6 +14,7 @@ from xformer.layers.block import BlockParams
 from xformer.layers.feed_forward import FeedForwardParams
 from xformer.typing import Array
 
+FLOAT32 = np.dtype(np.float32)
 REMEMBERED = 64  # numbers of tokens of shares
 
 
@@ -25,30 +26,34 @@ class Layout(NamedTuple):
     dmaps: Array
     dnorms: Array
     totals: Array
+    pairs: tuple[tuple[_Pair | None, ...], ...]  # of each block, in the order of `_pairs`
 
 
-class Gradients:
-    """Of blocks, one behind the other in memory; whoever keeps one keeps it all."""
+class _Pair(NamedTuple):
+    """LinearParams or NormParams of gradients: which, and arrays as `np.ndarray` makes them."""
 
-    def __init__(self, params: tuple[BlockParams, ...], size: int) -> None:
-        self.memory, self._taken = lined((size,), np.float32), 0
-        self.blocks = tuple(self._like(own) for own in params)
+    kind: Any
+    spots: tuple[tuple[Any, ...] | None, ...]  # shape, distance and strides
 
-    def _like(self, params: BlockParams) -> BlockParams:
-        q, k, v, o, up, gate, down, *norms = map(self._pair, _pairs(params))
-        own = AttentionParams(q, KeyValueParams(k, v), o)
-        return BlockParams(norms[0], own, None, None, norms[1], FeedForwardParams(up, down, gate))
 
-    def _pair(self, own: Any) -> Any:
-        """LinearParams or NormParams."""
-        return own and own._make(map(self._array, own))
+def gradients(layout: Layout) -> tuple[Array, tuple[BlockParams, ...]]:
+    """Memory of those of blocks, one behind the other, and arrays in it: one keeps it all."""
+    memory = lined((int(layout.totals[:, 1].sum()),), np.float32)
 
-    def _array(self, x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        start, self._taken = self._taken, self._taken + x.size
-        flat = self.memory[start : self._taken]
-        return flat.reshape(x.shape[::-1]).T if _is_sideways(x) else flat.reshape(x.shape)
+    def array(shape: tuple[int, ...], distance: int, strides: tuple[int, ...] | None) -> Array:
+        return np.ndarray(shape, FLOAT32, memory, distance, strides)
+
+    def pair(own: _Pair | None) -> Any:
+        return own and own.kind(*[spot and array(*spot) for spot in own.spots])
+
+    return memory, tuple(_block(*map(pair, own)) for own in layout.pairs)
+
+
+def _block(
+    q: Any, k: Any, v: Any, o: Any, up: Any, gate: Any, down: Any, attn: Any, ffn: Any
+) -> BlockParams:
+    own = AttentionParams(q, KeyValueParams(k, v), o)
+    return BlockParams(attn, own, None, None, ffn, FeedForwardParams(up, down, gate))
 
 
 def layout_of(plan: Plan, params: tuple[BlockParams, ...], n: int) -> Layout:
@@ -65,23 +70,32 @@ def layout_of(plan: Plan, params: tuple[BlockParams, ...], n: int) -> Layout:
     return layout
 
 
-def _distances(params: tuple[BlockParams, ...]) -> tuple[Array, Array, Array]:
+def _distances(params: tuple[BlockParams, ...]) -> tuple[Array, Array, Array, Any]:
     """How far gradients are from the first one, in bytes, and -1 where there is none."""
-    dmaps, dnorms, totals, taken = [], [], [], 0
+    dmaps, dnorms, totals, pairs, taken = [], [], [], [], 0
     for own in params:
-        rows, first = [], taken
+        rows, its, first = [], list[_Pair | None](), taken
         for pair in _pairs(own):
-            at = [-1, -1]
+            spots: list[tuple[Any, ...] | None] = [None, None]
             for i, x in enumerate(pair or ()):
                 if x is not None:
-                    at[i], taken = 4 * taken, taken + x.size
+                    spots[i], taken = _spot(x, 4 * taken), taken + x.size
+            its.append(pair and _Pair(type(pair), tuple(spots)))
+            at = [-1 if spot is None else spot[1] for spot in spots]
             rows.append((at[0], bool(pair and not _is_sideways(pair.w)), at[1], False))
         *maps, attn, ffn = rows
         none = (-1, False, -1, False)
         dmaps.append(maps)
         dnorms.append([(dgain, dshift) for dgain, _, dshift, _ in (attn, none, ffn, none)])
         totals.append((4 * first, taken - first))
-    return np.array(dmaps), np.array(dnorms), np.array(totals)
+        pairs.append(tuple(its))
+    return np.array(dmaps), np.array(dnorms), np.array(totals), tuple(pairs)
+
+
+def _spot(like: Array, distance: int) -> tuple[Any, ...]:
+    """Of a gradient that lies as its parameter does, but without gaps."""
+    strides = (4, 4 * like.shape[0]) if _is_sideways(like) else None
+    return like.shape, distance, strides
 
 
 def _pairs(own: BlockParams) -> tuple[Any, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -33,15 +36,30 @@ def matching(op: str, params: dict[str, Array], other: Any, what: str) -> dict[s
     return leaves if list(leaves) == list(params) else {name: leaves[name] for name in params}
 
 
-def rebuilt(like: Any, old: dict[str, Array], new: dict[str, Array]) -> Any:
-    """`like` with new leaves; itself where each is the old one, which was written over."""
-    same = old.keys() == new.keys() and all(new[name] is leaf for name, leaf in old.items())
-    return like if same else tree.unflatten(like, new)
+def side_by_side(op: str, params: Any, **others: Any) -> tuple[list[Array], ...]:
+    """The leaves of params, and of other trees by what they are, in one order. As `matching`."""
+    rows = tree.beside(params, *others.values())
+    if rows and all(_are_alike(*row) for row in rows):
+        return tuple(map(list, zip(*rows, strict=True)))
+    named = tree.flatten(params)  # of which a message speaks, or whose order is another
+    found = (matching(op, named, other, what) for what, other in others.items())
+    return tuple(list(leaves.values()) for leaves in (named, *found))
 
 
-def all_distinct(*trees: dict[str, Array]) -> bool:
+def _are_alike(like: Array, *others: Array) -> bool:
+    return all(x.shape == like.shape and alike(x, like) for x in others)
+
+
+def rebuilt(like: Any, params: Any, old: Sequence[Array], new: Sequence[Array]) -> Any:
+    """`like` with new leaves, in the order of params'; itself where each is the old one."""
+    if all(map(operator.is_, old, new)):
+        return like
+    return tree.unflatten(like, dict(zip(tree.flatten(params), new, strict=True)))
+
+
+def all_distinct(*leaves: Sequence[Array]) -> bool:
     """Whether no array is there twice, as a tied weight may be: else none may be written over."""
-    ids = [id(leaf) for leaves in trees for leaf in leaves.values()]
+    ids = list(map(id, itertools.chain(*leaves)))
     return len(set(ids)) == len(ids)
 
 

@@ -14,10 +14,10 @@ from xformer.optim._checks import (
     all_distinct,
     in_dtype,
     learning_rate,
-    matching,
     rebuilt,
     require_matching,
     require_state,
+    side_by_side,
     two_betas,
 )
 from xformer.typing import Array
@@ -100,13 +100,15 @@ def _step(
     donate: bool,
 ) -> tuple[Any, AdamState]:
     require_state(op, state, AdamState)
-    p = tree.flatten(params)
-    wanted = (("the gradient", grads), ("m", state.m), ("v", state.v))
-    g, m, v = (matching(op, p, other, what) for what, other in wanted)
+    others = {"the gradient": grads, "m": state.m, "v": state.v}
+    p, g, m, v = side_by_side(op, params, **others)
     beta1, beta2 = two_betas(op, betas)
     t = state.step + 1
-    new = adam_update(
-        *(list(leaves.values()) for leaves in (p, g, m, v)),
+    new_p, new_m, new_v = adam_update(
+        p,
+        g,
+        m,
+        v,
         rate=lr / (1 - beta1**t),
         root=(1 - beta2**t) ** 0.5,  # math.sqrt takes no traced step (jax.jit)
         keep=keep,
@@ -114,9 +116,8 @@ def _step(
         eps=number(op, "eps", eps, low=0),
         donate=donate and all_distinct(p, m, v),
     )
-    new_p, new_m, new_v = (dict(zip(p, leaves, strict=True)) for leaves in new)
-    state = AdamState(t, rebuilt(state.m, m, new_m), rebuilt(state.v, v, new_v))
-    return rebuilt(params, p, new_p), state
+    moments = rebuilt(state.m, params, m, new_m), rebuilt(state.v, params, v, new_v)
+    return rebuilt(params, params, p, new_p), AdamState(t, *moments)
 
 
 @overridable(backward=False)

@@ -21,15 +21,15 @@ def clip_by_global_norm(grads: Any, *, max_norm: float, donate: bool = False) ->
     be written over, and are not to be used again; where the norm is not finite they never are.
     ValueError where there are no gradients or max_norm is not positive.
     """
-    leaves = tree.flatten(grads)
+    leaves = list(tree.flatten(grads).values())
     if not leaves:
         raise ValueError("clip_by_global_norm: there are no gradients")
     max_norm = number("clip_by_global_norm", "max_norm", max_norm)
     if max_norm <= 0:
         raise ValueError(f"clip_by_global_norm: max_norm must be positive, got {max_norm}")
     donate = donate and all_distinct(leaves)
-    clipped, norm = clip_leaves(list(leaves.values()), max_norm=max_norm, donate=donate)
-    return rebuilt(grads, leaves, dict(zip(leaves, clipped, strict=True))), norm
+    clipped, norm = clip_leaves(leaves, max_norm=max_norm, donate=donate)
+    return rebuilt(grads, grads, leaves, clipped), norm
 
 
 @overridable(backward=False)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xformer import tree
 from xformer.checks import number
 from xformer.dispatch import overridable
-from xformer.optim._checks import all_distinct, matching, rebuilt
+from xformer.optim._checks import all_distinct, rebuilt, side_by_side
 from xformer.typing import Array
 
 
@@ -20,12 +19,10 @@ def ema(average: Any, params: Any, *, decay: float, donate: bool = False) -> Any
     torch's AveragedModel with get_ema_multi_avg_fn. donate: the average may be written over, and
     is not to be used again. ValueError for a decay outside [0, 1].
     """
-    new = tree.flatten(params)
-    old = matching("ema", new, average, "the average")
+    new, old = side_by_side("ema", params, **{"the average": average})
     share = 1 - number("ema", "decay", decay, low=0, high=1)
-    leaves = list(old.values()), list(new.values())
-    moved = ema_leaves(*leaves, share=share, donate=donate and all_distinct(old, new))
-    return rebuilt(average, old, dict(zip(old, moved, strict=True)))
+    moved = ema_leaves(old, new, share=share, donate=donate and all_distinct(old, new))
+    return rebuilt(average, params, old, moved)
 
 
 @overridable(backward=False)

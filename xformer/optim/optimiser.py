@@ -110,7 +110,7 @@ def grouped(*rules: Rule) -> Optimiser:
             options = {"lr": lr * rule.lr, "donate": donate, **rule.options}
             stepped, states[key] = rule.pair.step(part, own, state[key], **options)
             new |= tree.flatten(stepped)
-        return rebuilt(params, old, new), states
+        return rebuilt(params, params, list(old.values()), [new[name] for name in old]), states
 
     return Optimiser(init, step)
 
