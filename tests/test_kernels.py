@@ -28,6 +28,7 @@ from xformer.layers.checkpoint import held
 from xformer.layers.constant import constant
 from xformer.layers.past import append
 from xformer.layers.rotary import turns
+from xformer.models.language_model import language_model_loss
 from xformer.ops import random_bits, rope
 from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
@@ -53,9 +54,9 @@ KERNELS = [
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
-# test_cuda_precision.py, turns: test_rotary.py
+# test_cuda_precision.py, turns: test_rotary.py, language_model_loss: test_numba_language_model.py
 WITHOUT_GRADIENT = (random_bits, in_range, append, constant, held, advance, sum_to, *UPDATES)
-WITHOUT_GRADIENT += (turns,)
+WITHOUT_GRADIENT += (turns, language_model_loss)
 IN_FLOAT64 = (blocks,)  # of many ops, whose rounding adds up either way: test_numpy_blocks.py
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
 REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]

@@ -22,6 +22,7 @@ from xformer.backends.numba import (
     gelu,
     gemm,
     glu,
+    language_model,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -36,6 +37,7 @@ from xformer import ops
 from xformer.dispatch import Overridable, kernel
 from xformer.layers.advance import advance as layers_advance
 from xformer.layers.blocks import blocks as layers_blocks
+from xformer.models.language_model import language_model_loss
 from xformer.optim.adam import adam_update
 
 __all__ = ["KERNELS", "backend", "register"]
@@ -48,6 +50,7 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (ops.embedding, embedding.embedding, embedding.not_float32),
     (ops.gelu, gelu.gelu, gelu.not_float32),
     (ops.glu, glu.glu, glu.not_float32_silu),
+    (language_model_loss, language_model.language_model_loss, language_model.outside),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
     (ops.linear, linear.linear, linear.other),
     (

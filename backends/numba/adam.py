@@ -65,7 +65,7 @@ def adam_update(
     given = beta1, 1 - beta1, beta2, 1 - beta2, float(rate), 1 / float(root), eps, float(keep)
     numbers = np.array(given, np.float32)
     table, made, _owners = _table(params, grads, m, v, donate)
-    total = int(np.add.reduce(table[:, SIZE]))
+    total = sum([p.size for p in params])
     size = max(1, -(-total // (n_threads() if total > BLOCK else 1)))
     step = partial(_some, numbers, table)
     run([partial(step, start, start + size) for start in range(0, total, size)])

@@ -98,7 +98,7 @@ def linear_cross_entropy(
         grads = np.array(maps.places(dw, db), np.int64)
         its = xs[own], targets[own], losses[own], dx[own]
         logits = scratch("logits", (max(1, min(LOGITS // n_classes, n)), n_classes), np.float32)
-        _some_rows(products(), table, numbers, back, *its, grads, logits)
+        some_rows(products(), table, numbers, back, *its, grads, logits)
         parts[own.start] = dw, db
 
     size = max(1, -(-n // n_threads()))
@@ -119,7 +119,7 @@ def _sum(parts: tuple[Array | None, ...]) -> Array | None:
 
 
 @rowwise
-def _some_rows(
+def some_rows(
     by: Any,
     own: Any,
     numbers: Any,

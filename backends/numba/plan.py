@@ -80,7 +80,7 @@ def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) 
     if not isinstance(given, tuple):
         return Plan(configs, unplanned(blocks, configs))
     leaves: list[Any] = []
-    _gather(blocks, leaves)
+    gather(blocks, leaves)
     known: Plan | None = _known.of(leaves)
     if known is not None and known.configs == configs:
         return known
@@ -95,11 +95,11 @@ def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) 
 _known = Known()
 
 
-def _gather(node: Any, leaves: list[Any]) -> None:
+def gather(node: Any, leaves: list[Any]) -> None:
     """All leaves of parameters, as `tree.flatten` in a tenth of its time; None where one is not."""
     for part in node:
         if isinstance(part, tuple):
-            _gather(part, leaves)
+            gather(part, leaves)
         else:
             leaves.append(part)
 
@@ -198,7 +198,7 @@ def _maps(params: BlockParams, config: BlockConfig) -> list[list[int]]:
 def map_of(own: Any, n_in: int, n_out: int) -> list[int]:
     """A linear map's place, step, order, sizes and bias. Unfit where the loops cannot read it."""
     w, b = value(own.w), value(own.b)
-    _require(w, (n_in, n_out))
+    require(w, (n_in, n_out))
     down, across = w.strides
     by_rows = across == 4 and down >= 4 * n_out
     step = down if by_rows else across
@@ -244,15 +244,15 @@ def _norms(
 ) -> list[list[Any]]:
     """Of each layer four, and the last, in the order in which they stand."""
     post = layers[0][1].norm == "post"
-    norms = [_norm(None, layers[0][1])] if post else []
+    norms = [norm_of(None, layers[0][1])] if post else []
     for own, config in layers:
         for before, out in ((own.attn_norm, own.attn_out_norm), (own.ffn_norm, own.ffn_out_norm)):
             pair = (out, before) if post else (before, out)  # post-LN has it behind the sum
-            norms += [_norm(x, config) for x in pair]
-    return norms if post else [*norms, _norm(ending, layers[-1][1])]
+            norms += [norm_of(x, config) for x in pair]
+    return norms if post else [*norms, norm_of(ending, layers[-1][1])]
 
 
-def _norm(own: Any, config: BlockConfig) -> list[Any]:
+def norm_of(own: Any, config: BlockConfig) -> list[Any]:
     if own is None:
         return [0, 0, 0, 0.0, 0.0]
     rms, d = config.norm_kind == "rms", config.d_model
@@ -267,13 +267,13 @@ def _norm(own: Any, config: BlockConfig) -> list[Any]:
 def _vector(x: Array | None, n: int) -> int:
     if x is None:
         return 0
-    _require(x, (n,))
+    require(x, (n,))
     if not x.flags.c_contiguous:
         raise Unfit("vectors of other strides")
     return int(x.ctypes.data)
 
 
-def _require(x: Any, shape: tuple[int, ...]) -> None:
+def require(x: Any, shape: tuple[int, ...]) -> None:
     if type(x) is not np.ndarray or x.dtype != np.float32 or not x.flags.aligned:
         raise Unfit("only NumPy's own arrays of float32")
     if x.shape != shape:

@@ -17,7 +17,7 @@ from xformer.backends.numba.compiled import PLAIN
 from xformer.backends.numba.gemm import products
 from xformer.backends.numba.plan import remembered
 from xformer.backends.numba.sdpa import pad_of
-from xformer.backends.numba.share_layout import gradients, layout_of
+from xformer.backends.numba.share_layout import gradients, layout_of, memory_of
 from xformer.backends.numpy.blocks import require_no_routers, unshared, without_layers
 from xformer.backends.numpy.threads import lined, n_threads, run, scratch
 
@@ -60,16 +60,23 @@ def outside(
         c.dropout or c.probs_dropout or c.hidden_dropout for c in configs
     ):
         return "no dropout"
-    if any(c.norm == "post" for c in configs) or any(
-        p.attn_out_norm or p.ffn_out_norm for p in params
-    ):
-        return "only norms before the branches"
+    if why := other_norms(params, configs):
+        return why
     plan = read(x, params, configs, rotary, mask)
     if isinstance(plan, str):
         return plan
     if plan.frozen:
         return "what is frozen has no gradient"
     return unshared(x, params, configs=configs, rotary=rotary, mask=mask)
+
+
+def other_norms(params: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> str | None:
+    """Why the loops have not such."""
+    if any(c.norm == "post" for c in configs) or any(
+        p.attn_out_norm or p.ffn_out_norm for p in params
+    ):
+        return "only norms before the branches"
+    return None
 
 
 def blocks(
@@ -137,7 +144,7 @@ class SharesCache(NamedTuple):
         back = turns * np.array([1, -1], turns.dtype)[:, None, None, None]
         dx, dy = np.empty(self.x.shape, dy.dtype), np.require(dy, None, PLAIN)
         layout = layout_of(plan, self.params, self.size * self.x.shape[1])
-        memory, dparams = gradients(layout)
+        memory, dparams = memory_of(layout), list[Any]()
         stages = nothing_done(len(self.params) + 1)
         given = (
             self.size,
@@ -160,6 +167,8 @@ class SharesCache(NamedTuple):
                 mine = scratch("dblock", (int(layout.totals[:, 1].max()),), dy.dtype)
                 own = scratch("slopes", (int(layout.rooms[-1]),), dy.dtype)
                 share_loops.backward(products(), *given, mine, own, layout.rooms[:-1], stages)
+            if not dparams:  # by whoever is ready first, and would wait
+                dparams.append(gradients(layout, memory))
 
         run([backward] * len(self.kept))
-        return dx, dparams, None, None, None, None
+        return dx, dparams[0], None, None, None, None

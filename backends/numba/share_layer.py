@@ -60,7 +60,7 @@ def forward(by: Any, tables: Any, options: Any, x: Any, kept: Any, y: Any, h: An
     maps, norms, size, numbers, scale = tables
     tile, turns, interleaved, pad, first = options
     mapped, ctx, statistics, middle, ups, opened, hidden = kept
-    _norm(x, norms[ATTN], numbers[ATTN], h)
+    norm(x, norms[ATTN], numbers[ATTN], h)
     start = 0
     for m in range(QUERY, VALUE + 1):
         out = mapped[start : start + len(x) * maps[m, N_OUT]].reshape(len(x), maps[m, N_OUT])
@@ -76,7 +76,7 @@ def forward(by: Any, tables: Any, options: Any, x: Any, kept: Any, y: Any, h: An
     attend_heads(by, 0, k.shape[0] * k.shape[2], *given, out, statistics[0], statistics[1])
     multiply(by, ctx, maps[OUT], middle)
     _add_both(middle, bias(maps[OUT]), x)
-    _norm(middle, norms[FFN], numbers[FFN], h)
+    norm(middle, norms[FFN], numbers[FFN], h)
     multiply(by, h, maps[UP], ups)
     if len(opened):
         multiply(by, h, maps[GATE], opened)
@@ -111,11 +111,11 @@ def backward(
     more = dmaps[DOWN, MORE] != 0  # as of all others
     multiply_backward(by, hidden, maps[DOWN], dmaps[DOWN], dy, False, dhidden)
     _close(size[ACTIVATION], ups, opened, dhidden, dups, dopened)
-    known = _norm(middle, norms[FFN], numbers[FFN], h)
+    known = norm(middle, norms[FFN], numbers[FFN], h)
     multiply_backward(by, h, maps[UP], dmaps[UP], dups, False, dh)
     if len(opened):
         multiply_backward(by, h, maps[GATE], dmaps[GATE], dopened, True, dh)
-    _norm_backward(middle, norms[FFN], numbers[FFN], known, dnorms[FFN], more, dh, dmiddle)
+    norm_backward(middle, norms[FFN], numbers[FFN], known, dnorms[FFN], more, dh, dmiddle)
     _add_all(dmiddle, dy)
     multiply_backward(by, ctx, maps[OUT], dmaps[OUT], dmiddle, False, dctx)
     q, k, v = _heads(mapped, size, pad)
@@ -127,13 +127,13 @@ def backward(
     attend_heads_backward(by, *heads, *given, dctx.reshape(out.shape), dq, dk, dv)
     _turn(dq, first, turns, interleaved)
     _turn(dk, first, turns, interleaved)
-    known = _norm(x, norms[ATTN], numbers[ATTN], h)
+    known = norm(x, norms[ATTN], numbers[ATTN], h)
     start, keep = 0, False
     for m in range(QUERY, VALUE + 1):
         its = dmapped[start : start + len(x) * maps[m, N_OUT]].reshape(len(x), maps[m, N_OUT])
         multiply_backward(by, h, maps[m], dmaps[m], its, keep, dh)
         start, keep = start + its.size, True
-    _norm_backward(x, norms[ATTN], numbers[ATTN], known, dnorms[ATTN], more, dh, dx)
+    norm_backward(x, norms[ATTN], numbers[ATTN], known, dnorms[ATTN], more, dh, dx)
     _add_all(dx, dmiddle)
 
 
@@ -207,7 +207,7 @@ def _close(activation: int, ups: Any, opened: Any, dhidden: Any, dups: Any, dope
 
 
 @rowwise
-def _norm(x: Any, own: Any, numbers: Any, y: Any) -> Any:
+def norm(x: Any, own: Any, numbers: Any, y: Any) -> Any:
     """y = norm(x), or x where there is none. Returns means and 1 / deviations (2, N)."""
     d, eps, statistics = x.shape[1], numbers[EPS], np.empty((2, len(x)), np.float32)
     if own[GAIN] == 0:
@@ -223,10 +223,10 @@ def _norm(x: Any, own: Any, numbers: Any, y: Any) -> Any:
 
 
 @rowwise
-def _norm_backward(
+def norm_backward(
     x: Any, own: Any, numbers: Any, statistics: Any, grads: Any, more: bool, dy: Any, dx: Any
 ) -> None:
-    """statistics: what `_norm` has returned."""
+    """statistics: what `norm` has returned."""
     d = x.shape[1]
     if own[GAIN] == 0:
         dx[:] = dy

@@ -36,9 +36,13 @@ class _Pair(NamedTuple):
     spots: tuple[tuple[Any, ...] | None, ...]  # shape, distance and strides
 
 
-def gradients(layout: Layout) -> tuple[Array, tuple[BlockParams, ...]]:
-    """Memory of those of blocks, one behind the other, and arrays in it: one keeps it all."""
-    memory = lined((int(layout.totals[:, 1].sum()),), np.float32)
+def memory_of(layout: Layout) -> Array:
+    """That of gradients of blocks, one behind the other."""
+    return lined((int(layout.totals[:, 1].sum()),), np.float32)
+
+
+def gradients(layout: Layout, memory: Array) -> tuple[BlockParams, ...]:
+    """Arrays in it, of which one keeps it all."""
 
     def array(shape: tuple[int, ...], distance: int, strides: tuple[int, ...] | None) -> Array:
         return np.ndarray(shape, FLOAT32, memory, distance, strides)
@@ -46,7 +50,7 @@ def gradients(layout: Layout) -> tuple[Array, tuple[BlockParams, ...]]:
     def pair(own: _Pair | None) -> Any:
         return own and own.kind(*[spot and array(*spot) for spot in own.spots])
 
-    return memory, tuple(_block(*map(pair, own)) for own in layout.pairs)
+    return tuple(_block(*map(pair, own)) for own in layout.pairs)
 
 
 def _block(
@@ -82,7 +86,7 @@ def _distances(params: tuple[BlockParams, ...]) -> tuple[Array, Array, Array, An
                     spots[i], taken = _spot(x, 4 * taken), taken + x.size
             its.append(pair and _Pair(type(pair), tuple(spots)))
             at = [-1 if spot is None else spot[1] for spot in spots]
-            rows.append((at[0], bool(pair and not _is_sideways(pair.w)), at[1], False))
+            rows.append((at[0], bool(pair and not is_sideways(pair.w)), at[1], False))
         *maps, attn, ffn = rows
         none = (-1, False, -1, False)
         dmaps.append(maps)
@@ -94,7 +98,7 @@ def _distances(params: tuple[BlockParams, ...]) -> tuple[Array, Array, Array, An
 
 def _spot(like: Array, distance: int) -> tuple[Any, ...]:
     """Of a gradient that lies as its parameter does, but without gaps."""
-    strides = (4, 4 * like.shape[0]) if _is_sideways(like) else None
+    strides = (4, 4 * like.shape[0]) if is_sideways(like) else None
     return like.shape, distance, strides
 
 
@@ -105,7 +109,7 @@ def _pairs(own: BlockParams) -> tuple[Any, ...]:
     return *maps, own.attn_norm, own.ffn_norm
 
 
-def _is_sideways(x: Array) -> bool:
+def is_sideways(x: Array) -> bool:
     """Whether columns of x lie behind each other, as a tied map's: its gradient lies so, too."""
     return x.ndim == 2 and x.strides[0] < x.strides[1]
 

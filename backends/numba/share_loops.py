@@ -71,9 +71,10 @@ def backward(
     memory: Any,
     rooms: Any,
     stages: Any,
-) -> None:
+) -> int:
     """dx of dy, and the gradients of blocks, of the first share that no other thread has taken.
 
+    Returns which share that is.
     order: (L,), the block of each layer. kept: of each share. grads: where gradients are. dmaps
     (blocks, 7, 4) and dnorms (blocks, 4, 2): as in `share_layer.backward`, but how far from there,
     -1 where there is none; totals (blocks, 2): how far a block's gradients are, and how many
@@ -102,6 +103,7 @@ def backward(
         if i == 0 or order[i - 1] != block:
             total = floats(grads + totals[block, 0], (totals[block, 1],))
             _hand_on(share, mine, total, at + 2 * WORD * block)
+    return share
 
 
 @rowwise

@@ -65,14 +65,19 @@ def unshared(
         config.dropout or config.probs_dropout or config.hidden_dropout for config in configs
     ):
         return "dropout, whose mask goes by the place in the whole batch"
+    return unparted(n, x.shape[1])
+
+
+def unparted(n: int, length: int) -> str | None:
+    """Why n sequences of this length are no shares of a batch."""
     threads = n_threads()
     size = -(-n // threads)
     if threads == 1:
         return "one thread"
     if size * threads > UNEVEN * n:
         return f"{n} sequences do not part evenly among {threads} threads"
-    if size * x.shape[1] < ROWS * (1 if keeps_nothing() else threads - 1):
-        return f"{size} sequences of {x.shape[1]} tokens are too little for a thread"
+    if size * length < ROWS * (1 if keeps_nothing() else threads - 1):
+        return f"{size} sequences of {length} tokens are too little for a thread"
     return None
 
 

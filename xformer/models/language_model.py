@@ -13,7 +13,7 @@ from array_api_compat import array_namespace, device
 from xformer import backends, layers, models, ops
 from xformer.backends import Generator
 from xformer.checks import as_indices, number, require_tokens
-from xformer.dispatch import inference, or_dropped
+from xformer.dispatch import inference, or_dropped, overridable
 from xformer.initial import normal
 from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
@@ -384,21 +384,17 @@ class LanguageModel:
         if self.head is None or not hasattr(self.head, "loss"):
             got = type(self.head).__name__
             raise ValueError(f"LanguageModel: a loss needs a head that gives logits, got {got}")
-        x, hidden = self.hidden(
-            params,
+        return language_model_loss(
             tokens,
+            targets,
+            params,
+            model=self,
             mask=mask,
             positions=positions,
             types=types,
             dropout_key=dropout_key,
+            **options,
         )
-        around = self._around_head(params, mask, dropout_key)
-        loss, top = self.head.loss(x, params.head, targets=targets, **around, **options)
-        cache = LossCache(or_dropped(LanguageModelCache(hidden, top)), loss)
-        if not (self.balance or self.router_z):
-            return loss, cache
-        more, routers = self._router_loss(hidden.stack, mask)
-        return loss + more, BalancedLossCache(cache, routers)
 
     def pooled(
         self,
@@ -447,6 +443,32 @@ class LanguageModel:
         return weights[0] * balance + weights[1] * z, or_dropped(
             RouterLossCache(balance_cache, z_cache, weights, tuple(mixed), len(self.blocks))
         )
+
+
+@overridable(drops=False)
+def language_model_loss(
+    tokens: Array,
+    targets: Array,
+    params: LanguageModelParams,
+    *,
+    model: LanguageModel,
+    mask: Array | None = None,
+    positions: Array | None = None,
+    types: Array | None = None,
+    dropout_key: ops.Key | None = None,
+    **options: Any,
+) -> tuple[Array, LossCache | BalancedLossCache]:
+    """`LanguageModel.loss` of a model whose head has one."""
+    places: Any = {"positions": positions, "types": types}
+    x, hidden = model.hidden(params, tokens, mask=mask, dropout_key=dropout_key, **places)
+    head: Any = model.head
+    around = model._around_head(params, mask, dropout_key)
+    loss, top = head.loss(x, params.head, targets=targets, **around, **options)
+    cache = LossCache(or_dropped(LanguageModelCache(hidden, top)), loss)
+    if not (model.balance or model.router_z):
+        return loss, cache
+    more, routers = model._router_loss(hidden.stack, mask)
+    return loss + more, BalancedLossCache(cache, routers)
 
 
 class LanguageModelParams(NamedTuple):

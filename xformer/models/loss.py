@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.layers.linear import LinearCache, LinearParams, LoRAParams, linear
@@ -57,5 +57,4 @@ class LossCache(NamedTuple):
 
 def one(like: Array) -> Array:
     """The gradient of a loss with respect to itself."""
-    xp = array_namespace(like)
-    return xp.ones((), dtype=like.dtype, device=device(like))
+    return array_namespace(like).ones_like(like)

@@ -39,15 +39,21 @@ def matching(op: str, params: dict[str, Array], other: Any, what: str) -> dict[s
 def side_by_side(op: str, params: Any, **others: Any) -> tuple[list[Array], ...]:
     """The leaves of params, and of other trees by what they are, in one order. As `matching`."""
     rows = tree.beside(params, *others.values())
-    if rows and all(_are_alike(*row) for row in rows):
+    if rows and _are_alike(rows):
         return tuple(map(list, zip(*rows, strict=True)))
     named = tree.flatten(params)  # of which a message speaks, or whose order is another
     found = (matching(op, named, other, what) for what, other in others.items())
     return tuple(list(leaves.values()) for leaves in (named, *found))
 
 
-def _are_alike(like: Array, *others: Array) -> bool:
-    return all(x.shape == like.shape and alike(x, like) for x in others)
+def _are_alike(rows: list[tuple[Array, ...]]) -> bool:
+    """Whether arrays beside each other have one shape, and more."""
+    for like, *others in rows:
+        shape = like.shape
+        for x in others:
+            if x.shape != shape or not alike(x, like):
+                return False
+    return True
 
 
 def rebuilt(like: Any, params: Any, old: Sequence[Array], new: Sequence[Array]) -> Any:
