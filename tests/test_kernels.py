@@ -54,10 +54,11 @@ KERNELS = [
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
-# test_cuda_precision.py, turns: test_rotary.py, language_model_loss: test_numba_language_model.py
+# test_cuda_precision.py, turns: test_rotary.py
 WITHOUT_GRADIENT = (random_bits, in_range, append, constant, held, advance, sum_to, *UPDATES)
-WITHOUT_GRADIENT += (turns, language_model_loss)
-IN_FLOAT64 = (blocks,)  # of many ops, whose rounding adds up either way: test_numpy_blocks.py
+WITHOUT_GRADIENT += (turns,)
+# Of many ops, whose rounding adds up either way: test_numpy_blocks.py, test_numba_language_model.py
+IN_FLOAT64 = (blocks, language_model_loss)
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
 REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]
 
