@@ -24,6 +24,7 @@ from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import language_model as kernel
+from xformer.backends.numba import language_model_plan
 from xformer.backends.numba.known import Known
 
 V, D = 31, 24
@@ -228,7 +229,7 @@ def test_a_cache_is_copied_with_its_weights() -> None:
 
 
 def test_what_is_known_goes_with_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_known", known := Known())
+    monkeypatch.setattr(language_model_plan, "_known", known := Known())
     params, given = drawn(GPT2), texts(4, 65)
     first = results(GPT2, params, given)["loss"]
     wider = replace(GPT2, blocks=(replace(BLOCK, eps=0.5),) * 2)  # of the same parameters

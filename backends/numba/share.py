@@ -5,7 +5,7 @@ Between the calls of ops, or of layers, the threads would wait for each other's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +15,7 @@ from xformer.backends.numba.atomic import needed, nothing_done, place
 from xformer.backends.numba.blocks import read, tile_of_layer, turns_of
 from xformer.backends.numba.compiled import PLAIN
 from xformer.backends.numba.gemm import products
-from xformer.backends.numba.plan import remembered
+from xformer.backends.numba.plan import Plan, remembered
 from xformer.backends.numba.sdpa import pad_of
 from xformer.backends.numba.share_layout import gradients, layout_of, memory_of
 from xformer.backends.numpy.blocks import require_no_routers, unshared, without_layers
@@ -140,35 +140,56 @@ class SharesCache(NamedTuple):
         plan = remembered(self.params, self.configs)
         if plan.tables is None:
             raise ValueError(f"blocks: {plan.refusal}")
-        tiles, turns, interleaved, pad = self.options
-        back = turns * np.array([1, -1], turns.dtype)[:, None, None, None]
         dx, dy = np.empty(self.x.shape, dy.dtype), np.require(dy, None, PLAIN)
-        layout = layout_of(plan, self.params, self.size * self.x.shape[1])
-        memory, dparams = memory_of(layout), list[Any]()
-        stages = nothing_done(len(self.params) + 1)
-        given = (
-            self.size,
-            plan.tables,
-            (tiles, back, interleaved, pad),
-            np.array(order_of(self.params, self.configs), np.int64),
-            self.x,
-            self.kept,
-            layout.starts,
-            dy,
-            place(memory),
-            layout.dmaps,
-            layout.dnorms,
-            layout.totals,
-            dx,
-        )
+        kept = self.options, self.size, self.x, self.kept
+        grads = gradients_of(share_loops.backward, plan, self.params, *kept, dy, dx)
+        return dx, grads, None, None, None, None
 
-        def backward() -> None:
-            with needed(stages):
-                mine = scratch("dblock", (int(layout.totals[:, 1].max()),), dy.dtype)
-                own = scratch("slopes", (int(layout.rooms[-1]),), dy.dtype)
-                share_loops.backward(products(), *given, mine, own, layout.rooms[:-1], stages)
-            if not dparams:  # by whoever is ready first, and would wait
-                dparams.append(gradients(layout, memory))
 
-        run([backward] * len(self.kept))
-        return dx, dparams[0], None, None, None, None
+def gradients_of(
+    loops: Callable[..., Any],
+    plan: Plan,
+    params: tuple[BlockParams, ...],
+    options: tuple[Array, Array, bool, Array],
+    size: int,
+    x: Array,
+    kept: Array,
+    dy: Array,
+    *to: Any,
+) -> tuple[BlockParams, ...]:
+    """Those of blocks, while `loops` of each share write what else there is.
+
+    loops: of `share_loops` or `language_model_loops`, which have `to` in the place of dx. The rest
+    as `SharesCache` has it.
+    """
+    tiles, turns, interleaved, pad = options
+    back = turns * np.array([1, -1], turns.dtype)[:, None, None, None]
+    layout = layout_of(plan, params, size * x.shape[1])
+    memory, made = memory_of(layout), list[tuple[BlockParams, ...]]()
+    stages = nothing_done(len(params) + 1)
+    given = (
+        size,
+        plan.tables,
+        (tiles, back, interleaved, pad),
+        np.array(order_of(params, plan.configs), np.int64),
+        x,
+        kept,
+        layout.starts,
+        dy,
+        place(memory),
+        layout.dmaps,
+        layout.dnorms,
+        layout.totals,
+        *to,
+    )
+
+    def share() -> None:
+        with needed(stages):
+            mine = scratch("dblock", (int(layout.totals[:, 1].max()),), x.dtype)
+            own = scratch("slopes", (int(layout.rooms[-1]),), x.dtype)
+            loops(products(), *given, mine, own, layout.rooms[:-1], stages)
+        if not made:  # by whoever is ready first, and would wait
+            made.append(gradients(layout, memory))
+
+    run([share] * len(kept))
+    return made[0]
