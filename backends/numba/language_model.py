@@ -23,7 +23,7 @@ from xformer.backends.numpy.blocks import require_no_routers, unparted
 from xformer.backends.numpy.threads import lined, n_threads, run, scratch
 
 from xformer import layers, ops
-from xformer.checks import in_range, number, require_gradient
+from xformer.checks import number, require_gradient, require_ids
 from xformer.dispatch import keeps_nothing
 from xformer.layers.embed import EmbedParams
 from xformer.layers.linear import LinearParams
@@ -73,9 +73,6 @@ def outside(
         return "for each token one target, and at least one"
     if model.context is not None and tokens.shape[1] > model.context:
         return "more tokens than fit the context"
-    size = model.embed.vocab_size if model.embed else 0
-    if not (in_range(tokens, size=size) and in_range(targets, size=size)):
-        return "ids out of range"
     return unparted(*tokens.shape) or no_products()
 
 
@@ -113,7 +110,9 @@ def language_model_loss(
     how = np.array(tiles, np.int64), *turns_of(rotary, FLOAT32), pad
     size = -(-n_texts // n_threads())
     starts = layout_of(whole.plan, params.stack.blocks, size * length).starts
-    ids, goals = (np.require(x, np.int64, PLAIN) for x in (tokens, targets.reshape(-1)))
+    given = require_ids("embedding", "ids", tokens, n_classes, table)
+    goals = require_ids("cross_entropy", "targets", targets, n_classes, table).reshape(-1)
+    ids, goals = (np.require(x, np.int64, PLAIN) for x in (given, goals))
     x, y, dy = (lined((n_texts, length, d), FLOAT32) for _ in range(3))
     kept = lined((-(-n_texts // size), int(starts[-1, -1])), FLOAT32)
     weight = np.float32(1 / ids.size if is_mean else 1.0)
