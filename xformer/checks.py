@@ -143,3 +143,11 @@ def number(op: str, name: str, value: Any, low: float = -math.inf, high: float =
     if not low <= plain <= high:
         raise ValueError(f"{op}: {name} must lie in [{low:g}, {high:g}], got {value}")
     return plain
+
+
+def require_cap(op: str, cap: float, name: str = "softcap") -> float:
+    """`cap` as a float; ValueError unless it is positive and finite, TypeError for no number."""
+    plain = number(op, name, cap)
+    if not 0 < plain < math.inf:
+        raise ValueError(f"{op}: {name} must be positive and finite, got {cap}")
+    return plain

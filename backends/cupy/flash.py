@@ -9,13 +9,12 @@ from xformer.backends.cupy.flash_backward import PACK, WIDTHS, backward, shared,
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
 from xformer.backends.cupy.sdpa import FEW
 
-from xformer.checks import require_gradient
+from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import Key
 from xformer.ops.sdpa import sdpa as reference
-from xformer.ops.softcap import require_cap
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 

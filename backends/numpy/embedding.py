@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from xformer.backends.numpy.index_add import add_rows
 
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
@@ -30,6 +29,8 @@ class EmbeddingCache(NamedTuple):
     def backward(self, dy: Array) -> Array:
         """dtable = zeros with dy added at the rows ids; memory of the others is never touched."""
         require_shape("embedding", "dy", dy, (*self.ids.shape, self.table_shape[1]))
+        from xformer.backends.numpy.index_add import add_rows
+
         dtable = np.zeros(self.table_shape, dy.dtype)
         add_rows(dtable, dy.reshape(math.prod(self.ids.shape), dy.shape[-1]), self.ids.reshape(-1))
         return dtable

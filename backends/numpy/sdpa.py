@@ -12,13 +12,12 @@ import numpy as np
 from xformer.backends.numpy.flash import Attention, Gradients, attend, backward
 from xformer.backends.numpy.tiles import Scores
 
-from xformer.checks import require_gradient
+from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import Key
 from xformer.ops.sdpa import sdpa as reference
-from xformer.ops.softcap import require_cap
 from xformer.typing import Array
 
 

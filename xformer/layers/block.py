@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from xformer import layers, ops
 from xformer.backends import Generator
-from xformer.checks import number, require_sizes
+from xformer.checks import number, require_cap, require_sizes
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import (
     AttentionParams,
@@ -23,7 +23,6 @@ from xformer.layers.past import Past
 from xformer.layers.residual import Branch, BranchCache, ResidualsCache, parallel, residuals
 from xformer.ops._attention import window_of
 from xformer.ops.activation import require_activation
-from xformer.ops.softcap import require_cap
 from xformer.typing import Array
 
 SITES = 6  # places in a block where dropout draws

@@ -11,12 +11,11 @@ from array_api_compat import array_namespace
 
 from xformer import ops, tree
 from xformer.backends import Generator
-from xformer.checks import number
+from xformer.checks import number, require_cap
 from xformer.initial import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.models.loss import cross_entropy_of, linear_loss
-from xformer.ops.softcap import require_cap
 from xformer.typing import Array
 
 Top = Callable[[Array, Any], tuple[Array, Any]]  # (x, LinearParams) -> (y, cache)

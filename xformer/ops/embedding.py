@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from xformer import ops
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import overridable
-from xformer.ops.index_add import index_add
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -41,7 +41,7 @@ class EmbeddingCache(NamedTuple):
         ids = _flat(self.ids)  # (N,)
         zeros = xp.zeros(self.table_shape, dtype=dy.dtype, device=device(dy))
         rows = xp.reshape(dy, (ids.shape[0], self.table_shape[1]))
-        return index_add(zeros, rows, ids=ids)[0]
+        return ops.index_add(zeros, rows, ids=ids)[0]
 
 
 def _flat(ids: Array) -> Array:

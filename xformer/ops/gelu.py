@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
-from xformer.ops.erf import erf
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -56,5 +56,5 @@ class GeluCache(NamedTuple):
 
 def _phi(x: Array, approximate: str) -> Array:
     if approximate == "none":
-        return 0.5 * (1 + erf(x / math.sqrt(2))[0])
+        return 0.5 * (1 + ops.erf(x / math.sqrt(2))[0])
     return 0.5 * (1 + array_namespace(x).tanh(SCALE * x * (1 + CUBIC * x**2)))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer.checks import require_gradient
+from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import overridable
 from xformer.ops._attention import (
     fold,
@@ -20,7 +20,6 @@ from xformer.ops._attention import (
 )
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import Key
-from xformer.ops.softcap import require_cap
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import shapes
 from xformer.typing import Array

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer.checks import number, require_gradient
+from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -24,14 +23,6 @@ def softcap(x: Array, *, cap: float) -> tuple[Array, SoftcapCache]:
     cap = require_cap("softcap", cap, "cap")
     y = cap * array_namespace(x).tanh(x / cap)
     return y, SoftcapCache(y, cap)
-
-
-def require_cap(op: str, cap: float, name: str = "softcap") -> float:
-    """`cap` as a float; ValueError unless it is positive and finite, TypeError for no number."""
-    plain = number(op, name, cap)
-    if not 0 < plain < math.inf:
-        raise ValueError(f"{op}: {name} must be positive and finite, got {cap}")
-    return plain
 
 
 class SoftcapCache(NamedTuple):
