@@ -183,6 +183,9 @@ def test_adam_of_leaves_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
             grads = gradients()
             grads[i] = other
             assert why(p, grads, m, v, **option), (i, other)
+    before = [x.copy() for x in flat(trees)]
+    assert not set(map(id, flat(adam.adam_update(p, gradients(), m, v, **option)))) & {*map(id, p)}
+    assert all(map(np.array_equal, flat(trees), before))  # without donate nothing is written over
     del p[0], trees, got
     gc.collect()
     assert len(known) == 0

@@ -162,3 +162,13 @@ def test_bad_steps() -> None:
     with pytest.raises(TypeError, match="momentun"):
         bad_option = grouped(Rule("*", "sgd", options={"momentun": 0.9}))
         bad_option.step(W, W, bad_option.init(W), lr=0.1)
+
+
+def test_an_optimiser_of_ones_own_that_loses_a_parameter() -> None:
+    def step(params: Any, grads: Any, state: Any, **options: Any) -> tuple[Any, Any]:
+        return dict(list(params.items())[1:]), state
+
+    params = {"a": np.ones(2), "b": np.ones(3)}
+    lossy = optim.grouped(optim.Rule("*", optim.Optimiser(lambda params: None, step)))
+    with pytest.raises(ValueError, match="unflatten: missing a; unexpected nothing"):
+        lossy.step(params, params, lossy.init(params), lr=0.1)

@@ -115,6 +115,8 @@ def test_leaves_side_by_side() -> None:
         ((1, (2,)), (1, 2)),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),  # in another order
         ({"a": 1}, {"b": 1}),
+        ({"a.b": 1}, {"a.b": 1}),  # of which `flatten` sees whether two have one name
+        ({1: 1}, {True: 1}),
         ({"a": 1}, {"a": 1, "b": 2}),
         (1, 1.0),
     ]

@@ -178,7 +178,8 @@ def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
 def beside(*trees: Any) -> list[tuple[Any, ...]] | None:
     """Leaves of several trees side by side, in the order of `flatten`, without their names.
 
-    None where trees are not built alike, of nodes and leaves of the same types.
+    None where trees are not built alike, of nodes and leaves of the same types, or where keys of
+    dicts could make two names equal.
     """
     rows: list[tuple[Any, ...]] = []
     return rows if _beside([(tree,) for tree in trees], rows) else None
@@ -200,7 +201,7 @@ def _beside(nodes: Sequence[Iterable[Any]], rows: list[tuple[Any, ...]]) -> bool
             continue
         below: Sequence[Iterable[Any]] = parts
         if isinstance(first, dict):
-            if any(list(part) != list(first) for part in parts):
+            if any(list(part) != list(first) for part in parts) or not _are_plain(first):
                 return False
             below = [part.values() for part in parts]
         elif not hasattr(first, "_fields") and any(len(part) != len(first) for part in parts):
@@ -208,6 +209,11 @@ def _beside(nodes: Sequence[Iterable[Any]], rows: list[tuple[Any, ...]]) -> bool
         if not _beside(below, rows):
             return False
     return True
+
+
+def _are_plain(keys: Iterable[Any]) -> bool:
+    """Whether they are names as they stand, and no two leaves have one name."""
+    return all(isinstance(key, str) and "." not in key for key in keys)
 
 
 def nbytes(tree: Any) -> int:

@@ -12,7 +12,8 @@ from xformer.typing import Array
 class Known:
     """By the arrays themselves, in their order, None where there is none.
 
-    Of an array whose `shape` is set anew, or that is resized, it would not hear.
+    Of an array whose `shape`, `strides` or `dtype` is set in place it would not hear. None is
+    resized meanwhile: NumPy refuses it of an array that something refers to weakly.
     """
 
     def __init__(self) -> None:

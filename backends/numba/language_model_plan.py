@@ -19,12 +19,12 @@ from xformer.tree import Frozen
 from xformer.typing import Array
 
 
-class Whole(NamedTuple):
-    """What is known of a model and its parameters."""
+class ModelPlan(NamedTuple):
+    """Of a model and its parameters, as loops read what stands around its blocks."""
 
     model: LanguageModel
     refusal: str | None  # why there is nothing
-    plan: Any = None  # of its blocks
+    blocks: Any = None  # their plan
     norm: tuple[Array, ...] = ()  # the final one's row and numbers, as the plan has them
     head: Array | None = None  # its row of maps
     by_rows: bool = True  # how the gradient of its weights lies
@@ -32,32 +32,32 @@ class Whole(NamedTuple):
     # final norm's w and b, are among `sums`
 
 
-def known_of(params: LanguageModelParams, model: LanguageModel) -> Whole:
+def remembered_model(params: LanguageModelParams, model: LanguageModel) -> ModelPlan:
     """Found once of the same arrays: it takes Python long."""
     leaves: list[Any] = []
     gather(params, leaves)
-    whole: Whole | None = _known.of(leaves)
-    if whole is not None and (whole.model is model or whole.model == model):
-        return whole
+    plan: ModelPlan | None = _known.of(leaves)
+    if plan is not None and (plan.model is model or plan.model == model):
+        return plan
     try:
-        whole = _found(params, model, leaves)
+        plan = _found(params, model, leaves)
     except Unfit as unfit:
-        whole = Whole(model, str(unfit))
+        plan = ModelPlan(model, str(unfit))
     if all(x is None or isinstance(x, np.ndarray | Frozen) for x in leaves):
-        _known.keep(leaves, whole)
-    return whole
+        _known.keep(leaves, plan)
+    return plan
 
 
 _known = Known()
 
 
-def _found(params: LanguageModelParams, model: LanguageModel, leaves: list[Any]) -> Whole:
+def _found(params: LanguageModelParams, model: LanguageModel, leaves: list[Any]) -> ModelPlan:
     """Unfit where the loops are not for such a model, or parameters are not its own."""
     embed, head, stack, d = model.embed, params.head, params.stack, model.d_model
     if why := other_model(model) or other_norms(stack.blocks, model.blocks):
         raise Unfit(why)
     if embed is None or params.embed is None:
-        raise Unfit("vectors in the place of tokens")
+        raise Unfit("no table of tokens")
     if any(isinstance(x, Frozen) for x in leaves):
         raise Unfit("what is frozen has no gradient")
     n_blocks = len(model.blocks) if model.n_groups is None else model.n_groups
@@ -73,10 +73,10 @@ def _found(params: LanguageModelParams, model: LanguageModel, leaves: list[Any])
     absent = params.embed[2:] if learned else params.embed[1:]
     if any(x is not None for x in (*absent, stack.memory, stack.relative)):
         raise Unfit("parameters that are not the model's")
-    plan = remembered(stack.blocks, model.blocks)
-    if plan.refusal is not None:
-        raise Unfit(plan.refusal)
-    if model.rotary is not None and model.rotary.width > min(k for _, k, _ in plan.heads):
+    blocks = remembered(stack.blocks, model.blocks)
+    if blocks.refusal is not None:
+        raise Unfit(blocks.refusal)
+    if model.rotary is not None and model.rotary.width > min(k for _, k, _ in blocks.heads):
         raise Unfit("rotary positions of another kind")
     *norm, eps, offset = norm_of(stack.norm, model.blocks[-1])
     numbers = np.array([eps, offset], np.float32)
@@ -84,12 +84,14 @@ def _found(params: LanguageModelParams, model: LanguageModel, leaves: list[Any])
     row = np.array(map_of(own, d, embed.vocab_size), np.int64)
     spots = _spots(*own, *(stack.norm or (None, None)))
     norm_rows = np.array(norm, np.int64), numbers
-    return Whole(model, None, plan, norm_rows, row, not is_sideways(own.w), spots)
+    return ModelPlan(model, None, blocks, norm_rows, row, not is_sideways(own.w), spots)
 
 
 def other_model(model: LanguageModel) -> str | None:
     """Why the loops have not what stands around its blocks."""
     embed, head = model.embed, model.head
+    if type(model) is not LanguageModel:
+        return "a model of another kind"
     if embed is None:
         return "vectors in the place of tokens"
     plain = embed.positions == "none" or (embed.positions == "learned" and embed.mode == "add")

@@ -253,6 +253,7 @@ def _norms(
 
 
 def norm_of(own: Any, config: BlockConfig) -> list[Any]:
+    """GAIN, SHIFT and RMS of a norm, then EPS and OFFSET, as `layer` has them; zeros of none."""
     if own is None:
         return [0, 0, 0, 0.0, 0.0]
     rms, d = config.norm_kind == "rms", config.d_model

@@ -142,7 +142,7 @@ class SharesCache(NamedTuple):
             raise ValueError(f"blocks: {plan.refusal}")
         dx, dy = np.empty(self.x.shape, dy.dtype), np.require(dy, None, PLAIN)
         kept = self.options, self.size, self.x, self.kept
-        grads = gradients_of(share_loops.backward, plan, self.params, *kept, dy, dx)
+        grads = gradients_of(share_loops.backward, plan, self.params, *kept, dy, (dx,))
         return dx, grads, None, None, None, None
 
 
@@ -155,12 +155,12 @@ def gradients_of(
     x: Array,
     kept: Array,
     dy: Array,
-    *to: Any,
+    to: tuple[Array, ...],
 ) -> tuple[BlockParams, ...]:
     """Those of blocks, while `loops` of each share write what else there is.
 
-    loops: of `share_loops` or `language_model_loops`, which have `to` in the place of dx. The rest
-    as `SharesCache` has it.
+    loops, to: `share_loops.backward` and (dx,), or `language_model_loops.backward` and (dx, ids,
+    dtable, dpositions). The rest as `SharesCache` has it.
     """
     tiles, turns, interleaved, pad = options
     back = turns * np.array([1, -1], turns.dtype)[:, None, None, None]
