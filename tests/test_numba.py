@@ -191,6 +191,16 @@ def test_adam_of_leaves_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(known) == 0
 
 
+def test_ids_that_were_written_over_are_refused() -> None:
+    """Before the backward, whose loops write at rows that they name."""
+    table, ids = np.ones((5, 3), np.float32), np.array([1, 4])
+    y, cache = COMPILED[ops.embedding].run(table, ids=ids)
+    for wrong in (5, -1):
+        ids[1] = wrong
+        with pytest.raises(ValueError, match=r"embedding: ids must lie in \[0, 5\)"):
+            cache.backward(y)
+
+
 def test_adam_of_other_leaves() -> None:
     """The kernel reads memory, and must be told of no other than there is."""
     p, option = np.ones(3, np.float32), UPDATES[adam_update][2][0]

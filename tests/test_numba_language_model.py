@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 from test_numba_advance import LAYOUTS as LYING
+from test_numba_share import require_nobody_waits
 
 from xformer import GPT, Key, backends, inference, layers, reference_only, tree
 from xformer.dispatch import explain
@@ -264,36 +264,11 @@ def test_shares_add_in_their_order() -> None:
             assert np.array_equal(got, wanted[key]), key
 
 
-def test_nobody_waits_for_a_share_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_share_that_failed() -> None:
     """When it was taken: its gradients of the embedding never come."""
-    params = drawn(GPT2)
-    _, cache = GPT2.loss(params, *texts(4, 65))
-    wanted, loops = tree.flatten(cache.backward()), kernel.loops.backward
-    first, taken, other = threading.Lock(), threading.Event(), threading.Event()
-
-    def backward(*given: Any) -> None:
-        if first.acquire(blocking=False):
-            given[-1][-1, 0] += 1  # share 0 is taken
-            taken.set()
-            assert other.wait(timeout=60)  # who has not begun after an error never does
-            raise MemoryError("no room")
-        assert taken.wait(timeout=60)
-        other.set()
-        loops(*given)
-
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        with pytest.raises(MemoryError, match="no room") as raised:
-            cache.backward()
-        errors.append(raised.value)
-
-    monkeypatch.setattr(kernel.loops, "backward", backward)
-    waiting = threading.Thread(target=run, daemon=True)
-    waiting.start()
-    waiting.join(timeout=60)
-    assert errors and not waiting.is_alive()
-    monkeypatch.undo()
+    _, cache = GPT2.loss(drawn(GPT2), *texts(4, 65))
+    wanted = tree.flatten(cache.backward())
+    require_nobody_waits(kernel.loops, cache.backward)
     for key, got in tree.flatten(cache.backward()).items():
         assert np.array_equal(got, wanted[key]), key
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -345,17 +345,12 @@ def test_a_share_that_fails_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -
         assert np.array_equal(got, wanted[key]), key
 
 
-def test_nobody_waits_for_a_share_that_failed_when_it_was_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As one does for which there is no memory within the loops."""
-    params, configs = drawn(*(MODELS["layer norms"],) * 2)
-    x = tokens(4, 70, 24)
-    _, cache = layers.blocks(x, params, configs=configs)
-    loops, first = share.share_loops.backward, threading.Lock()
+def require_nobody_waits(module: Any, backward: Callable[[], Any]) -> None:
+    """Of a cache, by `module.backward`: one share is taken and fails, and another has begun."""
+    loops, first = module.backward, threading.Lock()
     taken, other = threading.Event(), threading.Event()
 
-    def backward(*given: Any) -> None:
+    def failing(*given: Any) -> None:
         if first.acquire(blocking=False):
             given[-1][-1, 0] += 1  # share 0 is taken
             taken.set()
@@ -369,14 +364,23 @@ def test_nobody_waits_for_a_share_that_failed_when_it_was_taken(
 
     def run() -> None:
         with pytest.raises(MemoryError, match="no room") as raised:
-            cache.backward(x)
+            backward()
         errors.append(raised.value)
 
-    monkeypatch.setattr(share.share_loops, "backward", backward)
-    waiting = threading.Thread(target=run, daemon=True)
-    waiting.start()
-    waiting.join(timeout=60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "backward", failing)
+        waiting = threading.Thread(target=run, daemon=True)
+        waiting.start()
+        waiting.join(timeout=60)
     assert errors and not waiting.is_alive()
+
+
+def test_nobody_waits_for_a_share_that_failed_when_it_was_taken() -> None:
+    """As one does for which there is no memory within the loops."""
+    params, configs = drawn(*(MODELS["layer norms"],) * 2)
+    x = tokens(4, 70, 24)
+    _, cache = layers.blocks(x, params, configs=configs)
+    require_nobody_waits(share.share_loops, lambda: cache.backward(x))
 
 
 def test_there_are_no_layers_and_no_routers() -> None:

@@ -9,7 +9,7 @@ from xformer.backends.numba.compiled import BLOCK, PLAIN, rowwise
 from xformer.backends.numpy import embedding as numpys
 from xformer.backends.numpy.threads import blocks
 
-from xformer.checks import require_shape
+from xformer.checks import require_ids, require_shape
 from xformer.typing import Array
 
 COLUMNS = 16  # of a piece, or a little fewer: a line of memory
@@ -35,7 +35,9 @@ class EmbeddingCache(numpys.EmbeddingCache):
         require_shape("embedding", "dy", dy, (*self.ids.shape, width))
         if dy.dtype != np.float32:
             return super().backward(dy)
-        ids = np.require(self.ids.reshape(-1), None, PLAIN)
+        # Again: where they have been written over since, rows outside the table would be.
+        ids = require_ids("embedding", "ids", self.ids, self.table_shape[0], dy)
+        ids = np.require(ids.reshape(-1), None, PLAIN)
         dtable = np.zeros(self.table_shape, np.float32)
         rows = np.require(dy.reshape(len(ids), width), None, PLAIN)
 

@@ -111,7 +111,7 @@ def grouped(*rules: Rule) -> Optimiser:
             stepped, states[key] = rule.pair.step(part, own, state[key], **options)
             new |= tree.flatten(stepped)
         if new.keys() != old.keys():
-            return tree.unflatten(params, new), states  # which says what is missing
+            tree.unflatten(params, new)  # raises, and says what is missing
         return rebuilt(params, params, list(old.values()), [new[name] for name in old]), states
 
     return Optimiser(init, step)
