@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from xformer import backends
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import gemm, registers, tile
+from xformer.backends.numba import compiled, gemm, registers, tile, vectors
 from xformer.backends.numpy import products
 
 KNOWN = pytest.mark.skipif(not registers.USABLE, reason="tiles are for x86-64 with AVX2 or AVX-512")
@@ -188,6 +189,49 @@ print(known, registers.LANES)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     wanted = "True 8\n" if "avx2" in features else "False 4\n"
     assert done.stdout == wanted, done.stderr[-2000:]
+
+
+@KNOWN
+@pytest.mark.parametrize("name", ["znver4", "graniterapids"])
+def test_other_cores(name: str, tmp_path: Path) -> None:
+    """What is copied, and how many rows are read at once, where a core is AMD's, and where not."""
+    if name.startswith("znver") == compiled.AMD:
+        pytest.skip("this machine's are of that kind")
+    code = f"""
+import itertools, numba
+import llvmlite.binding as binding
+own = binding.get_host_cpu_name
+binding.get_host_cpu_name = lambda: {name!r}
+from xformer.backends.numba import compiled
+binding.get_host_cpu_name = own  # loops are compiled for this machine
+import test_numba_tile as tests
+for n, m, k in tests.LARGE:
+    x, w, y = tests.drawn(n, m, k)
+    for a, b in itertools.product(tests.LAYOUTS.values(), repeat=2):
+        tests.run(0.5, a(x), b(w), True, out := y.copy())
+        tests.require_product(out, x, w, y, 0.5, True)
+tests.test_vectors()
+print(compiled.AMD, tests.tile.FEW > 0)
+"""
+    folder = os.path.dirname(__file__)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}
+    env |= {"NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout == f"{not compiled.AMD} {not compiled.AMD}\n", done.stderr[-2000:]
+
+
+def test_vectors() -> None:
+    """Of any number of rows, of contiguous ones and of some that are parts of longer ones."""
+    for n, m in itertools.product((1, 3, 7, 8, 9, 16, 30), (1, 3, 4, 5, 17, 100)):
+        x, w, y = drawn(1, m, n)
+        for lies in ("rows", "rows of more"):
+            own = LAYOUTS[lies](w)
+            out = np.full(m, np.nan, np.float32)
+            vectors.vector_matrix(x[0], own.ctypes.data, own.strides[0] // 4, out)
+            require_product(out[None], x, w, y, 1, False)
+            out = np.full(n, np.nan, np.float32)
+            vectors.matrix_vector(own.ctypes.data, own.strides[0] // 4, y[0], out)
+            require_product(out[None], y, w.T, x, 1, False)
 
 
 @settings(max_examples=40, deadline=None)

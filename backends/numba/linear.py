@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import numpy as np
-from xformer.backends.numba.vectors import matrix_vector, vector_matrix
+from xformer.backends.numba.atomic import count, nothing_done, on_each
+from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.vectors import SUMS, matrix_vector, vector_matrix
 from xformer.backends.numpy.linear import LinearCache
 from xformer.backends.numpy.threads import blocks, n_threads
 
@@ -34,21 +38,28 @@ def linear(
     """Pieces of columns."""
     rows, (n_in, n_out) = np.ascontiguousarray(x.reshape(-1, x.shape[-1])), w.shape
     y = np.empty((len(rows), n_out), x.dtype)
-    down, across = w.strides[0] // 4, w.strides[1] // 4
-
-    def piece(start: int, stop: int) -> None:
-        at = w.ctypes.data
-        for row, out in zip(rows, y[:, start:stop], strict=True):
-            if across == 1:
-                vector_matrix(row, at + 4 * start, down, out)
-            else:
-                matrix_vector(at + 4 * start * across, across, row, out)
-
-    if w.size <= LEAST:
-        piece(0, n_out)
-    else:
-        share = max(LEAST // n_in, -(-n_out // n_threads()))  # no column depends on the cut
-        blocks(piece, n_out, max(1, min(MOST // n_in, share)))
+    threads = n_threads() if w.size > LEAST else 1
+    share = max(LEAST // n_in, -(-n_out // threads))
+    size = -(-max(1, min(MOST // n_in, share)) // SUMS) * SUMS  # no column depends on the cut
+    place = w.ctypes.data, w.strides[0] // 4, w.strides[1] // 4
+    run = partial(on_each, _columns, (rows, place, size, y), nothing_done(1), w)
+    blocks(run, threads, 1)
     if b is not None:
         y += b
     return y.reshape(*x.shape[:-1], n_out), LinearCache(None if fixed else x, w, b, x.shape)
+
+
+@rowwise
+def _columns(x: Any, w: Any, size: int, y: Any, stages: Any) -> None:
+    """Pieces of y = x w, `size` columns each, until none is left. w: its place, and its steps."""
+    (at, down, across), n_out = w, y.shape[1]
+    taken = np.int64(stages.ctypes.data)
+    start = count(taken) * size
+    while start < n_out:
+        stop = min(n_out, start + size)
+        for i in range(len(x)):
+            if across == 1:
+                vector_matrix(x[i], at + 4 * start, down, y[i, start:stop])
+            else:
+                matrix_vector(at + 4 * start * across, across, x[i], y[i, start:stop])
+        start = count(taken) * size

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import types
 from xformer.backends.numba.atomic import floats
-from xformer.backends.numba.compiled import callable_from_c, rowwise
+from xformer.backends.numba.compiled import AMD, callable_from_c, rowwise
 from xformer.backends.numba.flash_rows import ZERO
 from xformer.backends.numba.registers import (
     COLUMNS,
@@ -36,10 +36,12 @@ from xformer.backends.numpy.threads import LINE
 
 WIDE = 1024  # columns at once
 SLOT = 16  # from row to row of a panel that is copied column by column
+GROUP = 8  # panels of w by rows that are copied at once: memory gives more of long pieces of rows
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
-NEAR, FEW = 1 << 19, 192
+# A core that multiplies twice as many numbers a second waits for what is not side by side.
+NEAR, FEW = (1 << 19, 192) if AMD else (0, 0)
 # Rows that go by a panel of w together: at most so many, of so many numbers, which stay near.
-MOST, NUMBERS = 2 * FEW, FEW * DEPTH
+MOST, NUMBERS = 384, 192 * DEPTH
 PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
 PANELS = MOST // HIGH + 1  # of x: what is left of its rows may take two tiles
 SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
@@ -87,31 +89,33 @@ def multiply(
             k, more = min(length, depth - p), keep != 0 or p > 0
             w_near = w_by_rows and (k * w_down <= NEAR or n <= FEW)
             x_near = k * x_across <= NEAR or m <= FEW
+            group = GROUP * COLUMNS if w_by_rows and not w_near else COLUMNS
             w_part = w_at + p * w_down + left * w_across
             for top in range(0, n, high):
                 for j in range(left, right, COLUMNS):
                     columns, y = min(COLUMNS, right - j), y_at + 4 * j
-                    other, w_step = panels + 4 * (j - left) * k, 4 * COLUMNS
-                    if few:  # one is done with before the next is copied
-                        other = panels
+                    source = w_part + (j - left) * w_across
+                    # Of few rows one group is done with before the next is copied.
+                    begin = (j - left) % group if few else j - left
+                    other, w_step = panels + 4 * begin * k, 4 * COLUMNS
                     if w_near and columns == COLUMNS:
-                        other, w_step = w_part + 4 * (j - left), w_down
-                    elif top == 0:
-                        own = w_part + (j - left) * w_across
-                        _pack_columns((own, w_down, w_across), k, columns, other)
-                    soon = other + 4 * COLUMNS if j + COLUMNS < right else w_part + k * w_down
+                        other, w_step = source, w_down
+                    elif top == 0 and (j - left) % group == 0:
+                        own = source, w_down, w_across
+                        _pack_columns(own, k, min(group, right - j), other)
+                    soon = source + 4 * COLUMNS if j + COLUMNS < right else w_part + k * w_down
                     i, panel, number = top, block, 0
                     while i < min(n, top + high):
-                        rows, own = _next(n - i), x_at + i * x_down + p * x_across
-                        given = own, x_down, x_across, n - i, rows, k, x_near, panel
+                        rows, at = _next(n - i), x_at + i * x_down + p * x_across
+                        given = at, x_down, x_across, n - i, rows, k, x_near, panel
                         place, x_step = _placed(given, j == left)
                         ahead, step, time = place, 0, (j - left) // COLUMNS
                         first = TILES if few else 0  # those before fetch the next panel
                         if number >= first and time < (1 if few else 2) and n - i > rows:
                             ahead, step = _ahead_of_rows(given, time)
-                        elif few and w_by_rows:
+                        elif few and w_near:
                             ahead, step = _ahead(soon, w_step, k, number), w_step
-                        elif few and number < TILES:
+                        elif few and not w_by_rows and number < TILES:
                             its = w_part, w_down, w_across, j - left, right - left
                             ahead, step = _ahead_of_columns(its, k, number)
                         factors = k, place, x_step, other, w_step, ahead, step
@@ -254,19 +258,25 @@ def _pack_rows_of_columns(x: int, across: int, there: int, rows: int, k: int, pa
 
 @rowwise
 def _pack_columns(w: Any, k: int, m: int, panel: int) -> None:
-    """At most COLUMNS, and zeros for the rest: those of a row behind those of the row before."""
+    """Panels of m columns, of which one's rows follow each other, and zeros for what lacks.
+
+    Of columns that are contiguous themselves at most one panel.
+    """
     at, down, across = w
-    if m < COLUMNS:
-        for p in range(k):
-            floats(panel + 4 * p * COLUMNS, (COLUMNS,))[:] = ZERO
-            _copy(at + p * down, across, panel + 4 * p * COLUMNS, 4, m)
-    elif across != 4:
+    whole = m // COLUMNS
+    if across != 4 and whole:
         _pack_turned(at, across, k, panel)
-    else:
-        for p in range(k):
+        return
+    for p in range(k):
+        source, own = at + p * down, panel + 4 * p * COLUMNS
+        for _ in range(whole):
             for v in range(VECTORS):
-                number = v * LANES
-                move(at + p * down + 4 * number, panel + 4 * (p * COLUMNS + number))
+                move(source + 4 * v * LANES, own + 4 * v * LANES)
+            source += 4 * COLUMNS
+            own += 4 * COLUMNS * k
+        if m > whole * COLUMNS:
+            floats(own, (COLUMNS,))[:] = ZERO
+            _copy(source, across, own, 4, m - whole * COLUMNS)
 
 
 @rowwise
