@@ -26,6 +26,7 @@ from xformer.backends.numba import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    prefill,
     registers,
     rms_norm,
     sdpa,
@@ -45,6 +46,7 @@ __all__ = ["KERNELS", "backend", "register"]
 KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (adam_update, adam.adam_update, adam.not_float32),
     (layers_advance, advance.advance, advance.outside),
+    (layers_advance, prefill.advance, prefill.outside),
     (layers_blocks, blocks.blocks, blocks.outside),
     (layers_blocks, share.blocks, share.outside),
     (ops.embedding, embedding.embedding, embedding.not_float32),
@@ -69,7 +71,7 @@ def register() -> None:
         if all(known.run is not run for known in op.import_kernels("numpy")):
             kernel(op, "numpy", unsupported=unsupported)(run)
     if registers.USABLE and products.multiply is gemm.by_numpy:
-        products.multiply = gemm.multiply
+        products.multiply, products.FEW = gemm.multiply, linear.TOKENS
 
 
 def backend(device: str | None = None) -> Backend:

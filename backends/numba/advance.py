@@ -124,9 +124,7 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
             like = (np.empty((*shape, n), np.float32) for n in (width, value_width))
             more = reserved(*like, past=own)
         own, room, end = more, more.place.room, more.place.end
-        if room.addresses is None:
-            room.addresses = _addresses(room)
-        k, v = room.addresses
+        k, v = addresses(room)
         first, length = end - own.length, own.length
         table.append(
             (k[0] + 4 * first * width, *k[1:], v[0] + 4 * first * value_width, *v[1:], length)
@@ -136,6 +134,11 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
     return tuple(grown), np.array(table, np.int64)
 
 
-def _addresses(room: Room) -> tuple[tuple[int, int, int], ...]:
+def addresses(room: Room) -> tuple[tuple[int, int, int], ...]:
     """Of keys and values: address, and from one text and from one head to the next."""
-    return tuple((x.ctypes.data, x.strides[0] // 4, x.strides[1] // 4) for x in (room.k, room.v))
+    if room.addresses is None:
+        room.addresses = tuple(
+            (x.ctypes.data, x.strides[0] // 4, x.strides[1] // 4) for x in (room.k, room.v)
+        )
+    found: tuple[tuple[int, int, int], ...] = room.addresses
+    return found

@@ -52,7 +52,7 @@ def outside(
     plan = read(x, params, configs, rotary, mask)
     if isinstance(plan, str):
         return plan
-    if not _most(plan, x.shape[1]):
+    if not most(plan, x.shape[1]):
         return f"a text has more than {SIZE} numbers in its widest vectors"
     # NumPy's kernel cuts the batch, and asks for a kernel of each share.
     options: Any = {"configs": configs, "rotary": rotary, "mask": mask, "causal": causal}
@@ -104,29 +104,55 @@ def blocks(
 ) -> tuple[Array, Dropped]:
     """Some texts together, piece by piece on all threads; then the next ones."""
     plan = remembered(params, configs)
+    no_past = np.empty((len(configs), 0), np.int64)
+    return through(x, plan, params, rotary, mask, causal, no_past), Dropped()
+
+
+def through(
+    x: Array,
+    plan: Plan,
+    owner: Any,
+    rotary: Rotary | None,
+    mask: Array | None,
+    causal: bool,
+    past: Array,
+) -> Array:
+    """x through all layers; whose memory the tables speak of is the owner's.
+
+    past: (L, 6), where each layer's keys and values are to be kept, as `layer` has it, or (L, 0).
+    ValueError for a plan without tables.
+    """
     if plan.tables is None:
         raise ValueError(f"blocks: {plan.refusal}")
     n_texts, n_tokens, _ = x.shape
     y = np.array(x, order="C")
     pad = np.array(pad_of(mask, n_texts, n_tokens, x.dtype), order="C")
     turns, interleaved = turns_of(rotary, x.dtype)
-    size = even(n_texts, _most(plan, n_tokens))
+    size = even(n_texts, most(plan, n_tokens))
     for start in range(0, n_texts, size):
         own = slice(start, start + size)
         its = turns if turns.shape[1] == 1 else turns[:, own].copy()
-        _through(plan, y[own], params, its, interleaved, pad[own], causal)
-    return y, Dropped()
+        options = its, interleaved, pad[own], _behind(past, start)
+        _through(plan, y[own], owner, options, causal)
+    return y
 
 
-def _most(plan: Plan, n_tokens: int) -> int:
+def _behind(past: Array, n_texts: int) -> Array:
+    """The same behind so many texts."""
+    past = past.copy()
+    if past.size:
+        past[:, layer.KEYS] += 4 * n_texts * past[:, layer.KEYS_TEXT]
+        past[:, layer.VALUES] += 4 * n_texts * past[:, layer.VALUES_TEXT]
+    return past
+
+
+def most(plan: Plan, n_tokens: int) -> int:
     """How many texts at once."""
     return SIZE // (n_tokens * max(plan.mapped, plan.hidden))
 
 
-def _through(
-    plan: Plan, x: Array, owner: Any, turns: Array, interleaved: bool, pad: Array, causal: bool
-) -> None:
-    """x, which is written over, through all layers. owner: whose memory the tables speak of."""
+def _through(plan: Plan, x: Array, owner: Any, options: tuple[Any, ...], causal: bool) -> None:
+    """x, which is written over. options: as loops have them, turns to past."""
     tables: Any = plan.tables
     maps, norms, sizes, numbers, scales = tables
     configs, (n_texts, length, d_model) = plan.configs, x.shape
@@ -142,9 +168,7 @@ def _through(
         numbers,
         scales,
         np.array([tile_of_layer(config, causal, length) for config in configs], np.int64),
-        turns,
-        interleaved,
-        pad,
+        *options,
         y,
         y if post else scratch("h", y.shape, x.dtype),
         scratch("mapped", (n * max(plan.mapped, d_model),), x.dtype),

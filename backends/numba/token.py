@@ -29,6 +29,10 @@ from xformer.backends.numba.layer import (
     GROUPS,
     HEADS,
     KEY,
+    KEYS,
+    KEYS_HEAD,
+    KEYS_TEXT,
+    LENGTH,
     N_IN,
     N_OUT,
     NORMS,
@@ -42,6 +46,9 @@ from xformer.backends.numba.layer import (
     UP,
     VALUE,
     VALUE_WIDTH,
+    VALUES,
+    VALUES_HEAD,
+    VALUES_TEXT,
     WEIGHT,
     WIDTH,
     activate,
@@ -50,7 +57,6 @@ from xformer.backends.numba.layer import (
 )
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
 
-KEYS, KEYS_TEXT, KEYS_HEAD, VALUES, VALUES_TEXT, VALUES_HEAD, LENGTH = range(7)  # of a past
 STAGES = 8  # of a layer
 HIDDEN = 512  # elements of a piece of the hidden vector
 

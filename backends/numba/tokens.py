@@ -25,6 +25,9 @@ from xformer.backends.numba.layer import (
     GATE,
     GROUPS,
     HEADS,
+    KEYS,
+    KEYS_HEAD,
+    KEYS_TEXT,
     N_IN,
     N_OUT,
     NORMS,
@@ -34,6 +37,9 @@ from xformer.backends.numba.layer import (
     UP,
     VALUE,
     VALUE_WIDTH,
+    VALUES,
+    VALUES_HEAD,
+    VALUES_TEXT,
     WEIGHT,
     WIDTH,
     activate,
@@ -62,6 +68,7 @@ def all_layers(
     turns: Any,
     interleaved: bool,
     pad: Any,
+    past: Any,
     x: Any,
     h: Any,
     mapped: Any,
@@ -74,8 +81,9 @@ def all_layers(
     """x = block_n(... block_1(x)).
 
     h: x itself with post-LN, else memory. tiles: (L, 4). turns: (2, B or 1, T, R/2), cosines and
-    sines. pad: (B, T) or (B, 0), as in `flash`. mapped (N (H K + G K + G M)), ctx (N H M), hidden
-    (N F), opened (N F) of gated layers, statistics (2 N H): memory. stages: (7 L + 1, 2) zeros.
+    sines. pad: (B, T) or (B, 0), as in `flash`. past: (L, 6), where keys and values are to be kept,
+    or (L, 0). mapped (N (H K + G K + G M)), ctx (N H M), hidden (N F), opened (N F) of gated
+    layers, statistics (2 N H): memory. stages: (7 L + 1, 2) zeros.
     """
     n_tokens, n_texts = len(x), len(pad)
     at = np.int64(stages.ctypes.data)
@@ -88,7 +96,7 @@ def all_layers(
         attn_out, ffn_out = NORMS * i + ATTN_OUT, NORMS * i + FFN_OUT
         _multiply(by, n_threads, at, h, own[QUERY : VALUE + 1], False, mapped)
         at += 2 * WORD
-        options = tiles[i], scales[i], turns, interleaved, pad
+        options = tiles[i], scales[i], turns, interleaved, pad, past[i]
         _attend(by, at, n_texts, own, size, options, mapped, seen, statistics)
         at += 2 * WORD
         branch = _close(by, n_threads, at, seen, own[OUT : OUT + 1], norms[attn_out], mapped, x)
@@ -225,7 +233,7 @@ def _attend(
     statistics: Any,
 ) -> None:
     """A piece is a head of keys and values of a text, and all queries that share it."""
-    tile, scale, turns, interleaved, pad = options
+    tile, scale, turns, interleaved, pad, past = options
     n_heads, n_groups, width, value_width = (
         size[HEADS],
         size[GROUPS],
@@ -249,6 +257,9 @@ def _attend(
             turn(k[b, t, g], cos, sin, interleaved)
             for i in range(g * shared, (g + 1) * shared):
                 turn(q[b, t, i], cos, sin, interleaved)
+        if len(past):
+            _keep(k[b, :, g], past[KEYS] + 4 * (b * past[KEYS_TEXT] + g * past[KEYS_HEAD]))
+            _keep(v[b, :, g], past[VALUES] + 4 * (b * past[VALUES_TEXT] + g * past[VALUES_HEAD]))
         sizes = tile[ROWS], tile[COLUMNS]
         window = tile[LEFT], tile[RIGHT]
         given = q, k, v, pad, *window, scale * LOG2_E, sizes
@@ -256,6 +267,14 @@ def _attend(
         count(at + WORD)
         group = count(at)
     wait(at, n_texts * n_groups)
+
+
+@rowwise
+def _keep(x: Any, at: int) -> None:
+    """Of all tokens, one behind the other."""
+    out = floats(at, x.shape)
+    for t in range(len(x)):
+        out[t] = x[t]
 
 
 @rowwise
