@@ -87,7 +87,7 @@ def test_panels_that_are_not_near_are_copied(order: str) -> None:
     for own, a in zip(far, (x, w), strict=True):
         own[:] = a
         assert tile.NEAR < 257 * APART * 4  # 513 is done in 257 and 256
-        assert min(x.shape[0], w.shape[1]) > tile.FEW
+        assert x.shape[0] > tile.FEW_ROWS and w.shape[1] > tile.FEW_COLUMNS
     run(1.0, *far, True, out := y.copy())
     require_product(out, x, w, y, 1.0, True)
 
@@ -211,7 +211,7 @@ for n, m, k in tests.LARGE:
         tests.run(0.5, a(x), b(w), True, out := y.copy())
         tests.require_product(out, x, w, y, 0.5, True)
 tests.test_vectors()
-print(compiled.AMD, tests.tile.FEW > 0)
+print(compiled.AMD, tests.tile.FEW_ROWS > 0)
 """
     folder = os.path.dirname(__file__)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}

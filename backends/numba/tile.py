@@ -39,7 +39,7 @@ SLOT = 16  # from row to row of a panel that is copied column by column
 GROUP = 8  # panels of w by rows that are copied at once: memory gives more of long pieces of rows
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
 # A core that multiplies twice as many numbers a second waits for what is not side by side.
-NEAR, FEW = (1 << 19, 192) if AMD else (0, 0)
+NEAR, FEW_ROWS, FEW_COLUMNS = (1 << 19, 192, 192) if AMD else (0, 0, 64)
 # Rows that go by a panel of w together: at most so many, of so many numbers, which stay near.
 MOST, NUMBERS = 384, 192 * DEPTH
 PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
@@ -87,8 +87,8 @@ def multiply(
         right = min(m, left + WIDE)
         for p in range(0, depth, length):
             k, more = min(length, depth - p), keep != 0 or p > 0
-            w_near = w_by_rows and (k * w_down <= NEAR or n <= FEW)
-            x_near = k * x_across <= NEAR or m <= FEW
+            w_near = w_by_rows and (k * w_down <= NEAR or n <= FEW_ROWS)
+            x_near = k * x_across <= NEAR or m <= FEW_COLUMNS
             group = GROUP * COLUMNS if w_by_rows and not w_near else COLUMNS
             w_part = w_at + p * w_down + left * w_across
             for top in range(0, n, high):
