@@ -1,7 +1,7 @@
-"""`python -m benchmarks.speed`: the newest run of every shape, as a table and as a picture.
+"""`python -m benchmarks.speed`: a machine's newest run of every shape, in tables and a picture.
 
 Of the JSON that `benchmarks`, `benchmarks.decoding` and `benchmarks.starts` wrote. Nothing is
-measured here.
+measured here. Machines are named by their processor.
 """
 
 from __future__ import annotations
@@ -59,42 +59,69 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; put it on a page, draw the picture where that is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("--results", type=Path, metavar="FOLDER", default=RESULTS)
+    parser.add_argument(
+        "--machine", action="append", metavar="CPU", help="repeatable; default: the newest run's"
+    )
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="needs the extra plot")
     args = parser.parse_args(argv)
-    runs = {name: newest(args.results, name, shapes) for name, shapes in QUESTIONS.items()}
-    if not any(runs.values()):
-        parser.error(f"--results: there is no run of a shape in {args.results}")
+    runs = [stored(args.results, machine) for machine in args.machine or [None]]
+    for machine, found in zip(args.machine or [""], runs, strict=True):
+        if not any(found.values()):
+            own = f" of a machine named {machine!r}" if machine else ""
+            parser.error(f"--results: there is no run of a shape{own} in {args.results}")
     print(text(runs))
     if args.page is not None:
         link = Path(os.path.relpath(args.results, args.page.parent)).as_posix()
         put(args.page, shown(runs, link))
     if args.picture is not None:
-        draw(runs["step"], args.picture)
+        draw([found["step"] for found in runs if found["step"]] or [{}], args.picture)
     return 0
 
 
+MEANING = """\
+x: minimum over the peer's minimum in one interleaved run; below 1 is faster, or smaller.
+Speed of light: the time of the matrix products that the work needs, over NumPy's time."""
 QUESTIONS = {"step": STEPS, "decoding": TOKENS, "start": STARTS}
 
 
-def newest(folder: Path, question: str, shapes: Iterable[str]) -> dict[str, Any]:
-    """Of each shape that was measured, its newest run of what is shown."""
-    found: dict[str, Any] = {}
-    for shape in shapes:
-        files = folder.glob(f"{question}-{shape}-[0-9]*.json")
-        runs = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-        runs = [run for run in runs if question != "step" or run["work"] in run["works"]]
-        if runs:
-            found[shape] = max(runs, key=lambda run: run["date"])
-    return found
+def stored(folder: Path, machine: str | None) -> dict[str, Runs]:
+    """Of each question the newest runs; without a machine, of the one that ran last."""
+    every: dict[str, list[Any]] = {}
+    for question, shapes in QUESTIONS.items():
+        files = (
+            path for shape in shapes for path in folder.glob(f"{question}-{shape}-[0-9]*.json")
+        )
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+        every[question] = [r for r in found if question != "step" or r["work"] in r["works"]]
+    if machine is None:
+        last = max((r for found in every.values() for r in found), key=_date, default=None)
+        machine = None if last is None else last["machine"]["cpu"]
+    return {
+        question: newest([r for r in found if r["machine"]["cpu"] == machine], QUESTIONS[question])
+        for question, found in every.items()
+    }
 
 
-def text(runs: Mapping[str, Runs]) -> str:
-    """The tables, and where they came about."""
-    tables = [steps(runs["step"])] if runs["step"] else []
-    if runs["decoding"] or runs["start"]:
-        tables.append(alone(runs))
-    return "\n\n".join([*tables, origin(runs)])
+def newest(runs: Sequence[Any], shapes: Iterable[str]) -> dict[str, Any]:
+    """Of each shape that was measured."""
+    found = {shape: [run for run in runs if run["shape"] == shape] for shape in shapes}
+    return {shape: max(its, key=_date) for shape, its in found.items() if its}
+
+
+def _date(run: Mapping[str, Any]) -> str:
+    return str(run["date"])
+
+
+def text(machines: Sequence[Mapping[str, Runs]]) -> str:
+    """Of each machine the tables, and where they came about."""
+    parts = []
+    for runs in machines:
+        tables = [steps(runs["step"])] if runs["step"] else []
+        if runs["decoding"] or runs["start"]:
+            tables.append(alone(runs))
+        parts += [*tables, origin(runs)]
+    return "\n\n".join([*parts, MEANING])
 
 
 def steps(runs: Runs) -> str:
@@ -159,13 +186,11 @@ def origin(runs: Mapping[str, Runs]) -> str:
     return (
         f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, {'; '.join(machines)}. Python "
         f"{every[0]['python']}; {'; '.join(sorted(libraries))}.\n"
-        f"Commit {', '.join(commits)}. x: minimum over the peer's minimum in one interleaved run; "
-        "below 1 is faster, or smaller.\nSpeed of light: the time of the matrix products that the "
-        "work cannot do without, over NumPy's time."
+        f"Commit {', '.join(commits)}."
     )
 
 
-def shown(runs: Mapping[str, Runs], link: str) -> str:
+def shown(runs: Sequence[Mapping[str, Runs]], link: str) -> str:
     """What stands on the page."""
     return f"{text(runs)}\n[All figures]({link}).\n"
 
@@ -180,8 +205,8 @@ def put(page: Path, shown: str) -> None:
     page.write_text(f"{before}{begin}{shown}{end}{after}", encoding="utf-8")
 
 
-def draw(runs: Runs, path: Path) -> None:
-    """Bars of the ratios to torch eager, shape by shape."""
+def draw(machines: Sequence[Runs], path: Path) -> None:
+    """Bars of the ratios to torch eager, shape by shape, and machine by machine."""
     try:
         import matplotlib
     except ImportError as error:
@@ -192,23 +217,44 @@ def draw(runs: Runs, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "speed"  # the same picture each time
     import matplotlib.pyplot as plt
 
-    there = [n for n in HEADS if n != PEER and any(n in _rows(run) for run in runs.values())]
-    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.55 * len(runs)), layout="constrained")
+    every = [run for runs in machines for run in runs.values()]
+    there = [n for n in HEADS if n != PEER and any(n in _rows(run) for run in every)]
+    shapes = [shape for shape in STEPS if any(shape in runs for runs in machines)]
+    figure, axes = plt.subplots(
+        *(1, len(machines)),
+        figsize=(4 + 4 * len(machines), 0.6 + 0.55 * len(shapes)),
+        layout="constrained",
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+    )
     height = 0.8 / max(len(there), 1)
-    for i, name in enumerate(there):
-        bars = [(at, _ratio(run, name)) for at, run in enumerate(runs.values())]
-        bars = [(at, ratio) for at, ratio in bars if ratio is not None]
-        places = [at + (i - (len(there) - 1) / 2) * height for at, _ in bars]
-        colour = COLOURS[list(HEADS).index(name)]
-        axes.barh(places, [r for _, r in bars], height, color=colour, label=HEADS[name])
-    axes.axvline(1, color="#404040", lw=1)
-    axes.set_yticks(range(len(runs)), [STEPS[shape] for shape in runs])
-    axes.invert_yaxis()
-    axes.set_xlabel("time over torch eager's: left of the line is faster")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    for own, runs in zip(axes[0], machines, strict=True):
+        for i, name in enumerate(there):
+            bars = [(shapes.index(shape), _ratio(run, name)) for shape, run in runs.items()]
+            bars = [(at, ratio) for at, ratio in bars if ratio is not None]
+            places = [at + (i - (len(there) - 1) / 2) * height for at, _ in bars]
+            colour = COLOURS[list(HEADS).index(name)]
+            own.barh(places, [r for _, r in bars], height, color=colour, label=HEADS[name])
+        own.axvline(1, color="#404040", lw=1)
+        own.set_xlabel(_cpu(runs))
+        own.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_yticks(range(len(shapes)), [STEPS[shape] for shape in shapes])
+    axes[0, 0].invert_yaxis()
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(
+        *(handles, labels),
+        title="time over torch eager's: left of the line is faster",
+        loc="outside upper center",
+        frameon=False,
+        ncols=len(there),
+    )
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
+
+
+def _cpu(runs: Runs) -> str:
+    return " ".join({run["machine"]["cpu"]: None for run in runs.values()})
 
 
 def _ratio(run: Mapping[str, Any], name: str) -> float | None:

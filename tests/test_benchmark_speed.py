@@ -55,6 +55,9 @@ START = ORIGIN | {
         {"name": "xformer numpy", "start": times(300, 2000)},
     ],
 }
+ELSEWHERE = copy.deepcopy(START) | {"date": "2026-11-20 10:00 UTC"}
+ELSEWHERE["machine"]["cpu"] = "Another"
+ELSEWHERE["rows"][1]["start"] = times(400, 2000)
 TABLE = """\
 |                         | torch eager, ms | torch.compile, x | NumPy, x | \
 NumPy's peak memory, x | speed of light |
@@ -73,10 +76,11 @@ with numba, x |
             - |
 
 2026-11-22, A processor, 2 threads. Python 3.11.7; numpy 2.4.6 on cpu.
-Commit 012345678, none. x: minimum over the peer's minimum in one interleaved run; below 1 is \
+Commit 012345678, none.
+
+x: minimum over the peer's minimum in one interleaved run; below 1 is \
 faster, or smaller.
-Speed of light: the time of the matrix products that the work cannot do without, over NumPy's \
-time."""
+Speed of light: the time of the matrix products that the work needs, over NumPy's time."""
 
 
 @pytest.fixture
@@ -93,6 +97,7 @@ def results(tmp_path: Path) -> Path:
         ("step-char-gpt-2026-11-23-c", other),
         ("decoding-gpt2-2026-11-22-a", TOKEN),
         ("start-gpt2-2026-11-22-a", START),
+        ("start-gpt2-2026-11-20-d", ELSEWHERE),
     ):
         (folder / f"{name}.json").write_text(json.dumps(run))
     return folder
@@ -108,6 +113,17 @@ def test_the_newest_runs_are_shown(
         assert capsys.readouterr().out == TABLE + "\n"
         new = f"{TABLE}\n[All figures](results).\n"
         assert page.read_text() == f"before\n{speed.BEGIN}{new}{speed.END}after\n"
+
+
+def test_machine_by_machine(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["--machine", "Another", "--machine", "A processor"]
+    assert speed.main(["--results", str(results), *names]) == 0
+    first, _, second = capsys.readouterr().out.partition("Commit none.\n\n")
+    assert "2026-11-20, Another, 2 threads" in first and " 400 | 0.20 |" in first
+    assert "training step" not in first and second == TABLE + "\n"
+    with pytest.raises(SystemExit):
+        speed.main(["--results", str(results), *names, "--machine", "a third"])
+    assert "no run of a shape of a machine named 'a third' in" in capsys.readouterr().err
 
 
 def test_a_page_without_marks_stays_as_it_is(results: Path, tmp_path: Path) -> None:
@@ -134,3 +150,7 @@ def test_the_picture_is_the_same_each_time(results: Path, tmp_path: Path) -> Non
     for label in ("char-GPT, training step", "torch.compile", "NumPy"):
         assert f"<!-- {label} -->" in drawn[0]
     assert "<!-- jax.jit -->" not in drawn[0]
+    both = ["--machine", "Another", "--machine", "A processor"]
+    given = ["--results", str(results), "--picture", str(tmp_path / "c.svg")]
+    assert speed.main([*given, *both]) == 0
+    assert (tmp_path / "c.svg").read_text() == drawn[0]  # nothing of the other one to draw
