@@ -26,7 +26,8 @@ from xformer.typing import Array
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.append import LEAST, Room
 from xformer.backends.numba import advance as kernel
-from xformer.backends.numba import layer, linear, plan
+from xformer.backends.numba import gemm, layer, linear, plan, registers
+from xformer.backends.numpy import products
 
 
 @pytest.fixture(autouse=True)
@@ -413,6 +414,45 @@ def test_linear_of_few(n: int, turned: bool) -> None:
         off, off_plain = (np.max(np.abs(a - exact[0])) for a in (y, plain))
         assert y.dtype == np.float32
         assert off <= 2 * off_plain + 2 * np.finfo(np.float32).eps * np.max(np.abs(exact[0]))
+
+
+def test_no_column_of_few_depends_on_threads() -> None:
+    """Of columns that are contiguous some are read at once, and the last ones one by one."""
+    rng = np.random.default_rng(5)
+    x, w = rng.normal(size=(2, 700)).astype("f4"), rng.normal(size=(1403, 700)).astype("f4").T
+    found = []
+    for n in (1, 2, 3, 7):
+        with threadpoolctl.threadpool_limits(n, user_api="blas"), inference():
+            found.append(linear.linear(x, w)[0])
+    assert all(np.array_equal(one, found[0]) for one in found[1:])
+
+
+def test_linear_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on BLAS's threads, which would spin on; small products wake nobody."""
+    if not registers.USABLE:
+        pytest.skip("tiles are for x86-64 with AVX2 or AVX-512")
+    seen: list[int] = []
+
+    def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
+        seen.append(len(x))
+        own(x, w, out, add=add)
+
+    own = gemm.multiply
+    monkeypatch.setattr(gemm, "multiply", multiply)
+    monkeypatch.setattr(products, "multiply", multiply)
+    rng = np.random.default_rng(6)
+    w, b = rng.normal(size=(300, 1300)).astype("f4"), rng.normal(size=1300).astype("f4")
+    with inference():
+        for n, wanted in ((4, []), (5, [5, 5, 5]), (128, [128, 128, 128])):
+            x = rng.normal(size=(n, 300)).astype("f4")
+            y, _ = ops.linear(x, w, b)
+            np.testing.assert_allclose(y, x @ w + b, rtol=1e-4, atol=1e-4)
+            assert seen == wanted
+            seen.clear()
+        assert linear.other(np.ones((129, 300), np.float32), w)
+        assert "wakes nobody" in str(linear.other(x[:8], w[:, :100].copy()))
+        monkeypatch.setattr(products, "multiply", gemm.by_numpy)
+        assert "only by tiles" in str(linear.other(x, w))
 
 
 def test_linear_that_is_left_to_numpy() -> None:

@@ -146,10 +146,13 @@ def test_what_it_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for why, given in (
         ("not the first tokens", (x, options | {"past": state.past, "n_past": 6})),
         ("not the first tokens", (x, options | {"past": start[:2]})),
+        ("not the first tokens", (x, options | {"past": (state.past[0], *start[1:])})),
         ("float32", (x.astype(np.float64), options)),
         ("padding", (x, options | {"mask": np.ones((2, 1, 1, 6), bool)})),
     ):
         assert why in str(prefill.outside(given[0], params.stack, **given[1]))
+    shared = params.stack._replace(relative=np.ones((4, 4), np.float32))
+    assert "relative bias" in str(prefill.outside(x, shared, **options))
     monkeypatch.setattr(blocks, "SIZE", 100)
     monkeypatch.setattr(prefill, "SIZE", 100)
     assert "more than 100 numbers" in str(prefill.outside(x, params.stack, **options))

@@ -71,7 +71,7 @@ def register() -> None:
         if all(known.run is not run for known in op.import_kernels("numpy")):
             kernel(op, "numpy", unsupported=unsupported)(run)
     if registers.USABLE and products.multiply is gemm.by_numpy:
-        products.multiply, products.FEW = gemm.multiply, linear.TOKENS
+        products.multiply = gemm.multiply
 
 
 def backend(device: str | None = None) -> Backend:

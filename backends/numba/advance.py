@@ -21,7 +21,7 @@ from xformer.layers.stack import StackParams
 from xformer.typing import Array
 
 FLOAT = np.dtype(np.float32)
-TEXTS = 4  # at most: with more of them products are faster by BLAS
+TEXTS = 4  # at most: with more of them products of matrices are faster
 
 
 def outside(

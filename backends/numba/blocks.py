@@ -123,7 +123,7 @@ def through(
     ValueError for a plan without tables.
     """
     if plan.tables is None:
-        raise ValueError(f"blocks: {plan.refusal}")
+        raise ValueError(f"through: {plan.refusal}")
     n_texts, n_tokens, _ = x.shape
     y = np.array(x, order="C")
     pad = np.array(pad_of(mask, n_texts, n_tokens, x.dtype), order="C")

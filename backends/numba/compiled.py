@@ -23,7 +23,7 @@ from xformer.lock import locked
 ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
 BLOCK = 1 << 17  # elements: fewer are done before a thread is awake
 FEW = 32  # rows that are summed one after the other: sums of such sums are more exact
-# Loops are cut for the cores of AMD (measured on Zen 4), and those of Intel (Granite Rapids).
+# Loops are cut for the cores of AMD (measured on Zen 4), or for others (Intel's Granite Rapids).
 AMD = llvmlite.binding.get_host_cpu_name().startswith("znver")
 PLAIN: tuple[Any, ...] = ("C", "A", "W")  # arrays of other kinds would be compiled for anew
 LOG2_E = np.float32(math.log2(math.e))

@@ -20,7 +20,8 @@ GAIN, SHIFT, RMS = range(3)  # of a norm
 EPS, OFFSET = range(2)
 HEADS, GROUPS, WIDTH, VALUE_WIDTH, ACTIVATION = range(5)  # sizes
 SILU, GELU, GELU_TANH, RELU = range(4)
-# Of a past: where keys and values are, and numbers from one text and from one head to the next.
+# Of a past: where keys and values are, and numbers from one text and from one head to the next; and
+# how many there are, where they are read.
 KEYS, KEYS_TEXT, KEYS_HEAD, VALUES, VALUES_TEXT, VALUES_HEAD, LENGTH = range(7)
 
 

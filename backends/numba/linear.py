@@ -1,4 +1,4 @@
-"""`linear` of a token or a few on the threads of `advance`, where BLAS's own would spin."""
+"""`linear` of a token or some on the threads of `advance`, where BLAS's own would spin."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from xformer.backends.numba import gemm
 from xformer.backends.numba.atomic import count, nothing_done, on_each
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.vectors import SUMS, matrix_vector, vector_matrix
+from xformer.backends.numpy import products
 from xformer.backends.numpy.linear import LinearCache
-from xformer.backends.numpy.threads import blocks, n_threads
+from xformer.backends.numpy.threads import blocks, n_threads, run
 
 from xformer.dispatch import keeps_nothing
 from xformer.typing import Array
 
-TOKENS = 4  # at most: with more of them BLAS is faster
+TOKENS = 4  # at most: with more of them a product of matrices is faster
+SOME = products.FEW  # at most: NumPy's kernel gives more of them to these threads too
 LARGE = 1 << 13  # weights that BLAS would wake a thread for
 LEAST, MOST = 1 << 17, 1 << 19  # of a piece
 
 
 def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) -> str | None:
     """Why the kernel cannot run."""
-    if not keeps_nothing() or w.size < LARGE or math.prod(x.shape[:-1]) > TOKENS:
-        return f"only within inference(), large weights and at most {TOKENS} vectors"
+    n = math.prod(x.shape[:-1])
+    if not keeps_nothing() or w.size < LARGE or n > SOME:
+        return f"only within inference(), large weights and at most {SOME} vectors"
+    if n > TOKENS and products.multiply is not gemm.multiply:
+        return f"more than {TOKENS} vectors only by tiles"
+    if n > TOKENS and n * w.size <= gemm.SMALL:
+        return "BLAS wakes nobody for so small a product"
     if w.dtype != np.float32 or not w.flags.aligned:
         return "only float32"
     if 4 not in w.strides:
@@ -35,18 +43,21 @@ def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) ->
 def linear(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> tuple[Array, LinearCache]:
-    """Pieces of columns."""
+    """Pieces of columns; of more than `TOKENS` vectors those of a product of matrices."""
     rows, (n_in, n_out) = np.ascontiguousarray(x.reshape(-1, x.shape[-1])), w.shape
     y = np.empty((len(rows), n_out), x.dtype)
+    cache = LinearCache(None if fixed else x, w, b, x.shape)
+    if len(rows) > TOKENS:
+        run(products.product(rows, w, y, b))
+        return y.reshape(*x.shape[:-1], n_out), cache
     threads = n_threads() if w.size > LEAST else 1
     share = max(LEAST // n_in, -(-n_out // threads))
     size = -(-max(1, min(MOST // n_in, share)) // SUMS) * SUMS  # no column depends on the cut
     place = w.ctypes.data, w.strides[0] // 4, w.strides[1] // 4
-    run = partial(on_each, _columns, (rows, place, size, y), nothing_done(1), w)
-    blocks(run, threads, 1)
+    blocks(partial(on_each, _columns, (rows, place, size, y), nothing_done(1), w), threads, 1)
     if b is not None:
         y += b
-    return y.reshape(*x.shape[:-1], n_out), LinearCache(None if fixed else x, w, b, x.shape)
+    return y.reshape(*x.shape[:-1], n_out), cache
 
 
 @rowwise

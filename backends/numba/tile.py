@@ -36,10 +36,10 @@ from xformer.backends.numpy.threads import LINE
 
 WIDE = 1024  # columns at once
 SLOT = 16  # from row to row of a panel that is copied column by column
-GROUP = 8  # panels of w by rows that are copied at once: memory gives more of long pieces of rows
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
 # A core that multiplies twice as many numbers a second waits for what is not side by side.
 NEAR, FEW_ROWS, FEW_COLUMNS = (1 << 19, 192, 192) if AMD else (0, 0, 64)
+GROUP = 1 if AMD else 8  # panels of w by rows that are copied at once, from long pieces of rows
 # Rows that go by a panel of w together: at most so many, of so many numbers, which stay near.
 MOST, NUMBERS = 384, 192 * DEPTH
 PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
@@ -258,9 +258,10 @@ def _pack_rows_of_columns(x: int, across: int, there: int, rows: int, k: int, pa
 
 @rowwise
 def _pack_columns(w: Any, k: int, m: int, panel: int) -> None:
-    """Panels of m columns, of which one's rows follow each other, and zeros for what lacks.
+    """Panels of m columns, of which one's rows follow each other.
 
-    Of columns that are contiguous themselves at most one panel.
+    Zeros for what the last one lacks: numbers of old, which nobody takes, could be slow. Of columns
+    that are contiguous themselves at most one panel.
     """
     at, down, across = w
     whole = m // COLUMNS
