@@ -46,12 +46,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return kernel.advance(*args, **options)
 
-    known = [
-        k._replace(run=run) if k.run is kernel.advance else k
-        for k in advance.import_kernels("numpy")
-    ]
-    monkeypatch.setitem(advance.kernels, "numpy", known)
+    replaced(monkeypatch, kernel.advance, run)
     return calls
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, own: Any, other: Any) -> None:
+    """One of NumPy's kernels of `advance` by another."""
+    kernels = advance.import_kernels("numpy")
+    known = [k._replace(run=other) if k.run is own else k for k in kernels]
+    monkeypatch.setitem(advance.kernels, "numpy", known)
 
 
 @pytest.fixture
@@ -450,7 +453,7 @@ def test_linear_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
             assert seen == wanted
             seen.clear()
         assert linear.other(np.ones((129, 300), np.float32), w)
-        assert "wakes nobody" in str(linear.other(x[:8], w[:, :100].copy()))
+        assert "so small a product" in str(linear.other(x[:8], w[:, :100].copy()))
         monkeypatch.setattr(products, "multiply", gemm.by_numpy)
         assert "only by tiles" in str(linear.other(x, w))
 

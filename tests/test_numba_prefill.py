@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 from causal_models import NAMES, V, causal
-from test_numba_advance import LAYOUTS, small
+from test_numba_advance import LAYOUTS, replaced, small
 from test_numpy_advance import FORMS, LEFT
 
 from xformer import backends, dispatch, reference_only, tree
@@ -36,11 +36,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(x.shape[1])
         return prefill.advance(x, *args, **options)
 
-    known = [
-        k._replace(run=run) if k.run is prefill.advance else k
-        for k in advance.import_kernels("numpy")
-    ]
-    monkeypatch.setitem(advance.kernels, "numpy", known)
+    replaced(monkeypatch, prefill.advance, run)
     return calls
 
 

@@ -32,7 +32,7 @@ def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) ->
     if n > TOKENS and products.multiply is not gemm.multiply:
         return f"more than {TOKENS} vectors only by tiles"
     if n > TOKENS and n * w.size <= gemm.SMALL:
-        return "BLAS wakes nobody for so small a product"
+        return "tiles are not for so small a product"
     if w.dtype != np.float32 or not w.flags.aligned:
         return "only float32"
     if 4 not in w.strides:
