@@ -103,14 +103,21 @@ def multiply(
                     elif top == 0 and (j - left) % group == 0:
                         own = source, w_down, w_across
                         _pack_columns(own, k, min(group, right - j), other)
+                    soon = source + 4 * COLUMNS if j + COLUMNS < right else w_part + k * w_down
                     i, panel, number = top, block, 0
                     while i < min(n, top + high):
                         rows, at = _next(n - i), x_at + i * x_down + p * x_across
                         given = at, x_down, x_across, n - i, rows, k, x_near, panel
                         place, x_step = _placed(given, j == left)
-                        its = w_part, w_down, w_across, j - left, right - left
-                        which = few, w_by_rows, w_near, number
-                        ahead, step = _wanted_soon(which, given, its, place)
+                        ahead, step, time = place, 0, (j - left) // COLUMNS
+                        first = TILES if few else 0  # those before fetch the next panel
+                        if number >= first and time < (1 if few else 2) and n - i > rows:
+                            ahead, step = _ahead_of_rows(given, time)
+                        elif few and w_near:
+                            ahead, step = _ahead(soon, w_step, k, number), w_step
+                        elif few and not w_by_rows and number < TILES:
+                            its = w_part, w_down, w_across, j - left, right - left
+                            ahead, step = _ahead_of_columns(its, k, number)
                         factors = k, place, x_step, other, w_step, ahead, step
                         if columns == COLUMNS and rows in ROWS:
                             _add_tile(by_rows, rows, factors, y + i * y_down, y_down, scale, more)
@@ -139,27 +146,6 @@ def _placed(x: Any, first: bool) -> tuple[int, int]:
     if first:
         _pack_rows_of_columns(at, across, there, rows, k, panel)
     return panel, 4 * SLOT
-
-
-@rowwise
-def _wanted_soon(which: Any, x: Any, w: Any, place: int) -> tuple[int, int]:
-    """Which lines of memory a tile fetches, and bytes from one to the next; 0 where it needs none.
-
-    which: whether few rows go by a panel of w, whether w is by rows, and near, and the tile's
-    number. x: as in `_placed`; w: as in `_ahead_of_columns`. place: a line that is here.
-    """
-    few, w_by_rows, w_near, number = which
-    (_, _, _, there, rows, k, _, _), (at, down, across, j, m) = x, w
-    first = TILES if few else 0  # those before fetch the next panel
-    time = j // COLUMNS
-    if number >= first and time < (1 if few else 2) and there > rows:
-        return _ahead_of_rows(x, time)
-    if few and w_near:
-        soon = at + (j + COLUMNS) * across if j + COLUMNS < m else at + k * down
-        return _ahead(soon, down, k, number), down
-    if few and not w_by_rows and number < TILES:
-        return _ahead_of_columns(w, k, number)
-    return place, 0
 
 
 @rowwise
