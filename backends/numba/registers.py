@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
+from xformer.backends.numba.compiled import AMD
 
 
 def _lanes() -> int:
@@ -37,7 +38,9 @@ HIGH = 12 if LANES == 16 else 6
 ROWS = HIGH, HIGH // 3 * 2, HIGH // 3  # of a tile: as many as fit into registers, or what is left
 VECTORS = 2
 COLUMNS = VECTORS * LANES
-DEPTH = 512  # numbers of a row of a panel, at most
+# Numbers of a row of a panel, at most. Half as many let a panel of each factor stay in an L1 cache
+# of 48 KB: on Intel's cores products of several hundred rows take 5 to 25 % less time.
+DEPTH = 512 if AMD else 256
 STEP = DEPTH + 16  # from row to row of one; not so that all rows are in one set of a cache
 
 REAL, WHOLE, PART = ir.FloatType(), ir.IntType(64), ir.IntType(32)

@@ -35,7 +35,7 @@ from xformer.backends.numba.registers import (
 from xformer.backends.numpy.threads import LINE
 
 WIDE = 1024  # columns at once
-SLOT = 16  # from row to row of a panel that is copied column by column
+SLOT = 16 if AMD else HIGH  # from row to row of a panel that is copied column by column
 # What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
 # A core that multiplies twice as many numbers a second waits for what is not side by side.
 NEAR, FEW_ROWS, FEW_COLUMNS = (1 << 19, 192, 192) if AMD else (0, 0, 64)
