@@ -41,14 +41,6 @@ class Room:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"plan": None, "addresses": None}  # of this process
 
-    def claim(self, end: int, n: int) -> bool:
-        """Whether n columns behind `end` were free; then they are taken."""
-        with _claiming:  # a text may be continued by two threads at once
-            if self.end != end or end + n > self.capacity:
-                return False
-            self.end = end + n
-        return True
-
 
 class Place:
     """Where a past is kept: its k and v are columns of a room, of which `end` is the next one."""
@@ -89,18 +81,29 @@ def reserved(k: Array, v: Array, *, past: Past) -> Any:
             return grown
     room = Room(past, k, v)
     room.end += n
-    return _last(room, room.end, room.end)
+    return last_columns(room, room.end, room.end)
 
 
 def longer(past: Past, n: int) -> Any:
     """`past` with n columns more, which nobody has written yet; None where there are none."""
     place = past.place
-    if place is None or not place.is_of(past) or not place.room.claim(place.end, n):
+    if place is None or not place.is_of(past) or not claimed((place.room,), place.end, n):
         return None
-    return _last(place.room, place.end + n, past.length + n)
+    return last_columns(place.room, place.end + n, past.length + n)
 
 
-def _last(room: Room, end: int, n: int) -> Past:
+def claimed(rooms: tuple[Room, ...], end: int, n: int) -> bool:
+    """Whether n columns behind `end` were free in each room; then they are taken."""
+    with _claiming:  # a text may be continued by two threads at once
+        for room in rooms:
+            if room.end != end or end + n > room.capacity:
+                return False
+        for room in rooms:
+            room.end = end + n
+    return True
+
+
+def last_columns(room: Room, end: int, n: int) -> Past:
     """The last n columns up to `end`."""
     own = slice(end - n, end)
     k, v = room.k[:, :, own, :], room.v[:, :, own, :]

@@ -22,13 +22,14 @@ from xformer import Key, backends, dispatch, reference_only, tree
 from xformer.catalogue import cases
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
+from xformer.generation.samplers import likeliest
 from xformer.layers import blocks
 from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held
 from xformer.layers.constant import constant
 from xformer.layers.past import append
 from xformer.layers.rotary import turns
-from xformer.models.language_model import language_model_loss
+from xformer.models.language_model import language_model_extend, language_model_loss
 from xformer.ops import random_bits, rope
 from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
@@ -54,13 +55,13 @@ KERNELS = [
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
-# test_cuda_precision.py, turns: test_rotary.py
-WITHOUT_GRADIENT = (random_bits, in_range, append, constant, held, advance, sum_to, *UPDATES)
-WITHOUT_GRADIENT += (turns,)
+# test_cuda_precision.py, turns: test_rotary.py, language_model_extend: test_numba_extend.py
+WITHOUT_GRADIENT = (random_bits, in_range, likeliest, append, constant, held, advance, sum_to)
+WITHOUT_GRADIENT += (*UPDATES, turns, language_model_extend)
 # Of many ops, whose rounding adds up either way: test_numpy_blocks.py, test_numba_language_model.py
 IN_FLOAT64 = (blocks, language_model_loss)
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.
-REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:2]]
+REFERENCES = [("numpy", op, Kernel(op.reference, "numpy", None)) for op in WITHOUT_GRADIENT[:3]]
 
 
 def every(kernels: list[tuple[str, Overridable, Kernel]]) -> pytest.MarkDecorator:
@@ -215,10 +216,23 @@ def ranges(library: Backend) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], 
         yield (torch.empty((3,), dtype=torch.int64, device="meta"),), {"size": 7}, True
 
 
-@every([k for k in KERNELS if k[1] in WITHOUT_GRADIENT[:2]] + REFERENCES)
+def largest(library: Backend) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
+    """Of equal ones the first; -1 where the largest is no finite number."""
+    inf, nan = np.inf, np.nan
+    rows = ([0, 2, 1, 2], 1), ([-inf, -5, -inf, -7], 1), ([3, 1, inf, 0], -1), ([-inf] * 4, -1)
+    rows += (([1, nan, 0, 2], -1), ([nan, 1, 2, 3], -1))
+    for row, best in rows:
+        yield (library.asarray([row], "float32"),), {}, [best]
+    for dtype in ("float32", "float64"):
+        yield (library.asarray([row for row, _ in rows], dtype),), {}, [best for _, best in rows]
+
+
+@every([k for k in KERNELS if k[1] in WITHOUT_GRADIENT[:3]] + REFERENCES)
 def test_same_answers_as_the_reference(library: Backend, op: Overridable, kernel: Kernel) -> None:
     ran = 0
-    for args, options, wanted in {random_bits: bits, in_range: ranges}[op](library):
+    for args, options, wanted in {random_bits: bits, in_range: ranges, likeliest: largest}[op](
+        library
+    ):
         if kernel.unsupported is None or not kernel.unsupported(*args, **options):
             got = kernel.run(*args, **options)
             assert np.array_equal(got if isinstance(got, bool) else library.to_numpy(got), wanted)

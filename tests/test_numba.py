@@ -23,7 +23,7 @@ from xformer.dispatch import Kernel, Overridable
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.lock import locked
-from xformer.models.language_model import language_model_loss
+from xformer.models.language_model import language_model_extend, language_model_loss
 from xformer.optim.adam import adam_update
 from xformer.typing import Array
 
@@ -33,8 +33,8 @@ from xformer.backends.numba.known import Known
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
-# The others have tests of their own, in test_numba_{advance,blocks,head,sdpa}.py.
-ELSEWHERE = (adam_update, advance, blocks, language_model_loss)
+# The others have tests of their own, in test_numba_{advance,blocks,extend,head,sdpa}.py.
+ELSEWHERE = (adam_update, advance, blocks, language_model_extend, language_model_loss)
 ELSEWHERE += (ops.linear, ops.linear_cross_entropy, ops.sdpa)
 WITH_GRADIENT = [op for op in COMPILED if op not in ELSEWHERE]
 

@@ -18,15 +18,17 @@ from causal_models import CHANGES, NAMES, causal, require_other_arrays
 from test_numpy_advance import FORMS, LEFT, continued, own
 
 from xformer import backends, dispatch, inference, ops, reference_only, tree
+from xformer.dispatch import Overridable
 from xformer.layers.advance import advance
 from xformer.layers.rotary import rotary
 from xformer.models import LanguageModel
+from xformer.models.language_model import language_model_extend
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.append import LEAST, Room
 from xformer.backends.numba import advance as kernel
-from xformer.backends.numba import gemm, layer, linear, plan, registers
+from xformer.backends.numba import extend, gemm, layer, linear, plan, registers
 from xformer.backends.numpy import products
 
 
@@ -37,24 +39,30 @@ def numba() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One element for each token that the kernel has advanced by."""
+@pytest.fixture(params=["with extend", "alone"])
+def ran(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One element for each token that the kernel has advanced by, or that of `extend`."""
     calls: list[int] = []
 
-    def run(*args: Any, **options: Any) -> Any:
-        calls.append(1)
-        return kernel.advance(*args, **options)
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: calls.append(1) or run(*args, **options)
 
-    replaced(monkeypatch, kernel.advance, run)
+    replaced(monkeypatch, advance, kernel.advance, counted(kernel.advance))
+    own = extend.language_model_extend
+    if request.param == "alone":
+        monkeypatch.setitem(language_model_extend.kernels, "numpy", [])
+    else:
+        replaced(monkeypatch, language_model_extend, own, counted(own))
     return calls
 
 
-def replaced(monkeypatch: pytest.MonkeyPatch, own: Any, other: Any) -> None:
-    """One of NumPy's kernels of `advance` by another."""
-    kernels = advance.import_kernels("numpy")
+def replaced(
+    monkeypatch: pytest.MonkeyPatch, op: Overridable, own: Callable[..., Any], other: Any
+) -> None:
+    """One of NumPy's kernels of an op by another."""
+    kernels = op.import_kernels("numpy")
     known = [k._replace(run=other) if k.run is own else k for k in kernels]
-    monkeypatch.setitem(advance.kernels, "numpy", known)
+    monkeypatch.setitem(op.kernels, "numpy", known)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(x.shape[1])
         return prefill.advance(x, *args, **options)
 
-    replaced(monkeypatch, prefill.advance, run)
+    replaced(monkeypatch, advance, prefill.advance, run)
     return calls
 
 

@@ -115,6 +115,58 @@ def test_errors_of_other_threads_come_out() -> None:
     assert n_threads() == 3
 
 
+def test_everywhere_and_nobody_waits() -> None:
+    """Who has done all of it goes on, while another is still on its way back."""
+    hold, there, seen = threading.Event(), threading.Barrier(2, timeout=10), list[int]()
+    main = threading.get_ident()
+
+    def fn() -> bool:
+        there.wait()
+        seen.append(threading.get_ident())
+        if threading.get_ident() != main:
+            assert hold.wait(10)
+        return True
+
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        kernels.everywhere(fn, 2)
+        assert main in seen
+        hold.set()
+        done: list[int] = []
+        blocks(lambda start, stop: done.append(start), 2, 1)  # the pool is as it was
+    assert sorted(done) == [0, 1] and len(seen) == 2
+
+
+def test_everywhere_errors_of_other_threads_come_out() -> None:
+    main, failed = threading.get_ident(), threading.Event()
+
+    def fn() -> bool:
+        if threading.get_ident() != main:
+            failed.set()
+            raise ZeroDivisionError("there")
+        assert failed.wait(10)
+        return False
+
+    for _ in range(3):
+        failed.clear()
+        with pytest.raises(ZeroDivisionError, match="there"):
+            kernels.everywhere(fn, 2)
+
+
+def test_everywhere_alone() -> None:
+    """With one thread, within a piece, and while another thread of the program has the pool."""
+    seen: list[int] = []
+    ident = threading.get_ident
+
+    def fn() -> bool:
+        seen.append(ident())
+        return True
+
+    kernels.everywhere(fn, 1)
+    with kernels._state.pool:
+        kernels.everywhere(fn, 2)
+    assert seen == [ident()] * 2
+
+
 def test_pieces_within_a_piece() -> None:
     counts = np.zeros((8, 5), int)
 

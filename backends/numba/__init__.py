@@ -19,6 +19,7 @@ from xformer.backends.numba import (
     advance,
     blocks,
     embedding,
+    extend,
     gelu,
     gemm,
     glu,
@@ -38,7 +39,7 @@ from xformer import ops
 from xformer.dispatch import Overridable, kernel
 from xformer.layers.advance import advance as layers_advance
 from xformer.layers.blocks import blocks as layers_blocks
-from xformer.models.language_model import language_model_loss
+from xformer.models.language_model import language_model_extend, language_model_loss
 from xformer.optim.adam import adam_update
 
 __all__ = ["KERNELS", "backend", "register"]
@@ -52,6 +53,7 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (ops.embedding, embedding.embedding, embedding.not_float32),
     (ops.gelu, gelu.gelu, gelu.not_float32),
     (ops.glu, glu.glu, glu.not_float32_silu),
+    (language_model_extend, extend.language_model_extend, extend.outside),
     (language_model_loss, language_model.language_model_loss, language_model.outside),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
     (ops.linear, linear.linear, linear.other),

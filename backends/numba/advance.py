@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import numpy as np
 from xformer.backends.append import Room, longer, reserved
 from xformer.backends.numba import token
-from xformer.backends.numba.atomic import nothing_done, on_each
+from xformer.backends.numba.atomic import nothing_done, on_all
 from xformer.backends.numba.plan import Plan, planned, unturned
-from xformer.backends.numpy.threads import blocks, n_threads
+from xformer.backends.numpy.threads import n_threads
 
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig
@@ -78,36 +78,31 @@ def advance(
     memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[Past, ...]]:
     """Its vectors (B, D) through all layers; of a large model on all threads."""
-    plan, n_texts = planned(params, configs, past), len(x)
-    grown, table = _grown(plan, past, n_texts)
-    if plan.tables is None:
-        raise ValueError(f"advance: {plan.refusal}")
-    maps, norms, sizes, numbers, scales = plan.tables
-    h, parts = np.empty((n_texts, x.shape[2]), x.dtype), np.empty(n_texts * plan.parts, x.dtype)
-    scratch = np.empty(n_texts * plan.ctx, x.dtype), np.empty(n_texts * plan.hidden, x.dtype)
+    plan = planned(params, configs, past)
+    grown, table = _grown(plan, past, len(x))
     interleaved, turns = False, np.empty((2, 1, 0), x.dtype)
     if rotary is not None:
         shape = -1, rotary.cos.shape[-1]
         interleaved = rotary.interleaved
         turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
+    arguments, h = arguments_of(plan, table, turns, interleaved, x[:, 0].copy())
     stages = nothing_done(token.STAGES * len(configs) + 1)
-    arguments = (
-        maps,
-        norms,
-        sizes,
-        table,
-        numbers,
-        scales,
-        turns,
-        interleaved,
-        x[:, 0].copy(),
-        h,
-        *scratch,
-        parts,
-    )
-    run = partial(on_each, token.advance_all, arguments, stages, (params, grown))
-    blocks(run, n_threads() if plan.large else 1, 1)
+    threads = n_threads() if plan.large else 1
+    on_all(token.advance_all, arguments, stages, (params, grown), threads)
     return h[:, None], grown
+
+
+def arguments_of(
+    plan: Plan, table: Array, turns: Array, interleaved: bool, x: Array
+) -> tuple[tuple[Any, ...], Array]:
+    """Those of `token.advance_all` but for stages; h, which it gives."""
+    if plan.tables is None:
+        raise ValueError(f"advance: {plan.refusal}")
+    maps, norms, sizes, numbers, scales = plan.tables
+    n, h = len(x), np.empty(x.shape, x.dtype)
+    memory = (np.empty(n * size, x.dtype) for size in (plan.ctx, plan.hidden, plan.parts))
+    given = maps, norms, sizes, table, numbers, scales, turns, interleaved
+    return (*given, x, h, *memory), h
 
 
 def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, ...], Array]:

@@ -18,6 +18,7 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numpy.threads import everywhere
 
 from xformer.typing import Array
 
@@ -114,6 +115,22 @@ def on_each(
     """
     with needed(stages):
         loops(*arguments, stages)
+
+
+def on_all(
+    loops: Callable[..., None],
+    arguments: tuple[Any, ...],
+    stages: Array,
+    owners: Any,
+    threads: int,
+) -> None:
+    """As `on_each`, on as many threads, of loops that call no BLAS and end with a `wait`."""
+
+    def run() -> bool:
+        on_each(loops, arguments, stages, owners, 0, 0)
+        return bool(stages[0, 1] < ALL)  # else another thread has failed
+
+    everywhere(run, threads)
 
 
 @contextmanager

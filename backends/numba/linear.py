@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
 from xformer.backends.numba import gemm
-from xformer.backends.numba.atomic import count, nothing_done, on_each
+from xformer.backends.numba.atomic import WORD, count, nothing_done, on_all, wait
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.vectors import SUMS, matrix_vector, vector_matrix
 from xformer.backends.numpy import products
 from xformer.backends.numpy.linear import LinearCache
-from xformer.backends.numpy.threads import blocks, n_threads, run
+from xformer.backends.numpy.threads import n_threads, run
 
 from xformer.dispatch import keeps_nothing
 from xformer.typing import Array
@@ -51,26 +50,38 @@ def linear(
         run(products.product(rows, w, y, b))
         return y.reshape(*x.shape[:-1], n_out), cache
     threads = n_threads() if w.size > LEAST else 1
-    share = max(LEAST // n_in, -(-n_out // threads))
-    size = -(-max(1, min(MOST // n_in, share)) // SUMS) * SUMS  # no column depends on the cut
-    place = w.ctypes.data, w.strides[0] // 4, w.strides[1] // 4
-    blocks(partial(on_each, _columns, (rows, place, size, y), nothing_done(1), w), threads, 1)
+    given = rows, place_of(w), piece(n_in, n_out, threads), y
+    on_all(columns, given, nothing_done(1), w, threads)
     if b is not None:
         y += b
     return y.reshape(*x.shape[:-1], n_out), cache
 
 
+def place_of(w: Array) -> tuple[int, int, int]:
+    """Where it is, and how many numbers there are from row to row and from column to column."""
+    return w.ctypes.data, w.strides[0] // 4, w.strides[1] // 4
+
+
+def piece(n_in: int, n_out: int, threads: int) -> int:
+    """How many columns `columns` takes at once: no column depends on the cut."""
+    share = max(LEAST // n_in, -(-n_out // threads))
+    return -(-max(1, min(MOST // n_in, share)) // SUMS) * SUMS
+
+
 @rowwise
-def _columns(x: Any, w: Any, size: int, y: Any, stages: Any) -> None:
-    """Pieces of y = x w, `size` columns each, until none is left. w: its place, and its steps."""
+def columns(x: Any, w: Any, size: int, y: Any, stages: Any) -> None:
+    """Pieces of y = x w, `size` columns each, until none is left. w: as `place_of` has it."""
     (at, down, across), n_out = w, y.shape[1]
-    taken = np.int64(stages.ctypes.data)
-    start = count(taken) * size
-    while start < n_out:
-        stop = min(n_out, start + size)
+    stage = np.int64(stages.ctypes.data)
+    n_pieces = -(-n_out // size)
+    piece = count(stage)
+    while piece < n_pieces:
+        start, stop = piece * size, min(n_out, (piece + 1) * size)
         for i in range(len(x)):
             if across == 1:
                 vector_matrix(x[i], at + 4 * start, down, y[i, start:stop])
             else:
                 matrix_vector(at + 4 * start * across, across, x[i], y[i, start:stop])
-        start = count(taken) * size
+        count(stage + WORD)
+        piece = count(stage)
+    wait(stage, n_pieces)

@@ -55,6 +55,7 @@ from xformer.backends.numba.layer import (
     normalise,
     turn,
 )
+from xformer.backends.numba.linear import columns
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
 
 STAGES = 8  # of a layer
@@ -109,6 +110,17 @@ def advance_all(
         _multiply(at, inner, own[DOWN : DOWN + 1], parts)
         at += 2 * WORD
         _add(at, parts, own[DOWN], norms[n + FFN_OUT :], numbers[n + FFN_OUT :], x, h)
+
+
+@rowwise
+def extend_all(layers: Any, h: Any, head: Any, logits: Any, stages: Any) -> None:
+    """Logits (B, V) of vectors, which go through `advance_all` to h.
+
+    layers: what it wants, but for stages. head: weights, and how many columns are one piece, as
+    `columns` has them. stages: (8 L + 2, 2) zeros.
+    """
+    advance_all(*layers, stages[:-1])
+    columns(h, *head, logits, stages[-1:])
 
 
 @rowwise

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import Context, copy_context
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -61,6 +61,28 @@ def blocks(fn: Piece, n: int, size: int) -> None:
     else:
         with _one_thread() as has_pool:
             _shared(fn, n, size, helpers if has_pool else 0)
+
+
+def everywhere(fn: Callable[[], bool], threads: int) -> None:
+    """fn() here and on so many threads less one, where no other of the program has them.
+
+    They share the work out, and none calls BLAS, which keeps its threads. Where fn gives True here,
+    all of it is done, and nobody waits for the others to come back, which takes longer than a small
+    model's layer; else what they raise comes out.
+    """
+    if threads < 2:
+        fn()
+        return
+    with nullcontext(True) if _kept.n_threads else _pool() as has_pool:
+        helpers = threads - 1 if has_pool else 0
+        job = _begun(lambda start, stop: fn(), helpers, 1, helpers)
+        done = False
+        try:
+            done = fn()
+        finally:
+            _withdraw(job, helpers, wait=not done)
+        if not done and job.error is not None:
+            raise job.error
 
 
 def even(n: int, most: int) -> int:
@@ -181,24 +203,36 @@ _everyone: WeakValueDictionary[int, _Buffers] = WeakValueDictionary()
 _kept = _Kept()
 
 
-def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
+def _begun(fn: Piece, n: int, size: int, helpers: int) -> _Job:
+    """A job that helpers have been given."""
     state, job = _state, _Job(fn, n, size)
     for _ in range(helpers):
         state.jobs.put((job, copy_context()))
     while state.n_threads < helpers:
         threading.Thread(target=_help, args=(state.jobs,), daemon=True).start()
         state.n_threads += 1
+    return job
+
+
+def _withdraw(job: _Job, helpers: int, *, wait: bool) -> None:
+    """It is over for helpers that have not come to it yet; wait: for the others."""
+    for _ in range(helpers):
+        try:
+            _state.jobs.get_nowait()
+        except Empty:
+            if wait:
+                job.done.get()
+
+
+def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
+    job = _begun(fn, n, size, helpers)
     before = _kept.n_threads, _kept.in_piece
     _kept.n_threads, _kept.in_piece = 1, True
     try:
         job.work()
     finally:
         _kept.n_threads, _kept.in_piece = before
-    for _ in range(helpers):
-        try:
-            state.jobs.get_nowait()  # that a helper has not come to yet
-        except Empty:
-            job.done.get()
+    _withdraw(job, helpers, wait=True)
     if job.error is not None:
         raise job.error
 
@@ -215,33 +249,40 @@ def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[bool]:
-    """BLAS has one thread, until the last that wants it so has left.
-
-    True where this one has the pool, since no other thread of the program has.
-    """
-    state, one, before = _state, object(), list[tuple[Any, int]]()
-    has_pool = state.pool.acquire(blocking=False)
+def _pool() -> Iterator[bool]:
+    """True where this thread has all others, since no other of the program has them."""
+    pool = _state.pool
+    has_pool = pool.acquire(blocking=False)
     try:
-        with state.changing:
-            state.inside.add(one)
-            before = _numbers()
-            state.before = {library: n for library, n in before if not _of_thread(library)}
-            for library, _ in before:
-                library.set_num_threads(1)
         yield has_pool
     finally:
-        with state.changing:
-            state.inside.discard(one)
-            for library, n in before:
-                if not state.inside or _of_thread(library):
-                    library.set_num_threads(n)
-                if hasattr(library, "clear_controlling_thread"):  # threadpoolctl 3.8
-                    library.clear_controlling_thread()  # else only this thread could set it again
-            if not state.inside:
-                state.before = {}
         if has_pool:
-            state.pool.release()
+            pool.release()
+
+
+@contextmanager
+def _one_thread() -> Iterator[bool]:
+    """As `_pool`; BLAS has one thread, until the last that wants it so has left."""
+    state, one, before = _state, object(), list[tuple[Any, int]]()
+    with _pool() as has_pool:
+        try:
+            with state.changing:
+                state.inside.add(one)
+                before = _numbers()
+                state.before = {library: n for library, n in before if not _of_thread(library)}
+                for library, _ in before:
+                    library.set_num_threads(1)
+            yield has_pool
+        finally:
+            with state.changing:
+                state.inside.discard(one)
+                for library, n in before:
+                    if not state.inside or _of_thread(library):
+                        library.set_num_threads(n)
+                    if hasattr(library, "clear_controlling_thread"):  # threadpoolctl 3.8
+                        library.clear_controlling_thread()  # else only this thread could set it
+                if not state.inside:
+                    state.before = {}
 
 
 def _numbers() -> list[tuple[Any, int]]:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
+from xformer.backends import Backend
 from xformer.checks import number, require_sizes
 from xformer.generation.prefix import (
     Prefix,
-    beside,
     extended,
     fitting,
     network_of,
@@ -60,12 +60,13 @@ def beam_search(
     stops = stop_ids("beam_search", stop)
     start = fitting("beam_search", network, prompts, max_new)
     rule = Rule(n_beams, max_new, penalty, early_stopping, stops)
-    with place_of(params).active():
+    place = place_of(params)
+    with place.active():
         text = start if isinstance(start, Prefix) else prefill(network, params, start)
-        return [search.ended for search in _searched(network, params, text, rule)]
+        return [search.ended for search in _searched(network, params, text, rule, place)]
 
 
-def _searched(network: Any, params: Any, text: Prefix, rule: Rule) -> list[Search]:
+def _searched(network: Any, params: Any, text: Prefix, rule: Rule, place: Backend) -> list[Search]:
     """The search of each of the texts, when all are done."""
     n_beams = rule.n_beams
     searches = [Search(rule) for _ in text.ids]
@@ -75,8 +76,9 @@ def _searched(network: Any, params: Any, text: Prefix, rule: Rule) -> list[Searc
             rows = [i * n_beams + row for i, s in enumerate(searches) for row in s.rows]
             if rows != list(range(len(rows))):
                 text = text.rows(rows)
-            text = extended(network, params, text, [i for s in searches for i in s.new])
-        log_probs = beside(text.logits).to_numpy(ops.log_softmax(text.logits)[0])
+            new = [i for s in searches for i in s.new]
+            text = extended(network, params, text, new, place)
+        log_probs = place.to_numpy(ops.log_softmax(text.logits)[0])
         require_finite("beam_search", log_probs.max(axis=-1))
         for search, scores in zip(searches, np.split(log_probs, len(searches)), strict=True):
             search.step(scores.astype(np.float64))

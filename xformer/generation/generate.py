@@ -108,7 +108,7 @@ def _stream(
         for n in range(max_new):
             with place.active():
                 if n:
-                    text, chosen = _grown(network, params, text, new, tokens)
+                    text, chosen = _grown(network, params, text, new, tokens, place)
                 new = _choose(place, text, sampler, rngs, chosen)
             yield [i if runs else None for i, runs in zip(new, running, strict=True)]
             running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
@@ -120,7 +120,12 @@ def _stream(
 
 
 def _grown(
-    network: Any, params: Any, text: Prefix, new: Sequence[int], tokens: CapturedTokens | None
+    network: Any,
+    params: Any,
+    text: Prefix,
+    new: Sequence[int],
+    tokens: CapturedTokens | None,
+    place: Backend,
 ) -> tuple[Prefix, Array | None]:
     """The text with these tokens; the likeliest next ones where they are known."""
     if network.context is not None and text.width >= network.context:
@@ -128,7 +133,7 @@ def _grown(
         return _read(network, params, longer), None
     if tokens is not None:
         return tokens(text, new)
-    return extended(network, params, text, new), None
+    return extended(network, params, text, new, place), None
 
 
 def _read(network: Any, params: Any, prompts: Ids) -> Prefix:

@@ -104,9 +104,10 @@ def opened(
     return state, ((_start_id(network, start_id),),) * len(prompts)
 
 
-def extended(model: Any, params: Any, prefix: Prefix, new: Sequence[int]) -> Prefix:
-    """`prefix` and one token more of each text."""
-    network, place = network_of("extended", model), beside(prefix.logits)
+def extended(
+    network: Any, params: Any, prefix: Prefix, new: Sequence[int], place: Backend
+) -> Prefix:
+    """`prefix`, whose arrays are in a place, and one token more of each text."""
     tokens = place.asarray(np.asarray(new, dtype=np.int64)[:, None])
     state, width = prefix.state, prefix.width
     if place.compiles and isinstance(network, LanguageModel):

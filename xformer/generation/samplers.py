@@ -19,6 +19,7 @@ from array_api_compat import array_namespace, device
 
 from xformer import ops
 from xformer.checks import as_indices, number, require_sizes
+from xformer.dispatch import overridable
 from xformer.typing import Array
 
 Ids = Sequence[Sequence[int]]  # of each text
@@ -127,6 +128,7 @@ def repetition_penalty(penalty: float) -> Filter:
     return apply
 
 
+@overridable(backward=False)
 def likeliest(logits: Array) -> Array:
     """The token of the largest logit of each row of logits (B, V), -1 where that is not finite.
 

@@ -113,7 +113,7 @@ def require_one(op: str, n_tokens: int) -> None:
 
 
 def rewound(
-    past: tuple[Past, ...], windows: Sequence[Window | None], *, length: int, n: int
+    past: Sequence[Past], windows: Sequence[Window | None], *, length: int, n: int
 ) -> tuple[Past, ...]:
     """Of each layer, the past of a text of `length` tokens without its last `n`.
 

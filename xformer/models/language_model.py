@@ -276,32 +276,15 @@ class LanguageModel:
         if not self.causal or not isinstance(self.head, LMHead):
             raise ValueError("extend: the model must be causal and have an LMHead")
         require_tokens("extend", "tokens", tokens)
-        if state.past[0].k is not None:
-            require_rows(tokens, state.past[0].k.shape[0])
         n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
         if self.context is not None and n_keys > self.context:
             raise ValueError(
                 f"extend: at most {self.context} tokens fit the model's context, got {n_keys}"
             )
-        kept, positions = self._kept(tokens, state, mask)
-        places = None if state.mask is None and mask is None else positions
-        (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
-        x, past = advance(
-            x,
-            params.stack,
-            None,
-            self._alibi(x, n_keys, state.at),
-            pos,
-            configs=self.blocks,
-            past=state.in_place() if state.is_fixed else state.past,
-            n_past=state.length,
-            relative=self.relative,
-            rotary=self._rotary(x, n_keys, positions, n_keys),
-            mask=None if kept is None else kept[:, None, None, :],
+        result: tuple[Array, State] = language_model_extend(
+            tokens, params, model=self, state=state, mask=mask, every=every
         )
-        x = x if every else x[:, -1:, :]
-        logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
-        return logits if every else logits[:, 0, :], state.grown(past, kept, tokens.shape[1])
+        return result
 
     def rewind(self, state: State, n: int) -> State:
         """`state` without its last `n` tokens, for which another text may follow.
@@ -443,6 +426,41 @@ class LanguageModel:
         return weights[0] * balance + weights[1] * z, or_dropped(
             RouterLossCache(balance_cache, z_cache, weights, tuple(mixed), len(self.blocks))
         )
+
+
+@overridable(backward=False)
+def language_model_extend(
+    tokens: Array,
+    params: LanguageModelParams,
+    *,
+    model: LanguageModel,
+    state: State,
+    mask: Array | None = None,
+    every: bool = False,
+) -> tuple[Array, State]:
+    """`LanguageModel.extend` by tokens that fit the model's context."""
+    if state.past[0].k is not None:
+        require_rows(tokens, state.past[0].k.shape[0])
+    n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
+    kept, positions = model._kept(tokens, state, mask)
+    places = None if state.mask is None and mask is None else positions
+    (x, pos), _ = model._embedded(params, tokens, places, start=state.length)
+    x, past = advance(
+        x,
+        params.stack,
+        None,
+        model._alibi(x, n_keys, state.at),
+        pos,
+        configs=model.blocks,
+        past=state.in_place() if state.is_fixed else state.past,
+        n_past=state.length,
+        relative=model.relative,
+        rotary=model._rotary(x, n_keys, positions, n_keys),
+        mask=None if kept is None else kept[:, None, None, :],
+    )
+    x = x if every else x[:, -1:, :]
+    logits, _ = model.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
+    return logits if every else logits[:, 0, :], state.grown(past, kept, tokens.shape[1])
 
 
 @overridable(drops=False)

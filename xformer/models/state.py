@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from xformer.typing import Array
 class State(NamedTuple):
     """A text so far, as `LanguageModel.extend` needs it."""
 
-    past: tuple[Past, ...]  # of each layer
+    past: Sequence[Past]  # of each layer
     mask: Array | None = None  # (B, S), True = a token, not padding; None: all are tokens
     length: Any = 0  # S; an integer array () where columns are fixed: how many have their token
 
@@ -73,7 +74,7 @@ class State(NamedTuple):
         tokens = xp.astype(self.seen(), self.length.dtype)
         return xp.sum(tokens, axis=1, keepdims=True, dtype=self.length.dtype) - 1
 
-    def grown(self, past: tuple[Past, ...], kept: Array | None, n: int) -> State:
+    def grown(self, past: Sequence[Past], kept: Array | None, n: int) -> State:
         """With `n` tokens more, whose mask is in kept, and the past that has them."""
         if self.is_fixed:
             past, kept = tuple(own._replace(at=None) for own in past), self.mask

@@ -1,0 +1,202 @@
+"""`LanguageModel.extend` by one token in one call: Python only looks up vectors of the token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.append import reserved
+from xformer.backends.numba import token
+from xformer.backends.numba.advance import FLOAT, TEXTS, addresses, arguments_of
+from xformer.backends.numba.atomic import nothing_done, on_all
+from xformer.backends.numba.layer import LENGTH
+from xformer.backends.numba.linear import LEAST, piece
+from xformer.backends.numba.plan import Plan, Unfit, map_of, planned, require
+from xformer.backends.numba.together import Together
+from xformer.backends.numpy.threads import n_threads
+
+from xformer import layers
+from xformer.layers.linear import LinearParams
+from xformer.layers.past import Past
+from xformer.models import LMHead
+from xformer.models.language_model import LanguageModel, LanguageModelParams
+from xformer.models.state import State
+from xformer.tree import value
+from xformer.typing import Array
+
+
+class Reading(NamedTuple):
+    """What is known of a model and of where its keys and values are, for the next token."""
+
+    model: LanguageModel
+    params: LanguageModelParams  # which live as long
+    plan: Plan  # of the layers
+    n_texts: int
+    table: Array  # (V, D)
+    positions: Array | None  # (L, D), from that of the first token on
+    head: tuple[int, int, int]  # w (D, V), as `columns` has it
+    b: Array | None  # (V,)
+    turns: Array  # (S, 2, 1, R/2), cosines and sines of as many tokens as there is room for
+    rooms: Array  # (L, 7), as `layer` has a past
+
+
+def outside(
+    tokens: Array,
+    params: LanguageModelParams,
+    *,
+    model: LanguageModel,
+    state: State,
+    mask: Array | None = None,
+    every: bool = False,
+) -> str | None:
+    """Why the kernel cannot run."""
+    if mask is not None or state.mask is not None or state.is_fixed:
+        return "padding, or fixed columns"
+    if tokens.shape[1] != 1 or not 0 < len(tokens) <= TEXTS:
+        return f"not one token after others, of at most {TEXTS} texts"
+    read = _read(model, params, state.past, len(tokens))
+    if isinstance(read, str):
+        return read
+    if read[1].length != state.length:
+        return "not as many keys as the text has tokens"
+    if model.rotary is not None and state.length >= model.rotary.same_until:
+        return "rotary positions whose frequencies change with the length"
+    if tokens.dtype.kind not in "iu":
+        return "tokens that are no integers"
+    if not all(0 <= i < len(read[0].table) for i in tokens[:, 0].tolist()):
+        return "tokens that the model has not"
+    return None
+
+
+def language_model_extend(
+    tokens: Array,
+    params: LanguageModelParams,
+    *,
+    model: LanguageModel,
+    state: State,
+    mask: Array | None = None,
+    every: bool = False,
+) -> tuple[Array, State]:
+    """Its vectors through all layers to logits; of a large model on all threads."""
+    read = _read(model, params, state.past, len(tokens))
+    if isinstance(read, str):
+        raise ValueError(f"language_model_extend: {read}")
+    past, n = _grown(*read), state.length
+    known: Reading = past.known
+    plan, (size, width) = known.plan, known.table.shape
+    x, scale = known.table[tokens[:, 0]], model.embed.scale  # type: ignore[union-attr]
+    x = x if scale == 1.0 else x * scale
+    if known.positions is not None:
+        x += known.positions[n]
+    rooms = known.rooms.copy()
+    rooms[:, LENGTH] = past.length
+    interleaved = model.rotary is not None and model.rotary.interleaved
+    arguments, h = arguments_of(plan, rooms, known.turns[n], interleaved, x)
+    threads = n_threads() if plan.large or width * size > LEAST else 1
+    logits = np.empty((len(x), size), x.dtype)
+    given = arguments, h, (known.head, piece(width, size, threads)), logits
+    stages = nothing_done(token.STAGES * len(model.blocks) + 2)
+    on_all(token.extend_all, given, stages, (params, past), threads)
+    if known.b is not None:
+        logits += known.b
+    return logits[:, None] if every else logits, state.grown(past, None, 1)
+
+
+def _read(
+    model: LanguageModel, params: LanguageModelParams, past: Sequence[Past], n_texts: int
+) -> tuple[Reading, Together] | str:
+    """What the past remembers, or anew; or why there is nothing."""
+    if isinstance(past, Together):
+        known: Reading = past.known
+        if (known.model, known.n_texts) == (model, n_texts) and known.params is params:
+            return known, past
+    why = _other(model, params)
+    if why is not None:
+        return why
+    together = Together.of(past)
+    plan = None if together is None else planned(params.stack, model.blocks, past)
+    if together is None or plan is None or len(past) != len(model.blocks):
+        return "not one token after others, whose keys and values lie where it can put its own"
+    if plan.refusal is not None:
+        return plan.refusal
+    for room, heads in zip(together.rooms, plan.heads, strict=True):
+        k, v = room.k, room.v
+        found = *k.shape[:2], k.shape[3], v.shape[3], k.dtype, v.dtype
+        if found != (n_texts, *heads, FLOAT, FLOAT):
+            return "keys and values of another kind"
+    try:
+        return _made(model, params, plan, n_texts, together), together
+    except Unfit as unfit:
+        return str(unfit)
+
+
+def _other(model: LanguageModel, params: LanguageModelParams) -> str | None:
+    """Why its vectors, scores or logits are others than the kernel has."""
+    embed, own, head = model.embed, params.embed, model.head
+    if embed is None or own is None or embed.positions not in ("none", "learned"):
+        return "positions that are neither learned nor rotary"
+    if embed.mode != "add" or not (own.project is own.types is own.norm is None):
+        return "vectors that are more than a token's and its position's"
+    if not isinstance(head, LMHead) or head.softcap is not None or head.scale != 1.0:
+        return "logits that are scaled or capped"
+    if model.alibi or model.relative is not None:
+        return "a bias of scores"
+    if any(config.window is not None for config in model.blocks):
+        return "a window, which drops keys"
+    return None
+
+
+def _made(
+    model: LanguageModel,
+    params: LanguageModelParams,
+    plan: Plan,
+    n_texts: int,
+    past: Together,
+) -> Reading:
+    """Unfit where the loops cannot read it."""
+    embed: Any = model.embed
+    own: Any = params.embed
+    size, width = embed.vocab_size, embed.d_model
+    table, positions = value(own.table), value(own.positions)
+    require(table, (size, width))
+    if embed.positions == "learned":
+        require(positions, (embed.rows, width))
+        positions = positions[embed.offset :]
+    if model.rotary is not None and model.rotary.width > min(k for _, k, _ in plan.heads):
+        raise Unfit("rotary positions of another kind")
+    head = LinearParams(table.T, None) if params.head is None else params.head
+    w, step, by_rows, *_ = map_of(head, width, size)
+    places = w, *((step, 1) if by_rows else (1, step))
+    none = np.empty(0, FLOAT)
+    made = model, params, plan, n_texts, table, positions, places, value(head.b), none, none
+    return _moved(Reading(*made), past)
+
+
+def _moved(known: Reading, past: Together) -> Reading:
+    """For these rooms."""
+    rotary, n = known.model.rotary, past.rooms[0].capacity
+    turns = np.empty((n, 2, 1, 0), FLOAT)
+    if rotary is not None:
+        n = int(min(n, rotary.same_until))
+        found = layers.rotary(rotary, like=known.table, length=n)
+        turns = np.stack((found.cos, found.sin), axis=1)[:, :, None]
+    rooms = np.array([(*k, *v, 0) for k, v in map(addresses, past.rooms)], np.int64)
+    return known._replace(turns=turns, rooms=rooms)
+
+
+def _grown(known: Reading, past: Together) -> Together:
+    """The past with a column more, not written yet; in new rooms where there is none left."""
+    grown = past.longer(1)
+    if grown is not None:
+        grown.known = known
+        return grown
+    more = []
+    for own, (groups, *widths) in zip(past, known.plan.heads, strict=True):
+        new = (np.empty((known.n_texts, groups, 1, width), FLOAT) for width in widths)
+        more.append(reserved(*new, past=own))
+    moved = Together.of(more)
+    if moved is None:
+        raise RuntimeError("language_model_extend: new rooms of different lengths")
+    moved.known = _moved(known, moved)
+    return moved
