@@ -301,8 +301,8 @@ print(json.dumps(xformer.ops.index_add(x, x, ids=ids)[0]))
 def test_every_kernel_is_found_by_the_name_of_its_op(tmp_path: Path) -> None:
     code = """
 import importlib, json, pkgutil, xformer
-from xformer import backends, dispatch, layers, models, ops, optim, pretrained
-for package in layers, models, ops, optim:
+from xformer import backends, dispatch, generation, layers, models, ops, optim, pretrained
+for package in generation, layers, models, ops, optim:
     for file in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{file.name}")
 found = {}

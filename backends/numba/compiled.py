@@ -27,6 +27,7 @@ FEW = 32  # rows that are summed one after the other: sums of such sums are more
 AMD = llvmlite.binding.get_host_cpu_name().startswith("znver")
 PLAIN: tuple[Any, ...] = ("C", "A", "W")  # arrays of other kinds would be compiled for anew
 LOG2_E = np.float32(math.log2(math.e))
+TO_WHOLE = np.float32(1.5 * 2**23 + 127)  # added, only whole numbers are left in float32
 
 
 def elementwise(fn: Any) -> Any:
@@ -115,8 +116,8 @@ def exp2(x: Any) -> Any:
     """
     x = np.float32(-127) if x < np.float32(-127) else x  # as they stand, NaN is neither
     x = np.float32(127) if x > np.float32(127) else x
-    i = np.floor(x + np.float32(0.5))
-    f = x - i
+    t = np.float32(x + TO_WHOLE)  # i + 127 in its last bits
+    f = x - (t - TO_WHOLE)
     p = np.float32(0.00015345811754806547)
     p = p * f + np.float32(0.0013399931217237316)
     p = p * f + np.float32(0.009618488958032047)
@@ -125,4 +126,4 @@ def exp2(x: Any) -> Any:
     p = p * f + np.float32(0.6931472057372641)
     p = p * f + np.float32(1)
     # The bits of 2^i: an exponent of i + 127, 0 for i = -127.
-    return p * np.int32((np.int32(i) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return p * np.int32(t.view(np.int32) << np.int32(23)).view(np.float32)
