@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import LOG2_E
+from xformer.backends.numba.compiled import AMD, LOG2_E
 from xformer.backends.numba.flash import loops
 from xformer.backends.numba.gemm import no_products, products
 from xformer.backends.numpy.threads import blocks
@@ -16,8 +16,9 @@ from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
-COLUMNS, WIDE = 256, 1024  # keys of a tile, and of one that has them all, at most
-LOW = 32, 128  # queries of a tile where some see less than others: as in `backends.numpy.tiles`
+COLUMNS, WIDE = 256 if AMD else 512, 1024  # keys of a tile, and of one that has them all, at most
+# Queries of a tile where some see less than others: as in `backends.numpy.tiles`.
+LOW = 32, 128 if AMD else 256
 FAR = 1 << 40  # where no window ends
 
 
