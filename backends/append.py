@@ -32,14 +32,16 @@ class Room:
         self.capacity = max(LEAST, 2 * (past.length + k.shape[2]))
         self.k, self.v = (_buffer(new, self.capacity) for new in (k, v))
         self.end = past.length
-        self.plan: Any = None  # what a kernel remembers of the model for the next token
+        self.plan: Any = None  # what a kernel remembers of the layers for the next token
+        self.reading: Any = None  # and another of the whole model
         self.addresses: Any = None  # and where these buffers are
         if past.k is not None and past.v is not None:
             self.k[:, :, : self.end, :] = past.k
             self.v[:, :, : self.end, :] = past.v
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"plan": None, "addresses": None}  # of this process
+        own = {"plan": None, "reading": None, "addresses": None}  # of this process
+        return vars(self) | own
 
 
 class Place:

@@ -17,7 +17,8 @@ from test_numpy_advance import continued
 
 from xformer import backends, dispatch, reference_only, tree
 from xformer.generation import generate
-from xformer.layers import BlockConfig, EmbedConfig
+from xformer.layers import BlockConfig, EmbedConfig, RelativeConfig
+from xformer.layers.norm import NormConfig
 from xformer.layers.rope_config import RopeConfig
 from xformer.models import GPT, LanguageModel, LMHead
 from xformer.models.language_model import language_model_extend
@@ -174,6 +175,14 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "sinusoidal": (GPT(V, 2, 12, 3, 40, positions="sinusoidal"), "neither learned nor rotary"),
     "qkv": (GPT(V, 2, 12, 3, 40, position_mode="qkv"), "more than a token's"),
     "types": (LanguageModel(TYPED, BLOCKS), "more than a token's"),
+    "a norm of vectors": (
+        LanguageModel(replace(PLAIN, norm=NormConfig("layer")), BLOCKS),
+        "more than a token's",
+    ),
+    "relative": (
+        LanguageModel(PLAIN, BLOCKS, relative=RelativeConfig(3, 8, 16, bidirectional=False)),
+        "relative",
+    ),
     "wider": (LanguageModel(EmbedConfig(V, 8, 12, positions="none"), BLOCKS,
               head=LMHead(tied=False)), "more than a token's"),
     "capped": (LanguageModel(PLAIN, BLOCKS, head=CAPPED), "scaled or capped"),
@@ -221,7 +230,24 @@ def test_texts_that_it_leaves() -> None:
         ("tokens that the model has not", (params, state, np.full((1, 1), V)), {}),
         ("tokens that the model has not", (params, state, np.full((1, 1), -1)), {}),
     ]
+    _, grown = model.extend(params, one, state)
+    shallow = replace(model, blocks=BLOCKS[:1])
+    _, low = shallow.extend(of_float32(shallow), text, shallow.start())
+    table = params.embed._replace(table=params.embed.table[:-1])
+    cases += [
+        ("keys and values of another kind", (params, grown, np.ones((2, 1), int)), {}),
+        ("not one token", (params, low, one), {}),
+        (
+            "of shape (36, 12) in the place of (37, 12)",
+            (params._replace(embed=table), state, one),
+            {},
+        ),
+    ]
     assert why_not(model, params, state, one) is None
+    wide_turns = LanguageModel(PLAIN, BLOCKS, rotary=RopeConfig(6))  # of heads of four numbers
+    plain = of_float32(MODELS["rotary"])
+    _, turned = MODELS["rotary"].extend(plain, text, MODELS["rotary"].start())
+    assert "rotary positions" in (why_not(wide_turns, plain, turned, one) or "")
     for wanted, (weights, past, tokens), options in cases:
         why = why_not(model, weights, past, tokens, **options)
         assert wanted in (why or ""), (wanted, why)

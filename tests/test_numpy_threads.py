@@ -117,20 +117,24 @@ def test_errors_of_other_threads_come_out() -> None:
 
 def test_everywhere_and_nobody_waits() -> None:
     """Who has done all of it goes on, while another is still on its way back."""
-    hold, there, seen = threading.Event(), threading.Barrier(2, timeout=10), list[int]()
+    hold, left = threading.Event(), threading.Event()
+    there, seen = threading.Barrier(2, timeout=SECONDS), list[int]()
     main = threading.get_ident()
 
     def fn() -> bool:
         there.wait()
         seen.append(threading.get_ident())
         if threading.get_ident() != main:
-            assert hold.wait(10)
+            hold.wait(5)
+            left.set()
         return True
 
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
-        kernels.everywhere(fn, 2)
-        assert main in seen
-        hold.set()
+        try:
+            kernels.everywhere(fn, 2)
+            assert main in seen and not left.is_set()
+        finally:
+            hold.set()
         done: list[int] = []
         blocks(lambda start, stop: done.append(start), 2, 1)  # the pool is as it was
     assert sorted(done) == [0, 1] and len(seen) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class Reading(NamedTuple):
     positions: Array | None  # (L, D), from that of the first token on
     head: tuple[int, int, int]  # w (D, V), as `columns` has it
     b: Array | None  # (V,)
-    turns: Array  # (S, 2, 1, R/2), cosines and sines of as many tokens as there is room for
+    turns: Array  # (S, 2, 1, R/2), cosines and sines of all tokens that there is room for
     rooms: Array  # (L, 7), as `layer` has a past
 
 
@@ -125,10 +126,15 @@ def _read(
         found = *k.shape[:2], k.shape[3], v.shape[3], k.dtype, v.dtype
         if found != (n_texts, *heads, FLOAT, FLOAT):
             return "keys and values of another kind"
+    kept: Reading | None = together.rooms[0].reading
+    if kept is not None and kept.model == model and kept.params is params:
+        return _moved(kept, together), together
     try:
-        return _made(model, params, plan, n_texts, together), together
+        made = _made(model, params, plan, n_texts, together)
     except Unfit as unfit:
         return str(unfit)
+    together.rooms[0].reading = made
+    return made, together
 
 
 def _other(model: LanguageModel, params: LanguageModelParams) -> str | None:
@@ -140,7 +146,7 @@ def _other(model: LanguageModel, params: LanguageModelParams) -> str | None:
         return "vectors that are more than a token's and its position's"
     if not isinstance(head, LMHead) or head.softcap is not None or head.scale != 1.0:
         return "logits that are scaled or capped"
-    if model.alibi or model.relative is not None:
+    if model.alibi:
         return "a bias of scores"
     if any(config.window is not None for config in model.blocks):
         return "a window, which drops keys"
@@ -175,14 +181,22 @@ def _made(
 
 def _moved(known: Reading, past: Together) -> Reading:
     """For these rooms."""
-    rotary, n = known.model.rotary, past.rooms[0].capacity
-    turns = np.empty((n, 2, 1, 0), FLOAT)
-    if rotary is not None:
-        n = int(min(n, rotary.same_until))
-        found = layers.rotary(rotary, like=known.table, length=n)
-        turns = np.stack((found.cos, found.sin), axis=1)[:, :, None]
+    turns = _turns(known.model.rotary, past.rooms[0].capacity)
     rooms = np.array([(*k, *v, 0) for k, v in map(addresses, past.rooms)], np.int64)
     return known._replace(turns=turns, rooms=rooms)
+
+
+def _turns(rotary: Any, n: int) -> Array:
+    """Of n tokens, or some more, as long as the frequencies are the same; (n, 2, 1, 0) without."""
+    if rotary is None:
+        return np.empty((n, 2, 1, 0), FLOAT)
+    return _table_of(rotary, int(min(1 << (n - 1).bit_length(), rotary.same_until)))
+
+
+@functools.lru_cache(maxsize=4)  # of texts that begin anew, and of rooms that are made anew
+def _table_of(rotary: Any, n: int) -> Array:
+    found = layers.rotary(rotary, like=np.empty(0, FLOAT), length=n)
+    return np.stack((found.cos, found.sin), axis=1)[:, :, None]
 
 
 def _grown(known: Reading, past: Together) -> Together:
@@ -198,5 +212,6 @@ def _grown(known: Reading, past: Together) -> Together:
     moved = Together.of(more)
     if moved is None:
         raise RuntimeError("language_model_extend: new rooms of different lengths")
-    moved.known = _moved(known, moved)
+    moved.known = moved.rooms[0].reading = _moved(known, moved)
+    moved.rooms[0].plan = known.plan
     return moved

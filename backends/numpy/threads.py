@@ -74,10 +74,10 @@ def everywhere(fn: Callable[[], bool], threads: int) -> None:
         fn()
         return
     with nullcontext(True) if _kept.n_threads else _pool() as has_pool:
-        helpers = threads - 1 if has_pool else 0
-        job = _begun(lambda start, stop: fn(), helpers, 1, helpers)
-        done = False
+        helpers, done = threads - 1 if has_pool else 0, False
+        job = _Job(lambda start, stop: fn(), helpers, 1)
         try:
+            _begin(job, helpers)
             done = fn()
         finally:
             _withdraw(job, helpers, wait=not done)
@@ -203,15 +203,14 @@ _everyone: WeakValueDictionary[int, _Buffers] = WeakValueDictionary()
 _kept = _Kept()
 
 
-def _begun(fn: Piece, n: int, size: int, helpers: int) -> _Job:
-    """A job that helpers have been given."""
-    state, job = _state, _Job(fn, n, size)
+def _begin(job: _Job, helpers: int) -> None:
+    """Give it to helpers."""
+    state = _state
     for _ in range(helpers):
         state.jobs.put((job, copy_context()))
     while state.n_threads < helpers:
         threading.Thread(target=_help, args=(state.jobs,), daemon=True).start()
         state.n_threads += 1
-    return job
 
 
 def _withdraw(job: _Job, helpers: int, *, wait: bool) -> None:
@@ -225,7 +224,8 @@ def _withdraw(job: _Job, helpers: int, *, wait: bool) -> None:
 
 
 def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
-    job = _begun(fn, n, size, helpers)
+    job = _Job(fn, n, size)
+    _begin(job, helpers)
     before = _kept.n_threads, _kept.in_piece
     _kept.n_threads, _kept.in_piece = 1, True
     try:
@@ -251,9 +251,9 @@ def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
 @contextmanager
 def _pool() -> Iterator[bool]:
     """True where this thread has all others, since no other of the program has them."""
-    pool = _state.pool
-    has_pool = pool.acquire(blocking=False)
+    pool, has_pool = _state.pool, False
     try:
+        has_pool = pool.acquire(blocking=False)
         yield has_pool
     finally:
         if has_pool:

@@ -438,7 +438,11 @@ def language_model_extend(
     mask: Array | None = None,
     every: bool = False,
 ) -> tuple[Array, State]:
-    """`LanguageModel.extend` by tokens that fit the model's context."""
+    """What `LanguageModel.extend` calls, within `inference()`, where tokens fit the context.
+
+    tokens: (B, T)   mask: (B, T) or None   logits: (B, V), of every (B, T, V). ValueError where
+    tokens do not continue the texts of the state.
+    """
     if state.past[0].k is not None:
         require_rows(tokens, state.past[0].k.shape[0])
     n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
