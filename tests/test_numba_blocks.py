@@ -41,9 +41,11 @@ MODELS = {name: replace(WIDE, **options) for name, options in FORMS.items()} | {
 }
 
 
-@pytest.fixture(autouse=True)
-def numba() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=[0, 1000], ids=["columns", "rows"])
+def numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What pieces are of, as soon as each thread has one."""
     backends.get("numba")
+    monkeypatch.setattr(kernel, "WIDE", request.param)
     with threadpoolctl.threadpool_limits(3, user_api="blas"):
         yield
 

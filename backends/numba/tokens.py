@@ -1,7 +1,8 @@
 """The loops of `blocks`: some tokens through all layers, on all threads at once.
 
 In stages and pieces, as in `token`, and with its tables; but a piece of a product is one by `gemm`,
-and there are as many pieces as threads. x, h: (N, D), the N = B T tokens of all texts.
+and there are as many pieces as threads: columns of all tokens, or of many tokens some, which go
+from one attention to the next in one stage. x, h: (N, D), the N = B T tokens of all texts.
 """
 
 from __future__ import annotations
@@ -12,13 +13,9 @@ import numpy as np
 from xformer.backends.numba.atomic import WORD, count, floats, wait
 from xformer.backends.numba.compiled import LOG2_E, rowwise
 from xformer.backends.numba.flash import attend
-from xformer.backends.numba.flash_rows import ONE
-from xformer.backends.numba.gemm import add_product
 from xformer.backends.numba.layer import (
     ACTIVATION,
     ATTN_OUT,
-    BIAS,
-    BY_ROWS,
     DOWN,
     FFN_OUT,
     GAIN,
@@ -33,19 +30,16 @@ from xformer.backends.numba.layer import (
     NORMS,
     OUT,
     QUERY,
-    STEP,
     UP,
     VALUE,
     VALUE_WIDTH,
     VALUES,
     VALUES_HEAD,
     VALUES_TEXT,
-    WEIGHT,
     WIDTH,
-    activate,
-    normalise,
     turn,
 )
+from xformer.backends.numba.pieces import add_rows, ask, behind_attention, open_columns, product
 
 LEFT, RIGHT, ROWS, COLUMNS = range(4)  # of a layer's attention: its window, and its tiles
 STAGES = 7  # of a layer
@@ -59,6 +53,7 @@ attend_heads = rowwise(attend)
 def all_layers(
     by: Any,
     n_threads: int,
+    by_rows: bool,
     maps: Any,
     norms: Any,
     sizes: Any,
@@ -80,30 +75,40 @@ def all_layers(
 ) -> None:
     """x = block_n(... block_1(x)).
 
-    h: x itself with post-LN, else memory. tiles: (L, 4). turns: (2, B or 1, T, R/2), cosines and
-    sines. pad: (B, T) or (B, 0), as in `flash`. past: (L, 6), where keys and values are to be kept,
-    or (L, 0). mapped (N (H K + G K + G M)), ctx (N H M), hidden (N F), opened (N F) of gated
-    layers, statistics (2 N H): memory. stages: (7 L + 1, 2) zeros.
+    by_rows: pieces are rows. h: x itself with post-LN, else memory. tiles: (L, 4). turns: (2, B or
+    1, T, R/2), cosines and sines. pad: (B, T) or (B, 0), as in `flash`. past: (L, 6), where keys
+    and values are to be kept, or (L, 0). mapped (N (H K + G K + G M)), ctx (N H M), hidden (N F),
+    opened (N F) of gated layers, statistics (2 N H): memory. stages: (7 L + 1, 2) zeros.
     """
     n_tokens, n_texts = len(x), len(pad)
     at = np.int64(stages.ctypes.data)
-    _add(at, ctx[:0].reshape(0, x.shape[1]), norms, numbers, -1, x, h)
+    if by_rows:
+        _begin(by, n_threads, at, norms, numbers, maps[0], x, h, mapped)
+    else:
+        _add(at, ctx[:0].reshape(0, x.shape[1]), norms, numbers, -1, x, h)
     for i in range(len(maps)):
         own, size = maps[i], sizes[i]
         at = np.int64(stages[STAGES * i + 1 :].ctypes.data)
         seen = ctx[: n_tokens * own[OUT, N_IN]].reshape(n_tokens, -1)
         inner = hidden[: n_tokens * own[UP, N_OUT]].reshape(n_tokens, -1)
+        ups = opened[: n_tokens * own[GATE, N_OUT]].reshape(n_tokens, -1)
+        options = tiles[i], scales[i], turns, interleaved, pad, past[i]
+        if by_rows:
+            _attend(by, at, n_texts, own, size, options, mapped, seen, statistics)
+            at += 2 * WORD
+            memory = seen, inner, ups, mapped
+            _go_on(by, n_threads, at, i, maps, norms, size[ACTIVATION], numbers, x, h, memory)
+            continue
         attn_out, ffn_out = NORMS * i + ATTN_OUT, NORMS * i + FFN_OUT
         _multiply(by, n_threads, at, h, own[QUERY : VALUE + 1], False, mapped)
         at += 2 * WORD
-        options = tiles[i], scales[i], turns, interleaved, pad, past[i]
         _attend(by, at, n_texts, own, size, options, mapped, seen, statistics)
         at += 2 * WORD
         branch = _close(by, n_threads, at, seen, own[OUT : OUT + 1], norms[attn_out], mapped, x)
         at += 2 * WORD
         _add(at, branch, norms, numbers, attn_out, x, h)
         at += 2 * WORD
-        _open(by, n_threads, at, h, own, size[ACTIVATION], inner, opened)
+        _open(by, n_threads, at, h, own, size[ACTIVATION], inner, ups)
         at += 2 * WORD
         branch = _close(by, n_threads, at, inner, own[DOWN : DOWN + 1], norms[ffn_out], mapped, x)
         at += 2 * WORD
@@ -125,31 +130,6 @@ def _columns(own: Any, n_pieces: int, piece: int) -> Any:
 
 
 @rowwise
-def _product(by: Any, x: Any, own: Any, start: int, stop: int, keep: bool, y: Any) -> None:
-    """Columns of y = x w + b, or += that with keep, of contiguous rows."""
-    n_in, step, width = own[N_IN], own[STEP], stop - start
-    out = y[:, start:stop]
-    if own[BY_ROWS]:
-        w = floats(own[WEIGHT], (n_in, step))[:, start:stop]
-        add_product(by, ONE, x, w, keep, out)
-    else:
-        w = floats(own[WEIGHT] + 4 * start * step, (width, step))[:, :n_in]
-        add_product(by, ONE, x, w.T, keep, out)
-    if own[BIAS]:
-        b = floats(own[BIAS] + 4 * start, (width,))
-        for i in range(len(y)):
-            row = _part(y, i, start, stop)
-            for j in range(width):
-                row[j] += b[j]
-
-
-@rowwise
-def _part(y: Any, i: int, start: int, stop: int) -> Any:
-    """Columns of row i: a slice of y would not be known to be contiguous, and not vectorised."""
-    return floats(y.ctypes.data + 4 * (i * y.shape[1] + start), (stop - start,))
-
-
-@rowwise
 def _multiply(by: Any, n_threads: int, at: int, x: Any, maps: Any, keep: bool, out: Any) -> None:
     """x w + b of some maps, one's behind the other's; or += that with keep."""
     n_pieces = 0
@@ -165,7 +145,7 @@ def _multiply(by: Any, n_threads: int, at: int, x: Any, maps: Any, keep: bool, o
         own = maps[m]
         y = out[before : before + len(x) * own[N_OUT]].reshape(len(x), own[N_OUT])
         start, stop = _columns(own, _pieces(own, n_threads), piece)
-        _product(by, x, own, start, stop, keep, y)
+        product(by, x, own, start, stop, keep, y)
         count(at + WORD)
         piece = count(at)
     wait(at, n_pieces)
@@ -181,43 +161,6 @@ def _close(
         return mapped[: x.size].reshape(x.shape)
     _multiply(by, n_threads, at, inner, maps, True, x.reshape(x.size))
     return mapped[:0].reshape(0, x.shape[1])
-
-
-@rowwise
-def _open(
-    by: Any,
-    n_threads: int,
-    at: int,
-    x: Any,
-    maps: Any,
-    activation: int,
-    hidden: Any,
-    opened: Any,
-) -> None:
-    """hidden = act(up), or act(gate) up; a piece is some columns."""
-    own, gate = maps[UP], maps[GATE]
-    gated, n_pieces = gate[N_OUT] > 0, _pieces(own, n_threads)
-    row, ups = np.empty(own[N_OUT], np.float32), hidden
-    if gated:
-        ups = opened[: hidden.size].reshape(hidden.shape)
-    piece = count(at)
-    while piece < n_pieces:
-        start, stop = _columns(own, n_pieces, piece)
-        width = stop - start
-        _product(by, x, gate if gated else own, start, stop, False, hidden)
-        if gated:
-            _product(by, x, own, start, stop, False, ups)
-        for i in range(len(x)):
-            out = _part(hidden, i, start, stop)
-            row[:width] = out
-            activate(activation, row[:width], out)
-            if gated:
-                up = _part(ups, i, start, stop)
-                for j in range(width):
-                    out[j] *= up[j]
-        count(at + WORD)
-        piece = count(at)
-    wait(at, n_pieces)
 
 
 @rowwise
@@ -278,21 +221,79 @@ def _keep(x: Any, at: int) -> None:
 
 
 @rowwise
-def _add(at: int, branch: Any, norms: Any, numbers: Any, own: int, x: Any, h: Any) -> None:
-    """x += norm(branch), where there are rows of it, and h = norm'(x); a piece is some tokens.
-
-    own: which norm is the branch's, -1 before the first; that of the next branch follows.
-    """
-    n, after = len(x), own + 1
-    n_pieces = -(-n // FEW)
+def _open(
+    by: Any, n_threads: int, at: int, x: Any, maps: Any, activation: int, hidden: Any, ups: Any
+) -> None:
+    """hidden = act(up), or act(gate) up; a piece is some columns."""
+    own, n_pieces = maps[UP], _pieces(maps[UP], n_threads)
     piece = count(at)
     while piece < n_pieces:
-        for i in range(piece * FEW, min(n, (piece + 1) * FEW)):
-            if len(branch):
-                normalise(branch[i], norms[own], numbers[own], branch[i])
-                for j in range(x.shape[1]):
-                    x[i, j] += branch[i, j]
-            normalise(x[i], norms[after], numbers[after], h[i])
+        start, stop = _columns(own, n_pieces, piece)
+        open_columns(by, x, maps, activation, start, stop, hidden, ups)
+        count(at + WORD)
+        piece = count(at)
+    wait(at, n_pieces)
+
+
+@rowwise
+def _add(at: int, branch: Any, norms: Any, numbers: Any, own: int, x: Any, h: Any) -> None:
+    """`add_rows`; a piece is some tokens."""
+    n_pieces = -(-len(x) // FEW)
+    piece = count(at)
+    while piece < n_pieces:
+        start, stop = piece * FEW, min(len(x), (piece + 1) * FEW)
+        add_rows(branch[start:stop], norms, numbers, own, x[start:stop], h[start:stop])
+        count(at + WORD)
+        piece = count(at)
+    wait(at, n_pieces)
+
+
+@rowwise
+def _begin(
+    by: Any,
+    n_pieces: int,
+    at: int,
+    norms: Any,
+    numbers: Any,
+    maps: Any,
+    x: Any,
+    h: Any,
+    mapped: Any,
+) -> None:
+    """What comes before the first attention; a piece is some tokens."""
+    piece = count(at)
+    while piece < n_pieces:
+        start, stop = piece * len(x) // n_pieces, (piece + 1) * len(x) // n_pieces
+        add_rows(x[:0], norms, numbers, -1, x[start:stop], h[start:stop])
+        ask(by, h[start:stop], maps, start, mapped, len(x))
+        count(at + WORD)
+        piece = count(at)
+    wait(at, n_pieces)
+
+
+@rowwise
+def _go_on(
+    by: Any,
+    n_pieces: int,
+    at: int,
+    i: int,
+    maps: Any,
+    norms: Any,
+    activation: int,
+    numbers: Any,
+    x: Any,
+    h: Any,
+    memory: Any,
+) -> None:
+    """From one attention to the next; a piece is some tokens, whose numbers stay near a core."""
+    seen, inner, ups, mapped = memory
+    piece = count(at)
+    while piece < n_pieces:
+        start, stop = piece * len(x) // n_pieces, (piece + 1) * len(x) // n_pieces
+        its = seen[start:stop], x[start:stop], h[start:stop], inner[start:stop], ups[start:stop]
+        behind_attention(by, i, maps, norms, activation, numbers, *its)
+        if i + 1 < len(maps):
+            ask(by, h[start:stop], maps[i + 1], start, mapped, len(x))
         count(at + WORD)
         piece = count(at)
     wait(at, n_pieces)
