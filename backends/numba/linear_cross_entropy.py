@@ -1,6 +1,6 @@
-"""`linear_cross_entropy` of few classes: each thread's rows go through all of it in one call.
+"""`linear_cross_entropy`: logits become their own gradient, each row while it is near a core.
 
-Of many classes `backends.numpy` has a kernel. As there, logits become their own gradient.
+Of few classes each thread's rows go through all of it in one call; of many in NumPy's chunks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from xformer.backends.numpy.linear_cross_entropy import (
     Gradients,
     LinearCrossEntropyCache,
     cache_of,
+    in_chunks,
     kept_rows,
 )
 from xformer.backends.numpy.threads import n_threads, run, scratch
@@ -32,6 +33,7 @@ from xformer.layers.linear import LinearParams
 from xformer.ops.cross_entropy import require_options
 from xformer.typing import Array
 
+FEW = 1024  # classes whose powers are summed one after the other
 LOGITS = 1 << 19  # at once: near a core, and of 4095 classes rows enough for fast products
 
 
@@ -50,14 +52,14 @@ def outside(
     """Why the kernel cannot run."""
     if reduction == "none":
         return 'reduction "none" has a dloss for each token'
+    if w.shape[1] == 0 or x.dtype != np.float32:
+        return "only float32, and at least one class"
     if w.shape[1] >= LARGE:
-        return f"NumPy's kernel is for {LARGE} classes and more"
+        return None
     threads = n_threads()
     size = -(-math.prod(x.shape[:-1]) // threads)
     if size < ROWS * (threads - 1):
         return f"{size} tokens are too few for a thread"
-    if w.shape[1] == 0 or x.dtype != np.float32:
-        return "only float32, and at least one class"
     try:
         map_of(LinearParams(w, b), *w.shape)
     except Unfit as unfit:
@@ -83,12 +85,35 @@ def linear_cross_entropy(
     require_options(ignore_index, reduction)
     xs, targets, chosen = kept_rows(x, w, targets, ignore_index)
     xs, targets = np.require(xs, None, PLAIN), np.require(targets, None, PLAIN)
-    n, (_, n_classes) = len(xs), w.shape
-    table = np.array(map_of(LinearParams(w, b), *w.shape), np.int64)
-    weight = np.float32(1 / max(n, 1) if reduction == "mean" else 1.0)
+    weight = np.float32(1 / max(len(xs), 1) if reduction == "mean" else 1.0)
     numbers = np.array([a, z, weight], np.float32)
-    losses, back = np.empty(n, np.float32), not keeps_nothing()
-    dx = np.empty_like(xs) if back else xs
+    losses, back = np.empty(len(xs), np.float32), not keeps_nothing()
+    if w.shape[1] < LARGE:
+        grads = _in_shares(xs, w, b, targets, numbers, losses, back=back, fixed=fixed)
+    else:
+
+        def turn(logits: Array, at: slice) -> None:
+            turn_rows(logits, targets[at], numbers, losses[at])
+
+        grads = in_chunks(xs, w, b, turn, back=back, fixed=fixed)
+    return np.add.reduce(losses) * weight, cache_of(grads, x.shape, chosen)
+
+
+def _in_shares(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    targets: Array,
+    numbers: Array,
+    losses: Array,
+    *,
+    back: bool,
+    fixed: bool,
+) -> Gradients | None:
+    """Gradients with `back`, and losses: a share of the rows on each thread."""
+    n, (_, n_classes) = len(x), w.shape
+    table = np.array(map_of(LinearParams(w, b), *w.shape), np.int64)
+    dx = np.empty_like(x) if back else x
     parts: dict[int, tuple[Array | None, Array | None]] = {}  # of dw and db, by their first row
     memory = np.empty_like if n else np.zeros_like  # where there is no row nothing is written
 
@@ -96,18 +121,17 @@ def linear_cross_entropy(
         dw = memory(w) if back and not fixed else None
         db = memory(b) if back and b is not None else None
         grads = np.array(maps.places(dw, db), np.int64)
-        its = xs[own], targets[own], losses[own], dx[own]
+        its = x[own], targets[own], losses[own], dx[own]
         logits = scratch("logits", (max(1, min(LOGITS // n_classes, n)), n_classes), np.float32)
         some_rows(products(), table, numbers, back, *its, grads, logits)
         parts[own.start] = dw, db
 
     size = max(1, -(-n // n_threads()))
     run([partial(share, slice(i, i + size)) for i in range(0, max(n, 1), size)])
-    loss = np.add.reduce(losses) * weight
     if not back:
-        return loss, None
+        return None
     dw, db = (_sum(column) for column in zip(*(parts[i] for i in sorted(parts)), strict=True))
-    return loss, cache_of(Gradients(dx, dw, db), x.shape, chosen)
+    return Gradients(dx, dw, db)
 
 
 def _sum(parts: tuple[Array | None, ...]) -> Array | None:
@@ -139,11 +163,17 @@ def some_rows(
         maps.multiply(by, part, own, e)
         if own[BIAS]:
             maps.add(e, b)
-        for i in range(len(e)):
-            losses[start + i] = _loss(e[i], targets[start + i], numbers)
+        turn_rows(e, targets[start:stop], numbers, losses[start:stop])
         if back:
             maps.multiply_backward(by, part, own, grads, e, False, dx[start:stop])
             grads[maps.MORE] = True
+
+
+@rowwise
+def turn_rows(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
+    """losses (N,) of logits (N, V), which become their gradients."""
+    for i in range(len(x)):
+        losses[i] = _loss(x[i], targets[i], numbers)
 
 
 @rowwise
@@ -173,10 +203,13 @@ def _loss(x: Any, target: int, numbers: Any) -> Any:
 
 @rowwise
 def _powers(x: Any, top: Any) -> Any:
-    """x = exp(x - top); their sum."""
+    """x = exp(x - top); the sum of what `FEW` of them sum to, for exactness."""
     total = ZERO
-    for j in range(len(x)):
-        e = exp2((x[j] - top) * LOG2_E)
-        x[j] = e
-        total += e
+    for first in range(0, len(x), FEW):
+        few, own = ZERO, x[first : first + FEW]
+        for j in range(len(own)):
+            e = exp2((own[j] - top) * LOG2_E)
+            own[j] = e
+            few += e
+        total += few
     return total

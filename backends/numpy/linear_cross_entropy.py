@@ -7,6 +7,7 @@ overwrites it. A backward has nothing left to do but to multiply by dloss.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ from xformer.typing import Array
 CHUNK = 1 << 24  # logits, to the nearest number of chunks: 64 MB, rows enough for fast products
 LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
 STEP = 512  # rows or columns of a piece of a product, however many threads there are
+# Reads the logits of some rows, and which they are; in a backward they become their own gradients.
+Turn = Callable[[Array, slice], None]
 
 
 def too_small(
@@ -62,15 +65,29 @@ def linear_cross_entropy(
     z = number("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     xs, targets, chosen = kept_rows(x, w, targets, ignore_index)
-    n = len(xs)
-    weight = 1 / max(n, 1) if reduction == "mean" else 1.0
-    tokens = Tokens.of(targets, x.dtype, a, z)
-    grads = None if keeps_nothing() else Gradients.of(xs, w, b, fixed)
-    size = max(1, -(-n // max(1, round(n * w.shape[1] / CHUNK))))
-    for start in range(0, max(n, 1), size):  # once where there is no row
-        _chunk(xs, w, b, slice(start, min(start + size, n)), tokens, weight, grads)
+    weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0
+    tokens, back = Tokens.of(targets, x.dtype, a, z), not keeps_nothing()
+
+    def turn(logits: Array, at: slice) -> None:
+        total = tokens.read(logits, at, logits)
+        if back:
+            logits *= (weight * (1 + 2 * z * tokens.lse[at]) / total)[:, None]
+            less(logits, tokens.targets[at], np.full_like(total, weight), a)
+
+    grads = in_chunks(xs, w, b, turn, back=back, fixed=fixed)
     loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)
     return loss, cache_of(grads, x.shape, chosen)
+
+
+def in_chunks(
+    x: Array, w: Array, b: Array | None, turn: Turn, *, back: bool, fixed: bool
+) -> Gradients | None:
+    """`turn` for all rows, on all threads; with `back` what their gradients add up to."""
+    n, grads = len(x), Gradients.of(x, w, b, fixed) if back else None
+    size = max(1, -(-n // max(1, round(n * w.shape[1] / CHUNK))))
+    for start in range(0, max(n, 1), size):  # once where there is no row
+        _chunk(x, w, b, slice(start, min(start + size, n)), turn, grads)
+    return grads
 
 
 def kept_rows(
@@ -134,24 +151,14 @@ class Gradients(NamedTuple):
 
 
 def _chunk(
-    x: Array,
-    w: Array,
-    b: Array | None,
-    at: slice,
-    tokens: Tokens,
-    weight: float,
-    grads: Gradients | None,
+    x: Array, w: Array, b: Array | None, at: slice, turn: Turn, grads: Gradients | None
 ) -> None:
-    """These rows: their logits, which become exp(logits), and in turn dlogits."""
+    """These rows: their logits, which become dlogits."""
     logits = scratch("logits", (at.stop - at.start, w.shape[1]), x.dtype)
     run(product(x[at], w, logits, b, step=STEP))
 
     def piece(start: int, stop: int) -> None:
-        e, own = logits[start:stop], slice(at.start + start, at.start + stop)
-        total = tokens.read(e, own, e)
-        if grads is not None:
-            e *= (weight * (1 + 2 * tokens.z_loss * tokens.lse[own]) / total)[:, None]
-            less(e, tokens.targets[own], np.full_like(total, weight), tokens.label_smoothing)
+        turn(logits[start:stop], slice(at.start + start, at.start + stop))
 
     row_blocks(piece, *logits.shape)
     if grads is not None:
