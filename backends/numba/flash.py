@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from xformer.backends.numba.compiled import LOG2_E, rowwise_of
+from xformer.backends.numba.compiled import AMD, LOG2_E, rowwise, rowwise_of
 from xformer.backends.numba.flash_rows import (
     LOWEST,
     ONE,
@@ -25,6 +25,9 @@ from xformer.backends.numba.flash_rows import (
 )
 from xformer.backends.numba.gemm import add_product
 from xformer.backends.numpy.tiles import FEW
+
+# Keys of a tile that not all of its queries see: those before it skip it. 0: as many as of others.
+NARROW = 0 if AMD else 96
 
 
 def _array(ndim: int, layout: str, changes: bool) -> types.Array:
@@ -89,8 +92,10 @@ def attend(
                     tops[t:end] = LOWEST if shifted else ZERO
                     totals[t:end] = ZERO
                     sums[:] = ZERO
-                    for s in range(low, high, columns):
-                        s_end, first = min(s + columns, high), max(t, s - right)
+                    s_end = low
+                    while s_end < high:
+                        s, s_end = s_end, _end(s_end, columns, low, t + right, high)
+                        first = max(t, s - right)
                         e = scores[: (end - first) * (s_end - s)].reshape(end - first, s_end - s)
                         at = tops[first:end], totals[first:end], sums[first - t : end - t]
                         add_product(by, scale, queries[first:end], keys[s:s_end].T, False, e)
@@ -152,8 +157,10 @@ def attend_backward(
                 end = min(t + rows, n)
                 low, high = max(least, t - left), min(most, end + right)
                 dqueries[:] = ZERO
-                for s in range(low, high, columns):
-                    s_end, first = min(s + columns, high), max(t, s - right)
+                s_end = low
+                while s_end < high:
+                    s, s_end = s_end, _end(s_end, columns, low, t + right, high)
+                    first = max(t, s - right)
                     size, shape = (end - first) * (s_end - s), (end - first, s_end - s)
                     p, ds = scores[:size].reshape(shape), slopes[:size].reshape(shape)
                     own, douts, at = queries[first:end], dout[first:end], slice(first, end)
@@ -167,3 +174,14 @@ def attend_backward(
                 dq[b, t:end, h] = dqueries[: end - t]
         dk[b, :, g] = dkeys
         dv[b, :, g] = dvalues
+
+
+@rowwise
+def _end(s: int, columns: int, low: int, narrow: int, high: int) -> int:
+    """Where the tile of keys ends that begins at s: of low to high, those from `narrow` on NARROW.
+
+    All keys are in one tile, where it has as many columns.
+    """
+    if NARROW == 0 or high - low <= columns or s + columns <= narrow:
+        return min(s + columns, high)
+    return min(s + min(NARROW, columns) if s >= narrow else narrow, high)

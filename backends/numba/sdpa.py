@@ -16,9 +16,9 @@ from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
-COLUMNS, WIDE = 256 if AMD else 512, 1024  # keys of a tile, and of one that has them all, at most
+COLUMNS, WIDE = 256 if AMD else 384, 1024  # keys of a tile, and of one that has them all, at most
 # Queries of a tile where some see less than others: as in `backends.numpy.tiles`.
-LOW = 32, 128 if AMD else 256
+LOW = 32, 128 if AMD else 288
 FAR = 1 << 40  # where no window ends
 
 
