@@ -24,7 +24,7 @@ from xformer.typing import Array
 
 CHUNK = 1 << 24  # logits, to the nearest number of chunks: 64 MB, rows enough for fast products
 LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
-STEP = 512  # rows or columns of a piece of a product, however many threads there are
+STEP = 1024  # rows or columns of a piece of a product, however many threads there are
 # Reads the logits of some rows, and which they are; in a backward they become their own gradients.
 Turn = Callable[[Array, slice], None]
 
@@ -137,7 +137,7 @@ class Gradients(NamedTuple):
     def add(self, x: Array, w: Array, dlogits: Array, at: slice) -> None:
         """What a chunk of rows adds; the first one is what is there."""
         # Each of these sums over all of V and takes the longest, so that they come first.
-        pieces = product(dlogits, w.T, self.dx[at], step=STEP // 2)
+        pieces = product(dlogits, w.T, self.dx[at], step=STEP // 4)
         add = at.start > 0
         if self.dw is not None:
             dw, own = self.dw, (x[at].T, dlogits)
@@ -146,7 +146,7 @@ class Gradients(NamedTuple):
             pieces += product(*own, dw, add=add, step=STEP)
         if self.db is not None:
             ones = np.ones((1, len(dlogits)), dlogits.dtype)
-            pieces += product(ones, dlogits, self.db[None], add=add, step=16 * STEP)
+            pieces += product(ones, dlogits, self.db[None], add=add, step=8 * STEP)
         run(pieces)
 
 
