@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import operator
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +80,28 @@ def test_nowhere_to_keep_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     for decorate in (compiled.elementwise, compiled.rowwise, compiled.rowwise_of("f4(f4)")):
         with pytest.raises(backends.Unusable, match=r"no locator available\): .* NUMBA_CACHE_DIR"):
             decorate(lambda x: x)
+
+
+def test_machine_code_is_of_all_files_of_loops(tmp_path: Path) -> None:
+    """What a function calls is compiled with it, and where that has changed it is made anew."""
+    folder = tmp_path / "loops"
+    folder.mkdir()
+    shutil.copy(compiled.__file__, folder / "compiled.py")
+    begin, inner = "from loops.compiled import rowwise\n", folder / "inner.py"
+    outer = "from loops.inner import inner\n@rowwise\ndef outer(x):\n    return inner(x)\n"
+    (folder / "outer.py").write_text(begin + outer, encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    env |= {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    code = "from loops.outer import outer; print(outer(0), sum(outer.stats.cache_hits.values()))"
+
+    def run() -> str:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        return done.stdout or done.stderr[-2000:]
+
+    inner.write_text(f"{begin}@rowwise\ndef inner(x):\n    return x + 1\n", encoding="utf-8")
+    assert [run(), run()] == ["1 0\n", "1 1\n"]
+    inner.write_text(f"{begin}@rowwise\ndef inner(x):\n    return x + 20\n", encoding="utf-8")
+    assert run() == "20 0\n"
 
 
 def test_one_process_at_a_time_keeps_machine_code(tmp_path: Path) -> None:

@@ -161,6 +161,22 @@ def test_hidden_keys(causal_: bool) -> None:
     assert len(loops.all_layers.signatures) == 1  # each would be compiled anew
 
 
+@pytest.mark.parametrize("n_texts, length", [(1, 9), (1, 8), (3, 3), (2, 4)])
+def test_what_pieces_are_of(
+    n_texts: int, length: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, where each of the three threads has one for 8 of the 24 columns."""
+    by_rows: list[bool] = []
+    monkeypatch.setattr(loops, "all_layers", lambda *given: by_rows.append(given[2]))
+    params, configs = drawn("post")
+    for wide in (0, 8):
+        monkeypatch.setattr(kernel, "WIDE", wide)
+        with inference():
+            layers.blocks(tokens(n_texts, length, 24), params, configs=configs)
+    half = len(by_rows) // 2
+    assert half and {*by_rows[:half]} == {False} and {*by_rows[half:]} == {n_texts * length == 9}
+
+
 def test_a_few_texts_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its own mask and its own positions."""
     mask = np.random.default_rng(0).random((5, 1, 1, 11)) < 0.7

@@ -103,6 +103,23 @@ def test_scores_far_from_zero() -> None:
         require_exact(given, causal=True)
 
 
+@pytest.mark.parametrize("low, narrow, high", [(0, 800, 1100), (7, 395, 400), (50, 20, 700)])
+def test_narrow_tiles(low: int, narrow: int, high: int) -> None:
+    """Wide ones up to where not all keys are seen by all, and from there on narrow ones."""
+    for columns in (384, 60):
+        ends = [low]
+        while ends[-1] < high:
+            ends.append(flash._end(ends[-1], columns, low, narrow, high))
+        widths = np.diff(ends)
+        assert ends[-1] == high and widths.min() > 0 and widths.max() <= columns
+        if flash.NARROW:  # not on AMD's cores
+            assert narrow in ends or narrow < low
+            few = widths[np.array(ends[:-1]) >= narrow]
+            assert few.max() <= (size := min(flash.NARROW, columns))
+            assert len(few) == -(-(high - max(low, narrow)) // size)
+    assert flash._end(low, high - low, low, narrow, high) == high  # all in one
+
+
 @pytest.mark.parametrize("size", [1, 30])
 def test_long_sequences(size: int) -> None:
     for window in (None, (900, None), (5, 5)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -89,6 +90,15 @@ def _folder() -> Iterator[None]:
 
 def _kept_by_one(kept: Any) -> None:
     kept.save_overload = partial(_save, kept.save_overload, Path(kept.cache_path))
+    # numba looks at the function's own file, but has compiled with it what it calls.
+    kept._cache_file._source_stamp = _sources()
+
+
+@functools.cache
+def _sources() -> list[tuple[str, float, int]]:
+    """All files of loops: names, times and sizes."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [(file.name, file.stat().st_mtime, file.stat().st_size) for file in files]
 
 
 def _save(save: Callable[..., None], folder: Path, *overload: Any) -> None:

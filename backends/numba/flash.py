@@ -26,7 +26,8 @@ from xformer.backends.numba.flash_rows import (
 from xformer.backends.numba.gemm import add_product
 from xformer.backends.numpy.tiles import FEW
 
-# Keys of a tile that not all of its queries see: those before it skip it. 0: as many as of others.
+# Keys of a tile that, but for the first, not all of its queries see: queries that see none of them
+# skip it. 0: as many as of other tiles.
 NARROW = 0 if AMD else 96
 
 

@@ -33,7 +33,6 @@ from xformer.layers.linear import LinearParams
 from xformer.ops.cross_entropy import require_options
 from xformer.typing import Array
 
-FEW = 1024  # classes whose powers are summed one after the other
 LOGITS = 1 << 19  # at once: near a core, and of 4095 classes rows enough for fast products
 
 
@@ -92,10 +91,10 @@ def linear_cross_entropy(
         grads = _in_shares(xs, w, b, targets, numbers, losses, back=back, fixed=fixed)
     else:
 
-        def turn(logits: Array, at: slice) -> None:
-            turn_rows(logits, targets[at], numbers, losses[at])
+        def differentiate(logits: Array, at: slice) -> None:
+            differentiate_rows(logits, targets[at], numbers, losses[at])
 
-        grads = in_chunks(xs, w, b, turn, back=back, fixed=fixed)
+        grads = in_chunks(xs, w, b, differentiate, back=back, fixed=fixed)
     return np.add.reduce(losses) * weight, cache_of(grads, x.shape, chosen)
 
 
@@ -163,14 +162,14 @@ def some_rows(
         maps.multiply(by, part, own, e)
         if own[BIAS]:
             maps.add(e, b)
-        turn_rows(e, targets[start:stop], numbers, losses[start:stop])
+        differentiate_rows(e, targets[start:stop], numbers, losses[start:stop])
         if back:
             maps.multiply_backward(by, part, own, grads, e, False, dx[start:stop])
             grads[maps.MORE] = True
 
 
 @rowwise
-def turn_rows(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
+def differentiate_rows(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
     """losses (N,) of logits (N, V), which become their gradients."""
     for i in range(len(x)):
         losses[i] = _loss(x[i], targets[i], numbers)
@@ -203,13 +202,10 @@ def _loss(x: Any, target: int, numbers: Any) -> Any:
 
 @rowwise
 def _powers(x: Any, top: Any) -> Any:
-    """x = exp(x - top); the sum of what `FEW` of them sum to, for exactness."""
+    """x = exp(x - top); their sum."""
     total = ZERO
-    for first in range(0, len(x), FEW):
-        few, own = ZERO, x[first : first + FEW]
-        for j in range(len(own)):
-            e = exp2((own[j] - top) * LOG2_E)
-            own[j] = e
-            few += e
-        total += few
+    for j in range(len(x)):
+        e = exp2((x[j] - top) * LOG2_E)
+        x[j] = e
+        total += e
     return total

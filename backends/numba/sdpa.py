@@ -17,7 +17,8 @@ from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
 COLUMNS, WIDE = 256 if AMD else 384, 1024  # keys of a tile, and of one that has them all, at most
-# Queries of a tile where some see less than others: as in `backends.numpy.tiles`.
+# Queries of a tile where some see less than others: fewer in short texts, since half of a tile on
+# the diagonal is for nothing. Tiles of long texts are multiples of a product's, 12 by 32.
 LOW = 32, 128 if AMD else 288
 FAR = 1 << 40  # where no window ends
 

@@ -251,7 +251,7 @@ def _add(at: int, branch: Any, norms: Any, numbers: Any, own: int, x: Any, h: An
 @rowwise
 def _begin(
     by: Any,
-    n_pieces: int,
+    n_threads: int,
     at: int,
     norms: Any,
     numbers: Any,
@@ -260,21 +260,21 @@ def _begin(
     h: Any,
     mapped: Any,
 ) -> None:
-    """What comes before the first attention; a piece is some tokens."""
+    """What comes before the first attention; a piece is some tokens. maps: its layer's."""
     piece = count(at)
-    while piece < n_pieces:
-        start, stop = piece * len(x) // n_pieces, (piece + 1) * len(x) // n_pieces
+    while piece < n_threads:
+        start, stop = piece * len(x) // n_threads, (piece + 1) * len(x) // n_threads
         add_rows(x[:0], norms, numbers, -1, x[start:stop], h[start:stop])
         ask(by, h[start:stop], maps, start, mapped, len(x))
         count(at + WORD)
         piece = count(at)
-    wait(at, n_pieces)
+    wait(at, n_threads)
 
 
 @rowwise
 def _go_on(
     by: Any,
-    n_pieces: int,
+    n_threads: int,
     at: int,
     i: int,
     maps: Any,
@@ -288,12 +288,12 @@ def _go_on(
     """From one attention to the next; a piece is some tokens, whose numbers stay near a core."""
     seen, inner, ups, mapped = memory
     piece = count(at)
-    while piece < n_pieces:
-        start, stop = piece * len(x) // n_pieces, (piece + 1) * len(x) // n_pieces
+    while piece < n_threads:
+        start, stop = piece * len(x) // n_threads, (piece + 1) * len(x) // n_threads
         its = seen[start:stop], x[start:stop], h[start:stop], inner[start:stop], ups[start:stop]
         behind_attention(by, i, maps, norms, activation, numbers, *its)
         if i + 1 < len(maps):
             ask(by, h[start:stop], maps[i + 1], start, mapped, len(x))
         count(at + WORD)
         piece = count(at)
-    wait(at, n_pieces)
+    wait(at, n_threads)

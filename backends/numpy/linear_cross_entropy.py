@@ -25,8 +25,9 @@ from xformer.typing import Array
 CHUNK = 1 << 24  # logits, to the nearest number of chunks: 64 MB, rows enough for fast products
 LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
 STEP = 1024  # rows or columns of a piece of a product, however many threads there are
-# Reads the logits of some rows, and which they are; in a backward they become their own gradients.
-Turn = Callable[[Array, slice], None]
+# Of the logits of some rows, and which they are: keeps what the loss needs, and has their gradients
+# take their place where those are wanted.
+Differentiate = Callable[[Array, slice], None]
 
 
 def too_small(
@@ -68,25 +69,25 @@ def linear_cross_entropy(
     weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0
     tokens, back = Tokens.of(targets, x.dtype, a, z), not keeps_nothing()
 
-    def turn(logits: Array, at: slice) -> None:
+    def differentiate(logits: Array, at: slice) -> None:
         total = tokens.read(logits, at, logits)
         if back:
             logits *= (weight * (1 + 2 * z * tokens.lse[at]) / total)[:, None]
             less(logits, tokens.targets[at], np.full_like(total, weight), a)
 
-    grads = in_chunks(xs, w, b, turn, back=back, fixed=fixed)
+    grads = in_chunks(xs, w, b, differentiate, back=back, fixed=fixed)
     loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)
     return loss, cache_of(grads, x.shape, chosen)
 
 
 def in_chunks(
-    x: Array, w: Array, b: Array | None, turn: Turn, *, back: bool, fixed: bool
+    x: Array, w: Array, b: Array | None, differentiate: Differentiate, *, back: bool, fixed: bool
 ) -> Gradients | None:
-    """`turn` for all rows, on all threads; with `back` what their gradients add up to."""
+    """`differentiate` all rows, on all threads; with `back` what their gradients add up to."""
     n, grads = len(x), Gradients.of(x, w, b, fixed) if back else None
     size = max(1, -(-n // max(1, round(n * w.shape[1] / CHUNK))))
     for start in range(0, max(n, 1), size):  # once where there is no row
-        _chunk(x, w, b, slice(start, min(start + size, n)), turn, grads)
+        _chunk(x, w, b, slice(start, min(start + size, n)), differentiate, grads)
     return grads
 
 
@@ -151,14 +152,19 @@ class Gradients(NamedTuple):
 
 
 def _chunk(
-    x: Array, w: Array, b: Array | None, at: slice, turn: Turn, grads: Gradients | None
+    x: Array,
+    w: Array,
+    b: Array | None,
+    at: slice,
+    differentiate: Differentiate,
+    grads: Gradients | None,
 ) -> None:
     """These rows: their logits, which become dlogits."""
     logits = scratch("logits", (at.stop - at.start, w.shape[1]), x.dtype)
     run(product(x[at], w, logits, b, step=STEP))
 
     def piece(start: int, stop: int) -> None:
-        turn(logits[start:stop], slice(at.start + start, at.start + stop))
+        differentiate(logits[start:stop], slice(at.start + start, at.start + stop))
 
     row_blocks(piece, *logits.shape)
     if grads is not None:
