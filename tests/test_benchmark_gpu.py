@@ -237,7 +237,7 @@ LOOP = "print('begun', flush=True)\nimport time\ntime.sleep(60)"
 def test_a_program_that_takes_too_long_is_stopped(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if code.startswith(STUBBORN):  # which nothing but time ends; the other may be slow to say why it ends
+    if code.startswith(STUBBORN):  # only time ends it; the other may be slow to say why it ends
         monkeypatch.setattr(gpu, "STOPPING", 1)
     said, over = gpu.outcome([sys.executable, "-c", code], 2)
     assert over and said.startswith("begun")
