@@ -162,9 +162,7 @@ def test_hidden_keys(causal_: bool) -> None:
 
 
 @pytest.mark.parametrize("n_texts, length", [(1, 9), (1, 8), (3, 3), (2, 4)])
-def test_what_pieces_are_of(
-    n_texts: int, length: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_pieces_are_of(n_texts: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, where each of the three threads has one for 8 of the 24 columns."""
     by_rows: list[bool] = []
     monkeypatch.setattr(loops, "all_layers", lambda *given: by_rows.append(given[2]))

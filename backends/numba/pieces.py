@@ -92,7 +92,7 @@ def add_rows(branch: Any, norms: Any, numbers: Any, own: int, x: Any, h: Any) ->
 
 
 @rowwise
-def ask(by: Any, h: Any, maps: Any, start: int, mapped: Any, n: int) -> None:
+def project(by: Any, h: Any, maps: Any, start: int, mapped: Any, n: int) -> None:
     """Queries, keys and values of the rows h of all n, which begin at `start`."""
     before = 0
     for m in range(QUERY, VALUE + 1):

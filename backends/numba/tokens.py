@@ -39,7 +39,7 @@ from xformer.backends.numba.layer import (
     WIDTH,
     turn,
 )
-from xformer.backends.numba.pieces import add_rows, ask, behind_attention, open_columns, product
+from xformer.backends.numba.pieces import add_rows, behind_attention, open_columns, product, project
 
 LEFT, RIGHT, ROWS, COLUMNS = range(4)  # of a layer's attention: its window, and its tiles
 STAGES = 7  # of a layer
@@ -265,7 +265,7 @@ def _begin(
     while piece < n_threads:
         start, stop = piece * len(x) // n_threads, (piece + 1) * len(x) // n_threads
         add_rows(x[:0], norms, numbers, -1, x[start:stop], h[start:stop])
-        ask(by, h[start:stop], maps, start, mapped, len(x))
+        project(by, h[start:stop], maps, start, mapped, len(x))
         count(at + WORD)
         piece = count(at)
     wait(at, n_threads)
@@ -293,7 +293,7 @@ def _go_on(
         its = seen[start:stop], x[start:stop], h[start:stop], inner[start:stop], ups[start:stop]
         behind_attention(by, i, maps, norms, activation, numbers, *its)
         if i + 1 < len(maps):
-            ask(by, h[start:stop], maps[i + 1], start, mapped, len(x))
+            project(by, h[start:stop], maps[i + 1], start, mapped, len(x))
         count(at + WORD)
         piece = count(at)
     wait(at, n_threads)
