@@ -20,7 +20,22 @@ def text(found: dict[str, Any]) -> str:
 necessary products, alone in {_digits(products["min_ms"])} ms, {products["gflop_per_s"]:.0f} \
 GFLOP/s
 
-{table(found)}"""
+{table(found)}{further(found)}"""
+
+
+def further(found: dict[str, Any]) -> str:
+    """Who did not fit into memory with the first, and had turns beside the peer later."""
+    lines = []
+    for run in found["runs"][1:]:
+        names = ", ".join(name for name in run["contestants"] if name != found["peer"])
+        line = f"Later, for want of memory: {names}"
+        if run["peer"] is not None:
+            times = ", ".join(
+                f"{w} {_digits(took['min_ms'])} ms" for w, took in run["peer"].items()
+            )
+            line += f"; beside them {found['peer']}, {times}"
+        lines.append(f"\n\n{line}.")
+    return "".join(lines)
 
 
 def header(found: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from benchmarks.contestants import COMPILED, JITTED, PEER
 from benchmarks.embeddings_page import END
 
 BEGIN = "<!-- speed -->\n"
-OURS = "numpy kernel"
+OURS = ("numpy kernel", "numba kernel")
 COMPILED_TOKEN = "xformer numba"
 STEPS = {
     "char-gpt": "char-GPT, training step",
@@ -44,7 +44,7 @@ STARTS = {
 HEADS = {
     PEER: "torch eager",
     COMPILED: "torch.compile",
-    OURS: "NumPy",
+    "numpy kernel": "NumPy",
     "numba kernel": "NumPy with numba",
     "mkl kernel": "numba and MKL",
     "cupy kernel": "CuPy",
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 MEANING = """\
 x: minimum over the peer's minimum in one interleaved run; below 1 is faster, or smaller.
-Speed of light: the time of the matrix products that the work needs, over NumPy's time."""
+Peak memory, speed of light (the time of the matrix products that the work needs, over one's own
+time): of NumPy / with numba."""
 QUESTIONS = {"step": STEPS, "decoding": TOKENS, "start": STARTS}
 
 
@@ -129,7 +130,7 @@ def steps(runs: Runs) -> str:
     there = [n for n in HEADS if any(n in _rows(run) for run in runs.values())]
     others = [name for name in there if name != PEER]
     head = ["", f"{HEADS[PEER]}, ms", *(f"{HEADS[n]}, x" for n in others)]
-    lines = [[*head, "NumPy's peak memory, x", "speed of light"]]
+    lines = [[*head, "peak memory, x", "speed of light"]]
     for shape, run in runs.items():
         rows, work = _rows(run), run["work"]
         cells = [STEPS[shape], _ms(rows[PEER][work]["min_ms"]) if PEER in rows else "-"]
@@ -141,13 +142,17 @@ def steps(runs: Runs) -> str:
 
 
 def _own(rows: Mapping[str, Any]) -> list[str]:
-    """NumPy's peak memory over the peer's, and its share of the speed of light."""
-    if OURS not in rows:
-        return ["-", "-"]
-    own, peer = rows[OURS], rows.get(PEER)
-    known = peer is not None and None not in (own["peak_bytes"], peer["peak_bytes"])
-    memory = f"{own['peak_bytes'] / peer['peak_bytes']:.2f}" if known else "-"
-    return [memory, f"{own['light']:.0%}"]
+    """Our peak memory over the peer's, and our shares of the speed of light."""
+    own, peer = [rows.get(name) for name in OURS], rows.get(PEER)
+    memory = [f"{x:.2f}" if (x := _memory(row, peer)) is not None else "-" for row in own]
+    light = ["-" if row is None else f"{row['light']:.0%}" for row in own]
+    return [" / ".join(memory), " / ".join(light)]
+
+
+def _memory(row: Mapping[str, Any] | None, peer: Mapping[str, Any] | None) -> float | None:
+    if row is None or peer is None or None in (row["peak_bytes"], peer["peak_bytes"]):
+        return None
+    return float(row["peak_bytes"] / peer["peak_bytes"])
 
 
 def alone(runs: Mapping[str, Runs]) -> str:

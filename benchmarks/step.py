@@ -78,24 +78,8 @@ class Check:
 
     def finish(self) -> None:
         """Disagreement, naming all that are wrong."""
-        self.truth.unlink()
         if self.wrong:
             raise Disagreement("\n".join(self.wrong))
-
-
-def require_memory(running: Mapping[str, Any], limit: int | None) -> None:
-    """MemoryError where what all processes hold, and one in its step, comes near the limit."""
-    if limit is None:
-        return
-    found = {name: one.ask(about={}) for name, one in running.items()}
-    sizes = {n: (a["bytes"], a["most_bytes"]) for n, a in found.items() if a["bytes"] is not None}
-    held = sum(now for now, _ in sizes.values())
-    more = max((peak - now for now, peak in sizes.values()), default=0)
-    if held + more > limit:
-        raise MemoryError(
-            f"{', '.join(running)} together need {(held + more) / 1e9:.1f} GB, and there are "
-            f"{limit / 1e9:.1f}; name fewer with --contestant"
-        )
 
 
 def measure(
@@ -108,46 +92,20 @@ def measure(
 ) -> dict[str, Any]:
     """Check, then measure. Returns what the report prints and stores.
 
-    failed: there to say which contestants but the first did not come to be measured; without it the
-    first such is an error.
+    Contestants have their turns together as far as they fit into memory; the others in further
+    runs, beside the peer again, whose row is that of the first. MemoryError for one too large for
+    that. failed: there to say which contestants but the first did not come to be measured; without
+    it the first such is an error.
     """
-    limit = machine.free_memory(shape.device)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        shapes.store(shape, folder)
-        check = Check(shape, folder)
-        running: dict[str, Any] = {}
-        rows: dict[str, dict[str, Any]] = {}
-        light = stack.enter_context(start(LIGHT, folder))
-        for name in names:
-            try:
-                one = stack.enter_context(start(name, folder))
-                rows[name] = {"name": name, "error": check(name, one)}
-            except RuntimeError as error:
-                if failed is None or name == names[0]:
-                    raise
-                failed.append(f"{shape.name}: {name}: {error}")
-                continue
-            running[name] = one
-            require_memory(running | {LIGHT: light}, limit)
-            tick()
-        check.finish()
-        own = works(shape)[0]
-        asked = {(name, work): one for name, one in running.items() for work in chosen}
-        turns = {
-            key: partial(one.ask, run={"work": WORKS[key[1]], "repeats": shape.repeats})
-            for key, one in (asked | {(LIGHT, own): light}).items()
-        }
-        seconds = harness.interleave(turns, rounds, tick)
-        products = _products(light.ask(about={})["flops"], seconds[LIGHT, own])
-        for name, row in rows.items():
-            row |= running[name].ask(about={})
-            for work in chosen:
-                row[work] = harness.summary(seconds[name, work], seconds.get((PEER, work)))
-            if own in chosen:
-                row |= _rates(shape, row[own]["min_ms"], products["min_ms"])
-            if name.endswith("kernel"):
-                row["dispatch"] = running[name].ask(dispatch={"work": WORKS[own]})
+    rows: dict[str, Any] = {}
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Turns(shape, Path(folder), rounds, chosen, tick, failed)
+        left = list(names)
+        while left:
+            found, left = turns.run([PEER, *left] if PEER in rows else left)
+            rows = {row["name"]: row for row in found.pop("rows")} | rows
+            runs.append(found)
     return {
         "shape": shape.name,
         "model": shape.describe(),
@@ -157,11 +115,133 @@ def measure(
         "tolerance": shape.tolerance,
         "judge": "torch eager" if contestants.why_not(PEER) is None else "numpy reference",
         "peer": PEER if PEER in rows else None,
-        "work": own,
+        "work": works(shape)[0],
         "works": list(chosen),
-        "products": products,
-        "rows": list(rows.values()),
+        "products": runs[0]["products"],
+        "runs": runs,
+        "rows": [rows[name] for name in names if name in rows],
     }
+
+
+class Turns:
+    """What is asked of every contestant, in runs of as many as fit into memory."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        folder: Path,
+        rounds: int,
+        chosen: Sequence[str],
+        tick: Callable[[], Any],
+        failed: list[str] | None,
+    ) -> None:
+        self.shape, self.folder, self.rounds, self.chosen = shape, folder, rounds, chosen
+        self.tick, self.failed = tick, failed
+        shapes.store(shape, folder)
+        self.check = Check(shape, folder)
+
+    def run(self, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """What was found of those that fit into memory, and the names of those left for later."""
+        with ExitStack() as stack:
+            limit = machine.free_memory(self.shape.device)
+            light = stack.enter_context(start(LIGHT, self.folder))
+            running: dict[str, Any] = {LIGHT: light}
+            rows, left = [], []
+            for name in names:
+                if not has_room(running, limit, self.shape.device):
+                    left.append(name)
+                    continue
+                with ExitStack() as own:
+                    try:
+                        one = own.enter_context(start(name, self.folder))
+                        row = {"name": name, "error": self.check(name, one)}
+                        require_memory(running | {name: one}, limit)
+                    except MemoryError:
+                        if is_alone(running):
+                            raise
+                        left.append(name)
+                        continue
+                    except RuntimeError as error:
+                        if self.failed is None or name == names[0]:
+                            raise
+                        self.failed.append(f"{self.shape.name}: {name}: {error}")
+                        continue
+                    stack.push(own.pop_all())
+                running[name] = one
+                rows.append(row)
+                self.tick()
+            self.check.finish()
+            del running[LIGHT]
+            return self._measured(running, rows, light), left
+
+    def _measured(
+        self, running: Mapping[str, Any], rows: list[dict[str, Any]], light: Any
+    ) -> dict[str, Any]:
+        """Turns of all that run; each gets what was found into its row."""
+        shape, chosen, own = self.shape, self.chosen, works(self.shape)[0]
+        asked = {(name, work): one for name, one in running.items() for work in chosen}
+        turns = {
+            key: partial(one.ask, run={"work": WORKS[key[1]], "repeats": shape.repeats})
+            for key, one in (asked | {(LIGHT, own): light}).items()
+        }
+        seconds = harness.interleave(turns, self.rounds, self.tick)
+        products = _products(light.ask(about={})["flops"], seconds[LIGHT, own])
+        for row in rows:
+            name = row["name"]
+            row |= running[name].ask(about={})
+            for work in chosen:
+                row[work] = harness.summary(seconds[name, work], seconds.get((PEER, work)))
+            if own in chosen:
+                row |= _rates(shape, row[own]["min_ms"], products["min_ms"])
+            if name.endswith("kernel"):
+                row["dispatch"] = running[name].ask(dispatch={"work": WORKS[own]})
+        peers = (
+            {work: harness.summary(seconds[PEER, work], None) for work in chosen}
+            if PEER in running
+            else None
+        )
+        return {"contestants": list(running), "peer": peers, "products": products, "rows": rows}
+
+
+SPARE = 3  # times what the largest so far takes: one that keeps every score takes twice
+
+
+def has_room(running: Mapping[str, Any], limit: int | None, device: str | None) -> bool:
+    """Whether one more may be started: where memory is short the system ends whom it likes.
+
+    One beside the peer may be; and on a device, where a process that gets no memory says so.
+    """
+    if limit is None or device is not None or is_alone(running):
+        return True
+    held, _, most = memory(running)
+    return held + SPARE * most <= limit
+
+
+def is_alone(running: Mapping[str, Any]) -> bool:
+    """Whether there is nobody yet but the peer."""
+    return not set(running) - {LIGHT, PEER}
+
+
+def require_memory(running: Mapping[str, Any], limit: int | None) -> None:
+    """MemoryError where what all processes hold, and one in its step, comes near the limit."""
+    held, more, _ = memory(running)
+    if limit is not None and held + more > limit:
+        raise MemoryError(
+            f"{', '.join(running)} together need {(held + more) / 1e9:.1f} GB, and there are "
+            f"{limit / 1e9:.1f}; name fewer with --contestant"
+        )
+
+
+def memory(running: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Bytes that all hold, the most that one needs beside that in a step, the most that one has."""
+    found = [one.ask(about={}) for one in running.values()]
+    sizes = [(a["bytes"], a["most_bytes"]) for a in found if a["bytes"] is not None]
+    held = sum(now for now, _ in sizes)
+    return (
+        held,
+        max((peak - now for now, peak in sizes), default=0),
+        max((p for _, p in sizes), default=0),
+    )
 
 
 def _products(flops: int, seconds: Sequence[float]) -> dict[str, float]:
@@ -176,5 +256,5 @@ def _rates(shape: Shape, step_ms: float, products_ms: float) -> dict[str, float]
 
 
 def ticks(names: Sequence[str], rounds: int, chosen: Sequence[str]) -> int:
-    """How often `measure` calls `tick`."""
+    """How often `measure` calls `tick` where all fit into memory at once."""
     return len(names) + (len(names) * len(chosen) + 1) * (rounds + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -402,19 +403,73 @@ def test_an_unknown_contestant_does_not_start(tmp_path: Path) -> None:
         step.start("nobody kernel", tmp_path)
 
 
+class Holds:
+    def __init__(self, now: int | None, peak: int) -> None:
+        self.found = {"bytes": now, "most_bytes": peak}
+
+    def ask(self, about: Any) -> dict[str, Any]:
+        return self.found
+
+
 def test_processes_must_fit_into_memory() -> None:
-    class Holds:
-        def __init__(self, now: int, peak: int) -> None:
-            self.found = {"bytes": now, "most_bytes": peak}
-
-        def ask(self, about: Any) -> dict[str, int]:
-            return self.found
-
     running = {"a": Holds(2, 5), "b": Holds(3, 4)}  # 5 held, and 3 more while a runs
     step.require_memory(running, 8)
     step.require_memory(running, None)
     with pytest.raises(MemoryError, match=r"a, b together need .* name fewer with --contestant"):
         step.require_memory(running, 7)
+    unknown = running | {"c": Holds(None, 99)}
+    assert step.memory(unknown) == (5, 3, 5)
+
+
+def test_another_process_starts_where_there_is_room() -> None:
+    running = {PEER: Holds(2, 5), "b": Holds(3, 4)}  # 5 held; 15 for one three times as large as 5
+    assert step.has_room(running, 20, None) and not step.has_room(running, 19, None)
+    assert step.has_room(running, None, None)
+    assert step.has_room(running, 0, "cuda")  # what finds no room there says so
+    assert step.has_room({LIGHT: Holds(9, 9), PEER: Holds(9, 9)}, 0, None)
+
+
+class Large(InProcess):
+    """Each holds one byte, as do the products."""
+
+    def ask(self, **request: Any) -> Any:
+        found = super().ask(**request)
+        return found | {"bytes": 1, "most_bytes": 1} if "about" in request else found
+
+
+@pytest.mark.usefixtures("in_process")
+def test_who_does_not_fit_has_turns_beside_the_peer_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "start", Large)
+    monkeypatch.setattr(step, "PEER", "numpy reference")
+    monkeypatch.setattr(machine, "free_memory", lambda device: 3)
+    monkeypatch.setattr(step, "SPARE", 1)
+    names = ["numpy reference", "array-api-strict reference", "numpy kernel", "torch kernel"]
+    names = [name for name in names if contestants.why_not(name) is None]
+    found = step.measure(GPT_SHAPE, names, 1, ["step"])
+    first, *later = found["runs"]
+    assert first["contestants"] == names[:2]
+    assert [run["contestants"] for run in later] == [[names[0], name] for name in names[2:]]
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == names and found["products"] == first["products"]
+    for run in found["runs"]:
+        for name in run["contestants"][1:]:
+            least = rows[name]["step"]["min_ms"]
+            assert rows[name]["step"]["ratio"] == least / run["peer"]["step"]["min_ms"]
+            assert rows[name]["light"] == run["products"]["min_ms"] / least
+    assert rows[names[0]]["step"]["min_ms"] == first["peer"]["step"]["min_ms"]
+    shown = report.further(found).strip().split("\n\n")
+    for line, name in zip(shown, names[2:], strict=True):
+        assert line.startswith(f"Later, for want of memory: {name}; beside them numpy reference")
+        assert re.search(r"reference, step [\d.]+ ms\.$", line)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_who_does_not_fit_beside_the_peer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "start", Large)
+    monkeypatch.setattr(step, "PEER", "numpy reference")
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2)
+    with pytest.raises(MemoryError, match="products, numpy reference, numpy kernel together need"):
+        step.measure(GPT_SHAPE, ["numpy reference", "numpy kernel"], 1, ["step"])
 
 
 def test_free_memory_is_that_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,8 @@ def of_float32(model: Any, seed: int = 0) -> Any:
 def require_exact(model: Any, n_texts: int = 1, layout: Any = np.ascontiguousarray) -> None:
     """Within twice the reference's distance from the reference in float64, of five models' median.
 
-    Of one it is a matter of luck: layers blow up what a few numbers are off.
+    That of a token alone is a matter of luck, since layers blow up what a few numbers are off: there
+    it is four times.
     """
     offs, scales = [], []
     for seed in range(5):
@@ -84,8 +85,10 @@ def require_exact(model: Any, n_texts: int = 1, layout: Any = np.ascontiguousarr
             assert one.dtype == np.float32 and one.shape == wanted.shape
         offs.append([[_size(a - w) for a, w in zip(x, exact, strict=True)] for x in (got, plain)])
         scales.append([_size(wanted) for wanted in exact])
-    off, off_plain = np.median(offs, axis=0)
-    assert np.all(off <= 2 * off_plain + 2 * np.finfo(np.float32).eps * np.median(scales, axis=0))
+    (off, off_plain), scale = np.median(offs, axis=0), np.median(scales, axis=0)
+    eps = np.finfo(np.float32).eps
+    assert np.median(off) <= 2 * np.median(off_plain) + 2 * eps * np.median(scale)
+    assert np.all(off <= 4 * off_plain + 2 * eps * scale)
 
 
 def _size(x: Array) -> float:
