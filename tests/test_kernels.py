@@ -22,6 +22,7 @@ from xformer import Key, backends, dispatch, reference_only, tree
 from xformer.catalogue import cases
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
+from xformer.generation.ahead import ahead
 from xformer.generation.samplers import likeliest
 from xformer.layers import blocks
 from xformer.layers.advance import advance
@@ -55,9 +56,10 @@ KERNELS = [
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
-# test_cuda_precision.py, turns: test_rotary.py, language_model_extend: test_numba_extend.py
+# test_cuda_precision.py, turns: test_rotary.py, language_model_extend: test_numba_extend.py,
+# ahead: test_numba_ahead.py
 WITHOUT_GRADIENT = (random_bits, in_range, likeliest, append, constant, held, advance, sum_to)
-WITHOUT_GRADIENT += (*UPDATES, turns, language_model_extend)
+WITHOUT_GRADIENT += (*UPDATES, turns, language_model_extend, ahead)
 # Of many ops, whose rounding adds up either way: test_numpy_blocks.py, test_numba_language_model.py
 IN_FLOAT64 = (blocks, language_model_loss)
 # On trial too: NumPy has no kernels of these, and alone it would leave nothing to compare.

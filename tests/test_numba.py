@@ -24,6 +24,7 @@ from test_optim_kernels import flat, wide
 from xformer import backends, dispatch, ops, tree
 from xformer.catalogue import cases
 from xformer.dispatch import Kernel, Overridable
+from xformer.generation.ahead import ahead
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.lock import locked
@@ -37,8 +38,8 @@ from xformer.backends.numba.known import Known
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
-# The others have tests of their own, in test_numba_{advance,blocks,extend,head,sdpa}.py.
-ELSEWHERE = (adam_update, advance, blocks, language_model_extend, language_model_loss)
+# The others have tests of their own, in test_numba_{advance,ahead,blocks,extend,head,sdpa}.py.
+ELSEWHERE = (adam_update, advance, ahead, blocks, language_model_extend, language_model_loss)
 ELSEWHERE += (ops.linear, ops.linear_cross_entropy, ops.sdpa)
 WITH_GRADIENT = [op for op in COMPILED if op not in ELSEWHERE]
 

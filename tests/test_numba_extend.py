@@ -71,8 +71,8 @@ def of_float32(model: Any, seed: int = 0) -> Any:
 def require_exact(model: Any, n_texts: int = 1, layout: Any = np.ascontiguousarray) -> None:
     """Within twice the reference's distance from the reference in float64, of five models' median.
 
-    That of a token alone is a matter of luck, since layers blow up what a few numbers are off: there
-    it is four times.
+    That of one token is a matter of luck, since layers blow up what a few numbers are off: there it
+    is four times.
     """
     offs, scales = [], []
     for seed in range(5):

@@ -37,6 +37,7 @@ from xformer.backends.numpy import products
 
 from xformer import ops
 from xformer.dispatch import Overridable, kernel
+from xformer.generation.ahead import ahead
 from xformer.layers.advance import advance as layers_advance
 from xformer.layers.blocks import blocks as layers_blocks
 from xformer.models.language_model import language_model_extend, language_model_loss
@@ -53,6 +54,7 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (ops.embedding, embedding.embedding, embedding.not_float32),
     (ops.gelu, gelu.gelu, gelu.not_float32),
     (ops.glu, glu.glu, glu.not_float32_silu),
+    (ahead, extend.ahead, extend.not_ahead),
     (language_model_extend, extend.language_model_extend, extend.outside),
     (language_model_loss, language_model.language_model_loss, language_model.outside),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),

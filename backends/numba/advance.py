@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from xformer.backends.append import Room, longer, reserved
@@ -85,24 +84,27 @@ def advance(
         shape = -1, rotary.cos.shape[-1]
         interleaved = rotary.interleaved
         turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
-    arguments, h = arguments_of(plan, table, turns, interleaved, x[:, 0].copy())
+    memory = memory_of(plan, len(x), x.shape[2])
+    memory[0][:] = x[:, 0]
     stages = nothing_done(token.STAGES * len(configs) + 1)
     threads = n_threads() if plan.large else 1
+    arguments = *tables_of(plan, table), turns, interleaved, *memory
     on_all(token.advance_all, arguments, stages, (params, grown), threads)
-    return h[:, None], grown
+    return memory[1][:, None], grown
 
 
-def arguments_of(
-    plan: Plan, table: Array, turns: Array, interleaved: bool, x: Array
-) -> tuple[tuple[Any, ...], Array]:
-    """Those of `token.advance_all` but for stages; h, which it gives."""
+def tables_of(plan: Plan, past: Array) -> tuple[Array, ...]:
+    """Those of `token.advance_all`."""
     if plan.tables is None:
         raise ValueError(f"advance: {plan.refusal}")
     maps, norms, sizes, numbers, scales = plan.tables
-    n, h = len(x), np.empty(x.shape, x.dtype)
-    memory = (np.empty(n * size, x.dtype) for size in (plan.ctx, plan.hidden, plan.parts))
-    given = maps, norms, sizes, table, numbers, scales, turns, interleaved
-    return (*given, x, h, *memory), h
+    return maps, norms, sizes, past, numbers, scales
+
+
+def memory_of(plan: Plan, n_texts: int, width: int) -> tuple[Array, ...]:
+    """x, h, ctx, hidden and parts of `token.advance_all`."""
+    rows = (np.empty((n_texts, width), FLOAT) for _ in range(2))
+    return *rows, *(np.empty(n_texts * n, FLOAT) for n in (plan.ctx, plan.hidden, plan.parts))
 
 
 def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, ...], Array]:

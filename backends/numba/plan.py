@@ -54,6 +54,7 @@ class Plan(NamedTuple):
     hidden: int = 0
     mapped: int = 0  # queries, keys and values
     parts: int = 0
+    weights: int = 0  # numbers of all maps
     layouts: dict[int, Any] | None = None  # by numbers of tokens, as `share_layout` has them
 
 
@@ -167,6 +168,7 @@ def _made(
         parts=int(
             (maps[:, :, layer.START] + maps[:, :, layer.PARTS] * maps[:, :, layer.ROW]).max()
         ),
+        weights=int((maps[:, :, layer.N_IN] * maps[:, :, layer.N_OUT]).sum()),
     )
 
 

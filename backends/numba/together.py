@@ -32,6 +32,11 @@ class Together(Sequence[Past]):
             lengths.add(own.length)
         return Together(tuple(rooms), lengths.pop()) if len(lengths) == 1 else None
 
+    @property
+    def capacity(self) -> int:
+        """Columns that the rooms have."""
+        return min(room.capacity for room in self.rooms)
+
     def longer(self, n: int) -> Together | None:
         """With n columns more, which nobody has written yet; None where there are none."""
         if not claimed(self.rooms, self.length, n):

@@ -55,7 +55,6 @@ from xformer.backends.numba.layer import (
     normalise,
     turn,
 )
-from xformer.backends.numba.linear import columns
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
 
 STAGES = 8  # of a layer
@@ -89,7 +88,30 @@ def advance_all(
         for b in range(len(x)):
             normalise(x[b], norms[0], numbers[0], h[b])
         count(at + WORD)
-    wait(at, 1)
+    given = maps, norms, sizes, past, numbers, scales
+    through_layers(*given, 0, turns, interleaved, x, h, ctx, hidden, parts, stages)
+
+
+@rowwise
+def through_layers(
+    maps: Any,
+    norms: Any,
+    sizes: Any,
+    past: Any,
+    numbers: Any,
+    scales: Any,
+    more: int,
+    turns: Any,
+    interleaved: bool,
+    x: Any,
+    h: Any,
+    ctx: Any,
+    hidden: Any,
+    parts: Any,
+    stages: Any,
+) -> None:
+    """What `advance_all` does behind the first norm. more: keys that there are beside `past`'s."""
+    wait(np.int64(stages.ctypes.data), 1)
     for i in range(len(maps)):
         own, size, n = maps[i], sizes[i], NORMS * i
         at = np.int64(stages[STAGES * i + 1 :].ctypes.data)
@@ -97,7 +119,7 @@ def advance_all(
         inner = hidden[: len(x) * own[UP, N_OUT]].reshape(len(x), -1)
         _multiply(at, h, own[QUERY : VALUE + 1], parts)
         at += 2 * WORD
-        _attend(at, own, size, past[i], scales[i], turns, interleaved, parts, seen)
+        _attend(at, own, size, past[i], more, scales[i], turns, interleaved, parts, seen)
         at += 2 * WORD
         _multiply(at, seen, own[OUT : OUT + 1], parts)
         at += 2 * WORD
@@ -110,17 +132,6 @@ def advance_all(
         _multiply(at, inner, own[DOWN : DOWN + 1], parts)
         at += 2 * WORD
         _add(at, parts, own[DOWN], norms[n + FFN_OUT :], numbers[n + FFN_OUT :], x, h)
-
-
-@rowwise
-def extend_all(layers: Any, h: Any, head: Any, logits: Any, stages: Any) -> None:
-    """Logits (B, V) of vectors, which go through `advance_all` to h.
-
-    layers: what it wants, but for stages. head: weights, and how many columns are one piece, as
-    `columns` has them. stages: (8 L + 2, 2) zeros.
-    """
-    advance_all(*layers, stages[:-1])
-    columns(h, *head, logits, stages[-1:])
 
 
 @rowwise
@@ -177,6 +188,7 @@ def _attend(
     maps: Any,
     size: Any,
     past: Any,
+    more: int,
     scale: Any,
     turns: Any,
     interleaved: bool,
@@ -184,7 +196,7 @@ def _attend(
     ctx: Any,
 ) -> None:
     """A piece is a head of keys and values: they go behind those before; then all that share it."""
-    n, shared, width = past[LENGTH], size[HEADS] // size[GROUPS], size[WIDTH]
+    n, shared, width = past[LENGTH] + more, size[HEADS] // size[GROUPS], size[WIDTH]
     n_texts, value_width = len(ctx), size[VALUE_WIDTH]
     q, scores = np.empty((shared, width), np.float32), np.empty((shared, n), np.float32)
     g = count(at)

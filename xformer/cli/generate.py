@@ -112,19 +112,25 @@ def write(pieces: Iterable[str], prompt: str) -> None:
     print()
 
 
-def _sampler(args: argparse.Namespace) -> samplers.Filter:
-    """What the options for sampling say."""
+def _sampler(args: argparse.Namespace) -> samplers.Filter | None:
+    """What the options for sampling say; None where they leave the likeliest alone."""
     given = {name: getattr(args, name) for name in FILTERS if getattr(args, name) is not None}
     if args.beams is not None and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--beams draws nothing, and goes without {names}")
     options = {"temperature": TEMPERATURE} | given
+    if options == {"temperature": 0}:
+        return None
     filters = (getattr(samplers, name)(options[name]) for name in FILTERS if name in options)
     return samplers.compose(*filters)
 
 
 def _new_ids(
-    args: argparse.Namespace, found: Found, network: Any, text: Prefix, sampler: samplers.Filter
+    args: argparse.Namespace,
+    found: Found,
+    network: Any,
+    text: Prefix,
+    sampler: samplers.Filter | None,
 ) -> Iterator[int]:
     """The ids that come, but for one that ends the text."""
     ends = ends_of(found.tokenizer, network)

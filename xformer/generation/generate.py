@@ -65,7 +65,8 @@ def stream(
     sampler: the next id is drawn from softmax(sampler(logits, ids)) (`generation.samplers`); None
     takes the likeliest. A seed gives text i the same ids on every backend, whatever else is in the
     batch. slide: a text that fills the model's context goes on after its last tokens alone, which
-    are read anew for each further one. captured: a further token is one call of the library, where
+    are read anew for each further one. Without a sampler, tokens of one text may come some at a time
+    where a library chooses and reads them by itself (`ahead`). captured: a further token is one call of the library, where
     it has such a thing (`Backend.captured`); where it cannot be, a RuntimeWarning says why. The
     ids are the same; logits that a sampler is given are written over by the next ones. ValueError
     where prompt and max_new do not fit the context and slide is not given, for bad prompts
@@ -101,19 +102,25 @@ def _stream(
     place = place_of(params)
     with place.active():
         text = prompts if isinstance(prompts, Prefix) else _read(network, params, prompts)
-    new: list[int] = []
     chosen: Array | None = None
-    running = [True] * len(rngs)
+    running, given = [True] * len(rngs), 0
     try:
-        for n in range(max_new):
+        while given < max_new:
             with place.active():
-                if n:
-                    text, chosen = _grown(network, params, text, new, tokens, place)
                 new = _choose(place, text, sampler, rngs, chosen)
             yield [i if runs else None for i, runs in zip(new, running, strict=True)]
             running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
-            if not any(running):
+            given += 1
+            if given == max_new or not any(running):
                 return
+            most, width = 1 if sampler else max_new - given, text.width + 1
+            with place.active():
+                text, chosen = _grown(network, params, text, new, tokens, place, most, stops)
+            for k in range(text.width - width, 0, -1):  # those that came with it end no text
+                yield [
+                    ids[-k] if runs else None for ids, runs in zip(text.ids, running, strict=True)
+                ]
+                given += 1
     finally:
         if tokens is not None:
             tokens.close()
@@ -126,14 +133,19 @@ def _grown(
     new: Sequence[int],
     tokens: CapturedTokens | None,
     place: Backend,
+    most: int,
+    stops: frozenset[int],
 ) -> tuple[Prefix, Array | None]:
-    """The text with these tokens; the likeliest next ones where they are known."""
-    if network.context is not None and text.width >= network.context:
+    """The text with these tokens, and where most > 1 perhaps with some that are the likeliest after
+    them; the likeliest next ones where they are known."""
+    room = most if network.context is None else network.context - text.width
+    if room <= 0:
         longer = [(*ids, i) for ids, i in zip(text.ids, new, strict=True)]
         return _read(network, params, longer), None
     if tokens is not None:
         return tokens(text, new)
-    return extended(network, params, text, new, place), None
+    most = min(most, room)
+    return extended(network, params, text, new, place, most=most, stop=stops), None
 
 
 def _read(network: Any, params: Any, prompts: Ids) -> Prefix:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from array_api_compat import device
 from xformer import backends, tree
 from xformer.backends import Backend
 from xformer.checks import require_id, require_ids, require_sizes
+from xformer.generation.ahead import ahead
 from xformer.generation.samplers import Ids
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.typing import Array
@@ -105,17 +106,34 @@ def opened(
 
 
 def extended(
-    network: Any, params: Any, prefix: Prefix, new: Sequence[int], place: Backend
+    network: Any,
+    params: Any,
+    prefix: Prefix,
+    new: Sequence[int],
+    place: Backend,
+    *,
+    most: int = 1,
+    stop: Collection[int] = (),
 ) -> Prefix:
-    """`prefix`, whose arrays are in a place, and one token more of each text."""
+    """`prefix`, whose arrays are in a place, and one token more of each text.
+
+    Where the place chooses and reads them by itself (`ahead`), also some of the likeliest after
+    it: `most` in all, and none with an id in stop.
+    """
     tokens = place.asarray(np.asarray(new, dtype=np.int64)[:, None])
     state, width = prefix.state, prefix.width
     if place.compiles and isinstance(network, LanguageModel):
         length = width + COLUMNS - width % COLUMNS
         state = state.padded(min(length, network.context or length) - 1)
-    logits, state = network.extend(params, tokens, state)
     ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
-    return Prefix(ids, place.widened(logits), state, width + 1)
+    if most == 1:
+        logits, state = network.extend(params, tokens, state)
+        return Prefix(ids, place.widened(logits), state, width + 1)
+    options = {"network": network, "state": state, "most": most, "stop": stop}
+    more, logits, state = ahead(tokens, params, **options)
+    rows = place.to_numpy(more).tolist()
+    ids = tuple((*old, *row) for old, row in zip(ids, rows, strict=True))
+    return Prefix(ids, place.widened(logits), state, width + 1 + more.shape[1])
 
 
 def network_of(op: str, model: Any) -> Any:

@@ -1,0 +1,272 @@
+"""numba's `ahead`: the tokens, logits and states of as many calls for one token each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from causal_models import V
+
+from xformer import backends, dispatch, reference_only, tree
+from xformer.generation import generate, prefill, stream
+from xformer.generation.ahead import ahead as op
+from xformer.generation.samplers import temperature
+from xformer.models import LanguageModel
+
+pytest.importorskip("numba", reason="extra numba is not installed")
+from test_numba_advance import replaced
+from test_numba_extend import MODELS, of_float32, why_not
+from xformer.backends.append import LEAST
+from xformer.backends.numba import extend, linear, plan
+
+LONG = replace(MODELS["rotary"], blocks=MODELS["rotary"].blocks[:1])
+
+
+@pytest.fixture(autouse=True)
+def numba() -> Iterator[None]:
+    backends.get("numba")
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        yield
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each call of the kernel, how many tokens it has read."""
+    calls: list[int] = []
+    own = extend.ahead
+
+    def run(*args: Any, **options: Any) -> Any:
+        found = own(*args, **options)
+        calls.append(1 + found[0].shape[1])
+        return found
+
+    replaced(monkeypatch, op, own, run)
+    return calls
+
+
+def begun(model: LanguageModel, params: Any) -> Any:
+    """A text of six tokens, of which the last has come alone."""
+    _, state = model.extend(params, np.arange(5)[None], model.start())
+    return model.extend(params, np.array([[7]]), state)[1]
+
+
+def one_by_one(model: Any, params: Any, state: Any, n: int) -> tuple[list[int], list[Any], Any]:
+    """The ids of n tokens more, the first of which is 3; logits after each, and the state."""
+    ids, every = [3], []
+    for _ in range(n):
+        logits, state = model.extend(params, np.array([ids[-1:]]), state)
+        every.append(logits)
+        ids.append(int(logits.argmax()))
+    return ids[:-1], every, state
+
+
+def run(model: Any, params: Any, state: Any, most: int, stop: Any = ()) -> Any:
+    options = {"network": model, "state": state, "most": most, "stop": stop}
+    return op(np.array([[3]]), params, **options)
+
+
+def require_equal(got: Any, wanted: Any) -> None:
+    """States with the same keys and values."""
+    assert got.length == wanted.length
+    for one, other in zip(got.past, wanted.past, strict=True):
+        np.testing.assert_array_equal(one.k, other.k)
+        np.testing.assert_array_equal(one.v, other.v)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("pair", [8, plan.PAIR])
+def test_as_one_by_one(
+    name: str, pair: int, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; in small pieces too, so that all threads have some of them."""
+    monkeypatch.setattr(plan, "PAIR", pair)
+    if pair == 8:
+        monkeypatch.setattr(linear, "LEAST", 8)
+        monkeypatch.setattr(extend, "LEAST", 8)
+    model, chosen = MODELS[name], set()
+    for seed in range(3):
+        params = of_float32(model, seed)
+        state = begun(model, params)
+        ids, every, wanted = one_by_one(model, params, state, 11)
+        chosen.update(ids)
+        more, logits, got = run(model, params, state, 11)
+        assert [3, *more[0].tolist()] == ids and more.dtype == np.int64
+        np.testing.assert_array_equal(logits, every[-1])
+        require_equal(got, wanted)
+        one, other = (model.extend(params, np.array([[1]]), text) for text in (got, wanted))
+        np.testing.assert_array_equal(one[0], other[0])
+        require_equal(one[1], other[1])
+    assert read == [11] * 3 and len(chosen) > 4
+
+
+def test_it_reads_none_that_ends_a_text(read: list[int]) -> None:
+    model = MODELS["learned positions"]
+    params = of_float32(model)
+    state = begun(model, params)
+    ids, every, _ = one_by_one(model, params, state, 12)
+    last = next(i for i in range(4, 12) if ids[i] not in ids[:i])
+    more, logits, got = run(model, params, state, 12, frozenset({V + 5, ids[last]}))
+    assert [3, *more[0].tolist()] == ids[:last] and read == [last]
+    np.testing.assert_array_equal(logits, every[last - 1])
+    require_equal(got, one_by_one(model, params, state, last)[2])
+    # Columns that it had for the others do not come into the text.
+    _, going_on = model.extend(params, np.array([[ids[last]]]), got)
+    require_equal(going_on, one_by_one(model, params, state, last + 1)[2])
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+def test_it_reads_none_after_logits_that_are_no_numbers(bad: float, read: list[int]) -> None:
+    model = MODELS["a head with a bias"]
+    params = of_float32(model)
+    bias = params.head.b.copy()
+    bias[4] = bad
+    params = params._replace(head=params.head._replace(b=bias))
+    more, logits, state = run(model, params, begun(model, params), 5)
+    assert more.shape == (1, 0) and read == [1] and state.length == 7
+    assert not np.isfinite(logits[0, 4])
+    with pytest.raises(ValueError, match="largest logit of each row must be finite"):
+        generate(model, params, [[1, 2]], max_new=4)
+
+
+def test_logits_that_exclude_tokens_are_read_one_by_one() -> None:
+    model = MODELS["a head with a bias"]
+    params = of_float32(model)
+    bias = params.head.b.copy()
+    bias[4:] = -np.inf
+    params = params._replace(head=params.head._replace(b=bias))
+    ids = generate(model, params, [[1, 2]], max_new=9)
+    with reference_only():
+        assert generate(model, params, [[1, 2]], max_new=9) == ids
+    assert max(ids[0]) < 4
+
+
+def test_a_text_longer_than_its_room(read: list[int]) -> None:
+    params = of_float32(LONG)
+    n = 3 * LEAST
+    ids = generate(LONG, params, [[1, 2, 3]], max_new=n)
+    assert len(ids[0]) == n and max(read) == extend.MOST and len(read) < n / 8
+    assert sum(read) == n - 1  # the last is not read
+    with reference_only():
+        state = prefill(LONG, params, [[1, 2, 3]]).state
+    text, new = [1, 2, 3], []
+    logits = prefill(LONG, params, [text]).logits
+    for _ in range(n):
+        new.append(int(logits.argmax()))
+        logits, state = LONG.extend(params, np.array([new[-1:]]), state)
+    assert ids == [new]
+
+
+def test_steps_of_a_stream(read: list[int]) -> None:
+    model = MODELS["learned positions"]
+    params = of_float32(model)
+    wanted = generate(model, params, [[1, 2]], max_new=20, sampler=temperature(0.0))
+    assert not read  # what is drawn is not known ahead
+    assert [list(step) for step in stream(model, params, [[1, 2]], max_new=20)] == [
+        [i] for i in wanted[0]
+    ]
+    assert sum(read) == 19 and len(read) < 4
+    for n in (0, 1, 2, 3):
+        assert generate(model, params, [[1, 2]], max_new=n) == [wanted[0][:n]]
+    last = wanted[0][6]
+    first = wanted[0].index(last)
+    assert generate(model, params, [[1, 2]], max_new=20, stop={last}) == [wanted[0][: first + 1]]
+    before = len(read)
+    both = generate(model, params, [[1, 2], [1, 2]], max_new=20)
+    assert both == [*wanted, *wanted] and len(read) == before  # of one text alone
+    # The prefix is what it was, and goes on as often as one likes.
+    prefix = prefill(model, params, [[1, 2]])
+    for _ in range(2):
+        assert generate(model, params, prefix, max_new=20) == wanted
+
+
+def test_up_to_the_end_of_the_context(read: list[int]) -> None:
+    model = MODELS["learned positions"]  # of 40 tokens
+    params = of_float32(model)
+    assert (
+        generate(model, params, [[1, 2]], max_new=39)[0][:20]
+        == (generate(model, params, [[1, 2]], max_new=20)[0])
+    )
+    read.clear()
+    slid = generate(model, params, [[1, 2]], max_new=45, slide=True)
+    assert sum(read) == 38
+    with reference_only():
+        assert generate(model, params, [[1, 2]], max_new=45, slide=True) == slid
+
+
+def test_frequencies_that_change_with_the_length(read: list[int]) -> None:
+    rotary = replace(MODELS["rotary"].rotary, scaling="dynamic", factor=2.0, max_len=20)  # type: ignore[type-var]
+    model = replace(MODELS["rotary"], rotary=rotary)
+    params = of_float32(model)
+    ids = generate(model, params, [[1, 2]], max_new=30)
+    assert sum(read) == 18  # up to the 20th token
+    with reference_only():
+        assert generate(model, params, [[1, 2]], max_new=30) == ids
+
+
+def test_large_weights_are_read_for_one_token(
+    read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS["rotary"]
+    params = of_float32(model)
+    blocks = sum(p.size for p in tree.flatten(params.stack).values() if p.ndim == 2)
+    weights = 4 * (blocks + params.embed.table.size)
+    wanted = generate(model, params, [[1, 2]], max_new=9)
+    for n, calls in ((1, []), (3, [3, 3, 2])):
+        read.clear()
+        monkeypatch.setattr(extend, "READ", (n + 1) * weights - 1)
+        assert generate(model, params, [[1, 2]], max_new=9) == wanted
+        assert read == calls
+
+
+def test_who_cannot_be_read_ahead() -> None:
+    model = MODELS["learned positions"]
+    params = of_float32(model)
+    state, one = begun(model, params), np.array([[3]])
+
+    def why(tokens: Any = one, **other: Any) -> str:
+        options = {"network": model, "state": state, "most": 4, "stop": ()} | other
+        return extend.not_ahead(tokens, params, **options) or ""
+
+    assert why() == ""
+    assert "not several tokens" in why(most=1)
+    assert "not several tokens of one text" in why(np.array([[3], [3]]))
+    assert "of a LanguageModel" in why(network=object())
+    assert "not causal" in why(network=replace(model, causal=False))
+    assert "fit the model's context" in why(most=35)
+    assert why(np.array([[V]])) == why_not(model, params, state, np.array([[V]]))
+    text = dispatch.explain(op, one, params, network=model, state=state, most=4, stop=())
+    assert "numba.extend.ahead" in text.splitlines()[0]
+
+
+def test_the_reference_reads_one() -> None:
+    model = MODELS["rotary"]
+    params = of_float32(model)
+    state = begun(model, params)
+    with reference_only():
+        more, logits, got = run(model, params, state, 5)
+        wanted, longer = model.extend(params, np.array([[3]]), state)
+    assert more.shape == (1, 0) and got.length == longer.length == 7
+    np.testing.assert_array_equal(logits, wanted)
+
+
+def test_two_threads_of_a_program(read: list[int]) -> None:
+    """Each goes on with the same prefix at the same time."""
+    params = of_float32(LONG)
+    prefix = prefill(LONG, params, [[1, 2, 3]])
+    wanted = generate(LONG, params, prefix, max_new=40)
+    found: list[Any] = [None] * 4
+
+    def work(i: int) -> None:
+        found[i] = [generate(LONG, params, prefix, max_new=40) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[wanted] * 5] * 4
