@@ -65,12 +65,12 @@ def stream(
     sampler: the next id is drawn from softmax(sampler(logits, ids)) (`generation.samplers`); None
     takes the likeliest. A seed gives text i the same ids on every backend, whatever else is in the
     batch. slide: a text that fills the model's context goes on after its last tokens alone, which
-    are read anew for each further one. Without a sampler, tokens of one text may come some at a time
-    where a library chooses and reads them by itself (`ahead`). captured: a further token is one call of the library, where
-    it has such a thing (`Backend.captured`); where it cannot be, a RuntimeWarning says why. The
-    ids are the same; logits that a sampler is given are written over by the next ones. ValueError
-    where prompt and max_new do not fit the context and slide is not given, for bad prompts
-    (`prefill`), and for logits that are no numbers.
+    are read anew for each further one. Without a sampler, tokens of one text may come some at a
+    time, where a library chooses and reads them by itself (`ahead`). captured: a further token is
+    one call of the library, where it has such a thing (`Backend.captured`); where it cannot be, a
+    RuntimeWarning says why. The ids are the same; logits that a sampler is given are written over
+    by the next ones. ValueError where prompt and max_new do not fit the context and slide is not
+    given, for bad prompts (`prefill`), and for logits that are no numbers.
     """
     network = network_of("generate", model)
     require_sizes("generate", 0, max_new=max_new, seed=seed)
