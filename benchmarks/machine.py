@@ -140,13 +140,18 @@ def describe(backend_names: Sequence[str], packages: Sequence[str] = PACKAGES) -
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
+    """The processor's name, as far as the system tells, and its numbers: several share a name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux
         return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+    found: dict[str, str] = {}
+    for line in lines:
+        key, _, what = line.partition(":")
+        found.setdefault(key.strip(), what.strip())  # of the first core
+    name = found.get("model name") or platform.processor() or "unknown"
+    numbers = [f"{key} {found[key]}" for key in ("cpu family", "model") if key in found]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def _git(*arguments: str) -> str | None:

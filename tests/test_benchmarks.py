@@ -472,6 +472,15 @@ def test_who_does_not_fit_beside_the_peer_is_an_error(monkeypatch: pytest.Monkey
         step.measure(GPT_SHAPE, ["numpy reference", "numpy kernel"], 1, ["step"])
 
 
+def test_a_processor_is_named_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: A CPU @ 2 GHz: B\n"
+    more = text.replace("207", "1").replace("A CPU", "Another")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text + more)
+    assert machine.cpu_model() == "A CPU @ 2 GHz: B (cpu family 6, model 207)"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "model name\t: Of another kind\n")
+    assert machine.cpu_model() == "Of another kind"
+
+
 def test_free_memory_is_that_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
