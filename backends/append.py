@@ -105,6 +105,14 @@ def claimed(rooms: tuple[Room, ...], end: int, n: int) -> bool:
     return True
 
 
+def given_back(rooms: tuple[Room, ...], end: int, n: int) -> None:
+    """Of the columns up to `end`, which one has claimed, the last n are free again."""
+    with _claiming:
+        for room in rooms:
+            if room.end == end:
+                room.end = end - n
+
+
 def last_columns(room: Room, end: int, n: int) -> Past:
     """The last n columns up to `end`."""
     own = slice(end - n, end)

@@ -24,7 +24,7 @@ GFLOP/s
 
 
 def further(found: dict[str, Any]) -> str:
-    """Who did not fit into memory with the first, and had turns beside the peer later."""
+    """Who did not fit into memory with the first: had turns beside the peer later, or none."""
     lines = []
     for run in found["runs"][1:]:
         names = ", ".join(name for name in run["contestants"] if name != found["peer"])
@@ -35,6 +35,7 @@ def further(found: dict[str, Any]) -> str:
             )
             line += f"; beside them {found['peer']}, {times}"
         lines.append(f"\n\n{line}.")
+    lines += [f"\n\nNot measured: {why}." for why in found["left_out"]]
     return "".join(lines)
 
 

@@ -93,19 +93,22 @@ def measure(
     """Check, then measure. Returns what the report prints and stores.
 
     Contestants have their turns together as far as they fit into memory; the others in further
-    runs, beside the peer again, whose row is that of the first. MemoryError for one too large for
-    that. failed: there to say which contestants but the first did not come to be measured; without
-    it the first such is an error.
+    runs, beside the peer again, whose row is that of the first. One too large for that is left out,
+    by name; MemoryError where it is the first, or nobody is left. failed: there to say which
+    contestants but the first did not come to be measured; without it one such is an error.
     """
     rows: dict[str, Any] = {}
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        turns = Turns(shape, Path(folder), rounds, chosen, tick, failed)
-        left = list(names)
+        turns = Turns(shape, Path(folder), names[0], rounds, chosen, tick, failed)
+        left = sorted(names, key=lambda name: name != PEER)  # which all others want beside them
         while left:
-            found, left = turns.run([PEER, *left] if PEER in rows else left)
-            rows = {row["name"]: row for row in found.pop("rows")} | rows
-            runs.append(found)
+            found, left = turns.run([PEER, *left] if PEER in rows else left, later=bool(rows))
+            if found is not None:
+                rows = {row["name"]: row for row in found.pop("rows")} | rows
+                runs.append(found)
+    if not set(rows) - {PEER} and turns.left_out:
+        raise MemoryError("\n".join(turns.left_out))
     return {
         "shape": shape.name,
         "model": shape.describe(),
@@ -119,6 +122,7 @@ def measure(
         "works": list(chosen),
         "products": runs[0]["products"],
         "runs": runs,
+        "left_out": turns.left_out,
         "rows": [rows[name] for name in names if name in rows],
     }
 
@@ -130,18 +134,23 @@ class Turns:
         self,
         shape: Shape,
         folder: Path,
+        first: str,
         rounds: int,
         chosen: Sequence[str],
         tick: Callable[[], Any],
         failed: list[str] | None,
     ) -> None:
-        self.shape, self.folder, self.rounds, self.chosen = shape, folder, rounds, chosen
-        self.tick, self.failed = tick, failed
+        self.shape, self.folder, self.first, self.rounds = shape, folder, first, rounds
+        self.chosen, self.tick, self.failed = chosen, tick, failed
+        self.left_out: list[str] = []  # who is too large, and how large
         shapes.store(shape, folder)
         self.check = Check(shape, folder)
 
-    def run(self, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """What was found of those that fit into memory, and the names of those left for later."""
+    def run(self, names: Sequence[str], *, later: bool) -> tuple[dict[str, Any] | None, list[str]]:
+        """What was found of those that fit into memory, and the names of those left for later.
+
+        None of a later run where nobody is left but the peer.
+        """
         with ExitStack() as stack:
             limit = machine.free_memory(self.shape.device)
             light = stack.enter_context(start(LIGHT, self.folder))
@@ -156,13 +165,11 @@ class Turns:
                         one = own.enter_context(start(name, self.folder))
                         row = {"name": name, "error": self.check(name, one)}
                         require_memory(running | {name: one}, limit)
-                    except MemoryError:
-                        if is_alone(running):
-                            raise
-                        left.append(name)
+                    except MemoryError as error:
+                        self._does_not_fit(name, error, running, left)
                         continue
                     except RuntimeError as error:
-                        if self.failed is None or name == names[0]:
+                        if self.failed is None or name == self.first:
                             raise
                         self.failed.append(f"{self.shape.name}: {name}: {error}")
                         continue
@@ -171,8 +178,21 @@ class Turns:
                 rows.append(row)
                 self.tick()
             self.check.finish()
+            if later and is_alone(running):
+                return None, left
             del running[LIGHT]
             return self._measured(running, rows, light), left
+
+    def _does_not_fit(
+        self, name: str, error: MemoryError, running: Mapping[str, Any], left: list[str]
+    ) -> None:
+        """It is for later, or too large beside nobody but the peer."""
+        if not is_alone(running):
+            left.append(name)
+        elif name == self.first:
+            raise error
+        else:
+            self.left_out.append(f"{name}: {error}")
 
     def _measured(
         self, running: Mapping[str, Any], rows: list[dict[str, Any]], light: Any
@@ -203,7 +223,7 @@ class Turns:
         return {"contestants": list(running), "peer": peers, "products": products, "rows": rows}
 
 
-SPARE = 3  # times what the largest so far takes: one that keeps every score takes twice
+SPARE = 2  # times what the first takes: about as much as one that keeps every score
 
 
 def has_room(running: Mapping[str, Any], limit: int | None, device: str | None) -> bool:
@@ -213,8 +233,8 @@ def has_room(running: Mapping[str, Any], limit: int | None, device: str | None) 
     """
     if limit is None or device is not None or is_alone(running):
         return True
-    held, _, most = memory(running)
-    return held + SPARE * most <= limit
+    first = next(one for name, one in running.items() if name != LIGHT)
+    return memory(running)[0] + SPARE * sum(memory({"first": first})) <= limit
 
 
 def is_alone(running: Mapping[str, Any]) -> bool:
@@ -224,24 +244,19 @@ def is_alone(running: Mapping[str, Any]) -> bool:
 
 def require_memory(running: Mapping[str, Any], limit: int | None) -> None:
     """MemoryError where what all processes hold, and one in its step, comes near the limit."""
-    held, more, _ = memory(running)
-    if limit is not None and held + more > limit:
+    needed = sum(memory(running))
+    if limit is not None and needed > limit:
         raise MemoryError(
-            f"{', '.join(running)} together need {(held + more) / 1e9:.1f} GB, and there are "
+            f"{', '.join(running)} together need {needed / 1e9:.1f} GB, and there are "
             f"{limit / 1e9:.1f}; name fewer with --contestant"
         )
 
 
-def memory(running: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Bytes that all hold, the most that one needs beside that in a step, the most that one has."""
+def memory(running: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes that all processes hold, and the most that one of them takes beside that in a step."""
     found = [one.ask(about={}) for one in running.values()]
     sizes = [(a["bytes"], a["most_bytes"]) for a in found if a["bytes"] is not None]
-    held = sum(now for now, _ in sizes)
-    return (
-        held,
-        max((peak - now for now, peak in sizes), default=0),
-        max((p for _, p in sizes), default=0),
-    )
+    return sum(now for now, _ in sizes), max((peak - now for now, peak in sizes), default=0)
 
 
 def _products(flops: int, seconds: Sequence[float]) -> dict[str, float]:

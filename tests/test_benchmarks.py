@@ -418,12 +418,12 @@ def test_processes_must_fit_into_memory() -> None:
     with pytest.raises(MemoryError, match=r"a, b together need .* name fewer with --contestant"):
         step.require_memory(running, 7)
     unknown = running | {"c": Holds(None, 99)}
-    assert step.memory(unknown) == (5, 3, 5)
+    assert step.memory(unknown) == (5, 3)
 
 
 def test_another_process_starts_where_there_is_room() -> None:
-    running = {PEER: Holds(2, 5), "b": Holds(3, 4)}  # 5 held; 15 for one three times as large as 5
-    assert step.has_room(running, 20, None) and not step.has_room(running, 19, None)
+    running = {LIGHT: Holds(1, 1), PEER: Holds(2, 5), "b": Holds(3, 9)}  # 6, and twice the peer's 5
+    assert step.has_room(running, 16, None) and not step.has_room(running, 15, None)
     assert step.has_room(running, None, None)
     assert step.has_room(running, 0, "cuda")  # what finds no room there says so
     assert step.has_room({LIGHT: Holds(9, 9), PEER: Holds(9, 9)}, 0, None)
@@ -437,39 +437,84 @@ class Large(InProcess):
         return found | {"bytes": 1, "most_bytes": 1} if "about" in request else found
 
 
-@pytest.mark.usefixtures("in_process")
-def test_who_does_not_fit_has_turns_beside_the_peer_later(monkeypatch: pytest.MonkeyPatch) -> None:
+THREE = ["numpy reference", "numpy kernel", "array-api-strict reference"]
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Contestants take a byte each, the first of THREE is the peer, and there are so many bytes."""
     monkeypatch.setattr(step, "start", Large)
-    monkeypatch.setattr(step, "PEER", "numpy reference")
-    monkeypatch.setattr(machine, "free_memory", lambda device: 3)
-    monkeypatch.setattr(step, "SPARE", 1)
-    names = ["numpy reference", "array-api-strict reference", "numpy kernel", "torch kernel"]
-    names = [name for name in names if contestants.why_not(name) is None]
+    monkeypatch.setattr(step, "PEER", THREE[0])
+
+    def limit(n_bytes: int, spare: int) -> None:
+        monkeypatch.setattr(machine, "free_memory", lambda device: n_bytes)
+        monkeypatch.setattr(step, "SPARE", spare)
+
+    return limit
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("spare", [0, 1])  # they start and do not fit, or do not start
+@pytest.mark.parametrize("names", [THREE, THREE[::-1]])
+def test_who_does_not_fit_has_turns_beside_the_peer_later(
+    names: list[str], spare: int, small_memory: Callable[[int, int], None]
+) -> None:
+    small_memory(3, spare)
+    peer, *others = sorted(names, key=lambda name: name != THREE[0])
     found = step.measure(GPT_SHAPE, names, 1, ["step"])
-    first, *later = found["runs"]
-    assert first["contestants"] == names[:2]
-    assert [run["contestants"] for run in later] == [[names[0], name] for name in names[2:]]
+    assert [run["contestants"] for run in found["runs"]] == [[peer, name] for name in others]
     rows = {row["name"]: row for row in found["rows"]}
-    assert list(rows) == names and found["products"] == first["products"]
-    for run in found["runs"]:
-        for name in run["contestants"][1:]:
-            least = rows[name]["step"]["min_ms"]
-            assert rows[name]["step"]["ratio"] == least / run["peer"]["step"]["min_ms"]
-            assert rows[name]["light"] == run["products"]["min_ms"] / least
-    assert rows[names[0]]["step"]["min_ms"] == first["peer"]["step"]["min_ms"]
-    shown = report.further(found).strip().split("\n\n")
-    for line, name in zip(shown, names[2:], strict=True):
-        assert line.startswith(f"Later, for want of memory: {name}; beside them numpy reference")
-        assert re.search(r"reference, step [\d.]+ ms\.$", line)
+    assert list(rows) == names and found["left_out"] == []
+    for run, name in zip(found["runs"], others, strict=True):
+        least = rows[name]["step"]["min_ms"]
+        assert rows[name]["step"]["ratio"] == least / run["peer"]["step"]["min_ms"]
+        assert rows[name]["light"] == run["products"]["min_ms"] / least
+    first = found["runs"][0]
+    assert found["products"] == first["products"]
+    assert rows[peer]["step"]["min_ms"] == first["peer"]["step"]["min_ms"]
+    shown = report.further(found).strip()
+    assert shown.startswith(f"Later, for want of memory: {others[1]}; beside them numpy reference")
+    assert re.search(r"reference, step [\d.]+ ms\.$", shown)
 
 
 @pytest.mark.usefixtures("in_process")
-def test_who_does_not_fit_beside_the_peer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "start", Large)
-    monkeypatch.setattr(step, "PEER", "numpy reference")
-    monkeypatch.setattr(machine, "free_memory", lambda device: 2)
+def test_who_does_not_fit_beside_the_peer_is_left_out(
+    small_memory: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_memory(2, 1)
     with pytest.raises(MemoryError, match="products, numpy reference, numpy kernel together need"):
-        step.measure(GPT_SHAPE, ["numpy reference", "numpy kernel"], 1, ["step"])
+        step.measure(GPT_SHAPE, THREE[:2], 1, ["step"])
+    small_memory(3, 1)
+    sizes = {"array-api-strict reference": 9}
+
+    def memory(running: Any) -> tuple[int, int]:
+        return sum(sizes.get(name, 1) for name in running), 0
+
+    monkeypatch.setattr(step, "memory", memory)
+    found = step.measure(GPT_SHAPE, THREE, 1, ["step"])
+    assert [row["name"] for row in found["rows"]] == THREE[:2] and len(found["runs"]) == 1
+    (why,) = found["left_out"]
+    assert why.startswith("array-api-strict reference: products, numpy reference, array-api-strict")
+    assert report.further(found) == f"\n\nNot measured: {why}."
+
+
+@pytest.mark.usefixtures("in_process")
+def test_who_fails_in_a_later_run_is_named(
+    small_memory: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_memory(3, 1)
+
+    def fails(name: str, folder: Path) -> Large:
+        if name == THREE[2]:
+            raise harness.Ended("it ended")
+        return Large(name, folder)
+
+    monkeypatch.setattr(step, "start", fails)
+    failed: list[str] = []
+    found = step.measure(GPT_SHAPE, THREE, 1, ["step"], failed=failed)
+    assert failed == [f"gpt: {THREE[2]}: it ended"] and len(found["runs"]) == 1
+    with pytest.raises(harness.Ended):
+        step.measure(GPT_SHAPE, THREE, 1, ["step"])
 
 
 def test_a_processor_is_named_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

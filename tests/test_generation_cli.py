@@ -86,6 +86,24 @@ def test_it_is_printed_as_it_comes(
     assert written[0] > 15 and written[1] == 1
 
 
+def test_without_temperature_nothing_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The likeliest tokens alone are known ahead, so `stream` must know that they are meant."""
+    drawn: list[bool] = []
+    own = command.stream
+
+    def stream(*args: Any, **options: Any) -> Any:
+        drawn.append(options["sampler"] is not None)
+        return own(*args, **options)
+
+    monkeypatch.setattr(command, "stream", stream)
+    start = ("--model", stories(tmp_path, "tok512.bin"), "--prompt", PROMPT, "--max-new", 3)
+    for option in ((), ("--temperature", 0), ("--temperature", 0, "--repetition-penalty", 2)):
+        run(capsys, *start, *option)
+    assert drawn == [True, False, True]
+
+
 def test_sampling_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = stories(tmp_path, "tok512.bin")
     start = ("--model", path, "--prompt", PROMPT, "--max-new", 40)

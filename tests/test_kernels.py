@@ -22,7 +22,6 @@ from xformer import Key, backends, dispatch, reference_only, tree
 from xformer.catalogue import cases
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
-from xformer.generation.ahead import ahead
 from xformer.generation.samplers import likeliest
 from xformer.layers import blocks
 from xformer.layers.advance import advance
@@ -30,6 +29,7 @@ from xformer.layers.checkpoint import held
 from xformer.layers.constant import constant
 from xformer.layers.past import append
 from xformer.layers.rotary import turns
+from xformer.models.ahead import ahead
 from xformer.models.language_model import language_model_extend, language_model_loss
 from xformer.ops import random_bits, rope
 from xformer.ops.sum_to import sum_to

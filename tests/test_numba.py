@@ -24,10 +24,10 @@ from test_optim_kernels import flat, wide
 from xformer import backends, dispatch, ops, tree
 from xformer.catalogue import cases
 from xformer.dispatch import Kernel, Overridable
-from xformer.generation.ahead import ahead
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.lock import locked
+from xformer.models.ahead import ahead
 from xformer.models.language_model import language_model_extend, language_model_loss
 from xformer.optim.adam import adam_update
 from xformer.typing import Array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,9 @@ from causal_models import V
 
 from xformer import backends, dispatch, reference_only, tree
 from xformer.generation import generate, prefill, stream
-from xformer.generation.ahead import ahead as op
 from xformer.generation.samplers import temperature
 from xformer.models import LanguageModel
+from xformer.models.ahead import ahead as op
 
 pytest.importorskip("numba", reason="extra numba is not installed")
 from test_numba_advance import replaced
@@ -42,7 +43,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def run(*args: Any, **options: Any) -> Any:
         found = own(*args, **options)
-        calls.append(1 + found[0].shape[1])
+        calls.append(1 + len(found[0][0]))
         return found
 
     replaced(monkeypatch, op, own, run)
@@ -83,7 +84,8 @@ def require_equal(got: Any, wanted: Any) -> None:
 def test_as_one_by_one(
     name: str, pair: int, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit; in small pieces too, so that all threads have some of them."""
+    """Bit for bit, in the buffers of the text and in new ones; and in small pieces, so that all
+    threads have some of them."""
     monkeypatch.setattr(plan, "PAIR", pair)
     if pair == 8:
         monkeypatch.setattr(linear, "LEAST", 8)
@@ -91,32 +93,34 @@ def test_as_one_by_one(
     model, chosen = MODELS[name], set()
     for seed in range(3):
         params = of_float32(model, seed)
-        state = begun(model, params)
-        ids, every, wanted = one_by_one(model, params, state, 11)
+        ids, every, wanted = one_by_one(model, params, begun(model, params), 11)
         chosen.update(ids)
-        more, logits, got = run(model, params, state, 11)
-        assert [3, *more[0].tolist()] == ids and more.dtype == np.int64
-        np.testing.assert_array_equal(logits, every[-1])
-        require_equal(got, wanted)
+        state = begun(model, params)
+        for _ in ("its own buffers", "new ones, since those are taken"):
+            more, logits, got = run(model, params, state, 11)
+            assert [3, *more[0]] == ids and len(more) == 1
+            np.testing.assert_array_equal(logits, every[-1])
+            require_equal(got, wanted)
         one, other = (model.extend(params, np.array([[1]]), text) for text in (got, wanted))
         np.testing.assert_array_equal(one[0], other[0])
         require_equal(one[1], other[1])
-    assert read == [11] * 3 and len(chosen) > 4
+    assert read == [11] * 6 and len(chosen) > 4
 
 
 def test_it_reads_none_that_ends_a_text(read: list[int]) -> None:
     model = MODELS["learned positions"]
     params = of_float32(model)
-    state = begun(model, params)
-    ids, every, _ = one_by_one(model, params, state, 12)
+    ids, every, _ = one_by_one(model, params, begun(model, params), 12)
     last = next(i for i in range(4, 12) if ids[i] not in ids[:i])
-    more, logits, got = run(model, params, state, 12, frozenset({V + 5, ids[last]}))
-    assert [3, *more[0].tolist()] == ids[:last] and read == [last]
+    stop = frozenset({V + 5, -1, 1 << 64, ids[last]})
+    more, logits, got = run(model, params, begun(model, params), 12, stop)
+    assert [3, *more[0]] == ids[:last] and read == [last]
     np.testing.assert_array_equal(logits, every[last - 1])
-    require_equal(got, one_by_one(model, params, state, last)[2])
-    # Columns that it had for the others do not come into the text.
+    require_equal(got, one_by_one(model, params, begun(model, params), last)[2])
+    # Columns that it had for the others are free again.
     _, going_on = model.extend(params, np.array([[ids[last]]]), got)
-    require_equal(going_on, one_by_one(model, params, state, last + 1)[2])
+    assert going_on.past.rooms == got.past.rooms
+    require_equal(going_on, one_by_one(model, params, begun(model, params), last + 1)[2])
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
@@ -127,22 +131,26 @@ def test_it_reads_none_after_logits_that_are_no_numbers(bad: float, read: list[i
     bias[4] = bad
     params = params._replace(head=params.head._replace(b=bias))
     more, logits, state = run(model, params, begun(model, params), 5)
-    assert more.shape == (1, 0) and read == [1] and state.length == 7
+    assert more == [[]] and read == [1] and state.length == 7
     assert not np.isfinite(logits[0, 4])
     with pytest.raises(ValueError, match="largest logit of each row must be finite"):
         generate(model, params, [[1, 2]], max_new=4)
 
 
-def test_logits_that_exclude_tokens_are_read_one_by_one() -> None:
+def test_logits_that_exclude_tokens(read: list[int]) -> None:
     model = MODELS["a head with a bias"]
     params = of_float32(model)
     bias = params.head.b.copy()
     bias[4:] = -np.inf
     params = params._replace(head=params.head._replace(b=bias))
     ids = generate(model, params, [[1, 2]], max_new=9)
+    assert read == [8]
     with reference_only():
         assert generate(model, params, [[1, 2]], max_new=9) == ids
     assert max(ids[0]) < 4
+    params = params._replace(head=params.head._replace(b=bias * 0 - np.inf))
+    more, logits, _ = run(model, params, begun(model, params), 5)
+    assert more == [[]] and np.isneginf(logits).all()
 
 
 def test_a_text_longer_than_its_room(read: list[int]) -> None:
@@ -150,11 +158,10 @@ def test_a_text_longer_than_its_room(read: list[int]) -> None:
     n = 3 * LEAST
     ids = generate(LONG, params, [[1, 2, 3]], max_new=n)
     assert len(ids[0]) == n and max(read) == extend.MOST and len(read) < n / 8
-    assert sum(read) == n - 1  # the last is not read
-    with reference_only():
-        state = prefill(LONG, params, [[1, 2, 3]]).state
-    text, new = [1, 2, 3], []
-    logits = prefill(LONG, params, [text]).logits
+    # The last is not read, and one of new buffers comes alone.
+    assert n - 4 < sum(read) < n
+    text, new = prefill(LONG, params, [[1, 2, 3]]), []
+    logits, state = text.logits, text.state
     for _ in range(n):
         new.append(int(logits.argmax()))
         logits, state = LONG.extend(params, np.array([new[-1:]]), state)
@@ -170,11 +177,22 @@ def test_steps_of_a_stream(read: list[int]) -> None:
         [i] for i in wanted[0]
     ]
     assert sum(read) == 19 and len(read) < 4
+
+    class Same(list[Any]):
+        """A filter, of which Python says that there is nothing in it."""
+
+        def __call__(self, logits: Any, ids: Any) -> Any:
+            return temperature(0.0)(logits, ids)
+
+    before = len(read)
+    assert generate(model, params, [[1, 2]], max_new=20, sampler=Same()) == wanted
+    assert len(read) == before
     for n in (0, 1, 2, 3):
         assert generate(model, params, [[1, 2]], max_new=n) == [wanted[0][:n]]
     last = wanted[0][6]
     first = wanted[0].index(last)
-    assert generate(model, params, [[1, 2]], max_new=20, stop={last}) == [wanted[0][: first + 1]]
+    ended = generate(model, params, [[1, 2]], max_new=20, stop={last, 1 << 64})
+    assert ended == [wanted[0][: first + 1]]
     before = len(read)
     both = generate(model, params, [[1, 2], [1, 2]], max_new=20)
     assert both == [*wanted, *wanted] and len(read) == before  # of one text alone
@@ -218,7 +236,8 @@ def test_large_weights_are_read_for_one_token(
     wanted = generate(model, params, [[1, 2]], max_new=9)
     for n, calls in ((1, []), (3, [3, 3, 2])):
         read.clear()
-        monkeypatch.setattr(extend, "READ", (n + 1) * weights - 1)
+        keys = 4 * 11 * 2 * 12 * len(model.blocks)  # of more tokens than there are
+        monkeypatch.setattr(extend, "READ", n * (weights + keys))
         assert generate(model, params, [[1, 2]], max_new=9) == wanted
         assert read == calls
 
@@ -232,15 +251,24 @@ def test_who_cannot_be_read_ahead() -> None:
         options = {"network": model, "state": state, "most": 4, "stop": ()} | other
         return extend.not_ahead(tokens, params, **options) or ""
 
+    class Doubled(LanguageModel):
+        def extend(self, *args: Any, **options: Any) -> Any:
+            logits, state = super().extend(*args, **options)
+            return -logits, state
+
+    own = Doubled(model.embed, model.blocks)
     assert why() == ""
     assert "not several tokens" in why(most=1)
     assert "not several tokens of one text" in why(np.array([[3], [3]]))
-    assert "of a LanguageModel" in why(network=object())
+    assert "of another kind" in why(network=object()) and "of another kind" in why(network=own)
     assert "not causal" in why(network=replace(model, causal=False))
     assert "fit the model's context" in why(most=35)
     assert why(np.array([[V]])) == why_not(model, params, state, np.array([[V]]))
     text = dispatch.explain(op, one, params, network=model, state=state, most=4, stop=())
     assert "numba.extend.ahead" in text.splitlines()[0]
+    negated = generate(own, params, [[1, 2]], max_new=9)
+    with reference_only():
+        assert generate(own, params, [[1, 2]], max_new=9) == negated
 
 
 def test_the_reference_reads_one() -> None:
@@ -250,23 +278,23 @@ def test_the_reference_reads_one() -> None:
     with reference_only():
         more, logits, got = run(model, params, state, 5)
         wanted, longer = model.extend(params, np.array([[3]]), state)
-    assert more.shape == (1, 0) and got.length == longer.length == 7
+    assert more == [[]] and got.length == longer.length == 7
     np.testing.assert_array_equal(logits, wanted)
 
 
-def test_two_threads_of_a_program(read: list[int]) -> None:
-    """Each goes on with the same prefix at the same time."""
+def test_threads_that_go_on_with_one_text(read: list[int]) -> None:
+    """One gets its buffers, the others new ones."""
     params = of_float32(LONG)
-    prefix = prefill(LONG, params, [[1, 2, 3]])
-    wanted = generate(LONG, params, prefix, max_new=40)
-    found: list[Any] = [None] * 4
+    prompt = [[1, 2, 3]]
+    wanted = generate(LONG, params, prompt, max_new=40)
+    read.clear()
+    gate = threading.Barrier(4)
+    prefix = prefill(LONG, params, prompt)
 
-    def work(i: int) -> None:
-        found[i] = [generate(LONG, params, prefix, max_new=40) for _ in range(5)]
+    def work(_: int) -> Any:
+        gate.wait(10)
+        return generate(LONG, params, prefix, max_new=40)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [[wanted] * 5] * 4
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
+    assert found == [wanted] * 4 and sum(read) > 4 * 30

@@ -37,9 +37,9 @@ from xformer.backends.numpy import products
 
 from xformer import ops
 from xformer.dispatch import Overridable, kernel
-from xformer.generation.ahead import ahead
 from xformer.layers.advance import advance as layers_advance
 from xformer.layers.blocks import blocks as layers_blocks
+from xformer.models.ahead import ahead
 from xformer.models.language_model import language_model_extend, language_model_loss
 from xformer.optim.adam import adam_update
 

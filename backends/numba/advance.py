@@ -84,13 +84,13 @@ def advance(
         shape = -1, rotary.cos.shape[-1]
         interleaved = rotary.interleaved
         turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
-    memory = memory_of(plan, len(x), x.shape[2])
-    memory[0][:] = x[:, 0]
+    own = memory_of(plan, len(x), x.shape[2])
+    own[0][:] = x[:, 0]
     stages = nothing_done(token.STAGES * len(configs) + 1)
     threads = n_threads() if plan.large else 1
-    arguments = *tables_of(plan, table), turns, interleaved, *memory
+    arguments = *tables_of(plan, table), turns, interleaved, *own
     on_all(token.advance_all, arguments, stages, (params, grown), threads)
-    return memory[1][:, None], grown
+    return own[1][:, None], grown
 
 
 def tables_of(plan: Plan, past: Array) -> tuple[Array, ...]:

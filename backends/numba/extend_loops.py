@@ -88,11 +88,11 @@ def _add_bias(bias: int, logits: Any) -> None:
 
 @rowwise
 def _likeliest(logits: Any, stop: Any) -> int:
-    """The first of the largest; -1 where it is in `stop`, or not all of them are finite."""
-    top, zero = highest(logits), ZERO
+    """The first of the largest; -1 where it is in `stop`, no number, or one of them is none."""
+    top, numbers = highest(logits), True
     for j in range(len(logits)):
-        zero += logits[j] * ZERO
-    if zero != ZERO:
+        numbers &= logits[j] == logits[j]
+    if not numbers or top - top != ZERO:
         return -1
     best = 0
     while best < len(logits) and logits[best] != top:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
-from xformer.backends.append import Room, claimed, last_columns
+from xformer.backends.append import Room, claimed, given_back, last_columns
 
 from xformer.layers.past import Past
 
@@ -42,6 +42,11 @@ class Together(Sequence[Past]):
         if not claimed(self.rooms, self.length, n):
             return None
         return Together(self.rooms, self.length + n)
+
+    def shorten(self, n: int) -> None:
+        """By n of the columns that `longer` has given it: nobody else knows of them."""
+        given_back(self.rooms, self.length, n)
+        self.length -= n
 
     def __len__(self) -> int:
         return len(self.rooms)

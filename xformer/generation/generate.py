@@ -66,7 +66,8 @@ def stream(
     takes the likeliest. A seed gives text i the same ids on every backend, whatever else is in the
     batch. slide: a text that fills the model's context goes on after its last tokens alone, which
     are read anew for each further one. Without a sampler, tokens of one text may come some at a
-    time, where a library chooses and reads them by itself (`ahead`). captured: a further token is
+    time, with the parameters as they are at the first of them, where a library chooses and reads
+    them by itself (`models.ahead`). captured: a further token is
     one call of the library, where it has such a thing (`Backend.captured`); where it cannot be, a
     RuntimeWarning says why. The ids are the same; logits that a sampler is given are written over
     by the next ones. ValueError where prompt and max_new do not fit the context and slide is not
@@ -113,7 +114,7 @@ def _stream(
             given += 1
             if given == max_new or not any(running):
                 return
-            most, width = 1 if sampler else max_new - given, text.width + 1
+            most, width = 1 if sampler is not None else max_new - given, text.width + 1
             with place.active():
                 text, chosen = _grown(network, params, text, new, tokens, place, most, stops)
             for k in range(text.width - width, 0, -1):  # those that came with it end no text

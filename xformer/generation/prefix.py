@@ -12,9 +12,9 @@ from array_api_compat import device
 from xformer import backends, tree
 from xformer.backends import Backend
 from xformer.checks import require_id, require_ids, require_sizes
-from xformer.generation.ahead import ahead
 from xformer.generation.samplers import Ids
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
+from xformer.models.ahead import ahead
 from xformer.typing import Array
 
 COLUMNS = 64  # a state has a multiple of them, on libraries that compile for every shape
@@ -131,9 +131,8 @@ def extended(
         return Prefix(ids, place.widened(logits), state, width + 1)
     options = {"network": network, "state": state, "most": most, "stop": stop}
     more, logits, state = ahead(tokens, params, **options)
-    rows = place.to_numpy(more).tolist()
-    ids = tuple((*old, *row) for old, row in zip(ids, rows, strict=True))
-    return Prefix(ids, place.widened(logits), state, width + 1 + more.shape[1])
+    ids = tuple((*old, *row) for old, row in zip(ids, more, strict=True))
+    return Prefix(ids, place.widened(logits), state, width + 1 + len(more[0]))
 
 
 def network_of(op: str, model: Any) -> Any:
