@@ -83,7 +83,10 @@ def not_ahead(
     if why is not None:
         return why
     read: Any = reading_of(network, params, state.past, 1)
-    return None if _how_many(*read, most) > 1 else "weights that take long to read, or full buffers"
+    known, past = read
+    if _how_many(known, past, most) > 1:
+        return None
+    return "weights that take long to read, or full buffers"
 
 
 def ahead(
