@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 MEANING = """\
 x: minimum over the peer's minimum in one interleaved run; below 1 is faster, or smaller.
-Peak memory, speed of light: of NumPy / with numba. That is the time of the matrix products that
-the work needs, by NumPy's BLAS, which numba's own may outrun, over the time of the work."""
+Peak memory and speed of light: of NumPy / with numba. Speed of light: the time of the matrix
+products that the work needs, by NumPy's BLAS (numba's own may be faster), over that of the work."""
 QUESTIONS = {"step": STEPS, "decoding": TOKENS, "start": STARTS}
 
 

@@ -29,6 +29,7 @@ from xformer.backends.append import LEAST
 from xformer.backends.numba import extend, linear, plan
 from xformer.backends.numba.together import Together
 
+N_MODELS = 15  # of which a median is far from luck; each reads five tokens one by one
 BLOCKS = (BlockConfig(12, 3, 20, activation="gelu"),) * 2
 EMBED = EmbedConfig(V, 12, 12, 40, positions="learned")
 PLAIN = EmbedConfig(V, 12, 12, positions="none")
@@ -69,13 +70,12 @@ def of_float32(model: Any, seed: int = 0) -> Any:
 
 
 def require_exact(model: Any, n_texts: int = 1, layout: Any = np.ascontiguousarray) -> None:
-    """Within twice the reference's distance from the reference in float64, of five models' median.
+    """Within twice the reference's distance from the reference in float64, by models' median.
 
-    That of one token is a matter of luck, since layers blow up what a few numbers are off: there it
-    is four times.
+    Of one it is a matter of luck, as of five: layers blow up what a few numbers are off.
     """
     offs, scales = [], []
-    for seed in range(5):
+    for seed in range(N_MODELS):
         params = tree.map(layout, of_float32(model, seed))
         got = continued(model, params, n_texts)
         with reference_only():
@@ -85,10 +85,8 @@ def require_exact(model: Any, n_texts: int = 1, layout: Any = np.ascontiguousarr
             assert one.dtype == np.float32 and one.shape == wanted.shape
         offs.append([[_size(a - w) for a, w in zip(x, exact, strict=True)] for x in (got, plain)])
         scales.append([_size(wanted) for wanted in exact])
-    (off, off_plain), scale = np.median(offs, axis=0), np.median(scales, axis=0)
-    eps = np.finfo(np.float32).eps
-    assert np.median(off) <= 2 * np.median(off_plain) + 2 * eps * np.median(scale)
-    assert np.all(off <= 4 * off_plain + 2 * eps * scale)
+    off, off_plain = np.median(offs, axis=0)
+    assert np.all(off <= 2 * off_plain + 2 * np.finfo(np.float32).eps * np.median(scales, axis=0))
 
 
 def _size(x: Array) -> float:
@@ -111,14 +109,14 @@ def test_every_model(name: str, pair: int, ran: list[int], monkeypatch: pytest.M
     model = MODELS[name]
     for n_texts in (1, 3, 4):
         require_exact(model, n_texts)
-    assert len(ran) == 75
+    assert len(ran) == 3 * 5 * N_MODELS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_every_layout(layout: Callable[[Array], Array], ran: list[int]) -> None:
     for name in ("learned positions", "a head of its own"):
         require_exact(MODELS[name], 2, layout)
-    assert len(ran) == 50
+    assert len(ran) == 2 * 5 * N_MODELS
 
 
 def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +265,7 @@ def test_frequencies_that_change_with_the_length(ran: list[int]) -> None:
     rotary = RopeConfig(4, scaling="dynamic", factor=2.0, max_len=6)
     model = LanguageModel(PLAIN, BLOCKS, rotary=rotary)
     require_exact(model, 2)  # of nine tokens, five of them one by one
-    assert len(ran) == 10
+    assert len(ran) == 2 * N_MODELS
 
 
 def test_other_weights_and_another_model_for_the_same_text(ran: list[int]) -> None:
@@ -351,4 +349,4 @@ def test_families(ran: list[int]) -> None:
     for name in ("gpt2", "llama"):
         model, _ = causal(name)
         require_exact(getattr(model, "network", model), 2)
-    assert len(ran) == 50
+    assert len(ran) == 2 * 5 * N_MODELS

@@ -85,12 +85,13 @@ def advance(
         interleaved = rotary.interleaved
         turns = np.array((rotary.cos.reshape(shape), rotary.sin.reshape(shape)))
     own = memory_of(plan, len(x), x.shape[2])
-    own[0][:] = x[:, 0]
+    start, h, *_ = own
+    start[:] = x[:, 0]
     stages = nothing_done(token.STAGES * len(configs) + 1)
     threads = n_threads() if plan.large else 1
-    arguments = *tables_of(plan, table), turns, interleaved, *own
+    arguments = tables_of(plan, table), turns, interleaved, own
     on_all(token.advance_all, arguments, stages, (params, grown), threads)
-    return own[1][:, None], grown
+    return h[:, None], grown
 
 
 def tables_of(plan: Plan, past: Array) -> tuple[Array, ...]:

@@ -63,7 +63,7 @@ def language_model_extend(
     every: bool = False,
 ) -> tuple[Array, State]:
     """Its vectors through all layers to logits; of a large model on all threads."""
-    _, logits, state = _run(tokens, params, model, state, 1, ())
+    _, logits, state = ahead(tokens, params, network=model, state=state, most=1, stop=())
     return logits[:, None] if every else logits, state
 
 
@@ -92,15 +92,8 @@ def not_ahead(
 def ahead(
     tokens: Array, params: Any, *, network: Any, state: Any, most: int, stop: Collection[int]
 ) -> tuple[list[list[int]], Array, State]:
-    """All in one call, in which Python has nothing to do."""
-    return _run(tokens, params, network, state, most, stop)
-
-
-def _run(
-    tokens: Array, params: Any, model: LanguageModel, state: State, most: int, stop: Collection[int]
-) -> tuple[list[list[int]], Array, State]:
-    """As `ahead`."""
-    read = reading_of(model, params, state.past, len(tokens))
+    """All in one call, in which Python has nothing to do; with most = 1 of several texts too."""
+    read = reading_of(network, params, state.past, len(tokens))
     if isinstance(read, str):
         raise ValueError(f"extend: {read}")
     known, before = read
@@ -109,7 +102,7 @@ def _run(
     ids, stops = tokens.astype(np.int64), NONE
     if n > 1:
         ids = np.concat((ids, np.full((1, n - 1), -1)), axis=1)
-        size = model.embed.vocab_size  # type: ignore[union-attr]
+        size = network.embed.vocab_size
         stops = np.array([i for i in stop if 0 <= i < size], np.int64)
     logits = _logits(past.known, before.length, ids, stops, (params, past))
     more = [[i for i in row if i >= 0] for row in ids[:, 1:].tolist()]

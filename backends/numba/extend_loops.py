@@ -30,12 +30,11 @@ def extend_all(
 ) -> None:
     """Logits (B, V) after a token of each text; and of the likeliest after it, one by one.
 
-    tables: maps, norms, sizes, past, numbers and scales, as of `advance_all`. turns: (n, 2, 1, R/2)
-    of the tokens from the first on. vectors: what `_look_up` wants, and the first's place. ids:
-    (B, n), of which the first are given, and those chosen come in; of one text where n > 1. It ends
-    before a token that `_likeliest` refuses. head: weights, how many columns are one piece, as
-    `columns` has them, and where a bias is, or 0. memory: x, h, ctx, hidden and parts. stages:
-    (n (8 L + 3), 2) zeros.
+    tables, memory: as of `advance_all`. turns: (n, 2, 1, R/2) of the tokens from the first on.
+    vectors: what `_look_up` wants, and the first's place. ids: (B, n), of which the first are
+    given, and those chosen come in; of one text where n > 1. It ends before a token that
+    `_likeliest` refuses. head: weights, how many columns are one piece, as `columns` has them, and
+    where a bias is, or 0. stages: (n (8 L + 3), 2) zeros.
     """
     maps, norms, numbers = tables[0], tables[1], tables[4]
     x, h = memory[0], memory[1]
@@ -50,7 +49,7 @@ def extend_all(
                 _look_up(table, positions, np.float32(scale), ids[b, t], first + t, x[b])
                 normalise(x[b], norms[0], numbers[0], h[b])
             count(at + WORD)
-        through_layers(*tables, t, turns[t], interleaved, *memory, own)
+        through_layers(tables, t, turns[t], interleaved, memory, own)
         at += 2 * WORD * (STAGES * len(maps) + 1)
         columns(h, w, size, logits, own[STAGES * len(maps) + 1 :])
         if bias or t + 1 < n:

@@ -62,55 +62,29 @@ HIDDEN = 512  # elements of a piece of the hidden vector
 
 
 @rowwise
-def advance_all(
-    maps: Any,
-    norms: Any,
-    sizes: Any,
-    past: Any,
-    numbers: Any,
-    scales: Any,
-    turns: Any,
-    interleaved: bool,
-    x: Any,
-    h: Any,
-    ctx: Any,
-    hidden: Any,
-    parts: Any,
-    stages: Any,
-) -> None:
+def advance_all(tables: Any, turns: Any, interleaved: bool, memory: Any, stages: Any) -> None:
     """h = norm(block_n(... block_1(x))); x is written over.
 
-    turns: (2, B or 1, R/2), cosines and sines. ctx (B H M), hidden (B F) and parts: memory. stages:
+    tables: maps, norms, sizes, past, numbers and scales. turns: (2, B or 1, R/2), cosines and
+    sines. memory: x, h, and what is needed for ctx (B H M), hidden (B F) and parts. stages:
     (8 L + 1, 2) zeros.
     """
+    norms, numbers, x, h = tables[1], tables[4], memory[0], memory[1]
     at = np.int64(stages.ctypes.data)
     if count(at) == 0:
         for b in range(len(x)):
             normalise(x[b], norms[0], numbers[0], h[b])
         count(at + WORD)
-    given = maps, norms, sizes, past, numbers, scales
-    through_layers(*given, 0, turns, interleaved, x, h, ctx, hidden, parts, stages)
+    through_layers(tables, 0, turns, interleaved, memory, stages)
 
 
 @rowwise
 def through_layers(
-    maps: Any,
-    norms: Any,
-    sizes: Any,
-    past: Any,
-    numbers: Any,
-    scales: Any,
-    more: int,
-    turns: Any,
-    interleaved: bool,
-    x: Any,
-    h: Any,
-    ctx: Any,
-    hidden: Any,
-    parts: Any,
-    stages: Any,
+    tables: Any, more: int, turns: Any, interleaved: bool, memory: Any, stages: Any
 ) -> None:
     """What `advance_all` does behind the first norm. more: keys that there are beside `past`'s."""
+    maps, norms, sizes, past, numbers, scales = tables
+    x, h, ctx, hidden, parts = memory
     wait(np.int64(stages.ctypes.data), 1)
     for i in range(len(maps)):
         own, size, n = maps[i], sizes[i], NORMS * i

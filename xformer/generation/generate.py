@@ -67,11 +67,11 @@ def stream(
     batch. slide: a text that fills the model's context goes on after its last tokens alone, which
     are read anew for each further one. Without a sampler, tokens of one text may come some at a
     time, with the parameters as they are at the first of them, where a library chooses and reads
-    them by itself (`models.ahead`). captured: a further token is
-    one call of the library, where it has such a thing (`Backend.captured`); where it cannot be, a
-    RuntimeWarning says why. The ids are the same; logits that a sampler is given are written over
-    by the next ones. ValueError where prompt and max_new do not fit the context and slide is not
-    given, for bad prompts (`prefill`), and for logits that are no numbers.
+    them by itself (`models.ahead`). captured: a further token is one call of the library, where it
+    has such a thing (`Backend.captured`); where it cannot be, a RuntimeWarning says why. The ids
+    are the same; logits that a sampler is given are written over by the next ones. ValueError where
+    prompt and max_new do not fit the context and slide is not given, for bad prompts (`prefill`),
+    and for logits that are no numbers.
     """
     network = network_of("generate", model)
     require_sizes("generate", 0, max_new=max_new, seed=seed)
@@ -137,8 +137,8 @@ def _grown(
     most: int,
     stops: frozenset[int],
 ) -> tuple[Prefix, Array | None]:
-    """The text with these tokens, and where most > 1 perhaps with some that are the likeliest after
-    them; the likeliest next ones where they are known."""
+    """The text with these tokens, and with those of the likeliest after them, up to `most` in all,
+    that come with them; the likeliest next ones where they are known."""
     room = most if network.context is None else network.context - text.width
     if room <= 0:
         longer = [(*ids, i) for ids, i in zip(text.ids, new, strict=True)]
