@@ -7,6 +7,8 @@ import random
 import shutil
 import struct
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,49 @@ def test_batches_are_cut(bert: Tokenizer) -> None:
     ids, mask = bert.batch(["hello, hello", "hello"], max_len=3)
     assert ids.tolist() == [[2, 5, 3], [2, 5, 3]] and mask.all()
     assert bert.encode("hello, hello") == [2, 5, 14, 5, 3]  # and nothing else ever after
+
+
+@pytest.mark.parametrize("max_len", [3, 4, 9, 400])
+def test_cutting_equals_the_packages(tmp_path: Path, max_len: int) -> None:
+    """`_inner.enable_truncation`, which other threads would see, is the judge."""
+    makers: tuple[Any, ...] = (word_piece, byte_level, byte_level)
+    for make, specials in zip(makers, ((), GPT2, ROBERTA), strict=True):
+        folder = tmp_path / f"{make.__name__}{len(specials)}"
+        folder.mkdir()
+        ours, judge = tokenizer(make(folder, *specials)), tokenizer(folder)._inner
+        judge.enable_truncation(max_len)
+        for text in TEXTS:
+            ids, mask = ours.batch([text], max_len=max_len)
+            assert ids[mask].tolist() == judge.encode(text).ids, text
+
+
+class Watched:
+    """The package's tokenizer; `encode` waits for another thread, and changes are refused."""
+
+    def __init__(self, inner: Any, meeting: threading.Barrier) -> None:
+        vars(self).update(inner=inner, meeting=meeting)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AssertionError(f"a call set {name} of a tokenizer that threads share")
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.meeting.wait()  # both threads are amid their calls
+        encoding = self.inner.encode(text, **options)
+        self.meeting.wait()
+        return encoding
+
+
+def test_a_thread_that_cuts_leaves_the_texts_of_others_whole(bert: Tokenizer) -> None:
+    long = "hello, " * 50
+    whole, cut = bert.encode(long), bert.batch([long], max_len=4)[0].tolist()
+    bert._inner = Watched(bert._inner, threading.Barrier(2, timeout=30))
+    with ThreadPoolExecutor(2) as pool:
+        others = pool.submit(bert.batch, [long], max_len=4)
+        assert pool.submit(bert.encode, long).result() == whole
+        assert others.result()[0].tolist() == cut and len(cut[0]) == 4
 
 
 def test_padding_without_such_a_token(tmp_path: Path) -> None:

@@ -63,12 +63,8 @@ class Tokenizer:
 
         special: False leaves those out, for a part of a text.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"encode: text must be a string, got {type(text).__name__}")
-        if not text.isascii():
-            text.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
         with translated(self._where):
-            ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+            ids: list[int] = self._inner.encode(_checked(text), add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -97,12 +93,7 @@ class Tokenizer:
         that end them. ValueError, TypeError for other arguments.
         """
         self._require(texts, side, max_len)
-        try:
-            if max_len is not None:
-                self._inner.enable_truncation(max_len)
-            rows = [self.encode(text) for text in texts]
-        finally:
-            self._inner.no_truncation()
+        rows = [self.encode(t) if max_len is None else self._cut(t, max_len) for t in texts]
         pad = next((i for i in (self.pad_id, self.eos_id) if i is not None), 0)
         ids = np.full((len(rows), max(map(len, rows), default=0)), pad, np.int64)
         mask = np.zeros(ids.shape, np.bool_)
@@ -131,6 +122,18 @@ class Tokenizer:
             for part, text in zip(parts, texts.values(), strict=True):
                 part.write_text(text, encoding="utf-8")
 
+    def _cut(self, text: str, max_len: int) -> list[int]:
+        """The ids of a text, special tokens included, cut to max_len.
+
+        `enable_truncation` would cut what other threads encode meanwhile.
+        """
+        room = max_len - self._inner.num_special_tokens_to_add(False)
+        with translated(self._where):
+            encoding = self._inner.encode(_checked(text), add_special_tokens=False)
+            encoding.truncate(room)
+            ids: list[int] = self._inner.post_process(encoding).ids
+        return ids
+
     def _token(self, kind: str, config: Config) -> str | None:
         """The token of a kind that the vocabulary has: as configured, or a usual one."""
         if kind in config.data:
@@ -148,3 +151,12 @@ class Tokenizer:
         if max_len is not None and max_len <= extra:
             message = f"max_len must exceed the {extra} special tokens, got {max_len}"
             raise ValueError(f"batch: {message}")
+
+
+def _checked(text: Any) -> str:
+    """The text; TypeError for another type, ValueError for half a surrogate pair."""
+    if not isinstance(text, str):
+        raise TypeError(f"encode: text must be a string, got {type(text).__name__}")
+    if not text.isascii():
+        text.encode()  # UnicodeEncodeError, a ValueError
+    return text
