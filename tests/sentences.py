@@ -57,6 +57,18 @@ def write_tokenizer(folder: Path, *, special: bool = True) -> None:
     inner.save(str(folder / "tokenizer.json"))
 
 
+def cut_left(folder: Path, how: str) -> None:
+    """Long texts lose their beginning: by tokenizer_config.json, or by tokenizer.json."""
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
+    if how == "config":
+        config["truncation_side"] = "left"
+    else:
+        inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        inner.enable_truncation(20, direction="left")
+        inner.save(str(folder / "tokenizer.json"))
+    write(folder, tokenizer_config=config)
+
+
 def write_model(
     folder: Path, config: dict[str, Any], dtype: str = "float64", *, special: bool = True
 ) -> Path:

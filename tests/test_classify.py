@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sentences import BERT, LLAMA, TEXTS, write_model, write_tokenizer
+from sentences import BERT, LLAMA, TEXTS, cut_left, write_model, write_tokenizer
 from xformer.backends import Backend
 
 from xformer import pretrained, tree
@@ -114,6 +114,19 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
 
 
 # The command
+
+
+def test_the_end_of_a_long_text_is_read_as_by_transformers(tmp_path: Path) -> None:
+    huggingface = pytest.importorskip("huggingface")  # skips without torch or transformers
+    cut_left(write_model(tmp_path, CLASSIFIER, "float32"), "config")
+    judge = huggingface.transformers.pipeline("text-classification", str(tmp_path), device="cpu")
+    found = judge(TEXTS, top_k=None, truncation=True, max_length=6)
+    want = [
+        [next(c["score"] for c in row if c["label"] == n) for n in NAMES.values()] for row in found
+    ]
+    with pytest.warns(UserWarning, match="^classify: cut to 6 tokens: text 1 and 2 more of 5$"):
+        got = classify(*pretrained.load(tmp_path), tokenizer(tmp_path), TEXTS, max_len=6)
+    assert np.allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hostile import damaged, edited, refused_at_most, some
 from hypothesis import given
 from hypothesis import strategies as st
-from sentences import BERT, LLAMA, TEXTS, write, write_model
+from sentences import BERT, LLAMA, TEXTS, cut_left, write, write_model
 from truths import minilm
 from xformer.backends import Backend
 
@@ -129,6 +129,31 @@ def test_a_long_text_is_cut_before_its_end_token(opened: tuple[Any, Any, Any]) -
     with pytest.warns(UserWarning, match="^embed: cut to 24 tokens: text 2$"):
         got = embed(*opened, texts[:2], max_len=100)  # the model's table has no more
     assert near(got[1], embed(*opened, ["the " * 22])[0])
+
+
+@pytest.mark.parametrize("how", ["config", "tokenizer"])
+def test_the_end_of_a_long_text_is_read_as_by_sentence_transformers(
+    tmp_path: Path, how: str
+) -> None:
+    judge = pytest.importorskip("sentence_transformers", reason="sentence-transformers is missing")
+    folder = write_model(tmp_path, BERT, "float32")
+    cut_left(folder, how)
+    pooling = {"word_embedding_dimension": 12, "pooling_mode_mean_tokens": True}
+    kinds = (("Transformer", ""), ("Pooling", "1_Pooling"))
+    write(
+        folder,
+        modules=[
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (kind, path) in enumerate(kinds)
+        ],
+        **{"1_Pooling__config": pooling, "sentence_bert_config": {"max_seq_length": 6}},
+    )
+    want = judge.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    with pytest.warns(UserWarning, match="^embed: cut to 6 tokens: text 1 and 2 more of 5$"):
+        got = embed(
+            *pretrained.load(folder), tokenizer(folder), TEXTS, **settings(folder)._asdict()
+        )
+    assert np.allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_a_rotary_model_reads_what_it_was_made_for(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -364,6 +365,41 @@ def test_lengths(tmp_path: Path) -> None:
         made("causal", tmp_path, max_len=1)
     with pytest.raises(ValueError, match="max_len must exceed the 2 special tokens, got 2"):
         examples(made("masked", tmp_path, max_len=2)[0], {"text": "a"})
+
+
+LONG = {
+    "masked": {"text": "abcdefghij"},
+    "classify": {"text": "abcdefghij", "label": 0},
+    "contrastive": {"anchor": "abcdefghij", "positive": "klmnopqrst"},
+    "seq2seq": {"source": "abcdefghij", "target": "klmnopqrst"},
+    "prefix": {"prompt": "abcdefghij", "completion": "kl"},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_end_of_long_texts_is_read_as_by_transformers(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    made(name, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation_side": "left"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    config, _ = MODELS[name]
+    task = finetune.task(name, pretrained.model(config), tokenizer(tmp_path), max_len=6)
+
+    def cut(text: str, most: int = 6) -> list[int]:
+        ids: list[int] = theirs(text, truncation=True, max_length=most)["input_ids"]
+        return ids
+
+    (found,) = examples(task, LONG[name])
+    texts = [value for value in LONG[name].values() if isinstance(value, str)]
+    assert found.is_cut
+    if name == "prefix":  # one text, with the end that the tokenizer does not add itself
+        assert found.tokens.tolist() == cut("".join(texts))
+        assert found.targets.tolist() == [IGNORED] * 3 + [*ids("kl"), EOS]
+        return
+    assert found.tokens.tolist() == cut(texts[0])
+    if len(texts) == 2:
+        assert found.targets.tolist() == cut(texts[1])
 
 
 def test_another_models_tokenizer(tmp_path: Path) -> None:

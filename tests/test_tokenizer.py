@@ -225,15 +225,17 @@ def test_batches_are_cut(bert: Tokenizer) -> None:
     assert bert.encode("hello, hello") == [2, 5, 14, 5, 3]  # and nothing else ever after
 
 
-@pytest.mark.parametrize("max_len", [3, 4, 9, 400])
-def test_cutting_equals_the_packages(tmp_path: Path, max_len: int) -> None:
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("max_len", [3, 9, 400])
+def test_cutting_equals_the_packages(tmp_path: Path, max_len: int, side: str) -> None:
     """`_inner.enable_truncation`, which other threads would see, is the judge."""
     makers: tuple[Any, ...] = (word_piece, byte_level, byte_level)
     for make, specials in zip(makers, ((), GPT2, ROBERTA), strict=True):
         folder = tmp_path / f"{make.__name__}{len(specials)}"
         folder.mkdir()
-        ours, judge = tokenizer(make(folder, *specials)), tokenizer(folder)._inner
-        judge.enable_truncation(max_len)
+        make(folder, *specials, truncation_side=side)
+        ours, judge = tokenizer(folder), tokenizer(folder)._inner
+        judge.enable_truncation(max_len, direction=side)
         for text in TEXTS:
             ids, mask = ours.batch([text], max_len=max_len)
             assert ids[mask].tolist() == judge.encode(text).ids, text
@@ -337,6 +339,27 @@ def test_padding_and_truncation_of_a_file_are_the_callers_now(tmp_path: Path) ->
     assert tokenizer(tmp_path).encode("hello, hello") == [2, 5, 14, 5, 3]
 
 
+@pytest.mark.parametrize("said", ["left", None, "right"])
+def test_the_side_at_which_texts_are_cut_is_that_of_transformers(
+    tmp_path: Path, said: str | None
+) -> None:
+    """tokenizer_config.json says it, else tokenizer.json."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    inner = tokenizer(word_piece(tmp_path))._inner
+    inner.enable_truncation(4, direction="left" if said is None else "right")
+    inner.save(str(tmp_path / "tokenizer.json"))
+    side = {} if said is None else {"truncation_side": said}
+    configured(tmp_path, {"tokenizer_class": "BertTokenizer", **side})
+    tokenizer(tmp_path).save(tmp_path / "again")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for folder in (tmp_path, tmp_path / "again"):
+        ours = tokenizer(folder)
+        for text in ("a hello, hell", "hello", "東京 hello 3.14"):
+            want = theirs(text, truncation=True, max_length=5)["input_ids"]
+            assert ours.batch([text], max_len=5)[0].tolist() == [want]
+    assert ours.truncation_side == (said or "left")
+
+
 def test_special_tokens_of_a_tokenizer_json(tmp_path: Path) -> None:
     byte_level(tmp_path, *ROBERTA)
     tokenizer(tmp_path).save(tmp_path)
@@ -400,6 +423,11 @@ def test_sentence_piece_is_refused_with_the_way_out(tmp_path: Path, name: str) -
         ("tokenizer_config.json", '{"pad_token": "[NONE]"}', r"'\[NONE\]' must be in the vocab"),
         ("tokenizer_config.json", '{"pad_token": 3}', "pad_token must be a string, got 3"),
         ("tokenizer_config.json", '{"sep_token": null}', "sep_token must be a token, got None"),
+        (
+            "tokenizer_config.json",
+            '{"truncation_side": "Left"}',
+            "truncation_side must be one of right, left",
+        ),
         ("tokenizer_config.json", '{"add_bos_token": true}', "add_bos_token must be False"),
         ("tokenizer_config.json", '{"do_lower_case": 1}', "do_lower_case must be true or false"),
         ("tokenizer_config.json", '{"do_basic_tokenize": false}', "do_basic_tokenize must be True"),

@@ -63,7 +63,10 @@ class Task:
         return loss, cache
 
     def _ids(self, text: str) -> tuple[np.ndarray, bool]:
-        """The ids of a text, cut to max_len before the tokens that end it, and whether it is."""
+        """The ids of a text, cut to max_len at the tokenizer's truncation_side, and whether it is.
+
+        Special tokens before and after it stay.
+        """
         ids, _ = self.tokenizer.batch([text], max_len=self.max_len)
         is_cut = ids.shape[1] == self.max_len < len(self.tokenizer.encode(text))
         return self._known(ids[0]), is_cut
@@ -73,6 +76,15 @@ class Task:
         ids = self.tokenizer.encode(text)
         end = self.tokenizer.eos_id
         return self._known(ids + [end] * (end is not None and ids[-1:] != [end]))
+
+    def _cut(self, text: str, most: int) -> np.ndarray:
+        """As `_ended`, `most` ids at most: the first, or by truncation_side the text's last."""
+        ids = self._ended(text)
+        if len(ids) <= most or self.tokenizer.truncation_side == "right":
+            return ids[:most]
+        n_added = len(ids) - len(self.tokenizer.encode(text))
+        last, _ = self.tokenizer.batch([text], max_len=most - n_added)
+        return np.append(last[0], ids[len(ids) - n_added :])
 
     def _known(self, ids: Any) -> np.ndarray:
         ids = np.asarray(ids, np.int64)

@@ -37,24 +37,27 @@ class Prefix(Causal):
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One example; a completion is cut where both together exceed max_len.
 
+        By the tokenizer's truncation_side "left" the prompt's beginning is cut instead.
         Both are one text, as a tokenizer may join them; the prompt ends where the tokens are no
         longer those of the prompt alone.
         """
-        ids = self._ended(fields["prompt"] + fields["completion"])
+        text = fields["prompt"] + fields["completion"]
+        ids = self._ended(text)
         alone = np.asarray(self.tokenizer.encode(fields["prompt"]), np.int64)[: len(ids)]
         differs = np.flatnonzero(alone != ids[: len(alone)])
         n_prompt = int(differs[0]) if len(differs) else len(alone)
+        kept = self._cut(text, self.max_len + 1)
+        if self.tokenizer.truncation_side == "left":
+            n_prompt -= len(ids) - len(kept)
         if n_prompt > self.max_len:
             raise ValueError(
                 f"the prompt's {n_prompt} tokens leave no room for a completion: at most "
                 f"{self.max_len} tokens are read"
             )
-        is_cut = len(ids) > self.max_len + 1
-        ids = ids[: self.max_len + 1]
-        targets = np.where(np.arange(1, len(ids)) < n_prompt, IGNORED, ids[1:])
+        targets = np.where(np.arange(1, len(kept)) < n_prompt, IGNORED, kept[1:])
         if not (targets != IGNORED).any():
             raise ValueError("the completion has no token")
-        return [Example(ids[:-1], targets, is_cut)]
+        return [Example(kept[:-1], targets, len(kept) < len(ids))]
 
 
 class Masked(Task):

@@ -59,7 +59,10 @@ class Classify(Task):
 
 
 class Seq2Seq(Task):
-    """A target text, token by token, given a source; both are cut to max_len."""
+    """A target text, token by token, given a source.
+
+    Both are cut to max_len at the tokenizer's truncation_side.
+    """
 
     fields = ("source", "target")
 
@@ -74,8 +77,9 @@ class Seq2Seq(Task):
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
         """One example, of which the target's tokens are the targets."""
         src, is_cut = self._ids(fields["source"])
-        targets = self._ended(fields["target"])
-        return [Example(src, targets[: self.max_len], is_cut or len(targets) > self.max_len)]
+        targets = self._cut(fields["target"], self.max_len)
+        is_cut = is_cut or len(targets) < len(self._ended(fields["target"]))
+        return [Example(src, targets, is_cut)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """Sources, targets behind the token that begins them, targets."""

@@ -40,9 +40,14 @@ class Tokenizer:
     """Encodes and decodes; bos_id, eos_id, pad_id, mask_id are None where there is no such token.
 
     vocab_size is one more than the largest id; special_ids are of tokens that are no text.
+    truncation_side: the end at which `batch` cuts long texts, "right" or "left".
     """
 
     def __init__(self, inner: Any, config: Config, where: str) -> None:
+        usual = (inner.truncation or {}).get("direction", "right")
+        self.truncation_side: str = config.text(
+            "truncation_side", choices=("right", "left"), default=usual
+        )
         inner.no_truncation()  # a file may ask for them; here the caller does
         inner.no_padding()
         self._inner, self._where = inner, where
@@ -89,8 +94,8 @@ class Tokenizer:
         """Ids (B, T) int64, as long as the longest text, and a mask (B, T), True for its tokens.
 
         side: where shorter texts are padded, "right" or "left", with pad_id; where there is none,
-        with eos_id or 0, which the mask hides. max_len: longer texts are cut, before the tokens
-        that end them. ValueError, TypeError for other arguments.
+        with eos_id or 0, which the mask hides. max_len: longer texts are cut at truncation_side;
+        special tokens before and after them stay. ValueError, TypeError for other arguments.
         """
         self._require(texts, side, max_len)
         rows = [self.encode(t) if max_len is None else self._cut(t, max_len) for t in texts]
@@ -115,6 +120,8 @@ class Tokenizer:
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._tokens}
+        if self.truncation_side == "left":
+            config["truncation_side"] = "left"
         texts = {target / "tokenizer.json": self.to_json()}
         if not os.path.lexists(target / CONFIG):
             texts[target / CONFIG] = json.dumps(config, indent=2) + "\n"
@@ -130,7 +137,7 @@ class Tokenizer:
         room = max_len - self._inner.num_special_tokens_to_add(False)
         with translated(self._where):
             encoding = self._inner.encode(_checked(text), add_special_tokens=False)
-            encoding.truncate(room)
+            encoding.truncate(room, direction=self.truncation_side)
             ids: list[int] = self._inner.post_process(encoding).ids
         return ids
 

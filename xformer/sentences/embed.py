@@ -32,7 +32,8 @@ def embed(
     pooling: the "mean" of a text's hidden states, that of its "first" ("cls") or "last" token, or
     BERT's "pooler"; unless given the last of a causal model, which alone has seen the whole text,
     the mean of others. normalize: to length 1. max_len: longer texts are cut to so many tokens,
-    special ones included, with a warning; none is longer than the model's context. prompt: what
+    special ones included, at the tokenizer's truncation_side, with a warning; none is longer than
+    the model's context. prompt: what
     the model wants before each text. batch_size: texts at once, at most; on NumPy fewer where they
     are long, which is faster there. progress: called with the number of texts after each batch.
 
