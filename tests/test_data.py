@@ -84,7 +84,12 @@ def test_tiny_shakespeare_is_split_as_nanogpt_does() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(min_size=1, max_size=60), share=st.floats(0, 0.5))
+@given(
+    text=st.text(
+        st.characters(codec="utf-8", exclude_characters="\ufeff"), min_size=1, max_size=60
+    ),
+    share=st.floats(0, 0.5),
+)
 def test_a_file_is_never_cut_inside_a_character(text: str, share: float) -> None:
     with_files(lambda folder: require_whole(folder, text, share))
 
@@ -163,6 +168,32 @@ def test_lines_of_json(tmp_path: Path) -> None:
     assert load_corpus(packed).train.tobytes() == found.train.tobytes()
 
 
+@pytest.mark.parametrize("share", [0, 0.1, 0.5])
+@pytest.mark.parametrize("name", ["a.txt", "A.TXT", "a.jsonl", "A.JSONL", "A.NdJson", "A.JSONL.GZ"])
+def test_a_byte_order_mark_is_no_text_and_suffixes_have_any_case(
+    name: str, share: float, tmp_path: Path
+) -> None:
+    text = "é and more text"
+    is_text = name.lower().endswith(".txt")
+    data = text if is_text else json.dumps({"text": text})
+    raw = b"\xef\xbb\xbf" + data.encode()
+    path = write(tmp_path, name, gzip.compress(raw) if name.endswith(".GZ") else raw)
+    found = load_corpus(path, share=share)
+    assert found.train.tobytes() + found.validation.tobytes() == text.encode()
+    n_held = len(found.validation)
+    assert share * len(text.encode()) <= n_held + 1 and n_held <= share * len(text.encode()) + 4
+    if is_text:  # each file of a folder has a mark, or none
+        write(tmp_path, "b.txt", b"\xef\xbb\xbf")
+        folder = load_corpus(tmp_path, share=0)
+        assert folder.train.tobytes() == text.encode()
+        assert "1 files, 1 empty or not UTF-8 left out" in folder.description
+
+
+def test_a_file_of_a_byte_order_mark_alone_is_empty(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is empty, there is no text in it"):
+        load_corpus(write(tmp_path, "a.txt", b"\xef\xbb\xbf"))
+
+
 def test_another_field_of_json_and_a_single_document(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"body": "0123456789é" * 10}))
@@ -184,6 +215,19 @@ def test_documents_end_with_the_end_of_text(tmp_path: Path) -> None:
     for name, text in (("single", "one text, cut"), ("one.jsonl", '{"text": "one text, cut"}')):
         cut = load_corpus(write(tmp_path, name, text.encode()), words)
         assert words.eos_id not in cut.train and cut.validation[-1] == words.eos_id
+
+
+def test_an_end_token_in_a_document_is_text(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    documents = ["one<|endoftext|>two", "<|endoftext|>"]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in documents))
+    found = load_corpus(path, training.named_vocabulary("bpe:300"), share=0)
+    words = found.vocabulary
+    ends = np.flatnonzero(found.train == words.eos_id)
+    assert len(ends) == len(documents) and ends[-1] == len(found.train) - 1
+    texts = np.split(found.train, ends[:1] + 1)
+    assert [words.decode(ids.tolist()) for ids in texts] == documents
 
 
 def test_text_that_is_none_is_refused(tmp_path: Path) -> None:

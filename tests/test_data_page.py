@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from truths import published
 
-from xformer.training.texts import JSON
+from xformer.training.lines import JSON
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/data.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -468,6 +469,18 @@ def test_lines_of_text(tmp_path: Path) -> None:
     got = finetune.read(path)
     assert [r.fields["text"] for r in got] == ["one", " two ", "three"]
     assert [r.where.rpartition(": ")[2] for r in got] == ["line 1", "line 4", "line 5"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt", "A.TXT", "a.jsonl", "A.JSONL", "a.jsonl.gz", "A.JSON.GZ"]
+)
+def test_a_byte_order_mark_is_no_text_and_suffixes_have_any_case(name: str, tmp_path: Path) -> None:
+    is_text = name.lower().endswith(".txt")
+    raw = b"\xef\xbb\xbf" + (b"a text" if is_text else b'{"text": "a text"}') + b"\r\n"
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(raw) if name.lower().endswith(".gz") else raw)
+    assert [record.fields for record in finetune.read(path)] == [{"text": "a text"}]
+    assert finetune.data.first_fields(path) == ("text",)
 
 
 def test_lines_of_json(tmp_path: Path) -> None:

@@ -160,6 +160,23 @@ def test_word_pieces(tmp_path: Path) -> None:
     assert tokenizer(tmp_path / "vocab.txt").encode("hello") == t.encode("hello")
 
 
+def test_a_byte_order_mark_is_dropped_from_every_file(tmp_path: Path) -> None:
+    makers: dict[str, Any] = {"bert": word_piece, "roberta": byte_level, "saved": word_piece}
+    for name, make in makers.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        specials = ROBERTA if make is byte_level else ()
+        want = tokenizer(make(folder, *specials, model_max_length=8))
+        if name == "saved":
+            want.save(folder)
+        for path in folder.iterdir():
+            path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+        got = tokenizer(folder)
+        assert got.vocab_size == want.vocab_size and got.pad_id == want.pad_id
+        for text in TEXTS:
+            assert got.encode(text) == want.encode(text), text
+
+
 # llama2.c
 
 

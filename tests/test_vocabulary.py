@@ -133,8 +133,30 @@ def test_byte_pairs_are_learnt() -> None:
     assert 310 < subwords(1000).size < 330  # the text has no more pairs
     assert words.tokenizer.decode(words.encode("日本語 \x00")) == "日本語 \x00"  # by their bytes
     assert words.bos_id == words.eos_id == 0 and words.pad_id is None
-    assert words.encode("a<|endoftext|>")[-1] == 0  # a special token is one in texts too
     assert train_bpe([TEXT], 310) == words != subwords(300)
+
+
+def test_the_end_token_in_a_text_stays_text_unless_asked_for(tmp_path: Path) -> None:
+    text = "the<|endoftext|>fox"
+    words = subwords(310)
+    assert 0 not in words.encode(text) and words.decode(words.encode(text)) == text
+    asked = train_bpe([TEXT], 310, split_special_tokens=False)
+    assert asked.encode(text) == [*asked.encode("the"), 0, *asked.encode("fox")]
+    assert asked != words
+    for vocabulary in (words, asked):
+        vocabulary.save(tmp_path / str(vocabulary is asked))
+        assert load_vocabulary(tmp_path / str(vocabulary is asked)) == vocabulary
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_transformers_reads_what_is_saved_likewise(tmp_path: Path, split: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    text = "the <s> fox</s>"
+    specials = ("<pad>", "<s>", "</s>")
+    words = train_bpe([TEXT], 300, specials, split_special_tokens=split)
+    words.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(text)["input_ids"] == words.encode(text)
 
 
 def test_byte_pairs_with_other_specials() -> None:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from xformer.training.lines import JSON as LINES
 from xformer.training.lines import fields as fields_of
-from xformer.training.lines import lines
+from xformer.training.lines import holds_json, lines
 
-JSON = (".jsonl", ".ndjson", ".json")
+JSON = (*LINES, ".json")
 LABEL = "label"  # the one field that need not be text
 
 T = TypeVar("T")
@@ -29,14 +30,15 @@ class Record(NamedTuple):
 def read(path: str | os.PathLike[str], fields: Sequence[str] = ("text",)) -> list[Record]:
     """The records of a UTF-8 file, all with these fields: texts, and the number or name `label`.
 
-    A file called .jsonl has a JSON object in each line, whose other fields do not matter. Of any
-    other file each line is a text. Empty lines are left out. FileNotFoundError where there is no
-    file, ValueError that names the line where one is not such, and where there is none.
+    A file called .jsonl or .jsonl.gz, in any case, has a JSON object in each line, whose other
+    fields do not matter. Of any other file each line is a text. Empty lines are left out.
+    FileNotFoundError where there is no file, ValueError that names the line where one is not such,
+    and where there is none.
     """
     place = Path(path)
     if not place.is_file():
         raise FileNotFoundError(f"there is no file {place}")
-    is_json = place.suffix.lower() in JSON
+    is_json = holds_json(place, JSON)
     if not is_json and tuple(fields) != ("text",):
         wanted = ", ".join(fields)
         raise ValueError(f"{place}: must be a .jsonl file of objects with {wanted}")
@@ -54,7 +56,7 @@ def read(path: str | os.PathLike[str], fields: Sequence[str] = ("text",)) -> lis
 def first_fields(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Names of the fields of a file's first record; errors as `read`."""
     place = Path(path)
-    if place.suffix.lower() not in JSON:
+    if not holds_json(place, JSON):
         return ("text",)
     if not place.is_file():
         raise FileNotFoundError(f"there is no file {place}")

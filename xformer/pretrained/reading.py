@@ -67,9 +67,9 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """As `read_bytes`, and PretrainedError unless it is UTF-8."""
+    """As `read_bytes`, without a byte order mark; PretrainedError unless it is UTF-8."""
     try:
-        return read_bytes(path, limit).decode("utf-8")
+        return read_bytes(path, limit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PretrainedError(f"{path}: must be UTF-8, {error}") from error
 

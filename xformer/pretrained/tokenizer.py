@@ -48,6 +48,7 @@ class Tokenizer:
         self.truncation_side: str = config.text(
             "truncation_side", choices=("right", "left"), default=usual
         )
+        inner.encode_special_tokens = config.flag("split_special_tokens", default=False)
         inner.no_truncation()  # a file may ask for them; here the caller does
         inner.no_padding()
         self._inner, self._where = inner, where
@@ -57,6 +58,11 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder().items()
         self.special_ids = frozenset(i for i, token in added if token.special)
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
+
+    @property
+    def split_special_tokens(self) -> bool:
+        """Whether the name of a special token in a text is text, and not that token."""
+        return bool(self._inner.encode_special_tokens)
 
     @property
     def where(self) -> str:
@@ -119,9 +125,9 @@ class Tokenizer:
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._tokens}
-        if self.truncation_side == "left":
-            config["truncation_side"] = "left"
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self._tokens}
+        config["truncation_side"] = self.truncation_side
+        config["split_special_tokens"] = self.split_special_tokens
         texts = {target / "tokenizer.json": self.to_json()}
         if not os.path.lexists(target / CONFIG):
             texts[target / CONFIG] = json.dumps(config, indent=2) + "\n"

@@ -10,15 +10,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+JSON = (".jsonl", ".ndjson")  # what files of a JSON object in each line are called
+
+
+def holds_json(path: Path, suffixes: tuple[str, ...] = JSON) -> bool:
+    """Whether a file's name ends with one of the suffixes, in any case, perhaps before .gz."""
+    return path.name.lower().removesuffix(".gz").endswith(suffixes)
+
 
 def lines(path: Path) -> Iterator[tuple[str, str]]:
     """Where each line of a UTF-8 file stands, for messages, and the line; .gz is unpacked.
+
+    A byte order mark is dropped.
 
     ValueError, with the number of the line, where it is not UTF-8, or a packed file is damaged.
     """
     where = str(path)
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for i, raw in enumerate(file, start=1):
                 where = f"{path}: line {i}"
                 line = raw.decode("utf-8-sig" if i == 1 else "utf-8")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 
 PIECE = 1 << 20  # bytes that are read, and encoded, at once
 # Where a tokenizer would have cut too: before a new line after a letter, for some after any sign.
 CUTS = (re.compile(rb"(?<=[0-9A-Za-z\x80-\xff])\n"), re.compile(rb"(?<=\S)\n"))
+
+
+def beginning(path: Path) -> int:
+    """The place where a file's text begins: behind a byte order mark."""
+    with path.open("rb") as file:
+        return len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
 
 
 def decoded(path: Path, start: int, end: int) -> Iterator[str]:

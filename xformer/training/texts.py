@@ -14,10 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.training.lines import fields, lines
-from xformer.training.pieces import boundary, decoded
+from xformer.training.lines import fields, holds_json, lines
+from xformer.training.pieces import beginning, boundary, decoded
 
-JSON = (".jsonl", ".ndjson")
 Progress = Callable[[str, int, int], Any]  # what is done, how far, of how much
 
 
@@ -79,6 +78,8 @@ def texts(
 ) -> Texts:
     """The documents of a UTF-8 file, of a folder of them, or of a field of a .jsonl file.
 
+    A byte order mark is no part of a text. Suffixes count in any case.
+
     Without a path, the source of Python's standard library. In a folder every file below it is a
     document, in the order of the names; those that are empty or not UTF-8 are left out, and counted
     in the description. Each line of a .jsonl (or .jsonl.gz) file is one. Reads everything once,
@@ -96,7 +97,7 @@ def texts(
         return _of_files(found, f"text files of {root.name or root}", progress)
     if not root.is_file():
         raise FileNotFoundError(f"there is no file or folder {path}")
-    if root.name.removesuffix(".gz").endswith(JSON):
+    if holds_json(root):
         return _of_lines(root, field, progress)
     return _of_file(root, progress)
 
@@ -108,28 +109,30 @@ def require_share(share: float) -> None:
 
 
 def _of_file(path: Path, progress: Progress | None) -> Texts:
-    size, done = path.stat().st_size, 0
-    for piece in decoded(path, 0, size):
+    document, done = _whole(path), 0
+    size = document.end - document.start
+    for piece in document.pieces():
         done += len(piece.encode())
         _report(progress, f"reading {path.name}", done, size)
     if not done:
         raise ValueError(f"{path}: is empty, there is no text in it")
-    return Texts(lambda: iter([Document(str(path), None, 0, size)]), 1, size, path.name)
+    return Texts(lambda: iter([document]), 1, size, path.name)
 
 
 def _of_files(paths: list[Path], name: str, progress: Progress | None) -> Texts:
     sizes = [path.stat().st_size for path in paths]
     documents, done = [], 0
     for path, size in zip(paths, sizes, strict=True):
-        if size and _is_utf8(path, size):
-            documents.append(Document(str(path), None, 0, size))
+        document = _whole(path)
+        if document.end > document.start and _is_utf8(document):
+            documents.append(document)
         done += size
         _report(progress, f"reading {len(paths)} files", done, sum(sizes))
     if not documents:
         raise ValueError(f"there is no UTF-8 text in the {len(paths)} files ({name})")
     left_out = len(paths) - len(documents)
     note = f", {left_out} empty or not UTF-8 left out" if left_out else ""
-    n_bytes = sum(document.end for document in documents)
+    n_bytes = sum(document.end - document.start for document in documents)
     description = f"{name}: {len(documents)} files{note}"
     return Texts(lambda: iter(documents), len(documents), n_bytes, description)
 
@@ -176,8 +179,8 @@ def _cut(document: Document, share: float) -> tuple[Document, Document]:
         cut = int(len(document.text) * (1 - share))
         head, tail = document.text[:cut], document.text[cut:]
         return document._replace(text=head, goes_on=True), document._replace(text=tail)
-    cut = int(document.end * (1 - share))
-    if 0 < cut < document.end:
+    cut = document.start + int((document.end - document.start) * (1 - share))
+    if document.start < cut < document.end:
         with open(document.where, "rb") as file:
             file.seek(max(cut - 4, 0))
             around = file.read(5)
@@ -186,9 +189,14 @@ def _cut(document: Document, share: float) -> tuple[Document, Document]:
     return document._replace(end=cut, goes_on=True), document._replace(start=cut)
 
 
-def _is_utf8(path: Path, size: int) -> bool:
+def _whole(path: Path) -> Document:
+    """The document that a file holds, without a byte order mark."""
+    return Document(str(path), None, beginning(path), path.stat().st_size)
+
+
+def _is_utf8(document: Document) -> bool:
     try:
-        for _ in decoded(path, 0, size):
+        for _ in document.pieces():
             pass
     except ValueError:
         return False

@@ -60,10 +60,10 @@ class Subwords:
         self.bos_id, self.eos_id, self.pad_id = words.bos_id, words.eos_id, words.pad_id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Subwords) and self._json == other._json
+        return isinstance(other, Subwords) and self._rules == other._rules
 
     def __hash__(self) -> int:
-        return hash(self._json)
+        return hash(self._rules)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
@@ -82,17 +82,24 @@ class Subwords:
         self.tokenizer.save(folder)
 
     @cached_property
-    def _json(self) -> str:
-        return self.tokenizer.to_json()
+    def _rules(self) -> tuple[str, bool]:
+        return self.tokenizer.to_json(), self.tokenizer.split_special_tokens
 
 
-def train_bpe(texts: Iterable[str], size: int, specials: Sequence[str] = (END,)) -> Subwords:
+def train_bpe(
+    texts: Iterable[str],
+    size: int,
+    specials: Sequence[str] = (END,),
+    *,
+    split_special_tokens: bool = True,
+) -> Subwords:
     """Byte pairs over bytes, as GPT-2 has them, learnt from texts (arXiv:1508.07909).
 
     size: the most tokens; fewer where the texts have no more pairs. specials: the first of them;
-    `<|endoftext|>`, or `<s>` and `</s>`, begin and end a text, `<pad>` is padding. Needs the
-    package `tokenizers` (extra `hf`, ImportError). ValueError where size leaves no room for the 256
-    bytes, or there is no text; TypeError for one text in the place of several.
+    `<|endoftext|>`, or `<s>` and `</s>`, begin and end a text, `<pad>` is padding.
+    split_special_tokens: their names in a text stay text; False: they become these tokens. Needs
+    the package `tokenizers` (extra `hf`, ImportError). ValueError where size leaves no room for the
+    256 bytes, or there is no text; TypeError for one text in the place of several.
     """
     t = package()
     if isinstance(texts, str | bytes):
@@ -116,7 +123,8 @@ def train_bpe(texts: Iterable[str], size: int, specials: Sequence[str] = (END,))
         inner.train_from_iterator(iter(counted), trainer)
     if not counted.characters:
         raise ValueError("train_bpe: there is no text to learn from")
-    return Subwords(Tokenizer(inner, Config({}, "train_bpe"), "train_bpe"))
+    config = Config({"split_special_tokens": split_special_tokens}, "train_bpe")
+    return Subwords(Tokenizer(inner, config, "train_bpe"))
 
 
 def load_vocabulary(folder: str | os.PathLike[str]) -> Vocabulary:
