@@ -32,6 +32,7 @@ class Family(NamedTuple):
     heads: architecture -> what stands on top: "lm", "masked-lm", "classifier", "hidden", ...
     build: (configuration, head, names of the file's tensors, None without one) -> model
     links: model -> links between the file's tensors and its parameters
+    in_memory: model -> links of the tensors that transformers 5 names otherwise in memory
     prefix: of all names but the head's, in models that have a head
     tied: names of tensors that repeat another one -> that one's name
     buffers: patterns of names that hold no parameters
@@ -42,6 +43,7 @@ class Family(NamedTuple):
     heads: dict[str, str]
     build: Callable[[Config, str, Collection[str] | None], Any]
     links: Callable[[Any], Iterable[Link]]
+    in_memory: Callable[[Any], Iterable[Link]] = lambda model: ()
     prefix: str = ""
     tied: dict[str, str] = {}  # noqa: RUF012 - never written to
     buffers: tuple[str, ...] = ()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-import re
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,9 @@ from xformer.initial import Shapes
 from xformer.pretrained import families, files
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family
+from xformer.pretrained.matching import head_of, links_for, matched_links, shapes_of
 from xformer.pretrained.names import Link
-from xformer.pretrained.reading import PretrainedError, listed, read_json
+from xformer.pretrained.reading import PretrainedError, read_json
 
 
 def model(
@@ -37,7 +36,7 @@ def model(
     c = Config(config, where)
     c.common(**{key: config.get(key) for key in family.free})
     try:
-        found = family.build(c, _head(family, config, where), names)
+        found = family.build(c, head_of(family, config, where), names)
     except (ValueError, TypeError, ArithmeticError) as error:
         if isinstance(error, PretrainedError):
             raise
@@ -92,7 +91,7 @@ def _found(
     if fetch is not None:
         tensors.fetch(fetch)  # while models and a backend are imported
     found = model(config, names=tuple(tensors), where=where)
-    return found, tensors, _matched(_family(config, where), found, tensors, str(root))
+    return found, tensors, matched_links(_family(config, where), found, tensors, str(root))
 
 
 def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.llama2c.Mapped]:
@@ -133,7 +132,7 @@ def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
     as `save`.
     """
     links = links_of(model)
-    like, leaves = _shapes(model), tree.flatten(tree.thaw(params))
+    like, leaves = shapes_of(model), tree.flatten(tree.thaw(params))
     got = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
     if wrong := sorted(n for n in like.keys() | got.keys() if like.get(n) != got.get(n)):
         name = wrong[0]
@@ -155,8 +154,8 @@ def links_of(model: Any) -> list[Link]:
             "make it with xformer.pretrained.model(config)"
         )
     family = _family(model.source, "save")
-    bare = _head(family, model.source, "save") == "hidden"
-    return list(_links(family, model, _shapes(model), bare))
+    bare = head_of(family, model.source, "save") == "hidden"
+    return list(links_for(family, model, shapes_of(model), bare))
 
 
 def _host(leaf: Any) -> np.ndarray:
@@ -169,126 +168,6 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
         names = ", ".join(sorted(families.FAMILIES))
         raise PretrainedError(f"{where}: model_type must be one of {names}, got {kind!r:.100}")
     return families.FAMILIES[kind]
-
-
-def _head(family: Family, config: Mapping[str, Any], where: str) -> str:
-    """What stands on top of the model."""
-    names = config.get("architectures")
-    if not family.heads and names is None:
-        return "hidden"
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in family.heads:
-        wanted = ", ".join(family.heads)
-        raise PretrainedError(f"{where}: architectures must be one of {wanted}, got {names!r:.100}")
-    return family.heads[names[0]]
-
-
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters by name."""
-    return {name: leaf.shape for name, leaf in tree.flatten(model.init_from(Shapes())).items()}
-
-
-def _links(family: Family, model: Any, like: Mapping[str, Any], bare: bool) -> Iterator[Link]:
-    """The links whose leaves the model has; a bare model's names are without the prefix."""
-    covered: set[str] = set()
-    for link in family.links(model):
-        if all(name in like for name in link.ours):
-            covered.update(link.ours)
-            theirs = link.theirs
-            if bare:
-                theirs = tuple(name.removeprefix(family.prefix) for name in theirs)
-            yield link._replace(theirs=theirs)
-    if missing := like.keys() - covered:
-        raise AssertionError(f"no link for {listed(missing)}: the family's links are incomplete")
-
-
-def _matched(
-    family: Family, model: Any, tensors: files.Tensors | families.llama2c.Mapped, where: str
-) -> list[tuple[Link, list[str]]]:
-    """The links, each with its names in the files; PretrainedError that lists what does not fit."""
-    n_layers = sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
-    if getattr(model, "n_groups", None) is None and n_layers > len(tensors):
-        raise PretrainedError(
-            f"{where}: config.json describes {n_layers} layers, and the files hold "
-            f"{len(tensors)} tensors"
-        )
-    like = _shapes(model)
-    names = _Names(family, tensors, where)
-    matched: list[tuple[Link, list[str]]] = []
-    missing, misshapen = [], []
-    for link in _links(family, model, like, _head(family, model.source, where) == "hidden"):
-        found = {name: names.find(name) for name in link.theirs}
-        for name, shape in link.shapes(like).items():
-            there = found[name]
-            if there is None:
-                missing.append(names.used.get(name, name))  # it stands in for the one it repeats
-            elif tensors.shape(there) != shape:
-                misshapen.append(f"{there} (wanted {shape}, got {tensors.shape(there)})")
-        matched.append((link, [name for name in found.values() if name is not None]))
-        if len(missing) > 2 * len(tensors) + 1000:
-            break  # a configuration of millions of experts: enough is known
-    parts = (("missing", missing), ("misshapen", misshapen), ("unexpected", names.unexpected()))
-    if what := "; ".join(f"{len(names)} {word}: {listed(names)}" for word, names in parts if names):
-        raise PretrainedError(f"{where}: tensors are not those that config.json describes: {what}")
-    return matched
-
-
-class _Names:
-    """The names of the files' tensors, as they have been spelled over the years."""
-
-    def __init__(
-        self, family: Family, tensors: files.Tensors | families.llama2c.Mapped, where: str
-    ) -> None:
-        self.family, self.tensors, self.where = family, tensors, where
-        self.used: dict[str, str] = {}  # name in the files -> the one that it is taken for
-        self.repeated: dict[str, list[str]] = {}
-        for name, of in family.tied.items():
-            self.repeated.setdefault(of, []).append(name)
-
-    def find(self, name: str) -> str | None:
-        """The name in the files of the tensor that is now called `name`."""
-        for spelled in self._spellings(name):
-            if spelled in self.tensors and spelled not in self.used:
-                self.used[spelled] = name
-                return spelled
-        return None
-
-    def _spellings(self, name: str) -> Iterator[str]:
-        prefix = self.family.prefix
-        full = name if name.startswith(prefix) else prefix + name
-        for same in (name, *self.repeated.get(full, ())):
-            yield same
-            # A base model's file in the place of a whole model's, or the other way round.
-            other = same.removeprefix(prefix)
-            yield other if other != same else prefix + same
-        for new, old in (
-            ("LayerNorm.weight", "LayerNorm.gamma"),
-            ("LayerNorm.bias", "LayerNorm.beta"),
-        ):
-            if name.endswith(new):
-                yield from self._spellings(name.removesuffix(new) + old)
-
-    def unexpected(self) -> list[str]:
-        """Names that nobody asked for, but for repetitions, which are compared, and buffers."""
-        rest = [name for name in self.tensors if name not in self.used]
-        rest = [name for name in rest if not self._is_repetition(name)]
-        rest = [n for n in rest if not any(re.fullmatch(p, n) for p in self.family.buffers)]
-        unused = [n for n in rest if any(re.fullmatch(p, n) for p in self.family.unused)]
-        if unused and len(unused) == len(rest):
-            warnings.warn(
-                f"{self.where}: parameters that the model does not use are left out: "
-                f"{listed(unused)}",
-                stacklevel=5,
-            )
-            return []
-        return rest
-
-    def _is_repetition(self, name: str) -> bool:
-        prefix = self.family.prefix
-        of = self.family.tied.get(name, self.family.tied.get(prefix + name))
-        if of is None:
-            return False
-        there = of if of in self.tensors else of.removeprefix(prefix)
-        return there in self.tensors and self.tensors.equal(name, there)
 
 
 def _read(
@@ -304,7 +183,7 @@ def _read(
     matched = sorted(matched, key=lambda pair: -max(largest[name] for name in pair[1]))
     leaves: dict[str, Any] = {}
     done, width = 0, np.dtype(dtype).itemsize
-    total = width * sum(math.prod(shape) for shape in _shapes(model).values())
+    total = width * sum(math.prod(shape) for shape in shapes_of(model).values())
     report = progress or (lambda *_: None)
     report("loading", done, total)
     for link, names in matched:

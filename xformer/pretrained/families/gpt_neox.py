@@ -61,6 +61,11 @@ def links(model: LanguageModel) -> Links:
     yield from linear("score", "head.out")
 
 
+def links_in_memory(model: LanguageModel) -> Links:
+    """The head, which transformers 5 calls as others' in memory."""
+    yield from linear("lm_head", "head")
+
+
 FAMILY = Family(
     heads={
         "GPTNeoXForCausalLM": "lm",
@@ -69,8 +74,9 @@ FAMILY = Family(
     },
     build=build,
     links=links,
+    in_memory=links_in_memory,
     prefix="gpt_neox.",
     free=("is_decoder",),  # at either value the same model
-    tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    tied=dict.fromkeys(("embed_out.weight", "lm_head.weight"), "gpt_neox.embed_in.weight"),
     buffers=(r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
 )

@@ -52,4 +52,14 @@ def links(model: LanguageModel) -> Links:
     yield from top_links()
 
 
-FAMILY = family("Mixtral", build, links)
+def links_in_memory(model: LanguageModel) -> Links:
+    """The experts, which transformers 5 stacks in memory: gate (E, F, I) above up (E, F, I)."""
+    for i in range(len(model.blocks)):
+        theirs, ours = f"model.layers.{i}.mlp", f"stack.blocks.{i}.ffn"
+        both = (f"{ours}.gate", f"{ours}.up")
+        yield Link((f"{theirs}.gate.weight",), (f"{ours}.router",), flip=True)
+        yield Link((f"{theirs}.experts.gate_up_proj",), both, flip=True)
+        yield Link((f"{theirs}.experts.down_proj",), (f"{ours}.down",), flip=True)
+
+
+FAMILY = family("Mixtral", build, links)._replace(in_memory=links_in_memory)

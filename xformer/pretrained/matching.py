@@ -1,0 +1,161 @@
+"""Which tensor of a model's files is which parameter, under all names that a file may use."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from xformer import tree
+from xformer.initial import Shapes
+from xformer.pretrained import families, files
+from xformer.pretrained.family import Family
+from xformer.pretrained.names import Link
+from xformer.pretrained.reading import PretrainedError, listed
+
+
+def head_of(family: Family, config: Mapping[str, Any], where: str) -> str:
+    """What stands on top of the model."""
+    names = config.get("architectures")
+    if not family.heads and names is None:
+        return "hidden"
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in family.heads:
+        wanted = ", ".join(family.heads)
+        raise PretrainedError(f"{where}: architectures must be one of {wanted}, got {names!r:.100}")
+    return family.heads[names[0]]
+
+
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters by name."""
+    return {name: leaf.shape for name, leaf in tree.flatten(model.init_from(Shapes())).items()}
+
+
+def links_for(
+    family: Family,
+    model: Any,
+    like: Mapping[str, Any],
+    bare: bool,
+    is_there: Callable[[str], bool] = lambda name: False,
+) -> Iterator[Link]:
+    """The links whose leaves the model has; a bare model's names are without the prefix.
+
+    is_there: whether a file has a tensor. Names that transformers 5 uses in memory alone replace
+    the family's, where a file has all tensors of a link.
+    """
+
+    def named(links: Iterable[Link]) -> Iterator[Link]:
+        for link in links:
+            if all(name in like for name in link.ours):
+                prefix = family.prefix if bare else ""
+                theirs = tuple(name.removeprefix(prefix) for name in link.theirs)
+                yield link._replace(theirs=theirs)
+
+    covered: set[str] = set()
+    for link in named(family.in_memory(model)):
+        if all(is_there(name) for name in link.theirs):
+            covered.update(link.ours)
+            yield link
+    for link in named(family.links(model)):
+        if not covered.issuperset(link.ours):
+            covered.update(link.ours)
+            yield link
+    if missing := like.keys() - covered:
+        raise AssertionError(f"no link for {listed(missing)}: the family's links are incomplete")
+
+
+def matched_links(
+    family: Family, model: Any, tensors: files.Tensors | families.llama2c.Mapped, where: str
+) -> list[tuple[Link, list[str]]]:
+    """The links, each with its names in the files; PretrainedError that lists what does not fit."""
+    n_layers = sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
+    if getattr(model, "n_groups", None) is None and n_layers > len(tensors):
+        raise PretrainedError(
+            f"{where}: config.json describes {n_layers} layers, and the files hold "
+            f"{len(tensors)} tensors"
+        )
+    like = shapes_of(model)
+    names = _Names(family, tensors, where)
+    matched: list[tuple[Link, list[str]]] = []
+    missing, misshapen = [], []
+    bare = head_of(family, model.source, where) == "hidden"
+    for link in links_for(family, model, like, bare, names.is_there):
+        found = {name: names.find(name) for name in link.theirs}
+        for name, shape in link.shapes(like).items():
+            there = found[name]
+            if there is None:
+                missing.append(names.used.get(name, name))  # it stands in for the one it repeats
+            elif tensors.shape(there) != shape:
+                misshapen.append(f"{there} (wanted {shape}, got {tensors.shape(there)})")
+        matched.append((link, [name for name in found.values() if name is not None]))
+        if len(missing) > 2 * len(tensors) + 1000:
+            break  # a configuration of millions of experts: enough is known
+    parts = (("missing", missing), ("misshapen", misshapen), ("unexpected", names.unexpected()))
+    if what := "; ".join(f"{len(names)} {word}: {listed(names)}" for word, names in parts if names):
+        raise PretrainedError(f"{where}: tensors are not those that config.json describes: {what}")
+    return matched
+
+
+class _Names:
+    """The names of the files' tensors, as they have been spelled over the years."""
+
+    def __init__(
+        self, family: Family, tensors: files.Tensors | families.llama2c.Mapped, where: str
+    ) -> None:
+        self.family, self.tensors, self.where = family, tensors, where
+        self.used: dict[str, str] = {}  # name in the files -> the one that it is taken for
+        self.repeated: dict[str, list[str]] = {}
+        for name, of in family.tied.items():
+            self.repeated.setdefault(of, []).append(name)
+
+    def find(self, name: str) -> str | None:
+        """The name in the files of the tensor that is now called `name`."""
+        for spelled in self._spellings(name):
+            if spelled in self.tensors and spelled not in self.used:
+                self.used[spelled] = name
+                return spelled
+        return None
+
+    def is_there(self, name: str) -> bool:
+        """Whether the files have that tensor, under any spelling of its name."""
+        return any(spelled in self.tensors for spelled in self._spellings(name))
+
+    def _spellings(self, name: str) -> Iterator[str]:
+        prefix = self.family.prefix
+        full = name if name.startswith(prefix) else prefix + name
+        # What lies outside the prefix is repeated under its plain name: a masked LM's bias.
+        repeated = {*self.repeated.get(name, ()), *self.repeated.get(full, ())}
+        for same in (name, *sorted(repeated)):
+            yield same
+            # A base model's file in the place of a whole model's, or the other way round.
+            other = same.removeprefix(prefix)
+            yield other if other != same else prefix + same
+        for new, old in (
+            ("LayerNorm.weight", "LayerNorm.gamma"),
+            ("LayerNorm.bias", "LayerNorm.beta"),
+        ):
+            if name.endswith(new):
+                yield from self._spellings(name.removesuffix(new) + old)
+
+    def unexpected(self) -> list[str]:
+        """Names that nobody asked for, but for repetitions, which are compared, and buffers."""
+        rest = [name for name in self.tensors if name not in self.used]
+        rest = [name for name in rest if not self._is_repetition(name)]
+        rest = [n for n in rest if not any(re.fullmatch(p, n) for p in self.family.buffers)]
+        unused = [n for n in rest if any(re.fullmatch(p, n) for p in self.family.unused)]
+        if unused and len(unused) == len(rest):
+            warnings.warn(
+                f"{self.where}: parameters that the model does not use are left out: "
+                f"{listed(unused)}",
+                stacklevel=5,
+            )
+            return []
+        return rest
+
+    def _is_repetition(self, name: str) -> bool:
+        prefix = self.family.prefix
+        of = self.family.tied.get(name, self.family.tied.get(prefix + name))
+        if of is None:
+            return False
+        there = of if of in self.tensors else of.removeprefix(prefix)
+        return there in self.tensors and self.tensors.equal(name, there)
