@@ -34,6 +34,23 @@ def test_it_is_torchs_cross_entropy_of_similarities() -> None:
         np.testing.assert_allclose(back.backward(dy), t.grad, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("shift", [0.0, 1e8])
+def test_a_constant_of_all_logits_is_taken_off(shift: float, library: Backend) -> None:
+    """Three equal pairs, whose logits are all as large: each of them as probable."""
+    a = library.asarray([[shift, 1.0]] * 3, "float32")
+    b = library.asarray([[1.0, 8.0], [1.0, 8.0], [1.0, 16.0]], "float32")
+    loss, cache = ops.info_nce(a, b, scale=1.0)
+    row = np.exp([-8.0, -8.0, 0.0])
+    probs = row / row.sum()
+    wanted = -np.log(probs).mean()
+    np.testing.assert_allclose(library.to_numpy(loss), wanted, rtol=1e-6)
+    da, _ = cache.backward(library.xp.full_like(loss, 3.0))
+    dlogits = probs - np.eye(3)
+    np.testing.assert_allclose(
+        library.to_numpy(da)[:, 1], dlogits @ [8.0, 8.0, 16.0], rtol=1e-5, atol=1e-5
+    )
+
+
 def test_one_pair_is_found_without_doubt(library: Backend) -> None:
     """There is nothing to mistake it for: loss and gradients 0."""
     a, b = (library.asarray(x) for x in pairs(1))

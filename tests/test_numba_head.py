@@ -149,6 +149,24 @@ def test_far_from_zero() -> None:
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6 * np.abs(wanted).max())
 
 
+def test_a_constant_of_all_logits_is_taken_off(classes: str) -> None:
+    """Multiples of 8, which float32 has around 1e8 too, though not lse; all of them finfo.min."""
+    targets = np.random.default_rng(5).integers(0, CLASSES, LEAD)
+    rng, n = np.random.default_rng(0), targets.size
+    x = np.eye(n, dtype=np.float32).reshape(*LEAD, n)
+    w = 8 * rng.integers(-2, 1, (n, CLASSES)).astype(np.float32)
+    for options in ({}, {"label_smoothing": 0.25}):
+        near = results(ops.linear_cross_entropy, (x, w, None), {"targets": targets, **options})
+        for shift in (1e4, 1e8):
+            b = np.full(CLASSES, shift, np.float32)
+            far = results(ops.linear_cross_entropy, (x, w, b), {"targets": targets, **options})
+            np.testing.assert_allclose(far[0], near[0], rtol=1e-6)
+            np.testing.assert_allclose(far[2], near[2], rtol=1e-6, atol=1e-6)
+    lowest = np.full(CLASSES, np.finfo(np.float32).min)
+    got = results(ops.linear_cross_entropy, (x, 0 * w, lowest), {"targets": targets})
+    np.testing.assert_allclose(got[0], np.log(CLASSES), rtol=1e-6)
+
+
 def test_what_it_leaves_to_others(classes: str) -> None:
     (x, w, b), targets = head()
     run = linear_cross_entropy.outside

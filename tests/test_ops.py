@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from judges import by_hand
-from libraries import LIBRARIES, only
+from libraries import LIBRARIES, STAND_IN, only
 from xformer.backends import Backend, Generator
 
 from xformer import Key, ops, tree
@@ -60,6 +60,66 @@ def test_what_is_masked_does_not_matter(library: Backend) -> None:
 
 
 # ---- Numbers at the edge ----
+
+
+EVERYWHERE = only(*LIBRARIES, STAND_IN)
+N_TOKENS, N_CLASSES = 6, 4100  # so many classes that every library takes its kernel for them
+TARGETS = np.asarray([0, 1, 2, 4099, 1, 2])
+LOSSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"label_smoothing": 0.25, "reduction": "sum"},
+    {"label_smoothing": 1.0},
+    {"ignore_index": 1, "label_smoothing": 0.25},
+    {"z_loss": 2.0**-27},
+)
+
+
+def far_logits() -> Any:
+    """Multiples of 8 of which many are equal: around 1e8 float32 still has them all."""
+    return 8 * np.random.default_rng(0).integers(-2, 1, (N_TOKENS, N_CLASSES)).astype(float)
+
+
+def exact_loss(logits: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Loss and dlogits in float64, the largest logit taken off first."""
+    a, z = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+    kept = options.get("ignore_index") != TARGETS
+    top = logits.max(axis=-1, keepdims=True)
+    log_sum = np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
+    log_probs, lse = logits - top - log_sum, log_sum + top
+    wanted = (1 - a) * np.eye(N_CLASSES)[TARGETS] + a / N_CLASSES
+    weight = kept[:, None] / (1 if options.get("reduction") == "sum" else kept.sum())
+    loss = weight * (z * lse**2 - (wanted * log_probs).sum(axis=-1, keepdims=True))
+    return loss.sum(), weight * (np.exp(log_probs) * (1 + 2 * z * lse) - wanted)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, 1e8])
+@pytest.mark.parametrize("options", LOSSES, ids=lambda options: " ".join(options) or "plain")
+@EVERYWHERE
+def test_a_constant_of_all_logits_is_taken_off(
+    options: dict[str, Any], shift: float, library: Backend
+) -> None:
+    """float32 has no place for log(sum) behind 1e8: lse - x would be 0, and exp(x - lse) 1."""
+    wanted, dwanted = exact_loss(far_logits() + shift, options)
+    x, w = library.asarray(np.eye(N_TOKENS), "float32"), library.asarray(far_logits(), "float32")
+    b = library.asarray(np.full(N_CLASSES, shift), "float32")
+    one, options = library.asarray(1.0, "float32"), {"targets": library.asarray(TARGETS), **options}
+    loss, cache = ops.cross_entropy(w + b, **options)
+    head_loss, head_cache = ops.linear_cross_entropy(x, w, b, **options)
+    for value in (loss, head_loss):
+        np.testing.assert_allclose(library.to_numpy(value), wanted, rtol=1e-6)
+    for grad in (cache.backward(one), head_cache.backward(one)[1]):
+        np.testing.assert_allclose(library.to_numpy(grad), dwanted, rtol=2e-5, atol=1e-6)
+
+
+@EVERYWHERE
+def test_equal_large_logits_are_equally_probable(library: Backend) -> None:
+    targets = library.asarray([3])
+    for size in (1e4, 1e8, -1e8, 1e30, float(np.finfo(np.float32).min)):
+        logits = library.asarray(np.full((1, 10), size), "float32")
+        loss, cache = ops.cross_entropy(logits, targets=targets)
+        np.testing.assert_allclose(library.to_numpy(loss), np.log(10), rtol=1e-6)
+        probs = library.to_numpy(cache.backward(library.asarray(1.0, "float32")))
+        np.testing.assert_allclose(probs + np.eye(10)[[3]], np.full((1, 10), 0.1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.room == "ops"], ids=lambda c: c.name)

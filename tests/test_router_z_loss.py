@@ -43,6 +43,15 @@ def test_values(library: Backend) -> None:
     assert ran(library, np.full((3, 1), 1e3))[0] == pytest.approx(1e6, rel=1e-14)
 
 
+def test_large_equal_logits_are_equally_probable(library: Backend) -> None:
+    """exp(logits - lse) would be 1 for each: float32 has no place for log(5) behind 1e8."""
+    logits = library.asarray(np.full((3, 5), 1e8), "float32")
+    loss, cache = ops.router_z_loss(logits)
+    assert float(loss) == pytest.approx(1e16, rel=1e-6)
+    dlogits = library.to_numpy(cache.backward(library.xp.full_like(loss, 3.0)))
+    np.testing.assert_allclose(dlogits, np.full((3, 5), 2e8 / 5), rtol=1e-6)
+
+
 def test_rows_that_do_not_count_do_not_matter(library: Backend) -> None:
     kept = np.arange(7) % 3 > 0
     wanted, dwanted = ran(NUMPY, LOGITS[kept])

@@ -35,30 +35,31 @@ def cross_entropy(
     require_axis("cross_entropy", logits, -1, "logits")
     logits = contiguous(logits)
     targets = int64_targets(logits, targets)
-    loss, lse = (empty(logits, targets.shape, working_dtype(logits)) for _ in range(2))
-    token_losses(logits, targets, loss, lse, ignore_index, label_smoothing, z_loss)
+    loss, top, total = (empty(logits, targets.shape, working_dtype(logits)) for _ in range(3))
+    token_losses(logits, targets, loss, top, total, ignore_index, label_smoothing, z_loss)
     scale = None
     if reduction != "none":
         loss, scale = total_loss(loss, targets, ignore_index, reduction)
-    cache = CrossEntropyCache(logits, targets, ignore_index, lse, scale, label_smoothing, z_loss)
-    return loss, cache
+    options = scale, label_smoothing, z_loss
+    return loss, CrossEntropyCache(logits, targets, ignore_index, top, total, *options)
 
 
 class CrossEntropyCache(NamedTuple):
-    """What `cross_entropy` keeps for its backward; probabilities are recomputed from lse."""
+    """What `cross_entropy` keeps for its backward; probabilities are recomputed from top."""
 
     logits: Array  # (..., V)
     targets: Array  # (...), int64
     ignore_index: int | None
-    lse: Array  # (...), 0 for ignored tokens
+    top: Array  # (...), max(logits); 0 for ignored tokens
+    total: Array  # (...), sum(exp(logits - top)); 0 for ignored tokens
     scale: Array | None  # (): 1, or 1 / number of tokens; None where tokens are kept apart
     label_smoothing: float
     z_loss: float
 
     def backward(self, dloss: Array) -> Array:
         """dlogits as in the reference."""
-        shape = self.lse.shape if self.scale is None else ()
-        require_gradient("cross_entropy", "dloss", dloss, self.lse, shape)
+        shape = self.top.shape if self.scale is None else ()
+        require_gradient("cross_entropy", "dloss", dloss, self.top, shape)
         return dlogits(self, dloss, empty(self.logits))
 
 
@@ -73,21 +74,22 @@ def token_losses(
     logits: Array,
     targets: Array,
     loss: Array,
-    lse: Array,
+    top: Array,
+    total: Array,
     ignore_index: int | None,
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """Write the loss and the lse (...) of each token of logits (..., V); all contiguous."""
+    """Write loss, top and total (...) of each token of logits (..., V); all contiguous."""
     width = logits.shape[-1]
     options = (*_ignored(ignore_index), label_smoothing, z_loss)
     launch(
         SOURCE,
         "cross_entropy_forward",
         logits,
-        grid=(lse.size,),
+        grid=(loss.size,),
         block=(threads(width, MAX_THREADS),),
-        args=(logits, targets, loss, lse, width, *options),
+        args=(logits, targets, loss, top, total, width, *options),
         WIDE=wide(width, logits),
     )
 
@@ -118,16 +120,16 @@ def dlogits(cache: CrossEntropyCache, dloss: Array, out: Array) -> Array:
     That may be the logits themselves, for a caller who owns them and needs them no more: then this
     is the cache's last backward.
     """
-    logits, targets, ignore_index, lse, scale, label_smoothing, z_loss = cache
+    logits, targets, ignore_index, top, total, scale, label_smoothing, z_loss = cache
     width = logits.shape[-1]
     options = (*_ignored(ignore_index), label_smoothing, z_loss, int(scale is None))
     launch(
         SOURCE,
         "cross_entropy_backward",
         logits,
-        grid=(lse.size,),
+        grid=(top.size,),
         block=(threads(width, MAX_THREADS),),
-        args=(logits, targets, lse, contiguous(dloss), scale, out, width, *options),
+        args=(logits, targets, top, total, contiguous(dloss), scale, out, width, *options),
         WIDE=wide(width, logits, out),
     )
     return out

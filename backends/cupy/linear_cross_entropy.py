@@ -89,7 +89,7 @@ def forward(
     xs, w = products.rows(x), products.matrix(w)
     n, n_classes = xs.shape[0], w.shape[1]
     real = working_dtype(xs)
-    loss, lse = empty(xs, (n,), real), empty(xs, (n,), real)
+    loss, top, sums = (empty(xs, (n,), real) for _ in range(3))
     one = array_namespace(xs).ones((), dtype=real, device=xs.device)
     dx, grads = None if keeps_nothing() else empty(xs), NONE
     size = max(1, -(-n // max(1, round(n * n_classes / CHUNK))))
@@ -97,9 +97,10 @@ def forward(
     for start in range(0, max(n, 1), size):  # once where there is no row
         at = slice(start, min(start + size, n))
         logits = products.affine(xs[at, :], w, b, buffer[: at.stop - at.start, :])
-        token_losses(logits, targets[at], loss[at], lse[at], ignore_index, a, z)
+        known = top[at], sums[at]
+        token_losses(logits, targets[at], loss[at], *known, ignore_index, a, z)
         if dx is not None:
-            cache = CrossEntropyCache(logits, targets[at], ignore_index, lse[at], one, a, z)
+            cache = CrossEntropyCache(logits, targets[at], ignore_index, *known, one, a, z)
             slopes = dlogits(cache, one, logits)  # in place of the logits
             products.back(slopes, w, dx[at, :])
             own = None if fixed else xs[at, :]

@@ -119,6 +119,12 @@ def inlined(fn: Any) -> Any:
 
 
 @inlined
+def less(x: Any, y: Any) -> Any:
+    """x - y, rounded before it is added to a sum: sums of rows may be taken in any order."""
+    return x - y
+
+
+@inlined
 def exp2(x: Any) -> Any:
     """2^x in float32 to 1e-7; at most 2^127, and 0 below 2^-126. NaN stays.
 

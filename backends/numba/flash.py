@@ -107,7 +107,7 @@ def attend(
                     shifted = True
                 for i in range(t, end):
                     if totals[i] == ZERO:  # no key to attend to
-                        totals[i] = ONE
+                        tops[i], totals[i] = ZERO, ONE
                     multiply(sums[i - t], ONE / totals[i], ctx[b, i, h])
 
 

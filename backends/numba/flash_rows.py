@@ -8,7 +8,7 @@ import numpy as np
 from xformer.backends.numba.compiled import exp2, rowwise
 
 ONE, ZERO = np.float32(1), np.float32(0)
-LOWEST = np.float32(np.finfo(np.float32).min / 2)  # -inf taken off itself would be no number
+LOWEST = np.float32(-np.inf)  # a finite number could be a score
 LEAST, MOST = np.float32(2.0**-40), np.float32(2.0**40)  # sums of powers with nothing taken off
 SIGN, OTHERS = np.int32(31), np.int32(0x7FFFFFFF)  # of a number's bits
 LOWEST_BITS = np.int32(LOWEST.view(np.int32) ^ OTHERS)
@@ -39,12 +39,13 @@ def take_powers(
             _hide(row[low:high], pad[low:high])
         if shifted:
             new = highest(row[low:high])
-            if new > top[i]:
+            if not new <= top[i]:
                 decay = exp2(top[i] - new)
                 total[i] *= decay
                 multiply(sums[i], decay, sums[i])
                 top[i] = new
-        total[i] += powers(row[low:high], top[i])
+        # -inf taken off itself would be no number.
+        total[i] += powers(row[low:high], ZERO if top[i] == LOWEST else top[i])
 
 
 @rowwise
@@ -122,7 +123,7 @@ def dot(x: Any, y: Any) -> Any:
 
 @rowwise
 def highest(x: Any) -> Any:
-    """Of LOWEST and these; by bits, whose order is that of whole numbers. NaN may be it."""
+    """-inf of none; by bits, whose order is that of whole numbers. NaN may be it."""
     top = LOWEST_BITS
     for j in range(x.size):
         bits = np.float32(x[j]).view(np.int32)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from xformer.backends.numba import maps
-from xformer.backends.numba.compiled import LOG2_E, PLAIN, exp2, rowwise
+from xformer.backends.numba.compiled import LOG2_E, PLAIN, exp2, less, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.gemm import no_products, products
 from xformer.backends.numba.layer import BIAS
@@ -179,13 +179,14 @@ def differentiate_rows(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
 def _loss(x: Any, target: int, numbers: Any) -> Any:
     """That of a token's logits, which become their gradient."""
     a, z, weight = numbers
-    top, hit, sum_of_all = highest(x), x[target], ZERO
+    top = highest(x)
+    hit, sum_of_all = less(x[target], top), ZERO  # lse - x would lose log(sum) where top is large
     if a > ZERO:
         for j in range(len(x)):
-            sum_of_all += x[j]
+            sum_of_all += less(x[j], top)
     total = _powers(x, top)
-    lse = np.log(total) + top
-    loss = lse
+    loss = np.log(total)  # lse - top
+    lse = loss + top
     if z != ZERO:  # a factor of 0 would make NaN of what is too large
         loss += z * lse * lse
     if a < ONE:  # a factor of 0 would make NaN of a logit of -inf

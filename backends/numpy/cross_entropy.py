@@ -26,7 +26,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Array, CrossEntropyCache]:
-    """Of each row lse, the target's logit and, with label smoothing, the mean."""
+    """Of each row top, total, the target's logit and, with label smoothing, the mean."""
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = number("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
@@ -38,43 +38,40 @@ def cross_entropy(
         tokens.read(x, at, scratch("exp", x.shape, x.dtype))
 
     _over_rows(piece, logits, kept)
-    loss, lse = tokens.losses(), tokens.lse
-    weight = np.ones_like(lse) if kept is None else kept.reshape(-1).astype(lse.dtype)
+    loss = tokens.losses()
+    weight = np.ones_like(loss) if kept is None else kept.reshape(-1).astype(loss.dtype)
     loss *= weight
     if reduction == "mean":
         weight /= max(np.add.reduce(weight), 1)
-    cache = CrossEntropyCache(logits, targets, kept, lse, weight, a, z, reduction)
+    cache = CrossEntropyCache(logits, kept, tokens, weight, reduction)
     if reduction == "none":
         return loss.reshape(targets.shape), cache
     return np.add.reduce(loss * weight), cache
 
 
 class CrossEntropyCache(NamedTuple):
-    """What `cross_entropy` keeps for its backward; probabilities are recomputed from lse."""
+    """What `cross_entropy` keeps for its backward; probabilities are recomputed from top."""
 
     logits: Array  # (..., V)
-    targets: Array  # (...), ignored ones set to 0
     kept: Array | None  # (...), boolean; None where all are
-    lse: Array  # (N,)
+    tokens: Tokens
     weight: Array  # (N,), 0 for ignored tokens
-    label_smoothing: float
-    z_loss: float
     reduction: str
 
     def backward(self, dloss: Array) -> Array:
         """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
-        shape = self.targets.shape if self.reduction == "none" else ()
+        shape = self.logits.shape[:-1] if self.reduction == "none" else ()
         require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)
         dlogits = np.empty(self.logits.shape, dloss.dtype)
-        dxs, targets, a = rows(dlogits), self.targets.reshape(-1), self.label_smoothing
+        dxs, tokens = rows(dlogits), self.tokens
         scale = dloss.reshape(-1) * self.weight  # (N,)
-        dlse = scale * (1 + 2 * self.z_loss * self.lse)
+        slope = scale * tokens.slopes()
 
         def piece(x: Array, at: slice) -> None:
             dx = dxs[at]
-            np.exp(np.subtract(x, self.lse[at, None], out=dx), out=dx)
-            dx *= dlse[at, None]
-            less(dx, targets[at], scale[at], a)
+            np.exp(np.subtract(x, tokens.top[at, None], out=dx), out=dx)
+            dx *= slope[at, None]
+            less(dx, tokens.targets[at], scale[at], tokens.label_smoothing)
 
         _over_rows(piece, self.logits, self.kept)
         return dlogits
@@ -83,40 +80,45 @@ class CrossEntropyCache(NamedTuple):
 class Tokens(NamedTuple):
     """Of each token what its loss needs of its logits."""
 
-    targets: Array  # (N,)
-    lse: Array  # (N,)
-    hit: Array  # (N,), the target's logit
-    mean: Array  # (N,), with label smoothing
+    targets: Array  # (N,), ignored ones set to 0
+    top: Array  # (N,), the highest logit
+    total: Array  # (N,), the sum of exp(x - top)
+    hit: Array  # (N,), the target's logit less top
+    mean: Array  # (N,), of the logits less top; with label smoothing
     label_smoothing: float
     z_loss: float
 
     @staticmethod
     def of(targets: Array, dtype: Any, label_smoothing: float, z_loss: float) -> Tokens:
         """Nothing yet, of any token."""
-        lse, hit, mean = (np.empty(targets.size, dtype) for _ in range(3))
-        return Tokens(targets.reshape(-1), lse, hit, mean, label_smoothing, z_loss)
+        numbers = (np.empty(targets.size, dtype) for _ in range(4))
+        return Tokens(targets.reshape(-1), *numbers, label_smoothing, z_loss)
 
-    def read(self, x: Array, at: slice, e: Array) -> Array:
-        """These tokens' from their logits x; exp(x - max(x)) to e, which may be x; its sums."""
-        top = np.maximum.reduce(x, axis=-1, keepdims=True)
-        self.hit[at] = x[np.arange(len(x)), self.targets[at]]
+    def read(self, x: Array, at: slice, e: Array) -> None:
+        """These tokens' from their logits x; exp(x - top) to e, which may be x."""
+        top = np.maximum.reduce(x, axis=-1, out=self.top[at])
+        np.subtract(x, top[:, None], out=e)
+        self.hit[at] = e[np.arange(len(e)), self.targets[at]]
         if self.label_smoothing:
-            np.mean(x, axis=-1, out=self.mean[at])
-        np.exp(np.subtract(x, top, out=e), out=e)
-        total: Array = np.add.reduce(e, axis=-1)
-        self.lse[at] = np.log(total) + top[:, 0]
-        return total
+            np.mean(e, axis=-1, out=self.mean[at])
+        np.exp(e, out=e)
+        np.add.reduce(e, axis=-1, out=self.total[at])
 
     def losses(self) -> Array:
         """(N,)."""
-        a, loss = self.label_smoothing, self.lse.copy()
+        a, loss = self.label_smoothing, np.log(self.total)  # lse - top
         if a < 1:  # a factor of 0 would make NaN of a logit of -inf
             loss -= (1 - a) * self.hit
         if a:
             loss -= a * self.mean
         if self.z_loss:
-            loss += self.z_loss * self.lse**2
+            loss += self.z_loss * (np.log(self.total) + self.top) ** 2
         return loss
+
+    def slopes(self, at: slice = slice(None)) -> Array:
+        """(N,), what exp(x - top) is multiplied by for the gradient of lse and of z lse^2."""
+        total = self.total[at]
+        return (1 + 2 * self.z_loss * (np.log(total) + self.top[at])) / total
 
 
 def less(dx: Array, targets: Array, scale: Any, label_smoothing: float) -> None:

@@ -70,10 +70,11 @@ def linear_cross_entropy(
     tokens, back = Tokens.of(targets, x.dtype, a, z), not keeps_nothing()
 
     def differentiate(logits: Array, at: slice) -> None:
-        total = tokens.read(logits, at, logits)
+        tokens.read(logits, at, logits)
         if back:
-            logits *= (weight * (1 + 2 * z * tokens.lse[at]) / total)[:, None]
-            less(logits, tokens.targets[at], np.full_like(total, weight), a)
+            slopes = weight * tokens.slopes(at)
+            logits *= slopes[:, None]
+            less(logits, tokens.targets[at], np.full_like(slopes, weight), a)
 
     grads = in_chunks(xs, w, b, differentiate, back=back, fixed=fixed)
     loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)

@@ -45,22 +45,23 @@ def cross_entropy(
     xp = array_namespace(logits)
     targets, kept = split_ignored(logits, targets, ignore_index)
     x = logits if kept is None else _where_kept(kept, logits)
-    top = xp.max(x, axis=-1, keepdims=True)
-    lse = xp.log(xp.sum(xp.exp(x - top), axis=-1)) + top[..., 0]  # (...)
-    hit = xp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]  # (...)
-    loss = lse
+    top = xp.max(x, axis=-1, keepdims=True)  # (..., 1)
+    shifted = x - top  # lse - x would lose log(sum) where top is large
+    total = xp.sum(xp.exp(shifted), axis=-1, keepdims=True)  # (..., 1)
+    hit = xp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]  # (...)
+    loss = xp.log(total)[..., 0]  # (...), lse - top
     if label_smoothing < 1:  # a factor of 0 would make NaN of a logit of -inf
         loss = loss - (1 - label_smoothing) * hit
     if label_smoothing > 0:
-        loss = loss - label_smoothing * xp.mean(x, axis=-1)
+        loss = loss - label_smoothing * xp.mean(shifted, axis=-1)
     if z_loss:
-        loss = loss + z_loss * lse**2
-    weight = xp.ones_like(lse) if kept is None else xp.astype(kept, lse.dtype)
+        loss = loss + z_loss * _lse(top, total)[..., 0] ** 2
+    weight = xp.ones_like(loss) if kept is None else xp.astype(kept, loss.dtype)
     loss = loss * weight
     if reduction == "mean":
         weight = weight / xp.maximum(xp.sum(weight), 1.0)
     cache = CrossEntropyCache(
-        logits, targets, kept, lse, weight, label_smoothing, z_loss, reduction
+        logits, targets, kept, top, total, weight, label_smoothing, z_loss, reduction
     )
     if reduction == "none":
         return loss, cache
@@ -68,12 +69,13 @@ def cross_entropy(
 
 
 class CrossEntropyCache(NamedTuple):
-    """What `cross_entropy` keeps for its backward; probabilities are recomputed from lse."""
+    """What `cross_entropy` keeps for its backward; probabilities are recomputed from top."""
 
     logits: Array  # (..., V)
     targets: Array  # (...), ignored ones set to 0
     kept: Array | None  # (...), boolean; None where all are
-    lse: Array  # (...)
+    top: Array  # (..., 1), max(x)
+    total: Array  # (..., 1), sum(exp(x - top))
     weight: Array  # (...), 0 for ignored tokens
     label_smoothing: float
     z_loss: float
@@ -86,14 +88,18 @@ class CrossEntropyCache(NamedTuple):
         xp = array_namespace(dloss)
         x = self.logits if self.kept is None else _where_kept(self.kept, self.logits)
         n_classes = x.shape[-1]
-        lse = self.lse[..., None]
         classes = xp.arange(n_classes, dtype=self.targets.dtype, device=device(self.targets))
         onehot = xp.astype(classes == self.targets[..., None], dloss.dtype)  # (..., V)
-        dlogits = xp.exp(x - lse) * (1 + 2 * self.z_loss * lse)
+        slope = (1 + 2 * self.z_loss * _lse(self.top, self.total)) / self.total
+        dlogits = xp.exp(x - self.top) * slope
         dlogits = dlogits - (1 - self.label_smoothing) * onehot
         if self.label_smoothing:
             dlogits = dlogits - self.label_smoothing / n_classes
         return dlogits * (dloss * self.weight)[..., None]
+
+
+def _lse(top: Array, total: Array) -> Array:
+    return array_namespace(total).log(total) + top
 
 
 def split_ignored(

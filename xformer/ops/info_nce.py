@@ -28,25 +28,27 @@ def info_nce(a: Array, b: Array, *, scale: float = 20.0) -> tuple[Array, InfoNCE
     require_axis("info_nce", a, 0, "a")
     xp = array_namespace(a)
     logits = scale * (a @ b.T)  # (B, B)
-    top = xp.max(logits, axis=-1, keepdims=True)
-    lse = xp.log(xp.sum(xp.exp(logits - top), axis=-1)) + top[:, 0]  # (B,)
-    hit = xp.sum(logits * _eye(a), axis=-1)  # (B,); of a * b it would not round as lse does
-    return xp.mean(lse - hit), InfoNCECache(a, b, lse, scale)
+    top = xp.max(logits, axis=-1, keepdims=True)  # (B, 1)
+    shifted = logits - top  # lse - logits would lose log(sum) where top is large
+    total = xp.sum(xp.exp(shifted), axis=-1, keepdims=True)  # (B, 1)
+    hit = xp.sum(shifted * _eye(a), axis=-1)  # (B,); of a * b it would not round as top does
+    return xp.mean(xp.log(total)[:, 0] - hit), InfoNCECache(a, b, top, total, scale)
 
 
 class InfoNCECache(NamedTuple):
-    """What `info_nce` keeps for its backward; probabilities are recomputed from lse."""
+    """What `info_nce` keeps for its backward; probabilities are recomputed from top."""
 
     a: Array  # (B, D)
     b: Array  # (B, D)
-    lse: Array  # (B,)
+    top: Array  # (B, 1), the highest logit of a row
+    total: Array  # (B, 1), sum(exp(logits - top))
     scale: float
 
     def backward(self, dloss: Array) -> tuple[Array, Array]:
         """da = dscores b, db = dscores^T a, dscores = dloss * scale / B * (probs - identity)."""
-        require_gradient("info_nce", "dloss", dloss, self.lse, ())
-        a, b, lse, scale = self
-        probs = array_namespace(dloss).exp(scale * (a @ b.T) - lse[:, None])  # (B, B)
+        require_gradient("info_nce", "dloss", dloss, self.a, ())
+        a, b, top, total, scale = self
+        probs = array_namespace(dloss).exp(scale * (a @ b.T) - top) / total  # (B, B)
         dscores = (probs - _eye(a)) * (dloss * (scale / a.shape[0]))  # of a b^T
         return dscores @ b, dscores.T @ a
 

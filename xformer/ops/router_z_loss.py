@@ -26,20 +26,24 @@ def router_z_loss(logits: Array, *, mask: Array | None = None) -> tuple[Array, R
     require_axis("router_z_loss", logits, -1, "logits")
     xp = array_namespace(logits)
     logits, weight = kept_rows("router_z_loss", logits, mask)
-    top = xp.max(logits, axis=-1, keepdims=True)
-    lse = xp.log(xp.sum(xp.exp(logits - top), axis=-1)) + top[:, 0]  # (N,)
-    return xp.sum(weight * lse**2), RouterZLossCache(logits, lse, weight)
+    top = xp.max(logits, axis=-1, keepdims=True)  # (N, 1)
+    total = xp.sum(xp.exp(logits - top), axis=-1, keepdims=True)  # (N, 1)
+    lse = xp.log(total) + top  # (N, 1)
+    return xp.sum(weight * lse[:, 0] ** 2), RouterZLossCache(logits, top, total, weight)
 
 
 class RouterZLossCache(NamedTuple):
-    """What `router_z_loss` keeps for its backward; probabilities are recomputed from lse."""
+    """What `router_z_loss` keeps for its backward; probabilities are recomputed from top."""
 
     logits: Array  # (N, E), zeros in rows that do not count
-    lse: Array  # (N,)
+    top: Array  # (N, 1), the highest logit of a row
+    total: Array  # (N, 1), sum(exp(logits - top))
     weight: Array  # (N,): 1 / (rows that count), or 0
 
     def backward(self, dloss: Array) -> Array:
-        """dlogits = dloss * weight * 2 lse * p, p = exp(logits - lse)."""
+        """dlogits = dloss * weight * 2 lse * p, p = exp(logits - top) / total."""
         require_gradient("router_z_loss", "dloss", dloss, self.logits, ())
-        probs = array_namespace(dloss).exp(self.logits - self.lse[:, None])
-        return (2 * dloss * self.weight * self.lse)[:, None] * probs
+        xp = array_namespace(dloss)
+        probs = xp.exp(self.logits - self.top) / self.total
+        lse = xp.log(self.total) + self.top
+        return 2 * dloss * self.weight[:, None] * lse * probs
