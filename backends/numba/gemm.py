@@ -102,7 +102,8 @@ def add_product(by: Any, scale: Any, a: Any, b: Any, keep: bool, out: Any) -> No
     a_order, a_step = _layout(a)
     b_order, b_step = _layout(b)
     (n, m), k, factor = out.shape, a.shape[1], np.float32(scale)
-    x, w, y, y_step = a.ctypes.data, b.ctypes.data, out.ctypes.data, out.strides[0]
+    x, w, y = a.ctypes.data, b.ctypes.data, out.ctypes.data
+    y_step = 4 * m if n == 1 else out.strides[0]
     blas, tiles, memory = by
     if tiles and (b_order == TRANSPOSED or n * m * k > SMALL):
         sizes = y, y_step, n, m, k
@@ -122,7 +123,11 @@ def _steps(order: int, step: int) -> Any:
 
 @rowwise
 def _layout(x: Any) -> Any:
-    """Its order for CBLAS, and from one row or column to the next."""
-    down, across = x.strides
-    rows = across == 4 and down >= 4 * x.shape[1]
-    return (AS_IT_IS, down // 4) if rows else (TRANSPOSED, across // 4)
+    """Its order for CBLAS, and the step to the next row or column.
+
+    The stride of an axis of length 1 may be any number.
+    """
+    (n, m), (down, across) = x.shape, x.strides
+    if (m == 1 or across == 4) and (n == 1 or down >= 4 * m):
+        return AS_IT_IS, m if n == 1 else down // 4
+    return TRANSPOSED, n if m == 1 else across // 4

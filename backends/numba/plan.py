@@ -10,6 +10,7 @@ import numpy as np
 from xformer.backends.numba import layer
 from xformer.backends.numba.known import Known
 from xformer.backends.numpy.advance import other_blocks, other_model
+from xformer.backends.numpy.products import AS_IT_IS, leading
 
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import order_of
@@ -201,12 +202,11 @@ def map_of(own: Any, n_in: int, n_out: int) -> list[int]:
     """A linear map's place, step, order, sizes and bias. Unfit where the loops cannot read it."""
     w, b = value(own.w), value(own.b)
     require(w, (n_in, n_out))
-    down, across = w.strides
-    by_rows = across == 4 and down >= 4 * n_out
-    step = down if by_rows else across
-    if not (by_rows or (down == 4 and across >= 4 * n_in)):
+    found = leading(w)
+    if found is None:
         raise Unfit("weights of other strides")
-    return [w.ctypes.data, step // 4, by_rows, n_in, n_out, _vector(b, n_out)]
+    order, step = found
+    return [w.ctypes.data, step, order == AS_IT_IS, n_in, n_out, _vector(b, n_out)]
 
 
 def _cut(maps: list[list[int]]) -> list[list[int]]:

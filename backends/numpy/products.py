@@ -72,14 +72,21 @@ def layout(a: Array) -> tuple[int, int] | None:
 
     NumPy takes vectors by another routine, which is faster.
     """
-    (n, m), (down, across) = a.shape, a.strides
-    size = a.itemsize
-    if min(n, m) < 2 or max(n, m, down // size, across // size) > LARGEST:
+    if min(a.shape) < 2 or max(*a.shape, *(stride // a.itemsize for stride in a.strides)) > LARGEST:
         return None
-    if across == size and down >= m * size and down % size == 0:
-        return AS_IT_IS, down // size
-    if down == size and across >= n * size and across % size == 0:
-        return TRANSPOSED, across // size
+    return leading(a)
+
+
+def leading(a: Array) -> tuple[int, int] | None:
+    """Whether rows or columns are contiguous, and the leading dimension; None: neither.
+
+    The stride of an axis of length 1 may be any number.
+    """
+    (n, m), (down, across), size = a.shape, a.strides, a.itemsize
+    if (m == 1 or across == size) and (n == 1 or (down >= m * size and down % size == 0)):
+        return AS_IT_IS, m if n == 1 else down // size
+    if (n == 1 or down == size) and (m == 1 or (across >= n * size and across % size == 0)):
+        return TRANSPOSED, n if m == 1 else across // size
     return None
 
 
