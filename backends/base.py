@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from xformer.backends.arrays import refusal
 
 from xformer import tree
 from xformer.shapes import STORED, working_dtype
@@ -56,8 +57,11 @@ class Backend:
         """An array of this backend from host data (numbers, sequences, NumPy arrays).
 
         `dtype` is a name of the standard ("float32", "int64"); without it the values' own stays.
-        Raises ValueError for a dtype that is neither boolean nor integer nor one of `dtypes`.
+        Raises ValueError for a dtype that is neither boolean nor integer nor one of `dtypes`, and
+        TypeError for arrays that have a mask or units, which would be lost.
         """
+        if (why := refusal(type(values))) is not None:
+            raise TypeError(f"backend {self.name}: values must be an array, got {why}")
         host = np.asarray(values)
         try:
             kind = host.dtype if dtype is None else np.dtype(dtype)

@@ -258,8 +258,8 @@ print(json.dumps(steps))
 """
     at_first, numpy, strict = python(code, tmp_path)
     assert at_first == [[], []]
-    assert numpy == [["base", "numpy"], []]
-    assert strict == [["array_api_strict", "base", "numpy"], []]
+    assert numpy == [["arrays", "base", "numpy"], []]
+    assert strict == [["array_api_strict", "arrays", "base", "numpy"], []]
 
 
 def test_kernels_of_a_backend_are_imported_with_their_op(tmp_path: Path) -> None:

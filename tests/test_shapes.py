@@ -90,7 +90,11 @@ TYPES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "None first": ((None, W), {}, "op: x must be an array, got None"),
     "missing": ((X,), {}, "op: w must be an array, got None"),
     "nothing": ((), {}, "op: x must be an array, got None"),
-    "matrix": ((X, MATRIX), {}, "op: w must be an array, got matrix"),
+    "matrix": (
+        (X, MATRIX),
+        {},
+        "op: w must be an array, got matrix, which computes otherwise than numpy.ndarray",
+    ),
     "integer": ((X.astype(int), W), {}, "op: x must be float32 or float64, got int64"),
     "boolean": ((X > 0, W), {}, "op: x must be float32 or float64, got bool"),
     "half": ((X.astype(np.float16), W), {}, "op: x must be float32 or float64, got float16"),

@@ -38,6 +38,14 @@ class Kernel(NamedTuple):
     stores: tuple[str, ...] = ()  # dtypes of arrays that it reads and no reference computes in
 
 
+class Refused(TypeError):
+    """Arrays of a type that cannot be computed with; `got` says why."""
+
+    def __init__(self, got: str) -> None:
+        super().__init__(f"an array must be of a library's own type, got {got}")
+        self.got = got
+
+
 class Dropped(NamedTuple):
     """What an op or a model gives in the place of its cache within `inference()`."""
 
@@ -124,7 +132,10 @@ class Overridable:
     def _library(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """That of the first array, which may be the first of a list."""
         first = args[0] if args else kwargs.get(next(iter(inspect.signature(self).parameters)))
-        return library_of(type(first[0] if isinstance(first, list) and first else first))
+        try:
+            return library_of(type(first[0] if isinstance(first, list) and first else first))
+        except Refused as error:
+            raise TypeError(f"{self.__name__}: {error}") from None
 
     def __repr__(self) -> str:
         known = sorted(library for library, kernels in self.kernels.items() if kernels)
@@ -194,7 +205,8 @@ def library_of(array_type: type) -> str:
     """The name of the library that defines `array_type`; imports its backend at first sight.
 
     A library without a folder under `backends/` runs the references. A backend that cannot be
-    imported raises: silently slow would be worse.
+    imported raises: silently slow would be worse. Refused where the backend's `refusal` has a
+    reason: a subclass may compute otherwise than the arrays of its library.
     """
     library = _libraries.get(array_type)
     if library is None:
@@ -202,12 +214,23 @@ def library_of(array_type: type) -> str:
     return library
 
 
+def refusal(array_type: type) -> str | None:
+    """What arrays of a type are that cannot be computed with; None where they can."""
+    try:
+        library_of(array_type)
+    except Refused as error:
+        return error.got
+    return None
+
+
 def _find_library(array_type: type) -> str:
     roots = [base.__module__.partition(".")[0] for base in array_type.__mro__]
     names = [_FOLDERS.get(root, root) for root in roots]
     for name in names:  # a subclass of your own belongs to the library of its base
         if importlib.util.find_spec(f"xformer.backends.{name}") is not None:
-            importlib.import_module(f"xformer.backends.{name}")
+            backend = importlib.import_module(f"xformer.backends.{name}")
+            if hasattr(backend, "refusal") and (why := backend.refusal(array_type)):
+                raise Refused(why)
             return name
     return names[0]
 

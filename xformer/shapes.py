@@ -18,7 +18,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
-from xformer.dispatch import Overridable, library_of
+from xformer.dispatch import Overridable, Refused, library_of, refusal
 
 FLOATING = ("float32", "float64")
 STORED = ("bfloat16", "float16")  # what kernels may read and write; arithmetic is in float32
@@ -74,10 +74,18 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def require_array(op: str, name: str, array: Any, what: str = "an array") -> None:
-    """TypeError unless `array` is an array of some library."""
-    if not is_array_api_obj(array):
-        got = "None" if array is None else type(array).__name__
-        raise TypeError(f"{op}: {name} must be {what}, got {got}")
+    """TypeError unless `array` is an array of some library, which acts as such."""
+    if type(array) in _arrays:
+        return
+    got = refusal(type(array))
+    if got is None and is_array_api_obj(array):
+        _arrays.add(type(array))
+        return
+    got = got or ("None" if array is None else type(array).__name__)
+    raise TypeError(f"{op}: {name} must be {what}, got {got}")
+
+
+_arrays: set[type] = set()
 
 
 def require_same_library(op: str, name: str, array: Any, like: Any) -> None:
@@ -97,7 +105,11 @@ def alike(array: Any, like: Any) -> bool:
     """Whether `array` has the type, device and dtype of `like`."""
     if type(array) is not type(like) or array.dtype != like.dtype:
         return False
-    return library_of(type(like)) in PLACED_BY_LIBRARY or array.device == like.device
+    try:
+        library = library_of(type(like))
+    except Refused:  # which `require_array` says with a name
+        return False
+    return library in PLACED_BY_LIBRARY or array.device == like.device
 
 
 def require_like(op: str, name: str, array: Any, like: Any, *, working: bool = False) -> None:

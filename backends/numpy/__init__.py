@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy
+from xformer.backends.arrays import refusal
 from xformer.backends.base import Backend
 from xformer.backends.numpy.namespace import xp
 
-__all__ = ["backend"]
+__all__ = ["backend", "refusal"]
 
 
 def backend(device: str | None = None) -> Backend:

@@ -13,7 +13,14 @@ from xformer.backends.base import Backend, Memory, Unusable, process_memory
 
 from xformer.typing import Array
 
-__all__ = ["TorchBackend", "backend"]
+__all__ = ["TorchBackend", "backend", "refusal"]
+
+
+def refusal(array_type: type) -> str | None:
+    """What tensors of that type are, where they compute otherwise than torch's plain ones."""
+    if array_type.__module__.startswith(("torch.masked.", "torch.nested.")):
+        return f"{array_type.__name__}, which computes otherwise than torch.Tensor"
+    return None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from array_api_compat import device
 
 from xformer import backends, tree
 from xformer.backends import Backend
+from xformer.backends.arrays import refusal
 from xformer.checks import require_id, require_ids, require_sizes
 from xformer.generation.samplers import Ids
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
@@ -194,6 +195,8 @@ def checked(prompts: Any) -> Ids:
     if isinstance(prompts, str | bytes) or len(prompts) == 0:
         raise ValueError(f"prefill: prompts must hold a list of ids each, got {prompts!r:.60}")
     for i, prompt in enumerate(prompts):
+        if (why := refusal(type(prompt))) is not None:
+            raise TypeError(f"prefill: prompt {i} must be a list of ids, got {why}")
         row = np.asarray(prompt)
         if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
             raise TypeError(f"prefill: prompt {i} must be a list of ids, got {prompt!r:.60}")

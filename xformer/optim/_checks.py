@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -12,7 +12,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
 from xformer.checks import number, require_gradient
-from xformer.shapes import alike
+from xformer.shapes import alike, require_array
 from xformer.typing import Array
 
 
@@ -29,6 +29,7 @@ def matching(op: str, params: dict[str, Array], other: Any, what: str) -> dict[s
         if leaf is None:
             raise ValueError(f"{op}: {what} of {name or 'params'} is missing")
         if not alike(leaf, p) or leaf.shape != p.shape:
+            require_array(op, name or "params", p)
             require_gradient(op, f"{what} of {name or 'params'}", leaf, p)
     if len(leaves) > len(params):
         extra = sorted(leaves.keys() - params.keys())
@@ -56,6 +57,18 @@ def _are_alike(rows: list[tuple[Array, ...]]) -> bool:
     return True
 
 
+def require_arrays(op: str, leaves: Mapping[str, Any]) -> None:
+    """TypeError unless all leaves are arrays; the message has the name of the first that is not."""
+    for name, leaf in leaves.items():
+        require_array(op, name or "the tree", tree.value(leaf))
+
+
+def zeros(op: str, params: Any) -> Any:
+    """Zeros like the leaves of params. TypeError unless these are arrays."""
+    require_arrays(op, tree.flatten(params))
+    return tree.map(lambda p: array_namespace(p).zeros_like(p), params)
+
+
 def rebuilt(like: Any, params: Any, old: Sequence[Array], new: Sequence[Array]) -> Any:
     """`like` with new leaves, in the order of params'; itself where each is the old one."""
     if all(map(operator.is_, old, new)):
@@ -78,6 +91,7 @@ def require_state(op: str, state: Any, kind: type) -> None:
 def learning_rate(op: str, lr: Any) -> Any:
     """lr as a float of at least 0; an array () stays: it may be traced (`jax.jit`)."""
     if not isinstance(lr, Real) and is_array_api_obj(lr) and lr.shape == ():
+        require_array(op, "lr", lr, "a number")
         return lr
     return number(op, "lr", lr, low=0)
 

@@ -8,7 +8,13 @@ from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.checks import number
-from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
+from xformer.optim._checks import (
+    in_dtype,
+    learning_rate,
+    require_arrays,
+    require_matching,
+    require_state,
+)
 from xformer.typing import Array
 
 
@@ -22,12 +28,13 @@ class AdafactorState(NamedTuple):
 
 def adafactor_init(params: Any) -> AdafactorState:
     """State before the first step: means zero."""
+    require_arrays("adafactor", tree.flatten(params))
 
     def zeros(p: Array) -> Array:
         return array_namespace(p).zeros_like(p)
 
-    rows = tree.map(lambda p: zeros(_matrix(p)[..., :, 0]), params)
-    return AdafactorState(0, rows, tree.map(lambda p: zeros(_matrix(p)[..., 0, :]), params))
+    rows = tree.map(lambda p: _row_means(zeros(p)), params)
+    return AdafactorState(0, rows, tree.map(lambda p: _column_means(zeros(p)), params))
 
 
 def adafactor(
@@ -68,6 +75,8 @@ def adafactor(
     columns = _running("columns", state.columns, tree.map(_column_means, squares), new)
 
     def update(p: Array, g: Array, row: Array, column: Array) -> Array:
+        if 0 in p.shape:
+            return p
         xp = array_namespace(p)
         root = (row / xp.mean(row, axis=-1, keepdims=True)) ** 0.5  # (..., I)
         u = g / xp.reshape(root[..., :, None] * column[..., None, :] ** 0.5, p.shape)
@@ -95,11 +104,16 @@ def _matrix(p: Array) -> Array:
 
 
 def _row_means(p: Array) -> Array:
-    return array_namespace(p).mean(_matrix(p), axis=-1)
+    return _mean(_matrix(p), -1)
 
 
 def _column_means(p: Array) -> Array:
-    return array_namespace(p).mean(_matrix(p), axis=-2)
+    return _mean(_matrix(p), -2)
+
+
+def _mean(x: Array, axis: int) -> Array:
+    """The mean over an axis; 0 where that is empty."""
+    return array_namespace(x).sum(x, axis=axis) / max(x.shape[axis], 1)
 
 
 def _rms(p: Array) -> Array:

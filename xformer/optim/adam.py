@@ -19,6 +19,7 @@ from xformer.optim._checks import (
     require_state,
     side_by_side,
     two_betas,
+    zeros,
 )
 from xformer.typing import Array
 
@@ -33,11 +34,7 @@ class AdamState(NamedTuple):
 
 def adam_init(params: Any) -> AdamState:
     """State before the first step: moments zero."""
-
-    def zeros() -> Any:
-        return tree.map(lambda p: array_namespace(p).zeros_like(p), params)
-
-    return AdamState(0, zeros(), zeros())
+    return AdamState(0, zeros("adam", params), zeros("adam", params))
 
 
 adamw_init = adam_init

@@ -10,7 +10,7 @@ from array_api_compat import array_namespace
 from xformer import tree
 from xformer.checks import number
 from xformer.dispatch import overridable
-from xformer.optim._checks import all_distinct, in_dtype, rebuilt
+from xformer.optim._checks import all_distinct, in_dtype, rebuilt, require_arrays
 from xformer.typing import Array
 
 
@@ -21,9 +21,11 @@ def clip_by_global_norm(grads: Any, *, max_norm: float, donate: bool = False) ->
     be written over, and are not to be used again; where the norm is not finite they never are.
     ValueError where there are no gradients or max_norm is not positive.
     """
-    leaves = list(tree.flatten(grads).values())
-    if not leaves:
+    named = tree.flatten(grads)
+    if not named:
         raise ValueError("clip_by_global_norm: there are no gradients")
+    require_arrays("clip_by_global_norm", named)
+    leaves = list(named.values())
     max_norm = number("clip_by_global_norm", "max_norm", max_norm)
     if max_norm <= 0:
         raise ValueError(f"clip_by_global_norm: max_norm must be positive, got {max_norm}")

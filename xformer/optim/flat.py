@@ -10,6 +10,7 @@ from array_api_compat import array_namespace, device
 
 from xformer import tree
 from xformer.checks import require_gradient
+from xformer.optim._checks import require_arrays
 from xformer.typing import Array
 
 ALIGNED = 16  # elements: a leaf begins at a multiple of them, for accesses of several at a time
@@ -26,6 +27,7 @@ def reduced(grads: Any, reduce: Callable[[Array], Array]) -> Any:
     ValueError, TypeError where that array is not like the one it was given.
     """
     leaves = tree.flatten(grads)
+    require_arrays("reduced", leaves)
     groups: dict[str, list[str]] = {}
     for name, leaf in leaves.items():
         groups.setdefault(str(leaf.dtype), []).append(name)

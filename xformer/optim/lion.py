@@ -14,6 +14,7 @@ from xformer.optim._checks import (
     require_matching,
     require_state,
     two_betas,
+    zeros,
 )
 from xformer.typing import Array
 
@@ -26,7 +27,7 @@ class LionState(NamedTuple):
 
 def lion_init(params: Any) -> LionState:
     """State before the first step: zero."""
-    return LionState(tree.map(lambda p: array_namespace(p).zeros_like(p), params))
+    return LionState(zeros("lion", params))
 
 
 def lion(

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.checks import number, require_sizes
+from xformer.optim._checks import require_arrays
 from xformer.typing import Array
 
 SMALLEST = 2.0**-126  # the smallest normal number of float32
@@ -37,6 +38,8 @@ class LossScale(NamedTuple):
 
         Looks at the values: not for use under `jax.jit`. ValueError where there are none.
         """
+        for leaves in (params, grads):
+            require_arrays("unscale", tree.flatten(leaves))
         factor = 1.0 / self.scale
 
         def unscaled(p: Array, g: Array) -> Array:

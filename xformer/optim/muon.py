@@ -8,7 +8,13 @@ from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.checks import number, require_sizes
-from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
+from xformer.optim._checks import (
+    in_dtype,
+    learning_rate,
+    require_matching,
+    require_state,
+    zeros,
+)
 from xformer.typing import Array
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at 0; near 1 it stays within about 0.7 and 1.2
@@ -23,7 +29,7 @@ class MuonState(NamedTuple):
 def muon_init(params: Any) -> MuonState:
     """State before the first step: zero. ValueError for parameters that are no matrices."""
     _require_matrices(params)
-    return MuonState(tree.map(lambda p: array_namespace(p).zeros_like(p), params))
+    return MuonState(zeros("muon", params))
 
 
 def muon(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import tree
 from xformer.checks import number
-from xformer.optim._checks import in_dtype, learning_rate, require_matching, require_state
+from xformer.optim._checks import (
+    in_dtype,
+    learning_rate,
+    require_matching,
+    require_state,
+    zeros,
+)
 
 
 class SGDState(NamedTuple):
@@ -21,7 +25,7 @@ def sgd_init(params: Any, *, velocity: bool = False) -> SGDState:
     """State before the first step. velocity: zeros instead of None, so that no step adds leaves."""
     if not velocity:
         return SGDState(None)
-    return SGDState(tree.map(lambda p: array_namespace(p).zeros_like(p), params))
+    return SGDState(zeros("sgd", params))
 
 
 def sgd(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xformer.backends.arrays import refusal
 from xformer.checks import require_sizes
 from xformer.training.batch import IGNORED, WIDTH, Batch, padded, spread
 from xformer.training.shuffle import permuted, require_seed
@@ -142,6 +143,8 @@ class Pairs:
 
 def _ids(name: str, i: int, ids: Any) -> np.ndarray:
     """The ids of a text: integers, and of a source at least one."""
+    if (why := refusal(type(ids))) is not None:
+        raise TypeError(f"Pairs: {name}[{i}] must be (T,) integers, got {why}")
     array = np.asarray(ids if len(ids) else np.empty(0, np.int64))
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ValueError(f"Pairs: {name}[{i}] must be (T,) integers, got {ids!r:.60}")

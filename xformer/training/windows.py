@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from xformer.backends.arrays import refusal
 from xformer.checks import require_sizes
 from xformer.training.batch import Batch
 from xformer.training.shuffle import permuted, require_seed
@@ -120,8 +121,9 @@ def _small(ids: np.ndarray) -> str:
 
 def _require_tokens(tokens: Any, length: int) -> None:
     """TypeError unless tokens are integers, ValueError unless they fill a window and one more."""
-    if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "ui":
-        got = getattr(tokens, "dtype", type(tokens).__name__)
+    why = refusal(type(tokens))
+    if why or not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "ui":
+        got = why or getattr(tokens, "dtype", type(tokens).__name__)
         raise TypeError(f"Windows: tokens must be a NumPy array of integers, got {got}")
     if tokens.ndim != 1:
         raise ValueError(f"Windows: tokens must be (N,), got shape {tokens.shape}")
