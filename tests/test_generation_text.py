@@ -214,7 +214,9 @@ def test_what_ends_a_text() -> None:
 
 
 def test_an_empty_prompt_is_the_token_that_begins_texts() -> None:
-    assert prompt_ids(Words(), "") == [0]
+    assert prompt_ids(Words(), GPT, "") == [0]
+    own = pretrained.model(dict(seq2seq("t5")[0].source) | {"bos_token_id": 7})
+    assert prompt_ids(Words(), own, "") == [7]
     with pytest.raises(ValueError, match="the prompt must hold at least one token: the tokenizer"):
         stream_text(GPT, PARAMS, Bytes(), "", max_new=3)
 

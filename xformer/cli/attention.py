@@ -108,7 +108,7 @@ def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
         prefix = prefill(found.model, found.params, [tokens], start_id=start)
         (written,) = generate(found.model, found.params, prefix, max_new=MOST, stop=ends)
     else:
-        written = prompt_ids(found.tokenizer, args.target, "target")
+        written = prompt_ids(found.tokenizer, found.model, args.target, "target")
         end = found.tokenizer.eos_id
         written += [end] if end is not None and written[-1] != end else []
     return Read(tokens, [start, *written[:-1]], written)

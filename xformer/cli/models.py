@@ -10,6 +10,7 @@ from xformer import backends, pretrained, tree
 from xformer.cli.progress import progress
 from xformer.generation import Bytes
 from xformer.generation.text import Codec, prompt_ids
+from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
 from xformer.pretrained.reading import read_json
@@ -30,7 +31,7 @@ class Found(NamedTuple):
 
     def prompt(self, text: str, what: str = "prompt") -> list[int]:
         """The ids that it reads of a text. ValueError, with what the text is, for none."""
-        ids = prompt_ids(self.tokenizer, text, what)
+        ids = prompt_ids(self.tokenizer, self.model, text, what)
         end = self.tokenizer.eos_id
         return [*ids, end] if self.ends and end is not None else ids
 
@@ -77,13 +78,11 @@ def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
 
 def start_id(found: Found) -> int:
     """The id that targets of an encoder-decoder begin with. ValueError where nothing says it."""
-    source = getattr(found.model, "source", None) or {}
-    names = ("decoder_start_token_id", "pad_token_id")
-    ids = (*(source.get(name) for name in names), found.tokenizer.bos_id)
-    start = next((i for i in ids if i is not None), None)
+    start = start_of(found.model)
+    start = found.tokenizer.bos_id if start is None else start
     if start is None:
         raise ValueError("neither the model nor its tokenizer says which token begins a target")
-    return int(start)
+    return start
 
 
 def vocabulary_of(folder: Path) -> Vocabulary:

@@ -13,6 +13,7 @@ from xformer.backends import Backend
 from xformer.finetune.base import Example, Task, on, require
 from xformer.finetune.contrastive import contrastive_loss
 from xformer.finetune.heads import is_classifier
+from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.sentences import labels
 from xformer.sentences.classify import KINDS
@@ -71,7 +72,7 @@ class Seq2Seq(Task):
         known = isinstance(self.model, EncoderDecoder) and self.model.shared_embed
         require(self.model, "an EncoderDecoder with one vocabulary and a head", known)
         require(self.model, "one with a head", self.model.head is not None)
-        if self._start() is None:
+        if start_of(self.model) is None:
             raise ValueError("the model's configuration must have a decoder_start_token_id")
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
@@ -83,17 +84,12 @@ class Seq2Seq(Task):
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
         """Sources, targets behind the token that begins them, targets."""
-        start: Any = self._start()
+        start: Any = start_of(self.model)
         src, src_mask = padded([e.tokens for e in examples])
         tgt, _ = padded([np.append(start, e.targets[:-1]) for e in examples])
         targets, mask = padded([e.targets for e in examples], fill=IGNORED)
         n_tokens = int(src_mask.sum() + mask.sum())
         return Batch((src, tgt, targets), {"src_mask": src_mask}, int(mask.sum()), n_tokens)
-
-    def _start(self) -> int | None:
-        source = self.model.source or {}
-        names = ("decoder_start_token_id", "pad_token_id")  # T5's targets begin with padding
-        return next((source[name] for name in names if source.get(name) is not None), None)
 
 
 @dataclass(frozen=True)

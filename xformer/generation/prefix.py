@@ -14,6 +14,7 @@ from xformer.backends import Backend
 from xformer.backends.arrays import refusal
 from xformer.checks import require_id, require_ids, require_sizes
 from xformer.generation.samplers import Ids
+from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.models.ahead import ahead
 from xformer.typing import Array
@@ -247,12 +248,10 @@ def _bridges(network: Any) -> bool:
     return not near and not network.alibi and network.relative is None
 
 
-def _start_id(network: EncoderDecoder, start_id: int | None) -> int:
-    source = network.source or {}
-    for name in ("decoder_start_token_id", "pad_token_id"):  # T5's targets begin with padding
-        start_id = source.get(name) if start_id is None else start_id
-    if start_id is None:
+def _start_id(network: EncoderDecoder, start: int | None) -> int:
+    start = start_of(network) if start is None else start
+    if start is None:
         raise ValueError("prefill: start_id, the token that targets begin with, must be given")
     size = network.target_embed.vocab_size  # type: ignore[union-attr]
-    require_id("prefill", size, start_id=start_id)
-    return start_id
+    require_id("prefill", size, start_id=start)
+    return start

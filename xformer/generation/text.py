@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from xformer.generation.generate import stream
 from xformer.generation.prefix import network_of
+from xformer.generation.token_ids import token_id, token_ids
 from xformer.models import EncoderDecoder
 
 BROKEN = (
@@ -45,12 +46,12 @@ def stream_text(
 
     stop: strings and ids that end the text and are no part of it, beside those of `ends_of`. No
     piece runs ahead into a stop string, however the tokens cut it. options: those of `stream`. An
-    empty prompt is the tokenizer's bos_id; ValueError where it has none, and as `stream`.
+    empty prompt is the token of `prompt_ids`. ValueError where there is none, and as `stream`.
     """
     network = network_of("stream_text", model)
     if isinstance(stop, str):
         raise TypeError(f"stream_text: stop must be a list of strings and ids, got {stop!r:.60}")
-    ids = prompt_ids(tokenizer, prompt)
+    ids = prompt_ids(tokenizer, network, prompt)
     ends = ends_of(tokenizer, network).union(i for i in stop if not isinstance(i, str))
     steps = stream(model, params, [ids], stop=ends, **options)
     new = (i for (i,) in steps if i is not None and i not in ends)
@@ -61,24 +62,26 @@ def stream_text(
 def ends_of(tokenizer: Codec, model: Any) -> frozenset[int]:
     """The ids after which a text is over: the tokenizer's eos_id, the model's, and bos_id, with
     which another text begins."""
-    own = (getattr(model, "source", None) or {}).get("eos_token_id")
-    ends = [tokenizer.eos_id, tokenizer.bos_id, *(own if isinstance(own, list) else [own])]
+    ends = [tokenizer.eos_id, tokenizer.bos_id, *token_ids(model, "eos_token_id")]
     return frozenset(i for i in ends if i is not None)
 
 
-def prompt_ids(tokenizer: Codec, prompt: str, what: str = "prompt") -> list[int]:
-    """The ids of a prompt, of which there is at least one: see `stream_text`.
+def prompt_ids(tokenizer: Codec, model: Any, prompt: str, what: str = "prompt") -> list[int]:
+    """The ids of a prompt, at least one: an empty prompt is the token that begins texts.
 
-    what: its name in the ValueError.
+    That is the model's bos_token_id, or else the tokenizer's bos_id. what: the prompt's name in
+    the ValueError that is raised where there is neither.
     """
     ids = tokenizer.encode(prompt)
     if ids:
         return ids
-    if tokenizer.bos_id is None:
+    bos = token_id(model, "bos_token_id")
+    bos = tokenizer.bos_id if bos is None else bos
+    if bos is None:
         raise ValueError(
             f"the {what} must hold at least one token: the tokenizer has none that begins a text"
         )
-    return [tokenizer.bos_id]
+    return [bos]
 
 
 def decoded(tokenizer: Codec, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
