@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import xformer as xf
 from xformer import pretrained, tree
 from xformer.generation import Bytes, decoded, generate, stream_text, until
 from xformer.generation.samplers import temperature
-from xformer.generation.text import ends_of, prompt_ids
+from xformer.generation.text import end_of, ends_of, prompt_ids
 from xformer.pretrained.tokenizer import tokenizer
 
 TEXT = "Once upon a time, there was 東京 – naïve 🦊🦊! \n\n  Two  spaces, é"
@@ -189,6 +189,7 @@ class Words:
     """A tokenizer of words, for what the models' own would say."""
 
     bos_id, eos_id = 0, 1
+    guessed: Collection[str] = ()
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
@@ -205,12 +206,19 @@ def test_a_target_stands_alone() -> None:
 
 
 def test_what_ends_a_text() -> None:
+    """What the model's files say, or else the tokenizer; no token that begins texts, no guess."""
     model, _ = seq2seq("t5")
     assert ends_of(Bytes(), GPT) == frozenset()
-    assert ends_of(Words(), GPT) == {0, 1}
-    for told, ends in ((7, {0, 1, 7}), ([7, 8], {0, 1, 7, 8}), (None, {0, 1})):
+    assert ends_of(Words(), GPT) == {1}
+    for told, ends in ((7, {7}), ([7, 8], {7, 8}), (None, {1}), ([99], {1}), ([99, 7], {7})):
         own = pretrained.model(dict(model.source) | {"eos_token_id": told})
         assert ends_of(Words(), own) == ends
+        assert end_of(Words(), own) == min(ends)
+    guessing = Words()
+    guessing.guessed = {"eos_token"}
+    assert ends_of(guessing, GPT) == frozenset() and end_of(guessing, GPT) is None
+    own = pretrained.model(dict(model.source) | {"eos_token_id": [7, 1]})
+    assert ends_of(guessing, own) == {7, 1} and end_of(guessing, own) == 1
 
 
 def test_an_empty_prompt_is_the_token_that_begins_texts() -> None:

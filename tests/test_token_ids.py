@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from causal_models import CONFIGS, T5
+from causal_models import CONFIGS, T5, lively
+from truths import published
 
 from xformer import finetune, pretrained, training
 from xformer.cli import main
 from xformer.generation import prefill, stream_text
-from xformer.generation.text import ends_of
+from xformer.generation.text import end_of, ends_of
 from xformer.generation.token_ids import start_of, token_id, token_ids
+from xformer.models import GPT
 from xformer.pretrained import PretrainedError
+from xformer.pretrained.convert import as_llama
+from xformer.pretrained.tokenizer import tokenizer
 
 GPT2: dict[str, Any] = {"model_type": "gpt2", **CONFIGS["gpt2"]}
 GPT2["architectures"] = [GPT2.pop("architecture")]
@@ -127,3 +131,112 @@ def test_ends_are_checked_when_they_are_asked_for() -> None:
     ):
         with pytest.raises(PretrainedError, match="eos_token_id must be an id"):
             ask()
+
+
+# What ends a text, and what does not
+
+
+def saved(path: Path, config: dict[str, Any]) -> str:
+    """A model whose greedy texts are lively, with a tokenizer."""
+    tokens = words()
+    model = pretrained.model(config | {"vocab_size": tokens.size})
+    pretrained.save(model, lively(model, 5), path)
+    tokens.save(path)
+    return str(path)
+
+
+def spell(path: str, **tokens: int | None) -> None:
+    """Name these ids in tokenizer_config.json, or no id (None), instead of what is there."""
+    token = tokenizer(path).token
+    named = {kind: None if i is None else token(i) for kind, i in tokens.items()}
+    (Path(path) / "tokenizer_config.json").write_text(json.dumps(named))
+
+
+def theirs(path: str, config: dict[str, Any], prompt: list[int], **options: Any) -> list[int]:
+    """The new ids of transformers' generate."""
+    from huggingface import torch, transformers
+
+    is_target = config["model_type"] == "t5"
+    name = "AutoModelForSeq2SeqLM" if is_target else "AutoModelForCausalLM"
+    hf = getattr(transformers, name).from_pretrained(path)
+    (ids,) = hf.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, **options)
+    new: list[int] = ids[1 if is_target else len(prompt) :].tolist()
+    return new
+
+
+def written(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What the command writes of a prompt of two letters, greedily."""
+    greedy = ["--prompt", "ab", "--temperature", "0", "--max-new", "8"]
+    assert main(["generate", "--model", path, *greedy, *options]) == 0
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+@pytest.mark.parametrize("config", [SEQ2SEQ | {"decoder_start_token_id": 0}, GPT2])
+def test_a_token_that_begins_texts_ends_none(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in transformers, whose generate goes by eos_token_id alone."""
+    path = saved(tmp_path, config)
+    prompt = words().encode("ab")
+    free = theirs(path, config, prompt)
+    first, end = free[0], next(i for i in free if i != free[0])
+    spell(path, bos_token=first, eos_token=end)
+    data = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(data | {"eos_token_id": end}))
+    want = theirs(path, config, prompt)
+    assert want[0] == first and want[-1] == end and len(want) < 8
+    codec = tokenizer(path)
+    before = "" if "t5" in config["model_type"] else "ab"
+    assert written(path, capsys) == before + codec.decode(want[:-1])
+    model, params = pretrained.load(path)
+    assert "".join(stream_text(model, params, codec, "ab", max_new=8)) == codec.decode(want[:-1])
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|endoftext|>"])
+def test_a_guess_ends_no_text(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A usual name in the vocabulary is no end; a name in tokenizer_config.json is one."""
+    path = saved(tmp_path, GPT2)
+    prompt = words().encode("ab")
+    want = theirs(path, GPT2, prompt)
+    # The second token that the model writes gets the usual name.
+    end = next(i for i in want if i != want[0])
+    text = (tmp_path / "tokenizer.json").read_text().replace('"</s>"', '"<end>"')
+    data = json.loads(text)
+    vocab = data["model"]["vocab"]
+    (old,) = (token for token, i in vocab.items() if i == end)
+    vocab.pop(old)
+    vocab[name] = end
+    data["added_tokens"].append(
+        {"id": end, "content": name, "special": True, "single_word": False}
+        | {"lstrip": False, "rstrip": False, "normalized": False}
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").unlink()
+    codec = tokenizer(path)
+    assert codec.eos_id == end and "eos_token" in codec.guessed
+    assert written(path, capsys) == "ab" + codec.decode(want)
+    spell(path, eos_token=end)
+    assert written(path, capsys) == "ab" + codec.decode(want[: want.index(end)])
+
+
+def test_runs_of_byte_pairs_end_where_they_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their documents end with <|endoftext|>, in memory and once they are saved."""
+    own = training.train_bpe(["the quick brown fox"], 270)
+    assert own.eos_id is not None
+    gpt = GPT(own.size, n_layers=1, d_model=16, n_heads=2, max_len=32)
+    assert ends_of(own, gpt) == {own.eos_id}
+    own.save(tmp_path)
+    assert ends_of(training.load_vocabulary(tmp_path), gpt) == {own.eos_id}
+
+
+def test_what_ends_texts_of_llama2c() -> None:
+    """As its run.c: also the token with which another text begins."""
+    model, _ = pretrained.load(published("stories260K.bin"))
+    codec = tokenizer(published("tok512.bin"))
+    llama, _ = as_llama(*pretrained.load(published("stories260K.bin")))
+    assert ends_of(codec, model) == ends_of(codec, llama) == {1, 2}
+    assert end_of(codec, llama) == 2

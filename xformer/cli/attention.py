@@ -13,7 +13,7 @@ from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
 from xformer.generation.prefix import place_of
-from xformer.generation.text import ends_of, prompt_ids
+from xformer.generation.text import end_of, ends_of, prompt_ids
 from xformer.models import EncoderDecoder
 from xformer.plots.attention import LABELS, MOST, attention_picture
 from xformer.plots.maps import attention_maps
@@ -109,7 +109,7 @@ def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
         (written,) = generate(found.model, found.params, prefix, max_new=MOST, stop=ends)
     else:
         written = prompt_ids(found.tokenizer, found.model, args.target, "target")
-        end = found.tokenizer.eos_id
+        end = end_of(found.tokenizer, found.model)
         written += [end] if end is not None and written[-1] != end else []
     return Read(tokens, [start, *written[:-1]], written)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends import Backend
+from xformer.generation.text import end_of
 from xformer.models import EncoderDecoder
 from xformer.training.batch import IGNORED, Batch, padded
 from xformer.typing import Array
@@ -72,9 +73,9 @@ class Task:
         return self._known(ids[0]), is_cut
 
     def _ended(self, text: str) -> np.ndarray:
-        """The ids of a whole text and, where the tokenizer has one, of its end."""
+        """The ids of a whole text and, where there is one, of its end (`end_of`)."""
         ids = self.tokenizer.encode(text)
-        end = self.tokenizer.eos_id
+        end = end_of(self.tokenizer, self.model)
         return self._known(ids + [end] * (end is not None and ids[-1:] != [end]))
 
     def _cut(self, text: str, most: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from xformer.generation.generate import stream
 from xformer.generation.prefix import network_of
-from xformer.generation.token_ids import token_id, token_ids
+from xformer.generation.token_ids import n_tokens, token_id, token_ids
 from xformer.models import EncoderDecoder
 
 BROKEN = (
@@ -60,10 +60,30 @@ def stream_text(
 
 
 def ends_of(tokenizer: Codec, model: Any) -> frozenset[int]:
-    """The ids after which a text is over: the tokenizer's eos_id, the model's, and bos_id, with
-    which another text begins."""
-    ends = [tokenizer.eos_id, tokenizer.bos_id, *token_ids(model, "eos_token_id")]
-    return frozenset(i for i in ends if i is not None)
+    """The ids after which a text is over: the model's eos_token_id, or else the tokenizer's eos_id.
+
+    An eos_id that the tokenizer only guesses (`Tokenizer.guessed`) ends no text, nor does an id
+    outside the model's vocabulary. PretrainedError as `token_ids`.
+    """
+    return frozenset(_ends(tokenizer, model))
+
+
+def end_of(tokenizer: Codec, model: Any) -> int | None:
+    """The id that a text to learn from ends with, so that generated texts end: one of `ends_of`.
+
+    The tokenizer's eos_id where it is one of them, or else the model's first. None without any.
+    """
+    ends = _ends(tokenizer, model)
+    return tokenizer.eos_id if tokenizer.eos_id in ends else next(iter(ends), None)
+
+
+def _ends(tokenizer: Codec, model: Any) -> tuple[int, ...]:
+    size = n_tokens(model)
+    ids = tuple(i for i in token_ids(model, "eos_token_id") if i < size)
+    is_guess = "eos_token" in getattr(tokenizer, "guessed", ())
+    if ids or is_guess or tokenizer.eos_id is None:
+        return ids
+    return (tokenizer.eos_id,)
 
 
 def prompt_ids(tokenizer: Codec, model: Any, prompt: str, what: str = "prompt") -> list[int]:

@@ -31,7 +31,7 @@ def token_id(model: Any, name: str) -> int | None:
     PretrainedError as `token_ids`, for several ids, and for one that the model has not.
     """
     ids = token_ids(model, name)
-    size = _size(model)
+    size = n_tokens(model)
     if len(ids) > 1 or any(i >= size for i in ids):
         got = ids[0] if len(ids) == 1 else list(ids)
         raise PretrainedError(f"config.json: {name} must be one id below {size}, got {got}")
@@ -56,8 +56,8 @@ def _id(value: Any) -> int | None:
     return value if is_id else None
 
 
-def _size(model: Any) -> int:
-    """The ids that a model writes lie below it."""
+def n_tokens(model: Any) -> int:
+    """The size of the vocabulary that a model writes in."""
     network: Any = getattr(model, "network", model)
     embed: Any = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
     return int(embed.vocab_size)

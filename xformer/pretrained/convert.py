@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, device
 from xformer import tree
 from xformer.layers import LinearParams
 from xformer.pretrained.families import llama2c
+from xformer.pretrained.llama2c import TOKENS
 from xformer.pretrained.loading import model as model_of
 from xformer.typing import Array
 
@@ -38,8 +39,7 @@ def as_llama(model: Any, params: Any) -> tuple[Any, Any]:
         "rms_norm_eps": block.eps,
         "rope_theta": model.rotary.theta,
         "tie_word_embeddings": source["tied"],
-        "bos_token_id": 1,  # of its tokenizer
-        "eos_token_id": 2,
+        **TOKENS,
     }
 
     def moved(name: str, node: LinearParams) -> LinearParams:

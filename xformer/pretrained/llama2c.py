@@ -25,6 +25,8 @@ PIECE = struct.Struct("<fi")
 LATER = 0x616B3432  # the first bytes of version 1 and 2
 TOKENIZER_LIMIT, MAX_PIECE = 2 << 20, 256  # bytes
 FIRST_PIECE = 259  # after <unk>, <s>, </s> and 256 bytes
+# Ids in the format's own tokenizers. run.c ends a text at <s>, with which the next one begins.
+TOKENS = {"bos_token_id": 1, "eos_token_id": [1, 2]}
 
 
 class Header(NamedTuple):

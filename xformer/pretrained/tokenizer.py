@@ -41,6 +41,7 @@ class Tokenizer:
 
     vocab_size is one more than the largest id; special_ids are of tokens that are no text.
     truncation_side: the end at which `batch` cuts long texts, "right" or "left".
+    guessed: kinds such as "eos_token" that no file names; a usual name of the vocabulary is taken.
     """
 
     def __init__(self, inner: Any, config: Config, where: str) -> None:
@@ -55,6 +56,7 @@ class Tokenizer:
         self._tokens = {kind: self._token(kind, config) for kind in USUAL}
         ids = (inner.token_to_id(token) if token else None for token in self._tokens.values())
         self.bos_id, self.eos_id, self.pad_id, self.mask_id = ids
+        self.guessed = frozenset(USUAL.keys() - config.data.keys())
         added = inner.get_added_tokens_decoder().items()
         self.special_ids = frozenset(i for i, token in added if token.special)
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1

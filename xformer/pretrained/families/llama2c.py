@@ -122,7 +122,8 @@ def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Mapped]:
     if header.n_layers > MAX_LAYERS:
         message = f"{path}: n_layers must be at most {MAX_LAYERS}, got {header.n_layers}"
         raise PretrainedError(message)
-    return {"model_type": MODEL_TYPE, **header._asdict()}, Mapped(arrays)
+    config = {"model_type": MODEL_TYPE, **header._asdict(), **llama2c.TOKENS}
+    return config, Mapped(arrays)
 
 
 def write_file(
