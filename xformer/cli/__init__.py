@@ -28,6 +28,7 @@ from xformer.cli import (
     summary,
     train,
 )
+from xformer.cli.output import printing
 
 COMMANDS = (
     prepare,
@@ -48,7 +49,22 @@ DESCRIPTION = "The transformer, forward and backward, on any array library."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its errors are one line on stderr and exit status 1, warnings a line too."""
+    """Run one command; its errors are one line on stderr and exit status 1, warnings a line too.
+
+    Nothing printed ends a command: see `output`. At the end the status is 1 where standard output
+    could not be written, unless its reader closed it.
+    """
+    with printing() as out:
+        status = _run(argv)
+        out.flush()
+        if out.lost is not None and not isinstance(out.lost, BrokenPipeError):
+            why = out.lost.strerror
+            print(f"xformer: error: standard output cannot be written: {why}", file=sys.stderr)
+            status = status or 1
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="xformer", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"xformer {xformer.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -11,6 +11,7 @@ from typing import Any
 
 from xformer import backends
 from xformer.cli.models import Found, opened, start_id
+from xformer.cli.output import is_lost
 from xformer.generation import Prefix, beam_search, decoded, prefill, samplers, stream, until
 from xformer.generation.prefix import network_of
 from xformer.generation.text import ends_of
@@ -105,10 +106,12 @@ def _rounded(found: Found, args: argparse.Namespace) -> Found:
 
 
 def write(pieces: Iterable[str], prompt: str) -> None:
-    """Print a prompt, and pieces of text behind it as they come."""
+    """Print a prompt, and pieces of text behind it as they come, while somebody reads them."""
     print(prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
+        if is_lost():
+            break
     print()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from xformer.cli.progress import progress
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     with progress() as report:
         corpus = prepare(args.text, args.folder, words, **options, progress=report)
     print(_text(corpus))
-    print(f"saved to {args.folder}; train on it: xformer train --data {args.folder}")
+    folder = shlex.quote(args.folder)
+    print(f"saved to {args.folder}; train on it: xformer train --data {folder}")
     return 0
 
 

@@ -38,7 +38,7 @@ def texts_of(args: argparse.Namespace) -> list[str]:
     """The texts of the command line, then those of the file. ValueError where there is none."""
     texts: list[str] = []
     for text in args.text:
-        texts += _lines(sys.stdin.buffer.read(), "standard input") if text == "-" else [text]
+        texts += _lines(_standard_input(), "standard input") if text == "-" else [text]
     if args.file is not None:
         texts += _lines(Path(args.file).read_bytes(), args.file)
     if not texts:
@@ -67,6 +67,12 @@ def shown(text: str, width: int = 60) -> str:
     """A text on one line of at most `width` characters, none of which acts on a terminal."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise ValueError("- reads standard input, which is closed")
+    return sys.stdin.buffer.read()
 
 
 def _lines(data: bytes, where: str) -> list[str]:

@@ -128,7 +128,7 @@ def _conclude(job: Job, state: State, folder: Path) -> None:
             f"{state.best_step} (a unigram model has {job.baseline:.3f})"
         )
     if state.step < job.config.steps and not is_stale(state, job.config):
-        print(f"to go on: xformer train --resume {folder}")
+        print(f"to go on: xformer train --resume {shlex.quote(str(folder))}")
     print(f"\na sample, continuing {job.prompt!r}:\n")
     _, params = load(folder, job.place)
     _sample(job, params, max_new=300)
