@@ -145,6 +145,37 @@ def test_ctrl_c_twice_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == "again, to end at once"
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "own"])
+def test_a_handler_that_is_not_pythons_stays(handler: Any) -> None:
+    """As of a script's `command &` and of `nohup`, where Ctrl-C is for others."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with interruptible() as stopping:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is handler and not stopping()
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("stream", [None, sys.__stderr__])
+def test_ctrl_c_without_stderr(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another file's where it is closed; its pipe may be closed."""
+    written = []
+
+    def write(number: int, data: bytes) -> int:
+        written.append(number)
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "__stderr__", stream)
+    with monkeypatch.context() as patch, interruptible("stopping") as stopping:
+        patch.setattr(os, "write", write)
+        signal.raise_signal(signal.SIGINT)
+        assert stopping()
+    assert written == ([] if stream is None else [2])
+
+
 def test_outside_the_main_thread_nothing_is_pressed() -> None:
     found = []
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -14,8 +15,9 @@ from typing import Any
 def interruptible(message: str = "") -> Iterator[Callable[[], bool]]:
     """A function that says whether Ctrl-C was pressed; a second time raises KeyboardInterrupt.
 
-    message: for stderr when it is pressed. Outside the main thread, where signals do not arrive, it
-    never was.
+    message: for stderr when it is pressed. It never was outside the main thread, where signals do
+    not arrive, nor where SIGINT is ignored, as of a shell's `command &`, or has a handler that is
+    not Python's usual one: both stay.
     """
     pressed = threading.Event()
 
@@ -23,13 +25,16 @@ def interruptible(message: str = "") -> Iterator[Callable[[], bool]]:
         if pressed.is_set():
             raise KeyboardInterrupt
         pressed.set()
-        os.write(2, message.encode())  # print may be at work already, and must not be called again
+        if sys.__stderr__ is not None:  # else 2 may be the number of any file
+            with suppress(OSError):  # not print, which may be at work already
+                os.write(2, message.encode())
 
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield pressed.is_set
         return
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield pressed.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
