@@ -136,7 +136,7 @@ def test_rotary_keys(keys: dict[str, Any], width: int, theta: float) -> None:
         ({"use_parallel_residual": 1}, "use_parallel_residual must be true or false, got 1"),
         ({"num_attention_heads": 5}, "n_heads = 5 must divide d_model = 24"),
         ({"hidden_dropout": 2}, "hidden_dropout must be a number from 0 to 1"),
-        ({"gated": True}, "not supported: 'gated'"),
+        ({"head_dim": 3}, "head_dim must be"),
         ({"architectures": ["GPTNeoXForTokenClassification"]}, "architectures must be one of"),
     ],
     ids=str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,6 @@ def scaled(**parameters: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Not in the family
-    ("gpt2", {"rotary_pct": 0.25}, "not supported: 'rotary_pct'"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention must be False"),
     ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads must be {}"),
     ("gpt2", {"is_decoder": True}, "is_decoder must be False"),
@@ -85,30 +85,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures must be one of "),
     ("gpt2", {"architectures": ["GPT2Model", "GPT2LMHeadModel"]}, "architectures must be one of "),
     ("gpt2", {"architectures": None}, "architectures must be one of "),
-    ("Llama-2-7b-hf", {"pretraining_tp": 2}, "pretraining_tp must be 1, got 2"),
-    ("Llama-2-7b-hf", {"rope_interleaved": True}, "rope_interleaved must be False, got True"),
-    ("Llama-2-7b-hf", {"attn_logit_softcapping": 50.0}, "not supported: 'attn_logit_softcapping'"),
     ("Llama-2-7b-hf", {"sliding_window": 4096}, "not supported: 'sliding_window'"),
     ("Llama-2-7b-hf", {"quantization_config": {"bits": 4}}, "not supported: 'quantization_config'"),
-    ("Llama-2-7b-hf", {"auto_map": {"AutoModel": "x.y"}}, "not supported: 'auto_map'"),
     ("Llama-2-7b-hf", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 in this"),
-    ("Llama-2-7b-hf", {"layer_types": ["full_attention"] * 32}, "not supported: 'layer_types'"),
+    ("Llama-2-7b-hf", {"layer_types": ["sliding_attention"] * 32}, "not supported: 'layer_types'"),
     ("Llama-2-7b-hf", {"architectures": ["MistralForCausalLM"]}, "architectures must be one of "),
-    ("Mistral-7B-v0.1", {"layer_types": ["full_attention"] * 32}, "not supported: 'layer_types'"),
-    ("Mistral-7B-v0.1", {"attention_bias": True}, "not supported: 'attention_bias'"),
+    ("Mistral-7B-v0.1", {"layer_types": "full"}, "not supported: 'layer_types'"),
     ("Mixtral-8x7B-v0.1", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0"),
-    ("Mixtral-8x7B-v0.1", {"num_experts": 8}, "not supported: 'num_experts'"),
-    ("Qwen2.5-0.5B", {"use_mrope": True}, "use_mrope must be False"),
-    ("Qwen2-0.5B", {"attention_bias": False}, "not supported: 'attention_bias'"),
-    ("Qwen3-0.6B", {"num_experts": 128}, "not supported: 'num_experts'"),
+    ("Mixtral-8x7B-v0.1", {"num_experts": 9}, "num_experts must be 8, got 9"),
     ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be"),
-    ("gemma-2-2b", {"sliding_window_pattern": 6}, "not supported: 'sliding_window_pattern'"),
-    ("gemma-2-9b", {"sliding_window_size": 512}, "sliding_window_size must be 4096, got 512"),
     # Rotary embeddings
     ("Llama-2-7b-hf", scaled(type="su"), "rope_scaling: type must be one of "),
     ("Llama-2-7b-hf", scaled(type="linear"), "rope_scaling: factor is missing"),
     ("Llama-2-7b-hf", scaled(type="linear", factor=0.0), "rope_scaling: .*factor must be positive"),
-    ("Llama-2-7b-hf", scaled(type="linear", factor=2, beta_fast=32), "supported: 'beta_fast'"),
     ("Llama-2-7b-hf", scaled(rope_type="longrope"), "short_factor is missing"),
     ("Llama-2-7b-hf", {"rope_theta": "10000"}, "rope_theta must be a number"),
     ("Llama-3.1-8B", scaled(rope_type="llama3", factor=8.0), "low_freq_factor is missing"),
@@ -143,6 +132,52 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama-2-7b-hf", {"num_hidden_layers": 2**62}, "num_hidden_layers must be an integer"),
     ("Mixtral-8x7B-v0.1", {"num_local_experts": 2**20}, "num_local_experts must be an integer"),
 ]
+
+
+# Keys that transformers does not read for these models; some are other families'.
+UNREAD: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"rotary_pct": 0.25}),
+    ("gpt2", {"condition_on_chain": True, "condition_on_species": True}),
+    ("Llama-2-7b-hf", {"rope_interleaved": True}),
+    ("Llama-2-7b-hf", {"attn_logit_softcapping": 50.0}),
+    ("Llama-2-7b-hf", {"auto_map": {"AutoModel": "x.y"}}),
+    ("Llama-3.1-8B", {"unsloth_fixed": True, "unsloth_version": "2025.1.5"}),
+    ("Mistral-7B-v0.1", {"attention_bias": True}),
+    ("Qwen2.5-0.5B", {"use_mrope": True}),
+    ("Qwen2-0.5B", {"attention_bias": False}),
+    ("Qwen3-0.6B", {"num_experts": 128}),
+    ("gemma-2-2b", {"sliding_window_pattern": 6}),
+    ("gemma-2-9b", {"sliding_window_size": 512}),
+]
+# Keys that change nothing at these values.
+SILENT: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"hidden_size": 768, "num_hidden_layers": 12}),
+    ("Llama-2-7b-hf", {"pretraining_tp": 2, "is_causal": True, "quantization_config": {}}),
+    ("Llama-2-7b-hf", {"layer_types": ["full_attention"] * 32}),
+    ("Mistral-7B-v0.1", {"layer_types": ["full_attention"] * 32}),
+    ("Mixtral-8x7B-v0.1", {"num_experts": 8}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), UNREAD)
+def test_a_key_that_nothing_reads_is_named(name: str, changes: dict[str, Any]) -> None:
+    listed = ", ".join(f"'{key}'" for key in sorted(changes))
+    with pytest.warns(UserWarning, match=f"transformers does not read are left out: {listed}$"):
+        found = described(name, **changes)
+    assert replace(found, source=None) == replace(described(name), source=None)
+    assert found.source.items() >= changes.items()  # and is saved again
+
+
+@pytest.mark.parametrize(("name", "changes"), SILENT)
+def test_keys_at_values_that_change_nothing(name: str, changes: dict[str, Any]) -> None:
+    assert replace(described(name, **changes), source=None) == replace(described(name), source=None)
+
+
+def test_a_key_of_a_rotary_embedding_that_nothing_reads_is_named() -> None:
+    parameters = {"type": "linear", "factor": 2}
+    with pytest.warns(UserWarning, match=r"left out: 'rope_scaling\.beta_fast'$"):
+        found = described("Llama-2-7b-hf", **scaled(**parameters, beta_fast=32))
+    assert found.rotary == described("Llama-2-7b-hf", **scaled(**parameters)).rotary
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)

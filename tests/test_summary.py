@@ -326,7 +326,7 @@ def edited(folder: Path, **changes: Any) -> None:
         (lambda folder: (folder / "config.json").unlink(), "there is no file"),
         (lambda folder: (folder / "config.json").write_text("{"), "is no valid JSON"),
         (lambda folder: edited(folder, model_type="mamba"), "model_type must be one of"),
-        (lambda folder: edited(folder, flavour=1), "not supported: 'flavour'"),
+        (lambda folder: edited(folder, per_layer_config={"0": {}}), "not supported: 'per_lay"),
         (lambda folder: edited(folder, n_layer=4), "12 missing: "),
         (lambda folder: edited(folder, n_embd=1 << 30), "misshapen"),
         (lambda folder: edited(folder, format="xformer-1"), "was not made by xformer"),

@@ -220,7 +220,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be an integer"),
     ({"relative_attention_max_distance": 2}, "max_distance must be"),
     ({"num_layers": 0}, "num_layers must be an integer from 1"),
-    ({"position_embedding_type": "absolute"}, "not supported: 'position_embedding_type'"),
+    ({"head_dim": 4}, "head_dim must be"),
     ({"architectures": ["T5ForTokenClassification"]}, "architectures must be one of"),
 ]
 

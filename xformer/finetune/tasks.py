@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from xformer import pretrained
 from xformer.finetune.base import LONGEST, Example, Task, context_of
 from xformer.finetune.data import Record, first_fields
 from xformer.finetune.language import Causal, Masked, Prefix
@@ -50,7 +51,9 @@ def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
         if fields >= set(TASKS[name].fields):
             return name
     place = Path(model)
-    kinds = read_json(place / CONFIG).get("architectures") if place.is_dir() else None
+    kinds = read_json(place / CONFIG).get("architectures") if place.is_dir() else []
+    if kinds is None:  # then the tensors tell
+        kinds = pretrained.inspect(place)[0].source.get("architectures")
     is_masked = isinstance(kinds, list) and any("MaskedLM" in str(kind) for kind in kinds)
     return "masked" if is_masked else "causal"
 

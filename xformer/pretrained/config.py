@@ -1,10 +1,10 @@
-"""A model's config.json, read key by key: what is not asked for is refused, never ignored."""
+"""A model's config.json, read key by key: what is not asked for is refused, or named."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from xformer.pretrained.reading import PretrainedError, listed
@@ -65,6 +65,7 @@ class Config:
         self.data = data
         self._asked: set[str] = set()
         self._parts: dict[str, Config] = {}
+        self._called: dict[str, str] = {}  # a key that was renamed -> the name in the file
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such a key, and its value is not null."""
@@ -154,6 +155,24 @@ class Config:
         """Accept these keys at any value."""
         self._asked.update(names)
 
+    def unread(self, name: str, *values: Any) -> None:
+        """A key that transformers does not read: accepted at these values without a word."""
+        if self.data.get(name) in values:
+            self._asked.add(name)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Read keys under another name: `names` maps the name in the file to the family's name.
+
+        Refused where the file has both with different values.
+        """
+        for name, key in names.items():
+            if name in self:
+                if key in self:
+                    self.only(name, self.data[key])
+                self._asked.add(name)
+                self._called[key] = name
+                self.data = {**self.data, key: self.data[name]}
+
     def common(self, **kept: Any) -> None:
         """What holds for every family: HARMLESS keys are ignored, NEUTRAL ones must be neutral.
 
@@ -175,16 +194,32 @@ class Config:
 
     def finish(self) -> None:
         """PretrainedError that lists the keys which nobody asked for; null ones say nothing."""
-        unknown = [k for k, v in self.data.items() if k not in self._asked and v is not None]
-        if unknown:
+        if unknown := self._unknown():
             raise PretrainedError(f"{self.where}: not supported: {listed(unknown)}")
         for part in self._parts.values():
             part.finish()
 
+    def unasked(self) -> list[str]:
+        """The keys that nobody asked for; those of a part as "part.key"."""
+        of_parts = (f"{name}.{key}" for name, part in self._parts.items() for key in part.unasked())
+        return [*self._unknown(), *of_parts]
+
+    def accept(self, names: Iterable[str]) -> None:
+        """Accept keys at any value, as `unasked` names them."""
+        for name in names:
+            part, _, key = name.partition(".")
+            if name in self.data:
+                self._asked.add(name)
+            elif part in self._parts:
+                self._parts[part].accept([key])
+
     def refused(self, name: str, wanted: str) -> PretrainedError:
         """The error for a value that cannot be used."""
-        value = self.data.get(name)
+        value, name = self.data.get(name), self._called.get(name, name)
         return PretrainedError(f"{self.where}: {name} must be {wanted}, got {value!r:.100}")
+
+    def _unknown(self) -> list[str]:
+        return [k for k, v in self.data.items() if k not in self._asked and v is not None]
 
     def _read(self, name: str, default: Any, null: Any, check: Callable[[Any], Any]) -> Any:
         self._asked.add(name)

@@ -37,6 +37,7 @@ class Family(NamedTuple):
     tied: names of tensors that repeat another one -> that one's name
     buffers: patterns of names that hold no parameters
     unused: patterns of names of parameters that transformers leaves unused too: told by a warning
+    aliases: other names of keys, which transformers reads as the family's own -> the family's
     free: keys that all other families have at one value only (`config.NEUTRAL`)
     """
 
@@ -48,6 +49,7 @@ class Family(NamedTuple):
     tied: dict[str, str] = {}  # noqa: RUF012 - never written to
     buffers: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    aliases: dict[str, str] = {}  # noqa: RUF012 - never written to
     free: tuple[str, ...] = ()
 
 

@@ -17,6 +17,7 @@ from xformer.initial import Shapes
 from xformer.pretrained import families, files
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family
+from xformer.pretrained.keys import unread_keys, warn_of
 from xformer.pretrained.matching import head_of, links_for, matched_links, shapes_of
 from xformer.pretrained.names import Link
 from xformer.pretrained.reading import PretrainedError, read_json
@@ -28,12 +29,23 @@ def model(
     """The model that a configuration in Hugging Face's format describes, without parameters.
 
     names: of the tensors that are there; some families have parts that only they tell of. where:
-    the configuration's name in messages. PretrainedError for anything that is not supported.
+    the configuration's name in messages. PretrainedError for anything that is not supported. Keys
+    that transformers does not read are left out, with a warning that names them.
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"model: config must be a mapping, got {type(config).__name__}")
+    found, unread = _described(config, names, where)
+    warn_of(unread, where)
+    return found
+
+
+def _described(
+    config: Mapping[str, Any], names: Collection[str] | None, where: str
+) -> tuple[Any, list[str]]:
+    """The model of a configuration, and the keys that transformers does not read."""
     family = _family(config, where)
     c = Config(config, where)
+    c.rename(family.aliases)
     c.common(**{key: config.get(key) for key in family.free})
     try:
         found = family.build(c, head_of(family, config, where), names)
@@ -41,8 +53,9 @@ def model(
         if isinstance(error, PretrainedError):
             raise
         raise PretrainedError(f"{where}: {error}") from error
-    c.finish()
-    return replace(found, source=copy.deepcopy(dict(config)))
+    unread = unread_keys(c) if family.heads else []
+    c.finish()  # a family without architectures is not transformers', and reads all of its keys
+    return replace(found, source=copy.deepcopy(dict(config))), unread
 
 
 def load(
@@ -90,8 +103,33 @@ def _found(
     where, config, tensors = _opened(root)
     if fetch is not None:
         tensors.fetch(fetch)  # while models and a backend are imported
-    found = model(config, names=tuple(tensors), where=where)
-    return found, tensors, matched_links(_family(config, where), found, tensors, str(root))
+    if config.get("architectures") or not _family(config, where).heads:
+        found = model(config, names=tuple(tensors), where=where)
+        return found, tensors, matched_links(_family(config, where), found, tensors, str(root))
+    found, unread, matched = _recognised(config, tensors, where, str(root))
+    warn_of(unread, where)
+    return found, tensors, matched
+
+
+def _recognised(
+    config: Mapping[str, Any], tensors: Any, where: str, root: str
+) -> tuple[Any, list[str], list[Any]]:
+    """The first architecture of a family that the tensors fit, where the configuration names none.
+
+    Also the keys that transformers does not read, and the links. Heads come before bare models.
+    """
+    family, errors = _family(config, where), []
+    for name in family.heads:
+        try:
+            named = dict(config) | {"architectures": [name]}
+            found, unread = _described(named, tuple(tensors), where)
+            return found, unread, matched_links(family, found, tensors, root)
+        except PretrainedError as error:
+            errors.append(error)
+    raise PretrainedError(
+        f"{where}: architectures is missing, and none of {', '.join(family.heads)} has these "
+        f"tensors; the first does not, since: {errors[0]}"
+    )
 
 
 def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.llama2c.Mapped]:

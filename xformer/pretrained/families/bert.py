@@ -17,8 +17,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     # Of Google's Chinese and multilingual models; nothing reads them.
     unread = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head")
     c.ignore(*(f"pooler_{key}" for key in unread))
-    c.only("pooler_type", "first_token_transform")
-    c.only("directionality", "bidi")
+    c.unread("pooler_type", "first_token_transform")
+    c.unread("directionality", "bidi")
     own = block(c)
     top: Any = pooler(names)
     if head == "masked-lm":
@@ -65,6 +65,7 @@ def encoder(
     if isinstance(head, MaskedLMHead):
         c.only("tie_word_embeddings", True)
     c.ignore("tie_word_embeddings", "classifier_dropout", "classifier_dropout_prob")
+    c.ignore("is_causal")  # of decoders
     table = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=vocab_size),
         width=own.d_model if width is None else width,

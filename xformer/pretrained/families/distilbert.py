@@ -20,6 +20,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         c.only("tie_word_embeddings", True)
     c.ignore("tie_weights_", "tie_word_embeddings", "qa_dropout")
     c.ignore("sinusoidal_pos_embds")  # how the learned positions began
+    c.ignore("is_causal")  # of decoders
     own = BlockConfig(
         d_model=c.integer("dim", low=1, default=768),
         n_heads=c.integer("n_heads", low=1, default=12),
@@ -82,5 +83,10 @@ FAMILY = Family(
     links=links,
     prefix="distilbert.",
     tied={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
+    aliases={
+        "hidden_size": "dim",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    },
     buffers=(r".*embeddings\.position_ids",),
 )

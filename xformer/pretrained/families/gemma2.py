@@ -39,7 +39,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     )
     n_layers = layers(c)
     alternate = tuple(i % 2 == 0 for i in range(n_layers))
-    c.only("sliding_window_size", c.data.get("sliding_window"))  # of the 9B model; nothing reads it
+    c.unread("sliding_window_size", c.data.get("sliding_window"))  # of the 9B model
     sizes = windows(c, n_layers, window(c, default=4096), alternate)
     return decoder(
         c,

@@ -17,7 +17,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     width = c.integer("n_embd", low=1, default=768)
     c.ignore("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn")
     c.ignore(*(f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels")))
-    c.ignore("summary_type", "summary_use_proj")
+    c.ignore("summary_type", "summary_use_proj", "summary_last_dropout")
+    c.ignore("classifier_dropout", "hidden_dropout")  # of a head for each token
     own = BlockConfig(
         d_model=width,
         n_heads=c.integer("n_head", low=1, default=12),
@@ -74,5 +75,11 @@ FAMILY = Family(
     links=links,
     prefix="transformer.",
     tied={"lm_head.weight": "transformer.wte.weight"},
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     buffers=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
 )

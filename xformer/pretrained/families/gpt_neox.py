@@ -31,6 +31,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         dropout=rate(c, "hidden_dropout", 0.0),
         attn_dropout=rate(c, "attention_dropout", 0.0),
     )
+    c.only("head_dim", own.head_width)  # which the rotary embedding reads
     embed = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=50432),
         width=own.d_model,

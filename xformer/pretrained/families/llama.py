@@ -15,8 +15,8 @@ from xformer.pretrained.rope import rope
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a configuration."""
-    c.only("pretraining_tp", 1)  # more: the same products in parts
-    c.only("rope_interleaved", False)
+    c.ignore("pretraining_tp")  # more than 1: the same products in parts
+    c.unread("rope_interleaved", False)
     c.ignore("is_llama_config", "max_sequence_length")  # of SmolLM2 and Llama 1; nothing reads them
     bias = c.flag("attention_bias", default=False)
     own = block(c, qkv_bias=bias, o_bias=bias, ffn_bias=c.flag("mlp_bias", default=False))

@@ -62,4 +62,6 @@ def links_in_memory(model: LanguageModel) -> Links:
         yield Link((f"{theirs}.experts.down_proj",), (f"{ours}.down",), flip=True)
 
 
-FAMILY = family("Mixtral", build, links)._replace(in_memory=links_in_memory)
+FAMILY = family("Mixtral", build, links)._replace(
+    in_memory=links_in_memory, aliases={"num_experts": "num_local_experts"}
+)

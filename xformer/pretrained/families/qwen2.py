@@ -14,7 +14,7 @@ from xformer.pretrained.family import layers
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a configuration."""
-    c.only("use_mrope", False)  # positions of pictures
+    c.unread("use_mrope", False)  # positions of pictures
     blocks = sliding(c, block(c, kv_heads=32, qkv_bias=True))
     return decoder(c, head, blocks, max_len=32768)
 

@@ -121,6 +121,12 @@ FAMILY = Family(
     },
     build=build,
     links=links,
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
     free=("is_encoder_decoder",),
     tied={
         "encoder.embed_tokens.weight": "shared.weight",

@@ -1,0 +1,49 @@
+"""Keys of a config.json that no family asks for: transformers reads a few of them, or none does.
+
+A family asks for every key that transformers reads for its models (`test_pretrained_keys`). What is
+left cannot change what transformers computes, except for the keys of `READ`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from xformer.pretrained.config import Config
+from xformer.pretrained.reading import listed
+
+# What the code that all families of transformers share reads: weights that are stored otherwise
+# or elsewhere, layers that differ, masks, parts of a larger model.
+READ = (
+    *("quantization_config", "compression_config", "transformers_weights", "fusion_config"),
+    *("per_layer_config", "layer_types", "kv_sharing_modes", "number_of_conv_states"),
+    *("sliding_window", "attention_chunk_size", "is_causal"),
+    *("text_config", "text_encoder", "decoder", "generator", "sub_configs"),
+    *("attribute_map", "default_theta", "default_rope_type"),
+)
+NOTHING: dict[str, tuple[Any, ...]] = {"is_causal": (True,)}  # values that change nothing
+
+
+def unread_keys(c: Config) -> list[str]:
+    """The keys that transformers does not read, all accepted in `c`.
+
+    Other keys that no family asked for are left for `finish` to refuse.
+    """
+    unasked = c.unasked()
+    c.accept(name for name in unasked if name not in READ or _says_nothing(c, name))
+    return [name for name in unasked if name not in READ]
+
+
+def warn_of(unread: list[str], where: str) -> None:
+    """Name the keys that are left out."""
+    if unread:
+        names = listed(unread)
+        message = f"{where}: keys that transformers does not read are left out: {names}"
+        warnings.warn(message, stacklevel=3)
+
+
+def _says_nothing(c: Config, name: str) -> bool:
+    value = c.data[name]
+    if name == "layer_types":
+        return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+    return value in (*NOTHING.get(name, ()), {}, [])
