@@ -78,6 +78,25 @@ def test_scores_that_are_large(library: Backend, precision: str) -> None:
     require(library, precision, 30 * q, k, v)
 
 
+def test_what_a_query_does_not_see_may_be_anything(library: Backend) -> None:
+    """NaN and infinity in the last key, in a tile that queries before it read."""
+    q, k, v = inputs((33, 40))
+    hidden = library.asarray(np.arange(40) < 39)
+
+    def ctx(last: float, **options: Any) -> Host:
+        keys = k.copy()
+        keys[:, :, -1] = last
+        arrays = (on(library, x, DTYPES["bfloat16"]) for x in (q, keys, v))
+        return ops.sdpa(*arrays, **options)[0].host.astype(np.float64)
+
+    for options, n in (({"causal": True}, 32), ({"mask": hidden}, 33)):
+        wanted = ctx(0.0, **options)
+        for what in (np.nan, np.inf):
+            got = ctx(what, **options)
+            assert np.array_equal(got[:, :, :n], wanted[:, :, :n])
+            assert np.isnan(got[:, :, n:]).all()
+
+
 def test_views(library: Backend) -> None:
     """Rows of packed queries, keys and values where they lie; others are copied. No NaN is read."""
     dtype = DTYPES["bfloat16"]

@@ -203,6 +203,31 @@ def test_what_a_mask_hides_may_be_anything() -> None:
                 assert np.array_equal(results(kernel.sdpa, given, mask=mask)["ctx"], wanted)
 
 
+@pytest.mark.parametrize("length", [(80, 80), (5, 80), (5, 600), (300, 600)], ids=str)
+@pytest.mark.parametrize("size", [1, 30])
+def test_what_a_window_hides_may_be_anything(length: tuple[int, int], size: int) -> None:
+    """NaN or infinity in a key changes only the queries that see it, in every form of a tile."""
+    t, s = length
+    key = s - t + 1  # of query 1
+    for dtype in ("float32", "float64"):
+        given = inputs((4, 2), length, size=size, dtype=dtype)
+        for options, sees in (
+            ({"causal": True}, np.arange(t) >= 1),
+            ({"window": (1, 0)}, (np.arange(t) >= 1) & (np.arange(t) <= 2)),
+        ):
+            wanted = results(kernel.sdpa, given, **options)["ctx"]
+            for what in (np.nan, np.inf):
+                far = [*given]
+                far[1] = given[1].copy()
+                far[1][:, :, key] = what
+                with np.errstate(invalid="ignore"):
+                    got, _ = kernel.sdpa(*far[:-1], **options)
+                assert np.isnan(got[:, :, sees]).all()
+                tolerance = 1e-4 if dtype == "float32" else 1e-12
+                pairs = got[:, :, ~sees], wanted[:, :, ~sees]
+                np.testing.assert_allclose(*pairs, rtol=tolerance, atol=tolerance)
+
+
 def test_one_key_has_all_the_weight() -> None:
     """Then probabilities are exactly 1, and gradients of scores exactly 0."""
     for length, options in (((40, 40), {"window": (0, 0)}), ((40, 1), {}), ((5, 1), {})):

@@ -14,6 +14,8 @@ from xformer.backends import Backend, Generator
 from xformer import Key, ops, tree
 from xformer.catalogue import Case, cases
 
+EVERYWHERE = only(*LIBRARIES, STAND_IN)
+
 # ---- What sdpa promises exactly ----
 
 
@@ -59,10 +61,80 @@ def test_what_is_masked_does_not_matter(library: Backend) -> None:
         assert np.array_equal(library.to_numpy(a), library.to_numpy(b))
 
 
+SEEN: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "left": {"window": (2, None)},
+    "right": {"window": (None, 1)},
+    "mask": {"mask": np.tri(20, 24, 4, dtype=bool)},
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("length", [(20, 24), (3, 24)], ids=str)
+@EVERYWHERE
+def test_keys_that_a_query_does_not_see_may_be_anything(
+    seen: str, length: tuple[int, int], library: Backend
+) -> None:
+    """Their scores are replaced: -inf added to NaN, or 0 times it, would be NaN."""
+    rng, (t, s) = np.random.default_rng(0), length
+    q, k, v = (rng.normal(size=(2, 3, n, 8)) for n in (t, s, s))
+    options = {
+        name: library.asarray(value[-t:]) if name == "mask" else value
+        for name, value in SEEN[seen].items()
+    }
+    at = 1 if seen == "left" else s - 1
+    sees = np.arange(t) + s - t + {"left": -2, "right": 1}.get(seen, 0)
+    sees = sees <= at if seen == "left" else sees >= at
+
+    def ctx(what: float) -> Any:
+        keys = k.copy()
+        keys[:, :, at] = what
+        with np.errstate(invalid="ignore"):
+            own = (library.asarray(x, "float32") for x in (q, keys, v))
+            return library.to_numpy(ops.sdpa(*own, **options)[0])
+
+    wanted, unseen = ctx(0.0), ~sees
+    assert unseen.any() and np.isfinite(wanted).all()
+    for what in (np.nan, np.inf, -np.inf):
+        got = ctx(what)
+        np.testing.assert_allclose(got[:, :, unseen], wanted[:, :, unseen], rtol=1e-5, atol=1e-6)
+        assert what == -np.inf or np.isnan(got[:, :, sees]).all()
+
+
+@pytest.mark.parametrize("length", [(20, 24), (3, 24)], ids=str)
+@EVERYWHERE
+def test_a_bias_is_data_however_far_below_zero(length: tuple[int, int], library: Backend) -> None:
+    """A row of finfo.min, as transformers masks, is the mean of v as in torch; of -inf it is 0.
+
+    Torch's flash kernel on CPUs has the same ctx, but in backward its probs are exp(scores - lse).
+    """
+    torch = pytest.importorskip("torch")
+    attention = pytest.importorskip("torch.nn.attention")
+    rng, (t, s) = np.random.default_rng(0), length
+    arrays = [rng.normal(size=(2, 3, n, 8)).astype("float32") for n in (t, s, s)]
+    lowest = np.finfo("float32").min
+    for size in (-1e9, -1e30, 0.5 * lowest, 0.7 * lowest, lowest):
+        bias = np.where(rng.random((2, 1, t, s)) < 0.4, size, 0).astype("float32")
+        bias[0, :, 1], bias[1, :, 2] = size, -np.inf
+        judged = [torch.tensor(x, requires_grad=True) for x in arrays]
+        finite = torch.tensor(np.where(bias == -np.inf, 0, bias))
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):
+            wanted = torch.nn.functional.scaled_dot_product_attention(*judged, attn_mask=finite)
+        kept = np.ones((2, 1, t, 1), "float32")
+        kept[1, :, 2] = 0
+        wanted = wanted * torch.tensor(kept)
+        dctx = rng.normal(size=(2, 3, t, 8)).astype("float32")
+        wanted.backward(torch.tensor(dctx))
+        assert np.allclose(wanted[0, :, 1].detach(), arrays[2][0].mean(axis=1), atol=1e-6)
+        ctx, cache = ops.sdpa(*map(library.asarray, (*arrays, bias)))
+        grads = cache.backward(library.asarray(dctx))[:3]
+        for got, x in zip((ctx, *grads), (wanted.detach(), *(x.grad for x in judged)), strict=True):
+            np.testing.assert_allclose(library.to_numpy(got), x, rtol=1e-4, atol=1e-5)
+
+
 # ---- Numbers at the edge ----
 
 
-EVERYWHERE = only(*LIBRARIES, STAND_IN)
 N_TOKENS, N_CLASSES = 6, 4100  # so many classes that every library takes its kernel for them
 TARGETS = np.asarray([0, 1, 2, 4099, 1, 2])
 LOSSES: tuple[dict[str, Any], ...] = (

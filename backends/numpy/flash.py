@@ -71,12 +71,12 @@ def _at_once(c: Attention, part: Part) -> None:
     top, total, queries = c.top[own], c.total[own], c.scores.queries(part, t)
     keys = c.scores.k[theirs].mT
     e, _ = c.scores.tile(queries * c.scores.factor(1.0), keys, part, t, s, 1.0)
-    c.scores.forbid(e, part, t, s, np.add, -np.inf)
+    c.scores.forbid(e, part, t, s, -np.inf)
     first = _begin(top, total, c.sinks, part)
     _take_off_top(e, top, total, None, first)
     np.exp(e, out=e)
     total += np.add.reduce(e, axis=-1, keepdims=True)
-    total[total == 0] = 1  # no key to attend to
+    _without_keys(top, total)
     if c.scores.rate:
         e *= c.scores.kept(part, t, s)
     sums = fold(e, part) @ c.v[theirs]
@@ -124,7 +124,7 @@ def _shifted(c: Attention, part: Part) -> None:
             sums[...] = 0
         for s in columns(low, high):
             e, _ = c.scores.tile(queries, keys, part, t, s, 1.0)
-            c.scores.forbid(e, part, t, s, np.add, -np.inf)
+            c.scores.forbid(e, part, t, s, -np.inf)
             _take_off_top(e, top, total, unfold(sums, part), first)
             np.exp(e, out=e)
             _add_product(e, _ones(e), total, first)
@@ -132,38 +132,46 @@ def _shifted(c: Attention, part: Part) -> None:
                 e *= c.scores.kept(part, t, s)
             _add_product(fold(e, part), v[:, :, s], sums, first)
             first = False
-        total[total == 0] = 1  # no key to attend to
+        _without_keys(top, total)
         np.multiply(unfold(sums, part), _rescaled(c, total), out=c.ctx[here])
 
 
 def _power(scores: Scores, e: Array, part: Part, t: slice, s: slice) -> None:
     """e to these scores, in UNITs; 0 only afterwards, as powers that are 0 take long."""
     (np.exp2 if EXP2 else np.exp)(e, out=e)
-    scores.forbid(e, part, t, s, np.multiply, 0)
+    scores.forbid(e, part, t, s, 0)
 
 
 def _begin(top: Array, total: Array, sinks: Array | None, part: Part) -> bool:
     """Before the first key; whether there is nothing."""
+    total[...] = 0
     if sinks is None:
-        top[...] = total[...] = 0
+        top[...] = -np.inf
         return True
-    sinks = sinks[part.h, None, None]  # a key of value 0
-    top[...] = np.maximum(sinks, _lowest(top))
-    total[...] = np.exp(sinks - top)
+    top[...] = sinks[part.h, None, None]  # a key of value 0
+    total[top > -np.inf] = 1
     return False
 
 
 def _take_off_top(e: Array, top: Array, total: Array, sums: Array | None, first: bool) -> None:
     """Take the maximum so far off the scores; what earlier keys have summed to follows it."""
-    highest = np.maximum.reduce(e, axis=-1, keepdims=True, initial=_lowest(e))
+    highest = np.maximum.reduce(e, axis=-1, keepdims=True, initial=-np.inf)
     if not first:
         np.maximum(highest, top, out=highest)
-        decay = np.exp(top - highest)
+    shift = np.where(highest == -np.inf, 0, highest)  # -inf taken off itself is no number
+    if not first:
+        decay = np.exp(top - shift)
         total *= decay
         if sums is not None:
             sums *= decay
-    e -= highest
+    e -= shift
     top[...] = highest
+
+
+def _without_keys(top: Array, total: Array) -> None:
+    """Of queries that had no key to attend to, and no sink."""
+    none = total == 0
+    top[none], total[none] = 0, 1
 
 
 class Work(NamedTuple):
@@ -263,11 +271,12 @@ def _recomputed(
     unit = UNIT if work.top is None else 1.0
     if c.scores.few_queries:  # as `_at_once` did: another rounding would not fit top and total
         queries = queries * c.scores.factor(unit)
-    e, slope = c.scores.tile(queries, work.keys, part, t, s, unit)
+    with np.errstate(over="ignore"):  # of a bias of finfo.min, in UNITs
+        e, slope = c.scores.tile(queries, work.keys, part, t, s, unit)
     if work.top is None:
         _power(c.scores, e, part, t, s)
     else:
-        c.scores.forbid(e, part, t, s, np.add, -np.inf)
+        c.scores.forbid(e, part, t, s, -np.inf)
         e -= work.top[:, :, t]
         np.exp(e, out=e)
     return e, slope
@@ -278,11 +287,6 @@ def _place_for(x: Array, part: Part, name: str) -> Array:
     b, h, t, width = x.shape
     r = part.shared
     return x if r == 1 else scratch(name, (b, h // r, r * t, width), x.dtype)
-
-
-def _lowest(x: Array) -> float:
-    """In the place of -inf, which taken off itself is no number."""
-    return float(np.finfo(x.dtype).min) / 2
 
 
 def _rescaled(c: Attention, total: Array) -> Array:

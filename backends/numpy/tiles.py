@@ -167,22 +167,20 @@ class Scores(NamedTuple):
             scores += own(self.bias, part, t, s) * unit
         return scores, slope
 
-    def forbid(self, x: Array, part: Part, t: slice, s: slice, how: np.ufunc, what: float) -> None:
-        """x = how(x, what) where a query may not attend: add -inf, or multiply by 0."""
+    def forbid(self, x: Array, part: Part, t: slice, s: slice, what: float) -> None:
+        """x = what, 0 or -inf, where a query may not attend: whatever is there, NaN perhaps."""
         n, m = x.shape[2:]
         if self.mask is not None:
             allowed = own(self.mask, part, t, s)
             if not allowed.all():
-                np.copyto(x, what, where=~allowed)  # whatever it is: NaN less infinity is NaN
+                np.copyto(x, what, where=~allowed)
         first = t.start + self.k.shape[2] - self.q.shape[2] - s.start  # the key of the first query
         if self.right is not None and first + self.right + 1 < m:
             start = max(0, first + self.right + 1) if m > NARROW else 0
-            allowed = _band(n, m - start, None, first + self.right - start, x.dtype, how, what)
-            how(x[..., start:], allowed, out=x[..., start:])
+            _replace(x[..., start:], None, first + self.right - start, what)
         if self.left is not None and first + n - 1 - self.left > 0:
             stop = min(m, first + n - 1 - self.left) if m > NARROW else m
-            allowed = _band(n, stop, first - self.left, None, x.dtype, how, what)
-            how(x[..., :stop], allowed, out=x[..., :stop])
+            _replace(x[..., :stop], first - self.left, None, what)
 
     def kept(self, part: Part, t: slice, s: slice) -> Array:
         """1 where dropout keeps a probability of the tile, else 0: (b, h, t, s)."""
@@ -234,17 +232,25 @@ def place(x: Array, part: Part, *rest: slice) -> tuple[slice, ...]:
     return tuple(slice(None) if n == 1 else own for n, own in axes)
 
 
+def _replace(x: Array, low: int | None, high: int | None, what: float) -> None:
+    """x = what, 0 or -inf, but where row + low <= column <= row + high.
+
+    By bits: in as much time as it takes to add or multiply, and in a third of that of `copyto`.
+    """
+    inside, infinite = _band(*x.shape[2:], low, high, x.dtype)
+    bits = x.view(inside.dtype)
+    np.bitwise_and(bits, inside, out=bits)
+    if what:
+        np.bitwise_or(bits, infinite, out=bits)
+
+
 @functools.lru_cache(maxsize=32)
 def _band(
-    n: int,
-    m: int,
-    low: int | None,
-    high: int | None,
-    dtype: np.dtype,
-    how: np.ufunc,
-    what: float,
-) -> Array:
-    """(n, m): nothing to be done where row + low <= column <= row + high, `what` elsewhere."""
+    n: int, m: int, low: int | None, high: int | None, dtype: np.dtype
+) -> tuple[Array, Array]:
+    """(n, m), bits: all where row + low <= column <= row + high; those of -inf elsewhere."""
     column, row = np.arange(m), np.arange(n)[:, None]
     inside = (low is None or column >= row + low) & (high is None or column <= row + high)
-    return np.where(inside, how.identity, what).astype(dtype)
+    infinite = np.asarray(-np.inf, dtype).view(f"i{dtype.itemsize}")
+    none = np.zeros_like(infinite)
+    return np.where(inside, ~none, none), np.where(inside, none, infinite)
