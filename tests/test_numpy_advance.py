@@ -17,6 +17,7 @@ from xformer import dispatch, inference, ops, reference_only, tree
 from xformer.finetune import lora
 from xformer.layers import BlockConfig, EmbedConfig
 from xformer.layers.advance import advance
+from xformer.layers.norm import NormParams
 from xformer.layers.rope_config import RopeConfig
 from xformer.models import LanguageModel
 
@@ -139,6 +140,15 @@ def test_float32_and_frozen_and_read_only(ran: list[int]) -> None:
         leaf.flags.writeable = False
     require_same(model, tree.freeze(params), rtol=2e-5)
     assert len(ran) == 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_row_of_equal_numbers_is_normalised_to_b(dtype: str) -> None:
+    w, b = np.random.default_rng(0).normal(size=(2, 768)).astype(dtype)
+    x = np.repeat(np.asarray([[100.0], [0.1], [-1e8]], dtype), 768, axis=1)
+    config = BlockConfig(768, 1, 768, eps=1e-12)
+    y = kernel._norm(x, NormParams(w, b), config)
+    assert y.dtype == dtype and np.array_equal(y, np.broadcast_to(b, x.shape))
 
 
 def test_far_out_there_is_no_warning() -> None:

@@ -194,6 +194,39 @@ def test_equal_large_logits_are_equally_probable(library: Backend) -> None:
         np.testing.assert_allclose(probs + np.eye(10)[[3]], np.full((1, 10), 0.1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("width", [7, 384, 768, 5000])
+@EVERYWHERE
+def test_a_row_of_equal_numbers_is_normalised_to_b(width: int, library: Backend) -> None:
+    """The rounded mean is not that number, and rstd would divide the rest by itself."""
+    values = np.asarray([100.0, 0.1, -1e8, 3e4 / 7, 0.0, 1e15], "float32")
+    rng = np.random.default_rng(0)
+    x = np.repeat(values[:, None], width, axis=1)
+    w, b, dy = (rng.normal(size=n).astype("float32") for n in (width, width, x.shape))
+    for options in ({"eps": 1e-12}, {"eps": 1e-5}, {"eps": 1e-6, "eps_inside": False}):
+        y, cache = ops.layer_norm(*map(library.asarray, (x, w, b)), **options)
+        assert np.array_equal(library.to_numpy(y), np.broadcast_to(b, x.shape)), options
+        dx, dw, _ = map(library.to_numpy, cache.backward(library.asarray(dy)))
+        eps = options["eps"]
+        dxhat = dy.astype(float) * w
+        wanted = dxhat - dxhat.mean(axis=-1, keepdims=True)
+        wanted = wanted / (eps if "eps_inside" in options else np.sqrt(eps))
+        np.testing.assert_allclose(dx, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+        assert not dw.any()
+
+
+@EVERYWHERE
+def test_rows_far_from_zero_are_normalised_as_exactly_as_they_are_known(library: Backend) -> None:
+    means = np.asarray([[10], [1e2], [1e3], [-1e4], [1e5]])
+    x = (np.random.default_rng(0).normal(size=(5, 700)) + means).astype("float32")
+    exact = (x - x.mean(axis=-1, keepdims=True, dtype=float)) / x.std(
+        axis=-1, keepdims=True, dtype=float
+    )
+    ones, zeros = (library.asarray(np.full(700, n), "float32") for n in (1, 0))
+    y, _ = ops.layer_norm(library.asarray(x), ones, zeros, eps=1e-12)
+    off = np.abs(library.to_numpy(y) - exact).max(axis=-1)
+    assert (off < 1e-6 + np.finfo("float32").eps * np.abs(x).max(axis=-1)).all()
+
+
 @pytest.mark.parametrize("case", [c for c in cases() if c.room == "ops"], ids=lambda c: c.name)
 @only(*(name for name in LIBRARIES if name != "jax"))  # which compiles all anew, for long
 def test_large_inputs_stay_finite(case: Case, library: Backend) -> None:

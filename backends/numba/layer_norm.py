@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba.compiled import BLOCK, FEW, rowwise
+from xformer.backends.numpy import layer_norm as numpys
 from xformer.backends.numpy.rows import Sums, row_blocks, rows
 
 from xformer.checks import number, require_axis, require_gradient
 from xformer.typing import Array
+
+FAR = np.float32(numpys.FAR**2)  # mean^2 over variance
 
 
 def outside(
@@ -74,10 +77,32 @@ def rows_forward(x: Any, w: Any, b: Any, eps: Any, y: Any, mean: Any, rstd: Any)
         for j in range(width):
             y[i, j] = x[i, j] - centre
             total += y[i, j] * y[i, j]
+        if FAR * total < np.float32(width) * centre * centre:
+            centre = _corrected(centre, y[i])
+            total = _centred(x[i], centre, y[i])
         scale = np.float32(1) / math.sqrt(total / np.float32(width) + eps)
         mean[i], rstd[i] = centre, scale
         for j in range(width):
             y[i, j] = y[i, j] * scale * w[j] + b[j]
+
+
+@rowwise
+def _corrected(centre: Any, y: Any) -> Any:
+    """The mean with what it has lost by rounding, of y = x - centre."""
+    total = np.float32(0)
+    for j in range(y.size):
+        total += y[j]
+    return centre + total / np.float32(y.size)
+
+
+@rowwise
+def _centred(x: Any, centre: Any, y: Any) -> Any:
+    """y = x - centre; the sum of its squares."""
+    total = np.float32(0)
+    for j in range(y.size):
+        y[j] = x[j] - centre
+        total += y[j] * y[j]
+    return total
 
 
 @rowwise

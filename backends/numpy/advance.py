@@ -188,7 +188,9 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
         y = x * (w + config.norm_offset if config.norm_offset else w)
         y /= np.sqrt(np.vecdot(x, x) / width + config.eps)[:, None]
         return y
-    y = x - (np.add.reduce(x, axis=-1) / width)[:, None]
+    wider = np.longdouble if x.dtype == np.float64 else np.float64  # of equal numbers it is exact
+    mean = (np.add.reduce(x, axis=-1, dtype=wider) / width)[:, None]
+    y = np.subtract(x, mean, dtype=x.dtype, casting="same_kind")
     y *= w / np.sqrt(np.vecdot(y, y) / width + config.eps)[:, None]
     if b is not None:
         y += b

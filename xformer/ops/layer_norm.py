@@ -28,6 +28,7 @@ def layer_norm(
     require_axis("layer_norm", x, -1)
     xp = array_namespace(x)
     mean = _mean(x)  # (..., 1)
+    mean = mean + _mean(x - mean)  # which the first has lost by rounding: all, where x are equal
     var = _mean((x - mean) ** 2)  # (..., 1); two passes: E[x^2] - mean^2 would cancel
     rstd = 1 / xp.sqrt(var + eps) if eps_inside else 1 / (xp.sqrt(var) + eps)
     y = (x - mean) * rstd * w
