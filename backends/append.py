@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from array_api_compat import array_namespace, device
@@ -13,12 +14,31 @@ from xformer.typing import Array
 
 LEAST = 64  # tokens
 
-_claiming = threading.Lock()
+
+class _Claims:
+    """One at a time: another thread waits; a signal handler in the midst of one is refused."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_held = threading.RLock(), False
+
+    def alone(self, fn: Callable[..., bool], *args: Any) -> bool:
+        """fn(*args), or False."""
+        with self._lock:
+            if self._is_held:
+                return False
+            self._is_held = True
+            try:
+                return fn(*args)
+            finally:
+                self._is_held = False
+
+
+_claims = _Claims()
 
 
 def _forked() -> None:
-    global _claiming
-    _claiming = threading.Lock()  # whoever held the parent's is not in the child
+    global _claims
+    _claims = _Claims()  # whoever held the parent's lock is not in the child
 
 
 if hasattr(os, "register_at_fork"):
@@ -96,21 +116,28 @@ def longer(past: Past, n: int) -> Any:
 
 def claimed(rooms: tuple[Room, ...], end: int, n: int) -> bool:
     """Whether n columns behind `end` were free in each room; then they are taken."""
-    with _claiming:  # a text may be continued by two threads at once
-        for room in rooms:
-            if room.end != end or end + n > room.capacity:
-                return False
-        for room in rooms:
-            room.end = end + n
+    return _claims.alone(_claim, rooms, end, n)  # a text may be continued by two threads at once
+
+
+def _claim(rooms: tuple[Room, ...], end: int, n: int) -> bool:
+    for room in rooms:
+        if room.end != end or end + n > room.capacity:
+            return False
+    for room in rooms:
+        room.end = end + n
     return True
 
 
 def given_back(rooms: tuple[Room, ...], end: int, n: int) -> None:
     """Of the columns up to `end`, which one has claimed, the last n are free again."""
-    with _claiming:
-        for room in rooms:
-            if room.end == end:
-                room.end = end - n
+    _claims.alone(_give_back, rooms, end, n)
+
+
+def _give_back(rooms: tuple[Room, ...], end: int, n: int) -> bool:
+    for room in rooms:
+        if room.end == end:
+            room.end = end - n
+    return True
 
 
 def last_columns(room: Room, end: int, n: int) -> Past:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import threadpoolctl
+from xformer.backends.numpy import linear_cross_entropy
 from xformer.backends.numpy import threads as kernels
 from xformer.backends.numpy.threads import blas_alone, blocks, n_threads, scratch
+
+from xformer import ops
+from xformer.layers.past import Past, append
+from xformer.optim.ema import ema_leaves
+from xformer.typing import Array
 
 SECONDS = 60  # before a test that hangs fails
 
@@ -231,13 +239,48 @@ def test_after_a_fork() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_scratch_is_a_threads_own() -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_a_child_forked_while_blas_has_one_thread() -> None:
+    """It computes, and sets BLAS's threads, as its parent did before."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with blas_alone():
+            inside.set()
+            leave.wait(SECONDS)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(SECONDS)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert [library.get_num_threads() for library in kernels._blas()] == [3]
+            test_as_many_threads_as_blas_has()
+            with threadpoolctl.threadpool_limits(2, user_api="blas"):
+                assert n_threads() == 2
+            code = 0
+        finally:
+            os._exit(code)
+    leave.set()
+    thread.join(SECONDS)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and n_threads() == 3
+
+
+def test_scratch_is_a_threads_own_and_its_holders() -> None:
     a = scratch("a", (3, 5), np.float32)
     a[...] = 1
-    assert np.shares_memory(a, scratch("a", (3, 2), np.float64))
+    part, address = a[1:].reshape(-1), a.ctypes.data
     assert not np.shares_memory(a, scratch("b", (3, 5), np.float32))
+    del a
+    assert not np.shares_memory(part, scratch("a", (3, 2), np.float64))
+    del part
+    assert scratch("a", (3, 2), np.float64).ctypes.data == address
     b = scratch("a", (100,), np.float64)
     assert b.shape == (100,) and b.dtype == np.float64 and b.flags.writeable
+    assert len(kernels._kept.pools["a"]) == 1  # what was too small is gone
     other = []
     thread = threading.Thread(target=lambda: other.append(scratch("a", (100,), np.float64)))
     thread.start()
@@ -349,3 +392,111 @@ def test_a_number_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     leave.set()
     thread.join(SECONDS)
     assert numbers == [1, 1, 1, 1, 2] and n_threads() == 3
+
+
+def interrupted(fn: Callable[[], Any], handle: Callable[[], None]) -> Any:
+    """fn(), and handle() before each of its lines, where a signal handler might run."""
+    results, before = [], sys.gettrace()
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            handle()
+        return trace
+
+    def run() -> None:
+        sys.settrace(trace)
+        try:
+            results.append(fn())
+        finally:
+            sys.settrace(before)
+
+    thread = threading.Thread(target=run, daemon=True)  # which a deadlock leaves behind
+    thread.start()
+    thread.join(SECONDS)
+    assert results, "a deadlock, or an error above"
+    return results[0]
+
+
+X, OTHER = np.random.default_rng(1).normal(size=(2, 2, 3, 70, 5)).astype(np.float32)
+DY = np.cos(X)
+LEAF = OTHER.reshape(-1)
+
+
+def attention(x: Array) -> Any:
+    y, cache = ops.sdpa(x, x[:, :1], x[:, 1:2], causal=True)
+    return (y, *cache.backward(DY)[:3])
+
+
+def head(x: Array) -> Any:
+    targets = np.arange(70)
+    y, cache = ops.linear_cross_entropy(x[0, 0], x[0, 1].T, None, targets=targets)
+    return (y, *cache.backward(np.ones((), np.float32))[:2])
+
+
+def backward(op: Any, *args: Array) -> Any:
+    y, cache = op(*args)
+    grads = cache.backward(DY)
+    return (y, *grads) if isinstance(grads, tuple) else (y, grads)
+
+
+COMPUTED: dict[str, Callable[[Array], Any]] = {
+    "sdpa": attention,
+    "linear_cross_entropy": head,
+    "gelu": lambda x: backward(ops.gelu, x),
+    "glu": lambda x: backward(ops.glu, x, x + 1),
+    "layer_norm": lambda x: backward(ops.layer_norm, x, x[0, 0, 0], x[0, 0, 1]),
+    "rms_norm": lambda x: backward(ops.rms_norm, x, x[0, 0, 0]),
+    "cross_entropy": lambda x: ops.cross_entropy(x, targets=np.zeros(x.shape[:-1], int))[:1],
+    "ema": lambda x: ema_leaves([x, LEAF], [x + 1, LEAF + 2], share=0.3),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_signal_handler_that_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same op of other numbers, before every line: both are right."""
+    monkeypatch.setattr(linear_cross_entropy, "LARGE", 2)
+    compute, wrong = COMPUTED[name], list[int]()
+    wanted, others = compute(X), compute(OTHER)
+    kernels.forget_scratch()
+
+    def handle() -> None:
+        if not all(map(np.array_equal, compute(OTHER), others)):
+            wrong.append(1)
+
+    got = interrupted(lambda: compute(X), handle)
+    assert all(map(np.array_equal, got, wanted)) and not wrong
+
+
+def test_a_signal_handler_that_uses_the_threads() -> None:
+    """Neither a deadlock, nor a piece left out, nor another number of threads afterwards."""
+
+    def count() -> list[int]:
+        seen: list[int] = []
+        blocks(lambda start, stop: seen.append(start), 4, 1)
+        with blas_alone():
+            blocks(lambda start, stop: seen.append(start), 4, 1)
+            kernels.everywhere(lambda: bool(seen.append(4)), 2)
+        assert n_threads() in (1, 3)
+        return sorted(seen)
+
+    wanted, wrong = [0, 0, 1, 1, 2, 2, 3, 3, 4], list[Any]()
+
+    def handle() -> None:
+        got = count()
+        if got[:9] != wanted or set(got[9:]) - {4}:  # two threads come to `everywhere`, or one
+            wrong.append(got)
+
+    got = interrupted(count, handle)
+    assert got[:9] == wanted and not wrong and n_threads() == 3
+
+
+def test_a_signal_handler_that_goes_on_with_the_same_text() -> None:
+    new = X[:, :, :1]
+    before = append(X, X, past=append(X, X, past=Past()))
+    kept: list[Any] = []
+    got = interrupted(
+        lambda: append(new, new, past=before),
+        lambda: kept.append(append(new + 1, new + 1, past=before)),
+    )
+    for grown, last in ((got, new), *((other, new + 1) for other in kept)):
+        np.testing.assert_array_equal(grown.k, np.concatenate((X, X, last), axis=2))

@@ -103,6 +103,7 @@ def _plain(c: Attention, part: Part) -> bool:
                 if c.scores.rate:
                     e *= c.scores.kept(part, t, s)
                 _add_product(fold(e, part), v[:, :, s], sums, first)
+                del e  # the next tile's go to the same memory
             if part.shared > 1:
                 ctx[:, :, t] = unfold(sums, part)
     if not (total.min() >= np.exp(-BOUND) and total.max() <= np.exp(BOUND)):
@@ -132,6 +133,7 @@ def _shifted(c: Attention, part: Part) -> None:
                 e *= c.scores.kept(part, t, s)
             _add_product(fold(e, part), v[:, :, s], sums, first)
             first = False
+            del e  # the next tile's go to the same memory
         _without_keys(top, total)
         np.multiply(unfold(sums, part), _rescaled(c, total), out=c.ctx[here])
 
@@ -258,6 +260,7 @@ def _rows_back(
             de *= slope
         _add_product(fold(de, part), k[:, :, s], dq, s.start == low)
         _add_product(fold(de, part).mT, queries, work.dk[:, :, s], first)
+        del e, de, dropped, slope  # the next tile's go to the same memory
     if part.shared > 1:
         dq_here[...] = unfold(dq, part)
     if grads.inner is not None:

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ import numpy as np
 from xformer.typing import Array
 
 Piece = Callable[[int, int], Any]
+_Pool = list[tuple[Array, int]]  # buffers, and where a line begins in them
 
 LINE = 64  # bytes of memory that come together
 
@@ -73,7 +75,7 @@ def everywhere(fn: Callable[[], bool], threads: int) -> None:
     if threads < 2:
         fn()
         return
-    with nullcontext(True) if _kept.n_threads else _pool() as has_pool:
+    with nullcontext(True) if _kept.n_threads else _pool() as has_pool, _in_piece():
         helpers, done = threads - 1 if has_pool else 0, False
         job = _Job(lambda start, stop: fn(), helpers, 1)
         try:
@@ -123,16 +125,33 @@ def blas_alone() -> Iterator[None]:
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Memory of this thread's own, not cleared; its next use is by the same name.
+    """Memory from this thread's pool of that name, not cleared.
 
-    A fresh array of its size would cost a page fault for every 4 KiB.
+    It goes back to the pool when no array refers to it any more. So a signal handler that computes
+    while this thread does gets other memory. A fresh array of its size would cost a page fault for
+    every 4 KiB.
     """
-    kept, dtype = _kept.buffers, np.dtype(dtype)
+    dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    buffer = kept.get(name)
-    if buffer is None or buffer.nbytes < nbytes:
-        buffer = kept[name] = lined((nbytes,), np.uint8)
-    return np.ndarray(shape, dtype, buffer)
+    pool = _kept.pools.setdefault(name, [])
+    for raw, offset in pool:
+        if sys.getrefcount(raw) == _IDLE and raw.nbytes >= offset + nbytes:
+            return np.ndarray(shape, dtype, raw, offset)
+    raw, offset = _lined(nbytes)
+    _kept.pools[name] = [*_busy(pool), (raw, offset)]
+    return np.ndarray(shape, dtype, raw, offset)
+
+
+def _busy(pool: _Pool) -> _Pool:
+    """The buffers that arrays refer to; the others are too small."""
+    return [(raw, offset) for raw, offset in pool if sys.getrefcount(raw) != _IDLE]
+
+
+def _references() -> int:
+    """The references to a buffer in a pool that no array refers to, while a loop looks at it."""
+    pool = [_lined(0)]
+    return next(sys.getrefcount(raw) for raw, _ in pool)
+
 
 
 def lined(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -141,13 +160,19 @@ def lined(shape: tuple[int, ...], dtype: Any) -> Array:
     NumPy's own begin 16 bytes behind; numba's steps take 2 % longer in them.
     """
     dtype = np.dtype(dtype)
-    raw = np.empty(math.prod(shape) * dtype.itemsize + LINE, np.uint8)
-    return np.ndarray(shape, dtype, raw, -raw.ctypes.data % LINE)
+    return np.ndarray(shape, dtype, *_lined(math.prod(shape) * dtype.itemsize))
+
+
+def _lined(nbytes: int) -> tuple[Array, int]:
+    """Memory, and where a line begins in it that so many bytes follow."""
+    raw = np.empty(nbytes + LINE, np.uint8)
+    return raw, -raw.ctypes.data % LINE
 
 
 def scratch_nbytes() -> int:
     """Bytes that the `scratch` of all threads takes."""
-    return sum(buffer.nbytes for kept in _everyone.values() for buffer in list(kept.values()))
+    pools = [pool for kept in _everyone.values() for pool in list(kept.values())]
+    return sum(raw.nbytes for pool in pools for raw, _ in pool)
 
 
 def forget_scratch() -> None:
@@ -163,7 +188,8 @@ class _State:
         self.pool = threading.Lock()  # of whoever has all threads
         self.jobs: SimpleQueue[tuple[_Job, Context]] = SimpleQueue()
         self.n_threads = 0
-        self.changing = threading.Lock()  # of whoever reads or sets BLAS's numbers of threads
+        # Of whoever reads or sets BLAS's numbers of threads: a signal handler may come again.
+        self.changing, self.is_changing = threading.RLock(), False
         self.inside: set[object] = set()  # calls of `_one_thread`
         self.before: dict[Any, int] = {}  # then, of each library, the number to go back to
 
@@ -185,7 +211,7 @@ class _Job:
             self.error = error
 
 
-class _Buffers(dict[str, Array]):
+class _Pools(dict[str, _Pool]):
     """Scratch memory by its name; unlike a dict, it can be referred to weakly."""
 
 
@@ -193,13 +219,14 @@ class _Kept(threading.local):
     """A thread's own buffers, which go with it."""
 
     def __init__(self) -> None:
-        self.buffers = _everyone[threading.get_ident()] = _Buffers()
+        self.pools = _everyone[threading.get_ident()] = _Pools()
         self.n_threads = 0  # within `blas_alone`
         self.in_piece = False
 
 
+_IDLE = _references()
 _state = _State()
-_everyone: WeakValueDictionary[int, _Buffers] = WeakValueDictionary()
+_everyone: WeakValueDictionary[int, _Pools] = WeakValueDictionary()
 _kept = _Kept()
 
 
@@ -225,16 +252,23 @@ def _withdraw(job: _Job, helpers: int, *, wait: bool) -> None:
 
 def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
     job = _Job(fn, n, size)
-    _begin(job, helpers)
+    with _in_piece():
+        _begin(job, helpers)
+        job.work()
+        _withdraw(job, helpers, wait=True)
+    if job.error is not None:
+        raise job.error
+
+
+@contextmanager
+def _in_piece() -> Iterator[None]:
+    """This thread has the jobs of helpers: what a signal handler computes meanwhile, it does alone."""
     before = _kept.n_threads, _kept.in_piece
     _kept.n_threads, _kept.in_piece = 1, True
     try:
-        job.work()
+        yield
     finally:
         _kept.n_threads, _kept.in_piece = before
-    _withdraw(job, helpers, wait=True)
-    if job.error is not None:
-        raise job.error
 
 
 def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
@@ -243,9 +277,10 @@ def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
         job, context = jobs.get()
         for library in filter(_of_thread, _blas()):
             library.set_num_threads(1)
+        done = job.done
         context.run(job.work)
-        job.done.put(None)
-        del job, context  # else its arrays would live until the next
+        del job, context  # their arrays, and scratch among them, are free for what comes next
+        done.put(None)
 
 
 @contextmanager
@@ -263,26 +298,47 @@ def _pool() -> Iterator[bool]:
 @contextmanager
 def _one_thread() -> Iterator[bool]:
     """As `_pool`; BLAS has one thread, until the last that wants it so has left."""
-    state, one, before = _state, object(), list[tuple[Any, int]]()
+    state, one, before, changes = _state, object(), list[tuple[Any, int]](), False
     with _pool() as has_pool:
         try:
-            with state.changing:
-                state.inside.add(one)
-                before = _numbers()
-                state.before = {library: n for library, n in before if not _of_thread(library)}
-                for library, _ in before:
-                    library.set_num_threads(1)
-            yield has_pool
+            with _change(state) as changes:
+                if changes:
+                    state.inside.add(one)
+                    before = _numbers()
+                    state.before = {library: n for library, n in before if not _of_thread(library)}
+                    for library, _ in before:
+                        library.set_num_threads(1)
+            yield has_pool and changes
         finally:
-            with state.changing:
-                state.inside.discard(one)
-                for library, n in before:
-                    if not state.inside or _of_thread(library):
-                        library.set_num_threads(n)
-                    if hasattr(library, "clear_controlling_thread"):  # threadpoolctl 3.8
-                        library.clear_controlling_thread()  # else only this thread could set it
-                if not state.inside:
-                    state.before = {}
+            with _change(state) as may_change:
+                if changes and may_change:
+                    _leave(state, one, before)
+
+
+@contextmanager
+def _change(state: _State) -> Iterator[bool]:
+    """Whether BLAS's numbers may be set: not by a signal handler while its thread sets them."""
+    with state.changing:
+        if state.is_changing:
+            yield False
+            return
+        state.is_changing = True
+        try:
+            yield True
+        finally:
+            state.is_changing = False
+
+
+def _leave(state: _State, one: object, before: list[tuple[Any, int]]) -> None:
+    """The last to leave gives BLAS its threads back."""
+    state.inside.discard(one)
+    for library, n in before:
+        if not state.inside or _of_thread(library):
+            library.set_num_threads(n)
+        if hasattr(library, "clear_controlling_thread"):  # threadpoolctl 3.8
+            library.clear_controlling_thread()  # else only this thread could set it
+    if not state.inside:
+        state.before = {}
 
 
 def _numbers() -> list[tuple[Any, int]]:
@@ -313,8 +369,13 @@ def _blas() -> list[Any]:
 
 
 def _forked() -> None:
+    """The child has none of the threads that wanted BLAS to have one."""
     global _state
-    _state = _State()
+    before, _state = _state.before, _State()
+    for library, n in before.items():
+        if hasattr(library, "clear_controlling_thread"):
+            library.clear_controlling_thread(force=True)
+        library.set_num_threads(n)
 
 
 if hasattr(os, "register_at_fork"):
