@@ -110,6 +110,75 @@ def test_a_run_of_a_model_of_ones_own(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["checkpoints", "lock", "log.jsonl", "run.json"]
 
 
+def test_a_run_of_frozen_parameters(tmp_path: Path) -> None:
+    params = xf.tree.freeze(runs.MODEL.init(0), "embed.*")
+    with opened(tmp_path) as found:
+        state = found.begin(training.start(params, runs.CONFIG))
+        for step in found.record(runs.steps(state), lambda: True):
+            state = step.state
+    _, kept = training.load(tmp_path, NUMPY)
+    assert np.array_equal(kept.embed.table, params.embed.table.value)
+    assert np.array_equal(kept.stack.norm.w, state.averaged.stack.norm.w)
+
+
+def halved(state: training.State) -> training.State:
+    return state._replace(optimiser=xf.tree.map(lambda a: np.asarray(a, np.float16), state.ema))
+
+
+def test_a_state_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    wanted = "begin: optimiser.embed.table cannot be stored: .* got float16"
+    with opened(tmp_path) as found, pytest.raises(TypeError, match=wanted):
+        found.begin(halved(begun()))
+    assert checkpoints(tmp_path) == {}
+
+
+def test_a_state_that_becomes_so_writes_nothing(tmp_path: Path) -> None:
+    trained(tmp_path, n=3)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with opened(tmp_path) as found:
+        state = found.begin(begun())
+        with pytest.raises(TypeError, match=r"save: optimiser\.embed\.table cannot be"):
+            found.save(halved(state)._replace(step=4))
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def of_dtype(params: Any, dtype: str) -> Any:
+    return xf.tree.map(lambda a: a.astype(dtype), params)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda p: of_dtype(p, "float16"), TypeError, "save: embed.table cannot be .* got float16"),
+        (lambda p: of_dtype(p, "int64"), TypeError, "save: .* of one dtype, .*, got int64"),
+        (
+            lambda p: p._replace(embed=of_dtype(p.embed, "float64")),
+            TypeError,
+            "save: parameters must be of one dtype, .*, got float32, float64",
+        ),
+        (
+            lambda p: dataclasses.replace(runs.MODEL, n_layers=2).init(0),
+            CheckpointError,
+            "16 parameters are missing, unexpected or misshapen",
+        ),
+    ],
+)
+def test_what_load_would_not_read_is_not_saved(
+    change: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        training.save(tmp_path / "a", runs.MODEL, change(runs.MODEL.init(0)), NUMPY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_of_another_byte_order_are_saved(tmp_path: Path) -> None:
+    params = runs.MODEL.init(0)
+    training.save(tmp_path, runs.MODEL, of_dtype(params, ">f4"), NUMPY)
+    _, back = training.load(tmp_path, NUMPY)
+    for name, leaf in xf.tree.flatten(back).items():
+        assert leaf.dtype == np.float32 and np.array_equal(leaf, xf.tree.flatten(params)[name])
+
+
 # Going on
 
 

@@ -90,6 +90,57 @@ def test_it_comes_back_on_every_library(library: Backend, tmp_path: Path) -> Non
     assert all(same(elsewhere.params[name], host[name]) for name in host)
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i2", ">u8", "?"])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
+def test_other_byte_orders_come_back_as_native_numbers(
+    dtype: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    host = np.asarray(np.arange(math.prod(shape)).reshape(shape) * 3 - 2, dtype, order="F")
+    state = {"w": host, "scalar": host.dtype.type(5)}
+    write_state(tmp_path / "a", state, NUMPY)
+    back = read_state(tmp_path / "a").restored(state, NUMPY)
+    for name, leaf in back.items():
+        assert same(leaf, np.asarray(state[name], host.dtype.newbyteorder("="))), name
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        *((np.ones(2, dtype), dtype) for dtype in ("float16", "complex64", "complex128", "object")),
+        (np.asfortranarray(np.ones((2, 3), ">f2")), "float16"),
+        (np.asarray(["2020-01-01"], "M8[D]"), "datetime64"),
+        (np.zeros(2, [("a", "f4")]), "void"),
+        (np.ma.masked_array([1.0, 2.0], [False, True]), "MaskedArray"),
+        ("adam", "str"),
+        (1j, "complex"),
+        ({1, 2}, "set"),
+    ],
+    ids=str,
+)
+def test_what_would_not_come_back_is_refused(leaf: Any, got: str, tmp_path: Path) -> None:
+    wanted = "arrays of bool, integers, float32 or float64 can be"
+    state = State({"w": np.ones(2)}, {"m": leaf}, None)
+    with pytest.raises(TypeError, match=f"m cannot be stored: {wanted}, got {got}"):
+        write_state(tmp_path / "a", state, NUMPY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bfloat16_is_refused(tmp_path: Path) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    with pytest.raises(TypeError, match=r"w cannot be stored: .* got bfloat16"):
+        write_state(tmp_path / "a", {"w": np.ones(2, ml_dtypes.bfloat16)}, NUMPY)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_a_name_that_a_file_cannot_have(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"safetensors' own|is no Unicode text"):
+        write_state(tmp_path / "a", {name: np.ones(2)}, NUMPY)
+    assert list(tmp_path.iterdir()) == []
+    state = {name: 2}  # a number is no tensor of the file
+    write_state(tmp_path / "a", state, NUMPY)
+    assert read_state(tmp_path / "a").restored(state, NUMPY) == state
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "step-00000003.safetensors"

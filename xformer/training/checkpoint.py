@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from xformer import backends, models, tree
 from xformer.files import replacing
 from xformer.initial import Shapes
+from xformer.training.storable import on_host, require_storable
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = "xformer-1"
@@ -37,20 +38,23 @@ def save(
 ) -> None:
     """Write the configuration and the parameters; an interrupted write leaves the old file.
 
-    TypeError for a model that `load` would not know.
+    Frozen parameters are written as others are. What `load` would not read is not written:
+    TypeError for another model, or parameters that are not all of one dtype of the backend;
+    CheckpointError for parameters that are not the model's.
     """
     if type(model) not in MODELS.values():
         raise TypeError(f"save: model must be one of {', '.join(MODELS)}, got {model!r:.60}")
-    target = Path(folder)
+    target, leaves = Path(folder), tree.flatten(tree.thaw(params))
+    require_storable("save", leaves, backend)
+    arrays = on_host(leaves, backend)
+    _require_parameters(model, {name: a.shape for name, a in arrays.items()}, target / WEIGHTS)
+    if wrong := _wrong_dtypes(arrays, backend):
+        raise TypeError(f"save: {wrong}")
     target.mkdir(parents=True, exist_ok=True)
     config = {
         "format": FORMAT,
         "model": type(model).__name__,
         "config": asdict(model),
-    }
-    arrays = {
-        name: np.ascontiguousarray(backend.to_numpy(array))
-        for name, array in tree.flatten(params).items()
     }
     with replacing(target / WEIGHTS, target / CONFIG) as (weights, text):
         write_arrays(arrays, weights, target / WEIGHTS, {"xformer": json.dumps(config)})
@@ -83,12 +87,8 @@ def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any
         arrays = load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    dtypes = sorted({str(a.dtype) for a in arrays.values()})
-    if len(dtypes) != 1 or dtypes[0] not in backend.dtypes:
-        raise CheckpointError(
-            f"{path}: parameters must be of one dtype, {' or '.join(backend.dtypes)}, "
-            f"got {', '.join(dtypes)}"
-        )
+    if wrong := _wrong_dtypes(arrays, backend):
+        raise CheckpointError(f"{path}: {wrong}")
     leaves = {name: backend.asarray(array) for name, array in arrays.items()}
     return model, tree.unflatten(model.init_from(Shapes()), leaves)
 
@@ -139,6 +139,15 @@ def _value(hint: Any, value: Any) -> Any:
     if not isinstance(value, list):
         raise TypeError(f"must be a list, got {value!r:.60}")
     return tuple(_value(get_args(kind)[0], item) for item in value)
+
+
+def _wrong_dtypes(arrays: Mapping[str, np.ndarray], backend: backends.Backend) -> str | None:
+    """What is wrong with the dtypes of parameters; None: nothing."""
+    dtypes = sorted({str(a.dtype) for a in arrays.values()})
+    if len(dtypes) == 1 and dtypes[0] in backend.dtypes:
+        return None
+    wanted = " or ".join(backend.dtypes)
+    return f"parameters must be of one dtype, {wanted}, got {', '.join(dtypes)}"
 
 
 def _require_parameters(model: Any, have: dict[str, tuple[int, ...]], path: Path) -> None:

@@ -31,7 +31,14 @@ from xformer.training.checkpoint import CheckpointError
 from xformer.training.diverged import Diverged
 from xformer.training.log import LOG, append, line_of, shorten
 from xformer.training.loop import Step
-from xformer.training.state import Saved, State, read_state, require_same, write_state
+from xformer.training.state import (
+    Saved,
+    State,
+    read_state,
+    require_same,
+    require_state,
+    write_state,
+)
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 FORMAT = "xformer-run-1"
@@ -100,8 +107,10 @@ class Run:
         where there is no checkpoint. A UserWarning says where the log is, one damaged too.
 
         ValueError where a checkpoint does not fit `start`, CheckpointError where it is damaged,
-        OSError where the disk has no room for what training will write.
+        OSError where the disk has no room for what training will write; TypeError, ValueError for
+        a leaf of `start` that a checkpoint cannot hold.
         """
+        require_state("begin", start, self.place)
         found = checkpoints(self.folder)
         if at is not None and at not in found:
             have = ", ".join(map(str, found)) or "none"
@@ -154,6 +163,7 @@ class Run:
         """
         if self._saved == state.step:
             return
+        require_state("save", state, self.place)  # before the model is written
         if self.model is not None and state.best_step in (0, state.step):
             # First, so that it never is older than the checkpoint that calls it the best.
             checkpoint.save(self.folder, self.model, state.averaged, self.place)

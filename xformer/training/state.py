@@ -21,6 +21,7 @@ from xformer.backends import Backend
 from xformer.files import replacing
 from xformer.optim import LossScale
 from xformer.training.checkpoint import CheckpointError, write_arrays
+from xformer.training.storable import dtype_name, on_host, require_storable
 
 FORMAT = "xformer-state-1"
 WORDS, DIGEST = "xformer", "sha256"  # keys of the file's metadata
@@ -89,18 +90,18 @@ class Saved(NamedTuple):
 def write_state(
     path: str | os.PathLike[str], state: Any, backend: Backend, about: Any = None
 ) -> None:
-    """Write a tree of arrays, ints and floats; an interrupted write leaves the old file.
+    """Write a tree of arrays and Python's bools, ints and floats.
 
-    about: JSON that says what the state is of, such as a model's configuration. OSError where it
-    cannot be written.
+    Arrays are of bool, integers or a dtype that the backend computes in; big-endian ones come back
+    as native ones, and NumPy's scalars as arrays. An interrupted write leaves the old file.
+    about: JSON that says what the state is of, such as a model's configuration.
+
+    TypeError, ValueError as `require_storable`, which name a leaf that would not come back; OSError
+    where the file cannot be written.
     """
-    leaves = {name: tree.value(leaf) for name, leaf in tree.flatten(state).items()}
-    numbers = {name: leaf for name, leaf in leaves.items() if _is_number(leaf)}
-    arrays = {
-        name: np.asarray(backend.to_numpy(leaf), order="C")
-        for name, leaf in leaves.items()
-        if name not in numbers
-    }
+    numbers, leaves = _parted(state)
+    require_storable("write_state", leaves, backend)
+    arrays = on_host(leaves, backend)
     # As text where JSON has no such number: inf, nan.
     plain = {
         name: repr(n) if isinstance(n, float) and not math.isfinite(n) else n
@@ -110,6 +111,11 @@ def write_state(
     metadata = {WORDS: words, DIGEST: _digest(arrays, words)}
     with replacing(Path(path)) as (part,):
         write_arrays(arrays, part, Path(path), metadata)
+
+
+def require_state(what: str, state: Any, backend: Backend) -> None:
+    """Raise what `write_state` would raise for a leaf; what: begins the message."""
+    require_storable(what, _parted(state)[1], backend)
 
 
 def read_state(path: str | os.PathLike[str]) -> Saved:
@@ -160,6 +166,13 @@ def _digest(arrays: Mapping[str, np.ndarray], words: str) -> str:
     return sha.hexdigest()
 
 
+def _parted(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The numbers of a tree by their names, and its other leaves."""
+    leaves = {name: tree.value(leaf) for name, leaf in tree.flatten(state).items()}
+    numbers = {name: leaf for name, leaf in leaves.items() if _is_number(leaf)}
+    return numbers, {name: leaf for name, leaf in leaves.items() if name not in numbers}
+
+
 def _is_number(leaf: Any) -> bool:
     return type(leaf) in (bool, int, float)  # exactly: NumPy's scalars are arrays
 
@@ -174,7 +187,7 @@ def _kind(leaf: Any) -> str:
         return "absent"
     if _is_number(leaf):
         return f"a Python {type(leaf).__name__}"
-    return f"{str(leaf.dtype).rpartition('.')[2]} {tuple(leaf.shape)}"
+    return f"{dtype_name(leaf)} {tuple(leaf.shape)}"
 
 
 def _parts(about: Any, name: str = "") -> Iterator[tuple[str, Any]]:

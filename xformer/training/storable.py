@@ -1,0 +1,48 @@
+"""What a checkpoint can hold: arrays that the backend takes back when the file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from xformer.backends import Backend
+
+WHOLE = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+RESERVED = "__metadata__"  # safetensors' own
+
+
+def require_storable(what: str, leaves: Mapping[str, Any], backend: Backend) -> None:
+    """Raise for the first leaf that could not be read back, before anything is written.
+
+    TypeError for one that is no array, or of another dtype than bool, integers and
+    `backend.dtypes`; ValueError for a name that a file cannot have. what: begins the message.
+    """
+    able = f"arrays of bool, integers, {' or '.join(backend.dtypes)}"
+    for name, leaf in leaves.items():
+        if name == RESERVED:
+            raise ValueError(f"{what}: an array cannot be called {name}, which is safetensors' own")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{what}: the name {name!r:.60} is no Unicode text") from error
+        is_plain = hasattr(leaf, "dtype") and not isinstance(leaf, np.ma.MaskedArray)
+        found = dtype_name(leaf) if is_plain else type(leaf).__name__
+        if found not in (*WHOLE, *backend.dtypes):
+            raise TypeError(f"{what}: {name} cannot be stored: {able} can be, got {found}")
+
+
+def dtype_name(array: Any) -> str:
+    """The standard's name of an array's dtype, whatever its byte order."""
+    dtype = array.dtype
+    return str(getattr(dtype, "name", str(dtype).rpartition(".")[2]))
+
+
+def on_host(leaves: Mapping[str, Any], backend: Backend) -> dict[str, np.ndarray]:
+    """Storable leaves as a file holds them: contiguous and little-endian."""
+    arrays = {name: np.asarray(backend.to_numpy(leaf), order="C") for name, leaf in leaves.items()}
+    return {
+        name: array.astype(array.dtype.newbyteorder("<"), copy=False)
+        for name, array in arrays.items()
+    }
