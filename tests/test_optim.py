@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from libraries import only
 from xformer.backends import Backend
 
 from xformer import backends, optim, tree
@@ -377,6 +378,56 @@ def test_no_parameters_at_all() -> None:
         assert step((), (), init(()), lr=0.1)[0] == ()
         empty = np.ones((0, 3))
         assert step(empty, empty, init(empty), lr=0.1)[0].shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", optim.OPTIMISERS)
+def test_parameters_of_no_elements(name: str, library: Backend) -> None:
+    """They stay as they are, and leave the steps of others alone. Muon steps matrices alone."""
+    init, step = optim.OPTIMISERS[name]
+    w = library.asarray(W)
+    alone, _ = step({"w": w}, {"w": w}, init({"w": w}), lr=0.1)
+    for shape in ((0, 3), (3, 0), (2, 0, 3), (0,)):
+        empty = library.asarray(np.zeros(shape))
+        both = {"w": w, "empty": empty}
+        if name == "muon":
+            with pytest.raises(
+                ValueError, match=r"muon: empty must be \(\.\.\., I, O\), got shape"
+            ):
+                init(both)
+            continue
+        state = init(both)
+        for _ in range(2):
+            params, state = step(both, both, state, lr=0.1)
+            assert params["empty"].shape == empty.shape
+            for leaf in tree.flatten(state).values():
+                assert isinstance(leaf, int) or np.isfinite(library.to_numpy(leaf)).all()
+        params, _ = step(both, both, init(both), lr=0.1)
+        assert np.array_equal(library.to_numpy(params["w"]), library.to_numpy(alone["w"]))
+        clipped, _ = optim.clip_by_global_norm({"empty": empty}, max_norm=1.0)
+        assert clipped["empty"].shape == empty.shape
+
+
+@only("numpy", "torch", "numba", "cuda_shim")
+@pytest.mark.parametrize("size", [1e18, 2e19, 1e20, 4e20, 1e21, 1e30, 1e-22, 1e-25])
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_squares_overflow_where_torch_has_them_overflow(
+    library: Backend, name: str, size: float
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    w = np.linspace(0.5, 1.5, 6, dtype=np.float32)
+    g = np.asarray([1, -1, 0.9, 1.1, -1.2, 1], np.float32) * np.float32(size)
+    p = torch.nn.Parameter(torch.tensor(w))
+    judge = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]([p], lr=0.1)
+    init, step = optim.OPTIMISERS[name]
+    params = {"w": library.asarray(w)}
+    state = init(params)
+    for _ in range(2):
+        p.grad = torch.tensor(g)
+        judge.step()
+        with np.errstate(over="ignore"):
+            params, state = step(params, {"w": library.asarray(g)}, state, lr=0.1)
+        wanted = p.detach().numpy()
+        np.testing.assert_allclose(library.to_numpy(params["w"]), wanted, 1e-6, 1e-6)
 
 
 def test_state_of_another_kind_or_dtype() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
+from libraries import only
 from test_kernels import KERNELS, LAYOUTS, UPDATES, contiguous, every, laid_out
 from test_ledger import MODELS
 from xformer.backends import Backend
@@ -153,6 +154,45 @@ def test_an_array_that_is_there_twice_is_not_written_over() -> None:
     require_same(clipped, wanted)
     assert norm == same
     require_same(optim.ema(both, both, decay=0.5, donate=True), both)
+
+
+VIEWS = {"all": slice(40), "part": slice(8, 24), "edge": slice(32, 48), "apart": slice(40, 64)}
+
+
+@only("numpy", "numba", "cuda_shim")
+@pytest.mark.parametrize("how", [*VIEWS, "mapped"])
+def test_leaves_that_share_memory_are_not_written_over(library: Backend, how: str) -> None:
+    """A tied weight as a view, whose memory a step would write twice."""
+    memory = library.asarray(drawn(1)[0][-1].ravel().repeat(2)[:64])
+    params = [memory[:40], memory[VIEWS.get(how, slice(32, 48))]]
+    if how == "mapped":  # arrays of no common base, as of a file
+        if library.name == "cuda_shim":
+            pytest.skip("memory of the host")
+        mapped = bytearray(library.to_numpy(memory).tobytes())
+        params = [np.frombuffer(mapped, np.float32, n, at) for n, at in ((40, 0), (16, 128))]
+    before = [library.to_numpy(x).copy() for x in params]
+    grads = [library.asarray(np.full_like(x, i)) for i, x in enumerate(before, 1)]
+    zeros = [[library.asarray(np.zeros_like(x)) for x in before] for _ in range(4)]
+    given = [library.asarray(x.copy()) for x in before]
+    wanted, _, _ = adam_update(given, grads, *zeros[:2], **ADAM, keep=0.9)
+    got, _, _ = adam_update(params, grads, *zeros[2:], **ADAM, keep=0.9, donate=True)
+    for new, right, old, was in zip(got, wanted, params, before, strict=True):
+        assert np.array_equal(library.to_numpy(new), library.to_numpy(right))
+        assert (how == "apart") != np.array_equal(library.to_numpy(old), was)
+
+
+def test_clipped_and_averaged_leaves_that_share_memory() -> None:
+    memory = np.arange(1, 65, dtype=np.float32)
+    for view in VIEWS.values():
+        leaves = {"a": memory[:40], "b": memory[view]}
+        wanted, _ = optim.clip_by_global_norm(tree.map(np.copy, leaves), max_norm=1.0)
+        memory = memory.copy()
+        leaves = {"a": memory[:40], "b": memory[view]}
+        require_same(optim.clip_by_global_norm(leaves, max_norm=1.0, donate=True)[0], wanted)
+        memory = np.arange(1, 65, dtype=np.float32)
+        average, params = {"a": memory[:40]}, {"a": memory[4:44]}
+        wanted = optim.ema(average, tree.map(np.copy, params), decay=0.5)
+        require_same(optim.ema(average, params, decay=0.5, donate=True), wanted)
 
 
 def test_gradients_may_be_the_parameters() -> None:

@@ -32,7 +32,7 @@ extern "C" __global__ void adamw(
         const Pack grad = load(g.at[leaf] + i);
         for (int k = 0; k < VEC; ++k) {
             mean.v[k] = beta1 * mean.v[k] + rest1 * grad.v[k];
-            square.v[k] = beta2 * square.v[k] + rest2 * (grad.v[k] * grad.v[k]);
+            square.v[k] = beta2 * square.v[k] + rest2 * grad.v[k] * grad.v[k];
             param.v[k] = keep * param.v[k] - rate * mean.v[k] / (sqrt(square.v[k]) / root + eps);
         }
         store(new_p.at[leaf] + i, param);

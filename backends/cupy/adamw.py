@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.leaves import LEAVES, launches
+from xformer.backends.cupy.leaves import LEAVES, apart, launches
 from xformer.backends.cupy.module import Source, contiguous, empty, launch, not_alike
 
 from xformer.dispatch import kernel
@@ -61,6 +61,7 @@ def adam_update(
         step, on_device = (0, 0, 0), _together(step, params[0])
     numbers = [float(x) for x in (*step, beta1, 1 - beta1, beta2, 1 - beta2, eps)]
     params, grads, m, v = ([contiguous(x) for x in leaves] for leaves in (params, grads, m, v))
+    donate = donate and apart([*params, *m, *v])
     new_p, new_m, new_v = ([x if donate else empty(x) for x in old] for old in (params, m, v))
     for args, options in launches(SHARE, params, grads, m, v, new_p, new_m, new_v):
         launch(SOURCE, "adamw", params[0], args=(*args, on_device, *numbers), **options)

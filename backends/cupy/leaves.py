@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from xformer.backends.cupy.module import blocks, wide
@@ -12,6 +12,12 @@ from xformer.typing import Array
 
 LEAVES = 50  # of a launch: adamw takes 72 bytes for each, and all its arguments 4,096 at most
 BLOCK = 256  # threads
+
+
+def apart(leaves: Sequence[Array]) -> bool:
+    """Whether no two contiguous arrays share memory: else none may be written over."""
+    spans = sorted((x.data.ptr, x.data.ptr + x.nbytes) for x in leaves if x.size)
+    return all(stop <= start for (_, stop), (start, _) in pairwise(spans))
 
 
 def launches(

@@ -14,7 +14,7 @@ import numpy as np
 from xformer.backends.numba.atomic import floats, place
 from xformer.backends.numba.compiled import BLOCK, elementwise, inlined, rowwise
 from xformer.backends.numba.known import Known
-from xformer.backends.numpy.leaves import Leaf, unlike
+from xformer.backends.numpy.leaves import Leaf, apart, unlike
 from xformer.backends.numpy.threads import n_threads, run
 
 from xformer.typing import Array
@@ -90,6 +90,7 @@ def _table(
             its, table = [_at(_byte(g)) for g in grads], table.copy()
             table[:, GRADS] = its
             return table, (list(params), list(m), list(v)), grads
+    donate = donate and apart(old)
     leaves = [_leaf(arrays, donate) for arrays in zip(params, grads, m, v, strict=True)]
     table = np.array([leaf.places for leaf in leaves], np.int64)
     new_p, new_m, new_v = (list(new) for new in zip(*(leaf.made for leaf in leaves), strict=True))
@@ -159,5 +160,5 @@ def _moved(numbers: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
     """What becomes of a parameter and its moments."""
     old1, share1, old2, share2, rate, root, eps, keep = numbers
     mean = old1 * m + share1 * g
-    square = old2 * v + share2 * (g * g)
+    square = old2 * v + share2 * g * g
     return keep * p - rate * mean / (math.sqrt(square) * root + eps), mean, square

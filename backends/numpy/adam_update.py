@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from xformer.backends.numpy.leaves import over, unlike
+from xformer.backends.numpy.leaves import apart, over, unlike
 from xformer.backends.numpy.threads import scratch
 
 from xformer.dispatch import kernel
@@ -54,11 +54,12 @@ def adam_update(
         t = scratch("adam", g.shape, g.dtype)
         np.multiply(m, beta1, out=new_m)
         np.add(new_m, np.multiply(g, 1 - beta1, out=t), out=new_m)
-        np.multiply(np.multiply(g, g, out=t), 1 - beta2, out=t)
+        np.multiply(np.multiply(g, 1 - beta2, out=t), g, out=t)  # g^2 may overflow
         np.add(np.multiply(v, beta2, out=new_v), t, out=new_v)
         np.add(np.sqrt(new_v, out=t), eps, out=t)
         np.multiply(np.divide(new_m, t, out=t), rate, out=t)
         np.subtract(p if keep == 1 else np.multiply(p, keep, out=new_p), t, out=new_p)
 
+    donate = donate and apart([*params, *m, *v])
     params, m, v = over(step, params, grads, m, v, replaced=(0, 2, 3), donate=donate)
     return params, m, v

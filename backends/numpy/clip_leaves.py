@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from xformer.backends.numpy.leaves import over, unlike
+from xformer.backends.numpy.leaves import apart, over, unlike
 
 from xformer.dispatch import kernel
 from xformer.optim.clip import clip_leaves as reference
@@ -31,7 +31,8 @@ def clip_leaves(
     scale = np.minimum(max_norm / (norm + 1e-6), 1.0)
     if scale == 1:
         return grads, norm
-    kept = donate and bool(np.isfinite(norm))  # else nothing would tell which gradient was not
+    # Of a norm that is not finite, nothing would tell which gradient was not.
+    kept = donate and bool(np.isfinite(norm)) and apart(grads)
     (clipped,) = over(
         lambda g, out: np.multiply(g, scale, out=out), grads, replaced=(0,), donate=kept
     )

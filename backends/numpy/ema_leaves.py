@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from xformer.backends.numpy.leaves import over, unlike
+from xformer.backends.numpy.leaves import apart, over, unlike
 from xformer.backends.numpy.threads import scratch
 
 from xformer.dispatch import kernel
@@ -30,5 +30,6 @@ def ema_leaves(
         t = scratch("ema", a.shape, a.dtype)
         np.add(a, np.multiply(np.subtract(p, a, out=t), share, out=t), out=out)
 
+    donate = donate and apart([*average, *params])
     (new,) = over(step, average, params, replaced=(0,), donate=donate)
     return new

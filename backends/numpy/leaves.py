@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ def over(
     """What step(*parts, *outs), of flat parts of all leaves, writes in the place of some trees.
 
     replaced: which of the trees have an `out`. donate: an out is the part itself, which is written
-    over, but for leaves that are read-only or not contiguous.
+    over, but for leaves that are read-only or not contiguous. They must be `apart`.
     """
     leaves = [Leaf(arrays, replaced, donate) for arrays in zip(*trees, strict=True)]
     small = [leaf for leaf in leaves if leaf.size <= SMALL]
@@ -36,6 +37,22 @@ def over(
     ]
     run([*parts, *(partial(_gathered, step, group) for group in _groups(small))])
     return [[leaf.shaped(i) for leaf in leaves] for i in range(len(replaced))]
+
+
+def apart(leaves: Sequence[Array]) -> bool:
+    """Whether no two arrays share memory, as views of one may: else none may be written over."""
+    owners = []
+    for x in leaves:
+        base = x.base
+        if base is not None and (type(base) is not np.ndarray or base.base is not None):
+            return _spans_are_apart(leaves)  # memory of something else, as of a file
+        owners.append(id(x if base is None else base))
+    return len(set(owners)) == len(owners) or _spans_are_apart(leaves)
+
+
+def _spans_are_apart(leaves: Sequence[Array]) -> bool:
+    spans = sorted(np.lib.array_utils.byte_bounds(x) for x in leaves if x.size)
+    return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
 def unlike(leaves: Sequence[Array]) -> str | None:

@@ -143,5 +143,6 @@ def adam_update(
         return old * p - step * m / (array_namespace(v).sqrt(v) / in_dtype(root, p) + eps)
 
     m = [beta1 * m + (1 - beta1) * g for m, g in zip(m, grads, strict=True)]
-    v = [beta2 * v + (1 - beta2) * g**2 for v, g in zip(v, grads, strict=True)]
+    # Not (1 - beta2) * g**2, as g^2 overflows before it; so does torch.
+    v = [beta2 * v + (1 - beta2) * g * g for v, g in zip(v, grads, strict=True)]
     return [update(*leaf) for leaf in zip(params, m, v, strict=True)], m, v

@@ -24,7 +24,7 @@ class Optimiser(NamedTuple):
 
     donate, of a step: params and state may be written over, and are not to be used again, as what
     `jax.jit` is told by donate_argnums. Adam and AdamW are so where a kernel runs (on NumPy and
-    CuPy), but for arrays that cannot be written to; the others make all anew.
+    CuPy), but for arrays that cannot be written to or share memory; the others make all anew.
     """
 
     init: Callable[[Any], Any]  # params -> state
