@@ -91,6 +91,44 @@ def test_mistakes_are_one_line(
     assert not Path("runs").exists()
 
 
+PATHS = {
+    "attention": ("--model", "--tokenizer", "--out"),
+    "classify": ("--model", "--tokenizer", "--file"),
+    "embed": ("--model", "--tokenizer", "--file"),
+    "finetune": ("--model", "--data", "--out", "--tokenizer"),
+    "flow": ("--out",),
+    "generate": ("--model", "--checkpoint", "--tokenizer"),
+    "ledger": ("--model",),
+    "plot": ("--out",),
+    "summary": ("--model",),
+    "train": ("--data", "--out", "--resume"),
+}
+
+
+@pytest.mark.parametrize("command", PATHS)
+def test_an_empty_path_is_not_this_folder(
+    command: str, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in PATHS[command]:
+        with pytest.raises(SystemExit) as left:
+            main([command, option, ""])
+        assert left.value.code == 2
+        said = capsys.readouterr().err
+        assert option in said and "must name a file or a folder, got an empty path" in said
+
+
+@pytest.mark.parametrize(
+    "command", [["prepare", "", "new"], ["prepare", "fox.txt", ""], ["plot", ""]]
+)
+def test_an_empty_place_is_not_this_folder(
+    command: list[str], text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "must name a file or a folder, got an empty path" in capsys.readouterr().err
+    assert [*Path().iterdir()] == [Path("fox.txt")]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from truths import published
 
-from xformer import cli, training
+from xformer import cli, finetune, training
 from xformer.cli import progress
 from xformer.training import (
     Characters,
@@ -57,6 +57,61 @@ def test_a_folder_is_split_by_files(tmp_path: Path) -> None:
     assert "20 files, 1 empty or not UTF-8 left out" in found.description
     assert load_corpus(tmp_path, share=0.5).validation.tobytes().startswith(b"file 01\nfile 03\n")
     assert len(load_corpus(tmp_path, share=0).validation) == 0
+
+
+def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
+    """Also where links lead round in a circle, or twice to one folder."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder, text in ((root / "z", "in z\n"), (outside / "deep", "deep\n"), (outside, "out\n")):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "a.txt").write_text(text)
+    for name, target in (
+        ("a", root / "z"),
+        ("b", outside),
+        ("c", outside / "deep"),
+        ("up", root),
+        ("gone", tmp_path / "absent"),
+        (".hidden", outside),
+        ("file.txt", outside / "a.txt"),
+    ):
+        (root / name).symlink_to(target)
+    (outside / "back").symlink_to(root)
+    found = load_corpus(root, share=0)
+    assert found.train.tobytes() == b"out\ndeep\nout\nin z\n"  # b/a, b/deep/a, file, z/a
+    assert "4 files, 1 broken links or pipes left out" in found.description
+    assert load_corpus(root / "b", share=0).train.tobytes().count(b"in z") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_pipes_are_named(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    for read in (load_corpus, finetune.read, finetune.data.first_fields):
+        with pytest.raises(
+            ValueError, match=r"pipe\.jsonl must be a .*got a pipe or a device, which"
+        ):
+            read(pipe)
+    with pytest.raises(ValueError, match=" must be a file, got a folder"):
+        finetune.read(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    assert "1 files, 1 broken links or pipes left out" in load_corpus(tmp_path).description
+    reader, writer = os.pipe()  # as `--data <(command)` gives it
+    try:
+        with pytest.raises(ValueError, match="must be a file or folder, got a pipe"):
+            prepare(f"/dev/fd/{reader}", tmp_path / "new")
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_an_empty_path_is_not_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    for read in (load_corpus, lambda path: prepare(path, "new")):
+        with pytest.raises(ValueError, match="path must name a file or a folder, got an empty one"):
+            read("")
+    with pytest.raises(ValueError, match=r"vocabulary must be bytes, .* got ''"):
+        training.named_vocabulary("")
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1 / 3, 0.4, 0.45, 0.5])

@@ -9,6 +9,7 @@ import numpy as np
 
 from xformer import backends
 from xformer.cli.models import Found, opened, start_id
+from xformer.cli.paths import nonempty
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
@@ -43,10 +44,11 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--model",
         metavar="FOLDER",
+        type=nonempty,
         required=True,
         help="of Hugging Face's format or made by xformer train, or a llama2.c .bin",
     )
-    add("--tokenizer", metavar="PATH", help="where it does not lie beside the model")
+    add("--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model")
     add("--layer", type=int, metavar="N", help="counted from 0; the last unless given")
     add("--kind", choices=KINDS, help="of an encoder-decoder (default: cross)")
     add("--target", metavar="TEXT", help="of an encoder-decoder; unless given what it writes")

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from xformer import backends, finetune, tree
 from xformer.backends import Backend
 from xformer.cli.models import opened
+from xformer.cli.paths import nonempty
 from xformer.cli.progress import each
 from xformer.cli.texts import watched
 from xformer.cli.train import STOPPING, new_folder
@@ -40,11 +41,28 @@ def add_parser(subparsers: Any) -> None:
         description=f"Of a .jsonl file a task reads these fields: {_fields()}.",
     )
     add = parser.add_argument
-    add("--model", metavar="FOLDER", required=True, help="with its tokenizer, as on the Hub")
-    add("--data", metavar="FILE", required=True, help=".jsonl; or each line of it is a text")
+    add(
+        "--model",
+        metavar="FOLDER",
+        type=nonempty,
+        required=True,
+        help="with its tokenizer, as on the Hub",
+    )
+    add(
+        "--data",
+        metavar="FILE",
+        type=nonempty,
+        required=True,
+        help=".jsonl; or each line of it is a text",
+    )
     add("--task", choices=finetune.TASKS, help="unless given, what the fields and the model suit")
-    add("--out", metavar="DIR", help="a new folder; unless given runs/finetuned, -2, -3, ...")
-    add("--tokenizer", metavar="PATH", help="where it does not lie beside the model")
+    add(
+        "--out",
+        metavar="DIR",
+        type=nonempty,
+        help="a new folder; unless given runs/finetuned, -2, -3, ...",
+    )
+    add("--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model")
     add("--lora", metavar="RANK", type=int, help="train adapters of that rank, not the model")
     add("--alpha", type=float, help="of adapters; twice the rank unless given")
     patterns: dict[str, Any] = {"metavar": "PATTERN", "nargs": "+", "default": ()}

@@ -12,6 +12,7 @@ from typing import Any
 from xformer import backends
 from xformer.cli.models import Found, opened, start_id
 from xformer.cli.output import is_lost
+from xformer.cli.paths import nonempty
 from xformer.generation import Prefix, beam_search, decoded, prefill, samplers, stream, until
 from xformer.generation.prefix import network_of
 from xformer.generation.text import ends_of
@@ -31,10 +32,11 @@ def add_parser(subparsers: Any) -> None:
         "--model",
         "--checkpoint",
         metavar="PATH",
+        type=nonempty,
         required=True,
         help="a folder of Hugging Face's format or made by xformer train, or a llama2.c .bin",
     )
-    add("--tokenizer", metavar="PATH", help="where it does not lie beside the model")
+    add("--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model")
     add("--prompt", required=True, help="the text to continue; of an encoder-decoder the source")
     most = f"tokens to generate (default: {MAX_NEW}, or as many as the context holds)"
     add("--max-new", type=int, metavar="N", help=most)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xformer.cli.paths import nonempty
 from xformer.cli.summary import Row, inspected, scaled, table
 from xformer.ledger import Ledger, ledger, measured_peak
 from xformer.optim import OPTIMISERS
@@ -35,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--model",
         metavar="PATH",
+        type=nonempty,
         required=True,
         help="a folder of Hugging Face's format or made by xformer train, or a llama2.c .bin",
     )

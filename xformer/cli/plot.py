@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from xformer.cli.paths import nonempty
 from xformer.cli.progress import each
 from xformer.plots.curves import AXES, training_curves
 from xformer.plots.log import Log, read_log
@@ -14,7 +15,9 @@ from xformer.plots.style import require_drawable, save
 def add_parser(subparsers: Any) -> None:
     """Add `xformer plot`."""
     parser = subparsers.add_parser("plot", help="draw the curves of training runs")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder made by xformer train")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", type=nonempty, help="a folder made by xformer train"
+    )
     parser.add_argument("--x", default="step", choices=AXES, help="what runs to the right")
     add_out(parser, "curves.png")
     parser.set_defaults(run=run)
@@ -23,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
 def add_out(parser: argparse.ArgumentParser, default: str) -> None:
     """Add --out, where the picture goes."""
     what = f"where the picture goes, .png or .svg (default: {default})"
-    parser.add_argument("--out", metavar="FILE", default=default, help=what)
+    parser.add_argument("--out", metavar="FILE", type=nonempty, default=default, help=what)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
+from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
 from xformer.training import Corpus, named_vocabulary, prepare
 
@@ -14,8 +15,8 @@ def add_parser(subparsers: Any) -> None:
     """Add `xformer prepare`."""
     parser = subparsers.add_parser("prepare", help="make a folder of tokens of text, to train on")
     add = parser.add_argument
-    add("text", metavar="TEXT", help="UTF-8 file, folder of such, or .jsonl")
-    add("folder", metavar="FOLDER", help="a new folder, for xformer train --data")
+    add("text", metavar="TEXT", type=nonempty, help="UTF-8 file, folder of such, or .jsonl")
+    add("folder", metavar="FOLDER", type=nonempty, help="a new folder, for xformer train --data")
     add(
         "--vocabulary",
         metavar="NAME",

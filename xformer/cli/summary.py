@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
+from xformer.cli.paths import nonempty
 from xformer.layers import BlockConfig
 from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
+        type=nonempty,
         required=True,
         help="a folder of Hugging Face's format or made by xformer train, or a llama2.c .bin",
     )

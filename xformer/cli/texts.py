@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xformer import backends
+from xformer.cli.paths import nonempty
 from xformer.cli.progress import progress
 
 
@@ -18,12 +19,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The model, the texts, and how they are computed."""
     parser.add_argument("text", nargs="*", help="a text; - for the lines of standard input")
     parser.add_argument(
-        "--model", metavar="PATH", required=True, help="a folder of Hugging Face's format"
+        "--model",
+        metavar="PATH",
+        type=nonempty,
+        required=True,
+        help="a folder of Hugging Face's format",
     )
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="where it does not lie beside the model"
+        "--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model"
     )
-    parser.add_argument("--file", metavar="PATH", help="UTF-8; each line is a text")
+    parser.add_argument("--file", metavar="PATH", type=nonempty, help="UTF-8; each line is a text")
     parser.add_argument("--json", action="store_true", help="print one JSON object a text")
     parser.add_argument("--backend", default="numpy", choices=backends.NAMES)
     parser.add_argument("--device", help="of the backend: cuda, for torch")

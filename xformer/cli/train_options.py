@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from xformer import backends
 from xformer.checks import require_sizes
+from xformer.cli.paths import nonempty
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
 from xformer.shapes import STORED
@@ -93,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("text").add_argument
     what = "UTF-8 file, folder of such, .jsonl, or a folder made by xformer prepare"
-    add("--data", metavar="PATH", help=f"{what}; Python's own source unless given")
+    add("--data", metavar="PATH", type=nonempty, help=f"{what}; Python's own source unless given")
     kinds = "bytes, characters, bpe:SIZE, or a folder with a tokenizer"
     add("--vocabulary", metavar="NAME", help=f"{kinds} (default: bytes, or the prepared folder's)")
 
@@ -145,8 +146,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
-    add("--out", metavar="DIR", help="a new folder; runs/gpt, gpt-2, ... unless given")
-    add("--resume", metavar="RUN", help="go on with a run from its newest checkpoint")
+    add(
+        "--out",
+        metavar="DIR",
+        type=nonempty,
+        help="a new folder; runs/gpt, gpt-2, ... unless given",
+    )
+    add(
+        "--resume", metavar="RUN", type=nonempty, help="go on with a run from its newest checkpoint"
+    )
     add("--at", type=int, metavar="STEP", help="with --resume: from the checkpoint of that step")
     add("--every", type=int, metavar="STEPS", help="between checkpoints (default: 100)")
     add("--keep", type=int, metavar="N", help="checkpoints beside the best one (default: 2)")

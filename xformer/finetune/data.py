@@ -12,7 +12,7 @@ import numpy as np
 
 from xformer.training.lines import JSON as LINES
 from xformer.training.lines import fields as fields_of
-from xformer.training.lines import holds_json, lines
+from xformer.training.lines import holds_json, lines, require_file
 
 JSON = (*LINES, ".json")
 LABEL = "label"  # the one field that need not be text
@@ -36,8 +36,7 @@ def read(path: str | os.PathLike[str], fields: Sequence[str] = ("text",)) -> lis
     and where there is none.
     """
     place = Path(path)
-    if not place.is_file():
-        raise FileNotFoundError(f"there is no file {place}")
+    require_file(place)
     is_json = holds_json(place, JSON)
     if not is_json and tuple(fields) != ("text",):
         wanted = ", ".join(fields)
@@ -58,8 +57,7 @@ def first_fields(path: str | os.PathLike[str]) -> tuple[str, ...]:
     place = Path(path)
     if not holds_json(place, JSON):
         return ("text",)
-    if not place.is_file():
-        raise FileNotFoundError(f"there is no file {place}")
+    require_file(place)
     for where, line in _lines(place):
         try:
             found = json.loads(line)

@@ -18,6 +18,23 @@ def holds_json(path: Path, suffixes: tuple[str, ...] = JSON) -> bool:
     return path.name.lower().removesuffix(".gz").endswith(suffixes)
 
 
+def require_file(path: Path, what: str = "file") -> None:
+    """FileNotFoundError where nothing has that name, ValueError where it is no file.
+
+    A pipe is none: text is read more than once, to count it and to cut it.
+    """
+    if path.is_file():
+        return
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {what} {path}")
+    if path.is_dir():
+        raise ValueError(f"{path} must be a file, got a folder")
+    raise ValueError(
+        f"{path} must be a {what}, got a pipe or a device, which can be read only once: "
+        "save its text to a file"
+    )
+
+
 def lines(path: Path) -> Iterator[tuple[str, str]]:
     """Where each line of a UTF-8 file stands, for messages, and the line; .gz is unpacked.
 

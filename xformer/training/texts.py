@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer.training.lines import fields, holds_json, lines
+from xformer.training.lines import fields, holds_json, lines, require_file
 from xformer.training.pieces import beginning, boundary, decoded
 
 Progress = Callable[[str, int, int], Any]  # what is done, how far, of how much
@@ -82,21 +82,22 @@ def texts(
 
     Without a path, the source of Python's standard library. In a folder every file below it is a
     document, in the order of the names; those that are empty or not UTF-8 are left out, and counted
-    in the description. Each line of a .jsonl (or .jsonl.gz) file is one. Reads everything once,
-    and calls progress with what it does and the bytes that are read and that there are.
+    in the description. Links to folders are followed; a folder is read once. Each line of a .jsonl
+    (or .jsonl.gz) file is one. Reads everything once, and calls progress with what it does and the
+    bytes that are read and that there are.
 
     FileNotFoundError; ValueError where there is no text, a file is not UTF-8 (with the place of the
-    byte), a line has no such field (with the number of the line).
+    byte), a line has no such field (with the number of the line), for a pipe and an empty path.
     """
     if path is None:
         name = "source code of Python's standard library"
         return _of_files(_standard_library(), name, progress)
+    if not os.fspath(path):
+        raise ValueError("texts: path must name a file or a folder, got an empty one")
     root = Path(path)
     if root.is_dir():
-        found = sorted(p for p in root.rglob("*") if p.is_file() and not _hidden(p, root))
-        return _of_files(found, f"text files of {root.name or root}", progress)
-    if not root.is_file():
-        raise FileNotFoundError(f"there is no file or folder {path}")
+        return _of_files(sorted(_below(root)), f"text files of {root.name or root}", progress)
+    require_file(root, "file or folder")
     if holds_json(root):
         return _of_lines(root, field, progress)
     return _of_file(root, progress)
@@ -119,7 +120,8 @@ def _of_file(path: Path, progress: Progress | None) -> Texts:
     return Texts(lambda: iter([document]), 1, size, path.name)
 
 
-def _of_files(paths: list[Path], name: str, progress: Progress | None) -> Texts:
+def _of_files(found: list[Path], name: str, progress: Progress | None) -> Texts:
+    paths = [path for path in found if path.is_file()]
     sizes = [path.stat().st_size for path in paths]
     documents, done = [], 0
     for path, size in zip(paths, sizes, strict=True):
@@ -132,6 +134,8 @@ def _of_files(paths: list[Path], name: str, progress: Progress | None) -> Texts:
         raise ValueError(f"there is no UTF-8 text in the {len(paths)} files ({name})")
     left_out = len(paths) - len(documents)
     note = f", {left_out} empty or not UTF-8 left out" if left_out else ""
+    if others := len(found) - len(paths):
+        note += f", {others} broken links or pipes left out"
     n_bytes = sum(document.end - document.start for document in documents)
     description = f"{name}: {len(documents)} files{note}"
     return Texts(lambda: iter(documents), len(documents), n_bytes, description)
@@ -219,5 +223,24 @@ def _standard_library() -> list[Path]:
     return found
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+def _below(root: Path) -> Iterator[Path]:
+    """What is no folder below a folder and not hidden; each folder once, however many links to it.
+
+    OSError where a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    known: set[tuple[int, int]] = set()
+    roots = [str(root)]  # then what links lead to: a folder keeps its own name where it has one
+    for start in roots:
+        for folder, inner, names in os.walk(start, onerror=refuse):
+            status = os.stat(folder)
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            if (status.st_dev, status.st_ino) in known:
+                inner.clear()
+                continue
+            known.add((status.st_dev, status.st_ino))
+            roots += (path for name in inner if os.path.islink(path := os.path.join(folder, name)))
+            yield from (Path(folder, name) for name in names if not name.startswith("."))

@@ -158,7 +158,7 @@ def named_vocabulary(name: str) -> Vocabulary | Callable[[Iterable[str]], Vocabu
     kind, _, size = name.partition(":")
     if kind == "bpe" and size.isdecimal():
         return partial(train_bpe, size=int(size))
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return load_vocabulary(name)
     raise ValueError(f"vocabulary must be bytes, characters, bpe:SIZE or a folder, got {name!r}")
 
