@@ -264,6 +264,9 @@ def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--resume", "run", "--ema", "0.5"], "--ema: the run in run has 0.9, got 0.5"),
         (["--resume", "run", "--out", "new"], "--out names a new folder, and goes without"),
         (["--resume", "run", "--data", "other.txt"], "of another run: data.training is"),
+        (["--resume", "run", "--steps", "39"], "--steps: the run in run has 40, and may have more"),
+        (["--resume", "run", "--steps", "50", "--at", "3"], "run has no checkpoint of step 3"),
+        (["--resume", "run", "--steps", "50", "--data", "other.txt"], "of another run: data.train"),
         (["--resume", "run", "--at", "3"], "run has no checkpoint of step 3; there are those of 5"),
         (["--at", "3"], "--at goes with --resume"),
     ],
@@ -345,6 +348,84 @@ def test_a_finished_run_says_so(text: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["train", "--resume", "run"]) == 0
     assert "saved to run after 3 steps" in capsys.readouterr().out
     assert Path("run/log.jsonl").read_bytes() == log
+
+
+@pytest.fixture
+def quiet(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No samples, which take longer than these runs."""
+    from xformer.cli import train
+
+    monkeypatch.setattr(train, "_sample", lambda *_, **__: None)
+
+
+CONSTANT = ["--schedule", "constant", "--warmup", "5"]
+
+
+def test_a_finished_run_trains_on(quiet: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twenty steps and twenty more are forty, where the rate does not follow from their number."""
+    from xformer.cli import main
+
+    assert main([*COMMAND, *CONSTANT, "--out", "never"]) == 0
+    assert main([*COMMAND, *CONSTANT, "--steps", "20", "--out", "run"]) == 0
+    out = capsys.readouterr().out
+    assert "to go on: xformer train --resume run --steps 40" in out
+    made = json.loads(Path("run/run.json").read_text())
+    assert main(["train", "--resume", "run", "--steps", "40", "--keep", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "going on after step 20" in out and "saved to run after 40 steps" in out
+    runs.require_alike(Path("run"), Path("never"))
+    content = json.loads(Path("run/run.json").read_text())
+    made["about"]["training"]["steps"] = made["notes"]["steps"] = 40
+    assert content == made  # nothing else, such as --keep, is another from now on
+    log = Path("run/log.jsonl").read_bytes()
+    assert main(["train", "--resume", "run"]) == 0  # of forty
+    assert Path("run/log.jsonl").read_bytes() == log
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "noam"])
+def test_the_schedule_of_a_longer_run(schedule: str, quiet: None) -> None:
+    """From then on the rate is that of a run which had all these steps from the first."""
+    from xformer.cli import main
+
+    short = [*COMMAND, "--schedule", schedule, "--warmup", "5", "--steps", "10", "--out", "run"]
+    assert main(short) == 0
+    assert main(["train", "--resume", "run", "--steps", "20"]) == 0
+    config = training.TrainConfig(steps=20, lr=5e-3, schedule=schedule, warmup=5)
+    rates = [row["lr"] for row in rows(Path("run"))]
+    wanted = config.learning_rate()
+    assert rates[10:] == [wanted(step) for step in range(11, 21)]
+    first = dataclasses.replace(config, steps=10).learning_rate()
+    assert rates[:10] == [first(step) for step in range(1, 11)]
+
+
+def test_a_longer_run_that_is_stopped_goes_on_to_its_new_end(
+    quiet: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xformer.cli import main, train
+
+    assert main([*COMMAND, *CONSTANT, "--out", "never"]) == 0
+    assert main([*COMMAND, *CONSTANT, "--steps", "20", "--out", "run"]) == 0
+    real = train.train
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train", lambda *a, **o: itertools.islice(real(*a, **o), 7))
+        assert main(["train", "--resume", "run", "--steps", "40"]) == 0
+    assert len(rows(Path("run"))) == 27
+    assert main(["train", "--resume", "run"]) == 0
+    assert rows(Path("run")) == rows(Path("never"))
+
+
+def test_a_run_whose_patience_is_over_trains_on(
+    quiet: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xformer.cli import main
+
+    options = ["--lr", "0", "--patience", "1", "--steps", "60", "--ema", "0"]
+    assert main([*COMMAND, *options, "--out", "run"]) == 0
+    assert "to go on: xformer train --resume run --patience 2" in capsys.readouterr().out
+    assert len(rows(Path("run"))) == 20
+    assert main(["train", "--resume", "run", "--patience", "3"]) == 0
+    assert len(rows(Path("run"))) == 40
+    assert json.loads(Path("run/run.json").read_text())["notes"]["patience"] == 3
 
 
 def test_training_that_diverges_names_its_checkpoint(

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         },
     }
     noted = {"every": options.every, "keep": options.keep, "notes": train_options.kept(options)}
+    noted["free"] = train_options.ABOUT_ENDS
     with Run(folder, job.place, about, model=job.model, **noted) as run:
         job.corpus.vocabulary.save(folder)
         # No name for the first state: it would be kept in memory until training ends.
@@ -127,8 +128,10 @@ def _conclude(job: Job, state: State, folder: Path) -> None:
             f"validation loss {state.best:.3f} nats per {job.unit}, after step "
             f"{state.best_step} (a unigram model has {job.baseline:.3f})"
         )
-    if state.step < job.config.steps and not is_stale(state, job.config):
-        print(f"to go on: xformer train --resume {shlex.quote(str(folder))}")
+    ends = f" --steps {2 * state.step}" if state.step == job.config.steps else ""
+    if is_stale(state, job.config):
+        ends += f" --patience {2 * state.stale}"
+    print(f"to go on: xformer train --resume {shlex.quote(str(folder))}{ends}")
     print(f"\na sample, continuing {job.prompt!r}:\n")
     _, params = load(folder, job.place)
     _sample(job, params, max_new=300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -81,6 +82,9 @@ FREE = (
     *("data", "backend", "device", "checkpoint_activations", "deterministic", "graph"),
     *("every", "keep", "sample_every"),
 )
+# What ends a run, and may be another when it goes on.
+ENDS = ("steps", "patience")
+ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +130,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, help="the preset's unless given")
+    add("--steps", type=int, help="in all; the preset's unless given; with --resume it may grow")
     add("--batch", type=int, metavar="N", help="texts at once; the preset's unless given")
     add("--accumulate", type=int, metavar="N", help="batches in a step (default: 1)")
     add("--lr", type=float, help="at its peak; the preset's unless given")
@@ -140,7 +144,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--validate-every", type=int, metavar="STEPS", help="default: 100")
     held_out = "of held-out text, spread evenly over it (default: 8)"
     add("--validate-batches", type=int, metavar="N", help=held_out)
-    add("--patience", type=int, metavar="N", help="validations without a better one, then stop")
+    stale = "stop after N validations without a better one; with --resume it may be another"
+    add("--patience", type=int, metavar="N", help=stale)
     add("--seed", type=int, help="default: 0")
 
 
@@ -175,8 +180,13 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
             raise ValueError("--out names a new folder, and goes without --resume")
         before = _of_run(args.resume)
     given = {name: value for name, value in vars(args).items() if value is not None}
+    if given.get("steps", math.inf) < before.get("steps", 0):
+        raise ValueError(
+            f"--steps: the run in {args.resume} has {before['steps']}, and may have more, "
+            f"got {given['steps']}"
+        )
     for name, value in before.items():
-        if name not in FREE and given.get(name, value) != value:
+        if name not in (*FREE, *ENDS) and given.get(name, value) != value:
             raise ValueError(
                 f"--{_dashed(name)}: the run in {args.resume} has {value}, got {given[name]}"
             )
@@ -194,9 +204,10 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
-    """What a run notes of them, for `settled`."""
-    names = (*DEFAULTS, *Preset._fields)
-    return {name: getattr(options, name) for name in names}
+    """What a run notes of them, for `settled`: when it goes on, no other but what ends it."""
+    names = (*DEFAULTS, *Preset._fields) if options.resume is None else ENDS
+    before = {} if options.resume is None else _of_run(options.resume)
+    return before | {name: getattr(options, name) for name in names}
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:

@@ -15,7 +15,7 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from xformer.training.loop import Step
 from xformer.training.state import (
     Saved,
     State,
+    differences,
     read_state,
     require_same,
     require_state,
@@ -49,8 +50,10 @@ class Run:
     """A folder that this process trains in, once it is entered (`with`).
 
     about: JSON that says what is trained: model, configuration, data. An old run goes on only with
-    the same. model: whose parameters are kept as `training.load` reads them; None: they are not.
-    every: steps between checkpoints, of which the last `keep` stay. notes: more for run.json.
+    the same. free: dotted names of values in it that may be others, such as "training.steps"; then
+    `begin` writes `about` and `notes` into run.json anew. notes: more for run.json.
+    model: whose parameters are kept as `training.load` reads them; None: they are not.
+    every: steps between checkpoints, of which the last `keep` stay.
     """
 
     def __init__(
@@ -63,10 +66,11 @@ class Run:
         every: int = 100,
         keep: int = 2,
         notes: Any = None,
+        free: Collection[str] = (),
     ) -> None:
         require_sizes("Run", 1, every=every, keep=keep)
         self.folder, self.place, self.about, self.model = Path(folder), place, about, model
-        self.every, self.keep, self.notes = every, keep, notes
+        self.every, self.keep, self.notes, self.free = every, keep, notes, free
         self._open = ExitStack()
         self._saved = -1  # the step of the newest checkpoint
         self._left: State | None = None  # after the last step that was made, until it is saved
@@ -79,9 +83,10 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(locked(self.folder, "trains"))
             if (self.folder / RUN).is_file():
-                require_same(self.folder / RUN, read_run(self.folder)["about"], self.about)
+                there = read_run(self.folder)["about"]
+                require_same(self.folder / RUN, there, self.about, self.free)
             else:
-                self._describe()
+                self._describe({"about": self.about, "notes": self.notes, "made": self._made()})
             (self.folder / CHECKPOINTS).mkdir(exist_ok=True)
             for folder in (self.folder, self.folder / CHECKPOINTS):
                 for name in HALVES:
@@ -120,10 +125,13 @@ class Run:
         state = start
         if found:
             saved = self._read(found, max(found) if at is None else at)
-            saved.require(self.about)
+            saved.require(self.about, self.free)
             state = saved.restored(start, self.place)
             self._saved = state.step
         self._require_space(state)
+        there = read_run(self.folder)
+        if differences(there["about"], self.about):
+            self._describe(there | {"about": self.about, "notes": self.notes})
         newer = [path for step, path in found.items() if step > state.step]
         model = self.folder / checkpoint.WEIGHTS
         if (newer or not found) and self.model is not None and model.is_file():
@@ -244,17 +252,20 @@ class Run:
                 f"{free / 1e6:,.1f} MB are free"
             )
 
-    def _describe(self) -> None:
-        made = {  # for people: never compared
+    def _describe(self, content: dict[str, Any]) -> None:
+        with replacing(self.folder / RUN) as (part,):
+            text = json.dumps({"format": FORMAT} | content, indent=2) + "\n"
+            part.write_text(text, encoding="utf-8")
+
+    def _made(self) -> dict[str, str]:
+        """For people: it is never compared."""
+        return {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "xformer": __version__,
             "python": platform.python_version(),
             "machine": platform.platform(),
             "backend": self.place.describe(),
         }
-        content = {"format": FORMAT, "about": self.about, "notes": self.notes, "made": made}
-        with replacing(self.folder / RUN) as (part,):
-            part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def _last_good(self) -> str:
         found = checkpoints(self.folder)

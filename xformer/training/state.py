@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,9 +82,9 @@ class Saved(NamedTuple):
 
         return tree.map(one, like)
 
-    def require(self, about: Any) -> None:
-        """ValueError naming what differs from what the file was made with."""
-        require_same(self.path, self.about, about)
+    def require(self, about: Any, free: Collection[str] = ()) -> None:
+        """ValueError naming what differs from what the file was made with, as `require_same`."""
+        require_same(self.path, self.about, about, free)
 
 
 def write_state(
@@ -145,16 +145,29 @@ def read_state(path: str | os.PathLike[str]) -> Saved:
     return Saved(place, arrays, {name: _number(n) for name, n in numbers.items()}, about)
 
 
-def require_same(path: Path, there: Any, here: Any) -> None:
-    """ValueError naming the differences between what a file says, nested JSON, and what is so."""
+def require_same(path: Path, there: Any, here: Any, free: Collection[str] = ()) -> None:
+    """ValueError naming the differences between what a file says, nested JSON, and what is so.
+
+    free: dotted names of values that may differ.
+    """
     old, new = dict(_parts(there)), dict(_parts(here))
     differ = [
         f"{name} is {_shown(old, name)} there, {_shown(new, name)} here"
+        for name in differences(there, here)
+        if name not in free
+    ]
+    _require_none(path, differ)
+
+
+def differences(there: Any, here: Any) -> list[str]:
+    """Dotted names of the values in which nested JSON differs."""
+    old, new = dict(_parts(there)), dict(_parts(here))
+    return [
+        name
         for name in [*old, *(name for name in new if name not in old)]
         # What is null is as good as absent: an option that is younger than the file.
         if json.dumps(old.get(name)) != json.dumps(new.get(name))
     ]
-    _require_none(path, differ)
 
 
 def _digest(arrays: Mapping[str, np.ndarray], words: str) -> str:
