@@ -153,7 +153,6 @@ def _references() -> int:
     return next(sys.getrefcount(raw) for raw, _ in pool)
 
 
-
 def lined(shape: tuple[int, ...], dtype: Any) -> Array:
     """An array that begins with a line of memory, not cleared: vectors of a core lie in one each.
 
@@ -262,7 +261,7 @@ def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
 
 @contextmanager
 def _in_piece() -> Iterator[None]:
-    """This thread has the jobs of helpers: what a signal handler computes meanwhile, it does alone."""
+    """This thread has the jobs of helpers; a signal handler then computes without them."""
     before = _kept.n_threads, _kept.in_piece
     _kept.n_threads, _kept.in_piece = 1, True
     try:

@@ -13,7 +13,9 @@ from xformer.cli.paths import nonempty
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
+from xformer.generation.constraints import constrained, constraints
 from xformer.generation.prefix import place_of
+from xformer.generation.settings import settings_of
 from xformer.generation.text import end_of, ends_of, prompt_ids
 from xformer.models import EncoderDecoder
 from xformer.plots.attention import LABELS, MOST, attention_picture
@@ -108,7 +110,9 @@ def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
     if args.target is None:
         ends = ends_of(found.tokenizer, found.model)
         prefix = prefill(found.model, found.params, [tokens], start_id=start)
-        (written,) = generate(found.model, found.params, prefix, max_new=MOST, stop=ends)
+        own = constraints(settings_of(found.model), ends, prefix.width, MOST)
+        options: Any = {"sampler": constrained(own, None), "stop": ends}
+        (written,) = generate(found.model, found.params, prefix, max_new=MOST, **options)
     else:
         written = prompt_ids(found.tokenizer, found.model, args.target, "target")
         end = end_of(found.tokenizer, found.model)

@@ -13,20 +13,26 @@ from xformer import backends
 from xformer.cli.models import Found, opened, start_id
 from xformer.cli.output import is_lost
 from xformer.cli.paths import nonempty
-from xformer.generation import Prefix, beam_search, decoded, prefill, samplers, stream, until
+from xformer.cli.sampling import KEPT, TEMPERATURE, Choice, choice, shown
+from xformer.generation import Prefix, beam_search, decoded, prefill, stream, until
+from xformer.generation.constraints import constraints
 from xformer.generation.prefix import network_of
+from xformer.generation.settings import Settings, settings_of
 from xformer.generation.text import ends_of
 from xformer.models import EncoderDecoder
 from xformer.shapes import STORED
 
-MAX_NEW, TEMPERATURE = 300, 0.8
-# In the order in which they are applied.
-FILTERS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+MAX_NEW = 300
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer generate`."""
-    parser = subparsers.add_parser("generate", help="continue a prompt")
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Defaults are those of the model's generation_config.json, where it has them. "
+        "Its values that are used are printed on stderr.",
+    )
     add = parser.add_argument
     add(
         "--model",
@@ -38,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model")
     add("--prompt", required=True, help="the text to continue; of an encoder-decoder the source")
-    most = f"tokens to generate (default: {MAX_NEW}, or as many as the context holds)"
+    most = f"tokens to generate (default: of the model's files, or {MAX_NEW}, within its context)"
     add("--max-new", type=int, metavar="N", help=most)
     add("--temperature", type=float, help=f"0 takes the likeliest (default: {TEMPERATURE})")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
@@ -64,10 +70,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, then on stderr the tokens per second."""
-    sampler = _sampler(args)
+    choice(args, Settings())  # refuses bad options before a model is read
     _require_precision(args)
     found = _rounded(opened(args), args)
     network = network_of("generate", found.model)
+    settings = settings_of(network)
+    chosen = choice(args, settings)
     prompt = found.prompt(args.prompt)
     is_target = isinstance(network, EncoderDecoder)
     first = start_id(found) if is_target else None
@@ -81,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--precision {args.precision} is not for this model: {error}") from error
     read = time.perf_counter()
     new: list[int] = []
-    ids = _recorded(_new_ids(args, found, network, text, sampler), new)
-    pieces = until(decoded(found.tokenizer, ids, () if is_target else prompt), args.stop)
+    ids = _recorded(_new_ids(args, found, network, text, chosen, settings), new)
+    strings = [*settings.stop_strings, *args.stop]
+    pieces = until(decoded(found.tokenizer, ids, () if is_target else prompt), strings)
+    _announce(args, settings, chosen)
     write(pieces if args.stream else ["".join(pieces)], "" if is_target else args.prompt)
     rate = len(new) / (time.perf_counter() - read)
     print(
@@ -117,44 +127,65 @@ def write(pieces: Iterable[str], prompt: str) -> None:
     print()
 
 
-def _sampler(args: argparse.Namespace) -> samplers.Filter | None:
-    """What the options for sampling say; None where they leave the likeliest alone."""
-    given = {name: getattr(args, name) for name in FILTERS if getattr(args, name) is not None}
-    if args.beams is not None and given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"--beams draws nothing, and goes without {names}")
-    options = {"temperature": TEMPERATURE} | given
-    if options == {"temperature": 0}:
-        return None
-    filters = (getattr(samplers, name)(options[name]) for name in FILTERS if name in options)
-    return samplers.compose(*filters)
-
-
 def _new_ids(
     args: argparse.Namespace,
     found: Found,
     network: Any,
     text: Prefix,
-    sampler: samplers.Filter | None,
+    chosen: Choice,
+    settings: Settings,
 ) -> Iterator[int]:
     """The ids that come, but for one that ends the text."""
     ends = ends_of(found.tokenizer, network)
-    max_new = args.max_new
-    if max_new is None:
-        fits = network.context is not None and not found.slides
-        max_new = min(MAX_NEW, network.context - text.width + 1) if fits else MAX_NEW
-    if args.beams is None:
-        options: Any = {"sampler": sampler, "seed": args.seed, "slide": found.slides}
+    max_new = _max_new(args, found, network, text, settings)
+    filters = chosen.filters(constraints(settings, ends, text.width, max_new))
+    if chosen.beams is None:
+        options: Any = {"sampler": filters, "seed": args.seed, "slide": found.slides}
         options["captured"] = args.graph
         steps = stream(network, found.params, text, max_new=max_new, stop=ends, **options)
         ids: Iterable[int] = (i for (i,) in steps if i is not None)
     else:
         if args.graph:
             warnings.warn("--graph: a search is not captured", RuntimeWarning, stacklevel=2)
-        options = {"n_beams": args.beams, "max_new": max_new, "stop": ends}
+        options = {"n_beams": chosen.beams, "max_new": max_new, "stop": ends}
+        options |= {"filters": filters, **chosen.search}
         ((best, *_),) = beam_search(network, found.params, text, **options)
         ids = best.ids
     return (i for i in ids if i not in ends)
+
+
+def _max_new(
+    args: argparse.Namespace, found: Found, network: Any, text: Prefix, settings: Settings
+) -> int:
+    """How many tokens may come. ValueError where the prompt leaves no room for one."""
+    if args.max_new is not None:
+        return int(args.max_new)
+    most = MAX_NEW if settings.max_new_tokens is None else settings.max_new_tokens
+    if settings.max_new_tokens is None and settings.max_length is not None:
+        most = settings.max_length - text.width
+        if most < 1:
+            raise ValueError(
+                f"{settings.where}: max_length is {settings.max_length}, and the prompt has "
+                f"{text.width} tokens: --max-new says how many may follow it"
+            )
+    fits = network.context is not None and not found.slides
+    return min(most, network.context - text.width + 1) if fits else most
+
+
+def _announce(args: argparse.Namespace, settings: Settings, chosen: Choice) -> None:
+    """Say what is done as the model's files say, and warn of what is not."""
+    keys = [*chosen.keys, *KEPT]
+    if args.max_new is None:
+        keys.append("max_length" if settings.max_new_tokens is None else "max_new_tokens")
+    keys = [key for key in keys if getattr(settings, key) not in (None, ())]
+    if keys:
+        print(shown(settings, keys), file=sys.stderr)
+    ignored = [*settings.not_followed]
+    if settings.do_sample and chosen.beams is not None:
+        ignored.append("do_sample")
+    if ignored:
+        names = ", ".join(ignored)
+        warnings.warn(f"{settings.where}: not followed: {names}", UserWarning, stacklevel=2)
 
 
 def _recorded(ids: Iterable[int], seen: list[int]) -> Iterator[int]:

@@ -51,7 +51,8 @@ def save(
         if not (Path(tokenizer.where) / "tokenizer.json").exists():
             tokenizer.save(target)
     if source is not None:
-        _copy(SETTINGS, source, target)
+        kept = getattr(model, "generation_config", None) is not None  # and is saved with the model
+        _copy(SETTINGS[1:] if kept else SETTINGS, source, target)
     if not adapters(params) or peft.others(params):
         return None
     peft.save(model, params, target / ADAPTER, base=None if source is None else str(source))

@@ -19,7 +19,7 @@ from xformer.generation.prefix import (
     prefill,
     stop_ids,
 )
-from xformer.generation.samplers import Ids, require_finite
+from xformer.generation.samplers import Filter, Ids, require_finite
 
 NEVER = -1e9  # the score of what must not be chosen, in transformers too
 
@@ -41,13 +41,15 @@ def beam_search(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     stop: Collection[int] = (),
+    filters: Filter | None = None,
 ) -> list[list[Beam]]:
     """Of each prompt the n_beams best continuations that were found, the best one first.
 
     prompts, max_new, stop: as in `stream`. At each step the n_beams likeliest texts that have not
     ended go on. length_penalty: above 0 longer ones score higher. A prompt is done with n_beams
     texts that have ended, early_stopping: at once (True); when the best that goes on scores lower
-    than all of them (False); when it would even at its greatest length ("never"). The same tokens
+    than all of them (False); when it would even at its greatest length ("never"). filters: what is
+    done to the log probabilities of each next token, as a sampler of `stream`. The same tokens
     as transformers' generate(num_beams=n_beams, do_sample=False). ValueError as `stream`.
     """
     network = network_of("beam_search", model)
@@ -63,10 +65,13 @@ def beam_search(
     place = place_of(params)
     with place.active():
         text = start if isinstance(start, Prefix) else prefill(network, params, start)
-        return [search.ended for search in _searched(network, params, text, rule, place)]
+        searches = _searched(network, params, text, rule, place, filters)
+    return [search.ended for search in searches]
 
 
-def _searched(network: Any, params: Any, text: Prefix, rule: Rule, place: Backend) -> list[Search]:
+def _searched(
+    network: Any, params: Any, text: Prefix, rule: Rule, place: Backend, filters: Filter | None
+) -> list[Search]:
     """The search of each of the texts, when all are done."""
     n_beams = rule.n_beams
     searches = [Search(rule) for _ in text.ids]
@@ -78,7 +83,8 @@ def _searched(network: Any, params: Any, text: Prefix, rule: Rule, place: Backen
                 text = text.rows(rows)
             new = [i for s in searches for i in s.new]
             text = extended(network, params, text, new, place)
-        log_probs = place.to_numpy(ops.log_softmax(text.logits)[0])
+        scored = ops.log_softmax(text.logits)[0]
+        log_probs = place.to_numpy(scored if filters is None else filters(scored, text.ids))
         require_finite("beam_search", log_probs.max(axis=-1))
         for search, scores in zip(searches, np.split(log_probs, len(searches)), strict=True):
             search.step(scores.astype(np.float64))

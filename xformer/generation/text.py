@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from xformer.generation.constraints import constrained, constraints
 from xformer.generation.generate import stream
 from xformer.generation.prefix import network_of
+from xformer.generation.samplers import Filter
+from xformer.generation.settings import settings_of
 from xformer.generation.token_ids import n_tokens, token_id, token_ids
 from xformer.models import EncoderDecoder
 
@@ -39,24 +42,32 @@ def stream_text(
     tokenizer: Codec,
     prompt: str,
     *,
+    max_new: int,
     stop: Collection[str | int] = (),
+    sampler: Filter | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """Pieces of the text that continues a prompt, or of the target of a source, as they come.
 
-    stop: strings and ids that end the text and are no part of it, beside those of `ends_of`. No
-    piece runs ahead into a stop string, however the tokens cut it. options: those of `stream`. An
+    stop: strings and ids that end the text and are no part of it, beside those of `ends_of`, and
+    stop_strings of the model's generation_config.json. No piece runs ahead into a stop string,
+    however the tokens cut it. max_new, sampler, options: as in `stream`; `constraints` of the
+    model's generation_config.json come before the sampler. An
     empty prompt is the token of `prompt_ids`. ValueError where there is none, and as `stream`.
     """
     network = network_of("stream_text", model)
     if isinstance(stop, str):
         raise TypeError(f"stream_text: stop must be a list of strings and ids, got {stop!r:.60}")
     ids = prompt_ids(tokenizer, network, prompt)
-    ends = ends_of(tokenizer, network).union(i for i in stop if not isinstance(i, str))
-    steps = stream(model, params, [ids], stop=ends, **options)
-    new = (i for (i,) in steps if i is not None and i not in ends)
+    settings, ends = settings_of(network), ends_of(tokenizer, network)
     before = () if isinstance(network, EncoderDecoder) else ids
-    return until(decoded(tokenizer, new, before), [s for s in stop if isinstance(s, str)])
+    own = constraints(settings, ends, len(before) or 1, max_new)
+    ends = ends.union(i for i in stop if not isinstance(i, str))
+    options |= {"sampler": constrained(own, sampler), "stop": ends}
+    steps = stream(model, params, [ids], max_new=max_new, **options)
+    new = (i for (i,) in steps if i is not None and i not in ends)
+    strings = [*settings.stop_strings, *(s for s in stop if isinstance(s, str))]
+    return until(decoded(tokenizer, new, before), strings)
 
 
 def ends_of(tokenizer: Codec, model: Any) -> frozenset[int]:

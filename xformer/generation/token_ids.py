@@ -5,24 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from xformer.models import EncoderDecoder
+from xformer.pretrained.files import CONFIG, GENERATION
 from xformer.pretrained.reading import PretrainedError
 
 
 def token_ids(model: Any, name: str) -> tuple[int, ...]:
-    """The ids under a key of the model's configuration, such as eos_token_id: one or a list.
+    """The ids under a key of the model's files, such as eos_token_id: one or a list.
 
-    Empty where there is no such key. PretrainedError unless each is an integer of at least 0; a
-    float without a fraction is taken for one.
+    generation_config.json comes before config.json. Empty where neither has the key.
+    PretrainedError as `valid_ids`.
     """
-    value = (getattr(model, "source", None) or {}).get(name)
-    if value is None:
-        return ()
-    found = [_id(v) for v in (value if isinstance(value, list) else [value])]
-    if None in found:
-        raise PretrainedError(
-            f"config.json: {name} must be an id of at least 0 or a list of them, got {value!r:.100}"
-        )
-    return tuple(i for i in found if i is not None)
+    where, value = _said(model, name)
+    return valid_ids(value, name, where)
 
 
 def token_id(model: Any, name: str) -> int | None:
@@ -33,8 +27,8 @@ def token_id(model: Any, name: str) -> int | None:
     ids = token_ids(model, name)
     size = n_tokens(model)
     if len(ids) > 1 or any(i >= size for i in ids):
-        got = ids[0] if len(ids) == 1 else list(ids)
-        raise PretrainedError(f"config.json: {name} must be one id below {size}, got {got}")
+        where, value = _said(model, name)
+        raise PretrainedError(f"{where}: {name} must be one id below {size}, got {value!r:.100}")
     return ids[0] if ids else None
 
 
@@ -48,12 +42,20 @@ def start_of(model: Any) -> int | None:
     return next((i for name in names if (i := token_id(model, name)) is not None), None)
 
 
-def _id(value: Any) -> int | None:
-    """An id of at least 0; None for anything else."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return value if is_id else None
+def valid_ids(value: Any, name: str, where: str) -> tuple[int, ...]:
+    """The ids of a key's value: one or a list, or none for null.
+
+    PretrainedError, which names file and key, unless each is an integer of at least 0. A float
+    without a fraction is taken for one.
+    """
+    if value is None:
+        return ()
+    found = [_id(v) for v in (value if isinstance(value, list) else [value])]
+    if None in found:
+        raise PretrainedError(
+            f"{where}: {name} must be an id of at least 0 or a list of them, got {value!r:.100}"
+        )
+    return tuple(i for i in found if i is not None)
 
 
 def n_tokens(model: Any) -> int:
@@ -61,3 +63,20 @@ def n_tokens(model: Any) -> int:
     network: Any = getattr(model, "network", model)
     embed: Any = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
     return int(embed.vocab_size)
+
+
+def _said(model: Any, name: str) -> tuple[str, Any]:
+    """The value of a key, and the file that has it."""
+    for where, field in ((GENERATION, "generation_config"), (CONFIG, "source")):
+        value = (getattr(model, field, None) or {}).get(name)
+        if value is not None:
+            return where, value
+    return CONFIG, None
+
+
+def _id(value: Any) -> int | None:
+    """An id of at least 0; None for anything else."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return value if is_id else None

@@ -59,6 +59,8 @@ class LanguageModel:
     router_z: float = 0.0
     checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
     source: Mapping[str, Any] | None = field(default=None, repr=False)  # its config.json, if any
+    # its generation_config.json, if any
+    generation_config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_configs("LanguageModel", self.blocks)

@@ -17,6 +17,7 @@ from xformer.pretrained.mapped import DTYPES, Tensor, fetch, open_file
 from xformer.pretrained.reading import PretrainedError, listed, read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+GENERATION = "generation_config.json"
 INDEX = WEIGHTS + ".index.json"
 
 INDEX_LIMIT = 16 << 20
@@ -113,26 +114,31 @@ def write(
     arrays: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
     names: tuple[str, str] = (WEIGHTS, CONFIG),
+    more: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Write `model.safetensors` and `config.json`; an interrupted write leaves the old files.
 
-    names: other ones for the two files.
+    names: other ones for the two files. more: JSON files beside them, by name.
     An index of shards that lay there is removed, as it would name weights of another model; the
     shards stay. The folder may be the one that `arrays` are mapped from. TypeError for arrays that
     are neither float64, float32 nor float16, or a configuration that JSON cannot hold.
     """
     target = Path(folder)
-    text = json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False) + "\n"
+    texts = {
+        name: json.dumps(dict(data), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        for name, data in {names[1]: config, **(more or {})}.items()
+    }
     order, header = _header(arrays)
     target.mkdir(parents=True, exist_ok=True)
-    with replacing(*(target / name for name in names)) as (weights, configuration):
+    with replacing(target / names[0], *(target / name for name in texts)) as (weights, *parts):
         with weights.open("xb") as file:
             file.write(header)
             for name in order:
                 # One at a time: what a model holds may be views in another order.
                 array = np.ascontiguousarray(arrays[name], DTYPES[_word(name, arrays[name])])
                 file.write(array.reshape(-1).view(np.uint8).data)
-        configuration.write_text(text, encoding="utf-8")
+        for part, text in zip(parts, texts.values(), strict=True):
+            part.write_text(text, encoding="utf-8")
     (target / f"{names[0]}.index.json").unlink(missing_ok=True)
 
 

@@ -103,11 +103,15 @@ def _found(
     where, config, tensors = _opened(root)
     if fetch is not None:
         tensors.fetch(fetch)  # while models and a backend are imported
-    if config.get("architectures") or not _family(config, where).heads:
+    family = _family(config, where)
+    if config.get("architectures") or not family.heads:
         found = model(config, names=tuple(tensors), where=where)
-        return found, tensors, matched_links(_family(config, where), found, tensors, str(root))
-    found, unread, matched = _recognised(config, tensors, where, str(root))
-    warn_of(unread, where)
+        matched = matched_links(family, found, tensors, str(root))
+    else:
+        found, unread, matched = _recognised(config, tensors, where, str(root))
+        warn_of(unread, where)
+    if getattr(found, "causal", True) and os.path.lexists(root / files.GENERATION):
+        found = replace(found, generation_config=read_json(root / files.GENERATION))
     return found, tensors, matched
 
 
@@ -147,6 +151,7 @@ def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.l
 def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
     """Write a model as transformers loads it: model.safetensors and config.json.
 
+    And generation_config.json, where the model was loaded with one.
     A model of llama2.c is written to a file of that name, as it was read.
 
     The model is one that `load` or `model` made; params may lie on any backend. An interrupted
@@ -160,7 +165,9 @@ def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
         return
     dtypes = sorted({str(a.dtype) for a in arrays.values()})
     config = {key: value for key, value in model.source.items() if key != "torch_dtype"}
-    files.write(folder, arrays, config | {"dtype": dtypes[0]})
+    generation = model.generation_config
+    more = {} if generation is None else {files.GENERATION: generation}
+    files.write(folder, arrays, config | {"dtype": dtypes[0]}, more=more)
 
 
 def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:

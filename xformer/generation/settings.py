@@ -1,0 +1,154 @@
+"""What the files of a model say about generating text, read as transformers reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from xformer.generation.token_ids import n_tokens, valid_ids
+from xformer.pretrained.config import Config
+from xformer.pretrained.files import CONFIG, GENERATION
+
+# transformers' defaults. Old releases wrote all of them to config.json, where they say nothing.
+DEFAULTS: dict[str, Any] = {
+    "max_length": 20,
+    "min_length": 0,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+}
+# Keys that change texts and are not followed, with the values that change nothing.
+NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "constraints": (),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "guidance_scale": (1,),
+    "max_time": (),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "renormalize_logits": (False,),
+    "sequence_bias": (),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
+
+
+class Settings(NamedTuple):
+    """Keys of generation_config.json; None, or empty, where it does not have them.
+
+    The ids of tokens that begin and end texts are not here: see `token_ids`.
+    """
+
+    where: str = GENERATION  # the file
+    max_new_tokens: int | None = None
+    max_length: int | None = None  # of a prompt, or the start of a target, and what follows it
+    min_new_tokens: int | None = None
+    min_length: int | None = None  # as max_length
+    stop_strings: tuple[str, ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: tuple[int, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    not_followed: tuple[str, ...] = ()  # keys that would change texts in transformers
+
+
+def settings_of(model: Any) -> Settings:
+    """What generation_config.json says of a model; without that file, what its config.json says.
+
+    PretrainedError, which names file and key, for a value that cannot be used.
+    """
+    network = getattr(model, "network", model)
+    config = getattr(network, "generation_config", None)
+    if config is not None:
+        return _settings(Config(config, GENERATION), n_tokens(network))
+    source: Mapping[str, Any] = getattr(network, "source", None) or {}
+    said = {key: value for key, value in source.items() if value != DEFAULTS.get(key)}
+    return _settings(Config(said, CONFIG), n_tokens(network))
+
+
+def _settings(c: Config, size: int) -> Settings:
+    forced = valid_ids(c.data.get("forced_bos_token_id"), "forced_bos_token_id", c.where)
+    if len(forced) > 1 or any(i >= size for i in forced):
+        raise c.refused("forced_bos_token_id", f"one id below {size}")
+    flat = ("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+    ids = {name: valid_ids(c.data.get(name), name, c.where) for name in flat}
+    return Settings(
+        c.where,
+        max_new_tokens=c.integer("max_new_tokens", low=1, default=None),
+        max_length=c.integer("max_length", low=1, default=None),
+        min_new_tokens=c.integer("min_new_tokens", default=None),
+        min_length=c.integer("min_length", default=None),
+        stop_strings=_strings(c),
+        forced_bos_token_id=forced[0] if forced else None,
+        **{name: tuple(i for i in own if i < size) for name, own in ids.items()},
+        bad_words_ids=_bad_words(c, size),
+        do_sample=c.flag("do_sample", default=None),
+        temperature=c.number("temperature", low=0, default=None),
+        top_k=c.integer("top_k", default=None),
+        top_p=c.number("top_p", low=0, high=1, default=None),
+        min_p=c.number("min_p", low=0, high=1, default=None),
+        repetition_penalty=c.number("repetition_penalty", low=1e-6, default=None),
+        no_repeat_ngram_size=c.integer("no_repeat_ngram_size", default=None),
+        num_beams=c.integer("num_beams", low=1, default=None),
+        length_penalty=c.number("length_penalty", default=None),
+        early_stopping=_early_stopping(c),
+        not_followed=tuple(
+            name
+            for name, neutral in NOT_FOLLOWED.items()
+            if c.data.get(name) is not None and c.data[name] not in neutral
+        ),
+    )
+
+
+def _strings(c: Config) -> tuple[str, ...]:
+    if isinstance(c.data.get("stop_strings"), str):
+        found: tuple[str, ...] = (c.text("stop_strings"),)
+    else:
+        found = c.texts("stop_strings", default=())
+    if "" in found:
+        raise c.refused("stop_strings", "strings that are not empty")
+    return found
+
+
+def _bad_words(c: Config, size: int) -> tuple[tuple[int, ...], ...]:
+    words = c.data.get("bad_words_ids") or []
+    if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
+        raise c.refused("bad_words_ids", "a list of lists of ids")
+    found = tuple(valid_ids(word, "bad_words_ids", c.where) for word in words)
+    if any(i >= size for word in found for i in word):
+        raise c.refused("bad_words_ids", f"lists of ids below {size}")
+    return found
+
+
+def _early_stopping(c: Config) -> bool | str | None:
+    value = c.data.get("early_stopping")
+    if value not in (None, True, False, "never"):
+        raise c.refused("early_stopping", 'true, false or "never"')
+    found: bool | str | None = value
+    return found
