@@ -239,6 +239,8 @@ def test_nothing_said(tmp_path: Path) -> None:
     assert settings(tmp_path) == Settings()
     write(tmp_path, tokenizer_config={"model_max_length": 77})
     assert settings(tmp_path) == Settings(max_len=77)
+    write(tmp_path, tokenizer_config={"max_len": 66})  # of transformers 2
+    assert settings(tmp_path) == Settings(max_len=66)
 
 
 def test_what_version_2_wrote(tmp_path: Path) -> None:

@@ -383,7 +383,7 @@ def test_special_tokens_of_a_tokenizer_json(tmp_path: Path) -> None:
     config = {"bos_token": None, "eos_token": {"content": "<unk>"}, "pad_token": "absent"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     t = tokenizer(tmp_path)
-    assert (t.bos_id, t.eos_id, t.pad_id) == (None, 3, None)
+    assert (t.bos_id, t.eos_id, t.pad_id) == (None, 3, t.vocab_size - 1)  # transformers adds it
 
 
 # What is refused
@@ -437,7 +437,6 @@ def test_sentence_piece_is_refused_with_the_way_out(tmp_path: Path, name: str) -
         ("merges.txt", "h zz", "out of vocabulary"),
         ("vocab.txt", "hello", r"'\[CLS\]', '\[SEP\]'|'\[CLS\]'|'\[UNK\]'"),
         ("tokenizer_config.json", '{"tokenizer_class": "CLIPTokenizer"}', "tokenizer_class must"),
-        ("tokenizer_config.json", '{"pad_token": "[NONE]"}', r"'\[NONE\]' must be in the vocab"),
         ("tokenizer_config.json", '{"pad_token": 3}', "pad_token must be a string, got 3"),
         ("tokenizer_config.json", '{"sep_token": null}', "sep_token must be a token, got None"),
         (
@@ -445,7 +444,6 @@ def test_sentence_piece_is_refused_with_the_way_out(tmp_path: Path, name: str) -
             '{"truncation_side": "Left"}',
             "truncation_side must be one of right, left",
         ),
-        ("tokenizer_config.json", '{"add_bos_token": true}', "add_bos_token must be False"),
         ("tokenizer_config.json", '{"do_lower_case": 1}', "do_lower_case must be true or false"),
         ("tokenizer_config.json", '{"do_basic_tokenize": false}', "do_basic_tokenize must be True"),
         (
@@ -453,7 +451,7 @@ def test_sentence_piece_is_refused_with_the_way_out(tmp_path: Path, name: str) -
             '{"added_tokens_decoder": {"9": {"content": "x9"}}}',
             "'x9' must",
         ),
-        ("added_tokens.json", '{"x9": 999}', "'x9' must be in the vocabulary"),
+        ("added_tokens.json", '{"x9": 999}', "'x9' must have the id 999 that the files give"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 
 from xformer.files import replacing
 from xformer.pretrained.config import Config
-from xformer.pretrained.vocabularies import CONFIG, MAX_ID, build, content, settings, translated
+from xformer.pretrained.tokenizer_config import CONFIG, MAX_ID, content, settings
+from xformer.pretrained.vocabularies import build, translated
 
 # Names to look for where no tokenizer_config.json says which tokens these are.
 USUAL = {
@@ -32,8 +33,8 @@ def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     damaged or not supported.
     """
     place = Path(path)
-    config = settings(place if place.is_dir() else place.parent)
-    return Tokenizer(build(place, config), config, str(place))
+    inner, config = build(place, settings(place if place.is_dir() else place.parent))
+    return Tokenizer(inner, config, str(place))
 
 
 class Tokenizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,30 @@ from typing import Any
 from xformer.pretrained import llama2c
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, listed, read_json, read_text
+from xformer.pretrained.tokenizer_classes import (
+    AROUND,
+    KINDS,
+    Kind,
+    ends,
+    of_class,
+    require_agreement,
+    with_id,
+)
+from xformer.pretrained.tokenizer_config import (
+    BY_ID,
+    CONFIG,
+    EXTRA,
+    MAX_ID,
+    NAMED,
+    class_of,
+    content,
+    package,
+    require_followed,
+    require_ids,
+    tokens_of,
+)
 
-CONFIG, ADDED = "tokenizer_config.json", "added_tokens.json"
-MAX_ID = 1 << 31
-CONFIG_LIMIT = 4 << 20
+PLAIN = ("PreTrainedTokenizer", "TokenizersBackend")  # classes without rules
 LIMIT = 64 << 20  # bytes of a tokenizer.json
 PART_LIMIT = 8 << 20  # of a vocabulary, or of merges: about a million of them
 CONVERT = (
@@ -24,8 +44,11 @@ CONVERT = (
 )
 
 
-def build(place: Path, config: Config) -> Any:
-    """The tokenizer of a folder, or of one of its files (see `tokenizer.tokenizer`)."""
+Built = tuple[Any, Config]
+
+
+def build(place: Path, config: Config) -> Built:
+    """The tokenizer of a folder, or of one of its files, and config with its class's tokens."""
     package()
     folder = place if place.is_dir() else place.parent
     names = sorted(os.listdir(folder)) if place.is_dir() else [place.name]
@@ -35,25 +58,6 @@ def build(place: Path, config: Config) -> Any:
                 with translated(folder / name):
                     return read(folder / name, config)
     raise FileNotFoundError(f"{place} is no file of a tokenizer, and no folder with one")
-
-
-def settings(folder: Path) -> Config:
-    """`special_tokens_map.json` and `tokenizer_config.json`, of which the latter wins."""
-    data: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", CONFIG):
-        if os.path.lexists(folder / name):
-            data |= read_json(folder / name, CONFIG_LIMIT)
-    if os.path.lexists(folder / ADDED):
-        data["added_tokens"] = read_json(folder / ADDED, CONFIG_LIMIT)
-    return Config(data, str(folder / CONFIG))
-
-
-def content(config: Config, kind: str) -> str | None:
-    """The text of a token, which is given as such or as an object with `content`."""
-    if isinstance(config.data.get(kind), dict):
-        token = config.sub(kind)
-        return None if token is None else token.text("content")
-    return config.text(kind, default=None)
 
 
 @contextmanager
@@ -69,75 +73,110 @@ def translated(where: object) -> Iterator[None]:
         raise
 
 
-def package() -> Any:
-    """The package `tokenizers`; ImportError, which names the extra, without it."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError("tokenizers is not installed: pip install 'xformer-array[hf]'") from error
-    return tokenizers
+def _whole(path: Path, config: Config) -> Built:
+    """tokenizer.json: as it is, or its vocabulary by the rules of a class of transformers."""
+    text = read_text(path, LIMIT)
+    source = package().Tokenizer.from_str(text)
+    name, is_named = class_of(config)
+    if name == "LlamaTokenizer" and '"ByteLevel"' in text:  # Llama 3 is of this class by name only
+        name = None
+    kind = KINDS.get(name or "")
+    if kind is not None and type(source.model).__name__ != kind.model:
+        if is_named:
+            raise PretrainedError(
+                f"{path}: for tokenizer_class {name} its model must be {kind.model}, got "
+                f'{type(source.model).__name__}; with tokenizer_class "PreTrainedTokenizerFast" '
+                f"in {CONFIG}, {path.name} alone counts"
+            )
+        kind = None
+    is_known = name in (*KINDS, None, *PLAIN)
+    require_followed(config, is_known)
+    if not is_known:
+        require_agreement(source, config)
+    without = ("add_bos_token", "add_eos_token")  # the post-processor says it
+    data = {key: value for key, value in config.data.items() if key not in without}
+    return _finished(source, kind, Config(data, config.where))
 
 
-def _whole(path: Path, config: Config) -> Any:
-    return package().Tokenizer.from_str(read_text(path, LIMIT))
+def _finished(source: Any, kind: Kind | None, config: Config) -> Built:
+    """The tokenizer with its rules and added tokens, and config with the tokens of its class."""
+    usual: dict[str, Any] = {}
+    if source.padding is not None:
+        usual["pad_token"] = source.padding["pad_token"]
+    if kind is not None:
+        usual |= dict.fromkeys(NAMED) | usual | dict(kind.tokens)
+        if kind.extra is not None:
+            usual[EXTRA[0]] = kind.extra(config)
+    config = Config({**usual, **config.data}, config.where)
+    inner = source if kind is None else of_class(kind, source, config)
+    _add(inner, source, config)
+    if kind is not None and kind.around is not None:
+        kind.around(inner, config)
+    elif kind is not None and inner.post_processor is None:
+        ends(inner, config)
+    return inner, config
 
 
-def _byte_level(path: Path, config: Config) -> Any:
+def _add(inner: Any, source: Any, config: Config) -> None:
+    """Add the tokens that the files name, in the order in which transformers gives ids."""
+    named, extra, by_id = tokens_of(config)
+    older = source.get_added_tokens_decoder()
+    if config.data.get(BY_ID) is None:
+        by_id |= older
+    known = {token.content for token in inner.get_added_tokens_decoder().values()}
+    known |= {token.content for token in by_id.values()}
+    names = {token.content for token in named.values() if token}
+    tokens = [by_id[i] for i in sorted(by_id)]
+    for token in tokens:
+        token.special = token.special or token.content in names
+    more = [token for token in [*named.values(), *extra] if token and token.content not in known]
+    inner.add_tokens(tokens + more)
+    require_ids(config, by_id, inner)
+    now = {token.content for token in inner.get_added_tokens_decoder().values()}
+    if lost := {token.content for token in older.values()} - now:
+        raise PretrainedError(
+            f"{config.where}: {BY_ID} must have the tokens that tokenizer.json adds, it lacks "
+            f"{listed(lost)}"
+        )
+
+
+def _byte_level(path: Path, config: Config) -> Built:
     """Byte pairs over bytes, as GPT-2 has them, or RoBERTa, whose texts stand in <s> and </s>."""
     t, folder = package(), path.parent
-    kind = _family(config, "GPT2Tokenizer", "RobertaTokenizer")
+    name = _class(config, "GPT2Tokenizer", "RobertaTokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
     vocab = _vocab(read_json(folder / "vocab.json", PART_LIMIT), folder / "vocab.json")
     merges = _merges(folder / "merges.txt")
     if lacking := set(t.pre_tokenizers.ByteLevel.alphabet()) - vocab.keys():
         raise PretrainedError(f"{folder / 'vocab.json'}: lacks the bytes {listed(lacking)}")
-    config.only("add_bos_token", False)
-    spaced = config.flag("add_prefix_space", default=False)
-    inner = t.Tokenizer(t.models.BPE(vocab, merges))
-    inner.pre_tokenizer = t.pre_tokenizers.ByteLevel(add_prefix_space=spaced)
-    inner.decoder = t.decoders.ByteLevel()
-    roberta = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    if kind == "RobertaTokenizer" or (kind is None and {"<s>", "</s>"} <= vocab.keys()):
-        tokens = _specials(inner, config, roberta | {"mask_token": "<mask>"})
-        inner.post_processor = t.processors.RobertaProcessing(
-            _with_id(inner, config, tokens, "sep_token"),
-            _with_id(inner, config, tokens, "cls_token"),
-        )
-    else:
-        end = "<|endoftext|>"
-        _specials(inner, config, {"bos_token": end, "eos_token": end, "unk_token": end})
-    return inner
+    if name is None:
+        name = "RobertaTokenizer" if {"<s>", "</s>"} <= vocab.keys() else "GPT2Tokenizer"
+    return _of_files(t.models.BPE(vocab, merges), name, config)
 
 
-def _word_piece(path: Path, config: Config) -> Any:
+def _word_piece(path: Path, config: Config) -> Built:
     """BERT's words and pieces of words, a token on each line; texts stand in [CLS] and [SEP]."""
-    t = package()
-    _family(config, "BertTokenizer", "DistilBertTokenizer")
+    _class(config, "BertTokenizer")
     config.only("do_basic_tokenize", True)
     lines = read_text(path, PART_LIMIT).replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocab = {token: i for i, token in enumerate(lines)}
-    usual = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
-    unknown = content(config, "unk_token") or usual["unk"]
-    inner = t.Tokenizer(t.models.WordPiece(vocab, unk_token=unknown))
-    tokens = _specials(inner, config, {f"{kind}_token": name for kind, name in usual.items()})
-    inner.normalizer = t.normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=config.flag("tokenize_chinese_chars", default=True),
-        strip_accents=config.flag("strip_accents", default=None),
-        lowercase=config.flag("do_lower_case", default=True),
-    )
-    inner.pre_tokenizer = t.pre_tokenizers.BertPreTokenizer()
-    inner.decoder = t.decoders.WordPiece(prefix="##")
-    ends = [_with_id(inner, config, tokens, kind) for kind in ("cls_token", "sep_token")]
-    first, last = (name for name, _ in ends)
-    inner.post_processor = t.processors.TemplateProcessing(
-        single=[first, "$A", last],
-        pair=[first, "$A", last, "$B:1", f"{last}:1"],
-        special_tokens=ends,
-    )
-    return inner
+    unknown = content(config, "unk_token") or "[UNK]"
+    model = package().models.WordPiece(vocab, unk_token=unknown)
+    return _of_files(model, "BertTokenizer", config, "unk_token")
 
 
-def _llama2c(path: Path, config: Config) -> Any:
+def _of_files(model: Any, name: str, config: Config, *needed: str) -> Built:
+    """A tokenizer of a class, whose vocabulary must have the tokens that are set around a text."""
+    require_followed(config, True)
+    source, kind = package().Tokenizer(model), KINDS[name]
+    if kind.around in AROUND:
+        needed += ("cls_token", "sep_token")
+    merged = Config({**kind.tokens, **config.data}, config.where)
+    for token in needed:
+        with_id(source, merged, token)
+    return _finished(source, kind, config)
+
+
+def _llama2c(path: Path, config: Config) -> Built:
     """SentencePiece's byte pairs: the pair that makes the piece of the highest score goes first."""
     t = package()
     pieces = llama2c.read_pieces(path)
@@ -153,8 +192,9 @@ def _llama2c(path: Path, config: Config) -> Any:
     merges.sort(key=lambda pair: (-plain[pair[0] + pair[1]], -len(pair[0])))
     model = t.models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     inner = t.Tokenizer(model)
-    tokens = _specials(inner, config, {"bos_token": "<s>", "eos_token": "</s>"})
-    first = _with_id(inner, config, tokens, "bos_token")
+    config = Config({"bos_token": "<s>", "eos_token": "</s>", **config.data}, config.where)
+    first = with_id(inner, config, "bos_token")
+    _add(inner, inner, config)
     space = "\u2581"  # stands for a space in pieces
     inner.normalizer = t.normalizers.Sequence(
         [t.normalizers.Prepend(space), t.normalizers.Replace(" ", space)]
@@ -171,10 +211,10 @@ def _llama2c(path: Path, config: Config) -> Any:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return inner
+    return inner, config
 
 
-def _sentence_piece(path: Path, config: Config) -> Any:
+def _sentence_piece(path: Path, config: Config) -> Built:
     raise PretrainedError(f"{path}: SentencePiece models are not supported; {CONVERT}")
 
 
@@ -197,68 +237,22 @@ def _merges(path: Path) -> list[tuple[str, str]]:
     return merges
 
 
-def _family(config: Config, *names: str) -> str | None:
+def _class(config: Config, *names: str) -> str | None:
     """Which of these classes the files were made for, where that is said; others read them too."""
-    name: str | None = config.text("tokenizer_class", default=None)
-    if name is not None and name.removesuffix("Fast") not in names:
-        wanted = " or ".join(names)
+    name, is_named = class_of(config)
+    if name in names:
+        return name
+    if is_named:
+        wanted, got = " or ".join(names), config.data.get("tokenizer_class")
         raise PretrainedError(
             f"{config.where}: without a tokenizer.json, tokenizer_class must be {wanted}, got "
-            f"{name!r:.100}; {CONVERT}"
+            f"{got!r:.100}; {CONVERT}"
         )
-    return name and name.removesuffix("Fast")
-
-
-def _specials(inner: Any, config: Config, usual: dict[str, str]) -> dict[str, str]:
-    """Make the special tokens of the vocabulary known as such; kind -> token, configured or usual.
-
-    Ones that are configured must be in the vocabulary.
-    """
-    named = {f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-    tokens = dict(usual)
-    for kind in sorted(named & config.data.keys()):
-        token = content(config, kind)
-        tokens.pop(kind, None)
-        if token is not None:
-            _require_known(inner, config, [token])
-            tokens[kind] = token
-    _require_known(inner, config, _more(config))
-    known = {kind: name for kind, name in tokens.items() if inner.token_to_id(name) is not None}
-    # The space before a mask belongs to it: models were trained so.
-    added = [
-        package().AddedToken(name, special=True, normalized=False, lstrip=name == "<mask>")
-        for name in dict.fromkeys(known.values())
-    ]
-    inner.add_special_tokens(added)
-    return tokens
-
-
-def _more(config: Config) -> list[str]:
-    """Tokens that were added to a vocabulary later, by the two files that may say so."""
-    names = list((config.sub("added_tokens") or Config({})).data)
-    by_id = config.sub("added_tokens_decoder") or Config({})
-    for i in by_id.data:
-        if token := by_id.sub(i):
-            names.append(token.text("content"))
-    return names
-
-
-def _require_known(inner: Any, config: Config, tokens: Iterable[str]) -> None:
-    if unknown := [token for token in tokens if inner.token_to_id(token) is None]:
-        raise PretrainedError(
-            f"{config.where}: {listed(unknown)} must be in the vocabulary; {CONVERT}"
-        )
-
-
-def _with_id(inner: Any, config: Config, tokens: Mapping[str, str], kind: str) -> tuple[str, int]:
-    if kind not in tokens:
-        raise PretrainedError(f"{config.where}: {kind} must be a token, got None")
-    _require_known(inner, config, [tokens[kind]])
-    return tokens[kind], inner.token_to_id(tokens[kind])
+    return None
 
 
 # What a file must be called, and its reader; of a folder's files, the first in this order.
-FILES: dict[str, Callable[[Path, Config], Any]] = {
+FILES: dict[str, Callable[[Path, Config], Built]] = {
     r"tokenizer\.json": _whole,
     r"vocab\.json|merges\.txt": _byte_level,
     r"vocab\.txt": _word_piece,

@@ -143,8 +143,8 @@ def _max_len(root: Path) -> int | None:
                 return int(length)
     if not os.path.lexists(root / TOKENIZER):
         return None
-    known = read_json(root / TOKENIZER, TOKENIZER_LIMIT).get("model_max_length")
-    return _usable(known)
+    known = read_json(root / TOKENIZER, TOKENIZER_LIMIT)
+    return _usable(known.get("model_max_length", known.get("max_len")))  # of version 2
 
 
 def _usable(length: Any) -> int | None:

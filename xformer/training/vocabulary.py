@@ -14,7 +14,8 @@ from xformer.generation.vocabulary import FORMAT, VOCABULARY, Bytes, Characters
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
 from xformer.pretrained.tokenizer import Tokenizer, tokenizer
-from xformer.pretrained.vocabularies import package, translated
+from xformer.pretrained.tokenizer_config import package
+from xformer.pretrained.vocabularies import translated
 
 END = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"

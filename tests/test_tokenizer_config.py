@@ -1,0 +1,267 @@
+"""The files beside a vocabulary: the ids of AutoTokenizer on the same folder, or a refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tokenizer import GPT2, PIECES, ROBERTA, TEXTS, byte_level, word_piece
+
+from xformer.pretrained.reading import PretrainedError
+from xformer.pretrained.tokenizer import tokenizer
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+Maker = Callable[[Path], Any]
+
+SPECIALS = "hello XX hello [SEP]<s>hello</s> hello [MASK]Q <|endoftext|>hello<extra_id_0><pad>"
+ALL = [*TEXTS, SPECIALS, " hello", "hello\n\nhello", "ＡＢ ﬁ ① NAÏVE, a", "hello[BB]lol XX lol"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+OF_PIECES = [*"helo!", "▁", "▁h", "he", "ll", "hell", "hello", "▁hello"]
+PAIRS = [("▁", "h"), ("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello")]
+
+
+def saved(folder: Path, inner: Any) -> None:
+    inner.save(str(folder / "tokenizer.json"))
+
+
+def bert(folder: Path) -> None:
+    saved(folder, tokenizer(word_piece(folder))._inner)
+    (folder / "vocab.txt").unlink()
+
+
+def bytes_of(*specials: str) -> Maker:
+    def make(folder: Path) -> None:
+        saved(folder, tokenizer(byte_level(folder, *specials))._inner)
+        for name in ("vocab.json", "merges.txt"):
+            (folder / name).unlink()
+
+    return make
+
+
+def pieces(folder: Path) -> None:
+    """As Llama 2 has it, whose class has other rules in transformers 5."""
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *BYTES, *OF_PIECES])}
+    options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, PAIRS, **options))
+    n, d = tokenizers.normalizers, tokenizers.decoders
+    inner.normalizer = n.Sequence([n.Prepend("▁"), n.Replace(" ", "▁")])
+    inner.decoder = d.Sequence(
+        [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", 1)]
+    )
+    saved(folder, inner)
+
+
+def unigram(*specials: str) -> Maker:
+    scores = [*((token, 0.0) for token in specials), ("▁", -2.0), ("▁hello", -3.0), ("ll", -4.0)]
+    scores += [(letter, -5.0) for letter in "helodnta,!"]
+
+    def make(folder: Path) -> None:
+        model = tokenizers.models.Unigram(scores, unk_id=specials.index("<unk>"))
+        inner = tokenizers.Tokenizer(model)
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        inner.decoder = tokenizers.decoders.Metaspace()
+        saved(folder, inner)
+
+    return make
+
+
+T5, ALBERT = ("<pad>", "</s>", "<unk>"), ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
+MAKERS: dict[str, Maker] = {
+    "bert": bert,
+    "gpt2": bytes_of(*GPT2),
+    "roberta": bytes_of(*ROBERTA),
+    "pieces": pieces,
+    "t5": unigram(*T5),
+    "albert": unigram(*ALBERT),
+    "vocab.txt": word_piece,
+    "vocab.json": lambda folder: byte_level(folder, *GPT2),
+    "vocab.json of RoBERTa": lambda folder: byte_level(folder, *ROBERTA),
+}
+
+
+def write(folder: Path, name: str, files: dict[str, Any]) -> None:
+    """A tokenizer, and JSON files by their names; `without` leaves out a part of tokenizer.json."""
+    MAKERS[name](folder)
+    path = folder / "tokenizer.json"
+    if (left_out := files.get("without")) is not None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {left_out: None}))
+    for file, data in files.items():
+        if file != "without":
+            (folder / f"{file}.json").write_text(json.dumps(data))
+
+
+def config(tokenizer_class: str | None, **keys: Any) -> dict[str, Any]:
+    named = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class}
+    return {"tokenizer_config": named | keys}
+
+
+def flags(content: str, **changed: bool) -> dict[str, Any]:
+    usual = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    return {"content": content, **usual, "special": True, **changed}
+
+
+N = len(PIECES)
+OWN = {str(PIECES.index(f"[{name}]")): flags(f"[{name}]") for name in ("PAD", "UNK", "CLS", "SEP")}
+OWN[str(PIECES.index("[MASK]"))] = flags("[MASK]")
+LATER = {str(N): flags("XX", lstrip=True), str(N + 1): flags("lol", special=False)}
+SPACED = {"__type": "AddedToken", **flags("Q", lstrip=True)}
+FIRST = {"0": flags("<s>")}
+MAP = {"eos_token": flags("XX", rstrip=True), "additional_special_tokens": ["Q", "hello"]}
+BERT, PLAIN, LLAMA = "BertTokenizer", "PreTrainedTokenizerFast", "LlamaTokenizer"
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        ("bert", config(name, **keys))
+        for name in (BERT, PLAIN)
+        for keys in (
+            {},
+            {"do_lower_case": False},
+            {"do_lower_case": False, "strip_accents": True},
+            {"strip_accents": False},
+            {"tokenize_chinese_chars": False},
+            {"split_special_tokens": True},
+            {"additional_special_tokens": ["XX", "hello", SPACED]},
+            {"extra_special_tokens": {"image_token": "XX"}, "video_token": "Q"},
+            {"bos_token": "[BB]", "pad_token": None, "mask_token": "hello"},
+            {"added_tokens_decoder": OWN | LATER},
+            {"add_bos_token": True, "bos_token": "hello", "model_max_length": 4},
+        )
+    ),
+    ("bert", config("DistilBertTokenizerFast", do_lower_case=False)),
+    ("bert", config("ElectraTokenizer", do_lower_case=False)),
+    ("bert", config(BERT) | {"without": "post_processor"}),
+    ("bert", config(PLAIN) | {"without": "post_processor"}),
+    ("bert", {"without": "post_processor", "config": {"model_type": "distilbert"}}),
+    ("bert", {"config": {"model_type": "llama", "tokenizer_class": BERT}, "without": "normalizer"}),
+    ("bert", {"without": "normalizer", "config": {"model_type": "bert"}}),
+    ("bert", config(BERT, do_lower_case=False) | {"config": {"model_type": "mistral"}}),
+    ("bert", config(BERT, eos_token="Q") | {"special_tokens_map": MAP}),
+    ("bert", config(PLAIN, extra_special_tokens=["XX"]) | {"special_tokens_map": MAP}),
+    ("bert", config(PLAIN, added_tokens_decoder=OWN) | {"special_tokens_map": MAP}),
+    ("bert", {"added_tokens": {"XX": N, "lol": N + 1}, "special_tokens_map": MAP}),
+    *(
+        ("gpt2", config(name, **keys))
+        for name in ("GPT2Tokenizer", "GPTNeoXTokenizerFast", "Qwen2Tokenizer", LLAMA, PLAIN)
+        for keys in ({}, {"add_prefix_space": True, "pad_token": "[PAD]", "add_bos_token": True})
+    ),
+    *(
+        ("gpt2", {"config": {"model_type": kind}})
+        for kind in ("gpt2", "gpt_neox", "qwen2", "qwen3")
+    ),
+    ("gpt2", config(LLAMA) | {"config": {"model_type": "qwen2"}}),
+    ("roberta", config("RobertaTokenizer", add_prefix_space=True)),
+    ("roberta", config("BartTokenizer") | {"without": "post_processor"}),
+    *(
+        ("pieces", config(name, **keys))
+        for name in (LLAMA, "GemmaTokenizerFast", PLAIN)
+        for keys in ({}, {"legacy": True, "add_eos_token": True}, {"add_prefix_space": False})
+    ),
+    ("pieces", config(LLAMA) | {"without": "post_processor"}),
+    ("pieces", config(LLAMA) | {"config": {"model_type": "mixtral"}}),
+    ("t5", config("T5Tokenizer")),
+    ("t5", config("T5TokenizerFast", extra_ids=2, eos_token="<pad>")),
+    ("t5", config("T5Tokenizer", additional_special_tokens=["XX"])),
+    ("albert", config("AlbertTokenizer")),
+    ("albert", config("AlbertTokenizer", do_lower_case=False, keep_accents=True)),
+    ("albert", config("AlbertTokenizerFast", add_prefix_space=False)),
+    ("vocab.txt", config(BERT, do_lower_case=False, additional_special_tokens=["XX"])),
+    ("vocab.txt", config(BERT, pad_token="[NONE]") | {"added_tokens": {"XX": N}}),
+    ("vocab.json", config("GPT2Tokenizer", add_bos_token=True, pad_token="[PAD]")),
+    ("vocab.json", config("GPTNeoXTokenizer", add_eos_token=True)),
+    ("vocab.json", config("Qwen2Tokenizer", add_prefix_space=True)),
+    ("vocab.json", config("GPT2Tokenizer") | {"special_tokens_map": MAP}),
+    ("vocab.json of RoBERTa", config("RobertaTokenizer", add_bos_token=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "files"), CASES, ids=lambda value: str(value)[:80])
+def test_the_ids_are_those_of_transformers(
+    tmp_path: Path, name: str, files: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    write(tmp_path, name, files)
+    ours, theirs = tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ALL:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids, text
+        part = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, special=False) == part, text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+    for kind in ("bos", "eos", "pad", "mask"):
+        if f"{kind}_token" in files.get("tokenizer_config", {}):
+            assert getattr(ours, f"{kind}_id") == getattr(theirs, f"{kind}_token_id")
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        (
+            "bert",
+            config(BERT, added_tokens_decoder={"99": flags("XX")}),
+            "'XX' must have the id 99",
+        ),
+        ("bert", config(PLAIN, added_tokens_decoder={"x": flags("XX")}), "'x' must be an id"),
+        (
+            "roberta",
+            config("GPT2Tokenizer", added_tokens_decoder=FIRST),
+            "it lacks '</s>', '<mask>'",
+        ),
+        ("bert", {"added_tokens": {"XX": 99}}, "'XX' must have the id 99"),
+        (
+            "bert",
+            config("GPT2Tokenizer"),
+            "its model must be BPE, got WordPiece; with tokenizer_cl",
+        ),
+        ("bert", config(BERT, extra_special_tokens="XX"), "must be a list of tokens, or an object"),
+        ("bert", config(BERT, extra_special_tokens=[3]), "must be a list of tokens, got"),
+        ("bert", config("MyTokenizer", auto_map={"AutoTokenizer": ["a", "b"]}), "code for 'MyTok"),
+        (
+            "bert",
+            config("MPNetTokenizer", do_lower_case=False),
+            "do_lower_case must be True, got Fa",
+        ),
+        ("gpt2", config(PLAIN, fix_mistral_regex=True), "fix_mistral_regex must be False"),
+        ("gpt2", config(PLAIN, init_inputs=["a"]), "init_inputs must be"),
+        (
+            "gpt2",
+            config(PLAIN, fast_tokenizer_files=["tokenizer.4.0.json"]),
+            "fast_tokenizer_files",
+        ),
+        ("t5", config("AlbertTokenizer"), "unknown token must have id 1, tokenizer.json says 2"),
+        ("vocab.json", config(LLAMA), "tokenizer_class must be GPT2Tokenizer or RobertaTokenizer"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_files_that_contradict_each_other_are_refused(
+    tmp_path: Path, name: str, files: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, name, files)
+    with pytest.raises(PretrainedError, match=message):
+        tokenizer(tmp_path)
+
+
+def test_keys_that_change_no_ids_are_harmless(tmp_path: Path) -> None:
+    bert(tmp_path)
+    want = [tokenizer(tmp_path).encode(text) for text in ALL]
+    keys = {"chat_template": "{{ x }}", "padding_side": "left", "errors": "strict", "mine": [1]}
+    write(tmp_path, "bert", config(PLAIN, clean_up_tokenization_spaces=True, auto_map=None, **keys))
+    assert [tokenizer(tmp_path).encode(text) for text in ALL] == want
+
+
+def test_a_tokenizer_of_a_class_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    keys = {"do_lower_case": False, "truncation_side": "left", "split_special_tokens": True}
+    write(tmp_path / "old", "bert", config(BERT, **keys) | {"added_tokens": {"XX": N}})
+    old = tokenizer(tmp_path / "old")
+    old.save(tmp_path)
+    new = tokenizer(tmp_path)
+    assert [new.encode(text) for text in ALL] == [old.encode(text) for text in ALL]
+    assert new.truncation_side == "left" and new.split_special_tokens
