@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 
 from xformer import pretrained, tree
 from xformer.finetune import lora, modules, peft
+from xformer.finetune.peft_config import HARMLESS, METHODS, Scales
 from xformer.layers import LoRAParams
 
 theirs = pytest.importorskip("peft")
@@ -193,6 +195,94 @@ def test_what_peft_writes_is_read(name: str, options: dict[str, Any], tmp_path: 
     files = [load_file(tmp_path / who / peft.WEIGHTS) for who in ("theirs", "ours")]
     assert files[0].keys() == files[1].keys()
     assert all(np.array_equal(files[0][n], files[1][n]) for n in files[0])
+
+
+# What PEFT stores as a whole: the head below an adapter, and modules that it trained.
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaForCausalLM", {"target_modules": ["lm_head", "q_proj"], "task_type": "CAUSAL_LM"}),
+    ("LlamaForCausalLM", {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
+    ("LlamaForCausalLM", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    ("GPTNeoXForCausalLM", {"target_modules": ["lm_head", "query_key_value"]}),
+    ("MixtralForCausalLM", {"target_modules": ["q_proj"], "modules_to_save": ["gate", "norm"]}),
+    ("Qwen2ForSequenceClassification", {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}),
+    ("BertForSequenceClassification", {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
+    ("RobertaForSequenceClassification", {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
+    (
+        "Gemma2ForCausalLM",  # whose head is tied: both are saved, and equal
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
+]
+
+
+def trained(hf: Any, folder: Path, **options: Any) -> Any:
+    """PEFT's model with an adapter, all that learns at random, and saved."""
+    config = theirs.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **options)
+    with double_precision():
+        wrapped = theirs.get_peft_model(hf, config).double().eval()
+        with torch.no_grad():
+            for parameter in wrapped.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.1 * torch.randn_like(parameter)
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+@pytest.mark.parametrize(("name", "options"), WHOLE)
+def test_whole_parameters_are_read(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    hf = built(name, tmp_path / "base")
+    wrapped = trained(hf, tmp_path / "theirs", **options)
+    with double_precision():
+        wanted = judged(wrapped).detach().numpy()
+    files = load_file(tmp_path / "theirs" / peft.WEIGHTS)
+    assert any(".lora_" not in n for n in files)
+    model, params = pretrained.load(tmp_path / "base", dtype="float64")
+    params = peft.load(model, params, tmp_path / "theirs")
+    require_close("output", ours(model, params)[0], wanted, FLOAT64)
+    merged = lora.merge(params)
+    pretrained.save(model, merged, tmp_path / "merged")
+    again = pretrained.load(tmp_path / "merged", dtype="float64")
+    require_close("merged", ours(*again)[0], wanted, FLOAT64)
+
+
+BODY = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
+
+
+@pytest.mark.filterwarnings("ignore:.*(tie|tied|Setting `save_embedding_layers`).*:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ["lm_head"]}, "no linear maps 'lm_head'; a head that is tied"),
+        (BODY | {"modules_to_save": ["wte"]}, "would part the head from the embedding"),
+        (BODY | {"modules_to_save": ["lm_head"]}, "would part the head from the embedding"),
+    ],
+)
+def test_a_tied_head_that_learned_alone_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    hf = built("GPT2LMHeadModel", tmp_path / "base")
+    trained(hf, tmp_path / "theirs", **options)
+    model, params = pretrained.load(tmp_path / "base", dtype="float64")
+    with pytest.raises(pretrained.PretrainedError, match=message):
+        peft.load(model, params, tmp_path / "theirs")
+
+
+FOLLOWED = {
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias"),
+    "init_lora_weights",
+}
+
+
+def test_every_option_of_peft_is_followed_or_refused() -> None:
+    names = {field.name for field in dataclasses.fields(theirs.LoraConfig)}
+    assert names <= {*HARMLESS, *METHODS, *FOLLOWED}
+    for key in METHODS:
+        with pytest.raises(pretrained.PretrainedError, match=f"{key} must be"):
+            Scales({"r": 1, "lora_alpha": 1, key: {"some": 1}}, "adapter_config.json")
 
 
 def test_peft_trains_on_from_there(tmp_path: Path) -> None:

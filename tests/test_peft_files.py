@@ -123,14 +123,13 @@ def written(tmp_path: Path) -> tuple[Any, Any, Path]:
         ({"use_dora": True}, "use_dora must be False, got True"),
         ({"bias": "lora_only"}, "bias must be 'none', got 'lora_only'"),
         ({"lora_bias": True}, "lora_bias must be False"),
-        ({"modules_to_save": ["score"]}, r"modules_to_save must be \[\], got \['score'\]"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights must be True or False or 'gaussian'"),
         ({"loftq_config": {"bits": 4}}, r"loftq_config must be \{\}"),
-        ({"trainable_token_indices": [1]}, "not supported: 'trainable_token_indices'"),
+        ({"trainable_token_indices": [1]}, r"trainable_token_indices must be \[\]"),
         ({"target_parameters": ["x"]}, r"target_parameters must be \[\], got \['x'\]"),
-        ({"layer_replication": [[0, 1]]}, "not supported: 'layer_replication'"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication must be"),
         ({"use_qalora": True}, "use_qalora must be False"),
-        ({"alora_invocation_tokens": [1]}, "not supported: 'alora_invocation_tokens'"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens must be"),
         ({"peft_type": "IA3"}, "peft_type must be 'LORA', got 'IA3'"),
         ({"r": 0}, "r must be an integer from 1 to 65536, got 0"),
         ({"r": 3}, "'lm_head' must have rank 3, its tensors have 2"),
@@ -149,6 +148,16 @@ def test_configurations_that_are_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(PretrainedError, match=message):
         peft.load(model, params, folder)
+
+
+def test_a_key_that_peft_does_not_read_is_named(written: tuple[Any, Any, Path]) -> None:
+    model, params, folder = written
+    plain = peft.load(model, params, folder)
+    path = folder / "adapter_config.json"
+    keys = {"unsloth_version": "2025.1", "note": {"by": "me"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    with pytest.warns(UserWarning, match="PEFT does not read are left out: 'note', 'unsloth_ver"):
+        require_equal(peft.load(model, params, folder), plain)
 
 
 def test_scales(written: tuple[Any, Any, Path]) -> None:
@@ -175,7 +184,8 @@ def test_tensors_that_are_refused(written: tuple[Any, Any, Path]) -> None:
     for change, message in (
         ({down: None}, f"not supported: '{up}'"),
         ({f"{name}.lora_magnitude_vector": zeros}, "not supported: .*lora_magnitude_vector"),
-        ({f"{PREFIX}score.weight": zeros}, "not supported: .*score.weight"),
+        ({f"{PREFIX}scores.weight": zeros}, "not supported: 'scores.weight'"),
+        ({f"{name}.base_layer.weight": zeros}, r"base_layer.weight must be \(37, 12\), got shape"),
         ({down: zeros}, r"lora_A.weight must be \(2, 12\), got shape \(2, 3\)"),
         ({up: zeros}, r"lora_B.weight must be \(37, 2\), got shape \(2, 3\)"),
         ({down: np.zeros((0, 12)), up: np.zeros((37, 0))}, r"got shape \(0, 12\)"),

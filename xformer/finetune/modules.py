@@ -23,9 +23,6 @@ from xformer.finetune.lora import linear_maps
 from xformer.pretrained.loading import links_of
 from xformer.pretrained.names import Link
 
-# GPT-NeoX's head, which transformers 5 calls as others', but for files.
-RENAMED = {"embed_out": "lm_head"}
-
 
 class Adapter(NamedTuple):
     """An adapter on the host, in our layout: y = x w + scale * (x a) b."""
@@ -35,14 +32,17 @@ class Adapter(NamedTuple):
     scale: float
 
 
-def modules(model: Any, params: Any) -> dict[str, Link]:
-    """transformers' modules that are linear maps of ours: name -> link of the weights."""
+def modules(model: Any, params: Any, *, in_memory: bool = True) -> dict[str, Link]:
+    """transformers' modules that are linear maps of ours: name -> link of the weights.
+
+    in_memory: by the names that transformers has in memory, not in files.
+    """
     ours = set(linear_maps(params))
     found: dict[str, Link] = {}
-    for link in links_of(model):
+    for link in links_of(model, in_memory=in_memory):
         name = link.theirs[0].removesuffix(".weight")
         if len(link.theirs) == 1 and name != link.theirs[0] and ours.issuperset(maps(link)):
-            found[RENAMED.get(name, name)] = link
+            found[name] = link
     return found
 
 

@@ -8,17 +8,18 @@ sides, whatever the layout of the module's own weight (GPT-2's is fan_in_fan_out
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, to_device
 
 from xformer import backends, tree
 from xformer.finetune.lora import adapters, with_adapter
-from xformer.finetune.modules import RENAMED, Adapter, joined, maps, modules, split
+from xformer.finetune.modules import Adapter, joined, maps, modules, split
 from xformer.finetune.peft_config import CONFIG, Scales, written
+from xformer.finetune.peft_whole import dtype_of, like, replaced
 from xformer.layers import LinearParams, LoRAParams
 from xformer.models import EncoderDecoder, LMHead
 from xformer.pretrained import PretrainedError
@@ -30,6 +31,7 @@ from xformer.typing import Array
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+WHOLE = re.compile(re.escape(PREFIX) + r"(?!.*\.lora_).*\.(weight|bias|\w+_proj)")
 
 
 def save(
@@ -69,7 +71,10 @@ def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
 
     They have the type and place of the parameters. FileNotFoundError where there is none,
     ValueError where params have adapters already; PretrainedError where a file is damaged, does
-    not fit the model, or asks for what is not supported: DoRA, trained biases, modules_to_save, ...
+    not fit the model, or asks for what is not supported: DoRA, trained biases, ...
+
+    Whole parameters in the file replace the model's: a head below its adapter, `modules_to_save`.
+    `save` does not write them again; `pretrained.save(model, lora.merge(params), folder)` does.
     """
     if adapters(params):
         raise ValueError("load: params have adapters already; merge them first (lora.merge)")
@@ -77,10 +82,14 @@ def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
     if not os.path.lexists(root / CONFIG):
         raise FileNotFoundError(f"{root} is no adapter: it has no {CONFIG}")
     scales = Scales(read_json(root / CONFIG), str(root / CONFIG))
-    pairs, known = _pairs(root), modules(model, params)
-    known |= {old: known[new] for old, new in RENAMED.items() if new in known}
+    pairs, whole = _tensors(root)
+    known = modules(model, params, in_memory=False) | modules(model, params)
     if unknown := pairs.keys() - known.keys():
-        raise PretrainedError(f"{root}: the model has no linear maps {listed(unknown)}")
+        raise PretrainedError(
+            f"{root}: the model has no linear maps {listed(unknown)}; a head that is tied to the "
+            "embedding is none"
+        )
+    params = replaced(model, params, whole, root / WEIGHTS)
     leaves, found = tree.flatten(params), dict[str, Adapter]()
     for module, pair in pairs.items():
         link = known[module]
@@ -91,7 +100,7 @@ def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
         if name not in found:
             return node
         a, b, scale = found[name]
-        return with_adapter(node, _like(a, value(node.w)), _like(b, value(node.w)), scale)
+        return with_adapter(node, like(a, value(node.w)), like(b, value(node.w)), scale)
 
     return tree.map_nodes(adapted, tree.freeze(params), LinearParams)
 
@@ -122,11 +131,6 @@ def _host(node: LoRAParams) -> Adapter:
     return Adapter(a, b, node.scale.value)
 
 
-def _like(host: np.ndarray, w: Array) -> Array:
-    """An array of the library and on the device of w."""
-    return to_device(backends.of(w).asarray(np.ascontiguousarray(host)), device(w))
-
-
 def _task_type(model: Any) -> str | None:
     """What PEFT is to wrap the model as; None: as any model."""
     if isinstance(model, EncoderDecoder):
@@ -134,19 +138,22 @@ def _task_type(model: Any) -> str | None:
     return "CAUSAL_LM" if isinstance(model.head, LMHead) else None
 
 
-def _pairs(root: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """The two tensors of each module."""
+def _tensors(root: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """The two tensors of each adapted module, and whole parameters by name."""
     if not os.path.lexists(root / WEIGHTS):
         raise FileNotFoundError(f"{root} is no adapter: it has no {WEIGHTS}")
     tensors = open_file(root / WEIGHTS)
     ends = (DOWN, UP)
     names = {n.removeprefix(PREFIX).removesuffix(end) for n in tensors for end in ends}
     names = {name for name in names if all(PREFIX + name + end in tensors for end in ends)}
-    if extra := tensors.keys() - {PREFIX + name + end for name in names for end in ends}:
+    rest = tensors.keys() - {PREFIX + name + end for name in names for end in ends}
+    if extra := [name for name in rest if not WHOLE.fullmatch(name)]:
         raise PretrainedError(f"{root / WEIGHTS}: not supported: {listed(extra)}")
-    return {
+    pairs = {
         name: (tensors[PREFIX + name + DOWN], tensors[PREFIX + name + UP]) for name in sorted(names)
     }
+    plain = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in rest}
+    return pairs, {plain[name]: tensors[name] for name in sorted(rest)}
 
 
 def _read(pair: tuple[Tensor, Tensor], weights: list[Array]) -> Adapter:
@@ -159,6 +166,5 @@ def _read(pair: tuple[Tensor, Tensor], weights: list[Array]) -> Adapter:
             raise PretrainedError(
                 f"{tensor.path}: {tensor.name} must be {shape}, got shape {tensor.shape}"
             )
-    is_double = weights[0].dtype == array_namespace(weights[0]).float64
-    dtype = "float64" if is_double else "float32"
+    dtype = dtype_of(weights[0])
     return Adapter(down.read(dtype).T, up.read(dtype).T, 1.0)

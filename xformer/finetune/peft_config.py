@@ -16,6 +16,7 @@ from typing import Any
 from xformer.finetune.modules import Adapter
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.config import Config
+from xformer.pretrained.keys import warn_of
 
 CONFIG = "adapter_config.json"
 MAX_RANK, MAX_PATTERNS = 1 << 16, 10_000
@@ -27,8 +28,23 @@ HARMLESS = (
     *("task_type", "base_model_name_or_path", "revision", "peft_version", "auto_mapping"),
     *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern"),
     *("layers_to_transform", "runtime_config", "megatron_core", "qalora_group_size", "eva_config"),
-    *("fan_in_fan_out", "ensure_weight_tying"),
+    *("fan_in_fan_out", "ensure_weight_tying", "modules_to_save"),
 )
+# Other mathematics, layers or ways to begin, which are not written here.
+FLAGS = ("use_dora", "use_qalora", "use_bdlora", "lora_bias")
+LISTS = (
+    *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
+    "layer_replication",
+)
+OBJECTS = (
+    *("loftq_config", "arrow_config", "corda_config", "kasa_config", "lora_ga_config"),
+    *("megatron_config", "monteclora_config", "velora_config"),
+)
+METHODS: dict[str, Any] = {  # each at the value that asks for nothing
+    **dict.fromkeys(FLAGS, False),
+    **{key: [] for key in LISTS},
+    **{key: {} for key in OBJECTS},
+}
 
 
 def written(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
@@ -65,18 +81,17 @@ class Scales:
         c.only("bias", "none")
         # Other ways to begin change the base model too, which the adapter's file does not hold.
         c.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal")
-        c.only("loftq_config", {})
-        for key in ("modules_to_save", "target_parameters"):
-            c.only(key, [])
-        for key in ("use_dora", "use_qalora", "lora_bias"):
-            c.only(key, False)
+        for key, nothing in METHODS.items():
+            c.only(key, nothing)
         c.ignore(*HARMLESS)
         self._where = where
         self._rank = c.integer("r", low=1, high=MAX_RANK)
         self._alpha = c.number("lora_alpha", low=0)
         self._root = c.flag("use_rslora", default=False)
         self._ranks, self._alphas = (_patterns(c, f"{kind}_pattern") for kind in ("rank", "alpha"))
-        c.finish()
+        unread = c.unasked()
+        c.accept(unread)  # PEFT does not read them either, and says so
+        warn_of(unread, where, "PEFT")
 
     def of(self, module: str, rank: int) -> float:
         """The scale of a module's adapter, which has that rank by its tensors."""

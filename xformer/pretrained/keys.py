@@ -34,11 +34,11 @@ def unread_keys(c: Config) -> list[str]:
     return [name for name in unasked if name not in READ]
 
 
-def warn_of(unread: list[str], where: str) -> None:
-    """Name the keys that are left out."""
+def warn_of(unread: list[str], where: str, reader: str = "transformers") -> None:
+    """Name the keys that are left out, as `reader` does not read them."""
     if unread:
         names = listed(unread)
-        message = f"{where}: keys that transformers does not read are left out: {names}"
+        message = f"{where}: keys that {reader} does not read are left out: {names}"
         warnings.warn(message, stacklevel=3)
 
 

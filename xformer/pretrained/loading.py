@@ -187,12 +187,15 @@ def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
         )
     arrays: dict[str, np.ndarray] = {}
     for link in links:
-        arrays |= link.write([_host(leaves[name]) for name in link.ours])
+        arrays |= link.write([host_of(leaves[name]) for name in link.ours])
     return arrays
 
 
-def links_of(model: Any) -> list[Link]:
-    """How the tensors of the model's family stand for its parameters. ValueError as `save`."""
+def links_of(model: Any, *, in_memory: bool = False) -> list[Link]:
+    """How the tensors of the model's family stand for its parameters. ValueError as `save`.
+
+    in_memory: by the names that transformers has in memory, not in files.
+    """
     if getattr(model, "source", None) is None:
         raise ValueError(
             "save: the model must have a configuration of its family (model.source); "
@@ -200,10 +203,11 @@ def links_of(model: Any) -> list[Link]:
         )
     family = _family(model.source, "save")
     bare = head_of(family, model.source, "save") == "hidden"
-    return list(links_for(family, model, shapes_of(model), bare))
+    return list(links_for(family, model, shapes_of(model), bare, lambda name: in_memory))
 
 
-def _host(leaf: Any) -> np.ndarray:
+def host_of(leaf: Any) -> np.ndarray:
+    """A parameter as an array of NumPy."""
     return leaf if isinstance(leaf, np.ndarray) else backends.of(leaf).to_numpy(leaf)
 
 

@@ -1,0 +1,96 @@
+"""Whole parameters in an adapter's file.
+
+PEFT stores the weights below an adapter of the head (`lm_head.base_layer.weight`), modules that it
+trained as a whole (`modules_to_save`: a classifier), and embeddings that were resized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, device, to_device
+
+from xformer import backends, tree
+from xformer.pretrained import PretrainedError
+from xformer.pretrained.families import FAMILIES
+from xformer.pretrained.loading import host_of, links_of
+from xformer.pretrained.mapped import Tensor
+from xformer.pretrained.names import Link
+from xformer.pretrained.reading import listed
+from xformer.typing import Array
+
+
+def replaced(model: Any, params: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
+    """`params` with whole parameters of an adapter's file in their places.
+
+    tensors: by the names that transformers has, in memory or in files. PretrainedError where the
+    model has no such parameter, or one of another shape, and where tied ones come apart.
+    """
+    links = {
+        link.theirs[0]: link
+        for in_memory in (False, True)
+        for link in links_of(model, in_memory=in_memory)
+        if len(link.theirs) == 1
+    }
+    tied = FAMILIES[model.source["model_type"]].tied
+    if unknown := tensors.keys() - links.keys() - tied.keys():
+        raise PretrainedError(f"{path}: not supported: {listed(unknown)}")
+    params = tree.thaw(params)
+    leaves = tree.flatten(params)
+    for name, tensor in tensors.items():
+        if name in links:
+            leaves |= _leaves(links[name], tensor, leaves, path)
+    new = tree.unflatten(params, leaves)
+    _require_ties(model, tensors, links, tree.flatten(params), path)
+    return new
+
+
+def _leaves(link: Link, tensor: Tensor, leaves: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The parameters that are in a tensor."""
+    (wanted,) = link.shapes({name: leaves[name].shape for name in link.ours}).values()
+    if tensor.shape != wanted:
+        raise PretrainedError(f"{path}: {tensor.name} must be {wanted}, got shape {tensor.shape}")
+    read = link.read([tensor.read(dtype_of(leaves[link.ours[0]]))])
+    return {name: like(array, leaves[name]) for name, array in read.items()}
+
+
+def _require_ties(
+    model: Any,
+    tensors: Mapping[str, Tensor],
+    links: Mapping[str, Link],
+    leaves: Mapping[str, Any],
+    path: Path,
+) -> None:
+    """A head that is tied to the embedding must still hold the embedding's numbers.
+
+    PEFT lets one of them learn alone; `tie_word_embeddings` cannot say so afterwards.
+    """
+    if not getattr(model.head, "tied", False):
+        return
+    tied = FAMILIES[model.source["model_type"]].tied
+    for table in sorted({of for of in tied.values() if of in links}):
+        stored = [name for name, of in tied.items() if of == table and name in tensors]
+        stored += [table] if table in tensors else []
+        link = links[table]
+        (before,) = link.write([host_of(leaves[name]) for name in link.ours]).values()
+        arrays = [tensors[name].read(dtype_of(before)) for name in stored]
+        if table not in stored or stored == [table]:
+            arrays.append(before)  # of the other one, which is as it was
+        if any(not np.array_equal(array, arrays[0]) for array in arrays):
+            raise PretrainedError(
+                f"{path}: {listed(stored)} would part the head from the embedding, and the model "
+                "ties them (tie_word_embeddings)"
+            )
+
+
+def like(host: np.ndarray, array: Array) -> Array:
+    """A host array as one of the library and on the device of another array."""
+    return to_device(backends.of(array).asarray(np.ascontiguousarray(host)), device(array))
+
+
+def dtype_of(array: Array) -> str:
+    """The type to read a tensor in, for parameters of this one's."""
+    return "float64" if array.dtype == array_namespace(array).float64 else "float32"
