@@ -239,3 +239,71 @@ def test_unknown_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ids must lie in \[0, 256\), got ids from 5 to 256"):
         list(stream_text(GPT, PARAMS, Words(), "5 256", max_new=3))
     assert np.all(np.isfinite(PARAMS.embed.table))
+
+
+# Time
+
+
+class Counted:
+    """A tokenizer that counts the ids that it decodes."""
+
+    bos_id = eos_id = None
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.count = inner, 0
+        self.special_ids = getattr(inner, "special_ids", frozenset())
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text)
+
+    def decode(self, ids: Any) -> str:
+        self.count += len(ids)
+        return self.inner.decode(ids)
+
+
+N = 2000
+LONG: dict[str, tuple[str, list[int]]] = {
+    "special tokens": ("llama2.c", [1, 2] * N),
+    "special tokens among others": ("llama2.c", [1, 2, 400] * N),
+    "ids that the tokenizer has not": ("llama2.c", [100_000] * 2 * N),
+    "bytes of no letter": ("bytes", [0x80] * 2 * N),
+    "bytes that begin letters": ("bytes", [0xE6] * 2 * N),
+    "pieces of bytes that are no letter": ("llama2.c", [3 + 0x80] * 2 * N),
+    "parts of letters": ("bytes", [0xE6, 0x9D] * 2 * N),
+    "letters": ("bytes", list("東".encode()) * N),
+    "letters of pieces of bytes": ("llama2.c", [3 + byte for byte in "東".encode()] * N),
+    "tokens of GPT-2": ("gpt2", [47078, 165] * N),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_time_is_linear(name: str, folder: Path) -> None:
+    """Decoded ids are counted, as are those of a long prompt."""
+    kind, ids = LONG[name]
+    own = codec(kind, folder)
+    for before in ([], ids):
+        counted = Counted(own)
+        text = "".join(decoded(counted, ids, before))
+        assert counted.count < 40 * len(ids)
+        want = own.decode([*before, *ids])
+        assert len(own.decode(before)) + len(text) == len(want)
+        if not before:
+            assert text == want
+
+
+@pytest.mark.parametrize("n", range(1, 40))
+def test_letters_are_cut_nowhere(n: int) -> None:
+    """Tokens that end one letter and begin the next, after and before bytes of no letter."""
+
+    class Halves:
+        bos_id = eos_id = None
+        halves = (b"\x9d\xb1\xe6", b"\xe6", b"\x80", b"a", b"\x9d\xb1")
+
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError
+
+        def decode(self, ids: Any) -> str:
+            return b"".join(self.halves[i] for i in ids).decode(errors="replace")
+
+    for ids in ([1, *[0] * n, 4, 3], [*[2] * n, 1, 0, 4], [3, 1, *[0] * n], [0] * n, [2, 1, 4] * n):
+        assert "".join(decoded(Halves(), ids)) == Halves().decode(ids)

@@ -16,6 +16,8 @@ from xformer.models import EncoderDecoder
 BROKEN = (
     "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no letter, or not yet
 )
+MOST_BYTES = 4  # of a letter in UTF-8
+HELD = 8  # ids before others on which their text may depend
 
 
 class Codec(Protocol):
@@ -120,19 +122,53 @@ def decoded(tokenizer: Codec, ids: Iterable[int], before: Sequence[int] = ()) ->
 
     The text of a token depends on those around it: a letter may take several, and some decoders
     drop a space at the beginning. Decoded are therefore the last piece's ids and those after them,
-    and what that adds to the text of the last piece is the next.
+    and what that adds to the text of the last piece is the next. Tokens without text, and bytes
+    that are no letter, do not make that longer: time is linear in the ids.
     """
-    last, new = list(before), list[int]()
-    known = text = tokenizer.decode(last)
+    silent = getattr(tokenizer, "special_ids", frozenset[int]())
+    window = _context(tokenizer, [i for i in before if i not in silent])
+    text = tokenizer.decode(window)
+    given, n_new = len(text), 0  # letters of the window's text, ids since a piece was complete
     for i in ids:
-        new.append(i)
-        text = tokenizer.decode(last + new)
-        if len(text) > len(known) and not text.endswith(BROKEN):
-            yield text[len(known) :]
-            last, new = new, []
-            known = text = tokenizer.decode(last)
-    if len(text) > len(known):
-        yield text[len(known) :]
+        if i in silent:
+            continue
+        known, text = text, tokenizer.decode([*window, i])
+        if text == known and len(window) >= HELD and not text.endswith(BROKEN):
+            continue  # an id without text
+        window.append(i)
+        n_new += 1
+        n_open = _open(text, n_new)
+        if len(text) - n_open > given:
+            yield text[given : len(text) - n_open]
+            given = len(text) - n_open
+            if not n_open:
+                window, n_new = window[-n_new:], 0
+                text = tokenizer.decode(window)
+                given = len(text)
+        if len(window) > 3 * HELD:
+            window = _context(tokenizer, window)
+            text = tokenizer.decode(window)
+            given = max(len(text) - n_open, 0)
+    if len(text) > given:
+        yield text[given:]
+
+
+def _open(text: str, n_new: int) -> int:
+    """How many letters at the end of text may still become others, with the ids to come.
+
+    A letter has at most 4 bytes, of which 3 wait for the last one; older ones wait in vain.
+    """
+    n = len(text) - len(text.rstrip(BROKEN))
+    return n if n_new < MOST_BYTES else min(n, MOST_BYTES - 1)
+
+
+def _context(tokenizer: Codec, ids: Sequence[int]) -> list[int]:
+    """The last ids, enough of them to decode those that follow; they begin with a letter."""
+    for n in range(HELD, HELD + MOST_BYTES):
+        part = list(ids[-n:])
+        if not tokenizer.decode(part).startswith(BROKEN):
+            break
+    return part
 
 
 def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
