@@ -14,6 +14,7 @@ from xformer.backends import Backend
 from xformer import pretrained, tree
 from xformer.cli import main
 from xformer.models import LanguageModel
+from xformer.pretrained import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.sentences import classify, labels
 
@@ -86,11 +87,14 @@ def test_names_of_classes() -> None:
 
     assert named(id2label=NAMES) == ["good", "bad", "so so"]
     assert named(id2label={0: "good", 1: "bad"}) == ["good", "bad"]
-    assert named(id2label={"0": "good", "x": "bad"}) == ["good", "LABEL_1"]
+    assert named(id2label={"1": "good", "0": "good"}) == ["good", "good"]
     assert named(num_labels=3) == ["LABEL_0", "LABEL_1", "LABEL_2"]
     assert named() == ["LABEL_0", "LABEL_1"]
     with pytest.raises(ValueError, match=r"classify: id2label must hold strings, got \['x'\]"):
         named(id2label={"0": ["x"]})
+    for keys, wanted in (("0x", "1, got '0', 'x'"), ("12", "1, got '1', '2'"), ("7", "0, got '7'")):
+        with pytest.raises(PretrainedError, match=f"the keys of id2label must be 0 to {wanted}"):
+            named(id2label=dict.fromkeys(keys, "good"))
 
 
 def test_what_is_no_classifier(tmp_path: Path) -> None:
@@ -147,7 +151,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert first["text"] == TEXTS[0] and second["text"] == "a dog"
     assert first["label"] == name
-    assert np.allclose([first["probabilities"][n] for n in NAMES.values()], probs, rtol=1e-6)
+    assert [c["label"] for c in first["probabilities"]] == list(NAMES.values())
+    assert np.allclose([c["probability"] for c in first["probabilities"]], probs, rtol=1e-6)
+
+
+def test_classes_of_one_name_are_all_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers' pipeline does, which prints a list of labels and scores."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    names = {"0": "same", "1": "other", "2": "same"}
+    opened(tmp_path, CLASSIFIER | {"id2label": names})
+    assert main(["classify", "--model", str(tmp_path), "--json", TEXTS[0]]) == 0
+    found = json.loads(capsys.readouterr().out)["probabilities"]
+    judge = transformers.pipeline("text-classification", str(tmp_path), device="cpu", top_k=None)
+    (wanted,) = judge([TEXTS[0]])
+    got = sorted(found, key=lambda entry: -entry["probability"])
+    assert [entry["label"] for entry in got] == [entry["label"] for entry in wanted]
+    scores = [entry["score"] for entry in wanted]
+    assert np.allclose([entry["probability"] for entry in got], scores, rtol=1e-5)
+    assert main(["classify", "--model", str(tmp_path), TEXTS[0]]) == 0
+    assert capsys.readouterr().out.count("  same ") == 2
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,15 @@ def test_classify(tmp_path: Path) -> None:
             examples(task, {"text": "a", "label": label})
 
 
+def test_classes_of_one_name_are_told_apart_by_number(tmp_path: Path) -> None:
+    names = {"0": "no", "1": "yes", "2": "no"}
+    task, _ = made("classify", tmp_path, config={"id2label": names})
+    got = batch(task, {"text": "a", "label": "yes"}, {"text": "a", "label": 2})
+    assert got.arrays[1].tolist() == [1, 2]
+    with pytest.raises(ValueError, match="2 classes are called 'no': label must be a number"):
+        examples(task, {"text": "a", "label": "no"})
+
+
 def test_seq2seq(tmp_path: Path) -> None:
     """Targets behind the token that begins them; both ends are cut to max_len."""
     task, _ = made("seq2seq", tmp_path, max_len=4)

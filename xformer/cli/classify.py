@@ -30,7 +30,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a text, and below it its classes, the likeliest first; or a line of JSON a text."""
+    """Print a text, and below it its classes, the likeliest first; or a line of JSON a text.
+
+    In JSON the classes are a list in the order of their numbers: two may have one name.
+    """
     texts = texts_of(args)
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
@@ -50,8 +53,11 @@ def run(args: argparse.Namespace) -> int:
     for text, probs in zip(texts, probabilities, strict=True):
         if args.json:
             label = names[int(np.argmax(probs))]
-            by_name = dict(zip(names, numbers(probs), strict=True))
-            print(json.dumps({"text": text, "label": label, "probabilities": by_name}))
+            classes = [
+                {"label": name, "probability": probability}
+                for name, probability in zip(names, numbers(probs), strict=True)
+            ]
+            print(json.dumps({"text": text, "label": label, "probabilities": classes}))
         else:
             print("\n".join([shown(text), *_lines(names, probs, args.top)]))
     return 0

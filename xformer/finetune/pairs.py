@@ -49,6 +49,8 @@ class Classify(Task):
 
     def _label(self, label: Any) -> int:
         names = labels(self.model)
+        if isinstance(label, str) and (n := names.count(label)) > 1:
+            raise ValueError(f"{n} classes are called {label!r:.60}: label must be a number")
         if isinstance(label, str) and label in names:
             return names.index(label)
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):

@@ -183,13 +183,22 @@ class Config:
             self.only(name, value)
 
     def labels(self) -> int:
-        """How many classes a classifier has: as many as `id2label`, or `num_labels`, or 2."""
+        """How many classes a classifier has: as many as `id2label`, or `num_labels`, or 2.
+
+        The keys of `id2label` must be all numbers from 0 on, as transformers looks names up there.
+        """
         names = self._read("id2label", None, None, _object)
         count = self.integer("num_labels", low=1, high=MAX_ITEMS, default=None)
         if names is None:
             return 2 if count is None else int(count)
         if not 1 <= len(names) <= MAX_ITEMS or count not in (None, len(names)):
             raise self.refused("id2label", f"an object of {count or f'1 to {MAX_ITEMS}'} names")
+        keys = {str(key) for key in names}
+        if keys != {str(i) for i in range(len(names))}:
+            raise PretrainedError(
+                f"{self.where}: the keys of id2label must be 0 to {len(names) - 1}, "
+                f"got {listed(keys)}"
+            )
         return len(names)
 
     def finish(self) -> None:

@@ -61,12 +61,13 @@ def classify(
 def labels(model: Any) -> list[str]:
     """The names of a classifier's classes, by the configuration's id2label; else LABEL_0, ...
 
-    ValueError for another model, or names that are no strings.
+    Several classes may have one name. ValueError for another model, or names that are no strings.
     """
     head = _head(model)
     names = (model.source or {}).get("id2label") or {}
     by_number = {str(key): name for key, name in names.items()}
-    found = [by_number.get(str(i), f"LABEL_{i}") for i in range(head.n_labels)]
+    numbers = range(head.n_labels)
+    found = [by_number[str(i)] if names else f"LABEL_{i}" for i in numbers]
     for name in found:
         if not isinstance(name, str):
             raise ValueError(f"classify: id2label must hold strings, got {name!r:.100}")
