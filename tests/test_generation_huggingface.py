@@ -19,6 +19,18 @@ from xformer.generation.samplers import compose, repetition_penalty, temperature
 
 MAX_NEW = 14
 FAMILIES = [*CONFIGS, "t5"]
+TRAINED = 8  # tokens, after which RoPE frequencies change
+LONG: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": TRAINED}
+LONG |= {"short_factor": [1.0, 1.2], "long_factor": [1.5, 3.0]}
+LLAMA = {name: value for name, value in CONFIGS["llama"].items() if name != "rope_scaling"}
+CHANGING: dict[str, dict[str, Any]] = {
+    "dynamic": LLAMA
+    | {
+        "max_position_embeddings": TRAINED,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 12.0},
+    },
+    "longrope": LLAMA | {"rope_parameters": LONG | {"rope_theta": 12.0}},
+}
 LENGTHS = (6, 2, 4)  # of the prompts
 N_BEAMS = 3
 
@@ -62,7 +74,7 @@ def pair(family: str, folder: Path) -> Pair:
     if family == "t5":
         hf = build(transformers.T5ForConditionalGeneration, transformers.T5Config(**T5))
     else:
-        options = dict(CONFIGS[family])
+        options = dict((CONFIGS | CHANGING)[family])
         kind = getattr(transformers, options.pop("architecture"))
         hf = build(kind, kind.config_class(**options))
     for name, p in hf.named_parameters():  # or a tied head would say the last token again
@@ -115,6 +127,21 @@ def test_greedy_with_a_repetition_penalty(family: str, folder: Path) -> None:
         want, _ = one.theirs((), repetition_penalty=3.0)
         got = generate(one.model, one.params, one.prompts, max_new=MAX_NEW, sampler=sampler)
         assert got == want
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_rope_frequencies_that_change_with_the_length(name: str, folder: Path) -> None:
+    """As without a cache there: with one, transformers keeps keys rotated for shorter texts."""
+    both = pair(name, folder)
+    want, _ = both.theirs((), use_cache=False)
+    assert generate(both.model, both.params, both.prompts, max_new=MAX_NEW) == want
+    options: Any = {"early_stopping": False, "length_penalty": 1.0}
+    want, scores = both.theirs(
+        (), use_cache=False, num_beams=N_BEAMS, num_return_sequences=N_BEAMS, **options
+    )
+    found = beams(both, (), **options)
+    assert [beam.ids for beam in found] == want
+    np.testing.assert_allclose([beam.score for beam in found], scores, rtol=1e-9)
 
 
 OPTIONS = list(product((True, False, "never"), (1.0, 0.0, -1.0, 2.5)))

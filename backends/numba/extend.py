@@ -43,7 +43,8 @@ def outside(
         return read
     if read[1].length != state.length:
         return "not as many keys as the text has tokens"
-    if model.rotary is not None and state.length >= model.rotary.same_until:
+    beyond = model.rotary is not None and state.length >= model.rotary.same_until
+    if beyond or state.rope_length:
         return "rotary positions whose frequencies change with the length"
     if tokens.dtype.kind not in "iu":
         return "tokens that are no integers"
@@ -109,7 +110,7 @@ def ahead(
     n_read = 1 + len(more[0])
     if n_read < n:
         past.shorten(n - n_read)
-    return more, logits, state.grown(past, None, n_read)
+    return more, logits, state.grown(past, None, ids[:, :n_read])
 
 
 def _how_many(known: Reading, past: Together, most: int) -> int:

@@ -28,31 +28,31 @@ class CapturedTokens:
 
     @classmethod
     def of(
-        cls, network: Any, params: Any, place: Backend, max_new: int, greedy: bool
+        cls, network: Any, params: Any, place: Backend, most: int, greedy: bool
     ) -> CapturedTokens | None:
-        """None, and a RuntimeWarning, where tokens are to be made as ever."""
+        """For texts of at most `most` columns. None, and a RuntimeWarning, where tokens are to be
+        made as ever."""
         why = None
         if isinstance(network, EncoderDecoder):
             why = "the model is an encoder-decoder"
         elif any(config.shaw is not None for config in network.blocks):
             why = "Shaw's relative positions go by the number of keys"
+        elif network.rotary is not None and most > network.rotary.same_until:
+            why = f"RoPE frequencies change after {network.rotary.same_until} tokens"
         else:
-            tokens = cls(network, params, place, max_new, greedy)
+            tokens = cls(network, params, place, most, greedy)
             if place.captured(tokens._step) is not None:
                 return tokens
             why = f"backend {place.name} has no such thing"
         warnings.warn(f"generate: tokens are not captured: {why}", RuntimeWarning, stacklevel=4)
         return None
 
-    def __init__(
-        self, network: Any, params: Any, place: Backend, max_new: int, greedy: bool
-    ) -> None:
+    def __init__(self, network: Any, params: Any, place: Backend, most: int, greedy: bool) -> None:
         self.network, self.params, self.place = network, params, place
-        self.max_new, self.greedy = max_new, greedy
+        self.most, self.greedy = most, greedy
         self._call: Any = None
         self._like: Any = None  # the state that the arrays of the call are
         self._arrays: dict[str, Array] = {}
-        self._most = 0  # columns that are ever wanted
 
     def __call__(self, text: Prefix, new: Sequence[int]) -> tuple[Prefix, Array | None]:
         """`text` and one token more of each, without its state, which is here; where greedy, the
@@ -70,12 +70,10 @@ class CapturedTokens:
 
     def _open(self, text: Prefix) -> None:
         """A call anew, in more columns."""
-        if self._call is None:
-            state, most = text.state, text.width + self.max_new - 1  # the last one needs no column
-            self._most = min(most, self.network.context or most)
-        else:
+        state = text.state
+        if self._call is not None:
             state = tree.unflatten(self._like, self._arrays)
-        self._like = state.in_columns(min(self._most, max(LEAST, 2 * text.width)))
+        self._like = state.in_columns(min(self.most, max(LEAST, 2 * text.width)))
         self._arrays = tree.flatten(self._like)
         self._call = self.place.captured(self._step)
 

@@ -86,7 +86,10 @@ def stream(
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
     tokens = None
     if captured:
-        tokens = CapturedTokens.of(network, params, place_of(params), max_new, sampler is None)
+        width = prompts.width if isinstance(prompts, Prefix) else max(map(len, prompts))
+        most = width + max(max_new - 1, 0)  # the last token needs no column
+        most = min(most, network.context or most)
+        tokens = CapturedTokens.of(network, params, place_of(params), most, sampler is None)
     return _stream(network, params, prompts, max_new, sampler, stops, rngs, tokens)
 
 

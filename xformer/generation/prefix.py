@@ -53,7 +53,8 @@ def prefill(
 
     Of an encoder-decoder they are the sources, and the target of each begins with start_id: that
     of the model's configuration unless given. after: what the prompts continue, one text each or
-    all the same one. chunk: read so many tokens at a time, to the same result in less memory.
+    all the same one; it is read again where longer texts have other RoPE frequencies. chunk: read
+    so many of the prompts' tokens at a time, to the same result in less memory.
     ValueError for a prompt without tokens, ids that the model has not, and more tokens than its
     context holds.
     """
@@ -86,11 +87,15 @@ def _read(
     tokens, mask = _padded(rows, place)
     length = tokens.shape[1]
     _require_room("prefill", network, width + length)
+    ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
+    more: dict[str, Any] = {}
+    if isinstance(network, LanguageModel):
+        more["length"] = max(map(len, ids))
     for start in range(0, length, chunk or length):
         part = slice(start, start + (chunk or length))
-        own = {} if mask is None else {"mask": mask[:, part]}
-        logits, state = network.extend(params, tokens[:, part], state, **own)
-    ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
+        if mask is not None:
+            more["mask"] = mask[:, part]
+        logits, state = network.extend(params, tokens[:, part], state, **more)
     return Prefix(ids, place.widened(logits), state, width + length)
 
 

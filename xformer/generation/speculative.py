@@ -33,8 +33,9 @@ def speculative(
     with probability min(1, p(x) / q(x)). In the place of the first that is not comes a token drawn
     from max(p - q, 0), after the last that is one from p: every token has the distribution that the
     model alone would give it (arXiv:2211.17192). sampler: as in `stream`, of both; without one the
-    ids are those of greedy decoding. max_new, stop, seed: as in `stream`. ValueError as there, and
-    where the vocabularies differ.
+    ids are those of greedy decoding. Where RoPE frequencies change with the length ("dynamic",
+    "longrope") a round ends before the model's frequencies change. max_new, stop, seed: as in
+    `stream`. ValueError as there, and where the vocabularies differ.
     """
     require_sizes("speculative", 1, k=k)
     require_sizes("speculative", 0, max_new=max_new, seed=seed)
@@ -66,6 +67,14 @@ class Reader(NamedTuple):
         """V."""
         embed = getattr(self.network, "target_embed", None) or self.network.embed
         return int(embed.vocab_size)
+
+    def steady(self, length: int, n: int) -> int:
+        """How many tokens, at most n, may follow `length` of them at the same RoPE frequencies."""
+        rope = getattr(self.network, "rotary", None)
+        if rope is None:
+            return n
+        now = rope.frequency_length(length)
+        return max(i for i in range(n + 1) if rope.frequency_length(length + i) == now)
 
     def begin(self, prompt: Sequence[int]) -> tuple[Any, list[int]]:
         """The state in which all but the last id has been read, and the ids."""
@@ -102,7 +111,7 @@ def _rounds(
     rng = np.random.default_rng([seed, 0])
     (state, ids), (small_state, _) = large.begin(prompt), small.begin(prompt)
     while max_new:
-        n = min(k, max_new - 1)
+        n = large.steady(len(ids), min(k, max_new - 1))
         guesses, q, small_states = _guessed(small, small_state, ids, n, sampler, rng)
         logits, state = large.read(state, ids[state.length :] + guesses)
         texts = [ids + guesses[:i] for i in range(n + 1)]

@@ -75,6 +75,16 @@ class RopeConfig:
             return self.original_max_len
         return math.inf
 
+    def frequency_length(self, length: int) -> int:
+        """The length that the frequencies of a text of `length` tokens go by.
+
+        Two texts have the same frequencies if and only if this number is the same. It is 0 up to
+        `same_until`; beyond it "dynamic" goes by every length, "longrope" has one other set.
+        """
+        if length <= self.same_until:
+            return 0
+        return length if self.scaling == "dynamic" else int(self.same_until) + 1
+
     @property
     def stretch(self) -> float:
         """How many times the trained length is to be reached; 1 where nothing says."""

@@ -33,7 +33,7 @@ def rotary(
     """cos(p f_i) and sin(p f_i), times the attention factor, for positions p and frequencies f_i.
 
     positions: integers (T,) or (B, T); 0, 1, ..., length - 1 where they are not given.
-    length: one more than the largest position; "dynamic" and "longrope" go by it.
+    length: of the text, which the frequencies of "dynamic" and "longrope" depend on.
     cos, sin: (..., R/2), of library and device of `like`, in the dtype to compute in beside it.
     ValueError for a negative length and positions of another shape, TypeError for arrays of another
     type.
@@ -50,9 +50,8 @@ def rotary(
             raise ValueError(
                 f"rotary: positions must be (T,) or (B, T), got shape {tuple(positions.shape)}"
             )
-    cos, sin = turns(
-        positions, config=config, length=_known_at(config, length), dtype=working_dtype(like)
-    )
+    length = config.frequency_length(length)
+    cos, sin = turns(positions, config=config, length=length, dtype=working_dtype(like))
     return Rotary(cos, sin, config.interleaved)
 
 
@@ -77,12 +76,7 @@ def frequencies(config: RopeConfig, length: int) -> Frequencies:
     In float64, on the host. ValueError for a negative length.
     """
     require_sizes("rotary", 0, length=length)
-    return _known(config, _known_at(config, length))
-
-
-def _known_at(config: RopeConfig, length: int) -> int:
-    """The length that frequencies go by: 0 up to where they begin to change."""
-    return length if length > config.same_until else 0
+    return _known(config, config.frequency_length(length))
 
 
 def _known_frequencies(config: RopeConfig, length: int) -> tuple[float, ...]:

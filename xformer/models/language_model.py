@@ -254,7 +254,8 @@ class LanguageModel:
 
     def start(self) -> State:
         """No text yet, for `extend`."""
-        return State((Past(),) * len(self.blocks))
+        changes = self.rotary is not None and self.rotary.same_until < math.inf
+        return State((Past(),) * len(self.blocks), rope_length=0 if changes else None)
 
     @inference()
     def extend(
@@ -265,15 +266,20 @@ class LanguageModel:
         *,
         mask: Array | None = None,
         every: bool = False,
+        length: int | None = None,
     ) -> tuple[Array, State]:
         """Logits after the last token, (B, V), and the state with `tokens` (B, T) in it.
 
-        Continues the text of `state`, whose keys and values are not computed again; `state` itself
-        stays what it was. mask: as in `forward`, of these tokens; padding must stand on the left of
-        a text. every: logits after each token, (B, T, V). There is no backward. Where the state's
+        Continues the text of `state`, which itself stays what it was. Its keys and values are not
+        computed again, unless the new tokens change the RoPE frequencies ("dynamic", "longrope"):
+        then the whole text is read again, and the logits are those of `forward` on all of it.
+        mask: as in `forward`, of these tokens; padding must stand on the left of a text. every:
+        logits after each token, (B, T, V). length: tokens that the longest text of the batch will
+        have after further calls; RoPE frequencies go by it. There is no backward. Where the state's
         columns are fixed (`State.in_columns`) tokens are (B, 1), its arrays may be written over,
         and whether a column is left is the caller's to know. ValueError for a model that is not
-        causal, and where the tokens do not fit the context.
+        causal, where the tokens do not fit the context, and for more fixed columns than RoPE
+        frequencies stay the same for.
         """
         if not self.causal or not isinstance(self.head, LMHead):
             raise ValueError("extend: the model must be causal and have an LMHead")
@@ -283,6 +289,16 @@ class LanguageModel:
             raise ValueError(
                 f"extend: at most {self.context} tokens fit the model's context, got {n_keys}"
             )
+        if state.is_fixed and self.rotary is not None and n_keys > self.rotary.same_until:
+            raise ValueError(
+                f"extend: at most {self.rotary.same_until} fixed columns go with RoPE frequencies "
+                f"that change with the length, got {n_keys}"
+            )
+        if state.rope_length is not None:
+            if state.ids is not None:
+                require_rows(tokens, state.ids.shape[0])
+            length = max(length or 0, self._longest(tokens, mask, state))
+            state = self._rotated_for(length, params, state)
         result: tuple[Array, State] = language_model_extend(
             tokens, params, model=self, state=state, mask=mask, every=every
         )
@@ -301,11 +317,38 @@ class LanguageModel:
         past = rewound(state.past, windows, length=state.length, n=n)
         length = state.length - n
         mask = None if state.mask is None else state.mask[:, :length]
-        return State(past, mask, length)
+        ids = None if state.ids is None else state.ids[:, :length]
+        return state._replace(past=past, mask=mask, length=length, ids=ids)
 
-    def _kept(
-        self, tokens: Array, state: State, mask: Array | None
-    ) -> tuple[Array | None, Array | None]:
+    def _longest(self, tokens: Array, mask: Array | None, state: State) -> int:
+        """Tokens of the longest text with `tokens`, or a bound below which it makes no difference.
+
+        Padding is left out, as in `_rotary`.
+        """
+        length: int = state.length + tokens.shape[1]
+        kept = grown_mask(state.mask, mask, tokens, state.length)
+        if kept is None or self.rotary is None or length <= self.rotary.same_until:
+            return length
+        return int(array_namespace(kept).max(counted(kept))) + 1
+
+    def _rotated_for(self, length: int, params: LanguageModelParams, state: State) -> State:
+        """`state` with the RoPE frequencies of `length`; they changed: its text is read again.
+
+        Rotating the keys alone would not do: behind the first layer they come from hidden states
+        which were computed with the frequencies of then.
+        """
+        rope_length = self.rotary.frequency_length(length)  # type: ignore[union-attr]
+        if rope_length == state.rope_length:
+            return state
+        empty = self.start()._replace(rope_length=rope_length)
+        if state.length == 0:
+            return empty
+        _, again = language_model_extend(
+            state.ids, params, model=self, state=empty, mask=state.mask, every=False
+        )
+        return again
+
+    def _kept(self, tokens: Array, state: State, mask: Array | None) -> tuple[Array | None, Array]:
         """Which columns are seen, all where None, and the places of the tokens, as `_places`."""
         if not state.is_fixed:
             kept = grown_mask(state.mask, mask, tokens, state.length)
@@ -315,12 +358,10 @@ class LanguageModel:
             raise ValueError("extend: in fixed columns a mask is that of the state")
         return state.seen(), state.place()
 
-    def _places(self, tokens: Array, kept: Array | None, n_past: int) -> Array | None:
-        """The place of each of the last tokens in its text; None where it is 0, 1, ..."""
+    def _places(self, tokens: Array, kept: Array | None, n_past: int) -> Array:
+        """The place of each of the last tokens in its text."""
         if kept is not None:
             return counted(kept)[:, n_past:]
-        if n_past == 0:
-            return None
         xp = array_namespace(tokens)
         dtype = as_indices(tokens).dtype
         return xp.arange(n_past, n_past + tokens.shape[1], dtype=dtype, device=device(tokens))
@@ -442,8 +483,8 @@ def language_model_extend(
 ) -> tuple[Array, State]:
     """What `LanguageModel.extend` calls, within `inference()`, where tokens fit the context.
 
-    tokens: (B, T)   mask: (B, T) or None   logits: (B, V), of every (B, T, V). ValueError where
-    tokens do not continue the texts of the state.
+    tokens: (B, T)   mask: (B, T) or None   logits: (B, V), of every (B, T, V). RoPE frequencies are
+    those of `state.rope_length`. ValueError where tokens do not continue the texts of the state.
     """
     if state.past[0].k is not None:
         require_rows(tokens, state.past[0].k.shape[0])
@@ -451,6 +492,9 @@ def language_model_extend(
     kept, positions = model._kept(tokens, state, mask)
     places = None if state.mask is None and mask is None else positions
     (x, pos), _ = model._embedded(params, tokens, places, start=state.length)
+    rotary = model.rotary and layers.rotary(
+        model.rotary, like=x, length=state.rope_length or 0, positions=positions
+    )
     x, past = advance(
         x,
         params.stack,
@@ -461,12 +505,12 @@ def language_model_extend(
         past=state.in_place() if state.is_fixed else state.past,
         n_past=state.length,
         relative=model.relative,
-        rotary=model._rotary(x, n_keys, positions, n_keys),
+        rotary=rotary,
         mask=None if kept is None else kept[:, None, None, :],
     )
     x = x if every else x[:, -1:, :]
     logits, _ = model.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
-    return logits if every else logits[:, 0, :], state.grown(past, kept, tokens.shape[1])
+    return logits if every else logits[:, 0, :], state.grown(past, kept, tokens)
 
 
 @overridable(drops=False)

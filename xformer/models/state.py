@@ -19,6 +19,9 @@ class State(NamedTuple):
     past: Sequence[Past]  # of each layer
     mask: Array | None = None  # (B, S), True = a token, not padding; None: all are tokens
     length: Any = 0  # S; an integer array () where columns are fixed: how many have their token
+    # Of a model whose RoPE frequencies change with the length; None otherwise:
+    rope_length: int | None = None  # by which the keys are rotated (`RopeConfig.frequency_length`)
+    ids: Array | None = None  # (B, S), to read the text again
 
     @property
     def is_fixed(self) -> bool:
@@ -39,13 +42,17 @@ class State(NamedTuple):
         """The same texts in `n` columns that stay where they are, some of them for tokens to come.
 
         The length is then an array, so that each further token is the same work on the same arrays,
-        as `Backend.captured` wants it. A copy. ValueError for a state without a text, and for fewer
-        columns than it has tokens.
+        as `Backend.captured` wants it. A copy. ValueError for a state without a text, for fewer
+        columns than it has tokens, and where its RoPE frequencies change with its length.
         """
         length = int(self.length)
         if self.past[0].k is None or n < length:
             raise ValueError(
                 f"in_columns: n must be at least the {length} tokens there are, got {n}"
+            )
+        if self.rope_length:
+            raise ValueError(
+                f"in_columns: {length} tokens are more than RoPE frequencies stay the same for"
             )
         k, mask = self.past[0].k, self.mask
         xp, place = array_namespace(k), device(k)
@@ -74,18 +81,25 @@ class State(NamedTuple):
         tokens = xp.astype(self.seen(), self.length.dtype)
         return xp.sum(tokens, axis=1, keepdims=True, dtype=self.length.dtype) - 1
 
-    def grown(self, past: Sequence[Past], kept: Array | None, n: int) -> State:
-        """With `n` tokens more, whose mask is in kept, and the past that has them."""
+    def grown(self, past: Sequence[Past], kept: Array | None, tokens: Array) -> State:
+        """With `tokens` (B, T) more, whose mask is in kept, and the past that has them."""
         if self.is_fixed:
             past, kept = tuple(own._replace(at=None) for own in past), self.mask
-        return State(past, kept, self.length + n)
+        ids = self.ids
+        if self.rope_length is not None:
+            # A copy, even of the first tokens: a caller may write over an array of ids.
+            read = tokens[:, :0] if ids is None else ids
+            ids = array_namespace(tokens).concat([read, tokens], axis=1)
+        return self._replace(past=past, mask=kept, length=self.length + tokens.shape[1], ids=ids)
 
     def rows(self, ids: Array) -> State:
         """These texts of the batch, in this order: ids (B',)."""
-        mask = self.mask
-        if mask is not None:
-            mask = array_namespace(mask).take(mask, ids, axis=0)
-        return State(tuple(past.rows(ids) for past in self.past), mask, self.length)
+        past = tuple(past.rows(ids) for past in self.past)
+        mask, own = (
+            None if a is None else array_namespace(a).take(a, ids, axis=0)
+            for a in (self.mask, self.ids)
+        )
+        return self._replace(past=past, mask=mask, ids=own)
 
     def padded(self, length: int) -> State:
         """The same texts in `length` columns, by more padding on their left or by less of it.
@@ -101,9 +115,13 @@ class State(NamedTuple):
         ones, zeros = (partial(fill, **where) for fill in (xp.ones, xp.zeros))
         mask = ones((k.shape[0], self.length)) if self.mask is None else self.mask
         mask = mask[:, -n:] if n < 0 else xp.concat([zeros((k.shape[0], n)), mask], axis=1)
+        ids = self.ids
+        if ids is not None:
+            before = xp.zeros((k.shape[0], max(n, 0)), dtype=ids.dtype, device=device(ids))
+            ids = xp.concat([before, ids[:, max(-n, 0) :]], axis=1)
         # A window that has dropped keys keeps what it has.
         past = [p if p.length < self.length else p.widened(n) for p in self.past]
-        return State(tuple(past), mask, length)
+        return self._replace(past=tuple(past), mask=mask, length=length, ids=ids)
 
 
 def require_keep(mask: Array, tokens: Array) -> None:
