@@ -178,6 +178,82 @@ def test_stop_strings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "".join(stream_text(model, params, codec, prompt, max_new=MAX_NEW)) + stop == want
 
 
+def test_special_tokens_as_stop_strings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone, and with the text before and after; the first token of that text is no end of it."""
+    end, prompt = "<|im_end|>", "ab"
+    options = {"do_sample": False, "max_new_tokens": MAX_NEW}
+    free = theirs(folder, prompt, **options)
+    old = tokenizer(folder)
+    texts = [old.decode([i]) for i in free]
+    used = old.encode(prompt)
+    at = next(i for i in range(1, 8) if "\ufffd" not in texts[i - 1] and free[i] not in used)
+    file = str(folder / "tokenizer.json")
+    rename(folder, free[at], end)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
+    codec, (model, params) = tokenizer(folder), pretrained.load(folder)
+    seen = set()
+    for stop in (end, texts[at - 1] + end, end[2:], "<|", "absent" + end):
+        ids = theirs(folder, prompt, tokenizer=fast, stop_strings=[stop], **options)
+        whole = fast.decode(ids, skip_special_tokens=False)
+        assert (stop in whole) == (len(ids) < MAX_NEW)
+        want = whole.partition(stop)[0].replace(end, "").removesuffix(end[:2])
+        got = ours(
+            folder, capsys, "--stop", stop, "--temperature", "0", "--max-new", "9", prompt=prompt
+        )
+        assert got[0] == want
+        pieces = stream_text(model, params, codec, prompt, max_new=MAX_NEW, stop=[stop])
+        assert "".join(pieces) == want
+        seen.add(want)
+    assert len(seen) > 2
+
+
+def rename(folder: Path, i: int, name: str) -> None:
+    """Give a token of the vocabulary another name, which makes it special."""
+    path = folder / "tokenizer.json"
+    data = json.loads(path.read_text())
+    vocab = data["model"]["vocab"]
+    (old,) = (token for token, own in vocab.items() if own == i)
+    merges = data["model"]["merges"]
+    data["model"]["merges"] = [pair for pair in merges if "".join(pair) != old]
+    data["model"]["vocab"] = {(name if own == i else token): own for token, own in vocab.items()}
+    added = {"id": i, "content": name, "special": True, "single_word": False}
+    data["added_tokens"].append(added | {"lstrip": False, "rstrip": False, "normalized": False})
+    path.write_text(json.dumps(data))
+
+
+def test_stop_ids(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt, options = "the quick", {"do_sample": False, "max_new_tokens": MAX_NEW}
+    free = theirs(folder, prompt, **options)
+    codec = tokenizer(folder)
+    greedy = ("--temperature", "0", "--max-new", "9")
+    for stop in ([free[4]], [free[5], free[2]]):
+        want = codec.decode(ended(theirs(folder, prompt, eos_token_id=stop, **options), *stop))
+        ids = [text for i in stop for text in ("--stop-id", str(i))]
+        got, said = ours(folder, capsys, *ids, *greedy, prompt=prompt)
+        assert got == want and f" {min(map(free.index, stop))} written" in said
+        assert (
+            ours(folder, capsys, *ids, "--max-new", "9", "--beams", "1", prompt=prompt)[0] == want
+        )
+    for wrong in ("-1", "9999"):
+        assert main(["generate", "--model", str(folder), "--prompt", "a", "--stop-id", wrong]) == 1
+        assert f"--stop-id: id must lie in [0, {codec.vocab_size}), got" in capsys.readouterr().err
+
+
+def test_a_stop_string_ends_with_the_end_of_the_text(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The token that ends the text completes a stop string: what it begins with is not shown."""
+    prompt, options = "the quick", {"do_sample": False, "max_new_tokens": MAX_NEW}
+    free = theirs(folder, prompt, **options)
+    at = next(i for i in range(1, MAX_NEW) if free[i] not in free[:i])
+    text = tokenizer(folder).decode(free[:at])
+    rename(folder, free[at], "<|im_end|>")
+    write(folder, eos_token_id=free[at], **options)
+    assert ours(folder, capsys, prompt=prompt)[0] == text
+    stop = text[-1] + "<|im_end|>"
+    assert ours(folder, capsys, "--stop", stop, prompt=prompt)[0] == text[:-1]
+
+
 @pytest.mark.parametrize("folder", ["t5"], indirect=True)
 def test_targets_begin_where_the_file_says(
     folder: Path, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,7 @@ import xformer as xf
 from xformer import pretrained, tree
 from xformer.generation import Bytes, decoded, generate, stream_text, until
 from xformer.generation.samplers import temperature
-from xformer.generation.text import end_of, ends_of, prompt_ids
+from xformer.generation.text import Hidden, end_of, ends_of, hidden_ids, prompt_ids
 from xformer.pretrained.tokenizer import tokenizer
 
 TEXT = "Once upon a time, there was 東京 – naïve 🦊🦊! \n\n  Two  spaces, é"
@@ -136,6 +136,25 @@ def test_however_it_is_cut(text: str, stop: list[str], data: st.DataObject) -> N
             assert want.startswith("".join(until(want[:n], stop)))
 
 
+@pytest.mark.parametrize(
+    ("pieces", "stop", "want"),
+    [
+        (["a", Hidden("<e>"), "b"], [], ["a", "b"]),
+        (["a", Hidden("<e>"), "b"], ["<e>"], ["a"]),
+        (["ab", Hidden("<e>"), "c"], ["b<e>"], ["a"]),
+        (["ab", Hidden("<e>"), "cd", "e"], ["<e>cde"], ["ab"]),
+        (["ab", Hidden("<e>"), "cd", "f"], ["<e>cde"], ["ab", "cdf"]),
+        (["a", Hidden("<e>"), Hidden("<f>"), "b"], ["e><f"], ["a"]),
+        ([Hidden("<e>")], ["<e>x"], []),
+        (["<", "e", ">"], ["<e>"], []),  # as text
+    ],
+)
+def test_hidden_pieces_are_sought_and_not_shown(
+    pieces: list[str], stop: list[str], want: list[str]
+) -> None:
+    assert list(until(pieces, stop)) == want
+
+
 def test_nothing_is_asked_for_after_a_stop_string() -> None:
     def pieces() -> Iterator[str]:
         yield "a stop"
@@ -239,6 +258,30 @@ def test_unknown_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ids must lie in \[0, 256\), got ids from 5 to 256"):
         list(stream_text(GPT, PARAMS, Words(), "5 256", max_new=3))
     assert np.all(np.isfinite(PARAMS.embed.table))
+
+
+# Special tokens
+
+
+def test_special_tokens_come_as_they_are_spelled() -> None:
+    pytest.importorskip("tokenizers")
+    own = tokenizer(published("tok512.bin"))
+    ids = [1, *own.encode("one", special=False), 2, 1, *own.encode("two", special=False)]
+    hidden = hidden_ids(own, [ids[1]])
+    assert hidden == {1, 2, ids[1]}
+    pieces = list(decoded(own, ids, [], hidden=hidden_ids(own, ())))
+    assert "".join(pieces) == "<s>one</s><s> two"
+    assert [str(p) for p in pieces if isinstance(p, Hidden)] == ["<s>", "</s>", "<s>"]
+    assert "".join(decoded(own, ids)) == own.decode(ids) == "one two"
+    pieces = list(decoded(own, ids[1:], [], hidden=hidden))
+    assert isinstance(pieces[0], Hidden) and pieces[0] == own.decode(ids[1:2])
+
+
+def test_a_tokenizer_of_ones_own_spells_ids_as_text() -> None:
+    assert list(decoded(Bytes(), b"ab", hidden=b"b")) == ["a", Hidden("b")]
+    pieces = list(decoded(Bytes(), b"a\xe6b\x9d\xb1c", hidden=b"b"))  # the letter is cut in two
+    assert "".join(pieces) == "a\ufffdb\ufffd\ufffdc" and pieces[2] == Hidden("b")
+    assert hidden_ids(Bytes(), (3,)) == {3}
 
 
 # Time

@@ -6,19 +6,21 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from xformer import backends
+from xformer.checks import require_id
 from xformer.cli.models import Found, opened, start_id
 from xformer.cli.output import is_lost
 from xformer.cli.paths import nonempty
-from xformer.cli.sampling import KEPT, TEMPERATURE, Choice, choice, shown
+from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
 from xformer.generation import Prefix, beam_search, decoded, prefill, stream, until
 from xformer.generation.constraints import constraints
 from xformer.generation.prefix import network_of
 from xformer.generation.settings import Settings, settings_of
-from xformer.generation.text import ends_of
+from xformer.generation.text import ends_of, hidden_ids
+from xformer.generation.token_ids import n_tokens
 from xformer.models import EncoderDecoder
 from xformer.shapes import STORED
 
@@ -53,6 +55,14 @@ def add_parser(subparsers: Any) -> None:
     add("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
     add("--beams", type=int, metavar="N", help="search with N beams, draw nothing")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
+    add(
+        "--stop-id",
+        action="append",
+        default=[],
+        type=int,
+        metavar="ID",
+        help="end before this token, beside those of the model's files; repeatable",
+    )
     add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     add(
         "--stream",
@@ -75,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     found = _rounded(opened(args), args)
     network = network_of("generate", found.model)
     settings = settings_of(network)
-    chosen = choice(args, settings)
+    chosen, ends = choice(args, settings), _ends(args, found, network)
     prompt = found.prompt(args.prompt)
     is_target = isinstance(network, EncoderDecoder)
     first = start_id(found) if is_target else None
@@ -89,10 +99,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--precision {args.precision} is not for this model: {error}") from error
     read = time.perf_counter()
     new: list[int] = []
-    ids = _recorded(_new_ids(args, found, network, text, chosen, settings), new)
-    strings = [*settings.stop_strings, *args.stop]
-    pieces = until(decoded(found.tokenizer, ids, () if is_target else prompt), strings)
-    _announce(args, settings, chosen)
+    ids = _new_ids(args, found, network, text, chosen, settings, ends)
+    before, hidden = () if is_target else prompt, hidden_ids(found.tokenizer, ends)
+    written = decoded(found.tokenizer, _recorded(ids, new, ends), before, hidden=hidden)
+    pieces = until(written, [*settings.stop_strings, *args.stop])
+    announce(args, settings, chosen)
     write(pieces if args.stream else ["".join(pieces)], "" if is_target else args.prompt)
     rate = len(new) / (time.perf_counter() - read)
     print(
@@ -127,6 +138,13 @@ def write(pieces: Iterable[str], prompt: str) -> None:
     print()
 
 
+def _ends(args: argparse.Namespace, found: Found, network: Any) -> frozenset[int]:
+    """The ids that end the text: of the model's files, and of --stop-id, which are checked."""
+    for i in args.stop_id:
+        require_id("--stop-id", n_tokens(network), id=i)
+    return ends_of(found.tokenizer, network).union(args.stop_id)
+
+
 def _new_ids(
     args: argparse.Namespace,
     found: Found,
@@ -134,24 +152,23 @@ def _new_ids(
     text: Prefix,
     chosen: Choice,
     settings: Settings,
+    stops: frozenset[int],
 ) -> Iterator[int]:
-    """The ids that come, but for one that ends the text."""
-    ends = ends_of(found.tokenizer, network)
+    """The ids that come, with the one of `stops` that ends the text."""
     max_new = _max_new(args, found, network, text, settings)
+    ends = ends_of(found.tokenizer, network)
     filters = chosen.filters(constraints(settings, ends, text.width, max_new))
     if chosen.beams is None:
         options: Any = {"sampler": filters, "seed": args.seed, "slide": found.slides}
         options["captured"] = args.graph
-        steps = stream(network, found.params, text, max_new=max_new, stop=ends, **options)
-        ids: Iterable[int] = (i for (i,) in steps if i is not None)
-    else:
-        if args.graph:
-            warnings.warn("--graph: a search is not captured", RuntimeWarning, stacklevel=2)
-        options = {"n_beams": chosen.beams, "max_new": max_new, "stop": ends}
-        options |= {"filters": filters, **chosen.search}
-        ((best, *_),) = beam_search(network, found.params, text, **options)
-        ids = best.ids
-    return (i for i in ids if i not in ends)
+        steps = stream(network, found.params, text, max_new=max_new, stop=stops, **options)
+        return (i for (i,) in steps if i is not None)
+    if args.graph:
+        warnings.warn("--graph: a search is not captured", RuntimeWarning, stacklevel=2)
+    options = {"n_beams": chosen.beams, "max_new": max_new, "stop": stops}
+    options |= {"filters": filters, **chosen.search}
+    ((best, *_),) = beam_search(network, found.params, text, **options)
+    return iter(best.ids)
 
 
 def _max_new(
@@ -172,23 +189,8 @@ def _max_new(
     return min(most, network.context - text.width + 1) if fits else most
 
 
-def _announce(args: argparse.Namespace, settings: Settings, chosen: Choice) -> None:
-    """Say what is done as the model's files say, and warn of what is not."""
-    keys = [*chosen.keys, *KEPT]
-    if args.max_new is None:
-        keys.append("max_length" if settings.max_new_tokens is None else "max_new_tokens")
-    keys = [key for key in keys if getattr(settings, key) not in (None, ())]
-    if keys:
-        print(shown(settings, keys), file=sys.stderr)
-    ignored = [*settings.not_followed]
-    if settings.do_sample and chosen.beams is not None:
-        ignored.append("do_sample")
-    if ignored:
-        names = ", ".join(ignored)
-        warnings.warn(f"{settings.where}: not followed: {names}", UserWarning, stacklevel=2)
-
-
-def _recorded(ids: Iterable[int], seen: list[int]) -> Iterator[int]:
+def _recorded(ids: Iterable[int], seen: list[int], ends: Collection[int]) -> Iterator[int]:
     for i in ids:
-        seen.append(i)
+        if i not in ends:
+            seen.append(i)
         yield i

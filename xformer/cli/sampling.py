@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +21,6 @@ FILTERS = ("repetition_penalty", *DRAWING)
 # Keys of a model's files that say how tokens are chosen.
 CHOOSING = ("do_sample", *FILTERS, "no_repeat_ngram_size", "num_beams")
 SEARCHING = ("length_penalty", "early_stopping")
-LENGTHS = ("max_new_tokens", "max_length")
 # Keys that no option overrides.
 KEPT = (
     *("min_new_tokens", "min_length", "stop_strings", "forced_bos_token_id"),
@@ -102,7 +103,18 @@ def _drawn_by_default(told: dict[str, Any]) -> dict[str, Any]:
     return {"temperature": TEMPERATURE}
 
 
-def shown(settings: Settings, keys: Sequence[str]) -> str:
-    """The keys that are followed and their values, in one line."""
-    values = (f"{key} {json.dumps(getattr(settings, key))}" for key in keys)
-    return f"{settings.where}: {', '.join(values)}"
+def announce(args: argparse.Namespace, settings: Settings, chosen: Choice) -> None:
+    """Print what is done as the model's files say, and warn of what is not. On stderr."""
+    keys = [*chosen.keys, *KEPT]
+    if args.max_new is None:
+        keys.append("max_length" if settings.max_new_tokens is None else "max_new_tokens")
+    values = {key: v for key in keys if (v := getattr(settings, key)) not in (None, ())}
+    if values:
+        line = ", ".join(f"{key} {json.dumps(value)}" for key, value in values.items())
+        print(f"{settings.where}: {line}", file=sys.stderr)
+    ignored = [*settings.not_followed]
+    if settings.do_sample and chosen.beams is not None:
+        ignored.append("do_sample")
+    if ignored:
+        names = ", ".join(ignored)
+        warnings.warn(f"{settings.where}: not followed: {names}", UserWarning, stacklevel=2)

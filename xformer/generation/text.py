@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any, Protocol
 
 from xformer.generation.constraints import constrained, constraints
@@ -18,6 +19,10 @@ BROKEN = (
 )
 MOST_BYTES = 4  # of a letter in UTF-8
 HELD = 8  # ids before others on which their text may depend
+
+
+class Hidden(str):
+    """The spelling of a token that is no text: stop strings may hold it, and it is not shown."""
 
 
 class Codec(Protocol):
@@ -52,8 +57,9 @@ def stream_text(
     """Pieces of the text that continues a prompt, or of the target of a source, as they come.
 
     stop: strings and ids that end the text and are no part of it, beside those of `ends_of`, and
-    stop_strings of the model's generation_config.json. No piece runs ahead into a stop string,
-    however the tokens cut it. max_new, sampler, options: as in `stream`; `constraints` of the
+    stop_strings of the model's generation_config.json. A string may hold special tokens as the
+    tokenizer spells them, which are not shown. No piece runs ahead into a stop string, however the
+    tokens cut it. max_new, sampler, options: as in `stream`; `constraints` of the
     model's generation_config.json come before the sampler. An
     empty prompt is the token of `prompt_ids`. ValueError where there is none, and as `stream`.
     """
@@ -67,9 +73,9 @@ def stream_text(
     ends = ends.union(i for i in stop if not isinstance(i, str))
     options |= {"sampler": constrained(own, sampler), "stop": ends}
     steps = stream(model, params, [ids], max_new=max_new, **options)
-    new = (i for (i,) in steps if i is not None and i not in ends)
+    new = (i for (i,) in steps if i is not None)
     strings = [*settings.stop_strings, *(s for s in stop if isinstance(s, str))]
-    return until(decoded(tokenizer, new, before), strings)
+    return until(decoded(tokenizer, new, before, hidden=hidden_ids(tokenizer, ends)), strings)
 
 
 def ends_of(tokenizer: Codec, model: Any) -> frozenset[int]:
@@ -117,8 +123,22 @@ def prompt_ids(tokenizer: Codec, model: Any, prompt: str, what: str = "prompt") 
     return [bos]
 
 
-def decoded(tokenizer: Codec, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+def hidden_ids(tokenizer: Codec, ends: Collection[int]) -> frozenset[int]:
+    """The ids that are not shown: of the tokenizer's special tokens, and those that end a text."""
+    special: frozenset[int] = getattr(tokenizer, "special_ids", frozenset())
+    return special.union(ends)
+
+
+def decoded(
+    tokenizer: Codec,
+    ids: Iterable[int],
+    before: Sequence[int] = (),
+    *,
+    hidden: Collection[int] = (),
+) -> Iterator[str]:
     """The text of ids that come after `before`, in pieces of whole letters.
+
+    hidden: ids such as `hidden_ids`, of which the spelling comes as a piece, `Hidden`, for `until`.
 
     The text of a token depends on those around it: a letter may take several, and some decoders
     drop a space at the beginning. Decoded are therefore the last piece's ids and those after them,
@@ -130,7 +150,12 @@ def decoded(tokenizer: Codec, ids: Iterable[int], before: Sequence[int] = ()) ->
     text = tokenizer.decode(window)
     given, n_new = len(text), 0  # letters of the window's text, ids since a piece was complete
     for i in ids:
-        if i in silent:
+        if i in hidden:
+            if len(text) > given:  # bytes that this token keeps from becoming a letter
+                yield text[given:]
+                window, text, given, n_new = [], "", 0, 0
+            yield Hidden(_spelling(tokenizer, i))
+        if i in hidden or i in silent:
             continue
         known, text = text, tokenizer.decode([*window, i])
         if text == known and len(window) >= HELD and not text.endswith(BROKEN):
@@ -151,6 +176,12 @@ def decoded(tokenizer: Codec, ids: Iterable[int], before: Sequence[int] = ()) ->
             given = max(len(text) - n_open, 0)
     if len(text) > given:
         yield text[given:]
+
+
+def _spelling(tokenizer: Codec, i: int) -> str:
+    """How a token is written: its text, or the name of a special token."""
+    name = getattr(tokenizer, "token", lambda _: None)(i)
+    return tokenizer.decode([i]) or name or ""
 
 
 def _open(text: str, n_new: int) -> int:
@@ -175,7 +206,8 @@ def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
     """The text of pieces before the first stop string in it, however they cut it.
 
     First is the one that is complete first, of those the longest. What may be the beginning of one
-    is held back until more is known. ValueError for an empty stop string.
+    is held back until more is known. Pieces that are `Hidden` are sought as well, and not given.
+    ValueError for an empty stop string.
     """
     if "" in stop:
         raise ValueError("stop: a string that ends the text must not be empty")
@@ -183,24 +215,22 @@ def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
 
 
 def _until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
-    held = ""
+    held, is_shown = "", list[bool]()  # of each letter
     for piece in pieces:
         held += piece
+        is_shown += [not isinstance(piece, Hidden)] * len(piece)
         ends = [(held.find(s) + len(s), -len(s)) for s in stop if s in held]
+        known = sum(min(ends)) if ends else len(held) - _begun(held, stop)
+        if shown := "".join(compress(held[:known], is_shown)):
+            yield shown
         if ends:
-            end, length = min(ends)
-            if end + length:
-                yield held[: end + length]
             return
-        n = max((_begun(held, s) for s in stop), default=0)
-        if len(held) > n:
-            yield held[: len(held) - n]
-        held = held[len(held) - n :]
-    if held:
-        yield held
+        held, is_shown = held[known:], is_shown[known:]
+    if shown := "".join(compress(held, is_shown)):
+        yield shown
 
 
-def _begun(text: str, stop: str) -> int:
-    """How many letters at the end of text begin `stop`."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((n for n in lengths if text.endswith(stop[:n])), 0)
+def _begun(text: str, stop: Collection[str]) -> int:
+    """How many letters at the end of text begin a stop string, the most of all."""
+    lengths = range(min(len(text), max(map(len, stop), default=0)), 0, -1)
+    return next((n for n in lengths if any(s.startswith(text[-n:]) for s in stop)), 0)

@@ -59,6 +59,7 @@ class Subwords:
     def __init__(self, words: Tokenizer) -> None:
         self.tokenizer, self.size = words, words.vocab_size
         self.bos_id, self.eos_id, self.pad_id = words.bos_id, words.eos_id, words.pad_id
+        self.special_ids = words.special_ids
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Subwords) and self._rules == other._rules
@@ -77,6 +78,10 @@ class Subwords:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
         return self.tokenizer.decode(ids)
+
+    def token(self, i: int) -> str | None:
+        """How the vocabulary spells an id; None for one that it does not know."""
+        return self.tokenizer.token(i)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`."""
