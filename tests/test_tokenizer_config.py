@@ -248,6 +248,19 @@ def test_files_that_contradict_each_other_are_refused(
         tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("names", ["tokenizer_class", "model_type"])
+def test_tokens_of_a_class_are_guesses_and_those_of_files_are_not(
+    tmp_path: Path, names: str
+) -> None:
+    """A guess ends no text: see `generation.text.ends_of`."""
+    named = "GPT2Tokenizer" if names == "tokenizer_class" else None
+    write(tmp_path, "gpt2", config(named) | {"config": {"model_type": "gpt2"}})
+    ours = tokenizer(tmp_path)
+    assert ours.eos_id == 0 and "eos_token" in ours.guessed
+    write(tmp_path, "gpt2", config(named, eos_token="<|endoftext|>"))
+    assert tokenizer(tmp_path).eos_id == 0 and "eos_token" not in tokenizer(tmp_path).guessed
+
+
 def test_keys_that_change_no_ids_are_harmless(tmp_path: Path) -> None:
     bert(tmp_path)
     want = [tokenizer(tmp_path).encode(text) for text in ALL]

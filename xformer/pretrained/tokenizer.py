@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,9 @@ def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     damaged or not supported.
     """
     place = Path(path)
-    inner, config = build(place, settings(place if place.is_dir() else place.parent))
-    return Tokenizer(inner, config, str(place))
+    config = settings(place if place.is_dir() else place.parent)
+    inner, usual = build(place, config)
+    return Tokenizer(inner, config, str(place), usual)
 
 
 class Tokenizer:
@@ -42,19 +44,26 @@ class Tokenizer:
 
     vocab_size is one more than the largest id; special_ids are of tokens that are no text.
     truncation_side: the end at which `batch` cuts long texts, "right" or "left".
-    guessed: kinds such as "eos_token" that no file names; a usual name of the vocabulary is taken.
+    guessed: kinds such as "eos_token" that no file names; that of the class is taken, or a usual
+    name of the vocabulary.
     """
 
-    def __init__(self, inner: Any, config: Config, where: str) -> None:
-        usual = (inner.truncation or {}).get("direction", "right")
+    def __init__(
+        self,
+        inner: Any,
+        config: Config,
+        where: str,
+        usual: Mapping[str, str | None] = MappingProxyType({}),
+    ) -> None:
+        side = (inner.truncation or {}).get("direction", "right")
         self.truncation_side: str = config.text(
-            "truncation_side", choices=("right", "left"), default=usual
+            "truncation_side", choices=("right", "left"), default=side
         )
         inner.encode_special_tokens = config.flag("split_special_tokens", default=False)
         inner.no_truncation()  # a file may ask for them; here the caller does
         inner.no_padding()
         self._inner, self._where = inner, where
-        self._tokens = {kind: self._token(kind, config) for kind in USUAL}
+        self._tokens = {kind: self._token(kind, config, usual) for kind in USUAL}
         ids = (inner.token_to_id(token) if token else None for token in self._tokens.values())
         self.bos_id, self.eos_id, self.pad_id, self.mask_id = ids
         self.guessed = frozenset(USUAL.keys() - config.data.keys())
@@ -150,13 +159,12 @@ class Tokenizer:
             ids: list[int] = self._inner.post_process(encoding).ids
         return ids
 
-    def _token(self, kind: str, config: Config) -> str | None:
-        """The token of a kind that the vocabulary has: as configured, or a usual one."""
-        if kind in config.data:
-            names: Iterable[str] = [named] if (named := content(config, kind)) else []
-        else:
-            names = USUAL[kind]
-        return next((n for n in names if self._inner.token_to_id(n) is not None), None)
+    def _token(self, kind: str, config: Config, usual: Mapping[str, str | None]) -> str | None:
+        """The token of a kind that the vocabulary has: configured, its class's, or a usual one."""
+        names: Iterable[str | None] = USUAL[kind]
+        if kind in config.data or kind in usual:
+            names = [content(config, kind) if kind in config.data else usual[kind]]
+        return next((n for n in names if n and self._inner.token_to_id(n) is not None), None)
 
     def _require(self, texts: Any, side: str, max_len: int | None) -> None:
         if isinstance(texts, str):

@@ -44,11 +44,12 @@ CONVERT = (
 )
 
 
-Built = tuple[Any, Config]
+# The tokenizer, and tokens by key that its class has unless a file names others.
+Built = tuple[Any, dict[str, str | None]]
 
 
 def build(place: Path, config: Config) -> Built:
-    """The tokenizer of a folder, or of one of its files, and config with its class's tokens."""
+    """The tokenizer of a folder, or of one of its files (see `tokenizer.tokenizer`)."""
     package()
     folder = place if place.is_dir() else place.parent
     names = sorted(os.listdir(folder)) if place.is_dir() else [place.name]
@@ -99,22 +100,21 @@ def _whole(path: Path, config: Config) -> Built:
 
 
 def _finished(source: Any, kind: Kind | None, config: Config) -> Built:
-    """The tokenizer with its rules and added tokens, and config with the tokens of its class."""
-    usual: dict[str, Any] = {}
+    """The tokenizer with the rules of its class and added tokens."""
+    usual: dict[str, str | None] = {}
     if source.padding is not None:
         usual["pad_token"] = source.padding["pad_token"]
     if kind is not None:
-        usual |= dict.fromkeys(NAMED) | usual | dict(kind.tokens)
-        if kind.extra is not None:
-            usual[EXTRA[0]] = kind.extra(config)
-    config = Config({**usual, **config.data}, config.where)
+        usual = dict.fromkeys(NAMED) | usual | dict(kind.tokens)
+    extra = {} if kind is None or kind.extra is None else {EXTRA[0]: kind.extra(config)}
+    config = Config({**usual, **extra, **config.data}, config.where)
     inner = source if kind is None else of_class(kind, source, config)
     _add(inner, source, config)
     if kind is not None and kind.around is not None:
         kind.around(inner, config)
     elif kind is not None and inner.post_processor is None:
         ends(inner, config)
-    return inner, config
+    return inner, usual
 
 
 def _add(inner: Any, source: Any, config: Config) -> None:
@@ -192,7 +192,8 @@ def _llama2c(path: Path, config: Config) -> Built:
     merges.sort(key=lambda pair: (-plain[pair[0] + pair[1]], -len(pair[0])))
     model = t.models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     inner = t.Tokenizer(model)
-    config = Config({"bos_token": "<s>", "eos_token": "</s>", **config.data}, config.where)
+    usual: dict[str, str | None] = {"bos_token": "<s>", "eos_token": "</s>"}
+    config = Config({**usual, **config.data}, config.where)
     first = with_id(inner, config, "bos_token")
     _add(inner, inner, config)
     space = "\u2581"  # stands for a space in pieces
@@ -211,7 +212,7 @@ def _llama2c(path: Path, config: Config) -> Built:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return inner, config
+    return inner, usual
 
 
 def _sentence_piece(path: Path, config: Config) -> Built:
