@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xformer.training import Batch, Rows, Source, Windows
+from xformer.training import Batch, Pairs, Rows, Source, Windows
 from xformer.training.batch import IGNORED, padded, spread
 from xformer.training.shuffle import permuted
 
@@ -333,6 +333,23 @@ def test_what_is_drawn_for_a_batch_is_its_own() -> None:
     a, b = source.batch(5).arrays[1], source.batch(6).arrays[1]
     assert np.array_equal(a, Rows(examples(6), 3, make, 4).batch(5).arrays[1])
     assert not np.array_equal(a, b)
+
+
+def test_no_batch_is_written_over() -> None:
+    """A cache refers to it until the backward, and a step may have several."""
+    ids = [np.arange(1, n) for n in (5, 4, 6, 3, 5, 4)]
+    for source in (
+        Windows(np.arange(40), 4, 3),
+        Rows(examples(6), 3, make, 4),
+        Pairs(ids, ids, bos_id=1, eos_id=2, batch_size=2),
+    ):
+        first = source.batch(0)
+        arrays = [*first.arrays, *first.masks.values()]
+        before = [a.copy() for a in arrays]
+        for later in (source.batch(0), source.batch(1), *source.held_out()):
+            for own in (*later.arrays, *later.masks.values()):
+                assert not any(np.shares_memory(own, a) for a in arrays)
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, before, strict=True))
 
 
 def test_held_out_rows_are_all_of_them_and_none_is_alone() -> None:

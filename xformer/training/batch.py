@@ -33,7 +33,8 @@ class Source(Protocol):
     def batch(self, i: int) -> Batch:
         """Batch 0, 1, 2, ... without end: a function of the data, the seed and i, of nothing else.
 
-        ValueError for i below 0.
+        Its arrays are not written to later: caches refer to them until the backward, and a step
+        may have several batches. ValueError for i below 0.
         """
 
     def held_out(self, n_batches: int | None = None) -> Iterator[Batch]:
