@@ -43,7 +43,9 @@ def cross_entropy(
     loss *= weight
     if reduction == "mean":
         weight /= max(np.add.reduce(weight), 1)
-    cache = CrossEntropyCache(logits, kept, tokens, weight, reduction)
+    cache = CrossEntropyCache(
+        logits, targets, kept, tokens.top, tokens.total, weight, a, z, reduction
+    )
     if reduction == "none":
         return loss.reshape(targets.shape), cache
     return np.add.reduce(loss * weight), cache
@@ -53,25 +55,29 @@ class CrossEntropyCache(NamedTuple):
     """What `cross_entropy` keeps for its backward; probabilities are recomputed from top."""
 
     logits: Array  # (..., V)
+    targets: Array  # (...), ignored ones set to 0
     kept: Array | None  # (...), boolean; None where all are
-    tokens: Tokens
+    top: Array  # (N,), max(x)
+    total: Array  # (N,), sum(exp(x - top))
     weight: Array  # (N,), 0 for ignored tokens
+    label_smoothing: float
+    z_loss: float
     reduction: str
 
     def backward(self, dloss: Array) -> Array:
         """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
-        shape = self.logits.shape[:-1] if self.reduction == "none" else ()
+        shape = self.targets.shape if self.reduction == "none" else ()
         require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)
         dlogits = np.empty(self.logits.shape, dloss.dtype)
-        dxs, tokens = rows(dlogits), self.tokens
+        dxs, targets, a = rows(dlogits), self.targets.reshape(-1), self.label_smoothing
         scale = dloss.reshape(-1) * self.weight  # (N,)
-        slope = scale * tokens.slopes()
+        slope = scale * slopes(self.top, self.total, self.z_loss)
 
         def piece(x: Array, at: slice) -> None:
             dx = dxs[at]
-            np.exp(np.subtract(x, tokens.top[at, None], out=dx), out=dx)
+            np.exp(np.subtract(x, self.top[at, None], out=dx), out=dx)
             dx *= slope[at, None]
-            less(dx, tokens.targets[at], scale[at], tokens.label_smoothing)
+            less(dx, targets[at], scale[at], a)
 
         _over_rows(piece, self.logits, self.kept)
         return dlogits
@@ -115,10 +121,10 @@ class Tokens(NamedTuple):
             loss += self.z_loss * (np.log(self.total) + self.top) ** 2
         return loss
 
-    def slopes(self, at: slice = slice(None)) -> Array:
-        """(N,), what exp(x - top) is multiplied by for the gradient of lse and of z lse^2."""
-        total = self.total[at]
-        return (1 + 2 * self.z_loss * (np.log(total) + self.top[at])) / total
+
+def slopes(top: Array, total: Array, z_loss: float) -> Array:
+    """(N,), what exp(x - top) is multiplied by for the gradient of lse + z lse^2."""
+    return (1 + 2 * z_loss * (np.log(total) + top)) / total
 
 
 def less(dx: Array, targets: Array, scale: Any, label_smoothing: float) -> None:

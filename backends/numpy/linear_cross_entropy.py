@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from xformer.backends.numpy.cross_entropy import Tokens, less
+from xformer.backends.numpy.cross_entropy import Tokens, less, slopes
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
@@ -72,9 +72,9 @@ def linear_cross_entropy(
     def differentiate(logits: Array, at: slice) -> None:
         tokens.read(logits, at, logits)
         if back:
-            slopes = weight * tokens.slopes(at)
-            logits *= slopes[:, None]
-            less(logits, tokens.targets[at], np.full_like(slopes, weight), a)
+            slope = weight * slopes(tokens.top[at], tokens.total[at], z)
+            logits *= slope[:, None]
+            less(logits, tokens.targets[at], np.full_like(slope, weight), a)
 
     grads = in_chunks(xs, w, b, differentiate, back=back, fixed=fixed)
     loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)
