@@ -101,9 +101,9 @@ def test_sizes_beyond_an_int_are_numpys(n: int, fits: bool) -> None:
 
 
 def test_a_few_rows_that_are_many(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within inference(), where NumPy's own products are those of BLAS's threads."""
+    """Within inference(), where several threads pay for them."""
     monkeypatch.setattr(products, "multiply", products.multiply)
-    monkeypatch.setattr(products, "FEW", products.FEW)
+    monkeypatch.setattr(products, "WORTH", 0)
     backends.get("mkl")
     w = np.ones((300, 400), np.float32)
     with xf.inference():

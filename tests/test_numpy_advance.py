@@ -11,6 +11,7 @@ import threadpoolctl
 from causal_models import NAMES, V, causal
 from xformer.backends.numpy import advance as kernel
 from xformer.backends.numpy import linear as kernel_of_linear
+from xformer.backends.numpy import products
 from xformer.backends.numpy.threads import _blas, n_threads
 
 from xformer import dispatch, inference, ops, reference_only, tree
@@ -93,18 +94,18 @@ def test_every_form(form: str, interleaved: bool, ran: list[int]) -> None:
 
 
 def test_large_maps_on_several_threads(monkeypatch: pytest.MonkeyPatch, ran: list[int]) -> None:
-    monkeypatch.setattr(kernel, "LARGE", 10)
+    monkeypatch.setattr(products, "WORTH", 10)
     with threadpoolctl.threadpool_limits(3, user_api="blas"):
         require_same(*own("layer norms"), n_texts=1)
         require_same(*own("gated silu, no biases"), n_texts=2)
     assert len(ran) == 10
 
 
-@pytest.mark.parametrize(("large", "threads"), [(10, 3), (1 << 17, 1)])
-def test_products_of_a_large_model_have_the_threads_of_blas(
-    large: int, threads: int, monkeypatch: pytest.MonkeyPatch, ran: list[int]
+@pytest.mark.parametrize("worth", [0, products.WORTH])
+def test_products_of_a_token_have_no_threads_of_blas(
+    worth: int, monkeypatch: pytest.MonkeyPatch, ran: list[int]
 ) -> None:
-    """Those of a small one have one, which would wait longer for another than it computes."""
+    """They wait by spinning, which takes long where another process wants their core."""
     seen: set[int] = set()
 
     def multiplied(x: Any, params: Any) -> Any:
@@ -113,25 +114,42 @@ def test_products_of_a_large_model_have_the_threads_of_blas(
 
     linear = kernel._linear
     monkeypatch.setattr(kernel, "_linear", multiplied)
-    monkeypatch.setattr(kernel, "LARGE", large)
+    monkeypatch.setattr(products, "WORTH", worth)
     with threadpoolctl.threadpool_limits(3, user_api="blas"):
         if n_threads() != 3:
             pytest.skip("NumPy's BLAS cannot be given 3 threads")
         require_same(*own("layer norms"))
         assert n_threads() == 3
-    assert seen == {threads} and ran
+    assert seen == {1} and ran
 
 
-def test_few_rows_of_a_text_are_no_job_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within `inference()` their products are BLAS's own; in training they are not."""
-    jobs: list[int] = []
-    run = kernel_of_linear.run
+@pytest.mark.parametrize(("worth", "wanted"), [(products.WORTH, set()), (0, {3})])
+def test_few_rows_of_a_text_wake_only_threads_that_pay(
+    worth: int, wanted: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within `inference()`; BLAS has one thread there, and in training they are jobs."""
+    jobs, during = list[int](), set[int]()
+    run, matmul = kernel_of_linear.run, np.matmul
+
+    def counted(*args: Any, **options: Any) -> Any:
+        during.update(library.get_num_threads() for library in _blas())
+        return matmul(*args, **options)
+
     monkeypatch.setattr(kernel_of_linear, "run", lambda todo: jobs.append(len(todo)) or run(todo))
-    x, w, b = np.ones((2, 3)), np.ones((3, 5)), np.ones(5)
-    with inference():
-        y, _ = ops.linear(x, w, b)
-    assert not jobs
-    assert np.array_equal(y, ops.linear(x, w, b)[0]) and jobs == [1]
+    monkeypatch.setattr(np, "matmul", counted)
+    monkeypatch.setattr(products, "WORTH", worth)
+    x, w, b = np.ones((64, 64)), np.ones((64, 192)), np.ones(192)
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        if n_threads() != 3:
+            pytest.skip("NumPy's BLAS cannot be given 3 threads")
+        with inference():
+            y, _ = ops.linear(x, w, b)
+        assert during == {1} and set(jobs) == wanted
+        assert np.array_equal(y, ops.linear(x, w, b)[0]) and jobs[-1] == 3
+        jobs.clear()
+        with inference():
+            ops.linear(x[:2], w[:, :5])
+        assert n_threads() == 3
 
 
 def test_float32_and_frozen_and_read_only(ran: list[int]) -> None:

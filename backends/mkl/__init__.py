@@ -23,7 +23,7 @@ def register() -> None:
     """Run them from now on. Unusable where MKL already has threads of its own."""
     run_on_one_thread()
     numba.register()
-    products.multiply, products.FEW = multiply, 16
+    products.multiply = multiply
 
 
 def backend(device: str | None = None) -> Backend:

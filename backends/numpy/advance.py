@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 from xformer.backends.append import append
-from xformer.backends.numpy.threads import blas_alone
+from xformer.backends.numpy.products import product, worth_threads
+from xformer.backends.numpy.threads import blas_alone, run
 
 from xformer import layers
 from xformer.dispatch import kernel
@@ -25,8 +25,6 @@ from xformer.ops.activation import ACTIVATIONS
 from xformer.ops.gelu import CUBIC, SCALE
 from xformer.tree import value
 from xformer.typing import Array
-
-LARGE = 1 << 17  # weights of a map whose product is worth more threads than one
 
 
 def unsupported(
@@ -95,19 +93,13 @@ def advance(
 ) -> tuple[Array, tuple[Past, ...]]:
     """Its vector (B, D) through all layers."""
     grown, y, order = [], x[:, 0], order_of(params.blocks, configs)
-    with _threads(params), np.errstate(over="ignore"):  # of silu, where its sigmoid is 0
+    with blas_alone(), np.errstate(over="ignore"):  # of silu, where its sigmoid is 0
         for i, config in enumerate(configs):
             own = params.blocks[order[i]]
             y, after = _block(y, own, config, rotary, past[i])
             grown.append(after)
         y = _norm(y, params.norm, configs[-1])
     return y[:, None], tuple(grown)
-
-
-def _threads(params: StackParams) -> AbstractContextManager[None]:
-    """Of a large model BLAS's own: they spin between products, but nothing else wants a core."""
-    ffn: Any = params.blocks[0].ffn
-    return nullcontext() if value(ffn.up.w).size >= LARGE else blas_alone()
 
 
 def _block(
@@ -199,7 +191,11 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
 
 def _linear(x: Array, params: Any) -> Array:
     w, b = value(params.w), value(params.b)
-    y: Array = x @ w
+    if worth_threads(len(x), w.size):
+        y = np.empty((len(x), w.shape[1]), x.dtype)
+        run(product(x, w, y, b))
+        return y
+    y = x @ w
     if b is not None:
         y += b
     return y

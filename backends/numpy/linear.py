@@ -1,19 +1,20 @@
 """`linear` in pieces of rows, or of columns, each with its bias while it is in the cache.
 
-On the threads of `threads.blocks`: those of BLAS wait by spinning, and would take time from these.
-Except for a few rows where nothing is kept: a text written token by token, or a short one read.
+On the threads of `threads.blocks`: those of BLAS wait by spinning, and would take time from these,
+and from other processes. On a machine with others, a token of GPT-2 takes eight times as long.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
 from xformer.backends.numpy import products
 from xformer.backends.numpy.products import product
-from xformer.backends.numpy.threads import lined, run
+from xformer.backends.numpy.threads import blas_alone, lined, run
 
 from xformer.checks import require_gradient
 from xformer.dispatch import keeps_nothing, kernel
@@ -52,14 +53,24 @@ def mapped(x: Array, maps: Sequence[Map]) -> list[Array]:
     rows = _rows(x)
     ys = [lined((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
     if keeps_nothing() and len(rows) <= products.FEW:
-        for (w, b), y in zip(maps, ys, strict=True):
-            np.matmul(rows, w, out=y)
-            if b is not None:
-                y += b
+        _few_rows(rows, maps, ys)
     else:
         todo = (product(rows, w, y, b) for (w, b), y in zip(maps, ys, strict=True))
         run([piece for pieces in todo for piece in pieces])
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
+
+
+def _few_rows(rows: Array, maps: Sequence[Map], ys: Sequence[Array]) -> None:
+    """Most of these products are done before another thread is awake."""
+    n, size = len(rows), max(w.size for w, _ in maps)
+    with blas_alone() if products.wakes_blas(n, size) else nullcontext():
+        for (w, b), y in zip(maps, ys, strict=True):
+            if products.worth_threads(n, w.size):
+                run(product(rows, w, y, b))
+                continue
+            np.matmul(rows, w, out=y)
+            if b is not None:
+                y += b
 
 
 def gradients(

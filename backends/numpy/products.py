@@ -11,7 +11,11 @@ from xformer.backends.numpy.threads import n_threads, scratch
 from xformer.typing import Array
 
 SMALL = 1 << 18  # multiplications: not worth waking a thread for, nor does OpenBLAS, for matrices
-FEW = 128  # rows: within inference() BLAS's own threads have begun before one of ours is awake
+VECTOR = 1 << 13  # the same of a vector and a matrix, for OpenBLAS
+FEW = 128  # rows, at most, for which `worth_threads` decides within inference()
+# A thread is awake after 50 us or more. It is worth waking for a product whose weights, times the
+# rows and what reading the weights takes, are more: one of 0.4 ms.
+READ, WORTH = 20, 20_000_000
 AS_IT_IS, TRANSPOSED = 111, 112  # of CBLAS
 LARGEST = 2**31 - 1
 PIECE = 1536  # rows or columns, at most: fewer pack the other factor more often
@@ -57,6 +61,16 @@ def products(
     parts = [slice(start, start + step) for start in range(0, max(n, m), step)]
     every = slice(None)
     return [partial(piece, *((part, every) if n >= m else (every, part))) for part in parts]
+
+
+def worth_threads(n: int, size: int) -> bool:
+    """Whether several threads pay for a product of n rows, at most `FEW`, and so many weights."""
+    return size * (READ + n) > WORTH
+
+
+def wakes_blas(n: int, size: int) -> bool:
+    """Whether BLAS would wake its threads for it."""
+    return n * size > (SMALL if n > 1 else VECTOR)
 
 
 def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:

@@ -75,14 +75,17 @@ def everywhere(fn: Callable[[], bool], threads: int) -> None:
     if threads < 2:
         fn()
         return
-    with nullcontext(True) if _kept.n_threads else _pool() as has_pool, _in_piece():
+    before = _kept.n_threads, _kept.in_piece
+    with nullcontext(True) if _kept.n_threads else _pool() as has_pool:
         helpers, done = threads - 1 if has_pool else 0, False
         job = _Job(lambda start, stop: fn(), helpers, 1)
+        _kept.n_threads, _kept.in_piece = 1, True  # what a signal handler computes, it does alone
         try:
             _begin(job, helpers)
             done = fn()
         finally:
             _withdraw(job, helpers, wait=not done)
+            _kept.n_threads, _kept.in_piece = before
         if not done and job.error is not None:
             raise job.error
 
@@ -188,9 +191,21 @@ class _State:
         self.jobs: SimpleQueue[tuple[_Job, Context]] = SimpleQueue()
         self.n_threads = 0
         # Of whoever reads or sets BLAS's numbers of threads: a signal handler may come again.
-        self.changing, self.is_changing = threading.RLock(), False
+        self.changing, self._is_changing = threading.RLock(), False
         self.inside: set[object] = set()  # calls of `_one_thread`
         self.before: dict[Any, int] = {}  # then, of each library, the number to go back to
+
+    def alone(self, change: Callable[..., None], *args: Any) -> bool:
+        """change(*args); False where a signal handler interrupts another change of its thread."""
+        with self.changing:
+            if self._is_changing:
+                return False
+            self._is_changing = True
+            try:
+                change(*args)
+            finally:
+                self._is_changing = False
+        return True
 
 
 class _Job:
@@ -251,23 +266,16 @@ def _withdraw(job: _Job, helpers: int, *, wait: bool) -> None:
 
 def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
     job = _Job(fn, n, size)
-    with _in_piece():
+    before = _kept.n_threads, _kept.in_piece
+    _kept.n_threads, _kept.in_piece = 1, True  # what a signal handler computes, it does alone
+    try:
         _begin(job, helpers)
         job.work()
         _withdraw(job, helpers, wait=True)
-    if job.error is not None:
-        raise job.error
-
-
-@contextmanager
-def _in_piece() -> Iterator[None]:
-    """This thread has the jobs of helpers; a signal handler then computes without them."""
-    before = _kept.n_threads, _kept.in_piece
-    _kept.n_threads, _kept.in_piece = 1, True
-    try:
-        yield
     finally:
         _kept.n_threads, _kept.in_piece = before
+    if job.error is not None:
+        raise job.error
 
 
 def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
@@ -297,35 +305,22 @@ def _pool() -> Iterator[bool]:
 @contextmanager
 def _one_thread() -> Iterator[bool]:
     """As `_pool`; BLAS has one thread, until the last that wants it so has left."""
-    state, one, before, changes = _state, object(), list[tuple[Any, int]](), False
+    state, one, before = _state, object(), list[tuple[Any, int]]()
     with _pool() as has_pool:
         try:
-            with _change(state) as changes:
-                if changes:
-                    state.inside.add(one)
-                    before = _numbers()
-                    state.before = {library: n for library, n in before if not _of_thread(library)}
-                    for library, _ in before:
-                        library.set_num_threads(1)
+            changes = state.alone(_enter, state, one, before)
             yield has_pool and changes
         finally:
-            with _change(state) as may_change:
-                if changes and may_change:
-                    _leave(state, one, before)
+            if one in state.inside:
+                state.alone(_leave, state, one, before)
 
 
-@contextmanager
-def _change(state: _State) -> Iterator[bool]:
-    """Whether BLAS's numbers may be set: not by a signal handler while its thread sets them."""
-    with state.changing:
-        if state.is_changing:
-            yield False
-            return
-        state.is_changing = True
-        try:
-            yield True
-        finally:
-            state.is_changing = False
+def _enter(state: _State, one: object, before: list[tuple[Any, int]]) -> None:
+    state.inside.add(one)
+    before += _numbers()
+    state.before = {library: n for library, n in before if not _of_thread(library)}
+    for library, _ in before:
+        library.set_num_threads(1)
 
 
 def _leave(state: _State, one: object, before: list[tuple[Any, int]]) -> None:
