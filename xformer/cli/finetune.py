@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from xformer import backends, finetune, tree
 from xformer.backends import Backend
-from xformer.cli.models import opened
+from xformer.cli.models import is_own, opened
 from xformer.cli.paths import nonempty
 from xformer.cli.progress import each
 from xformer.cli.texts import watched
@@ -91,6 +92,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, validate before and now and then, and keep the best model."""
     config = _config(args)
+    if is_own(Path(args.model)):
+        command = f"xformer train --from {shlex.quote(args.model)} --data {shlex.quote(args.data)}"
+        raise ValueError(f"{args.model} was made by xformer train, which trains it on: {command}")
     if args.task is None:
         args.task = finetune.suited(args.data, args.model)
         print(f"task: {args.task}")
@@ -173,8 +177,6 @@ def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, A
     """The model, its parameters, its tokenizer, and whether its head is new."""
     words: Any  # more than what generating asks for
     model, params, words, *_ = opened(args)
-    if getattr(model, "source", None) is None:
-        raise ValueError(f"{args.model} was made by xformer train, which trains; give another one")
     if model.source["model_type"] == "llama2.c":
         model, params = as_llama(model, params)
     if args.task != "classify" or finetune.is_classifier(model):

@@ -42,8 +42,7 @@ def opened(args: argparse.Namespace) -> Found:
     if not path.exists():
         raise FileNotFoundError(f"{path} is no checkpoint and no model: there is no such file")
     enable_float64(args.backend, args.dtype)
-    config = path / files.CONFIG
-    if config.is_file() and read_json(config).get("format") == checkpoint.FORMAT:
+    if is_own(path):
         if args.tokenizer:
             raise ValueError(f"{path}, by xformer train, has its own: it goes without --tokenizer")
         return _trained(path, backends.get(args.backend, args.device), args.dtype)
@@ -57,6 +56,12 @@ def opened(args: argparse.Namespace) -> Found:
             path, args.backend, args.dtype, args.device, progress=report
         )
     return Found(model, params, own or _tokenizer_beside(path, model))
+
+
+def is_own(path: Path) -> bool:
+    """Whether a folder holds a model by xformer train, or `training.save`."""
+    config = path / files.CONFIG
+    return config.is_file() and read_json(config).get("format") == checkpoint.FORMAT
 
 
 def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:

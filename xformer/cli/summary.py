@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
+from xformer.cli.models import is_own
 from xformer.cli.paths import nonempty
 from xformer.layers import BlockConfig
 from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
-from xformer.pretrained.reading import read_json
 from xformer.shapes import FLOATING
 from xformer.summary import Part, Summary, context, summary
 from xformer.training import checkpoint
@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def inspected(path: Path) -> tuple[Any, Any]:
     """A model, and its tensors, unread."""
-    config = path / files.CONFIG
-    if config.is_file() and read_json(config).get("format") == checkpoint.FORMAT:
+    if is_own(path):
         return checkpoint.inspect(path), files.open_tensors(path)
     return pretrained.inspect(path)
 

@@ -14,14 +14,16 @@ from typing import Any
 from tqdm import tqdm
 
 from xformer import tree
-from xformer.cli import train_options
+from xformer.cli import train_from, train_options
 from xformer.cli.generate import write
+from xformer.cli.models import opened
 from xformer.cli.progress import EVERY
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
 from xformer.generation.samplers import temperature
-from xformer.training import Run, State, Step, interruptible, load, start, train
+from xformer.training import Run, State, Step, evaluate, interruptible, start, train
 from xformer.training.loop import is_stale
+from xformer.training.run import checkpoints
 
 STOPPING = "\nstopping after this step; Ctrl-C again stops at once\n"
 
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     job = job_of(options)
     folder = Path(options.resume) if options.resume else new_folder(options.out)
     about = {
-        "model": {"name": "GPT", **dataclasses.asdict(job.model)},
+        "model": train_from.about_of(job.model),
         "training": dataclasses.asdict(job.config),
         "dtype": options.dtype,
         "data": {
@@ -50,19 +52,33 @@ def run(args: argparse.Namespace) -> int:
     noted = {"every": options.every, "keep": options.keep, "notes": train_options.kept(options)}
     noted["free"] = train_options.ABOUT_ENDS
     with Run(folder, job.place, about, model=job.model, **noted) as run:
-        job.corpus.vocabulary.save(folder)
+        train_from.save_vocabulary(job.corpus.vocabulary, options, folder)
         # No name for the first state: it would be kept in memory until training ends.
         state = _train(job, run, _begun(job, run, options), options)
-    _conclude(job, state, folder)
+    _conclude(job, state, folder, options)
     return 0
 
 
 def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
     """The state to go on from, and what there is to say beforehand."""
-    params = job.model.init_from(job.place.generator(options.seed, options.dtype))
+    if options.origin is None or checkpoints(run.folder):
+        params = job.model.init_from(job.place.generator(options.seed, options.dtype))
+    else:
+        params = train_from.first_params(options)
     state = run.begin(start(params, job.config), options.at)
     _introduce(job, state, options)
+    if options.origin is not None and not state.step:
+        run.save(state)  # from now on the run needs no other folder
+        print(f"validation loss {_measured(job, state):.3f} nats per {job.unit} before training")
     return state
+
+
+def _measured(job: Job, state: State) -> float:
+    with job.place.active():
+        weights = job.place.weights(state.averaged, job.config.precision)
+    found = evaluate(job.loss, weights, job.held_out, job.place)
+    assert found is not None  # there are --validate-batches of them, at least one
+    return found
 
 
 def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
@@ -71,7 +87,9 @@ def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
     n_params = sum(math.prod(leaf.shape) for leaf in tree.flatten(state.params).values())
     print(f"data: {job.corpus.description}")
     print(f"      {sizes[0]} to train on, {sizes[1]} to validate on")
-    print(f"model: GPT, preset {options.preset}, {n_params:,} parameters")
+    name = train_from.name_of(job.model)
+    which = f"preset {options.preset}" if options.origin is None else f"from {options.origin}"
+    print(f"model: {name}, {which}, {n_params:,} parameters")
     print(f"on {job.place.describe()}")
     print(f"a unigram model has {job.baseline:.3f} nats per {unit}", flush=True)
     if state.step:
@@ -120,7 +138,7 @@ def _line(step: Step, n_steps: int, validation: str, rate: float) -> str:
     )
 
 
-def _conclude(job: Job, state: State, folder: Path) -> None:
+def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace) -> None:
     """Say what came of it, of the model that was kept."""
     print(f"saved to {folder} after {state.step} steps, {state.seconds:.0f} s")
     if state.best_step:
@@ -133,8 +151,7 @@ def _conclude(job: Job, state: State, folder: Path) -> None:
         ends += f" --patience {2 * state.stale}"
     print(f"to go on: xformer train --resume {shlex.quote(str(folder))}{ends}")
     print(f"\na sample, continuing {job.prompt!r}:\n")
-    _, params = load(folder, job.place)
-    _sample(job, params, max_new=300)
+    _sample(job, opened(train_from.in_folder(folder, options)).params, max_new=300)
     more = f"--checkpoint {shlex.quote(str(folder))} --prompt={shlex.quote(job.prompt)}"
     print(f"\nmore: xformer generate {more}")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from xformer import backends
+from xformer.cli import train_from
 from xformer.cli.models import enable_float64
 from xformer.cli.progress import each, progress
 from xformer.cli.train_options import config_of
@@ -35,7 +36,7 @@ UNITS: dict[type, str] = {Bytes: "byte", Characters: "character"}  # else token
 class Job(NamedTuple):
     """What is trained, on what."""
 
-    model: GPT
+    model: Any  # a GPT; of --from also a LanguageModel
     loss: Loss
     corpus: Corpus
     source: Windows
@@ -72,12 +73,16 @@ def job_of(options: argparse.Namespace) -> Job:
         place.deterministic()  # only asked for: where there is none, nothing has been begun
     backends.keep_memory()
     config = config_of(options)
+    found = None if options.origin is None else train_from.origin(options)
+    words = _words(options) if found is None else found.vocabulary
     with progress() as report:
-        corpus = load_corpus(options.data, _words(options), progress=report)
+        corpus = load_corpus(options.data, words, progress=report)
         source, validation = (_windows(corpus, i, options) for i in (0, 1))
         baseline = unigram_loss(corpus, report)  # which finds damaged tokens, before any folder
     sizes = (options.layers, options.width, options.heads, options.context)
-    model = GPT(corpus.vocabulary.size, *sizes, dropout=options.dropout)
+    model: Any = None if found is None else found.model
+    if model is None:
+        model = GPT(corpus.vocabulary.size, *sizes, dropout=options.dropout)
     prompt = PROMPT
     if options.data is not None:
         prompt = corpus.vocabulary.decode(corpus.validation[:PROMPT_LENGTH].tolist())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from xformer import backends
 from xformer.checks import require_sizes
+from xformer.cli import train_from
 from xformer.cli.paths import nonempty
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
@@ -40,6 +41,7 @@ PRESETS = {
 }
 # What holds unless it is given, beside what the preset says.
 DEFAULTS: dict[str, Any] = {
+    "origin": None,
     "data": None,
     "vocabulary": None,
     "preset": "small",
@@ -67,10 +69,10 @@ DEFAULTS: dict[str, Any] = {
     "sample_every": None,
 }
 # Of which older runs have no note; they went by the usual value.
-ADDED = ("precision", "deterministic", "graph")
+ADDED = ("origin", "precision", "deterministic", "graph")
 # Of what has no usual value, its type.
 TYPES: dict[str, type] = {
-    **dict.fromkeys(("data", "vocabulary", "device", "precision"), str),
+    **dict.fromkeys(("origin", "data", "vocabulary", "device", "precision"), str),
     **dict.fromkeys(("weight_decay", "ema"), float),
     **dict.fromkeys(("patience", "sample_every"), int),
 }
@@ -82,6 +84,8 @@ FREE = (
     *("data", "backend", "device", "checkpoint_activations", "deterministic", "graph"),
     *("every", "keep", "sample_every"),
 )
+# What the model of --from has.
+OWN = ("vocabulary", "layers", "width", "heads", "dropout")
 # What ends a run, and may be another when it goes on.
 ENDS = ("steps", "patience")
 ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
@@ -160,6 +164,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add(
         "--resume", metavar="RUN", type=nonempty, help="go on with a run from its newest checkpoint"
     )
+    start = "begin with this model: a run, or a folder of Hugging Face's format"
+    add("--from", dest="origin", metavar="FOLDER", type=nonempty, help=start)
     add("--at", type=int, metavar="STEP", help="with --resume: from the checkpoint of that step")
     add("--every", type=int, metavar="STEPS", help="between checkpoints (default: 100)")
     add("--keep", type=int, metavar="N", help="checkpoints beside the best one (default: 2)")
@@ -175,6 +181,8 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
         if args.at is not None:
             raise ValueError("--at goes with --resume")
         before: dict[str, Any] = {}
+    elif args.origin is not None:
+        raise ValueError("--from begins a new run, and goes without --resume")
     else:
         if args.out is not None:
             raise ValueError("--out names a new folder, and goes without --resume")
@@ -190,13 +198,16 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
             raise ValueError(
                 f"--{_dashed(name)}: the run in {args.resume} has {value}, got {given[name]}"
             )
+    if args.origin is not None:
+        before = _of_origin(args.origin, given)
     options = DEFAULTS | {"resume": None, "at": None, "out": None} | before | given
     sizes = PRESETS[options["preset"]]._asdict()
     options = sizes | options
     if options["precision"] is not None and options["dtype"] != "float32":
         raise ValueError(f"--precision goes with --dtype float32, got {options['dtype']}")
-    if options["data"] is not None:
-        options["data"] = str(Path(options["data"]).absolute())
+    for name in ("data", "origin"):
+        if options[name] is not None:
+            options[name] = str(Path(options[name]).absolute())
     for name in ("context", "every", "keep", "sample_every"):
         if options[name] is not None:
             require_sizes("train", 1, **{f"--{_dashed(name)}": options[name]})
@@ -240,6 +251,20 @@ def by_option() -> Iterator[None]:
     except ValueError as error:
         name, _, what = str(error).removeprefix("TrainConfig: ").partition(" ")
         raise ValueError(f"--{_dashed(FIELDS.get(name, name))} {what}") from error
+
+
+def _of_origin(folder: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options that follow from the model of --from. ValueError for those that it has."""
+    for name in OWN:
+        if name in given:
+            raise ValueError(f"--{name} goes without --from: the model in {folder} has its own")
+    found = train_from.usual(folder)
+    if given.get("context", 0) > found.most:
+        raise ValueError(
+            f"--context must be at most the {found.most} of the model in {folder}, "
+            f"got {given['context']}"
+        )
+    return found.options
 
 
 def _of_run(folder: str) -> dict[str, Any]:

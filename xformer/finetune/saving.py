@@ -46,17 +46,25 @@ def save(
     target, source = Path(folder), None if base is None else Path(base)
     source = source if source is not None and source.is_dir() else None  # not one of llama2.c's
     pretrained.save(model, merge(params), target)
-    if tokenizer is not None:
-        _copy(TOKENIZER, Path(tokenizer.where), target)
-        if not (Path(tokenizer.where) / "tokenizer.json").exists():
-            tokenizer.save(target)
-    if source is not None:
-        kept = getattr(model, "generation_config", None) is not None  # and is saved with the model
-        _copy(SETTINGS[1:] if kept else SETTINGS, source, target)
+    copy_beside(tokenizer, source, target, model=model)
     if not adapters(params) or peft.others(params):
         return None
     peft.save(model, params, target / ADAPTER, base=None if source is None else str(source))
     return target / ADAPTER
+
+
+def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any = None) -> None:
+    """Copy the files of a tokenizer, and the settings in the folder of a model, as `save`.
+
+    model: what was saved in target, perhaps with a generation_config.json, which then stays.
+    """
+    if tokenizer is not None:
+        _copy(TOKENIZER, Path(tokenizer.where), target)
+        if not (Path(tokenizer.where) / "tokenizer.json").exists():
+            tokenizer.save(target)
+    if base is not None:
+        kept = getattr(model, "generation_config", None) is not None
+        _copy(SETTINGS[1:] if kept else SETTINGS, base, target)
 
 
 def _copy(names: Iterable[str], source: Path, target: Path) -> None:

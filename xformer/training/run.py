@@ -3,7 +3,8 @@
 run.json                                 what is trained, and how
 log.jsonl                                a line for every step
 checkpoints/step-00000100.safetensors    the last ones, and that of the best validation
-model.safetensors, config.json           the best model so far, for `training.load`
+model.safetensors, config.json           the best model so far, for `training.load`, or of a
+                                         pretrained model for `pretrained.load`
 lock                                     held by the process that trains
 *.aside, *.aside-2                       what a run that went back has no use for: never deleted
 """
@@ -21,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from xformer import __version__, backends, tree
+from xformer import __version__, backends, pretrained, tree
 from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.files import aside, replacing
@@ -52,7 +53,8 @@ class Run:
     about: JSON that says what is trained: model, configuration, data. An old run goes on only with
     the same. free: dotted names of values in it that may be others, such as "training.steps"; then
     `begin` writes `about` and `notes` into run.json anew. notes: more for run.json.
-    model: whose parameters are kept as `training.load` reads them; None: they are not.
+    model: whose parameters are kept as `training.load` reads them, or `pretrained.load` where the
+    model is of its kind; None: they are not kept.
     every: steps between checkpoints, of which the last `keep` stay.
     """
 
@@ -174,7 +176,7 @@ class Run:
         require_state("save", state, self.place)  # before the model is written
         if self.model is not None and state.best_step in (0, state.step):
             # First, so that it never is older than the checkpoint that calls it the best.
-            checkpoint.save(self.folder, self.model, state.averaged, self.place)
+            self._write_model(state.averaged, self.place)
         write_state(path_of(self.folder, state.step), state, self.place, self.about)
         self._saved = state.step
         self._prune(state)
@@ -220,8 +222,14 @@ class Run:
             except (FileNotFoundError, CheckpointError):
                 state = best = state._replace(best=math.inf, best_step=0)
                 write_state(path_of(self.folder, state.step), state, self.place, self.about)
-        checkpoint.save(self.folder, self.model, best.averaged, place)
+        self._write_model(best.averaged, place)
         return state
+
+    def _write_model(self, params: Any, place: Backend) -> None:
+        if getattr(self.model, "source", None) is None:
+            checkpoint.save(self.folder, self.model, params, place)
+        else:
+            pretrained.save(self.model, params, self.folder)
 
     def _read(self, found: dict[int, Path], step: int) -> Saved:
         try:

@@ -1,0 +1,133 @@
+"""The model that `xformer train --from` begins with: its own runs, and pretrained folders."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xformer import pretrained
+from xformer.cli.models import opened, vocabulary_of
+from xformer.cli.summary import inspected
+from xformer.finetune.base import LONGEST
+from xformer.finetune.saving import copy_beside
+from xformer.models import GPT, LanguageModel, LMHead
+from xformer.pretrained.tokenizer import tokenizer
+from xformer.summary import context
+from xformer.training import Subwords, Vocabulary, load_vocabulary
+from xformer.training.run import RUN, read_run
+
+LR = 5e-5  # of a pretrained model, as of xformer finetune
+
+
+class Origin(NamedTuple):
+    """A model, without its parameters, and its vocabulary."""
+
+    model: Any
+    vocabulary: Vocabulary
+
+
+def origin_of(path: str) -> Origin:
+    """What a folder holds; no weights are read.
+
+    FileNotFoundError, ValueError for a model that is no causal language model, or without its
+    vocabulary.
+    """
+    root = Path(path)
+    if root.is_file():
+        raise ValueError(f"--from: must be the folder of a model, got the file {path}")
+    model, _ = inspected(root)
+    network = getattr(model, "network", model)
+    is_causal = isinstance(network, LanguageModel) and network.causal
+    if not is_causal or not isinstance(network.head, LMHead):
+        names = (getattr(model, "source", None) or {}).get("architectures")
+        kind = names[0] if names else type(model).__name__
+        command = f"xformer finetune --model {shlex.quote(path)}"
+        where = command if getattr(model, "source", None) else "Python alone"
+        raise ValueError(f"--from: must be a causal language model, got {kind}; {where} trains it")
+    is_own = isinstance(model, GPT)
+    words = vocabulary_of(root) if is_own else Subwords(tokenizer(root))
+    size = network.embed.vocab_size
+    if is_own and words.size != size:
+        raise ValueError(
+            f"--from: {path}: the vocabulary must have the model's {size} tokens, got {words.size}"
+        )
+    return Origin(model, words)
+
+
+class Usual(NamedTuple):
+    """Options that follow from a model, and the most tokens that it has places for."""
+
+    options: dict[str, Any]
+    most: float
+
+
+def usual(path: str) -> Usual:
+    """The sizes of the model in a folder, a context, and of a pretrained one a learning rate."""
+    model = origin_of(path).model
+    network = getattr(model, "network", model)
+    block, most, told = network.blocks[0], network.context, context(model)
+    options = {
+        "layers": len(network.blocks),
+        "width": network.d_model,
+        "heads": block.n_heads,
+        "dropout": block.dropout,
+        "context": min(told or LONGEST, LONGEST),
+        **({} if isinstance(model, GPT) else {"lr": LR}),
+    }
+    return Usual(options, math.inf if most is None else most)
+
+
+def origin(options: argparse.Namespace) -> Origin:
+    """The model of --from, or that which a run has noted, whose vocabulary lies in its folder."""
+    if options.resume is None:
+        return origin_of(options.origin)
+    try:
+        model = _noted(**read_run(options.resume)["about"]["model"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{Path(options.resume, RUN)}: its model is damaged: {error}") from error
+    try:
+        words = load_vocabulary(options.resume)
+    except FileNotFoundError:  # stopped before it was there
+        words = origin_of(options.origin).vocabulary
+    return Origin(model, words)
+
+
+def _noted(name: str, **about: Any) -> Any:
+    return GPT(**about) if name == "GPT" else pretrained.model(about["source"])
+
+
+def about_of(model: Any) -> dict[str, Any]:
+    """What a run notes of its model, for `origin`."""
+    if isinstance(model, GPT):
+        return {"name": "GPT", **dataclasses.asdict(model)}
+    return {"name": name_of(model), "source": dict(model.source)}
+
+
+def name_of(model: Any) -> str:
+    """What a model is called."""
+    return "GPT" if isinstance(model, GPT) else str(model.source["architectures"][0])
+
+
+def first_params(options: argparse.Namespace) -> Any:
+    """The parameters in the folder of --from."""
+    return opened(in_folder(options.origin, options)).params
+
+
+def in_folder(folder: str | os.PathLike[str], options: argparse.Namespace) -> argparse.Namespace:
+    """What `opened` asks for, of a folder's model where a run trains it."""
+    where = {name: getattr(options, name) for name in ("backend", "device", "dtype")}
+    return argparse.Namespace(model=str(folder), tokenizer=None, **where)
+
+
+def save_vocabulary(words: Vocabulary, options: argparse.Namespace, folder: Path) -> None:
+    """Write the vocabulary beside the model; that of a pretrained folder with all its files."""
+    if isinstance(words, Subwords) and options.origin is not None:
+        if not (folder / "tokenizer.json").exists():
+            copy_beside(words.tokenizer, Path(options.origin), folder)
+    else:
+        words.save(folder)
