@@ -14,6 +14,7 @@ import numpy as np
 from xformer.backends.arrays import refusal
 
 from xformer import tree
+from xformer.checks import require_sizes
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
@@ -148,9 +149,11 @@ class Backend:
     def generator(self, seed: int, dtype: str = "float32") -> Generator:
         """Random numbers drawn on the host and transferred: the same on every backend.
 
-        Raises ValueError for a floating dtype the backend does not compute in.
+        Raises ValueError for a floating dtype the backend does not compute in, and a seed that is
+        no integer of at least 0.
         """
         self._require_dtype(dtype)
+        (seed,) = require_sizes("generator", 0, seed=seed)
         return Generator(self, seed, dtype)
 
     def describe(self) -> str:

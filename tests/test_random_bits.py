@@ -125,7 +125,7 @@ def test_streams_differ_in_every_part() -> None:
         (Key(0, 0, -1), 4, ValueError, r"key\.site must lie in \[0, 2\^32\), got -1"),
         (Key(0, 0, 2**32), 4, ValueError, r"key\.site must lie in \[0, 2\^32\), got 4294967296"),
         (Key(1.5), 4, TypeError, r"key\.seed must be an int, got 1\.5"),
-        (Key(np.int64(3)), 4, TypeError, r"key\.seed must be an int, got np\.int64\(3\)"),
+        (Key(np.float64(3)), 4, TypeError, r"key\.seed must be an int, got np\.float64\(3\.0\)"),
         (7, 4, TypeError, r"key must be an xformer\.Key, got int"),
         ((1, 2, 3), 4, TypeError, r"key must be an xformer\.Key, got tuple"),
         (None, 4, TypeError, r"key must be an xformer\.Key, got None"),

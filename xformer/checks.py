@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from numbers import Real
 from typing import Any
 
@@ -23,7 +24,7 @@ MAX_LAYERS = 10_000
 
 def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:
     """ValueError unless `axis` exists in x and holds at least one element."""
-    if not isinstance(axis, int):
+    if whole(axis) is None:
         raise TypeError(f"{op}: axis must be an integer, got {axis!r}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{op}: axis must be one of the {x.ndim} axes of {name}, got {axis}")
@@ -110,11 +111,36 @@ def require_shape(op: str, name: str, array: Any, shape: Any) -> None:
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
 
 
-def require_sizes(op: str, low: int, **sizes: Any) -> None:
-    """ValueError unless every size is an int of at least `low`."""
+def whole(value: Any) -> int | None:
+    """An integer as an int, which never overflows, as NumPy's do; None for a bool and all else."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def require_sizes(op: str, low: int, **sizes: Any) -> tuple[int, ...]:
+    """The sizes as ints. ValueError unless every one is an integer of at least `low`."""
+    found = []
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < low:
+        plain = whole(size)
+        if plain is None or plain < low:
             raise ValueError(f"{op}: {name} must be an int of at least {low}, got {size!r}")
+        found.append(plain)
+    return tuple(found)
+
+
+def plain_numbers(config: Any) -> None:
+    """Numbers of NumPy in a frozen dataclass become int and float, as JSON has them."""
+    for name, value in vars(config).items():
+        if not isinstance(value, int | float):
+            plain: float | None = whole(value)
+            if plain is None and isinstance(value, Real):
+                plain = float(value)
+            if plain is not None:
+                object.__setattr__(config, name, plain)
 
 
 def require_layers(op: str, **counts: Any) -> None:
@@ -125,11 +151,15 @@ def require_layers(op: str, **counts: Any) -> None:
             raise ValueError(f"{op}: {name} must be at most {MAX_LAYERS}, got {count}")
 
 
-def require_id(op: str, size: int, **ids: Any) -> None:
-    """ValueError unless every id is an int in [0, size)."""
+def require_id(op: str, size: int, **ids: Any) -> tuple[int, ...]:
+    """The ids as ints. ValueError unless every one is an integer in [0, size)."""
+    found = []
     for name, value in ids.items():
-        if not isinstance(value, int) or not 0 <= value < size:
+        plain = whole(value)
+        if plain is None or not 0 <= plain < size:
             raise ValueError(f"{op}: {name} must lie in [0, {size}), got {value!r}")
+        found.append(plain)
+    return tuple(found)
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:

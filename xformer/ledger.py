@@ -96,7 +96,7 @@ def ledger(
     sizes below 1, another dtype, a model without a loss.
     """
     network = getattr(model, "network", model)
-    _require(network, batch, length, dtype, optimiser)
+    batch, length = _sizes(network, batch, length, dtype, optimiser)
     own = TrainConfig(steps=1, optimiser=optimiser).chosen_optimiser()
     tally = Tally()
     shapes = network.init_from(Shapes())
@@ -131,7 +131,7 @@ def measured_peak(
     system does not tell (outside Linux). Arguments as in `ledger`; RuntimeError where it fails.
     """
     network = getattr(model, "network", model)
-    _require(network, batch, length, dtype, optimiser)
+    batch, length = _sizes(network, batch, length, dtype, optimiser)
     network = replace(network, source=None)
     task = pickle.dumps((network, batch, length, dtype, optimiser))
     command = [sys.executable, "-m", "xformer.ledger"]
@@ -143,8 +143,9 @@ def measured_peak(
     return peak
 
 
-def _require(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> None:
-    require_sizes("ledger", 1, batch=batch, length=length)
+def _sizes(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
+    """batch and length as ints. ValueError as `ledger`."""
+    sizes = require_sizes("ledger", 1, batch=batch, length=length)
     if dtype not in FLOATING:
         raise ValueError(f"ledger: dtype must be {' or '.join(FLOATING)}, got {dtype!r}")
     if optimiser not in optim.OPTIMISERS:
@@ -152,6 +153,7 @@ def _require(network: Any, batch: int, length: int, dtype: str, optimiser: str) 
         raise ValueError(f"ledger: optimiser must be one of {names}, got {optimiser!r}")
     if arguments(network, 1, 1, dtype)[1] is None:
         raise ValueError(f"ledger: the model must have a loss, got {network!r:.60}")
+    return sizes
 
 
 def _one_layer_of_each(network: Any) -> Iterator[Any]:

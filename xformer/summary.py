@@ -134,7 +134,7 @@ def summary(
         raise ValueError(f"summary: dtype must be {' or '.join(FLOATING)}, got {dtype!r}")
     network = _network(model)
     length = min(LENGTH, context(model) or LENGTH) if length is None else length
-    require_sizes("summary", 1, batch=batch, length=length)
+    batch, length = require_sizes("summary", 1, batch=batch, length=length)
     limit = _positions(network)
     if limit is not None and length > limit:
         raise ValueError(f"summary: length must be at most {limit}, the model's, got {length}")

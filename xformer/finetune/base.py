@@ -10,6 +10,7 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends import Backend
+from xformer.checks import plain_numbers, whole
 from xformer.generation.text import end_of
 from xformer.models import EncoderDecoder
 from xformer.training.batch import IGNORED, Batch, padded
@@ -36,7 +37,8 @@ class Task:
     fields: ClassVar[tuple[str, ...]] = ("text",)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_len, int) or self.max_len < 2:
+        plain_numbers(self)
+        if whole(self.max_len) is None or self.max_len < 2:
             raise ValueError(f"max_len must be an int of at least 2, got {self.max_len!r}")
         limit = context_of(self.model)
         if limit is not None and self.max_len > limit:

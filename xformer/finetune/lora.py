@@ -36,7 +36,7 @@ def attach(
     as "stack.blocks.0.attn.kv.v" (`linear_maps` lists them). ValueError for a target that matches
     no linear map, or one that has an adapter.
     """
-    require_sizes("attach", 1, rank=rank)
+    (rank,) = require_sizes("attach", 1, rank=rank)
     scale = number("attach", "alpha", alpha, low=0) / rank
     if isinstance(targets, str):
         raise TypeError(f"attach: targets must be a list of patterns, got {targets!r}")

@@ -53,7 +53,7 @@ def beam_search(
     as transformers' generate(num_beams=n_beams, do_sample=False). ValueError as `stream`.
     """
     network = network_of("beam_search", model)
-    require_sizes("beam_search", 1, n_beams=n_beams, max_new=max_new)
+    n_beams, max_new = require_sizes("beam_search", 1, n_beams=n_beams, max_new=max_new)
     penalty = number("beam_search", "length_penalty", length_penalty)
     if early_stopping not in (True, False, "never"):
         raise ValueError(

@@ -74,7 +74,7 @@ def stream(
     and for logits that are no numbers.
     """
     network = network_of("generate", model)
-    require_sizes("generate", 0, max_new=max_new, seed=seed)
+    max_new, seed = require_sizes("generate", 0, max_new=max_new, seed=seed)
     stops = stop_ids("generate", stop)
     if slide and isinstance(network, EncoderDecoder):
         raise ValueError("generate: slide goes with a LanguageModel, got an EncoderDecoder")

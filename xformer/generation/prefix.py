@@ -61,7 +61,7 @@ def prefill(
     network = network_of("prefill", model)
     rows = checked(prompts)
     if chunk is not None:
-        require_sizes("prefill", 1, chunk=chunk)
+        (chunk,) = require_sizes("prefill", 1, chunk=chunk)
     place = place_of(params)
     with place.active():
         return _read(network, params, rows, place, after, start_id, chunk)

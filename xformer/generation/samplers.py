@@ -59,7 +59,7 @@ def temperature(t: float) -> Filter:
 
 def top_k(k: int) -> Filter:
     """Only the k likeliest, and those as likely as the last of them. ValueError for k < 1."""
-    require_sizes("top_k", 1, k=k)
+    (k,) = require_sizes("top_k", 1, k=k)
 
     def apply(logits: Array, ids: Ids) -> Array:
         xp = array_namespace(logits)

@@ -37,8 +37,8 @@ def speculative(
     "longrope") a round ends before the model's frequencies change. max_new, stop, seed: as in
     `stream`. ValueError as there, and where the vocabularies differ.
     """
-    require_sizes("speculative", 1, k=k)
-    require_sizes("speculative", 0, max_new=max_new, seed=seed)
+    (k,) = require_sizes("speculative", 1, k=k)
+    max_new, seed = require_sizes("speculative", 0, max_new=max_new, seed=seed)
     stops = stop_ids("speculative", stop)
     readers = []
     for network, its in ((model, params), (draft, draft_params)):

@@ -253,7 +253,7 @@ def _heads(
     config: NormConfig | None = None,
 ) -> tuple[Array, HeadsCache]:
     """rope(norm(split_heads(y) + pos)). y: (B, T, H * K)."""
-    require_sizes("attention", 1, n_heads=n_heads)
+    (n_heads,) = require_sizes("attention", 1, n_heads=n_heads)
     width = y.shape[-1]
     if width % n_heads:
         raise ValueError(

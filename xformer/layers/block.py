@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from xformer import layers, ops
 from xformer.backends import Generator
-from xformer.checks import number, require_cap, require_sizes
+from xformer.checks import number, plain_numbers, require_cap, require_sizes
 from xformer.initial import Draw, xavier_uniform
 from xformer.layers.attention import (
     AttentionParams,
@@ -68,6 +68,7 @@ class BlockConfig:
     hidden_dropout: float = 0.0  # inside the feed-forward network
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_sizes(
             "block",
             1,

@@ -11,6 +11,7 @@ from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import (
     number,
+    plain_numbers,
     require_integers,
     require_shape,
     require_sizes,
@@ -51,6 +52,7 @@ class EmbedConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_sizes(
             "embed",
             1,

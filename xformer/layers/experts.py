@@ -9,7 +9,7 @@ from array_api_compat import array_namespace, device
 
 from xformer import ops
 from xformer.backends import Generator
-from xformer.checks import require_gradient, require_sizes
+from xformer.checks import plain_numbers, require_gradient, require_sizes
 from xformer.initial import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.ops.activation import require_activation
@@ -34,6 +34,7 @@ class ExpertsConfig:
     activation: str = "silu"
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_sizes("mixture", 1, n_experts=self.n_experts, top_k=self.top_k, d_ff=self.d_ff)
         if self.top_k > self.n_experts:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.backends import Generator
-from xformer.checks import number, require_gradient
+from xformer.checks import number, plain_numbers, require_gradient
 from xformer.dispatch import overridable
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -22,6 +22,7 @@ class NormConfig:
     offset: float = 0.0  # "rms": added to the weight (Gemma: 1)
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if self.kind not in ("layer", "rms"):
             raise ValueError(f'norm: kind must be "layer" or "rms", got {self.kind!r}')
         number("norm", "eps", self.eps, low=0)

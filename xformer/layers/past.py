@@ -119,7 +119,7 @@ def rewound(
 
     ValueError for n outside [0, length], or where a layer's window has dropped what is needed.
     """
-    require_sizes("rewind", 0, n=n)
+    (n,) = require_sizes("rewind", 0, n=n)
     if n > length:
         raise ValueError(f"rewind: n must be at most the {length} tokens there are, got {n}")
     left = length - n

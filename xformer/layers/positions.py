@@ -50,8 +50,8 @@ def alibi(
     Returns (1, H, T, S), H = n_heads, T = n_queries, S = n_keys, of the library, dtype and device
     of `like`, for `ops.sdpa`. ValueError for fewer than 1 head or negative sizes.
     """
-    require_sizes("alibi", 1, n_heads=n_heads)
-    require_sizes("alibi", 0, n_queries=n_queries, n_keys=n_keys)
+    (n_heads,) = require_sizes("alibi", 1, n_heads=n_heads)
+    n_queries, n_keys = require_sizes("alibi", 0, n_queries=n_queries, n_keys=n_keys)
     xp = array_namespace(like)
     slopes = constant(like, of=_slopes, args=(n_heads,), dtype=like.dtype)
     key, query = aligned(like, n_queries, n_keys, at)

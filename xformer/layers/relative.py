@@ -12,7 +12,7 @@ from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.backends import Generator
-from xformer.checks import require_shape, require_sizes
+from xformer.checks import plain_numbers, require_shape, require_sizes
 from xformer.initial import Draw, normal
 from xformer.layers.constant import constant
 from xformer.ops._attention import aligned
@@ -34,6 +34,7 @@ class RelativeConfig:
     bidirectional: bool = True
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         fewest = 4 if self.bidirectional else 2
         require_sizes("relative_bias", fewest, n_buckets=self.n_buckets)
         require_sizes("relative_bias", 1, n_heads=self.n_heads)
@@ -80,7 +81,8 @@ def relative_bias(
     at the last key. at: integer (), what i is counted from where it is not S - T. ValueError for
     negative sizes, or a table that is not that of config.
     """
-    require_sizes("relative_bias", 0, n_queries=n_queries, n_keys=n_keys)
+    sizes = {"n_queries": n_queries, "n_keys": n_keys}
+    n_queries, n_keys = require_sizes("relative_bias", 0, **sizes)
     require_shape("relative_bias", "table", table, (config.n_buckets, config.n_heads))
     xp = array_namespace(table)
     key, query = aligned(table, n_queries, n_keys, at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from xformer.checks import number, require_sizes
+from xformer.checks import number, plain_numbers, require_sizes
 
 # What a scaling needs, and what it may be given beside that.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -59,6 +59,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None  # these where a text exceeds original_max_len
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_sizes("rotary", 2, width=self.width)
         if self.width % 2:
             raise ValueError(f"rotary: width must be even, got {self.width}")

@@ -41,7 +41,7 @@ def rotary(
     require_array("rotary", "like", like)
     if dtype_name(like) not in (*FLOATING, *STORED):
         raise TypeError(f"rotary: like must be float32 or float64, got {dtype_name(like)}")
-    require_sizes("rotary", 0, length=length)
+    (length,) = require_sizes("rotary", 0, length=length)
     if positions is None:
         positions = array_namespace(like).arange(length, device=device(like))
     else:
@@ -75,7 +75,7 @@ def frequencies(config: RopeConfig, length: int) -> Frequencies:
 
     In float64, on the host. ValueError for a negative length.
     """
-    require_sizes("rotary", 0, length=length)
+    (length,) = require_sizes("rotary", 0, length=length)
     return _known(config, config.frequency_length(length))
 
 

@@ -11,7 +11,7 @@ from array_api_compat import array_namespace
 
 from xformer import backends, ops, tree
 from xformer.backends import Generator
-from xformer.checks import number, require_mask, require_tokens
+from xformer.checks import number, plain_numbers, require_mask, require_tokens
 from xformer.dispatch import inference, or_dropped
 from xformer.initial import normal, xavier_uniform
 from xformer.layers.advance import advance
@@ -63,6 +63,7 @@ class EncoderDecoder:
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_configs("EncoderDecoder", self.encoder)
         require_configs("EncoderDecoder", self.decoder)
         if self.shared_embed and (self.src_embed is None or self.tgt_embed is not None):

@@ -8,7 +8,7 @@ from typing import Any
 
 from xformer import backends, ops
 from xformer.backends import Generator
-from xformer.checks import require_layers
+from xformer.checks import plain_numbers, require_layers, require_sizes
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
 from xformer.models.language_model import (
@@ -48,6 +48,7 @@ class GPT:
     checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_layers("GPT", n_layers=self.n_layers)
         if self.position_mode == "concat":
             raise ValueError('GPT: position_mode must be "add" or "qkv", got "concat"')
@@ -56,10 +57,11 @@ class GPT:
     @cached_property
     def network(self) -> LanguageModel:
         """The model that this configuration stands for."""
+        (d_model,) = require_sizes("block", 1, d_model=self.d_model)
         block = BlockConfig(
-            d_model=self.d_model,
+            d_model=d_model,
             n_heads=self.n_heads,
-            d_ff=4 * self.d_model if self.d_ff is None else self.d_ff,
+            d_ff=4 * d_model if self.d_ff is None else self.d_ff,
             n_kv_heads=self.n_kv_heads,
             activation=self.activation,
             norm=self.norm,

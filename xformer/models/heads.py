@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from xformer import ops
 from xformer.backends import Generator
-from xformer.checks import number, require_sizes
+from xformer.checks import number, plain_numbers, require_sizes
 from xformer.initial import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
@@ -45,6 +45,7 @@ class MaskedLMHead:
     of_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_activation("MaskedLMHead", self.activation)
 
     def init(
@@ -134,6 +135,7 @@ class Classifier:
     of_tokens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_sizes("Classifier", 1, n_labels=self.n_labels)
         if self.token not in ("first", "last"):
             raise ValueError(f'Classifier: token must be "first" or "last", got {self.token!r}')

@@ -12,7 +12,7 @@ from array_api_compat import array_namespace, device
 
 from xformer import backends, layers, models, ops
 from xformer.backends import Generator
-from xformer.checks import as_indices, number, require_tokens
+from xformer.checks import as_indices, number, plain_numbers, require_tokens
 from xformer.dispatch import inference, or_dropped, overridable
 from xformer.initial import normal
 from xformer.layers.advance import advance
@@ -63,6 +63,7 @@ class LanguageModel:
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_configs("LanguageModel", self.blocks)
         width = self.d_model
         if self.embed is not None and self.embed.d_model != width:

@@ -11,7 +11,7 @@ from array_api_compat import array_namespace
 
 from xformer import ops, tree
 from xformer.backends import Generator
-from xformer.checks import number, require_cap
+from xformer.checks import number, plain_numbers, require_cap
 from xformer.initial import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
@@ -32,6 +32,7 @@ class LMHead:
     of_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if self.tied and self.bias:
             raise ValueError("LMHead: a tied head has no bias")
         number("LMHead", "scale", self.scale)

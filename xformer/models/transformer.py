@@ -10,7 +10,14 @@ from array_api_compat import array_namespace, device
 
 from xformer import backends, ops
 from xformer.backends import Generator
-from xformer.checks import as_indices, require_id, require_layers, require_sizes, require_tokens
+from xformer.checks import (
+    as_indices,
+    plain_numbers,
+    require_id,
+    require_layers,
+    require_sizes,
+    require_tokens,
+)
 from xformer.dispatch import inference
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
@@ -60,6 +67,7 @@ class Transformer:
     checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         require_layers(
             "Transformer",
             n_encoder_layers=self.n_encoder_layers,
@@ -77,10 +85,11 @@ class Transformer:
     @cached_property
     def network(self) -> EncoderDecoder:
         """The model that this configuration stands for."""
+        (d_model,) = require_sizes("block", 1, d_model=self.d_model)
         block = BlockConfig(
-            d_model=self.d_model,
+            d_model=d_model,
             n_heads=self.n_heads,
-            d_ff=4 * self.d_model if self.d_ff is None else self.d_ff,
+            d_ff=4 * d_model if self.d_ff is None else self.d_ff,
             n_kv_heads=self.n_kv_heads,
             d_head=self.d_head,
             d_value=self.d_value,
@@ -169,8 +178,9 @@ class Transformer:
         ValueError where start_id or end_id is not in the target's vocabulary. Looks at the ids
         after each step, to stop early: not for use under `jax.jit`.
         """
-        require_id("generate", self.tgt_vocab_size, start_id=start_id, end_id=end_id)
-        require_sizes("generate", 0, max_new=max_new)
+        ids = {"start_id": start_id, "end_id": end_id}
+        start_id, end_id = require_id("generate", self.tgt_vocab_size, **ids)
+        (max_new,) = require_sizes("generate", 0, max_new=max_new)
         require_tokens("generate", "src", src)
         xp = array_namespace(src)
         kept = self._kept(src)

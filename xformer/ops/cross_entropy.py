@@ -12,6 +12,7 @@ from xformer.checks import (
     require_gradient,
     require_ids,
     require_integers,
+    whole,
 )
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
@@ -109,7 +110,7 @@ def split_ignored(
     kept = None
     if ignore_index is not None:
         targets = require_integers("cross_entropy", "targets", targets, logits)
-        kept = targets != ignore_index
+        kept = targets != whole(ignore_index)
         targets = array_namespace(targets).where(kept, targets, 0)
     return require_ids("cross_entropy", "targets", targets, logits.shape[-1], logits), kept
 
@@ -121,7 +122,7 @@ def _where_kept(kept: Array, logits: Array) -> Array:
 
 def require_options(ignore_index: int | None, reduction: str) -> None:
     """TypeError unless ignore_index is an int or None, ValueError for another reduction."""
-    if not isinstance(ignore_index, int | None):
+    if ignore_index is not None and whole(ignore_index) is None:
         raise TypeError(f"cross_entropy: ignore_index must be an int, got {ignore_index!r}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device, is_array_api_obj
@@ -17,16 +18,31 @@ WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round
 MASK = 0xFFFFFFFF
 
 
-class Key(NamedTuple):
-    """Names one stream of random bits: a run's seed, a training step, a site in the model."""
-
+class _Parts(NamedTuple):
     seed: int  # 64 bits
     step: Any = 0  # 32 bits; an integer array () where it is traced (`jax.jit`)
     site: int = 0  # 32 bits
 
+
+class Key(_Parts):
+    """Names one stream of random bits: a run's seed, a training step, a site in the model."""
+
+    __slots__ = ()
+
+    def __new__(cls, seed: int, step: Any = 0, site: int = 0) -> Key:
+        """NumPy's integers become int: they would overflow where 64 bits are cut in two."""
+        return super().__new__(cls, _plain(seed), _plain(step), _plain(site))
+
     def at(self, site: int) -> Key:
         """The stream of another site, counted from this one's."""
         return self._replace(site=self.site + site)
+
+
+def _plain(part: Any) -> Any:
+    """NumPy's integers as int; arrays stay, as a device would have to be waited for."""
+    if isinstance(part, bool) or not isinstance(part, Integral):
+        return part
+    return int(part)
 
 
 @overridable(backward=False)
@@ -57,7 +73,7 @@ def require_key(op: str, key: Any, name: str = "key") -> None:
     for part, value, bits in zip(Key._fields, key, (64, 32, 32), strict=True):
         if part == "step" and is_array_api_obj(value):
             continue
-        if not isinstance(value, int):
+        if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{op}: {name}.{part} must be an int, got {value!r}")
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{op}: {name}.{part} must lie in [0, 2^{bits}), got {value}")

@@ -63,7 +63,7 @@ class LossScale(NamedTuple):
         """
         growth = number("update", "growth", growth, low=1)
         backoff = number("update", "backoff", backoff, low=0, high=1)
-        require_sizes("update", 1, interval=interval)
+        (interval,) = require_sizes("update", 1, interval=interval)
         if not finite:
             if self.scale * backoff < SMALLEST:
                 raise FloatingPointError(

@@ -84,7 +84,7 @@ def newton_schulz(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
     x <- a x + (b x x^T + c (x x^T)^2) x, after x <- x / max(|x|, eps), `steps` times, with the
     numbers of Jordan, "Muon" (2024). x: (..., I, O).
     """
-    require_sizes("newton_schulz", 1, steps=steps)
+    (steps,) = require_sizes("newton_schulz", 1, steps=steps)
     xp = array_namespace(x)
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[-2] > x.shape[-1]  # x x^T is the smaller one of the wide

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from xformer.checks import number, require_sizes
+from xformer.checks import number, require_sizes, whole
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -69,7 +69,7 @@ def inverse_sqrt(lr: float, timescale: int) -> Schedule:
     (arXiv:1910.10683, section 3.1.2). ValueError for a negative lr, a timescale below 1.
     """
     lr = number("inverse_sqrt", "lr", lr, low=0)
-    require_sizes("inverse_sqrt", 1, timescale=timescale)
+    (timescale,) = require_sizes("inverse_sqrt", 1, timescale=timescale)
 
     def schedule(step: int) -> float:
         past = _counted("inverse_sqrt", step) - 1
@@ -84,7 +84,7 @@ def noam(d_model: int, warmup: int, factor: float = 1.0) -> Schedule:
     It has its own warm-up, and its peak, factor * (d_model * warmup)^-1/2, at step `warmup`.
     ValueError for sizes below 1, a negative factor.
     """
-    require_sizes("noam", 1, d_model=d_model, warmup=warmup)
+    d_model, warmup = require_sizes("noam", 1, d_model=d_model, warmup=warmup)
     factor = number("noam", "factor", factor, low=0)
 
     def schedule(step: int) -> float:
@@ -105,8 +105,8 @@ def wsd(
     """
     if shape not in FALLS:
         raise ValueError(f"wsd: shape must be one of {', '.join(FALLS)}, got {shape!r}")
-    require_sizes("wsd", 1, steps=steps)
-    if isinstance(decay, int):
+    (steps,) = require_sizes("wsd", 1, steps=steps)
+    if whole(decay) is not None:
         n_decay = int(number("wsd", "decay", decay, low=1, high=steps))
     else:
         stable = int((1 - number("wsd", "decay", decay, low=0, high=1)) * steps)
@@ -123,13 +123,13 @@ def warmup(schedule: Schedule, steps: int, how: str = "llm.c") -> Schedule:
     """
     if how not in RISES:
         raise ValueError(f"warmup: how must be one of {', '.join(RISES)}, got {how!r}")
-    require_sizes("warmup", 0, steps=steps)
+    (steps,) = require_sizes("warmup", 0, steps=steps)
     return then(lambda step: schedule(1) * RISES[how](step, steps), steps, schedule)
 
 
 def then(first: Schedule, steps: int, second: Schedule) -> Schedule:
     """`first` for `steps` steps, and then `second` from its step 1. ValueError for steps < 0."""
-    require_sizes("then", 0, steps=steps)
+    (steps,) = require_sizes("then", 0, steps=steps)
 
     def schedule(step: int) -> float:
         step = _counted("then", step)
@@ -142,7 +142,7 @@ def _fall(op: str, lr: float, steps: int, final: float, left: Callable[[float], 
     """From lr at step 1 to final * lr after `steps` steps."""
     lr = number(op, "lr", lr, low=0)
     final = number(op, "final", final, low=0, high=1)
-    require_sizes(op, 1, steps=steps)
+    (steps,) = require_sizes(op, 1, steps=steps)
 
     def schedule(step: int) -> float:
         done = min((_counted(op, step) - 1) / steps, 1.0)
@@ -153,5 +153,5 @@ def _fall(op: str, lr: float, steps: int, final: float, left: Callable[[float], 
 
 def _counted(op: str, step: int) -> int:
     """The step. ValueError unless it is counted from 1: half of all such errors are by one."""
-    require_sizes(op, 1, step=step)
+    (step,) = require_sizes(op, 1, step=step)
     return step

@@ -63,7 +63,7 @@ def at_initialisation(
 
     norm: where the norms stand, as in `layers.BlockConfig`. Random tokens, float64.
     """
-    require_sizes("flow", 1, n_layers=n_layers)
+    (n_layers,) = require_sizes("flow", 1, n_layers=n_layers)
     block = BlockConfig(d_model, n_heads, 4 * d_model, norm=norm)
     embed = EmbedConfig(VOCABULARY, d_model, d_model, LENGTH)
     model = LanguageModel(embed, (block,) * n_layers, head=LMHead(tied=False))

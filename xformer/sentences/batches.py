@@ -47,7 +47,7 @@ def by_batch(
     errors as in `embed`; `what` is the caller's name in messages.
     """
     texts = _listed(what, texts)
-    require_sizes(what, 1, batch_size=batch_size)
+    (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
     encoded = _encoded(what, tokenizer, texts, prompt, longest(what, model, max_len))
     _require_known(what, encoded, model.embed.vocab_size)
     table = value(params.embed.table)
@@ -83,7 +83,7 @@ def _listed(what: str, texts: Any) -> list[str]:
 def longest(what: str, model: Any, max_len: int | None) -> int:
     """The tokens of a text that are read: max_len, but no more than the model has places for."""
     if max_len is not None:
-        require_sizes(what, 1, max_len=max_len)
+        (max_len,) = require_sizes(what, 1, max_len=max_len)
     limits = (max_len, context(model))
     return min((n for n in limits if n is not None), default=sys.maxsize)
 

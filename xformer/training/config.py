@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xformer.checks import number, require_sizes
+from xformer.checks import number, plain_numbers, require_sizes
 from xformer.optim import OPTIMISERS, Optimiser, Rule, Schedule, decay_matrices, grouped, schedules
 from xformer.optim._checks import two_betas
 from xformer.shapes import STORED
@@ -55,6 +55,7 @@ class TrainConfig:
     precision: str | None = None  # of weights and activations, one of `STORED`; None: the dtype's
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         counts = ("steps", "batch_size", "accumulate", "eval_every", "eval_batches", "patience")
         given = {name: getattr(self, name) for name in counts}
         require_sizes("TrainConfig", 1, **{k: n for k, n in given.items() if n is not None})

@@ -54,9 +54,10 @@ class Pairs:
             raise ValueError("Pairs: must have either batch_size or max_tokens")
         options = {"batch_size": batch_size, "max_tokens": max_tokens, "max_len": max_len}
         given = {name: size for name, size in options.items() if size is not None}
-        require_sizes("Pairs", 1, multiple=multiple, **given)
-        require_sizes("Pairs", 0, bos_id=bos_id, eos_id=eos_id)
-        require_seed("Pairs", seed)
+        multiple, *sizes = require_sizes("Pairs", 1, multiple=multiple, **given)
+        given = dict(zip(given, sizes, strict=True))
+        bos_id, eos_id = require_sizes("Pairs", 0, bos_id=bos_id, eos_id=eos_id)
+        seed = require_seed("Pairs", seed)
         if len(sources) != len(targets):
             raise ValueError(
                 f"Pairs: sources and targets must be as many, got {len(sources)}, {len(targets)}"
@@ -69,7 +70,7 @@ class Pairs:
             [max(len(s), len(t) + 1) for s, t in zip(self.sources, self.targets, strict=True)],
             np.int64,
         )
-        kept = np.flatnonzero(lengths <= (max_len or lengths.max(initial=0)))
+        kept = np.flatnonzero(lengths <= given.get("max_len", lengths.max(initial=0)))
         self.left_out = len(lengths) - len(kept)
         if not len(kept):
             raise ValueError(
@@ -85,7 +86,7 @@ class Pairs:
 
     def batch(self, i: int) -> Batch:
         """Batch i mod per_epoch of epoch i // per_epoch."""
-        require_sizes("Pairs.batch", 0, i=i)
+        (i,) = require_sizes("Pairs.batch", 0, i=i)
         epoch, place = divmod(i, self.per_epoch)
         number = int(permuted(place, self.per_epoch, seed=self.seed, epoch=epoch))
         bucket, places = self._places(number)

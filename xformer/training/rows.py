@@ -24,8 +24,8 @@ class Rows:
     """
 
     def __init__(self, examples: Sequence[Any], batch_size: int, make: Make, seed: int = 0) -> None:
-        require_sizes("Rows", 1, batch_size=batch_size)
-        require_seed("Rows", seed)
+        (batch_size,) = require_sizes("Rows", 1, batch_size=batch_size)
+        seed = require_seed("Rows", seed)
         if not len(examples):
             raise ValueError("Rows: there are no examples")
         self.examples, self.make, self.seed = examples, make, seed
@@ -38,7 +38,7 @@ class Rows:
 
     def batch(self, i: int) -> Batch:
         """Batch i mod per_epoch of epoch i // per_epoch."""
-        require_sizes("Rows.batch", 0, i=i)
+        (i,) = require_sizes("Rows.batch", 0, i=i)
         epoch, k = divmod(i, self.per_epoch)
         places = np.arange(k * self.batch_size, (k + 1) * self.batch_size)
         order = permuted(places, len(self.examples), seed=self.seed, epoch=epoch)

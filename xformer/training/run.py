@@ -70,7 +70,7 @@ class Run:
         notes: Any = None,
         free: Collection[str] = (),
     ) -> None:
-        require_sizes("Run", 1, every=every, keep=keep)
+        every, keep = require_sizes("Run", 1, every=every, keep=keep)
         self.folder, self.place, self.about, self.model = Path(folder), place, about, model
         self.every, self.keep, self.notes, self.free = every, keep, notes, free
         self._open = ExitStack()

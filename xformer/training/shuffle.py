@@ -26,8 +26,8 @@ def permuted(i: Any, n: int, *, seed: int, epoch: Any = 0) -> np.ndarray:
     For each seed and epoch a bijection of 0 .. n - 1. i, epoch: integers or arrays of them.
     ValueError unless 0 <= i < n and seed lies in [0, 2^64).
     """
-    require_sizes("permuted", 1, n=n)
-    require_seed("permuted", seed)
+    (n,) = require_sizes("permuted", 1, n=n)
+    seed = require_seed("permuted", seed)
     place = np.asarray(i, np.int64)
     if place.size and (place.min() < 0 or place.max() >= n):
         raise ValueError(f"permuted: i must lie in [0, {n}), got {place.min()} to {place.max()}")
@@ -44,11 +44,12 @@ def permuted(i: Any, n: int, *, seed: int, epoch: Any = 0) -> np.ndarray:
     return x.astype(np.int64).reshape(place.shape)
 
 
-def require_seed(what: str, seed: Any) -> None:
-    """ValueError unless seed is an int in [0, 2^64)."""
-    require_sizes(what, 0, seed=seed)
-    if seed > WORD:
+def require_seed(what: str, seed: Any) -> int:
+    """The seed as an int. ValueError unless it is an integer in [0, 2^64)."""
+    (plain,) = require_sizes(what, 0, seed=seed)
+    if plain > WORD:
         raise ValueError(f"{what}: seed must be below 2^64, got {seed}")
+    return plain
 
 
 def _rounds(x: np.ndarray, keys: np.ndarray, a: int, b: int) -> np.ndarray:

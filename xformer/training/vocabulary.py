@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from xformer.checks import whole
 from xformer.generation.vocabulary import FORMAT, VOCABULARY, Bytes, Characters
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import PretrainedError, read_json
@@ -110,7 +111,7 @@ def train_bpe(
     t = package()
     if isinstance(texts, str | bytes):
         raise TypeError("train_bpe: texts must be several texts, got one")
-    if not isinstance(size, int) or size < 256 + len(specials):
+    if (n_tokens := whole(size)) is None or n_tokens < 256 + len(specials):
         raise ValueError(
             f"train_bpe: size must be an int of at least 256 bytes and {len(specials)} specials, "
             f"got {size!r}"
@@ -119,7 +120,7 @@ def train_bpe(
     inner.pre_tokenizer = t.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = t.decoders.ByteLevel()
     trainer = t.trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=n_tokens,
         special_tokens=list(specials),
         initial_alphabet=sorted(t.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -37,8 +37,8 @@ class Windows:
         seed: int = 0,
         sha256: str | None = None,
     ) -> None:
-        require_sizes("Windows", 1, length=length, batch_size=batch_size)
-        require_seed("Windows", seed)
+        length, batch_size = require_sizes("Windows", 1, length=length, batch_size=batch_size)
+        seed = require_seed("Windows", seed)
         _require_tokens(tokens, length)
         self.tokens, self.length, self.batch_size, self.seed = tokens, length, batch_size, seed
         self.sha256 = sha256
@@ -53,7 +53,7 @@ class Windows:
 
     def batch(self, i: int) -> Batch:
         """Windows i B to (i + 1) B - 1 of the endless row of epochs."""
-        require_sizes("Windows.batch", 0, i=i)
+        (i,) = require_sizes("Windows.batch", 0, i=i)
         first = i * self.batch_size
         epochs, places = np.divmod(np.arange(first, first + self.batch_size), self.n_windows)
         order = permuted(places, self.n_windows, seed=self.seed, epoch=epochs)
@@ -70,7 +70,7 @@ class Windows:
         if n_batches is None:
             starts = np.arange(0, last + 1, self.length)
         else:
-            require_sizes("held_out", 1, n_batches=n_batches)
+            (n_batches,) = require_sizes("held_out", 1, n_batches=n_batches)
             starts = np.linspace(0, last, n_batches * size).astype(np.int64)
         for i in range(0, len(starts), size):
             yield self._cut(starts[i : i + size])
