@@ -228,7 +228,7 @@ def test_precision(
     why = "stores numbers in float32 and float64, not bfloat16; backend cupy does"
     assert why in refused(capsys, *asked, "--precision", "bfloat16")
     why = "no checkpoint and no model"  # which is looked for later than what cannot be
-    assert why not in refused(capsys, "--model", "", *asked[2:], "--precision", "bfloat16")
+    assert why not in refused(capsys, "--model", "absent", *asked[2:], "--precision", "bfloat16")
     monkeypatch.setattr(backends, "get", lambda *_: library)
     why = "--precision goes with --dtype float32, got float64"
     assert why in refused(capsys, *asked, "--precision", "bfloat16", "--dtype", "float64")
