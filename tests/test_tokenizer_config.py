@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_tokenizer import GPT2, PIECES, ROBERTA, TEXTS, byte_level, word_piece
 
+from xformer import finetune, pretrained
 from xformer.pretrained.reading import PretrainedError
 from xformer.pretrained.tokenizer import tokenizer
 
@@ -267,6 +268,25 @@ def test_keys_that_change_no_ids_are_harmless(tmp_path: Path) -> None:
     keys = {"chat_template": "{{ x }}", "padding_side": "left", "errors": "strict", "mine": [1]}
     write(tmp_path, "bert", config(PLAIN, clean_up_tokenization_spaces=True, auto_map=None, **keys))
     assert [tokenizer(tmp_path).encode(text) for text in ALL] == want
+
+
+@pytest.mark.parametrize("named", [PLAIN, None])
+def test_a_tuned_model_keeps_a_tokenizer_from_elsewhere(tmp_path: Path, named: str | None) -> None:
+    """Beside GPT-2's config.json, tokenizer.json alone would be of GPT-2's class."""
+    (tmp_path / "words").mkdir()
+    write(tmp_path / "words", "gpt2", config(named) if named else {})
+    path = tmp_path / "words/tokenizer.json"
+    path.write_text(
+        path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true')
+    )
+    own = tokenizer(tmp_path / "words")
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 270}
+    names = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    model = pretrained.model(names | sizes)
+    finetune.save(model, model.init(0), tmp_path / "tuned", tokenizer=own)
+    again = tokenizer(tmp_path / "tuned")
+    assert own.encode("hello") == own.encode(" hello")
+    assert [again.encode(text) for text in ALL] == [own.encode(text) for text in ALL]
 
 
 def test_a_tokenizer_of_a_class_is_saved(tmp_path: Path) -> None:

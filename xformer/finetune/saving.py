@@ -12,6 +12,7 @@ from xformer.files import replacing
 from xformer.finetune import peft
 from xformer.finetune.lora import adapters, merge
 from xformer.pretrained.reading import read_bytes
+from xformer.pretrained.tokenizer_config import class_of, settings
 
 ADAPTER = "adapter"
 LIMIT = 64 << 20  # bytes of a file that is copied
@@ -39,7 +40,8 @@ def save(
     """Write the model with its adapters merged, and the adapters alone into the folder `adapter`.
 
     Returns that folder; None where there are no adapters, or more than they was trained.
-    The tokenizer's own files are copied as they are; it is written where it has no tokenizer.json.
+    The tokenizer's own files are copied as they are; it is written where it has no tokenizer.json,
+    or where its files mean another tokenizer beside this model.
     base: the folder that the model was loaded from, whose settings are copied too. An interrupted
     write leaves the old files.
     """
@@ -59,8 +61,13 @@ def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any =
     model: what was saved in target, perhaps with a generation_config.json, which then stays.
     """
     if tokenizer is not None:
-        _copy(TOKENIZER, Path(tokenizer.where), target)
-        if not (Path(tokenizer.where) / "tokenizer.json").exists():
+        where = Path(tokenizer.where)
+        files = settings(where)
+        # Beside another config.json the same files may mean another class.
+        is_same = class_of(files, where) == class_of(files, target)
+        if is_same:
+            _copy(TOKENIZER, where, target)
+        if not is_same or not (where / "tokenizer.json").exists():
             tokenizer.save(target)
     if base is not None:
         kept = getattr(model, "generation_config", None) is not None

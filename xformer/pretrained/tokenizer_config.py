@@ -82,15 +82,19 @@ def settings(folder: Path) -> Config:
         data[EXTRA[0]] = extra
     if data.get(BY_ID) is None and os.path.lexists(folder / ADDED):
         data["added_tokens"] = read_json(folder / ADDED, CONFIG_LIMIT)
-    model = read_json(folder / MODEL) if os.path.lexists(folder / MODEL) else {}
-    data.setdefault("tokenizer_class", model.get("tokenizer_class"))
-    return Config(data | {"model_type": model.get("model_type")}, str(folder / CONFIG))
+    return Config(data, str(folder / CONFIG))
 
 
-def class_of(config: Config) -> tuple[str | None, bool]:
-    """The tokenizer's class without "Fast", and whether a file names it; None: no class counts."""
+def class_of(config: Config, folder: Path) -> tuple[str | None, bool]:
+    """The tokenizer's class without "Fast", and whether a file names it; None: no class counts.
+
+    config: that of `settings`, beside which the folder's config.json is read.
+    """
+    path = folder / MODEL
+    model = Config(read_json(path) if os.path.lexists(path) else {}, str(path))
     named = config.text("tokenizer_class", default=None)
-    kind = config.text("model_type", default=None)
+    named = named or model.text("tokenizer_class", default=None)
+    kind = model.text("model_type", default=None)
     if kind in GENERIC:
         return None, named is not None
     if named is None or kind in FIXED:

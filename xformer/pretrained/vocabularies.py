@@ -78,7 +78,7 @@ def _whole(path: Path, config: Config) -> Built:
     """tokenizer.json: as it is, or its vocabulary by the rules of a class of transformers."""
     text = read_text(path, LIMIT)
     source = package().Tokenizer.from_str(text)
-    name, is_named = class_of(config)
+    name, is_named = class_of(config, path.parent)
     if name == "LlamaTokenizer" and '"ByteLevel"' in text:  # Llama 3 is of this class by name only
         name = None
     kind = KINDS.get(name or "")
@@ -143,7 +143,9 @@ def _add(inner: Any, source: Any, config: Config) -> None:
 def _byte_level(path: Path, config: Config) -> Built:
     """Byte pairs over bytes, as GPT-2 has them, or RoBERTa, whose texts stand in <s> and </s>."""
     t, folder = package(), path.parent
-    name = _class(config, "GPT2Tokenizer", "RobertaTokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
+    name = _class(
+        config, folder, "GPT2Tokenizer", "RobertaTokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer"
+    )
     vocab = _vocab(read_json(folder / "vocab.json", PART_LIMIT), folder / "vocab.json")
     merges = _merges(folder / "merges.txt")
     if lacking := set(t.pre_tokenizers.ByteLevel.alphabet()) - vocab.keys():
@@ -155,7 +157,7 @@ def _byte_level(path: Path, config: Config) -> Built:
 
 def _word_piece(path: Path, config: Config) -> Built:
     """BERT's words and pieces of words, a token on each line; texts stand in [CLS] and [SEP]."""
-    _class(config, "BertTokenizer")
+    _class(config, path.parent, "BertTokenizer")
     config.only("do_basic_tokenize", True)
     lines = read_text(path, PART_LIMIT).replace("\r\n", "\n").removesuffix("\n").split("\n")
     vocab = {token: i for i, token in enumerate(lines)}
@@ -238,13 +240,13 @@ def _merges(path: Path) -> list[tuple[str, str]]:
     return merges
 
 
-def _class(config: Config, *names: str) -> str | None:
+def _class(config: Config, folder: Path, *names: str) -> str | None:
     """Which of these classes the files were made for, where that is said; others read them too."""
-    name, is_named = class_of(config)
+    name, is_named = class_of(config, folder)
     if name in names:
         return name
     if is_named:
-        wanted, got = " or ".join(names), config.data.get("tokenizer_class")
+        wanted, got = " or ".join(names), config.data.get("tokenizer_class", name)
         raise PretrainedError(
             f"{config.where}: without a tokenizer.json, tokenizer_class must be {wanted}, got "
             f"{got!r:.100}; {CONVERT}"
