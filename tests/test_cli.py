@@ -79,7 +79,10 @@ def test_a_used_folder_is_not_overwritten(text: Path, capsys: pytest.CaptureFixt
         (["train", "--context", "0"], "--context must be an int of at least 1, got 0"),
         (["train", "--lr", "nan"], "--lr must lie in [0, inf], got nan"),
         (["train", "--clip", "-1"], "--clip must lie in [0, inf], got -1"),
-        (["generate", "--checkpoint", "absent", "--prompt", "x"], "absent is no checkpoint"),
+        (
+            ["generate", "--checkpoint", "absent", "--prompt", "x"],
+            "there is no folder or file absent",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

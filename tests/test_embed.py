@@ -463,7 +463,10 @@ def test_mistakes_are_one_line(said: Any, folder: Path, tmp_path: Path) -> None:
         ([*own, "--file", str(tmp_path / "absent")], "absent"),
         ([*own, *"abcdefghijklmnopqrstu"], "a table holds at most 20 texts, got 21: add --json"),
         ([*own, "--batch", "0", "x"], "batch_size must be an int of at least 1, got 0"),
-        (["embed", "--model", "absent", "x"], "absent is no checkpoint and no model"),
+        (
+            ["embed", "--model", "absent", "x"],
+            "there is no folder or file absent; nothing is",
+        ),
         (["embed", "--model", str(tmp_path), "x"], "is no file of a tokenizer, and no folder with"),
     ]:
         status, out, err = said(*command)

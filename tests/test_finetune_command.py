@@ -251,7 +251,7 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "absent"], "there is no such file"),
+        (["--model", "absent"], "there is no folder or file"),
         (["--data", "absent.jsonl"], "there is no file absent.jsonl"),
         (["--data", "empty.jsonl"], "empty.jsonl: there is nothing in it to train on"),
         (["--data", "bad.jsonl"], "bad.jsonl: line 2: is no valid JSON"),

@@ -200,7 +200,7 @@ def test_mistakes_are_one_line(
 
 def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     err = refused(capsys, "--model", tmp_path / "absent", "--prompt", PROMPT)
-    assert "absent is no checkpoint and no model: there is no such file" in err
+    assert f"there is no folder or file {tmp_path / 'absent'}\n" in err
     (tmp_path / "x.bin").write_bytes(b"12345")
     err = refused(capsys, "--model", tmp_path / "x.bin", "--prompt", PROMPT)
     assert "is no llama2.c checkpoint" in err
@@ -227,7 +227,7 @@ def test_precision(
     asked = "--model", path, "--prompt", "Lily", "--temperature", 0, "--max-new", 3
     why = "stores numbers in float32 and float64, not bfloat16; backend cupy does"
     assert why in refused(capsys, *asked, "--precision", "bfloat16")
-    why = "no checkpoint and no model"  # which is looked for later than what cannot be
+    why = "is no model"  # which is looked for later than what cannot be
     assert why not in refused(capsys, "--model", "absent", *asked[2:], "--precision", "bfloat16")
     monkeypatch.setattr(backends, "get", lambda *_: library)
     why = "--precision goes with --dtype float32, got float64"

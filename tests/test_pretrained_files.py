@@ -363,10 +363,20 @@ def test_a_folder_without_a_model_is_said_so(tmp_path: Path) -> None:
             open_tensors(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
-def test_pickles_are_refused_with_the_way_out(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"\x80\x04.")
-    refuses(tmp_path, "is a pickle, which can run any code .*save_pretrained")
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a git-lfs pointer"),
+        (b"<!doctype html><html>", "is a web page, not the file itself"),
+    ],
+)
+def test_what_is_not_the_file_itself(tmp_path: Path, contents: bytes, message: str) -> None:
+    (tmp_path / WEIGHTS).write_bytes(contents)
+    refuses(tmp_path, message)
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes(contents)
+        with pytest.raises(PretrainedError, match=rf"{name}: {message}"):
+            read_json(tmp_path / name)
 
 
 # Links, pipes, devices

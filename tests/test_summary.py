@@ -323,7 +323,7 @@ def edited(folder: Path, **changes: Any) -> None:
     [
         (damaged, "model.safetensors: "),
         (lambda folder: (folder / "model.safetensors").unlink(), "is no model: it has no"),
-        (lambda folder: (folder / "config.json").unlink(), "there is no file"),
+        (lambda folder: (folder / "config.json").unlink(), "is no model: it has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "is no valid JSON"),
         (lambda folder: edited(folder, model_type="mamba"), "model_type must be one of"),
         (lambda folder: edited(folder, per_layer_config={"0": {}}), "not supported: 'per_lay"),

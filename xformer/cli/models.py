@@ -13,6 +13,7 @@ from xformer.generation.text import Codec, prompt_ids
 from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
+from xformer.pretrained.foreign import require_model
 from xformer.pretrained.reading import read_json
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.training import Vocabulary, checkpoint, load_vocabulary
@@ -39,8 +40,7 @@ class Found(NamedTuple):
 def opened(args: argparse.Namespace) -> Found:
     """What --model, --tokenizer, --backend, --device and --dtype name. OSError, ValueError."""
     path = Path(args.model)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is no checkpoint and no model: there is no such file")
+    require_model(path)  # before the tokenizer, which another kind of folder may lack
     enable_float64(args.backend, args.dtype)
     if is_own(path):
         if args.tokenizer:

@@ -17,6 +17,7 @@ from xformer.finetune.data import Record, first_fields
 from xformer.finetune.language import Causal, Masked, Prefix
 from xformer.finetune.pairs import Classify, Contrastive, Seq2Seq
 from xformer.pretrained.files import CONFIG
+from xformer.pretrained.foreign import require_model
 from xformer.pretrained.reading import read_json
 
 TASKS: dict[str, type[Task]] = {
@@ -51,6 +52,8 @@ def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
         if fields >= set(TASKS[name].fields):
             return name
     place = Path(model)
+    if not (place / CONFIG).is_file():
+        require_model(place)  # which names what it is instead
     kinds = read_json(place / CONFIG).get("architectures") if place.is_dir() else []
     if kinds is None:  # then the tensors tell
         kinds = pretrained.inspect(place)[0].source.get("architectures")

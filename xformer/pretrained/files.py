@@ -100,12 +100,6 @@ def open_tensors(folder: str | os.PathLike[str]) -> Tensors:
         return Tensors(open_file(root / WEIGHTS))
     if os.path.lexists(root / INDEX):
         return Tensors(_open_shards(root))
-    if pickled := sorted(p.name for p in root.glob("pytorch_model*.bin*")):
-        raise PretrainedError(
-            f"{root}: {pickled[0]} is a pickle, which can run any code when it is read. Where you "
-            f"trust it, transformers converts it: AutoModel.from_pretrained(folder)"
-            f".save_pretrained(folder) writes {WEIGHTS}"
-        )
     raise FileNotFoundError(f"{root} is no model: it has no {WEIGHTS} and no {INDEX}")
 
 

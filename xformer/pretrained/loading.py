@@ -17,6 +17,7 @@ from xformer.initial import Shapes
 from xformer.pretrained import families, files
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family
+from xformer.pretrained.foreign import require_model
 from xformer.pretrained.keys import unread_keys, warn_of
 from xformer.pretrained.matching import head_of, links_for, matched_links, shapes_of
 from xformer.pretrained.names import Link
@@ -138,14 +139,11 @@ def _recognised(
 
 def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.llama2c.Mapped]:
     """A configuration, where it is, and the tensors."""
+    require_model(root)
     if root.is_dir():
         where = root / files.CONFIG
         return str(where), read_json(where), files.open_tensors(root)
-    if root.suffix in (".json", ".safetensors") and root.exists():
-        raise PretrainedError(f"{root}: is one file of a model; load its folder, {root.parent}")
-    if root.exists():
-        return str(root), *families.llama2c.open_file(root)
-    raise FileNotFoundError(f"there is no folder or file {root}")
+    return str(root), *families.llama2c.open_file(root)
 
 
 def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
@@ -213,6 +211,12 @@ def host_of(leaf: Any) -> np.ndarray:
 
 def _family(config: Mapping[str, Any], where: str) -> Family:
     kind = config.get("model_type")
+    if kind is None and str(config.get("format")).startswith("xformer-"):
+        code = (
+            "from xformer import backends; from xformer.training import checkpoint; model, params"
+        )
+        code += f" = checkpoint.load({os.path.dirname(where)!r}, backends.get('numpy'))"
+        raise PretrainedError(f"{where}: is of a run of xformer train; in Python, `{code}`")
     if not isinstance(kind, str) or kind not in families.FAMILIES:
         names = ", ".join(sorted(families.FAMILIES))
         raise PretrainedError(f"{where}: model_type must be one of {names}, got {kind!r:.100}")

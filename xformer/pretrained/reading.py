@@ -25,6 +25,8 @@ DIGITS = 400  # of a number
 MAX_DEPTH = 64  # of objects and lists in one another
 LONG_NUMBER = re.compile(rf"[0-9]{{{DIGITS + 1}}}")
 MESSAGE = 1000  # characters
+POINTER = b"version https://git-lfs"  # the first bytes of what git stores in place of large files
+PAGE = b"<!DOCTYPE HTML"
 
 
 class PretrainedError(ValueError):
@@ -54,6 +56,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         flags |= getattr(os, flag, 0)
     with open(os.open(real, flags), "rb") as file:
         _require_regular(os.fstat(file.fileno()), path)
+        _require_contents(file.peek(len(POINTER)), path)
         yield file
 
 
@@ -140,6 +143,16 @@ def _in_hub_cache(folder: Path, real: Path) -> bool:
 def _require_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise PretrainedError(f"{path}: must be a regular file, it is a {_kind(status.st_mode)}")
+
+
+def _require_contents(start: bytes, path: Path) -> None:
+    if start.startswith(POINTER):
+        raise PretrainedError(
+            f"{path}: is a git-lfs pointer, not the file itself; fetch it: `git lfs pull` in its "
+            "folder"
+        )
+    if start[: len(PAGE)].upper() == PAGE:
+        raise PretrainedError(f"{path}: is a web page, not the file itself; download it again")
 
 
 def _kind(mode: int) -> str:
