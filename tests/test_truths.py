@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib.util
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +24,8 @@ from xformer.ops import Key
 from xformer.plots import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(path.stem for path in (ROOT / "truths").glob("*.py") if path.stem != "needed")
+sys.path.append(str(ROOT / "truths"))  # where `python truths/NAME.py` finds `needed`
 
 
 def script(name: str) -> ModuleType:
@@ -32,14 +37,62 @@ def script(name: str) -> ModuleType:
     return module
 
 
+FILES = {
+    "digits": [],
+    "microgpt": ["names.txt"],
+    "nanogpt": ["tinyshakespeare.txt"],
+    "multi30k": [
+        f"multi30k/{part}.{end}.gz"
+        for part in ("train", "val", "test_2016_flickr")
+        for end in ("de", "en")
+    ],
+}
+WITHOUT_SKLEARN = """
+import importlib.util, runpy, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "sklearn" else find_spec(name, *more)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_its_data_a_script_says_where_to_get_it(name: str, tmp_path: Path) -> None:
+    """One message and status 1, no traceback; digits has its data from a package."""
+    command = [sys.executable, str(ROOT / "truths" / f"{name}.py")]
+    if not FILES[name]:
+        command[1:1] = ["-c", WITHOUT_SKLEARN]
+    env = os.environ | {"XFORMER_DATA": str(tmp_path), "PYTHONPATH": str(ROOT / "truths")}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
+    if not FILES[name]:
+        assert done.stderr == f"{name}.py needs sklearn: pip install -e '.[truths]'\n"
+        return
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"{name}.py needs files that are not in {tmp_path}:"
+    assert [line.strip() for line in lines[1:-2:3]] == FILES[name]
+    assert all(re.fullmatch(r"    from https://\S+, (file|folder) \S+", x) for x in lines[2:-2:3])
+    assert all(re.fullmatch(r"    SHA-256 [0-9a-f]{64}", line) for line in lines[3:-2:3])
+    assert lines[-1] == f"  XFORMER_DATA=FOLDER python truths/{name}.py"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [name for names in FILES.values() for name in names])
+def test_the_sha256_of_a_file_is_that_of_the_published_one(name: str) -> None:
+    _, sha256 = script("needed").PUBLISHED[name]
+    assert hashlib.sha256(published(name).read_bytes()).hexdigest() == sha256
+
+
 def test_microgpt_comes_out_again() -> None:
     """All 1,000 losses of Adam in float64, and the 20 names that are drawn after them."""
     names = published("names.txt").read_text(encoding="utf-8")
     trace = json.loads(published("microgpt_trace.json").read_text(encoding="utf-8"))
-    losses, samples = script("microgpt").replay(names)
+    microgpt = script("microgpt")
+    losses, samples = microgpt.replay(names)
     assert len(losses) == 1000
     np.testing.assert_allclose(losses, trace["losses"], rtol=0, atol=1e-9)
-    assert samples == trace["samples"] and len(samples) == 20
+    assert samples == trace["samples"] == microgpt.NAMES.split() and len(samples) == 20
+    assert all(loss == trace["losses"][step - 1] for step, loss in microgpt.LOSSES.items())
     first = [3.365966947584851, 3.424272783871772, 3.177802125458052]  # as its author printed them
     np.testing.assert_allclose(losses[:3], first, rtol=0, atol=1e-9)
 

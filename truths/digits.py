@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from needed import require_package
 
 from xformer import backends, ops, optim
 from xformer.initial import xavier_uniform
@@ -62,6 +63,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and dropout")
     args = parser.parse_args()
+    require_package("sklearn", "truths")
     data = split()
     start = time.perf_counter()
     for epoch, params in enumerate(train(*data[:2], args.epochs, args.seed), 1):

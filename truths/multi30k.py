@@ -4,7 +4,8 @@ The model of arXiv:1706.03762, small: 3 + 3 layers of width 256, its norms befor
 one table of 6,000 byte pairs for both languages and for the output. It learns 29,000 pairs of
 sentences by that paper's schedule and label smoothing, and translates the 1,000 sentences of the
 2016 Flickr test set, greedily and by beam search, judged by sacrebleu. In a checkout, with the
-files train, val and test_2016_flickr, each .de.gz and .en.gz, in the folder multi30k of another:
+files train, val and test_2016_flickr, each .de.gz and .en.gz, in the folder multi30k of another
+(without them the script says where to get them):
 
     pip install -e '.[truths,hf,plot]' && XFORMER_DATA=folder python truths/multi30k.py
 
@@ -15,7 +16,6 @@ take the model that it leaves: `--model runs/multi30k`.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from needed import DATA, require_files, require_package
 from tqdm import tqdm
 
 from xformer import backends, optim, tree
@@ -48,7 +49,7 @@ from xformer.training import (
 )
 from xformer.training.batch import IGNORED
 
-DATA = Path(os.environ.get("XFORMER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+PARTS = ("train", "val", "test_2016_flickr")
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 VOCAB_SIZE, WIDTH, N_LAYERS, DROPOUT = 6000, 256, 3, 0.1
 STEPS, WARMUP, MAX_TOKENS, MAX_LEN = 1000, 800, 2000, 100
@@ -75,6 +76,11 @@ def main() -> int:
     parser.add_argument("--beams", type=int, default=5)
     parser.add_argument("--picture", type=Path, help="where to draw cross-attention (extra plot)")
     args = parser.parse_args()
+    require_files(DATA, *(f"multi30k/{part}.{end}.gz" for part in PARTS for end in ("de", "en")))
+    require_package("tokenizers", "hf")
+    require_package("sacrebleu", "truths")
+    if args.picture is not None:
+        require_package("matplotlib", "plot")
     corpus = read(DATA / "multi30k")
     model = translator(corpus.words.size)
     state = trained(model, corpus, args.out, args.steps)
@@ -99,8 +105,7 @@ def main() -> int:
 
 def read(folder: Path) -> Corpus:
     """The three parts, and a vocabulary learnt from the first."""
-    names = ("train", "val", "test_2016_flickr")
-    parts = [parallel(folder / f"{name}.de.gz", folder / f"{name}.en.gz") for name in names]
+    parts = [parallel(folder / f"{part}.de.gz", folder / f"{part}.en.gz") for part in PARTS]
     texts = [text for pair in parts[0] for text in pair]
     counted = each(texts, "learning byte pairs", "texts")
     return Corpus(train_bpe(counted, VOCAB_SIZE, specials=(PAD, BOS, EOS)), *parts)

@@ -3,7 +3,7 @@
 Its README: 4 layers, 4 heads, width 128, context 64, batches of 12, no dropout, 2,000 steps, and a
 validation loss of 1.88 nats. Model, initial weights, optimiser and schedule are those of its
 train.py; the windows come in another order, and validation reads all of the last tenth of the text.
-In a checkout, with tinyshakespeare.txt in a folder:
+In a checkout, with tinyshakespeare.txt in a folder (without it the script says where to get it):
 
     XFORMER_DATA=folder python truths/nanogpt.py
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from needed import DATA, require_files
 from tqdm import tqdm
 
 from xformer import GPT, backends, optim, tree
@@ -36,7 +36,6 @@ from xformer.training import (
     train,
 )
 
-DATA = Path(os.environ.get("XFORMER_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 STEPS, WARMUP, LR, BATCH = 2000, 100, 1e-3, 12
 PUBLISHED, LOW, HIGH = 1.88, 1.85, 1.92
 
@@ -47,6 +46,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/nanogpt"), help="of the run")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a shorter run, to try it")
     args = parser.parse_args()
+    require_files(DATA, "tinyshakespeare.txt")
     text = (DATA / "tinyshakespeare.txt").read_text(encoding="utf-8")
     state = trained(text, args.out, args.steps)
     print(
