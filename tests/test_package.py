@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.resources
+import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -42,6 +45,49 @@ ORDER = (
 
 def pyproject() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_pytest_finds_the_benchmarks_by_itself() -> None:
+    """As the command `pytest`, which does not put the folder that it is called in on the path."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "tests/test_benchmark_products.py"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_ruff_sorts_imports_whatever_folders_there_are(tmp_path: Path) -> None:
+    """A folder `runs` in the checkout is not the module `runs` of the tests."""
+    known = pyproject()["tool"]["ruff"]["lint"]["isort"]["known-third-party"]
+    files = [path.stem for path in (ROOT / "tests").glob("*.py")]
+    helpers = [name for name in files if not name.startswith("test_") and name != "conftest"]
+    wanted = sorted([*helpers, "needed"])  # the last is a module of truths/
+    assert known == wanted
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for folder in ("tests", "truths", "xformer", "benchmarks"):
+        leave = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=leave)
+    for name in wanted:
+        (tmp_path / name).mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I"]
+    done = subprocess.run([*command, "."], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def python(code: str, cwd: Path) -> Any:
