@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from xformer import GPT, Transformer, backends, layers, models, ops
@@ -118,6 +119,27 @@ def test_check_says_what_disagrees(
     assert "numpy: square: x: GRADIENTS DISAGREE" in out
     assert "RuntimeError: out of order" in out and "Traceback" in err
     assert "2 checks, 2 failed" in out
+
+
+def test_check_of_compiled_kernels_is_in_float32(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run; and a wrong backward, or a wrong value, is a failure."""
+    pytest.importorskip("numba", reason="extra numba is not installed")
+    from xformer.backends.numba import gelu as kernel
+
+    command = ["check", "--backend", "numba", "--only", "gelu: "]
+    assert main(command) == 0
+    assert "compiled kernels that ran, in float32: gelu\n" in capsys.readouterr().out
+    wrong = {
+        "exact_slope": lambda x, dy, dx: np.multiply(dy, 0.9, out=dx),
+        "exact_form": lambda x, y: np.multiply(x, 0.9, out=y),
+    }
+    for name, what in (("exact_slope", "disagrees"), ("exact_form", "differ from the reference's")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel, name, wrong[name])
+            assert main(command) == 1
+        assert what in capsys.readouterr().out
 
 
 def test_check_wants_a_case(capsys: pytest.CaptureFixture[str]) -> None:

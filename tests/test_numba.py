@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ from xformer.backends.numba import KERNELS, adam, compiled, token, vectors
 from xformer.backends.numba.known import Known
 
 NUMPY = backends.get("numpy")
-COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
-# The others have tests of their own, in test_numba_{advance,ahead,blocks,extend,head,sdpa}.py.
+EVERY = [(op, Kernel(run, "numpy", unsupported)) for op, run, unsupported in KERNELS]
+# Of several kernels of an op the last; those have tests of their own, as all of ELSEWHERE, in
+# test_numba_{advance,ahead,blocks,extend,head,language_model,prefill,sdpa,share}.py.
+COMPILED = dict(EVERY)
 ELSEWHERE = (adam_update, advance, ahead, blocks, language_model_extend, language_model_loss)
 ELSEWHERE += (ops.linear, ops.linear_cross_entropy, ops.sdpa)
 WITH_GRADIENT = [op for op in COMPILED if op not in ELSEWHERE]
@@ -50,10 +53,16 @@ def three_threads() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("op", COMPILED, ids=lambda op: op.__name__)
-def test_signature_is_the_references(op: Overridable) -> None:
-    assert parameters(COMPILED[op].run) == parameters(op.reference)
-    assert parameters(COMPILED[op].unsupported) == parameters(op.reference)
+@pytest.mark.parametrize(("op", "kernel"), EVERY, ids=lambda x: getattr(x, "__name__", ""))
+def test_signature_is_the_references(op: Overridable, kernel: Kernel) -> None:
+    assert parameters(kernel.run) == parameters(op.reference)
+    assert kernel.unsupported is not None
+    assert parameters(kernel.unsupported) == parameters(op.reference)
+
+
+def test_ops_of_several_kernels_are_tested_elsewhere() -> None:
+    counts = Counter(op for op, _ in EVERY)
+    assert {op for op, n in counts.items() if n > 1} == {advance, blocks} <= set(ELSEWHERE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)

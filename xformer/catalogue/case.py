@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 
 from xformer import backends, tree
 from xformer.backends import Backend, Generator
-from xformer.gradcheck import Report, gradcheck
+from xformer.dispatch import reference_only
+from xformer.gradcheck import SMALLEST, Report, Row, gradcheck
 from xformer.ops import Key
 from xformer.typing import Array
 
@@ -19,6 +21,7 @@ Make = Callable[[Generator, Backend], tuple[Function, tuple[Any, ...]]]
 Draw = Callable[[Generator, Backend], Array]
 Options = dict[str, Any]
 
+FLOAT32 = 1e-3  # relative error of a gradient of many float32 operations
 KEY = Key(seed=7, step=3)
 DEAD_QUERY = (..., 2, slice(None))  # one that may attend to nothing
 DEAD_BATCH = (1,)
@@ -60,6 +63,52 @@ class Case:
         update_wrapper(on_backend, fn)
         on_backend.__name__ = self.name
         return gradcheck(on_backend, *args, **options)
+
+    def check_float32(self, backend: Backend) -> Report:
+        """Gradients that a backend computes in float32, against differences in float64.
+
+        For kernels that are for float32 alone. The references give the values whose differences are
+        taken; the last row compares the kernels' own values with them.
+        """
+        exact, args = self.build(backends.get("numpy"))
+        fn, _ = self.build(backend, "float32")
+        distances: list[float] = []
+
+        def in_both(*args: Any) -> tuple[Any, Any]:
+            with reference_only():
+                y, _ = exact(*args)
+            if distances:  # differences are of y alone
+                return y, None
+            own, cache = fn(*_move(args, lambda x: backend.asarray(x, "float32")))
+            distances.append(_distance(_move(own, backend.to_numpy), y))
+            return y, _Float32Cache(cache, backend)
+
+        in_both.__name__ = self.name
+        update = {"__signature__": inspect.signature(fn)}
+        vars(in_both).update(update)
+        report = gradcheck(in_both, *args, rtol=FLOAT32, alone=False)
+        row = Row("values", 0.0, 0.0, distances[0], "differ from the reference's")
+        return report._replace(rows=(*report.rows, row))
+
+
+@dataclass(frozen=True)
+class _Float32Cache:
+    """A cache of float32 numbers, for gradients in float64."""
+
+    cache: Any
+    backend: Backend
+
+    def backward(self, *dy: Any) -> Any:
+        narrow = _move(dy, lambda x: self.backend.asarray(x, "float32"))
+        return _move(self.cache.backward(*narrow), lambda x: x.astype("float64"))
+
+
+def _distance(got: Any, wanted: Any) -> float:
+    """The largest relative one of two trees, each array by its largest number."""
+    pairs = zip(tree.flatten({"": got}).values(), tree.flatten({"": wanted}).values(), strict=True)
+    return max(
+        float(abs(a - b).max(initial=0) / max(abs(b).max(initial=0), SMALLEST)) for a, b in pairs
+    )
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,25 @@
-"""`xformer check`: every gradient against differences, on every array library that is here."""
+"""`xformer check`: every gradient against differences, on every array library that is here.
+
+In float64; on backends whose kernels are for float32, in float32 against differences in float64.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
 
-from xformer import backends
+from xformer import backends, dispatch
 from xformer.backends import Backend
 from xformer.catalogue import Case, cases
 from xformer.gradcheck import Report, Row
+
+IN_FLOAT32 = ("numba", "mkl")  # whose compiled kernels leave float64 to NumPy's
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,14 +46,17 @@ def run(args: argparse.Namespace) -> int:
     libraries = [_usable(name) for name in args.backend or backends.available()]
     work = [(case, library) for case in chosen for library in libraries]
     reports = {}
-    for case, library in tqdm(work, unit="check", leave=False, disable=not sys.stderr.isatty()):
-        reports[case, library.name] = _check(case, library)
+    with _recorded() as ran:
+        for case, library in tqdm(work, unit="check", leave=False, disable=not sys.stderr.isatty()):
+            reports[case, library.name] = _check(case, library)
 
     names = [library.name for library in libraries]
     print(_table(reports, names, by_case=args.verbose))
     failed = {key: report for key, report in reports.items() if not report.ok}
     for (_, name), report in failed.items():
         print(f"\n{name}: {report}")
+    if set(IN_FLOAT32) & set(names):
+        print(f"\ncompiled kernels that ran, in float32: {', '.join(sorted(ran)) or 'none'}")
     print(f"\n{len(reports)} checks, {len(failed)} failed")
     return 1 if failed else 0
 
@@ -64,12 +74,38 @@ def _usable(name: str) -> Backend:
 def _check(case: Case, backend: Backend) -> Report:
     """All inputs together, which no wrong gradient passes; then each alone, to name the wrong."""
     try:
+        if backend.name in IN_FLOAT32:
+            return case.check_float32(backend)
         report = case.check(backend, alone=False)
         return report if report.ok else case.check(backend, elementwise=0)
     except Exception as error:  # a case that cannot run is a result, not the end of the table
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
         return Report(case.name, (Row("runs", 0.0, 0.0, float("inf"), message),), rtol=0.0)
+
+
+@contextmanager
+def _recorded() -> Iterator[set[str]]:
+    """The names of ops whose compiled kernel has run."""
+    ran, before = set[str](), {op: op.kernels.get("numpy", []) for op in dispatch.ops()}
+
+    def noted(op: dispatch.Overridable, kernel: dispatch.Kernel) -> dispatch.Kernel:
+        def run(*args: Any, **options: Any) -> Any:
+            ran.add(op.__name__)
+            return kernel.run(*args, **options)
+
+        compiled = kernel.run.__module__.startswith("xformer.backends.numba.")
+        return kernel._replace(run=run) if compiled else kernel
+
+    for op, kernels in before.items():
+        if kernels:
+            op.kernels["numpy"] = [noted(op, kernel) for kernel in kernels]
+    try:
+        yield ran
+    finally:
+        for op, kernels in before.items():
+            if kernels:
+                op.kernels["numpy"] = kernels
 
 
 def _table(reports: dict[tuple[Case, str], Report], names: list[str], *, by_case: bool) -> str:
