@@ -358,6 +358,26 @@ def test_ignore_index_beyond_the_type_of_the_targets(library: Backend) -> None:
     assert float(loss) == pytest.approx(float(wanted), rel=1e-12)
 
 
+def test_ids_that_no_index_holds(library: Backend) -> None:
+    """uint64 from 2^63 on: named as they are, and no negative number that is ignored."""
+    table = library.asarray(numbers(5, 3).astype(np.float32))
+    large = [2**63, 2**64 - 100, 2**64 - 1] if library.name != "jax" else [2**31, 2**32 - 100]
+    kind = np.uint64 if library.name != "jax" else np.uint32
+    for ids, span in (
+        ([3, large[0]], (3, large[0])),
+        (large, (large[0], large[-1])),
+        ([large[1], 4], (4, large[1])),
+    ):
+        given = library.asarray(np.array(ids, kind))
+        message = f"got ids from {span[0]} to {span[1]}"
+        with raises(ValueError, f"embedding: ids must lie in [0, 5), {message}"):
+            ops.embedding(table, ids=given)
+        logits = library.asarray(np.ones((len(ids), 5), np.float32))
+        for options in ({}, {"ignore_index": -100}):
+            with raises(ValueError, f"cross_entropy: targets must lie in [0, 5), {message}"):
+                ops.cross_entropy(logits, targets=given, **options)
+
+
 def test_repeated_ids_sum_and_no_ids_give_zero(library: Backend) -> None:
     table = library.asarray(numbers(5, 7))
     y, cache = ops.embedding(table, ids=library.asarray(np.full((4,), 2)))

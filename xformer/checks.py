@@ -75,10 +75,16 @@ def require_tokens(op: str, name: str, ids: Any) -> None:
 
 def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> Array:
     """As `require_integers`, and ValueError for ids outside [0, size), where `in_range` sees it."""
-    ids = require_integers(op, name, ids, like)
-    if not in_range(ids, size=size):
-        raise ValueError(f"{op}: {name} must lie in [0, {size}), got {_span(ids)}")
-    return ids
+    indices = require_integers(op, name, ids, like)
+    require_in_range(op, name, indices, size, given=ids)
+    return indices
+
+
+def require_in_range(op: str, name: str, indices: Array, size: int, *, given: Array) -> None:
+    """ValueError for ids outside [0, size). given: the ids before they became indices."""
+    if not in_range(indices, size=size):
+        low, high = _span(indices, given)
+        raise ValueError(f"{op}: {name} must lie in [0, {size}), got ids from {low} to {high}")
 
 
 @overridable(backward=False)
@@ -91,9 +97,15 @@ def in_range(ids: Array, *, size: int) -> bool:
     return bool(array_namespace(ids).all((ids >= 0) & (ids < size)))
 
 
-def _span(ids: Array) -> str:
-    xp = array_namespace(ids)
-    return f"ids from {int(xp.min(ids))} to {int(xp.max(ids))}"
+def _span(indices: Array, given: Array) -> tuple[int, int]:
+    """The smallest and the largest id; those too large for an index have wrapped round."""
+    xp = array_namespace(indices)
+    low, high = int(xp.min(indices)), int(xp.max(indices))
+    if low >= 0 or not xp.isdtype(given.dtype, "unsigned integer"):
+        return low, high
+    turn = 2 ** xp.iinfo(indices.dtype).bits
+    smallest = int(xp.min(xp.where(indices < 0, high, indices))) if high >= 0 else low + turn
+    return smallest, int(xp.max(xp.where(indices < 0, indices, low))) + turn
 
 
 def require_gradient(op: str, name: str, dy: Any, like: Array, shape: Any = None) -> None:

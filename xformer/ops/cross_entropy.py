@@ -10,7 +10,7 @@ from xformer.checks import (
     number,
     require_axis,
     require_gradient,
-    require_ids,
+    require_in_range,
     require_integers,
     whole,
 )
@@ -107,12 +107,14 @@ def split_ignored(
     logits: Array, targets: Array, ignore_index: int | None
 ) -> tuple[Array, Array | None]:
     """Targets with 0 in place of ignored ones, and which are kept. Checks the rest."""
-    kept = None
-    if ignore_index is not None:
-        targets = require_integers("cross_entropy", "targets", targets, logits)
-        kept = targets != whole(ignore_index)
-        targets = array_namespace(targets).where(kept, targets, 0)
-    return require_ids("cross_entropy", "targets", targets, logits.shape[-1], logits), kept
+    indices = require_integers("cross_entropy", "targets", targets, logits)
+    xp, kept, ignored = array_namespace(indices), None, whole(ignore_index)
+    wraps = ignored is not None and ignored < 0 and xp.isdtype(targets.dtype, "unsigned integer")
+    if ignored is not None and not wraps:  # else the largest targets would be it
+        kept = indices != ignored
+        indices = xp.where(kept, indices, 0)
+    require_in_range("cross_entropy", "targets", indices, logits.shape[-1], given=targets)
+    return indices, kept
 
 
 def _where_kept(kept: Array, logits: Array) -> Array:
