@@ -124,3 +124,12 @@ def test_prompts_are_checked() -> None:
         beam_search(MODEL, PARAMS, [[]], n_beams=2, max_new=3)
     with pytest.raises(TypeError, match="stop must hold ids, got 'x'"):
         beam_search(MODEL, PARAMS, [[1]], n_beams=2, max_new=3, stop="x")
+
+
+@pytest.mark.parametrize("penalty", [1e6, -1e6, float("inf"), float("-inf")])
+def test_penalties_that_leave_no_score_are_refused(penalty: float) -> None:
+    model = xf.GPT(vocab_size=7, n_layers=1, d_model=8, n_heads=2, max_len=9)
+    with pytest.raises(
+        ValueError, match=r"length_penalty must leave 3 \*\* length_penalty positive"
+    ):
+        beam_search(model, model.init(), [[1]], n_beams=2, max_new=3, length_penalty=penalty)

@@ -187,6 +187,11 @@ def test_wrong_arguments(opened: tuple[Any, Any, Any], tmp_path: Path) -> None:
     _, params, own = opened
     with pytest.raises(TypeError, match="embed: texts must be a list of texts, got one text"):
         embed(*opened, "one text")
+    for texts in (None, 5):
+        with pytest.raises(TypeError, match="embed: texts must be a list of texts, got"):
+            embed(*opened, texts)
+    with pytest.raises(TypeError, match="embed: prompt must be a string, got NoneType"):
+        embed(*opened, TEXTS, prompt=None)
     with pytest.raises(TypeError, match="embed: text 2 must be a string, got int"):
         embed(*opened, ["a", 3])
     with pytest.raises(ValueError, match="embed: the model must be a LanguageModel, got GPT"):

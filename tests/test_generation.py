@@ -295,6 +295,13 @@ def test_models_without_limit_go_on() -> None:
         ([[1]], {"stop": "."}, TypeError, "stop must hold ids, got '.'"),
         ([[1]], {"stop": 3}, TypeError, "stop must hold ids, got 3"),
         ([[1]], {"stop": ["."]}, TypeError, r"stop must hold ids, got \['.'\]"),
+        ([[1]], {"stop": [None]}, TypeError, r"stop must hold ids, got \[None\]"),
+        ([[1]], {"stop": [True]}, TypeError, r"stop must hold ids, got \[True\]"),
+        ([[1]], {"stop": object()}, TypeError, "stop must hold ids, got <object"),
+        ([[1]], {"sampler": 5}, TypeError, "sampler must be a function of logits and ids, got 5"),
+        (None, {}, ValueError, "prompts must hold a list of ids each, got None"),
+        (5, {}, ValueError, "prompts must hold a list of ids each, got 5"),
+        (np.array(3), {}, ValueError, r"prompts must hold a list of ids each, got array\(3\)"),
     ],
 )
 def test_bad_requests_are_refused(
@@ -302,6 +309,28 @@ def test_bad_requests_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         generate(GPT, PARAMS, prompts, **{"max_new": 1} | options)
+
+
+@pytest.mark.parametrize("write", [generate, partial(beam_search, n_beams=2)])
+def test_stops_may_be_anything_that_holds_ids(write: Any) -> None:
+    """None is no stop, and what can be read only once is read once."""
+    free = write(GPT, PARAMS, [[1]], max_new=4)
+    stop = (free[0] if write is generate else free[0][0].ids)[1]
+    ended = write(GPT, PARAMS, [[1]], max_new=4, stop=[stop])
+    assert ended != free
+    assert write(GPT, PARAMS, [[1]], max_new=4, stop=None) == free
+    for one in (iter([stop]), (i for i in [stop]), {stop}, np.array([stop], np.uint8), {stop: 1}):
+        assert write(GPT, PARAMS, [[1]], max_new=4, stop=one) == ended
+
+
+def test_what_is_no_model_of_these_parameters() -> None:
+    for params in (None, (), {}):
+        with pytest.raises(TypeError, match="params must be the model's parameters, got"):
+            generate(GPT, params, [[1]], max_new=1)
+    with pytest.raises(TypeError, match="prefill: after must be a Prefix, got int"):
+        prefill(GPT, PARAMS, [[1]], after=5)
+    with pytest.raises(TypeError, match="compose: a filter must be a function, got None"):
+        compose(top_k(3), None)
 
 
 @pytest.mark.parametrize(

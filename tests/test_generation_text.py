@@ -163,6 +163,34 @@ def test_nothing_is_asked_for_after_a_stop_string() -> None:
     assert list(until(pieces(), ["stop"])) == ["a "]
 
 
+def test_stops_of_other_kinds() -> None:
+    """None is no stop, and what can be read only once has its strings and its ids."""
+    model = xf.GPT(vocab_size=256, n_layers=1, d_model=8, n_heads=2, max_len=64)
+    params = tree.map(lambda p: p * 20, model.init(seed=1))
+
+    def text(stop: Any, prompt: Any = "ab") -> str:
+        return "".join(stream_text(model, params, Bytes(), prompt, max_new=8, stop=stop))
+
+    free = text(())
+    assert text(None) == free
+    ids = generate(model, params, [list(b"ab")], max_new=8)[0]
+    for stop in (ids[3], free[2]):
+        assert text(iter([stop])) == text([stop]) != free
+    for bad, got in (
+        (5, "strings and ids, got 5"),
+        ([None], r"ids, got \[None\]"),
+        (b"x", "got b"),
+    ):
+        with pytest.raises(TypeError, match=f"stream_text: stop must .*{got}"):
+            text(bad)
+    for prompt in (None, 5, b"x", ["a"]):
+        with pytest.raises(TypeError, match="the prompt must be a string, got"):
+            text((), prompt)
+    for stop in ("b", [5]):
+        with pytest.raises(TypeError, match="until: stop must hold strings, got"):
+            until(["abc"], stop)
+
+
 def test_an_empty_stop_string() -> None:
     with pytest.raises(ValueError, match="a string that ends the text must not be empty"):
         until([], ["a", ""])

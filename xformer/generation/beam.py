@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +42,7 @@ def beam_search(
     max_new: int,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
-    stop: Collection[int] = (),
+    stop: Collection[int] | None = (),
     filters: Filter | None = None,
 ) -> list[list[Beam]]:
     """Of each prompt the n_beams best continuations that were found, the best one first.
@@ -54,7 +56,7 @@ def beam_search(
     """
     network = network_of("beam_search", model)
     n_beams, max_new = require_sizes("beam_search", 1, n_beams=n_beams, max_new=max_new)
-    penalty = number("beam_search", "length_penalty", length_penalty)
+    penalty = _usable_penalty(length_penalty, max_new)
     if early_stopping not in (True, False, "never"):
         raise ValueError(
             f'beam_search: early_stopping must be True, False or "never", got {early_stopping!r}'
@@ -67,6 +69,18 @@ def beam_search(
         text = start if isinstance(start, Prefix) else prefill(network, params, start)
         searches = _searched(network, params, text, rule, place, filters)
     return [search.ended for search in searches]
+
+
+def _usable_penalty(length_penalty: float, max_new: int) -> float:
+    """length_penalty as a float. ValueError where scores over length^penalty are no numbers."""
+    penalty = number("beam_search", "length_penalty", length_penalty)
+    with suppress(OverflowError):
+        if 0 < float(max_new) ** penalty < math.inf:
+            return penalty
+    raise ValueError(
+        f"beam_search: length_penalty must leave {max_new} ** length_penalty positive and finite, "
+        f"got {length_penalty}"
+    )
 
 
 def _searched(

@@ -21,7 +21,7 @@ from xformer.generation.prefix import (
     prefill,
     stop_ids,
 )
-from xformer.generation.samplers import Filter, Ids, draw, likeliest, require_finite
+from xformer.generation.samplers import Filter, Ids, draw, likeliest, require_filter, require_finite
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
@@ -33,7 +33,7 @@ def generate(
     *,
     max_new: int,
     sampler: Filter | None = None,
-    stop: Collection[int] = (),
+    stop: Collection[int] | None = (),
     seed: int = 0,
     slide: bool = False,
     captured: bool = False,
@@ -53,7 +53,7 @@ def stream(
     *,
     max_new: int,
     sampler: Filter | None = None,
-    stop: Collection[int] = (),
+    stop: Collection[int] | None = (),
     seed: int = 0,
     slide: bool = False,
     captured: bool = False,
@@ -76,6 +76,7 @@ def stream(
     network = network_of("generate", model)
     max_new, seed = require_sizes("generate", 0, max_new=max_new, seed=seed)
     stops = stop_ids("generate", stop)
+    require_filter("generate", sampler)
     if slide and isinstance(network, EncoderDecoder):
         raise ValueError("generate: slide goes with a LanguageModel, got an EncoderDecoder")
     if slide:

@@ -12,7 +12,7 @@ from array_api_compat import device
 from xformer import backends, tree
 from xformer.backends import Backend
 from xformer.backends.arrays import refusal
-from xformer.checks import require_id, require_ids, require_sizes
+from xformer.checks import require_id, require_ids, require_sizes, whole
 from xformer.generation.samplers import Ids
 from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
@@ -62,6 +62,8 @@ def prefill(
     rows = checked(prompts)
     if chunk is not None:
         (chunk,) = require_sizes("prefill", 1, chunk=chunk)
+    if after is not None and not isinstance(after, Prefix):
+        raise TypeError(f"prefill: after must be a Prefix, got {type(after).__name__}")
     place = place_of(params)
     with place.active():
         return _read(network, params, rows, place, after, start_id, chunk)
@@ -158,7 +160,10 @@ def network_of(op: str, model: Any) -> Any:
 
 def place_of(params: Any) -> Backend:
     """The backend and the device of parameters."""
-    return beside(tree.value(next(iter(tree.flatten(params).values()))))
+    leaves = list(tree.flatten(params).values())
+    if not leaves:
+        raise TypeError(f"params must be the model's parameters, got {params!r:.60}")
+    return beside(tree.value(leaves[0]))
 
 
 def beside(array: Array) -> Backend:
@@ -187,18 +192,28 @@ def _require_room(op: str, network: Any, length: int, more: int = 0) -> None:
 
 
 def stop_ids(op: str, stop: Any) -> frozenset[int]:
-    """The ids that end a text. TypeError where they are no ids."""
-    if isinstance(stop, str | bytes | int) or not all(
-        isinstance(i, int | np.integer) for i in stop
-    ):
+    """The ids that end a text, none for None. TypeError where they are no ids."""
+    listed = [None] if isinstance(stop, str | bytes) or not is_iterable(stop) else list(stop)
+    ids = [whole(i) for i in ([] if stop is None else listed)]
+    if None in ids:
         raise TypeError(f"{op}: stop must hold ids, got {stop!r:.60}")
-    return frozenset(int(i) for i in stop)
+    return frozenset(i for i in ids if i is not None)
+
+
+def is_iterable(value: Any) -> bool:
+    """Whether `iter` takes it: a NumPy array () says of itself that it is iterable."""
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
 
 
 def checked(prompts: Any) -> Ids:
     """The prompts as tuples of int. TypeError, ValueError as `prefill`."""
     rows = []
-    if isinstance(prompts, str | bytes) or len(prompts) == 0:
+    is_list = hasattr(prompts, "__len__") and is_iterable(prompts)
+    if isinstance(prompts, str | bytes) or not is_list or len(prompts) == 0:
         raise ValueError(f"prefill: prompts must hold a list of ids each, got {prompts!r:.60}")
     for i, prompt in enumerate(prompts):
         if (why := refusal(type(prompt))) is not None:

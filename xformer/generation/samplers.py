@@ -28,8 +28,17 @@ Filter = Callable[[Array, Ids], Array]
 COLDEST = 1e-6  # below it, logits over a temperature would overflow
 
 
+def require_filter(op: str, sampler: Any) -> None:
+    """TypeError unless a sampler is a function, or None."""
+    if sampler is not None and not callable(sampler):
+        raise TypeError(f"{op}: sampler must be a function of logits and ids, got {sampler!r:.60}")
+
+
 def compose(*filters: Filter) -> Filter:
     """One filter that applies these, the first one first; without any, one that does nothing."""
+    for one in filters:
+        if not callable(one):
+            raise TypeError(f"compose: a filter must be a function, got {one!r:.60}")
 
     def apply(logits: Array, ids: Ids) -> Array:
         for one in filters:

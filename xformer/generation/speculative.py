@@ -10,7 +10,7 @@ import numpy as np
 from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.generation.prefix import fitting, network_of, opened, place_of, stop_ids
-from xformer.generation.samplers import Filter, pick, probabilities, temperature
+from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
 
 
 def speculative(
@@ -23,7 +23,7 @@ def speculative(
     k: int,
     max_new: int,
     sampler: Filter | None = None,
-    stop: Collection[int] = (),
+    stop: Collection[int] | None = (),
     seed: int = 0,
 ) -> Iterator[list[int]]:
     """The ids that continue a prompt, in rounds of 1 to k + 1 of them.
@@ -40,6 +40,7 @@ def speculative(
     (k,) = require_sizes("speculative", 1, k=k)
     max_new, seed = require_sizes("speculative", 0, max_new=max_new, seed=seed)
     stops = stop_ids("speculative", stop)
+    require_filter("speculative", sampler)
     readers = []
     for network, its in ((model, params), (draft, draft_params)):
         network = network_of("speculative", network)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from xformer.generation.constraints import constrained, constraints
 from xformer.generation.generate import stream
-from xformer.generation.prefix import network_of
+from xformer.generation.prefix import is_iterable, network_of, stop_ids
 from xformer.generation.samplers import Filter
 from xformer.generation.settings import settings_of
 from xformer.generation.token_ids import n_tokens, token_id, token_ids
@@ -50,7 +50,7 @@ def stream_text(
     prompt: str,
     *,
     max_new: int,
-    stop: Collection[str | int] = (),
+    stop: Collection[str | int] | None = (),
     sampler: Filter | None = None,
     **options: Any,
 ) -> Iterator[str]:
@@ -64,13 +64,14 @@ def stream_text(
     empty prompt is the token of `prompt_ids`. ValueError where there is none, and as `stream`.
     """
     network = network_of("stream_text", model)
-    if isinstance(stop, str):
+    if isinstance(stop, str | bytes) or not (stop is None or is_iterable(stop)):
         raise TypeError(f"stream_text: stop must be a list of strings and ids, got {stop!r:.60}")
+    stop = [] if stop is None else list(stop)
     ids = prompt_ids(tokenizer, network, prompt)
     settings, ends = settings_of(network), ends_of(tokenizer, network)
     before = () if isinstance(network, EncoderDecoder) else ids
     own = constraints(settings, ends, len(before) or 1, max_new)
-    ends = ends.union(i for i in stop if not isinstance(i, str))
+    ends |= stop_ids("stream_text", [i for i in stop if not isinstance(i, str)])
     options |= {"sampler": constrained(own, sampler), "stop": ends}
     steps = stream(model, params, [ids], max_new=max_new, **options)
     new = (i for (i,) in steps if i is not None)
@@ -111,6 +112,8 @@ def prompt_ids(tokenizer: Codec, model: Any, prompt: str, what: str = "prompt") 
     That is the model's bos_token_id, or else the tokenizer's bos_id. what: the prompt's name in
     the ValueError that is raised where there is neither.
     """
+    if not isinstance(prompt, str):
+        raise TypeError(f"the {what} must be a string, got {type(prompt).__name__}")
     ids = tokenizer.encode(prompt)
     if ids:
         return ids
@@ -209,6 +212,8 @@ def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
     is held back until more is known. Pieces that are `Hidden` are sought as well, and not given.
     ValueError for an empty stop string.
     """
+    if isinstance(stop, str) or not all(isinstance(s, str) for s in stop):
+        raise TypeError(f"until: stop must hold strings, got {stop!r:.60}")
     if "" in stop:
         raise ValueError("stop: a string that ends the text must not be empty")
     return _until(pieces, stop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,8 @@ def by_batch(
     errors as in `embed`; `what` is the caller's name in messages.
     """
     texts = _listed(what, texts)
+    if not isinstance(prompt, str):
+        raise TypeError(f"{what}: prompt must be a string, got {type(prompt).__name__}")
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
     encoded = _encoded(what, tokenizer, texts, prompt, longest(what, model, max_len))
     _require_known(what, encoded, model.embed.vocab_size)
@@ -73,6 +75,8 @@ def require_language_model(what: str, model: Any) -> None:
 def _listed(what: str, texts: Any) -> list[str]:
     if isinstance(texts, str | bytes):
         raise TypeError(f"{what}: texts must be a list of texts, got one text")
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"{what}: texts must be a list of texts, got {type(texts).__name__}")
     listed = list(texts)
     for i, text in enumerate(listed):
         if not isinstance(text, str):
