@@ -236,7 +236,7 @@ def test_stop_ids(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
     for wrong in ("-1", "9999"):
         assert main(["generate", "--model", str(folder), "--prompt", "a", "--stop-id", wrong]) == 1
-        assert f"--stop-id: id must lie in [0, 270), got" in capsys.readouterr().err
+        assert "--stop-id: id must lie in [0, 270), got" in capsys.readouterr().err
 
 
 def test_a_stop_string_ends_with_the_end_of_the_text(
