@@ -309,6 +309,10 @@ def test_options_come_before_the_file(folder: Path, capsys: pytest.CaptureFixtur
     assert said.startswith("generation_config.json: num_beams 2, max_new_tokens 4\n")
     for options in (("--temperature", "0"), ("--beams", "1")):
         assert "num_beams" not in ours(folder, capsys, *options)[1]
+    write(folder, suppress_tokens=list(range(100)))
+    _, said = ours(folder, capsys, "--max-new", "2")
+    first, _ = said.splitlines()
+    assert first.startswith("generation_config.json: suppress_tokens [0, 1") and len(first) < 110
     write(folder, eos_token_id=3)  # nothing that says how tokens are chosen, or how many
     assert ours(folder, capsys, "--max-new", "2")[1].startswith("2 tokens read")
 

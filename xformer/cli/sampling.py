@@ -15,6 +15,7 @@ from xformer.generation.samplers import Filter
 from xformer.generation.settings import DEFAULTS, Settings
 
 TEMPERATURE = 0.8
+SHOWN = 60  # letters of a value
 DRAWING = ("temperature", "top_k", "top_p", "min_p")
 # In the order in which they are applied.
 FILTERS = ("repetition_penalty", *DRAWING)
@@ -110,7 +111,8 @@ def announce(args: argparse.Namespace, settings: Settings, chosen: Choice) -> No
         keys.append("max_length" if settings.max_new_tokens is None else "max_new_tokens")
     values = {key: v for key in keys if (v := getattr(settings, key)) not in (None, ())}
     if values:
-        line = ", ".join(f"{key} {json.dumps(value)}" for key, value in values.items())
+        texts = ((key, json.dumps(value)) for key, value in values.items())
+        line = ", ".join(f"{key} {t[:SHOWN]}{'...' * (len(t) > SHOWN)}" for key, t in texts)
         print(f"{settings.where}: {line}", file=sys.stderr)
     ignored = [*settings.not_followed]
     if settings.do_sample and chosen.beams is not None:
