@@ -8,18 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
+from causal_models import V
 from numpy.lib.stride_tricks import as_strided
 from test_kernels import require_exact
+from test_numba_extend import MODELS, of_float32
 from test_numba_share import results
 from test_numpy_kernels import drawn
 
 from xformer import backends, inference, layers, ops, reference_only, tree
+from xformer.checks import in_range
 from xformer.dispatch import Kernel
 from xformer.layers import BlockConfig
+from xformer.models.language_model import language_model_extend
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import KERNELS, blocks, linear, share
+from xformer.backends.numba import KERNELS, blocks, extend, linear, share
 
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
@@ -102,3 +106,155 @@ def test_that_stride_in_whole_layers(stride: int) -> None:
         assert blocks.outside(one, params, **options) is None
         y, _ = layers.blocks(one, params, **options)
     np.testing.assert_allclose(y, wanted["y"][:1], rtol=1e-5, atol=1e-6)
+
+
+# ---- Addresses ----
+
+
+def require_stays(x: Array) -> None:
+    """Compiled loops know where it is: NumPy must refuse to move it."""
+    with pytest.raises(ValueError, match="cannot resize"):
+        x.resize((1000, *x.shape), refcheck=False)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("alone", [False, True], ids=["extend", "advance"])
+def test_parameters_of_a_text_stay_where_they_are(
+    alone: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends.get("numba")
+    if alone:
+        monkeypatch.setitem(language_model_extend.kernels, "numpy", [])
+    model = MODELS["a head with a bias"]
+    plain = tree.map(np.copy, of_float32(model))
+    params = tree.freeze(plain) if frozen else plain
+    _, state = model.extend(params, np.ones((1, 1), int), model.start())
+    with reference_only():
+        wanted, _ = model.extend(params, np.ones((1, 1), int), state)
+    for _ in range(2):
+        got, state = model.extend(params, np.ones((1, 1), int), state)
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+        for own in state.past:
+            require_stays(own.place.room.k)
+        for leaf in tree.flatten(plain.stack if alone else plain).values():
+            require_stays(leaf)
+        with reference_only():
+            wanted, _ = model.extend(params, np.ones((1, 1), int), state)
+
+
+def test_what_is_frozen_is_known_by_its_array() -> None:
+    """As long as it lives it stays where it is; another one in its place is another one."""
+    backends.get("numba")
+    config = BlockConfig(12, 3, 20)
+    blocks_of = layers.StackParams.init(NUMPY.generator(1, "float64"), (config,)).blocks
+    plain = tree.map(lambda p: p.astype(np.float32), blocks_of)
+    params = tree.freeze(plain)
+    (x,) = drawn(((1, 9, 12),), "float32")
+    options: Any = {"configs": (config,), "causal": True}
+    for factor in (1, 3):
+        leaf = params[0].attn.q.w
+        object.__setattr__(leaf, "value", factor * leaf.value)
+        with inference():
+            assert blocks.outside(x, params, **options) is None
+            got, _ = layers.blocks(x, params, **options)
+        with reference_only():
+            wanted, _ = layers.blocks(x, params, **options)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+        require_stays(leaf.value)
+
+
+def test_an_input_that_was_resized_before_backward() -> None:
+    backends.get("numba")
+    config = BlockConfig(2, 2, 3)
+    blocks_of = layers.StackParams.init(NUMPY.generator(1, "float64"), (config,)).blocks
+    params = tree.map(lambda p: p.astype(np.float32), blocks_of)
+    x = np.ones((2, 130, 2), np.float32)
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        assert share.outside(x, params, configs=(config,)) is None
+        _, cache = layers.blocks(x, params, configs=(config,))
+        x.resize((2, 131, 2), refcheck=False)
+        with pytest.raises(ValueError, match=r"x must have its shape .* got \(2, 131, 2\)"):
+            cache.backward(np.ones_like(x))
+
+
+# ---- Ids ----
+
+IDS, REFILL = np.array([[2, 0, 1], [1, 2, 0]]), 3  # which is an id too: nothing crashes
+
+
+def head(ids: Array) -> Any:
+    x, w = drawn(((2, 3, 5), (5, 7)), "float32")
+    loss, cache = ops.linear_cross_entropy(x, w, None, targets=ids)
+    return (loss, *cache.backward(np.ones((), np.float32))[:2])
+
+
+def losses(ids: Array) -> Any:
+    (logits,) = drawn(((2, 3, 7),), "float32")
+    loss, cache = ops.cross_entropy(logits, targets=ids)
+    return loss, cache.backward(np.ones((), np.float32))
+
+
+def vectors(ids: Array) -> Any:
+    y, cache = ops.embedding(drawn(((7, 5),), "float32")[0], ids=ids)
+    return y, cache.backward(y)
+
+
+def sums(ids: Array) -> Any:
+    x, y = drawn(((7, 5), (6, 5)), "float32")
+    return ops.index_add(x, y, ids=ids.reshape(-1))[:1]
+
+
+def chosen(ids: Array) -> Any:
+    x, gate, up, down, weights = drawn(((2, 5), (4, 5, 6), (4, 5, 6), (4, 6, 5), (2, 3)), "float32")
+    y, cache = ops.experts(x, gate, up, down, weights, ids=ids)
+    return (y, *cache.backward(y))
+
+
+def language_model(ids: Array) -> Any:
+    model, ids = MODELS["rotary"], np.broadcast_to(ids[:, :1], (2, 130))
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        loss, cache = model.loss(of_float32(model), ids, ids)
+        assert "numba.language_model" in type(cache.cache).__module__
+        return loss, *tree.flatten(cache.backward()).values()
+
+
+@pytest.mark.parametrize("compute", [head, losses, vectors, sums, chosen, language_model])
+def test_ids_that_are_refilled_after_their_check(
+    compute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends.get("numba")
+    wanted, buffer = compute(IDS), IDS.copy()
+
+    def refill(run: Any) -> Any:
+        def checked(ids: Array, *, size: int) -> bool:
+            answer: bool = run(ids, size=size)
+            buffer[...] = REFILL
+            return answer
+
+        return checked
+
+    kernels = [k._replace(run=refill(k.run)) for k in in_range.import_kernels("numpy")]
+    monkeypatch.setitem(in_range.kernels, "numpy", kernels)
+    got = compute(buffer)
+    assert (buffer == REFILL).all()
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_tokens_that_are_refilled_after_their_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.get("numba")
+    model = MODELS["learned positions"]
+    params, calls, buffer = of_float32(model), list[int](), np.ones((1, 1), int)
+    _, state = model.extend(params, buffer, model.start())
+    read = extend.reading_of
+
+    def refilling(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # when the kernel runs
+            buffer[...] = V
+        return read(*args)
+
+    monkeypatch.setattr(extend, "reading_of", refilling)
+    with pytest.raises(ValueError, match=rf"ids must lie in \[0, {V}\)"):
+        model.extend(params, buffer, state)
+    assert len(calls) == 2

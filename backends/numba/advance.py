@@ -8,6 +8,7 @@ import numpy as np
 from xformer.backends.append import Room, longer, reserved
 from xformer.backends.numba import token
 from xformer.backends.numba.atomic import nothing_done, on_all
+from xformer.backends.numba.known import pinned
 from xformer.backends.numba.plan import Plan, planned, unturned
 from xformer.backends.numpy.threads import n_threads
 
@@ -135,8 +136,7 @@ def _grown(plan: Plan, past: Sequence[Past], n_texts: int) -> tuple[tuple[Past, 
 def addresses(room: Room) -> tuple[tuple[int, int, int], ...]:
     """Of keys and values: address, and from one text and from one head to the next."""
     if room.addresses is None:
-        room.addresses = tuple(
-            (x.ctypes.data, x.strides[0] // 4, x.strides[1] // 4) for x in (room.k, room.v)
-        )
-    found: tuple[tuple[int, int, int], ...] = room.addresses
-    return found
+        steps = [(x.ctypes.data, x.strides[0] // 4, x.strides[1] // 4) for x in (room.k, room.v)]
+        room.addresses = *steps, pinned((room.k, room.v))
+    k, v, _ = room.addresses
+    return k, v

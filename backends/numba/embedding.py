@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from xformer.backends.numba.compiled import BLOCK, PLAIN, rowwise
 from xformer.backends.numpy import embedding as numpys
+from xformer.backends.numpy.ids import private
 from xformer.backends.numpy.threads import blocks
 
 from xformer.checks import require_ids, require_shape
@@ -36,7 +37,7 @@ class EmbeddingCache(numpys.EmbeddingCache):
         if dy.dtype != np.float32:
             return super().backward(dy)
         # Again: where they have been written over since, rows outside the table would be.
-        ids = require_ids("embedding", "ids", self.ids, self.table_shape[0], dy)
+        ids = require_ids("embedding", "ids", private(self.ids), self.table_shape[0], dy)
         ids = np.require(ids.reshape(-1), None, PLAIN)
         dtable = np.zeros(self.table_shape, np.float32)
         rows = np.require(dy.reshape(len(ids), width), None, PLAIN)

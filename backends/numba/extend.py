@@ -15,6 +15,7 @@ from xformer.backends.numba.reading import Reading, grown, reading_of
 from xformer.backends.numba.together import Together
 from xformer.backends.numpy.threads import n_threads
 
+from xformer.checks import require_ids
 from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.models.state import State
 from xformer.typing import Array
@@ -48,10 +49,11 @@ def outside(
         return "rotary positions whose frequencies change with the length"
     if tokens.dtype.kind not in "iu":
         return "tokens that are no integers"
-    size = model.embed.vocab_size  # type: ignore[union-attr]
-    if not all(0 <= i < size for i in tokens[:, 0].tolist()):
-        return "tokens that the model has not"
-    return None
+    return None if _fit(tokens[:, 0].tolist(), model) else "tokens that the model has not"
+
+
+def _fit(ids: list[int], model: LanguageModel) -> bool:
+    return min(ids) >= 0 and max(ids) < model.embed.vocab_size  # type: ignore[union-attr]
 
 
 def language_model_extend(
@@ -98,9 +100,12 @@ def ahead(
     if isinstance(read, str):
         raise ValueError(f"extend: {read}")
     known, before = read
+    ids = tokens.astype(np.int64)  # a copy, checked again: the caller's may have been refilled
+    if not _fit(ids[:, 0].tolist(), network):
+        require_ids("embedding", "ids", ids, network.embed.vocab_size, ids)
     n = _how_many(known, before, most)
     past = grown(known, before, n)
-    ids, stops = tokens.astype(np.int64), NONE
+    stops = NONE
     if n > 1:
         ids = np.concat((ids, np.full((1, n - 1), -1)), axis=1)
         size = network.embed.vocab_size

@@ -17,6 +17,7 @@ from xformer.backends.numba.compiled import PLAIN
 from xformer.backends.numba.gemm import no_products, products
 from xformer.backends.numba.language_model_plan import head_of, remembered_model
 from xformer.backends.numba.linear_cross_entropy import LOGITS
+from xformer.backends.numba.plan import require
 from xformer.backends.numba.share import gradients_of
 from xformer.backends.numba.share_layout import layout_of
 from xformer.backends.numpy.blocks import require_no_routers, unparted
@@ -101,7 +102,7 @@ def language_model_loss(
     plan, embed = remembered_model(params, model), params.embed
     if plan.blocks is None or embed is None or model.embed is None:
         raise ValueError(f"language_model_loss: {plan.refusal}")
-    (n_texts, length), (n_classes, d) = tokens.shape, embed.table.shape
+    (n_texts, length), (n_classes, d) = tokens.shape, _tables(embed, model)
     table = np.require(embed.table, None, PLAIN)
     tiles = [tile_of_layer(config, model.causal, length) for config in model.blocks]
     rotary = None
@@ -111,10 +112,10 @@ def language_model_loss(
     how = np.array(tiles, np.int64), *turns_of(rotary, FLOAT32), pad
     size = -(-n_texts // n_threads())
     starts = layout_of(plan.blocks, params.stack.blocks, size * length).starts
-    given = require_ids("embedding", "ids", tokens, n_classes, table)
-    goals = require_ids("cross_entropy", "targets", targets, n_classes, table).reshape(-1)
-    ids = np.array(given, np.int64, order="C")  # of its own: backward writes where they say
-    goals = np.require(goals, np.int64, PLAIN)
+    # Copies, which are checked, read, and written by in backward.
+    ids = require_ids("embedding", "ids", np.array(tokens, np.int64, order="C"), n_classes, table)
+    goals = np.array(targets, np.int64).reshape(-1)
+    goals = require_ids("cross_entropy", "targets", goals, n_classes, table)
     x, y, dy = (lined((n_texts, length, d), FLOAT32) for _ in range(3))
     kept = lined((-(-n_texts // size), int(starts[-1, -1])), FLOAT32)
     weight = np.float32(1 / ids.size if is_mean else 1.0)
@@ -166,7 +167,7 @@ class SharesCache(NamedTuple):
         sums = self.sums * dloss  # which stay as they are, whoever writes over gradients
         dhead, dnorm = _of_sums(sums, plan.spots, self.by_rows, params)
         embed: Any = params.embed
-        (n_classes, d), length = embed.table.shape, self.ids.shape[1]
+        (n_classes, d), length = _tables(embed, self.model), self.ids.shape[1]
         dtable = dhead.w.T if params.head is None else np.zeros((n_classes, d), FLOAT32)
         learned = embed.positions
         dpositions = None if learned is None else np.zeros(learned.shape, FLOAT32)
@@ -178,6 +179,15 @@ class SharesCache(NamedTuple):
             StackParams(dblocks, dnorm, None),
             None if params.head is None else dhead,
         )
+
+
+def _tables(embed: EmbedParams, model: LanguageModel) -> tuple[int, int]:
+    """V and D; Unfit where the plan knew the tables in another shape."""
+    config: Any = model.embed
+    require(embed.table, (config.vocab_size, model.d_model))
+    if embed.positions is not None:
+        require(embed.positions, (config.rows, model.d_model))
+    return config.vocab_size, model.d_model
 
 
 def _of_positions(x: Array | None, model: LanguageModel, length: int, d: int) -> Array:

@@ -6,8 +6,8 @@ import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.known import Known
-from xformer.backends.numba.plan import Unfit, gather, map_of, norm_of, remembered, require
+from xformer.backends.numba.known import Known, gather
+from xformer.backends.numba.plan import Unfit, map_of, norm_of, remembered, require
 from xformer.backends.numba.share import other_norms
 from xformer.backends.numba.share_layout import is_sideways
 from xformer.backends.numpy.linear_cross_entropy import LARGE

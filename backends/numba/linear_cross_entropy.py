@@ -17,6 +17,7 @@ from xformer.backends.numba.gemm import no_products, products
 from xformer.backends.numba.layer import BIAS
 from xformer.backends.numba.plan import Unfit, map_of
 from xformer.backends.numpy.blocks import ROWS
+from xformer.backends.numpy.ids import private
 from xformer.backends.numpy.linear_cross_entropy import (
     LARGE,
     Gradients,
@@ -82,7 +83,7 @@ def linear_cross_entropy(
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = number("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
-    xs, targets, chosen = kept_rows(x, w, targets, ignore_index)
+    xs, targets, chosen = kept_rows(x, w, private(targets), ignore_index)
     xs, targets = np.require(xs, None, PLAIN), np.require(targets, None, PLAIN)
     weight = np.float32(1 / max(len(xs), 1) if reduction == "mean" else 1.0)
     numbers = np.array([a, z, weight], np.float32)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba import layer
-from xformer.backends.numba.known import Known
+from xformer.backends.numba.known import Known, Pin, gather, pinned
 from xformer.backends.numpy.advance import other_blocks, other_model
 from xformer.backends.numpy.products import AS_IT_IS, leading
 
@@ -57,6 +57,7 @@ class Plan(NamedTuple):
     parts: int = 0
     weights: int = 0  # numbers of all maps
     layouts: dict[int, Any] | None = None  # by numbers of tokens, as `share_layout` has them
+    pins: Sequence[Pin] = ()  # which keep arrays of `params` where they are
 
 
 class Unfit(ValueError):
@@ -70,7 +71,7 @@ def planned(params: StackParams, configs: Sequence[BlockConfig], past: Sequence[
     if known is None or known.params is not params or known.configs is not configs:
         why = other_model(params, configs) or unplanned(params.blocks, configs)
         known = Plan(configs, why) if why else _made(params.blocks, configs, params.norm)
-        known = known._replace(params=params)
+        known = known._replace(params=params, pins=pins_of(params))
         if room is not None:
             room.plan = known
     return known
@@ -97,13 +98,11 @@ def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) 
 _known = Known()
 
 
-def gather(node: Any, leaves: list[Any]) -> None:
-    """All leaves of parameters, as `tree.flatten` in a tenth of its time; None where one is not."""
-    for part in node:
-        if isinstance(part, tuple):
-            gather(part, leaves)
-        else:
-            leaves.append(part)
+def pins_of(params: Any) -> list[Pin]:
+    """Of all arrays of parameters."""
+    leaves: list[Any] = []
+    gather(params, leaves)
+    return pinned(x for x in leaves if isinstance(x, np.ndarray))
 
 
 def unplanned(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> str | None:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from xformer.backends.append import reserved
 from xformer.backends.numba.advance import FLOAT, addresses
+from xformer.backends.numba.known import Pin
 from xformer.backends.numba.linear import place_of
-from xformer.backends.numba.plan import Plan, Unfit, map_of, planned, require
+from xformer.backends.numba.plan import Plan, Unfit, map_of, pins_of, planned, require
 from xformer.backends.numba.together import Together
 
 from xformer import layers
@@ -37,6 +38,7 @@ class Reading(NamedTuple):
     weights: int  # bytes of them
     turns: Array  # (S, 2, 1, R/2), cosines and sines of all tokens that there is room for
     rooms: Array  # (L, 7), as `layer` has a past
+    pins: Sequence[Pin]  # which keep arrays of `params` where they are
 
 
 def reading_of(
@@ -123,6 +125,7 @@ def _made(
         n_bytes,
         none,
         none,
+        pins_of(params),
     )
     return moved(Reading(*made), past)
 

@@ -165,6 +165,8 @@ def gradients_of(
     tiles, turns, interleaved, pad = options
     back = turns * np.array([1, -1], turns.dtype)[:, None, None, None]
     layout = layout_of(plan, params, size * x.shape[1])
+    if kept.shape != (-(-len(x) // size), layout.starts[-1, -1]):
+        raise ValueError(f"blocks: x must have its shape of the forward, got {x.shape}")
     memory, made = memory_of(layout), list[tuple[BlockParams, ...]]()
     stages = nothing_done(len(params) + 1)
     given = (

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from xformer.backends.numpy.ids import private
 from xformer.backends.numpy.rows import row_blocks, rows
 from xformer.backends.numpy.threads import scratch
 
@@ -31,7 +32,7 @@ def cross_entropy(
     z = number("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
-    targets, kept = split_ignored(logits, targets, ignore_index)
+    targets, kept = split_ignored(logits, private(targets), ignore_index)
     tokens = Tokens.of(targets, logits.dtype, a, z)
 
     def piece(x: Array, at: slice) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from xformer.backends.numpy.ids import private
 
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
@@ -16,7 +17,7 @@ from xformer.typing import Array
 @kernel(reference, "numpy")
 def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     """y = table[ids]."""
-    ids = require_ids("embedding", "ids", ids, table.shape[0], table)
+    ids = require_ids("embedding", "ids", private(ids), table.shape[0], table)
     return np.take(table, ids, axis=0), EmbeddingCache(ids, table.shape)
 
 

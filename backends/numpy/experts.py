@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from xformer.backends.numpy.ids import private
 
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
@@ -27,7 +28,7 @@ def experts(
     fixed: bool = False,
 ) -> tuple[Array, ExpertsCache]:
     """Gather the rows of each expert that has any, and add what it makes of them."""
-    ids = require_choice(ids, w_gate, activation)
+    ids = require_choice(private(ids), w_gate, activation)
     y, parts = np.zeros(x.shape, x.dtype), []
     for e, rows, own in _assigned(ids):
         share = np.where(own, weights[rows], 0).sum(axis=1)

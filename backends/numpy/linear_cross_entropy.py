@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from xformer.backends.numpy.cross_entropy import Tokens, less, slopes
+from xformer.backends.numpy.ids import private
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
@@ -65,7 +66,7 @@ def linear_cross_entropy(
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = number("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
-    xs, targets, chosen = kept_rows(x, w, targets, ignore_index)
+    xs, targets, chosen = kept_rows(x, w, private(targets), ignore_index)
     weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0
     tokens, back = Tokens.of(targets, x.dtype, a, z), not keeps_nothing()
 
