@@ -479,7 +479,6 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
         (b'{"a": -' + b"9" * 99_999 + b"}", "no number may have more than 400 digits"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "keys given twice: 'c'"),
         (b'{"a": "\xff"}', "must be UTF-8"),
-        (b'\xef\xbb\xbf{"a": 1}', "is no valid JSON"),
         (b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", "objects and lists lie more than 64 deep"),
         (b'{"a":' + b"[" * 900 + b"]" * 900 + b"}", "objects and lists lie more than 64 deep"),
         (b'{"a":' * 50_000, "is no valid JSON: maximum recursion"),
