@@ -575,6 +575,8 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sdpa", {"dropout_rate": 0.1}, TypeError, "dropout_key must be an xformer.Key, got None"),
     ("sdpa", {"scale": "1"}, TypeError, "scale must be a number, got str"),
     ("sdpa", {"scale": NAN}, ValueError, "scale must lie in [-inf, inf], got nan"),
+    ("sdpa", {"scale": np.inf}, ValueError, "scale must be finite, got inf"),
+    ("info_nce", {"scale": -np.inf}, ValueError, "scale must be finite, got -inf"),
     (
         "cross_entropy",
         {"reduction": "avg"},
@@ -612,6 +614,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "label_smoothing must be a number, ...",
     ),
     ("cross_entropy", {"z_loss": NAN}, ValueError, "z_loss must lie in [-inf, inf], got nan"),
+    ("cross_entropy", {"z_loss": np.inf}, ValueError, "z_loss must be finite, got inf"),
     ("cross_entropy", {"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0"),
     ("cross_entropy", {"ignore_index": "pad"}, TypeError, "ignore_index must be an int, got 'pad'"),
 ]

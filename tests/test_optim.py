@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -250,6 +251,14 @@ W = np.ones((2, 3))
 BAD_OPTIONS = {
     "negative lr": ("sgd", {"lr": -0.1}, "sgd: lr must lie in [0, inf], got -0.1"),
     "NaN lr": ("adam", {"lr": float("nan")}, "adam: lr must lie in [0, inf], got nan"),
+    "infinite lr": ("adam", {"lr": float("inf")}, "adam: lr must be finite, got inf"),
+    "infinite decay": (
+        "adamw",
+        {"lr": 1, "weight_decay": math.inf},
+        "adamw: weight_decay must be fi",
+    ),
+    "infinite momentum": ("sgd", {"lr": 1, "momentum": math.inf}, "sgd: momentum must be finite"),
+    "infinite lr of muon": ("muon", {"lr": math.inf}, "muon: lr must be finite, got inf"),
     "negative momentum": ("sgd", {"lr": 1, "momentum": -1}, "sgd: momentum must lie in [0, inf]"),
     "negative decay": ("sgd", {"lr": 1, "weight_decay": -1}, "sgd: weight_decay must lie in"),
     "negative decay of adam": (

@@ -318,6 +318,8 @@ def test_muon_is_for_the_matrices_of_blocks() -> None:
         ({"lr": -1.0}, r"lr must lie in \[0, inf\], got -1"),
         ({"lr": math.inf}, "lr must be finite, got inf"),
         ({"lr": "a"}, "lr must be a number, got str"),
+        ({"lr": None}, "lr must be a number, got NoneType"),
+        ({"final_lr": None}, "final_lr must be a number, got NoneType"),
         ({"final_lr": 2.0}, r"final_lr must lie in \[0, 1\], got 2"),
         ({"betas": (2, 3)}, r"betas must lie in \[0, 1\), got \(2, 3\)"),
         ({"betas": 0.9}, "betas must be two numbers, got 0.9"),

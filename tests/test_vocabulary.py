@@ -177,6 +177,7 @@ def test_the_tokens_around_a_text_are_left_out() -> None:
     ("texts", "size", "error", "message"),
     [
         ("one text", 300, TypeError, "texts must be several texts, got one"),
+        ([TEXT], 1 << 70, ValueError, r"size must be below 2\^32, got 1180591620717411303424"),
         ([TEXT], 256, ValueError, "at least 256 bytes and 1 specials, got 256"),
         ([TEXT], 300.0, ValueError, "at least 256 bytes and 1 specials, got 300.0"),
         ([], 300, ValueError, "there is no text to learn from"),

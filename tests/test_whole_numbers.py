@@ -114,6 +114,9 @@ def test_keys_and_ignored_targets(kind: Any) -> None:
         strict.asarray(x), targets=strict.asarray(targets), ignore_index=kind(4)
     )
     assert np.allclose(strict.to_numpy(y), loss)
+    q = np.arange(24, dtype=np.float32).reshape(1, 1, 6, 4)
+    near, _ = ops.sdpa(q, q, q, window=(kind(2), None))
+    assert np.array_equal(near, ops.sdpa(q, q, q, window=(2, None))[0])
     y, _ = ops.softmax(x, axis=kind(1))
     assert np.array_equal(y, ops.softmax(x)[0])
 

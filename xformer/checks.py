@@ -187,6 +187,14 @@ def number(op: str, name: str, value: Any, low: float = -math.inf, high: float =
     return plain
 
 
+def finite(op: str, name: str, value: Any, low: float = -math.inf) -> float:
+    """As `number`, and ValueError for infinity, of which sums make NaN."""
+    plain = number(op, name, value, low=low)
+    if math.isinf(plain):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
+    return plain
+
+
 def require_cap(op: str, cap: float, name: str = "softcap") -> float:
     """`cap` as a float; ValueError unless it is positive and finite, TypeError for no number."""
     plain = number(op, name, cap)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launch, threads, wide
 
-from xformer.checks import number, require_axis, require_gradient, require_integers
+from xformer.checks import finite, number, require_axis, require_gradient, require_integers
 from xformer.dispatch import kernel
 from xformer.ops.cross_entropy import cross_entropy as reference
 from xformer.ops.cross_entropy import require_options
@@ -30,7 +30,7 @@ def cross_entropy(
 ) -> tuple[Array, CrossEntropyCache]:
     """loss of each token by one launch, their sum or mean by another."""
     label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z_loss = number("cross_entropy", "z_loss", z_loss)
+    z_loss = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
     logits = contiguous(logits)

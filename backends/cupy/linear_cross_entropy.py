@@ -20,7 +20,7 @@ from xformer.backends.cupy.cross_entropy import (
 from xformer.backends.cupy.module import empty
 from xformer.backends.cupy.products import NONE, Products
 
-from xformer.checks import number, require_gradient
+from xformer.checks import finite, number, require_gradient
 from xformer.dispatch import keeps_nothing, kernel
 from xformer.ops.cross_entropy import require_options
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
@@ -83,7 +83,7 @@ def forward(
     """`linear_cross_entropy` by some library's products."""
     targets, ignore_index, label_smoothing, z_loss, reduction = options
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z = number("cross_entropy", "z_loss", z_loss)
+    z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     targets = array_namespace(w).reshape(int64_targets(w, targets), (-1,))
     xs, w = products.rows(x), products.matrix(w)

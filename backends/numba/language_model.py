@@ -24,7 +24,7 @@ from xformer.backends.numpy.blocks import require_no_routers, unparted
 from xformer.backends.numpy.threads import lined, n_threads, run, scratch
 
 from xformer import layers
-from xformer.checks import number, require_gradient, require_ids
+from xformer.checks import finite, number, require_gradient, require_ids
 from xformer.dispatch import keeps_nothing
 from xformer.layers.embed import EmbedParams
 from xformer.layers.linear import LinearParams
@@ -97,7 +97,7 @@ def language_model_loss(
 ) -> tuple[Array, LossCache]:
     """Shares of the texts, of each a row of what is kept."""
     a = number("cross_entropy", "label_smoothing", options.get("label_smoothing", 0.0), 0, 1)
-    z = number("cross_entropy", "z_loss", options.get("z_loss", 0.0))
+    z = finite("cross_entropy", "z_loss", options.get("z_loss", 0.0))
     is_mean = options.get("reduction", "mean") == "mean"
     plan, embed = remembered_model(params, model), params.embed
     if plan.blocks is None or embed is None or model.embed is None:

@@ -28,7 +28,7 @@ from xformer.backends.numpy.linear_cross_entropy import (
 )
 from xformer.backends.numpy.threads import n_threads, run, scratch
 
-from xformer.checks import number
+from xformer.checks import finite, number
 from xformer.dispatch import keeps_nothing
 from xformer.layers.linear import LinearParams
 from xformer.ops.cross_entropy import require_options
@@ -81,7 +81,7 @@ def linear_cross_entropy(
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """The loss, and its gradients unless within `inference()`. Ignored tokens are left out."""
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z = number("cross_entropy", "z_loss", z_loss)
+    z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     xs, targets, chosen = kept_rows(x, w, private(targets), ignore_index)
     xs, targets = np.require(xs, None, PLAIN), np.require(targets, None, PLAIN)

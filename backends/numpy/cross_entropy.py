@@ -10,7 +10,7 @@ from xformer.backends.numpy.ids import private
 from xformer.backends.numpy.rows import row_blocks, rows
 from xformer.backends.numpy.threads import scratch
 
-from xformer.checks import number, require_axis, require_gradient
+from xformer.checks import finite, number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.cross_entropy import cross_entropy as reference
 from xformer.ops.cross_entropy import require_options, split_ignored
@@ -29,7 +29,7 @@ def cross_entropy(
 ) -> tuple[Array, CrossEntropyCache]:
     """Of each row top, total, the target's logit and, with label smoothing, the mean."""
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z = number("cross_entropy", "z_loss", z_loss)
+    z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
     targets, kept = split_ignored(logits, private(targets), ignore_index)

@@ -17,7 +17,7 @@ from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
 
-from xformer.checks import number, require_gradient
+from xformer.checks import finite, number, require_gradient
 from xformer.dispatch import keeps_nothing, kernel
 from xformer.ops.cross_entropy import require_options, split_ignored
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
@@ -64,7 +64,7 @@ def linear_cross_entropy(
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """The loss, and its gradients unless within `inference()`. Ignored tokens are left out."""
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z = number("cross_entropy", "z_loss", z_loss)
+    z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     xs, targets, chosen = kept_rows(x, w, private(targets), ignore_index)
     weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from xformer.checks import number, require_mask
+from xformer.checks import finite, require_mask, whole
 from xformer.typing import Array
 
 Window = tuple[int | None, int | None]
@@ -119,7 +119,7 @@ def require_broadcasts(op: str, name: str, array: Array, full: tuple[int, ...]) 
 def scale_of(op: str, scale: float | None, q: Array) -> float:
     """The scale of the scores: K^-1/2 unless given."""
     # Heads of no width score 0 whatever the scale.
-    return max(q.shape[3], 1) ** -0.5 if scale is None else number(op, "scale", scale)
+    return max(q.shape[3], 1) ** -0.5 if scale is None else finite(op, "scale", scale)
 
 
 def window_of(op: str, window: Any) -> Window:
@@ -127,8 +127,11 @@ def window_of(op: str, window: Any) -> Window:
     if window is None:
         return None, None
     is_pair = isinstance(window, tuple | list) and len(window) == 2
-    if not is_pair or not all(n is None or (type(n) is int and n >= 0) for n in window):
+    sizes = [whole(n) for n in window] if is_pair else []
+    if not is_pair or any(
+        given is not None and (n is None or n < 0) for given, n in zip(window, sizes, strict=True)
+    ):
         raise ValueError(
             f"{op}: window must be (left, right), each an int of at least 0 or None, got {window!r}"
         )
-    return window[0], window[1]
+    return sizes[0], sizes[1]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.checks import (
+    finite,
     number,
     require_axis,
     require_gradient,
@@ -40,7 +41,7 @@ def cross_entropy(
     where they are not. Derivation: docs/derivations/cross_entropy.md
     """
     label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
-    z_loss = number("cross_entropy", "z_loss", z_loss)
+    z_loss = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
     xp = array_namespace(logits)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer.checks import number, require_axis, require_gradient
+from xformer.checks import finite, require_axis, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -24,7 +24,7 @@ def info_nce(a: Array, b: Array, *, scale: float = 20.0) -> tuple[Array, InfoNCE
     a, b: (B, D), B at least 1   loss: (). ValueError where they are not.
     Derivation: docs/derivations/info_nce.md
     """
-    scale = number("info_nce", "scale", scale)
+    scale = finite("info_nce", "scale", scale)
     require_axis("info_nce", a, 0, "a")
     xp = array_namespace(a)
     logits = scale * (a @ b.T)  # (B, B)

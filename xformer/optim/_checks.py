@@ -11,7 +11,7 @@ from typing import Any
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
-from xformer.checks import number, require_gradient
+from xformer.checks import finite, number, require_gradient
 from xformer.shapes import alike, require_array
 from xformer.typing import Array
 
@@ -93,7 +93,7 @@ def learning_rate(op: str, lr: Any) -> Any:
     if not isinstance(lr, Real) and is_array_api_obj(lr) and lr.shape == ():
         require_array(op, "lr", lr, "a number")
         return lr
-    return number(op, "lr", lr, low=0)
+    return finite(op, "lr", lr, low=0)
 
 
 def in_dtype(value: Any, p: Array) -> Any:

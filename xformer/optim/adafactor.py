@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import tree
-from xformer.checks import number
+from xformer.checks import finite, number
 from xformer.optim._checks import (
     in_dtype,
     learning_rate,
@@ -61,7 +61,7 @@ def adafactor(
     negative numbers, a clip of 0, and gradients whose shapes are not their parameters'.
     """
     lr = learning_rate("adafactor", lr)
-    weight_decay = number("adafactor", "weight_decay", weight_decay, low=0)
+    weight_decay = finite("adafactor", "weight_decay", weight_decay, low=0)
     tiny, least = _two_eps(eps)
     clip = number("adafactor", "clip", clip, low=0)
     if clip == 0:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import tree
-from xformer.checks import number
+from xformer.checks import finite, number
 from xformer.dispatch import overridable
 from xformer.optim._checks import (
     all_distinct,
@@ -57,7 +57,7 @@ def adam(
     params, grads: trees of one structure; donate: as every `Optimiser` has it. ValueError for betas
     outside [0, 1), negative numbers, and gradients whose shapes are not their parameters'.
     """
-    weight_decay = number("adam", "weight_decay", weight_decay, low=0)
+    weight_decay = finite("adam", "weight_decay", weight_decay, low=0)
     if weight_decay:
         require_matching("adam", params, grads)
         grads = tree.map(lambda p, g: g + weight_decay * p, params, grads)
@@ -81,7 +81,7 @@ def adamw(
     params, grads, donate: as of `adam`, and ValueError too.
     """
     lr = learning_rate("adamw", lr)
-    keep = 1 - lr * number("adamw", "weight_decay", weight_decay, low=0)
+    keep = 1 - lr * finite("adamw", "weight_decay", weight_decay, low=0)
     return _step("adamw", params, grads, state, lr, betas, eps, keep, donate)
 
 

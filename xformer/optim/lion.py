@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import tree
-from xformer.checks import number
+from xformer.checks import finite
 from xformer.optim._checks import (
     in_dtype,
     learning_rate,
@@ -52,7 +52,7 @@ def lion(
         require_matching("lion", params, other, what)
     beta1, beta2 = two_betas("lion", betas)
     lr = learning_rate("lion", lr)
-    keep = 1 - lr * number("lion", "weight_decay", weight_decay, low=0)
+    keep = 1 - lr * finite("lion", "weight_decay", weight_decay, low=0)
 
     def update(p: Array, m: Array, g: Array) -> Array:
         sign = array_namespace(p).sign(beta1 * m + (1 - beta1) * g)

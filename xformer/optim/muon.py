@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import tree
-from xformer.checks import number, require_sizes
+from xformer.checks import finite, number, require_sizes
 from xformer.optim._checks import (
     in_dtype,
     learning_rate,
@@ -65,7 +65,7 @@ def muon(
     mu = number("muon", "momentum", momentum)
     if not 0 <= mu < 1:
         raise ValueError(f"muon: momentum must lie in [0, 1), got {momentum}")
-    keep = 1 - lr * number("muon", "weight_decay", weight_decay, low=0)
+    keep = 1 - lr * finite("muon", "weight_decay", weight_decay, low=0)
     m = tree.map(lambda m, g: mu * m + (1 - mu) * g, state.momentum, grads)
     u = tree.map(lambda m, g: mu * m + (1 - mu) * g, m, grads) if nesterov else m
 

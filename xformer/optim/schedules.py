@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from xformer.checks import number, require_sizes, whole
+from xformer.checks import finite, number, require_sizes, whole
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -37,7 +37,7 @@ FALLS: dict[str, Callable[[float], float]] = {
 
 def constant(lr: float) -> Schedule:
     """lr, always. ValueError for a negative one."""
-    lr = number("constant", "lr", lr, low=0)
+    lr = finite("constant", "lr", lr, low=0)
 
     def schedule(step: int) -> float:
         _counted("constant", step)
@@ -68,7 +68,7 @@ def inverse_sqrt(lr: float, timescale: int) -> Schedule:
     After a warm-up over `timescale` steps: lr * (timescale / steps so far)^1/2, as T5
     (arXiv:1910.10683, section 3.1.2). ValueError for a negative lr, a timescale below 1.
     """
-    lr = number("inverse_sqrt", "lr", lr, low=0)
+    lr = finite("inverse_sqrt", "lr", lr, low=0)
     (timescale,) = require_sizes("inverse_sqrt", 1, timescale=timescale)
 
     def schedule(step: int) -> float:
@@ -140,7 +140,7 @@ def then(first: Schedule, steps: int, second: Schedule) -> Schedule:
 
 def _fall(op: str, lr: float, steps: int, final: float, left: Callable[[float], float]) -> Schedule:
     """From lr at step 1 to final * lr after `steps` steps."""
-    lr = number(op, "lr", lr, low=0)
+    lr = finite(op, "lr", lr, low=0)
     final = number(op, "final", final, low=0, high=1)
     (steps,) = require_sizes(op, 1, steps=steps)
 

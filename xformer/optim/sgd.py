@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import tree
-from xformer.checks import number
+from xformer.checks import finite
 from xformer.optim._checks import (
     in_dtype,
     learning_rate,
@@ -48,8 +48,8 @@ def sgd(
     require_state("sgd", state, SGDState)
     require_matching("sgd", params, grads)
     lr = learning_rate("sgd", lr)
-    momentum = number("sgd", "momentum", momentum, low=0)
-    weight_decay = number("sgd", "weight_decay", weight_decay, low=0)
+    momentum = finite("sgd", "momentum", momentum, low=0)
+    weight_decay = finite("sgd", "weight_decay", weight_decay, low=0)
     if nesterov and momentum == 0:
         raise ValueError(f"sgd: nesterov needs a positive momentum, got {momentum}")
     if weight_decay:

@@ -62,7 +62,7 @@ class TrainConfig:
         require_sizes("TrainConfig", 0, warmup=self.warmup)
         require_seed("TrainConfig", self.seed)
         for name in ("lr", "weight_decay", "clip", "diverged", "final_lr", "ema"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name in ("lr", "final_lr"):
                 high = 1 if name in ("final_lr", "ema") else math.inf
                 number("TrainConfig", name, getattr(self, name), low=0, high=high)
         for name in ("lr", "weight_decay"):

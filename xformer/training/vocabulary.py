@@ -116,6 +116,8 @@ def train_bpe(
             f"train_bpe: size must be an int of at least 256 bytes and {len(specials)} specials, "
             f"got {size!r}"
         )
+    if n_tokens >= 1 << 32:
+        raise ValueError(f"train_bpe: size must be below 2^32, got {size!r}")
     inner = t.Tokenizer(t.models.BPE())
     inner.pre_tokenizer = t.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = t.decoders.ByteLevel()
