@@ -214,7 +214,7 @@ def language_model(ids: Array) -> Any:
     model, ids = MODELS["rotary"], np.broadcast_to(ids[:, :1], (2, 130))
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         loss, cache = model.loss(of_float32(model), ids, ids)
-        assert "numba.language_model" in type(cache.cache).__module__
+        assert "numba.language_model" in type(cache.model).__module__
         return loss, *tree.flatten(cache.backward()).values()
 
 

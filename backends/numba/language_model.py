@@ -113,8 +113,8 @@ def language_model_loss(
     size = -(-n_texts // n_threads())
     starts = layout_of(plan.blocks, params.stack.blocks, size * length).starts
     # Copies, which are checked, read, and written by in backward.
-    ids = require_ids("embedding", "ids", np.array(tokens, np.int64, order="C"), n_classes, table)
-    goals = np.array(targets, np.int64).reshape(-1)
+    ids, goals = np.array(tokens, np.int64, order="C"), np.array(targets, np.int64).reshape(-1)
+    ids = require_ids("embedding", "ids", ids, n_classes, table)
     goals = require_ids("cross_entropy", "targets", goals, n_classes, table)
     x, y, dy = (lined((n_texts, length, d), FLOAT32) for _ in range(3))
     kept = lined((-(-n_texts // size), int(starts[-1, -1])), FLOAT32)
