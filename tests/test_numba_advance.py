@@ -85,7 +85,10 @@ def small(form: str, **how: Any) -> tuple[Any, Any]:
 
 
 def require_exact(model: Any, params: Any, n_texts: int = 1) -> None:
-    """Within twice the reference's distance from the reference in float64."""
+    """Within twice the reference's distance from the reference in float64.
+
+    And 8 roundings: the reference's own distance depends on its BLAS kernel, by a factor of two.
+    """
     got = continued(model, params, n_texts)
     with reference_only():
         plain = continued(model, params, n_texts)
@@ -93,7 +96,7 @@ def require_exact(model: Any, params: Any, n_texts: int = 1) -> None:
     for one, other, wanted in zip(got, plain, exact, strict=True):
         assert one.dtype == np.float32 and one.shape == wanted.shape
         off, off_plain = (np.max(np.abs(a - wanted)) for a in (one, other))
-        assert off <= 2 * off_plain + 4 * np.finfo(np.float32).eps * np.max(np.abs(wanted))
+        assert off <= 2 * off_plain + 8 * np.finfo(np.float32).eps * np.max(np.abs(wanted))
 
 
 def sideways(w: Array) -> Array:

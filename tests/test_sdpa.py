@@ -115,7 +115,8 @@ def test_a_window_is_a_mask(library: Backend, t: int, s: int, window: Any) -> No
     seen &= (left is None or j >= i - left) & (right is None or j <= i + right)
     windowed = results(library, given, window=window)
     for a, b in zip(windowed, results(library, given, mask=library.asarray(seen)), strict=True):
-        assert np.array_equal(a, b)
+        # Keys that no query sees are left out of products: some BLAS kernels then round otherwise.
+        np.testing.assert_allclose(a, b, rtol=0, atol=4 * np.finfo(np.float64).eps)
 
 
 @only("numpy")
