@@ -107,7 +107,7 @@ def test_a_text_is_one_of_its_choices(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [[1], [1, 2, 3], "12", {"0": 1}, [1] * 20_000])
 def test_a_list_has_its_length(value: Any) -> None:
-    with refuses("sizes must be a list of 2, got "):
+    with refuses("sizes must be a list of 2 integers, got "):
         config(sizes=value).integers("sizes", length=2)
 
 

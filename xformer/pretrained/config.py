@@ -114,7 +114,7 @@ class Config:
         self, name: str, *, low: int = 0, high: int = MAX, length: int | None = None, **absent: Any
     ) -> Any:
         """A tuple of ints in [low, high], `length` of them where it is given."""
-        return self._read_list(name, _integer(low, high), length, **absent)
+        return self._read_list(name, "integers", _integer(low, high), length, **absent)
 
     def numbers(
         self,
@@ -126,13 +126,13 @@ class Config:
         **absent: Any,
     ) -> Any:
         """A tuple of floats in [low, high], `length` of them where it is given."""
-        return self._read_list(name, _number(low, high), length, **absent)
+        return self._read_list(name, "numbers", _number(low, high), length, **absent)
 
     def texts(
         self, name: str, *, choices: Sequence[str] = (), length: int | None = None, **absent: Any
     ) -> Any:
         """A tuple of strings of `choices`, `length` of them where it is given."""
-        return self._read_list(name, _text(choices), length, **absent)
+        return self._read_list(name, "strings", _text(choices), length, **absent)
 
     def sub(self, name: str) -> Config | None:
         """The object under a key, None where there is none; `finish` finishes it too."""
@@ -246,13 +246,14 @@ class Config:
     def _read_list(
         self,
         name: str,
+        kind: str,
         check: Callable[[Any], Any],
         length: int | None,
         default: Any = REQUIRED,
         null: Any = REQUIRED,
     ) -> Any:
         def items(value: Any) -> tuple[Any, ...]:
-            wanted = f"a list of {f'at most {MAX_ITEMS}' if length is None else length}"
+            wanted = f"a list of {f'at most {MAX_ITEMS}' if length is None else length} {kind}"
             if not isinstance(value, list):
                 raise ValueError(wanted)
             if len(value) > MAX_ITEMS or length not in (None, len(value)):
