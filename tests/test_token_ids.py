@@ -222,6 +222,17 @@ def test_a_guess_ends_no_text(
     assert written(path, capsys) == "ab" + codec.decode(want[: want.index(end)])
 
 
+def test_a_token_that_the_model_lacks_ends_no_text(tmp_path: Path) -> None:
+    """As of a folder whose tokenizer was given an eos_token, and whose model was not resized."""
+    path = saved(tmp_path, GPT2)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    codec, (model, _) = tokenizer(path), pretrained.load(path)
+    assert codec.eos_id is not None and codec.eos_id >= model.embed.vocab_size
+    assert ends_of(codec, model) == frozenset() and end_of(codec, model) is None
+    (example,) = finetune.task("causal", model, codec, 16).examples({"text": "ab ab"})
+    assert example.targets.tolist() == codec.encode("ab ab")[1:]
+
+
 def test_runs_of_byte_pairs_end_where_they_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

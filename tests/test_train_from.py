@@ -212,6 +212,7 @@ def test_prepared_text_has_the_vocabulary_of_the_model(capsys: pytest.CaptureFix
         (["--from", "gpt2", "--vocabulary", "bytes"], "--vocabulary goes without --from"),
         (["--from", "gpt2", "--context", "33"], "--context must be at most the 32 of the model"),
         (["--from", "gpt2", "--resume", "own"], "--from begins a new run, and goes without"),
+        (["--from", "longer"], "longer: the id of the EOS token must be below "),
         (["--from", "bare"], "bare is no file of a tokenizer, and no folder with one"),
     ],
 )
@@ -225,6 +226,8 @@ def test_mistakes_are_one_line(
     pairs = Transformer(9, 9, 8, 2, 1, 1, 8)
     training.save("pairs", pairs, pairs.init(), NUMPY)
     shutil.copytree("gpt2", "bare", ignore=lambda *_: ["tokenizer.json", "tokenizer_config.json"])
+    shutil.copytree("gpt2", "longer")
+    Path("longer/tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     assert main([*TRAIN, *options, "--out", "new"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("xformer: error: ") and message in err and err.count("\n") == 1

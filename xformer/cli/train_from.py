@@ -56,6 +56,11 @@ def origin_of(path: str) -> Origin:
         raise ValueError(
             f"--from: {path}: the vocabulary must have the model's {size} tokens, got {words.size}"
         )
+    if words.eos_id is not None and words.eos_id >= size:
+        raise ValueError(
+            f"--from: {path}: the id of the EOS token must be below {size}, the model's "
+            f"vocabulary size, got {words.eos_id}"
+        )
     return Origin(model, words)
 
 

@@ -98,12 +98,12 @@ def end_of(tokenizer: Codec, model: Any) -> int | None:
 
 
 def _ends(tokenizer: Codec, model: Any) -> tuple[int, ...]:
-    size = n_tokens(model)
+    size, end = n_tokens(model), tokenizer.eos_id
     ids = tuple(i for i in token_ids(model, "eos_token_id") if i < size)
     is_guess = "eos_token" in getattr(tokenizer, "guessed", ())
-    if ids or is_guess or tokenizer.eos_id is None:
+    if ids or is_guess or end is None or end >= size:
         return ids
-    return (tokenizer.eos_id,)
+    return (end,)
 
 
 def prompt_ids(tokenizer: Codec, model: Any, prompt: str, what: str = "prompt") -> list[int]:
