@@ -32,8 +32,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="continue a prompt",
-        description="Defaults are those of the model's generation_config.json, where it has them. "
-        "Its values that are used are printed on stderr.",
+        description="Values in the model's generation_config.json come before the defaults below. "
+        "Those that are used are printed on stderr.",
     )
     add = parser.add_argument
     add(

@@ -47,7 +47,7 @@ class Output:
 def printing() -> Iterator[Output]:
     """`sys.stdout` and `sys.stderr` are an `Output` inside, also where the process has none.
 
-    Gives that of standard output.
+    Gives the `Output` of standard output.
     """
     _open_standard()
     before = sys.stdout, sys.stderr

@@ -34,8 +34,8 @@ class Origin(NamedTuple):
 def origin_of(path: str) -> Origin:
     """What a folder holds; no weights are read.
 
-    FileNotFoundError, ValueError for a model that is no causal language model, or without its
-    vocabulary.
+    FileNotFoundError without a tokenizer. ValueError for a model that is no causal language model,
+    or lacks tokens of its vocabulary.
     """
     root = Path(path)
     if root.is_file():
@@ -88,7 +88,7 @@ def usual(path: str) -> Usual:
 
 
 def origin(options: argparse.Namespace) -> Origin:
-    """The model of --from, or that which a run has noted, whose vocabulary lies in its folder."""
+    """The model of --from, or the one that a run has noted, with the vocabulary in its folder."""
     if options.resume is None:
         return origin_of(options.origin)
     try:
@@ -130,7 +130,7 @@ def in_folder(folder: str | os.PathLike[str], options: argparse.Namespace) -> ar
 
 
 def save_vocabulary(words: Vocabulary, options: argparse.Namespace, folder: Path) -> None:
-    """Write the vocabulary beside the model; that of a pretrained folder with all its files."""
+    """Write the vocabulary beside the model; a pretrained folder's tokenizer with all its files."""
     if isinstance(words, Subwords) and options.origin is not None:
         if not (folder / "tokenizer.json").exists():
             copy_beside(words.tokenizer, Path(options.origin), folder)

@@ -137,7 +137,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, help="in all; the preset's unless given; with --resume it may grow")
     add("--batch", type=int, metavar="N", help="texts at once; the preset's unless given")
     add("--accumulate", type=int, metavar="N", help="batches in a step (default: 1)")
-    add("--lr", type=float, help="at its peak; the preset's unless given")
+    lr = "at its peak (default: the preset's; with --from a pretrained model 5e-5)"
+    add("--lr", type=float, help=lr)
     add("--schedule", choices=(*SCHEDULES, NOAM), help="default: cosine")
     add("--warmup", type=int, metavar="STEPS", help="default: 50")
     add("--optimiser", choices=OPTIMISERS, help="default: adamw")

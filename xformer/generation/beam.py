@@ -50,9 +50,9 @@ def beam_search(
     prompts, max_new, stop: as in `stream`. At each step the n_beams likeliest texts that have not
     ended go on. length_penalty: above 0 longer ones score higher. A prompt is done with n_beams
     texts that have ended, early_stopping: at once (True); when the best that goes on scores lower
-    than all of them (False); when it would even at its greatest length ("never"). filters: what is
-    done to the log probabilities of each next token, as a sampler of `stream`. The same tokens
-    as transformers' generate(num_beams=n_beams, do_sample=False). ValueError as `stream`.
+    than all of them (False); when it would even at its greatest length ("never"). filters: changes
+    the log probabilities of each next token, as a sampler of `stream` changes logits. The tokens
+    are those of transformers' generate(num_beams=n_beams, do_sample=False). ValueError as `stream`.
     """
     network = network_of("beam_search", model)
     n_beams, max_new = require_sizes("beam_search", 1, n_beams=n_beams, max_new=max_new)

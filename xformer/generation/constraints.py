@@ -1,4 +1,4 @@
-"""Filters that forbid tokens, or force them; each is the LogitsProcessor of its name there.
+"""Filters that forbid tokens or force them, as the LogitsProcessors of transformers do.
 
 As the filters of `samplers`, they are functions of logits (B, V) and the ids of each text.
 """
@@ -23,8 +23,8 @@ def constraints(
 ) -> Filter | None:
     """What a model's files forbid and force; None where they do neither.
 
-    ends: the ids that end a text, which min_length and min_new_tokens put off. n_prompt: tokens of
-    the prompt, or of the start of a target, before at most max_new that follow it.
+    ends: the ids that end a text; min_length and min_new_tokens put them off. n_prompt: tokens of
+    the prompt, or of the start of a target. max_new: the most tokens that follow it.
     """
     s, begin = settings, n_prompt
     if n_prompt == 1 and s.forced_bos_token_id is not None:

@@ -9,7 +9,7 @@ from xformer.generation.token_ids import n_tokens, valid_ids
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, GENERATION
 
-# transformers' defaults. Old releases wrote all of them to config.json, where they say nothing.
+# transformers' defaults. Old releases wrote all of them to config.json, where they mean nothing.
 DEFAULTS: dict[str, Any] = {
     "max_length": 20,
     "min_length": 0,

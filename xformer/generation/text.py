@@ -56,12 +56,12 @@ def stream_text(
 ) -> Iterator[str]:
     """Pieces of the text that continues a prompt, or of the target of a source, as they come.
 
-    stop: strings and ids that end the text and are no part of it, beside those of `ends_of`, and
-    stop_strings of the model's generation_config.json. A string may hold special tokens as the
-    tokenizer spells them, which are not shown. No piece runs ahead into a stop string, however the
-    tokens cut it. max_new, sampler, options: as in `stream`; `constraints` of the
-    model's generation_config.json come before the sampler. An
-    empty prompt is the token of `prompt_ids`. ValueError where there is none, and as `stream`.
+    stop: strings and ids that end the text and are no part of it. They are added to the ids of
+    `ends_of` and to the stop_strings of the model's generation_config.json. A string may hold
+    special tokens as the tokenizer spells them, which are not shown. No piece runs ahead into a
+    stop string, however the tokens cut it. max_new, sampler, options: as in `stream`. The
+    `constraints` of the model's generation_config.json come before the sampler. An empty prompt
+    is the token of `prompt_ids`. ValueError where there is none, and as `stream`.
     """
     network = network_of("stream_text", model)
     if isinstance(stop, str | bytes) or not (stop is None or is_iterable(stop)):
@@ -141,7 +141,7 @@ def decoded(
 ) -> Iterator[str]:
     """The text of ids that come after `before`, in pieces of whole letters.
 
-    hidden: ids such as `hidden_ids`, of which the spelling comes as a piece, `Hidden`, for `until`.
+    hidden: ids such as `hidden_ids`. The spelling of each comes as a piece, `Hidden`, for `until`.
 
     The text of a token depends on those around it: a letter may take several, and some decoders
     drop a space at the beginning. Decoded are therefore the last piece's ids and those after them,
@@ -190,7 +190,7 @@ def _spelling(tokenizer: Codec, i: int) -> str:
 def _open(text: str, n_new: int) -> int:
     """How many letters at the end of text may still become others, with the ids to come.
 
-    A letter has at most 4 bytes, of which 3 wait for the last one; older ones wait in vain.
+    A letter has at most 4 bytes, so that at most 3 wait for the last one; older ones wait in vain.
     """
     n = len(text) - len(text.rstrip(BROKEN))
     return n if n_new < MOST_BYTES else min(n, MOST_BYTES - 1)
@@ -208,9 +208,9 @@ def _context(tokenizer: Codec, ids: Sequence[int]) -> list[int]:
 def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
     """The text of pieces before the first stop string in it, however they cut it.
 
-    First is the one that is complete first, of those the longest. What may be the beginning of one
-    is held back until more is known. Pieces that are `Hidden` are sought as well, and not given.
-    ValueError for an empty stop string.
+    First is the string that is complete first, or the longest if several are. What may be the
+    beginning of one is held back until more is known. Stop strings are sought in pieces that are
+    `Hidden` too, which are not given. ValueError for an empty stop string.
     """
     if isinstance(stop, str) or not all(isinstance(s, str) for s in stop):
         raise TypeError(f"until: stop must hold strings, got {stop!r:.60}")

@@ -44,8 +44,8 @@ class Tokenizer:
 
     vocab_size is one more than the largest id; special_ids are of tokens that are no text.
     truncation_side: the end at which `batch` cuts long texts, "right" or "left".
-    guessed: kinds such as "eos_token" that no file names; that of the class is taken, or a usual
-    name of the vocabulary.
+    guessed: kinds such as "eos_token" that no file names. The token of the class is taken, or a
+    usual name of the vocabulary.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """What transformers' classes make of a vocabulary: how a text is normalised, split and surrounded.
 
 A class that is named beside tokenizer.json replaces these parts of tokenizer.json, as in
-transformers 5: its settings are those of tokenizer_config.json. The vocabulary, the merges and,
-unless the class has one, the post-processor stay those of tokenizer.json.
+transformers 5. It takes its settings from tokenizer_config.json. The vocabulary and the merges stay
+as in tokenizer.json, and so does the post-processor unless the class has one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Rules = Callable[[Any, Config], None]
 class Kind(NamedTuple):
     """A class: its model of `tokenizers`, its tokens unless named, its rules.
 
-    rules set the normaliser, the pre-tokeniser and the decoder; around sets the post-processor,
-    which is that of tokenizer.json otherwise. extra: more special tokens unless some are named.
+    rules set the normaliser, the pre-tokeniser and the decoder. around sets the post-processor;
+    None keeps the one of tokenizer.json. extra: more special tokens unless some are named.
     """
 
     model: str
@@ -229,7 +229,7 @@ def _require_unknown(inner: Any, config: Config, wanted: int) -> None:
 def require_agreement(inner: Any, config: Config) -> None:
     """PretrainedError where BERT's normaliser in tokenizer.json has other settings than config.
 
-    For classes that are not in `KINDS`, of which nothing says whose settings count.
+    For classes that are not in `KINDS`: nothing says whose settings count for them.
     """
     for part in _normalizers(inner):
         for key, theirs in BERT_KEYS.items():

@@ -88,7 +88,7 @@ def settings(folder: Path) -> Config:
 def class_of(config: Config, folder: Path) -> tuple[str | None, bool]:
     """The tokenizer's class without "Fast", and whether a file names it; None: no class counts.
 
-    config: that of `settings`, beside which the folder's config.json is read.
+    config: the result of `settings`. The folder's config.json is read beside it.
     """
     path = folder / MODEL
     model = Config(read_json(path) if os.path.lexists(path) else {}, str(path))

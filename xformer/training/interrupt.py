@@ -15,9 +15,9 @@ from typing import Any
 def interruptible(message: str = "") -> Iterator[Callable[[], bool]]:
     """A function that says whether Ctrl-C was pressed; a second time raises KeyboardInterrupt.
 
-    message: for stderr when it is pressed. It never was outside the main thread, where signals do
-    not arrive, nor where SIGINT is ignored, as of a shell's `command &`, or has a handler that is
-    not Python's usual one: both stay.
+    message: for stderr when it is pressed. Outside the main thread signals do not arrive, and the
+    answer is always no. So it is where SIGINT is ignored, as by a shell's `command &`, or has a
+    handler that is not Python's usual one; both are left as they are.
     """
     pressed = threading.Event()
 
