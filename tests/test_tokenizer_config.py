@@ -116,6 +116,7 @@ LATER = {str(N): flags("XX", lstrip=True), str(N + 1): flags("lol", special=Fals
 SPACED = {"__type": "AddedToken", **flags("Q", lstrip=True)}
 FIRST = {"0": flags("<s>")}
 MAP = {"eos_token": flags("XX", rstrip=True), "additional_special_tokens": ["Q", "hello"]}
+LISTED = {"added_tokens": {"Q": N}, "special_tokens_map": {"additional_special_tokens": ["Q"]}}
 BERT, PLAIN, LLAMA = "BertTokenizer", "PreTrainedTokenizerFast", "LlamaTokenizer"
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -148,6 +149,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("bert", config(PLAIN, extra_special_tokens=["XX"]) | {"special_tokens_map": MAP}),
     ("bert", config(PLAIN, added_tokens_decoder=OWN) | {"special_tokens_map": MAP}),
     ("bert", {"added_tokens": {"XX": N, "lol": N + 1}, "special_tokens_map": MAP}),
+    ("bert", LISTED),
+    ("vocab.txt", config(BERT) | LISTED),
+    ("vocab.txt", config(BERT, extra_special_tokens=["Q"]) | {"added_tokens": {"Q": N}}),
     *(
         ("gpt2", config(name, **keys))
         for name in ("GPT2Tokenizer", "GPTNeoXTokenizerFast", "Qwen2Tokenizer", LLAMA, PLAIN)

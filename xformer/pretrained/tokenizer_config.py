@@ -73,13 +73,11 @@ def settings(folder: Path) -> Config:
     data: dict[str, Any] = {}
     if os.path.lexists(folder / CONFIG):
         data = read_json(folder / CONFIG, CONFIG_LIMIT)
-    extra = next((data[key] for key in EXTRA if data.get(key)), None)
+    extra = [(key, data[key]) for key in EXTRA if data.get(key)]
     if data.get(BY_ID) is None and os.path.lexists(folder / MAP):
         data |= (older := read_json(folder / MAP, CONFIG_LIMIT))
-        extra = extra or next((older[key] for key in EXTRA if older.get(key)), None)
-    data = {key: value for key, value in data.items() if key not in EXTRA}
-    if extra:
-        data[EXTRA[0]] = extra
+        extra += [(key, older[key]) for key in EXTRA if older.get(key)]
+    data = {key: value for key, value in data.items() if key not in EXTRA} | dict(extra[:1])
     if data.get(BY_ID) is None and os.path.lexists(folder / ADDED):
         data["added_tokens"] = read_json(folder / ADDED, CONFIG_LIMIT)
     return Config(data, str(folder / CONFIG))
@@ -129,13 +127,17 @@ def tokens_of(config: Config) -> Tokens:
         for key in (*NAMED, *keys)
         if key in config.data and not isinstance(config.data[key], bool)  # add_bos_token
     }
-    extra = config.data.get(EXTRA[0])
-    if isinstance(extra, dict):
-        parts = config.sub(EXTRA[0]) or Config({})
+    name = next((name for name in EXTRA if name in config.data), EXTRA[0])
+    # Of added_tokens.json transformers takes these tokens for special, and no others.
+    special = {token.content for key in NAMED if (token := named.get(key))}
+    listed_tokens = []
+    if isinstance(config.data.get(name), dict):
+        parts = config.sub(name) or Config({})
         named |= {key: _named(parts, key) for key in parts.data}
-        extra = None
-    listed_tokens = list(_listed(config, extra))
-    special = {str(token.content) for token in [*named.values(), *listed_tokens] if token}
+    else:
+        listed_tokens = list(_listed(config, name))
+    if name == EXTRA[0]:
+        special.update(token.content for token in listed_tokens)
     return Tokens(named, listed_tokens, dict(_by_id(config, special)))
 
 
@@ -180,14 +182,15 @@ def _token(part: Config, *, special: bool) -> Any:
     return _added(part.text("content"), **flags)
 
 
-def _listed(config: Config, extra: Any) -> Iterator[Any]:
-    """The tokens of extra_special_tokens."""
+def _listed(config: Config, name: str) -> Iterator[Any]:
+    """The tokens of extra_special_tokens, or of additional_special_tokens."""
+    extra = config.data.get(name)
     if not isinstance(extra, list | None):
-        raise config.refused(EXTRA[0], "a list of tokens, or an object of them")
+        raise config.refused(name, "a list of tokens, or an object of them")
     for token in extra or []:
         if not isinstance(token, str | dict):
-            raise config.refused(EXTRA[0], "a list of tokens")
-        part = Config(token, f"{config.where}: {EXTRA[0]}") if isinstance(token, dict) else None
+            raise config.refused(name, "a list of tokens")
+        part = Config(token, f"{config.where}: {name}") if isinstance(token, dict) else None
         yield _added(str(token)) if part is None else _token(part, special=True)
 
 

@@ -106,7 +106,9 @@ def _finished(source: Any, kind: Kind | None, config: Config) -> Built:
         usual["pad_token"] = source.padding["pad_token"]
     if kind is not None:
         usual = dict.fromkeys(NAMED) | usual | dict(kind.tokens)
-    extra = {} if kind is None or kind.extra is None else {EXTRA[0]: kind.extra(config)}
+    extra = {}
+    if kind is not None and kind.extra is not None and not config.data.keys() & set(EXTRA):
+        extra[EXTRA[0]] = kind.extra(config)
     config = Config({**usual, **extra, **config.data}, config.where)
     inner = source if kind is None else of_class(kind, source, config)
     _add(inner, source, config)
