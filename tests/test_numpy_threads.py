@@ -288,6 +288,18 @@ def test_scratch_is_a_threads_own_and_its_holders() -> None:
     assert not np.shares_memory(b, other[0])
 
 
+def test_a_pool_keeps_few_buffers_whatever_was_held_at_once() -> None:
+    held = [scratch("held", (5,), np.float32) for _ in range(20)]
+    for i, x in enumerate(held):
+        x[...] = i
+    assert [x[0] for x in held] == list(range(20))  # each has memory of its own
+    del held, x
+    before = len(kernels._kept.pools["held"])
+    for size in (3, 5, 500, 20):
+        scratch("held", (size,), np.float32)
+    assert before == kernels.POOLED and len(kernels._kept.pools["held"]) == 1
+
+
 def test_two_threads_that_want_blas_alone() -> None:
     """Whoever leaves last leaves the number of threads as it was; pieces go on all of them."""
     inside, left, ran = threading.Event(), threading.Event(), set()

@@ -31,6 +31,7 @@ Piece = Callable[[int, int], Any]
 _Pool = list[tuple[Array, int]]  # buffers, and where a line begins in them
 
 LINE = 64  # bytes of memory that come together
+POOLED = 4  # buffers of one name that a thread keeps; signal handlers may hold any number
 
 
 def n_threads() -> int:
@@ -137,23 +138,20 @@ def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     pool = _kept.pools.setdefault(name, [])
+    buffer = _free(pool, nbytes, _IDLE)
+    if buffer is None:
+        buffer = _lined(nbytes)
+        busy = [other for other in pool if _free([other], 0, _IDLE) is None]
+        _kept.pools[name] = [*busy, buffer][-POOLED:]  # the idle ones are too small
+    return np.ndarray(shape, dtype, *buffer)
+
+
+def _free(pool: _Pool, nbytes: int, idle: int) -> tuple[Array, int] | None:
+    """The first buffer of `nbytes` or more with `idle` references."""
     for raw, offset in pool:
-        if sys.getrefcount(raw) == _IDLE and raw.nbytes >= offset + nbytes:
-            return np.ndarray(shape, dtype, raw, offset)
-    raw, offset = _lined(nbytes)
-    _kept.pools[name] = [*_busy(pool), (raw, offset)]
-    return np.ndarray(shape, dtype, raw, offset)
-
-
-def _busy(pool: _Pool) -> _Pool:
-    """The buffers that arrays refer to; the others are too small."""
-    return [(raw, offset) for raw, offset in pool if sys.getrefcount(raw) != _IDLE]
-
-
-def _references() -> int:
-    """The references to a buffer in a pool that no array refers to, while a loop looks at it."""
-    pool = [_lined(0)]
-    return next(sys.getrefcount(raw) for raw, _ in pool)
+        if sys.getrefcount(raw) == idle and raw.nbytes >= offset + nbytes:
+            return raw, offset
+    return None
 
 
 def lined(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -238,7 +236,8 @@ class _Kept(threading.local):
         self.in_piece = False
 
 
-_IDLE = _references()
+# References to a buffer that no array refers to, as `_free` counts them: it depends on the Python.
+_IDLE = next(n for n in itertools.count() if _free([_lined(0)], 0, n))
 _state = _State()
 _everyone: WeakValueDictionary[int, _Pools] = WeakValueDictionary()
 _kept = _Kept()
