@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from array_api_compat import array_namespace, device
+from xformer.backends.exclusive import Exclusive
 
 from xformer.layers.past import Past
 from xformer.typing import Array
 
 LEAST = 64  # tokens
 
-
-class _Claims:
-    """One at a time: another thread waits; a signal handler in the midst of one is refused."""
-
-    def __init__(self) -> None:
-        self._lock, self._is_held = threading.RLock(), False
-
-    def alone(self, fn: Callable[..., bool], *args: Any) -> bool:
-        """fn(*args), or False."""
-        with self._lock:
-            if self._is_held:
-                return False
-            self._is_held = True
-            try:
-                return fn(*args)
-            finally:
-                self._is_held = False
-
-
-_claims = _Claims()
+_claims = Exclusive()
 
 
 def _forked() -> None:
     global _claims
-    _claims = _Claims()  # whoever held the parent's lock is not in the child
+    _claims = Exclusive()  # whoever held the parent's lock is not in the child
 
 
 if hasattr(os, "register_at_fork"):
@@ -116,7 +96,7 @@ def longer(past: Past, n: int) -> Any:
 
 def claimed(rooms: tuple[Room, ...], end: int, n: int) -> bool:
     """Whether n columns behind `end` were free in each room; then they are taken."""
-    return _claims.alone(_claim, rooms, end, n)  # a text may be continued by two threads at once
+    return _claims.run(_claim, rooms, end, n)  # a text may be continued by two threads at once
 
 
 def _claim(rooms: tuple[Room, ...], end: int, n: int) -> bool:
@@ -130,7 +110,7 @@ def _claim(rooms: tuple[Room, ...], end: int, n: int) -> bool:
 
 def given_back(rooms: tuple[Room, ...], end: int, n: int) -> None:
     """Of the columns up to `end`, which one has claimed, the last n are free again."""
-    _claims.alone(_give_back, rooms, end, n)
+    _claims.run(_give_back, rooms, end, n)
 
 
 def _give_back(rooms: tuple[Room, ...], end: int, n: int) -> bool:

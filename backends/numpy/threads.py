@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from xformer.backends.exclusive import Exclusive
 
 from xformer.typing import Array
 
@@ -38,7 +39,7 @@ def n_threads() -> int:
     """How many threads BLAS has, or had before pieces ran; 1 in a piece, or if it does not say."""
     if _kept.n_threads:
         return _kept.n_threads
-    with _state.changing:
+    with _state.numbers.lock:
         return min((n for _, n in _numbers()), default=1)
 
 
@@ -188,22 +189,9 @@ class _State:
         self.pool = threading.Lock()  # of whoever has all threads
         self.jobs: SimpleQueue[tuple[_Job, Context]] = SimpleQueue()
         self.n_threads = 0
-        # Of whoever reads or sets BLAS's numbers of threads: a signal handler may come again.
-        self.changing, self._is_changing = threading.RLock(), False
+        self.numbers = Exclusive()  # BLAS's numbers of threads are read or set
         self.inside: set[object] = set()  # calls of `_one_thread`
         self.before: dict[Any, int] = {}  # then, of each library, the number to go back to
-
-    def alone(self, change: Callable[..., None], *args: Any) -> bool:
-        """change(*args); False where a signal handler interrupts another change of its thread."""
-        with self.changing:
-            if self._is_changing:
-                return False
-            self._is_changing = True
-            try:
-                change(*args)
-            finally:
-                self._is_changing = False
-        return True
 
 
 class _Job:
@@ -307,22 +295,23 @@ def _one_thread() -> Iterator[bool]:
     state, one, before = _state, object(), list[tuple[Any, int]]()
     with _pool() as has_pool:
         try:
-            changes = state.alone(_enter, state, one, before)
+            changes = state.numbers.run(_enter, state, one, before)
             yield has_pool and changes
         finally:
             if one in state.inside:
-                state.alone(_leave, state, one, before)
+                state.numbers.run(_leave, state, one, before)
 
 
-def _enter(state: _State, one: object, before: list[tuple[Any, int]]) -> None:
+def _enter(state: _State, one: object, before: list[tuple[Any, int]]) -> bool:
     state.inside.add(one)
     before += _numbers()
     state.before = {library: n for library, n in before if not _of_thread(library)}
     for library, _ in before:
         library.set_num_threads(1)
+    return True
 
 
-def _leave(state: _State, one: object, before: list[tuple[Any, int]]) -> None:
+def _leave(state: _State, one: object, before: list[tuple[Any, int]]) -> bool:
     """The last to leave gives BLAS its threads back."""
     state.inside.discard(one)
     for library, n in before:
@@ -332,6 +321,7 @@ def _leave(state: _State, one: object, before: list[tuple[Any, int]]) -> None:
             library.clear_controlling_thread()  # else only this thread could set it
     if not state.inside:
         state.before = {}
+    return True
 
 
 def _numbers() -> list[tuple[Any, int]]:
