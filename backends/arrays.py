@@ -21,7 +21,7 @@ def refusal(array_type: type) -> str | None:
     for base in array_type.__mro__:
         if base is np.ndarray:
             return None
-        own = base.__module__.partition(".")[0] == "xformer"  # arrays that count FLOPs
+        own = base.__module__.partition(".")[0] == "xformer"  # as the stand-in for CuPy's arrays
         if not own and MEANING & vars(base).keys():
             return f"{array_type.__name__}, which computes otherwise than numpy.ndarray"
     return None

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import signal
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -96,6 +97,13 @@ def _module(item: pytest.Item) -> str:
 
 def _name(item: pytest.Item) -> str:
     return f"{_module(item)}.{item.name}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_ctrl_c() -> None:
+    """Ctrl-C as in a terminal, also in tests that a shell began with `&`, which ignores it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

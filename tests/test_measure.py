@@ -189,6 +189,7 @@ def test_experts_keep_as_much_however_they_are_chosen() -> None:
 class Counted(np.ndarray):
     """An array that counts the FLOPs of all products with it, and of what it is made into."""
 
+    __module__ = "xformer"  # whose own subclasses are not refused
     flops = 0
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **options: Any) -> Any:

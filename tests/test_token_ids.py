@@ -237,6 +237,7 @@ def test_runs_of_byte_pairs_end_where_they_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their documents end with <|endoftext|>, in memory and once they are saved."""
+    pytest.importorskip("tokenizers")
     own = training.train_bpe(["the quick brown fox"], 270)
     assert own.eos_id is not None
     gpt = GPT(own.size, n_layers=1, d_model=16, n_heads=2, max_len=32)
