@@ -114,7 +114,7 @@ def test_more_than_adapters_is_written_as_a_whole(tmp_path: Path) -> None:
 
 def test_the_hubs_command_takes_what_is_said() -> None:
     """`hf download NAME --local-dir FOLDER`, without the network."""
-    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    pytest.importorskip("huggingface_hub", reason="transformers, which brings it, is not installed")
     from huggingface_hub.cli.download import download
 
     assert {"repo_id", "local_dir"} <= set(inspect.signature(download).parameters)

@@ -167,7 +167,7 @@ def test_leaves_that_share_memory_are_not_written_over(library: Backend, how: st
     params = [memory[:40], memory[VIEWS.get(how, slice(32, 48))]]
     if how == "mapped":  # arrays of no common base, as of a file
         if library.name == "cuda_shim":
-            pytest.skip("memory of the host")
+            pytest.skip("a file is memory of the host, not of CUDA")
         mapped = bytearray(library.to_numpy(memory).tobytes())
         params = [np.frombuffer(mapped, np.float32, n, at) for n, at in ((40, 0), (16, 128))]
     before = [library.to_numpy(x).copy() for x in params]
