@@ -98,8 +98,8 @@ class Tokens(NamedTuple):
     @staticmethod
     def of(targets: Array, dtype: Any, label_smoothing: float, z_loss: float) -> Tokens:
         """Nothing yet, of any token."""
-        numbers = (np.empty(targets.size, dtype) for _ in range(4))
-        return Tokens(targets.reshape(-1), *numbers, label_smoothing, z_loss)
+        top, total, hit, mean = (np.empty(targets.size, dtype) for _ in range(4))
+        return Tokens(targets.reshape(-1), top, total, hit, mean, label_smoothing, z_loss)
 
     def read(self, x: Array, at: slice, e: Array) -> None:
         """These tokens' from their logits x; exp(x - top) to e, which may be x."""
