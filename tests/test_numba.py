@@ -227,12 +227,16 @@ def test_adam_of_leaves_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(known) == 0
 
 
-def test_ids_that_were_written_over_are_refused() -> None:
-    """Before the backward, whose loops write at rows that they name."""
+def test_ids_that_were_written_over_name_no_row() -> None:
+    """The caller's ids are copied; those of the cache, where loops write, are checked again."""
     table, ids = np.ones((5, 3), np.float32), np.array([1, 4])
     y, cache = COMPILED[ops.embedding].run(table, ids=ids)
+    ids[:] = 7
+    wanted = np.zeros_like(table)
+    wanted[[1, 4]] = 1
+    np.testing.assert_array_equal(cache.backward(y), wanted)
     for wrong in (5, -1):
-        ids[1] = wrong
+        cache.ids[1] = wrong
         with pytest.raises(ValueError, match=r"embedding: ids must lie in \[0, 5\)"):
             cache.backward(y)
 
