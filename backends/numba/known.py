@@ -43,7 +43,7 @@ class Known:
 
 
 def pinned(arrays: Iterable[Any], forget: Callable[[Any], None] | None = None) -> list[Pin]:
-    """Keep these arrays where they are, while somebody keeps the answer; None is left out."""
+    """Weak references, with which NumPy resizes none of these arrays; None is left out."""
     return [weakref.ref(x, forget) for x in arrays if x is not None]
 
 

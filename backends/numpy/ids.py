@@ -1,4 +1,4 @@
-"""Ids that nobody else can write to."""
+"""A private copy of ids: no other thread can write to it."""
 
 from __future__ import annotations
 

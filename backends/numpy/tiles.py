@@ -233,9 +233,9 @@ def place(x: Array, part: Part, *rest: slice) -> tuple[slice, ...]:
 
 
 def _replace(x: Array, low: int | None, high: int | None, what: float) -> None:
-    """x = what, 0 or -inf, but where row + low <= column <= row + high.
+    """Write `what`, 0 or -inf, to x except where row + low <= column <= row + high.
 
-    By bits: in as much time as it takes to add or multiply, and in a third of that of `copyto`.
+    Bit operations take as long as an addition would, and a third of the time of `copyto`.
     """
     inside, infinite = _band(*x.shape[2:], low, high, x.dtype)
     bits = x.view(inside.dtype)
@@ -248,7 +248,7 @@ def _replace(x: Array, low: int | None, high: int | None, what: float) -> None:
 def _band(
     n: int, m: int, low: int | None, high: int | None, dtype: np.dtype
 ) -> tuple[Array, Array]:
-    """(n, m), bits: all where row + low <= column <= row + high; those of -inf elsewhere."""
+    """Two arrays of bits (n, m): set where row + low <= column <= row + high; -inf elsewhere."""
     column, row = np.arange(m), np.arange(n)[:, None]
     inside = (low is None or column >= row + low) & (high is None or column <= row + high)
     infinite = np.asarray(-np.inf, dtype).view(f"i{dtype.itemsize}")
