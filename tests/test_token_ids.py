@@ -248,6 +248,7 @@ def test_runs_of_byte_pairs_end_where_they_say_so(
 
 def test_what_ends_texts_of_llama2c() -> None:
     """As its run.c: also the token with which another text begins."""
+    pytest.importorskip("tokenizers")
     model, _ = pretrained.load(published("stories260K.bin"))
     codec = tokenizer(published("tok512.bin"))
     llama, _ = as_llama(*pretrained.load(published("stories260K.bin")))
