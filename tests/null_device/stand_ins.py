@@ -1,0 +1,92 @@
+"""NVIDIA's libraries over the null device: calls are counted in `device.libraries`.
+
+cuBLAS refuses calls within a capture, as CuPy does. cuBLASLt's and cuDNN's are those of the CUDA
+stand-in (`cuda_shim`), without its arithmetic: plans, descriptors and workspaces are made and
+checked as ever.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cuda_shim
+import cupy_backends.cuda.libs
+from cuda_shim import cudnn_graph
+from null_device.device import cupy, libraries
+from xformer.backends.cupy import cublaslt, cudnn, driver
+from xformer.backends.cupy.runtimes import Runtime
+
+COMPUTE = {"CUBLAS_COMPUTE_32F": 68, "CUBLAS_COMPUTE_32F_FAST_TF32": 77}
+
+
+class Cublas(types.ModuleType):
+    """cupy_backends.cuda.libs.cublas, which needs the library to be imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.startswith("CUBLAS"):
+            return COMPUTE.get(name, 1)
+        if name in ("create", "destroy"):
+            return lambda *handle: 1
+
+        def call(*args: Any) -> None:
+            if cupy.cuda.get_current_stream().is_capturing():
+                raise NotImplementedError(f"cuBLAS ({name}) is called during a capture")
+            if not name.startswith(("set", "get")):
+                libraries["cublas"] += 1
+
+        return call
+
+
+class CublasLt(cuda_shim.CublasLt):
+    def matmul(self, *args: Any) -> None:
+        libraries["cublaslt"] += 1
+
+
+class Cudnn(cuda_shim.Cudnn):
+    def pygraph(self, **options: Any) -> Any:
+        return Graph(self, **options)
+
+
+class Graph(cudnn_graph.Graph):
+    def execute(self, *args: Any, **kwargs: Any) -> None:
+        libraries["cudnn"] += 1
+
+
+def _sorted(name: str) -> Any:
+    def call(*args: Any) -> None:
+        libraries[f"thrust.{name}"] += 1
+
+    return call
+
+
+NAME = "cupy_backends.cuda.libs.cublas"
+sys.modules[NAME] = cupy_backends.cuda.libs.cublas = Cublas(NAME)
+for _name in ("argsort", "lexsort", "sort"):
+    setattr(cupy.cuda.thrust, _name, _sorted(_name))
+
+
+@contextmanager
+def using(*names: str) -> Iterator[None]:
+    """Within it cublaslt, cudnn are installed where they are named."""
+    lt, nn = CublasLt(), Cudnn()
+    none = "the null device is without it"
+    before = cublaslt.RUNTIMES[driver.ARRAY], cudnn.RUNTIMES[driver.ARRAY]
+    states = cublaslt._state, cudnn._state
+    cublaslt._state, cudnn._state = cublaslt.State(), cudnn.State()
+    cublaslt.RUNTIMES[driver.ARRAY] = Runtime(
+        lambda: lt if "cublaslt" in names else none, driver.place, driver.memory
+    )
+    cudnn.RUNTIMES[driver.ARRAY] = Runtime(
+        lambda: nn if "cudnn" in names else none, driver.attention_place, driver.memory
+    )
+    try:
+        yield
+    finally:
+        cublaslt.RUNTIMES[driver.ARRAY], cudnn.RUNTIMES[driver.ARRAY] = before
+        cublaslt._state, cudnn._state = states
