@@ -80,6 +80,8 @@ def test_ops_without_a_kernel(library: Backend, precision: str) -> None:
         ops.l2_normalize(x)
     with pytest.raises(TypeError, match=f"index_add: x {said}"):
         ops.index_add(table, x, ids=library.asarray([1, 0, 1]))
+    with pytest.raises(TypeError, match=f"pool: x {said}"):
+        layers.pool(x[None, :, :], how="first")
     with pytest.raises(TypeError, match=f"layer_norm: w must be {precision} like x, got float32"):
         ops.layer_norm(x, library.asarray(np.ones(4, np.float32)))
     widened = layers.NormParams(library.asarray(np.ones(4, np.float32)), None)

@@ -49,11 +49,11 @@ class Captured:
 
     def __init__(self, step: Step, place: Backend) -> None:
         self._step, self._place = step, place
-        self._graph: Graph | None = None
         self._kind: Any = None  # of the state and the inputs of the first call
         self._results: tuple[Any, ...] | None = None  # what the graph writes to
         self._said: set[str] = set()
         self._constants: Constants = {}
+        self._graph: Graph | None = None  # the last one to go: its memory is free by then
 
     def __call__(
         self, state: dict[str, Array], inputs: Any

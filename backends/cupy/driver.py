@@ -133,7 +133,9 @@ class Graph:
     """`captured.Graph`, on CuPy's current device."""
 
     def __init__(self) -> None:
+        _free_left()
         self._pool = cupy.cuda.MemoryPool()
+        weakref.finalize(self, _leave, self._pool).atexit = False  # CuPy may be gone then
         _graphs.add(self)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._graph: Any = None
@@ -166,10 +168,28 @@ class Graph:
 
 def pools() -> list[Any]:
     """CuPy's pool of the device's memory, and those of graphs."""
-    return [cupy.get_default_memory_pool(), *(graph._pool for graph in list(_graphs))]
+    _free_left()
+    return [cupy.get_default_memory_pool(), *(graph._pool for graph in list(_graphs)), *_left]
+
+
+def _leave(pool: Any) -> None:
+    """Give back the memory of a graph that is gone: a pool without references keeps it for ever.
+
+    The arrays that outlive the graph, its state, are in the pool: it stays until they are gone.
+    """
+    _left.append(pool)
+    _free_left()
+
+
+def _free_left() -> None:
+    for pool in list(_left):
+        pool.free_all_blocks()
+        if pool.total_bytes() == 0 and pool in _left:
+            _left.remove(pool)
 
 
 _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+_left: list[Any] = []  # pools of graphs that are gone
 
 
 # ---- For kernels ----

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.checks import require_gradient, require_mask
-from xformer.shapes import require_array
+from xformer.shapes import STORED, dtype_name, require_array
 from xformer.typing import Array
 
 POOLINGS = ("mean", "first", "last")
@@ -17,11 +17,14 @@ def pool(x: Array, *, how: str = "mean", mask: Array | None = None) -> tuple[Arr
     """y = sum_t weights_t x_t: the mean of the kept tokens, or the first or last one.
 
     x: (B, T, D)   mask: (B, T), True = keep, all unless given   y: (B, D). A row with nothing to
-    keep gives 0. ValueError for another `how` or shapes that do not fit.
+    keep gives 0. ValueError for another `how` or shapes that do not fit, TypeError for x in a
+    precision of two bytes.
     """
     if how not in POOLINGS:
         raise ValueError(f"pool: how must be one of {', '.join(POOLINGS)}, got {how!r}")
     require_array("pool", "x", x)
+    if dtype_name(x) in STORED:
+        raise TypeError(f"pool: x must be float32 or float64, got {dtype_name(x)}")
     if x.ndim != 3:
         raise ValueError(f"pool: x must be (B, T, D), got shape {tuple(x.shape)}")
     if mask is not None:
