@@ -26,7 +26,7 @@ static const char *const NAMES[KINDS] = {"launch", "graph", "H2D",  "D2H",  "D2D
 static long long calls[KINDS], bytes[KINDS], captured[KINDS];
 static unsigned refused;      // bits of kinds that raise
 static PyObject *sink = NULL;  // called with kind, name, size, stream, captured
-static PyObject *runtime_error = NULL, *driver_error = NULL;  // CuPy's
+static PyObject *runtime_error = NULL;  // CuPy's
 
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_HANDLE = 400, CAPTURE_UNSUPPORTED = 900 };
 enum { CAPTURE_INVALIDATED = 901 };
@@ -35,11 +35,11 @@ static intptr_t capturing = 0;  // the stream
 static int broken = 0;          // the capture, by a call that it cannot hold
 static long long nodes = 0;     // of the capture
 
-// CuPy's exception for an error code of CUDA's; always 0.
-static int fail(PyObject *class, int code) {
-    PyObject *error = PyObject_CallFunction(class, "i", code);
+// CuPy's exception for an error code of the CUDA runtime; always 0.
+static int fail(int code) {
+    PyObject *error = PyObject_CallFunction(runtime_error, "i", code);
     if (error) {
-        PyErr_SetObject(class, error);
+        PyErr_SetObject(runtime_error, error);
         Py_DECREF(error);
     }
     return 0;
@@ -51,7 +51,7 @@ static int noted(enum kind kind, const char *name, size_t size, intptr_t stream)
     calls[kind]++;
     bytes[kind] += size;
     captured[kind] += inside;
-    nodes += inside;
+    nodes += inside && kind != MALLOC && kind != LOAD;
     if (sink) {
         PyObject *done =
             PyObject_CallFunction(sink, "ssnni", NAMES[kind], name, (Py_ssize_t)size, stream, inside);
@@ -60,7 +60,7 @@ static int noted(enum kind kind, const char *name, size_t size, intptr_t stream)
     }
     if (capturing && kind == WAIT) {
         broken = 1;
-        return fail(runtime_error, CAPTURE_UNSUPPORTED);
+        return fail(CAPTURE_UNSUPPORTED);
     }
     if (refused & 1u << kind) {
         PyErr_Format(PyExc_AssertionError, "null device: %s (%s) was refused", NAMES[kind], name);
@@ -86,7 +86,7 @@ static intptr_t next_address = 0x700000000000, next_handle = 0x1000;
 
 static intptr_t malloc_(size_t size, int skip) {
     if (!noted(MALLOC, "malloc", size, 0)) return 0;
-    if (in_use + size > capacity) return fail(runtime_error, OUT_OF_MEMORY);
+    if (in_use + size > capacity) return fail(OUT_OF_MEMORY);
     if (n_blocks == room_for) blocks = realloc(blocks, sizeof *blocks * (room_for = 2 * room_for + 64));
     intptr_t at = next_address;
     next_address += (size / 512 + 2) * 512;  // a gap behind each: an address belongs to one
@@ -104,14 +104,14 @@ static PyObject *free_(intptr_t at, int skip) {
             blocks[i] = blocks[--n_blocks];
             Py_RETURN_NONE;
         }
-    return none_or_error(at ? fail(runtime_error, INVALID_VALUE) : 1);
+    return none_or_error(at ? fail(INVALID_VALUE) : 1);
 }
 
 // Whether an allocation holds all of it; 0 with an exception where none does.
 static int held(intptr_t at, size_t size) {
     for (size_t i = n_blocks; i-- > 0;)
         if (at >= blocks[i].at && at + size <= blocks[i].at + blocks[i].size) return 1;
-    return size ? fail(runtime_error, INVALID_VALUE) : 1;
+    return size ? fail(INVALID_VALUE) : 1;
 }
 
 static intptr_t host_alloc(size_t size, unsigned flags, int skip) {
@@ -171,7 +171,7 @@ static intptr_t stream_with_priority(unsigned flags, int priority, int skip) { r
 static int is_stream(intptr_t stream) {
     for (size_t i = 0; i < n_streams; ++i)
         if (streams[i] == stream) return 1;
-    return stream >= 0 && stream <= 2 ? 1 : fail(runtime_error, INVALID_HANDLE);
+    return stream >= 0 && stream <= 2 ? 1 : fail(INVALID_HANDLE);
 }
 
 static PyObject *stream_destroy(intptr_t stream, int skip) {
@@ -211,15 +211,15 @@ static intptr_t new_graph(long long size) {
     return (intptr_t)made;
 }
 static PyObject *begin_capture(intptr_t stream, int skip, void *options) {
-    if (capturing) return none_or_error(fail(runtime_error, CAPTURE_UNSUPPORTED));
+    if (capturing) return none_or_error(fail(CAPTURE_UNSUPPORTED));
     if (!is_stream(stream)) return NULL;
     capturing = stream, broken = 0, nodes = 0;
     Py_RETURN_NONE;
 }
 static intptr_t end_capture(intptr_t stream, int skip) {
-    if (stream != capturing) return fail(runtime_error, INVALID_VALUE);
+    if (stream != capturing) return fail(INVALID_VALUE);
     capturing = 0;
-    return broken ? fail(runtime_error, CAPTURE_INVALIDATED) : new_graph(nodes);
+    return broken ? fail(CAPTURE_INVALIDATED) : new_graph(nodes);
 }
 static int is_capturing(intptr_t stream, int skip) { return capturing && stream == capturing; }
 static intptr_t instantiate(intptr_t graph, int skip) {
@@ -262,7 +262,8 @@ static intptr_t module_get_function(intptr_t module, PyObject *name, int skip) {
 }
 static PyObject *func_set_attribute(intptr_t function, int attribute, int value, int skip) {
     if (attribute == MAX_SHARED) {
-        if (value > SHARED) return none_or_error(fail(driver_error, INVALID_VALUE));
+        if (value > SHARED)
+            return PyErr_Format(PyExc_AssertionError, "null device: no block has %d bytes of shared memory", value);
         functions[function - 1].shared = value;
     }
     Py_RETURN_NONE;
@@ -399,10 +400,9 @@ static PyObject *install(PyObject *self, PyObject *args) {
     PyObject *runtime, *driver;
     if (!PyArg_ParseTuple(args, "OO", &runtime, &driver)) return NULL;
     runtime_error = PyObject_GetAttrString(runtime, "CUDARuntimeError");
-    driver_error = PyObject_GetAttrString(driver, "CUDADriverError");
     PyObject *ours = PyObject_GetAttrString(runtime, "__pyx_capi__");
     PyObject *theirs = PyObject_GetAttrString(driver, "__pyx_capi__");
-    if (!runtime_error || !driver_error || !ours || !theirs) return NULL;
+    if (!runtime_error || !ours || !theirs) return NULL;
     for (int i = 0; RUNTIME[i].name; ++i)
         if (!replace(ours, RUNTIME[i].name, RUNTIME[i].type, RUNTIME[i].function)) return NULL;
     for (int i = 0; DRIVER[i].name; ++i)
@@ -445,6 +445,12 @@ static PyObject *set_capacity(PyObject *self, PyObject *size) {
     return none_or_error(!PyErr_Occurred());
 }
 
+// add_node(): work of a library that is captured with the rest.
+static PyObject *add_node(PyObject *self, PyObject *none) {
+    nodes += capturing != 0;
+    Py_RETURN_NONE;
+}
+
 static PyObject *set_sink(PyObject *self, PyObject *function) {
     Py_XSETREF(sink, function == Py_None ? NULL : Py_NewRef(function));
     Py_RETURN_NONE;
@@ -464,6 +470,7 @@ static PyObject *refuse(PyObject *self, PyObject *kinds) {
 }
 
 static PyMethodDef METHODS[] = {
+    {"add_node", add_node, METH_NOARGS, NULL},
     {"install", install, METH_VARARGS, NULL},   {"counts", counts, METH_NOARGS, NULL},
     {"held", now, METH_NOARGS, NULL},           {"forget_peak", forget_peak, METH_NOARGS, NULL},
     {"set_capacity", set_capacity, METH_O, NULL}, {"set_sink", set_sink, METH_O, NULL},

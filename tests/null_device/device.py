@@ -47,7 +47,14 @@ for _name, _function in {  # Python code calls these by name, not through the ca
 import cupy  # noqa: E402
 
 held, set_capacity = _device.held, _device.set_capacity
-libraries: collections.Counter[str] = collections.Counter()  # calls of the stand-ins, see there
+KINDS = tuple(_device.counts())
+libraries: collections.Counter[str] = collections.Counter()  # calls of NVIDIA's other libraries
+
+
+def call_library(name: str) -> None:
+    """Count a call, which is a node of the graph that is being captured."""
+    libraries[name] += 1
+    _device.add_node()
 
 
 class Call(NamedTuple):
@@ -66,6 +73,7 @@ class Seen:
     def __init__(self) -> None:
         self.log: list[Call] = []  # with names=True
         self.peak = 0  # bytes of CuPy's pool that were in use at once, above those before
+        self.graph_bytes = 0  # of other pools, which are graphs'
         self.library: collections.Counter[str] = collections.Counter()
         self._before = _device.counts()
         self._libraries = libraries.copy()
@@ -121,6 +129,7 @@ def counting(*, names: bool = False, sink: Any = None) -> Iterator[Seen]:
         _device.set_sink(None)
         seen.end()
         seen.peak = hook.most - hook.before
+        seen.graph_bytes = held()["bytes"] - cupy.get_default_memory_pool().total_bytes()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""NVIDIA's libraries over the null device: calls are counted in `device.libraries`.
+"""NVIDIA's libraries over the null device: calls are counted by `device.call_library`.
 
 cuBLAS refuses calls within a capture, as CuPy does. cuBLASLt's and cuDNN's are those of the CUDA
 stand-in (`cuda_shim`), without its arithmetic: plans, descriptors and workspaces are made and
@@ -16,7 +16,7 @@ from typing import Any
 import cuda_shim
 import cupy_backends.cuda.libs
 from cuda_shim import cudnn_graph
-from null_device.device import cupy, libraries
+from null_device.device import call_library, cupy
 from xformer.backends.cupy import cublaslt, cudnn, driver
 from xformer.backends.cupy.runtimes import Runtime
 
@@ -38,14 +38,14 @@ class Cublas(types.ModuleType):
             if cupy.cuda.get_current_stream().is_capturing():
                 raise NotImplementedError(f"cuBLAS ({name}) is called during a capture")
             if not name.startswith(("set", "get")):
-                libraries["cublas"] += 1
+                call_library("cublas")
 
         return call
 
 
 class CublasLt(cuda_shim.CublasLt):
     def matmul(self, *args: Any) -> None:
-        libraries["cublaslt"] += 1
+        call_library("cublaslt")
 
 
 class Cudnn(cuda_shim.Cudnn):
@@ -55,12 +55,12 @@ class Cudnn(cuda_shim.Cudnn):
 
 class Graph(cudnn_graph.Graph):
     def execute(self, *args: Any, **kwargs: Any) -> None:
-        libraries["cudnn"] += 1
+        call_library("cudnn")
 
 
 def _sorted(name: str) -> Any:
     def call(*args: Any) -> None:
-        libraries[f"thrust.{name}"] += 1
+        call_library(f"thrust.{name}")
 
     return call
 

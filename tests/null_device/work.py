@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,12 @@ from null_device import device
 from null_device.device import cupy
 
 from xformer import backends, optim, tree
+from xformer.generation import prefill, stream
 from xformer.initial import Shapes
+from xformer.training import Batch, TrainConfig, loss_of, start, train
 
 PLACE = backends.get("cupy")
+LOOKS = ("wait", "D2H")  # at values on the device
 
 
 def parameters(model: Any) -> Any:
@@ -21,39 +26,130 @@ def parameters(model: Any) -> Any:
     return tree.map(lambda p: cupy.empty(p.shape, np.float32), model.init_from(Shapes()))
 
 
-def ids(size: int, batch: int, length: int) -> tuple[Any, Any]:
-    """Tokens, and targets."""
+def ids(size: int, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and targets, on the host."""
     drawn = np.random.default_rng(0).integers(0, size, (batch, length + 1))
-    return PLACE.asarray(drawn[:, :-1].copy()), PLACE.asarray(drawn[:, 1:].copy())
+    return drawn[:, :-1].copy(), drawn[:, 1:].copy()
 
 
 class Steps:
-    """Training steps of a model: each call of `step` is one, as a loop of one's own makes it."""
+    """Training steps of a model as a loop of one's own makes them, on arrays of the host."""
 
-    def __init__(self, model: Any, arrays: tuple[Any, ...], precision: str | None = None) -> None:
-        self.model, self.arrays, self.precision = model, arrays, precision
+    def __init__(
+        self, model: Any, arrays: tuple[Any, ...], precision: str | None = None, **options: Any
+    ) -> None:
+        self.model, self.precision, self.options = model, precision, options
+        self.arrays = [PLACE.asarray(a) for a in arrays]
         self.params = parameters(model)
         self.state = optim.adamw_init(self.params)
 
-    def step(self) -> None:
+    def __call__(self) -> None:
         weights = PLACE.weights(self.params, self.precision)
-        _, cache = self.model.loss(weights, *self.arrays)
+        _, cache = self.model.loss(weights, *self.arrays, **self.options)
         grads = cache.backward()
         self.params, self.state = optim.adamw(self.params, grads, self.state, lr=3e-4, donate=True)
 
 
-def steady(step: Callable[[], Any], **options: Any) -> device.Seen:
-    """What is called in a step once two have been made: kernels are compiled, the pool has grown.
+class Looped:
+    """Steps of `training.train`."""
+
+    def __init__(
+        self, model: Any, arrays: tuple[np.ndarray, ...], *, captured: bool = False, **config: Any
+    ) -> None:
+        batch = Batch(arrays, {}, arrays[-1].size, arrays[0].size)
+
+        class Source:
+            def batch(self, i: int) -> Batch:
+                return batch
+
+        options = {"optimiser": config.pop("by", None), "deterministic": config.pop("fixed", False)}
+        loss = loss_of(model, **config.pop("loss", {}))
+        values = {"eval_every": 10**6, "diverged": None, **config}
+        config_ = TrainConfig(10**6, len(arrays[0]), **values)
+        first = start(parameters(model), config_, options["optimiser"])
+        self._steps = train(
+            loss, first, Source(), config_, PLACE, captured=captured, donate=True, **options
+        )
+
+    def __call__(self) -> None:
+        next(self._steps)
+
+
+class Texts:
+    """Tokens of texts, one more of each at a call."""
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: list[list[int]],
+        precision: str | None = None,
+        *,
+        start_id: int | None = None,
+        **options: Any,
+    ) -> None:
+        params = PLACE.weights(parameters(model), precision)
+        if start_id is not None:
+            prompts = prefill(model, params, prompts, start_id=start_id)
+        self._tokens = stream(model, params, prompts, max_new=16, **options)
+
+    def __call__(self) -> None:
+        next(self._tokens)
+
+
+def steady(work: Callable[[], Any], before: int = 2, **options: Any) -> device.Seen:
+    """What is called once `work` was done before: kernels are compiled, and the pool has grown.
 
     Python's collector of cycles is off meanwhile: when it runs depends on its version.
     """
-    step()
-    step()
+    for _ in range(before):
+        work()
     gc.collect()
     gc.disable()
     try:
         with device.counting(**options) as seen:
-            step()
+            work()
     finally:
         gc.enable()
     return seen
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What RuntimeWarnings say that no graph is captured; other warnings are errors."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    for one in caught:
+        if not issubclass(one.category, RuntimeWarning):
+            raise AssertionError(f"{one.category.__name__}: {one.message}")
+        said.append(str(one.message))
+
+
+def numbers(seen: device.Seen) -> dict[str, int]:
+    """What a budget has: calls that there were, and bytes."""
+    found: dict[str, int] = {}
+    for kind in device.KINDS:
+        if calls := seen.calls(kind):
+            found[kind] = calls
+        if kind in ("H2D", "D2H", "D2D", "memset") and seen.bytes(kind):
+            found[f"{kind} bytes"] = seen.bytes(kind)
+        elif kind == "graph" and calls:
+            found["nodes"], found["graph bytes"] = seen.bytes(kind), seen.graph_bytes
+    return found | dict(sorted(seen.library.items())) | {"peak bytes": seen.peak}
+
+
+def of_loop(seen: device.Seen) -> dict[str, int]:
+    """The numbers of a step or token that is looked at once."""
+    assert seen.calls("D2H") == seen.calls("wait") == 1, "it is not looked at once"
+    return numbers(seen)
+
+
+def of_graph(seen: device.Seen, said: list[str], refused: str | None = None) -> dict[str, int]:
+    """The numbers of a captured step or token; AssertionError where it was not, or was looked at.
+
+    refused: part of the sentence that says why there is no graph.
+    """
+    assert [refused in one for one in said if refused] == [True] * len(said), said
+    assert seen.calls("graph") == (refused is None), f"no graph: {said}"
+    return of_loop(seen)
