@@ -13,6 +13,7 @@ import array_api_compat.numpy as host_xp
 import numpy as np
 from xformer.backends.cupy.module import arithmetic
 
+from cuda_shim import waits
 from cuda_shim.graph import UNWRITTEN, is_recording, keep, made, note, refuse
 from xformer.shapes import STORED
 
@@ -95,9 +96,11 @@ class Array:
         return self
 
     def __getitem__(self, index: Any) -> Array:
+        require_no_wait(waits.reason_of_index(index, _is_array))
         return wrap(made("__getitem__", lambda: self.host[unwrap(index)], self.host))
 
     def __setitem__(self, index: Any, values: Any) -> None:
+        require_no_wait(waits.reason_of_index(index, _is_array))
 
         def run() -> None:
             self.host[unwrap(index)] = unwrap(values)
@@ -132,6 +135,16 @@ def require_no_recording() -> None:
     """As CuPy: products by cuBLAS are not captured."""
     if is_recording():
         raise NotImplementedError("cuBLAS while a graph is captured")
+
+
+def require_no_wait(why: str | None) -> None:
+    """Fault for what waits on CuPy: nothing in the library may, in a step or in none."""
+    if why is not None:
+        raise Fault(f"on CuPy the host would wait for the device: {why}")
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Array)
 
 
 def addresses(*values: Any) -> tuple[Any, ...]:
@@ -243,6 +256,7 @@ def _function(function: Callable[..., Any], name: str = "") -> Callable[..., Any
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         _require_device(options.pop("device", None))
+        require_no_wait(waits.reason(name, args, options, _is_array))
         for value in (*args, *options.values()):
             if isinstance(value, np.ndarray) and function is not host_xp.asarray:
                 raise TypeError(f"{function.__name__}: device arrays do not mix with NumPy arrays")

@@ -16,6 +16,7 @@ from xformer.checks import plain_numbers, require_shape, require_sizes
 from xformer.initial import Draw, normal
 from xformer.layers.constant import constant
 from xformer.ops._attention import aligned
+from xformer.ops._pointwise import clip
 from xformer.typing import Array
 
 
@@ -89,7 +90,7 @@ def relative_bias(
     # All distances from max_distance on are in the last bucket.
     reach = min(config.max_distance, max(n_queries, n_keys))
     buckets = constant(table, of=_buckets, args=(config, reach))
-    near = xp.clip(key - query, -reach, reach) + reach  # (T, S)
+    near = clip(key - query, -reach, reach) + reach  # (T, S)
     ids = xp.take(buckets, xp.reshape(near, (n_queries * n_keys,)), axis=0)
     rows, cache = ops.embedding(table, ids=xp.reshape(ids, (n_queries, n_keys)))  # (T, S, H)
     return xp.permute_dims(rows, (2, 0, 1))[None, ...], RelativeBiasCache(cache)

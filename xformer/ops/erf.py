@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.ops._pointwise import clip
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -58,11 +59,11 @@ def erf(x: Array) -> tuple[Array, ErfCache]:
     x, y: any shape; to rounding in float32 and float64. Derivation: docs/derivations/erf.md
     """
     xp = array_namespace(x)
-    small = xp.clip(x, -1.0, 1.0)
+    small = clip(x, -1.0, 1.0)
     near = small * _polynomial(P, small**2)
-    a = xp.clip(xp.abs(x), 1.0, 7.0)  # erf(7) is 1 to rounding
+    a = clip(xp.abs(x), 1.0, 7.0)  # erf(7) is 1 to rounding
     far = 1 - xp.exp(-(a**2)) * _polynomial(Q, (a - 3) / (a + 3)) / (a + 3)
-    return xp.where(xp.abs(x) < 1, near, xp.sign(x) * far), ErfCache(x)
+    return xp.where(xp.abs(x) < 1, near, xp.where(x < 0, -far, far)), ErfCache(x)
 
 
 class ErfCache(NamedTuple):
@@ -74,7 +75,7 @@ class ErfCache(NamedTuple):
         """dx = dy * 2 / sqrt(pi) * exp(-x^2)."""
         require_gradient("erf", "dy", dy, self.x)
         xp = array_namespace(dy)
-        x = xp.clip(self.x, -30.0, 30.0)  # exp(-900) is 0
+        x = clip(self.x, -30.0, 30.0)  # exp(-900) is 0
         return dy * (2 / math.sqrt(math.pi)) * xp.exp(-(x**2))
 
 

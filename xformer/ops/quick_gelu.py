@@ -8,6 +8,7 @@ from array_api_compat import array_namespace
 
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.ops._pointwise import clip
 from xformer.ops.sigmoid import stable_sigmoid
 from xformer.ops.silu import FAR
 from xformer.shapes import shapes
@@ -24,7 +25,7 @@ def quick_gelu(x: Array) -> tuple[Array, QuickGeluCache]:
     x, y: any shape. Derivation: docs/derivations/quick_gelu.md
     """
     xp = array_namespace(x)
-    y = xp.maximum(x, -FAR) * stable_sigmoid(SLOPE * xp.clip(x, -FAR, FAR))  # 0 at -inf
+    y = xp.maximum(x, -FAR) * stable_sigmoid(SLOPE * clip(x, -FAR, FAR))  # 0 at -inf
     return y, QuickGeluCache(x)
 
 
@@ -36,6 +37,6 @@ class QuickGeluCache(NamedTuple):
     def backward(self, dy: Array) -> Array:
         """dx = dy * s * (1 + 1.702 x * (1 - s)), s = sigmoid(1.702 x)."""
         require_gradient("quick_gelu", "dy", dy, self.x)
-        x = SLOPE * array_namespace(dy).clip(self.x, -FAR, FAR)
+        x = SLOPE * clip(self.x, -FAR, FAR)
         s = stable_sigmoid(x)
         return dy * s * (1 + x * (1 - s))

@@ -18,6 +18,7 @@ from xformer.ops._attention import (
     softmax_or_zero,
     unfold,
 )
+from xformer.ops._pointwise import clip
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import Key
 from xformer.shapes import shapes
@@ -103,7 +104,7 @@ def spread(x: Array, n_keys: int) -> Array:
     """y_ij = x_ic: (B, H, T, 2L+1) by distance -> (B, H, T, S) by key."""
     n_queries, n_rows = x.shape[2:]
     key, query = aligned(x, n_queries, n_keys)
-    row = array_namespace(x).clip(key - query + n_rows // 2, 0, n_rows - 1)
+    row = clip(key - query + n_rows // 2, 0, n_rows - 1)
     return _take(x, row)
 
 
@@ -118,7 +119,7 @@ def gather(x: Array, n_rows: int) -> Array:
     row = xp.arange(n_rows, device=device(x))  # (2L+1,)
     # At a distance within L there is one key or none; beyond it, all keys are in the end rows.
     at = query + (row - last)  # (T, 2L+1)
-    y = xp.where((at >= 0) & (at < n_keys), _take(x, xp.clip(at, 0, n_keys - 1)), 0.0)
+    y = xp.where((at >= 0) & (at < n_keys), _take(x, clip(at, 0, n_keys - 1)), 0.0)
     far = key - query  # (T, S)
     before = xp.sum(xp.where(far < -last, x, 0.0), axis=-1, keepdims=True)  # (B, H, T, 1)
     behind = xp.sum(xp.where(far > last, x, 0.0), axis=-1, keepdims=True)

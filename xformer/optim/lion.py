@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
-
 from xformer import tree
 from xformer.checks import finite
+from xformer.ops._pointwise import sign
 from xformer.optim._checks import (
     in_dtype,
     learning_rate,
@@ -55,8 +54,7 @@ def lion(
     keep = 1 - lr * finite("lion", "weight_decay", weight_decay, low=0)
 
     def update(p: Array, m: Array, g: Array) -> Array:
-        sign = array_namespace(p).sign(beta1 * m + (1 - beta1) * g)
-        return in_dtype(keep, p) * p - in_dtype(lr, p) * sign
+        return in_dtype(keep, p) * p - in_dtype(lr, p) * sign(beta1 * m + (1 - beta1) * g)
 
     new = tree.map(update, params, state.m, grads)
     return new, LionState(tree.map(lambda m, g: beta2 * m + (1 - beta2) * g, state.m, grads))
