@@ -20,7 +20,10 @@ def require_device() -> None:
         pytest.skip(f"there is no null device under CuPy: {why}")
 
 
-@pytest.mark.parametrize("group", table.GROUPS)
+@pytest.mark.parametrize(
+    "group",
+    [*table.QUICK, *(pytest.param(group, marks=pytest.mark.slow) for group in table.SLOW)],
+)
 def test_cases(group: str) -> None:
     require_device()
     said = table.faults(table.ran(group), table.budgets())

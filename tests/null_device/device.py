@@ -47,7 +47,6 @@ for _name, _function in {  # Python code calls these by name, not through the ca
 import cupy  # noqa: E402
 
 held, set_capacity = _device.held, _device.set_capacity
-KINDS = tuple(_device.counts())
 libraries: collections.Counter[str] = collections.Counter()  # calls of NVIDIA's other libraries
 
 

@@ -24,7 +24,9 @@ DTYPES = {"float32": None, "bfloat16": "bfloat16", "float16": "float16"}
 
 
 def add(name: str, model: Any, arrays: Any, dtype: str, libraries: str) -> None:
-    @case("steps", f"{name}, {dtype}, {libraries}")
+    group = "steps in float16" if dtype == "float16" else "steps"
+
+    @case(group, f"{name}, {dtype}, {libraries}")
     def run() -> Numbers:
         with stand_ins.using(*LIBRARIES[libraries]), refusing(*work.LOOKS):
             return work.numbers(work.steady(work.Steps(model, arrays, DTYPES[dtype])))
