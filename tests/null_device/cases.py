@@ -14,7 +14,6 @@ from typing import Any
 
 from null_device import device, table
 from null_device.device import cupy
-
 from xformer import backends
 
 MODULES = ("of_device", "of_families", "of_options", "of_sizes", "of_texts")

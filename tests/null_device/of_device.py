@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
 from null_device import device, stand_ins, work
 from null_device.cases import case
 from null_device.device import counting, cupy, held, refusing

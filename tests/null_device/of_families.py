@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from causal_models import NAMES, T5_NAMES, V, causal, seq2seq
+
 from null_device import stand_ins, work
 from null_device.cases import Numbers, case
 from null_device.device import refusing
-
 from xformer import pretrained
 
 ENCODER: dict[str, Any] = {

@@ -7,7 +7,6 @@ from typing import Any
 from null_device import stand_ins, work
 from null_device.cases import Numbers, case
 from null_device.device import refusing
-
 from xformer import GPT, optim
 from xformer.optim import OPTIMISERS, Rule, grouped
 

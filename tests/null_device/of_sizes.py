@@ -8,7 +8,6 @@ from typing import Any
 from null_device import stand_ins, work
 from null_device.cases import Numbers, case
 from null_device.device import refusing
-
 from xformer import GPT, pretrained
 
 GPT2 = GPT(50257, 12, 768, 12, max_len=1024)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from causal_models import NAMES, T5_NAMES, causal, seq2seq
+
 from null_device import stand_ins, work
 from null_device.cases import Numbers, case
 from null_device.device import counting
-
 from xformer.generation import samplers
 
 PROMPTS = {"one": [[5, 6, 7]], "two, padded": [[5, 6, 7], [8]]}

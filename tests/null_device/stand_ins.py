@@ -16,9 +16,10 @@ from typing import Any
 import cuda_shim
 import cupy_backends.cuda.libs
 from cuda_shim import cudnn_graph
-from null_device.device import call_library, cupy
-from xformer.backends.cupy import cublaslt, cudnn, driver
+from xformer.backends.cupy import cublaslt, cudnn
 from xformer.backends.cupy.runtimes import Runtime
+
+from null_device.device import call_library, cupy
 
 COMPUTE = {"CUBLAS_COMPUTE_32F": 68, "CUBLAS_COMPUTE_32F_FAST_TF32": 77}
 
@@ -74,6 +75,8 @@ for _name in ("argsort", "lexsort", "sort"):
 @contextmanager
 def using(*names: str) -> Iterator[None]:
     """Within it cublaslt, cudnn are installed where they are named."""
+    from xformer.backends.cupy import driver  # which imports CuPy: behind the null device
+
     lt, nn = CublasLt(), Cudnn()
     none = "the null device is without it"
     before = cublaslt.RUNTIMES[driver.ARRAY], cudnn.RUNTIMES[driver.ARRAY]

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
 from null_device import device
 from null_device.device import cupy
-
 from xformer import backends, optim, tree
 from xformer.generation import prefill, stream
 from xformer.initial import Shapes
