@@ -99,6 +99,33 @@ def require_budget(
             assert dtype == "float64" or not use.spilled, f"{name} {macros} spills in {dtype}"
 
 
+# Of each norm's kernels, what they write but rows: statistics, one number a row.
+SINGLE_NUMBERS = {
+    "layer_norm": {"layer_norm_forward": 2, "layer_norm_backward": 0},
+    "rms_norm": {"rms_norm_forward": 1, "rms_norm_backward": 0},
+}
+
+
+@pytest.mark.parametrize("architecture", EVERY_CHOICE)
+@pytest.mark.parametrize("dtype", ["float32", "float64", *STORED])
+@pytest.mark.parametrize("name", SINGLE_NUMBERS)
+def test_norms_store_rows_by_16_bytes(name: str, dtype: str, architecture: str) -> None:
+    """The compiler may split the store of a pack into as many stores as it has elements."""
+    try:
+        nvrtc.library()
+    except ImportError as error:
+        pytest.skip(f"CUDA is not compiled: {error}")
+    of_name = next(source for source in SOURCES if source.name == name)
+    options = (*of_name.options(dtype, {"WIDE": 1}), f"--gpu-architecture={architecture}")
+    kernels = nvrtc.ptx(of_name.text, of_name.path.name, options)
+    assert kernels.keys() == SINGLE_NUMBERS[name].keys()
+    for kernel, text in kernels.items():
+        stores = re.findall(r"st\.global[.\w]*", text)
+        wide = [s for s in stores if re.search(r"\.v4\.[bfu]32$|\.v2\.[bfu]64$", s)]
+        assert wide, kernel
+        assert len(stores) - len(wide) == SINGLE_NUMBERS[name][kernel], stores
+
+
 def test_compiler_reports_what_is_wrong() -> None:
     """Errors and warnings are not passed over, nor spills."""
     try:

@@ -27,7 +27,7 @@ from xformer.backends.cupy import (
     rms_norm,
 )
 from xformer.backends.cupy.leaves import LEAVES
-from xformer.backends.cupy.module import contiguous, empty, threads, wide
+from xformer.backends.cupy.module import contiguous, empty, row_threads, threads, wide
 
 from xformer import Key, backends, explain, inference, layers, ops, optim, reference_only, tree
 from xformer.layers import NormConfig
@@ -93,7 +93,7 @@ def require_exact(library: Backend, op: Callable[..., Any], *arrays: Any, **opti
 
 # ---- Rows: one element, a warp and one more, packs, more than a block has threads ----
 
-WIDTHS = (1, 4, 31, 33, 64, 260, 1028)
+WIDTHS = (1, 4, 31, 33, 64, 260, 768, 1028)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -193,6 +193,26 @@ def test_norms_of_sums_that_are_not_aligned(
     assert chosen == [int(moved not in "xrw"), int(moved not in ("w", "ds", "dy")), 1, 1]
 
 
+@pytest.mark.parametrize("module", [layer_norm, rms_norm], ids=lambda module: module.SOURCE.name)
+def test_norms_have_a_thread_for_each_access(
+    library: Backend, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, of rows that are read 16 bytes at a time and of others."""
+    blocks: list[tuple[int, ...]] = []
+
+    def noted(*args: Any, block: tuple[int, ...], **options: Any) -> None:
+        blocks.append(block)
+
+    monkeypatch.setattr(module, "launch", noted)
+    op = getattr(ops, module.SOURCE.name)
+    for width, wanted in ((384, 96), (386, 224), (2048, 256)):
+        x, w = (library.asarray(a.astype(np.float32)) for a in (normal(2, width), normal(width)))
+        _, cache = op(x, w)
+        cache.backward(x)
+        assert blocks == [(wanted,)] * 2
+        blocks.clear()
+
+
 def test_norms_of_sums_say_what_is_wrong(library: Backend) -> None:
     x, w = library.asarray(normal(4, 6)), library.asarray(normal(6))
     both = layers.NormParams(w, w)
@@ -222,7 +242,7 @@ def test_frozen_norms_of_sums(library: Backend) -> None:
 
 def test_more_rows_than_parts(library: Backend) -> None:
     """The blocks of the backward pass walk over several rows each, and sum what they see."""
-    x, w, b = normal(1100, 3), normal(3), normal(3)
+    x, w, b = normal(4100, 3), normal(3), normal(3)
     require_exact(library, ops.layer_norm, x, w, b)
     require_exact(library, ops.rms_norm, x, w)
     require_exact(library, sum_and_norm, x, 2 * x, w, b, config=NORMS[0])
@@ -294,6 +314,10 @@ def test_views_that_are_not_aligned(library: Backend) -> None:
 
 def test_threads_of_a_block(library: Backend) -> None:
     assert [threads(n) for n in (1, 32, 33, 200, 256, 5000)] == [32, 32, 64, 256, 256, 256]
+    half, single = np.empty(0, np.float16), np.empty(0, np.float32)
+    assert [row_threads(n, 0, single) for n in (1, 33, 257, 600)] == [32, 64, 160, 224]
+    assert [row_threads(n, 1, half) for n in (8, 768, 1600, 4096)] == [32, 96, 224, 256]
+    assert row_threads(768, 1, single) == 192
 
 
 def test_rope_reads_by_strides(library: Backend, launched: list[Any]) -> None:

@@ -23,7 +23,7 @@ pytestmark = only(STAND_IN)
 
 # ---- Kernels: rows of one number, of packs of eight, of some more ----
 
-WIDTHS = (1, 8, 13, 64, 264)
+WIDTHS = (1, 8, 13, 64, 264, 768)
 
 
 @in_both
@@ -89,8 +89,8 @@ def test_norms_of_sums_are_of_what_is_stored(library: Backend, precision: str, k
 
 @in_both
 def test_more_rows_than_parts(library: Backend, precision: str) -> None:
-    """Sums over rows are float32: 1,100 ones would be 256 in bfloat16."""
-    x, w = normal(1, 1100, 3), normal(2, 3)
+    """Sums over rows are float32: 4,100 ones would be 256 in bfloat16."""
+    x, w = normal(1, 4100, 3), normal(2, 3)
     require_exact(library, precision, ops.layer_norm, x, w, w, kinds="ssff")
     require_exact(library, precision, ops.rms_norm, x, w, kinds="ssf")
     options: Any = {"config": NORMS["layer"], "kinds": "sssff"}

@@ -9,10 +9,16 @@ from xformer.shapes import working_dtype
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
-# Blocks of the first stage: a fixed number, so that every device makes the same sums.
-PARTS = 512
+# Blocks of the first stage: a fixed number, so that every device makes the same sums. Each has rows
+# enough that the sums are few bytes beside the rows.
+PARTS, ROWS = 1024, 4
 ROW_PARTS = 64  # of a sum over rows, for each 32 columns
 SHARED = 48 << 10  # bytes that a block has on every device
+
+
+def parts_of(rows: int) -> int:
+    """How many blocks share that many rows, each with a row of `parts`."""
+    return min(PARTS, blocks(rows, ROWS))
 
 
 def column_sums(parts: Array) -> Array:
@@ -32,7 +38,7 @@ def row_sums(x: Array) -> Array:
 def _summed(parts: Array, k: int, n_parts: int, total: int, width: int) -> Array:
     out = empty(parts, (k, width), working_dtype(parts))
     args = (parts, out, n_parts, total, width)
-    launch(SOURCE, "column_sums", parts, grid=(blocks(width, 32) * k,), block=(256,), args=args)
+    launch(SOURCE, "column_sums", parts, grid=(blocks(width, 32) * k,), block=(1024,), args=args)
     return out
 
 

@@ -9,10 +9,10 @@
 // Forward: a block a row; the row is read from memory once, then from the cache: mean, then the
 // squares around it (E[x^2] - mean^2 would cancel), then y. Where mean^2 is more than FAR times the
 // variance, what the mean has lost by rounding is added and the squares are summed anew: a row of
-// equal numbers gives exactly b. Backward: a block walks over rows N /
-// gridDim apart; a thread's columns are the same in each, so it sums dw and db without a barrier,
-// in shared memory where they fit, else in its own row of `parts` (2 or 1, gridDim, D), which
-// column_sums adds up. No atomics: the same grid gives the same bits.
+// equal numbers gives exactly b. Backward: a block walks over rows gridDim apart; a thread's columns
+// are the same in each, so it sums dw and db without a barrier, in shared memory where they fit, else
+// in the block's row of `parts` (2 or 1, gridDim, D), which column_sums adds up. No atomics: the same
+// grid gives the same bits. Blocks have a thread for each access of a row, up to 256.
 //
 // Budget: layer_norm_forward: 40 registers, 0 spilled, 768 shared
 // Budget: layer_norm_backward: 56 registers, 0 spilled, 512 shared

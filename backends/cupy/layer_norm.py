@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from xformer.backends.cupy.column_sums import PARTS, column_sums, fits_shared
+from xformer.backends.cupy.column_sums import column_sums, fits_shared, parts_of
 from xformer.backends.cupy.module import (
     EVERY,
     Source,
@@ -13,7 +13,7 @@ from xformer.backends.cupy.module import (
     empty,
     launch,
     real_size,
-    threads,
+    row_threads,
     wide,
 )
 
@@ -45,14 +45,15 @@ def forward(
     s = None if addend is None else empty(x)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     y, (mean, rstd) = empty(x), (empty(x, (rows,), working_dtype(x)) for _ in range(2))
+    is_wide = wide(width, x, addend, s, w, b, y)
     launch(
         SOURCE,
         "layer_norm_forward",
         x,
         grid=(rows,),
-        block=(threads(width),),
+        block=(row_threads(width, is_wide, x),),
         args=(x, addend, s, w, b, y, mean, rstd, width, eps, int(eps_inside)),
-        WIDE=wide(width, x, addend, s, w, b, y),
+        WIDE=is_wide,
     )
     x = x if s is None else s
     return y, LayerNormCache(x, w, mean, rstd, 0.0 if eps_inside else eps, b is not None)
@@ -78,19 +79,20 @@ class LayerNormCache(NamedTuple):
         x, w, mean, rstd, eps_outside, has_b = self
         ds, dy = None if ds is None else contiguous(ds), contiguous(dy)
         rows, width = mean.shape[0], w.shape[0]
-        n_parts = min(rows, PARTS)
+        n_parts = parts_of(rows)
         dx, parts = empty(x), empty(x, (1 + has_b, n_parts, width), working_dtype(x))
         arrays = x, w, mean, rstd, dy, ds, dx, parts
         shared = fits_shared((1 + has_b) * width * real_size(x))
+        is_wide = wide(width, x, w, dy, ds, dx, parts)
         launch(
             SOURCE,
             "layer_norm_backward",
             x,
             grid=(n_parts,),
-            block=(threads(width),),
+            block=(row_threads(width, is_wide, x),),
             args=(*arrays, rows, width, eps_outside, int(has_b), int(shared > 0)),
             shared=shared,
-            WIDE=wide(width, x, w, dy, ds, dx, parts),
+            WIDE=is_wide,
         )
         sums = column_sums(parts)
         return dx, sums[0, :], sums[1, :] if has_b else None

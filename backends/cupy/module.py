@@ -164,6 +164,16 @@ def threads(items: int, limit: int = MAX_THREADS) -> int:
     return min(limit, max(32, 1 << (items - 1).bit_length()))
 
 
+def row_threads(width: int, is_wide: int, x: Array) -> int:
+    """Threads of a block that works on one row of x, one access each at a time.
+
+    As few whole warps as finish the row in as few turns as `MAX_THREADS` would.
+    """
+    accesses = width * x.dtype.itemsize // 16 if is_wide else width
+    turns = blocks(accesses, MAX_THREADS)
+    return 32 * blocks(accesses, 32 * max(1, turns))
+
+
 def blocks(items: int, size: int) -> int:
     """Blocks of `size` that cover all items."""
     return -(-items // size)

@@ -6,7 +6,7 @@
 //   dw = sum of dy * xhat over the rows
 //
 // Blocks, rows and the sums of dw as in layer_norm.cu: a block a row forward; backward a block walks
-// over rows N / gridDim apart and sums dw in shared memory, or in its row of `parts` (gridDim, D).
+// over rows gridDim apart and sums dw in shared memory, or in its row of `parts` (gridDim, D).
 //
 // Budget: rms_norm_forward: 32 registers, 0 spilled, 256 shared
 // Budget: rms_norm_backward: 40 registers, 0 spilled, 256 shared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from xformer.backends.cupy.column_sums import PARTS, column_sums, fits_shared
+from xformer.backends.cupy.column_sums import column_sums, fits_shared, parts_of
 from xformer.backends.cupy.module import (
     EVERY,
     Source,
@@ -13,7 +13,7 @@ from xformer.backends.cupy.module import (
     empty,
     launch,
     real_size,
-    threads,
+    row_threads,
     wide,
 )
 
@@ -53,14 +53,15 @@ def forward(
     s = None if addend is None else empty(x)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     y, rstd = empty(x), empty(x, (rows,), working_dtype(x))
+    is_wide = wide(width, x, addend, s, w, y)
     launch(
         SOURCE,
         "rms_norm_forward",
         x,
         grid=(rows,),
-        block=(threads(width),),
+        block=(row_threads(width, is_wide, x),),
         args=(x, addend, s, w, y, rstd, width, eps, offset),
-        WIDE=wide(width, x, addend, s, w, y),
+        WIDE=is_wide,
     )
     x = x if s is None else s
     return y, RmsNormCache(x, w, rstd, offset)
@@ -84,18 +85,19 @@ class RmsNormCache(NamedTuple):
         x, w, rstd, offset = self
         ds, dy = None if ds is None else contiguous(ds), contiguous(dy)
         rows, width = rstd.shape[0], x.shape[-1]
-        n_parts = min(rows, PARTS)
+        n_parts = parts_of(rows)
         dx = empty(x)
         parts = None if w is None else empty(x, (1, n_parts, width), working_dtype(x))
         shared = 0 if w is None else fits_shared(width * real_size(x))
+        is_wide = wide(width, x, w, dy, ds, dx, parts)
         launch(
             SOURCE,
             "rms_norm_backward",
             x,
             grid=(n_parts if w is not None else rows,),
-            block=(threads(width),),
+            block=(row_threads(width, is_wide, x),),
             args=(x, w, rstd, dy, ds, dx, parts, rows, width, offset, int(shared > 0)),
             shared=shared,
-            WIDE=wide(width, x, w, dy, ds, dx, parts),
+            WIDE=is_wide,
         )
         return dx, None if parts is None else column_sums(parts)[0, :]

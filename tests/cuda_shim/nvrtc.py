@@ -32,6 +32,17 @@ def library() -> Any:
 
 def compiled(text: str, name: str, options: tuple[str, ...]) -> dict[str, Use]:
     """What each kernel of a source uses. Raises SyntaxError for errors and for warnings."""
+    return _uses(_compile(text, name, options)[0])
+
+
+def ptx(text: str, name: str, options: tuple[str, ...]) -> dict[str, str]:
+    """The PTX of each kernel of a source. Raises SyntaxError for errors and for warnings."""
+    kernels = _compile(text, name, options)[1].split(".visible .entry ")[1:]
+    return {kernel.partition("(")[0]: kernel for kernel in kernels}
+
+
+def _compile(text: str, name: str, options: tuple[str, ...]) -> tuple[str, str]:
+    """The compiler's log, and PTX."""
     nvrtc, program = library(), ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
     try:
@@ -43,12 +54,15 @@ def compiled(text: str, name: str, options: tuple[str, ...]) -> dict[str, Use]:
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         text_of_log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, text_of_log)
+        log = text_of_log.value.decode()
+        if failed or "warning" in log:
+            raise SyntaxError(f"NVRTC on {name} with {' '.join(options)}:\n{log}")
+        nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+        text_of_ptx = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetPTX(program, text_of_ptx)
+        return log, text_of_ptx.value.decode()
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    log = text_of_log.value.decode()
-    if failed or "warning" in log:
-        raise SyntaxError(f"NVRTC on {name} with {' '.join(options)}:\n{log}")
-    return _uses(log)
 
 
 def _uses(log: str) -> dict[str, Use]:
