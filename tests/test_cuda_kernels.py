@@ -334,6 +334,40 @@ def test_rope_reads_by_strides(library: Backend, launched: list[Any]) -> None:
     assert [args[0].data.ptr for _, _, args in launched[::2]] == [q.data.ptr] * 2
 
 
+def by_token(x: Any) -> Any:
+    """The same (B, H, T, K), whose heads of a token lie side by side in memory."""
+    xp = array_namespace(x)
+    return xp.permute_dims(contiguous(xp.permute_dims(x, (0, 2, 1, 3))), (0, 2, 1, 3))
+
+
+class ByToken(NamedTuple):
+    """A cache whose backward is given dy by token."""
+
+    cache: Any
+
+    def backward(self, dy: Any) -> Any:
+        return self.cache.backward(by_token(dy))
+
+
+def rope_by_token(x: Any, **options: Any) -> tuple[Any, ByToken]:
+    y, cache = ops.rope(by_token(x), **options)
+    return y, ByToken(cache)
+
+
+def test_rope_lays_out_as_it_reads(library: Backend) -> None:
+    """What lies by token merges without a copy, forward and backward; what lies by head stays."""
+    x = library.asarray(normal(2, 3, 5, 8).astype(np.float32))
+    tables = {name: library.asarray(normal(5, 4).astype(np.float32)) for name in ("cos", "sin")}
+    for given in (x, by_token(x)):
+        y, cache = ops.rope(given, **tables)
+        dx = cache.backward(given)
+        for result in (y, dx):
+            assert tuple(result.shape) == (2, 3, 5, 8)
+            assert result.strides == given.strides
+            merged = library.xp.permute_dims(result, (0, 2, 1, 3))
+            assert merged.flags.c_contiguous == (given is not x)
+
+
 @pytest.mark.parametrize("width", [2, 7, 64, 70])
 def test_rope_widths(library: Backend, width: int) -> None:
     half = width // 2 if width != 70 else 32
@@ -342,6 +376,7 @@ def test_rope_widths(library: Backend, width: int) -> None:
         for interleaved in (False, True):
             options = {**tables, "interleaved": interleaved}
             require_exact(library, ops.rope, normal(2, 5, 3, width), **options)
+            require_exact(library, rope_by_token, normal(2, 5, 3, width), **options)
 
 
 # ---- Dropout: the bits are those of the reference ----

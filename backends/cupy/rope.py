@@ -1,9 +1,10 @@
-"""`rope` in one launch that reads its input by strides."""
+"""`rope` in one launch that reads its input by strides, and lays out its output alike."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from xformer.backends.cupy.attention import heads_first
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch
 
 from xformer.checks import require_shape
@@ -46,12 +47,14 @@ class RopeCache(NamedTuple):
 
 
 def _turn(x: Array, cos: Array, sin: Array, interleaved: bool, sign: int) -> Array:
+    """Where the heads of a token lie side by side in x they do so in y: they merge with no copy."""
     batch, heads, length, width = x.shape
-    half = cos.shape[-1]
-    y, rows = empty(x), batch * heads * length
+    half, rows = cos.shape[-1], batch * heads * length
+    by_token = x.strides[1] < x.strides[2]
+    y = empty(x, (batch, length, heads, width) if by_token else None)
     sizes = rows, heads, length, width, half
     strides = [stride // x.dtype.itemsize for stride in x.strides]
-    table_stride = length * half if cos.ndim == 3 else 0
+    how = length * half if cos.ndim == 3 else 0, int(by_token), int(interleaved)
     across = min(BLOCK, max(1, 1 << (half - 1).bit_length() if half else 32))
     launch(
         SOURCE,
@@ -59,6 +62,6 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool, sign: int) -> Arr
         x,
         grid=(blocks(rows, BLOCK // across),),
         block=(across, BLOCK // across),
-        args=(x, cos, sin, y, *sizes, *strides, table_stride, int(interleaved), sign),
+        args=(x, cos, sin, y, *sizes, *strides, *how, sign),
     )
-    return y
+    return heads_first(y) if by_token else y
