@@ -81,32 +81,49 @@ def test_training_steps(library: Backend, launched: list[Any], name: str, dtype:
 
 @only(*ON_DEVICE)
 @pytest.mark.parametrize(
-    ("norm", "kind", "sums"),
-    [
-        ("pre", "layer", [False, True, True]),  # the first norm, then each sum but the last
-        ("pre", "rms", [False, True, True]),
-        ("post", "layer", [True, True, True]),
-        ("sandwich", "rms", [False, False, True, False, True, False]),
-        ("output", "layer", [False, False, False]),
+    ("norm", "kind", "sums", "read"),
+    [  # of each layer's norms: whether it makes a sum, whether its backward adds a gradient
+        ("pre", "layer", [True] * 3, [True] * 3),
+        ("pre", "rms", [True] * 3, [True] * 3),
+        ("post", "layer", [True] * 3, [False] * 3),  # nothing else reads these sums
+        ("sandwich", "rms", [True, False] * 3, [True, False] * 3),
+        ("output", "layer", [False] * 3, [False] * 3),
     ],
 )
 def test_sums_are_made_with_the_norm_behind_them(
-    library: Backend, launched: list[Any], norm: str, kind: str, sums: list[bool]
+    library: Backend, launched: list[Any], norm: str, kind: str, sums: list[bool], read: list[bool]
 ) -> None:
-    """And their gradients: both directions are one launch for each norm."""
+    """Those at the end of a block too, and their gradients: a launch for a norm and direction."""
     config = layers.BlockConfig(6, 2, 11, norm=norm, norm_kind=kind)
     rng = library.generator(0)
     x, memory, dy = (rng.normal((2, 3, 6)) for _ in range(3))
     params = config.init(rng, cross=True)
     launched.clear()
-    _, cache = layers.block(x, params, memory, config=config)
+    _, cache = layers.blocks(x, (params,), memory, configs=(config,) * 2)
     added = [args[1] is not None for name, _, args in launched if name == f"{kind}_norm_forward"]
-    assert added == sums
+    assert added == [norm == "post", *sums[1:], *sums]  # before the first norm there may be none
     launched.clear()
     cache.backward(dy)
     backward = [args for name, _, args in launched if name == f"{kind}_norm_backward"]
     ds = [args[4 if kind == "rms" else 5] is not None for args in backward]
-    assert ds == ([False] * 3 if norm == "post" else sums[::-1])  # nothing else reads those sums
+    assert ds == read[::-1] * 2
+
+
+@only(*ON_DEVICE)
+@pytest.mark.parametrize("shared", [False, True])
+def test_sums_of_parallel_blocks(library: Backend, launched: list[Any], shared: bool) -> None:
+    """The last sum of a block is made with the first norm of the next one."""
+    config = layers.BlockConfig(6, 2, 11, parallel=True, shared_norm=shared)
+    rng = library.generator(0)
+    params = config.init(rng)
+    launched.clear()
+    y, cache = layers.blocks(rng.normal((2, 3, 6)), (params,), configs=(config,) * 2)
+    added = [args[1] is not None for name, _, args in launched if name == "layer_norm_forward"]
+    assert added == ([False, True] if shared else [False, False, True, False])
+    launched.clear()
+    cache.backward(y)
+    ds = [args[5] is not None for name, _, args in launched if name == "layer_norm_backward"]
+    assert ds == ([True, True] if shared else [False, True] * 2)
 
 
 @only(*ON_DEVICE)

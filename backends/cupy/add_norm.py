@@ -16,7 +16,9 @@ from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
-def rms_with_bias(x: Array, r: Array, params: NormParams, *, config: NormConfig) -> str | None:
+def rms_with_bias(
+    x: Array, r: Array | None, params: NormParams, *, config: NormConfig
+) -> str | None:
     """Why the kernel cannot run."""
     has_b = config.kind == "rms" and params.b is not None
     return 'kind "rms" has no bias, got params.b' if has_b else None
@@ -24,10 +26,11 @@ def rms_with_bias(x: Array, r: Array, params: NormParams, *, config: NormConfig)
 
 @kernel(reference, "cupy", unsupported=rms_with_bias, stores=STORED)
 def add_norm(
-    x: Array, r: Array, params: NormParams, *, config: NormConfig
+    x: Array, r: Array | None, params: NormParams, *, config: NormConfig
 ) -> tuple[tuple[Array, Array], AddNormCache]:
     """x and r are read once, s and y written."""
-    require_gradient("add_norm", "r", r, x)
+    if r is not None:
+        require_gradient("add_norm", "r", r, x)
     w, b = value(params.w), value(params.b)
     cache: Any
     if config.kind == "rms":
@@ -39,20 +42,22 @@ def add_norm(
         require_axis("layer_norm", x, -1)
         y, cache = layer_norm.forward(x, r, w, b, config.eps)
     fixed = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
-    return (cache.x, y), AddNormCache(cache, *fixed)
+    return (cache.x, y), AddNormCache(cache, r is not None, *fixed)
 
 
 class AddNormCache(NamedTuple):
     """What `add_norm` keeps for its backward."""
 
     norm: Any  # of the kernel, whose x is the sum
+    has_r: bool
     fixed_w: bool
     fixed_b: bool
 
-    def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array, NormParams]:
+    def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None, NormParams]:
         """As in the reference."""
         for name, given in (("ds", ds), ("dy", dy)):
             if given is not None:
                 require_gradient("add_norm", name, given, self.norm.x)
         dx, dw, *db = self.norm.gradients(ds, dy)
-        return dx, dx, NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])
+        dparams = NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])
+        return dx, dx if self.has_r else None, dparams

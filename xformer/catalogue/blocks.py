@@ -70,9 +70,9 @@ def _norm() -> Iterator[Case]:
 
 
 def _add_norm() -> Iterator[Case]:
-    def case(note: str, config: layers.NormConfig, b: bool, *shape: int) -> Case:
+    def case(note: str, config: layers.NormConfig, b: bool, *shape: int, r: bool = True) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
-            terms = rng.normal((*shape, 6)), rng.normal((*shape, 6))
+            terms = rng.normal((*shape, 6)), rng.normal((*shape, 6)) if r else None
             return partial(layers.add_norm, config=config), (*terms, _norm_params(rng, b))
 
         return Case("layers", f"add_norm: {note}", make)
@@ -81,6 +81,8 @@ def _add_norm() -> Iterator[Case]:
     yield case("layer, no b", layers.NormConfig(), False, 5, 4)
     yield case("rms", RMS, False, 5, 4)
     yield case("rms, a row", RMS, False)
+    yield case("layer, no r", layers.NormConfig(eps=0.1), True, 5, 4, r=False)
+    yield case("rms, no r", RMS, False, 5, 4, r=False)
 
 
 def _around_ffn(x: Array, norm: Any, out_norm: Any, ffn: Any, **options: Any) -> tuple[Array, Any]:

@@ -20,7 +20,15 @@ from xformer.layers.feed_forward import FeedForwardParams, feed_forward
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.past import Past
-from xformer.layers.residual import Branch, BranchCache, ResidualsCache, parallel, residuals
+from xformer.layers.residual import (
+    Branch,
+    BranchCache,
+    ResidualsCache,
+    Terms,
+    parallels,
+    residuals,
+    summed,
+)
 from xformer.ops._attention import window_of
 from xformer.ops.activation import require_activation
 from xformer.typing import Array
@@ -261,6 +269,46 @@ def block(
     None: no dropout. With config.parallel attention and feed-forward stand side by side
     (`layers.parallel`). ValueError where shapes do not fit.
     """
+    terms, cache = block_terms(
+        x,
+        params,
+        memory,
+        bias,
+        pos,
+        memory_pos,
+        config=config,
+        rotary=rotary,
+        past=past,
+        mask=mask,
+        causal=causal,
+        memory_mask=memory_mask,
+        dropout_key=dropout_key,
+    )
+    return summed(*terms), cache
+
+
+def block_terms(
+    x: Array,
+    params: BlockParams,
+    memory: Array | KeyValue | None = None,
+    bias: Array | None = None,
+    pos: Array | None = None,
+    memory_pos: Array | None = None,
+    *,
+    r: Array | None = None,
+    config: BlockConfig,
+    rotary: layers.Rotary | None = None,
+    past: Past | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    memory_mask: Array | None = None,
+    dropout_key: ops.Key | None = None,
+) -> tuple[Terms, BlockCache | ParallelBlockCache]:
+    """`block` of x + r; its y is the sum of both results, which the next block makes.
+
+    There a norm follows it, and both are one op (`layers.residuals`). The backward is that of
+    `block`: dy is the gradient of the sum, dx that of x + r.
+    """
     _require_memory(params, config, memory, memory_pos, memory_mask)
     dropped = dropout_key is not None
     rate = config.dropout if dropped else 0.0
@@ -294,16 +342,17 @@ def block(
 
     if config.parallel:
         norms: Any = (params.attn_norm, params.ffn_norm)
-        y, both = parallel(
-            x, norms[0], attend, feed, norms[1], dropout_keys=(keys[2], keys[4]), **around
+        terms, both = parallels(
+            x, norms[0], attend, feed, norms[1], r, dropout_keys=(keys[2], keys[4]), **around
         )
-        return y, ParallelBlockCache(both)
+        return terms, ParallelBlockCache(both)
     branches = [Branch(attend, params.attn_norm, params.attn_out_norm, keys[2])]
     if params.cross is not None:
         branches.append(Branch(attend_memory, params.cross_norm, params.cross_out_norm, keys[3]))
     branches.append(Branch(feed, params.ffn_norm, params.ffn_out_norm, keys[4]))
-    y, chain = residuals(x, branches, place="post" if config.norm == "post" else "pre", **around)
-    return y, BlockCache(chain)
+    place = "post" if config.norm == "post" else "pre"
+    terms, chain = residuals(x, branches, r, place=place, **around)
+    return terms, BlockCache(chain)
 
 
 class BlockCache(NamedTuple):

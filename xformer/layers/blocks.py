@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from xformer import layers, ops, tree
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
-from xformer.layers.block import SITES, BlockConfig, BlockParams, block
+from xformer.layers.block import SITES, BlockConfig, BlockParams, block_terms
 from xformer.layers.past import Past
+from xformer.layers.residual import summed
 from xformer.typing import Array
 
 
@@ -47,17 +48,19 @@ def blocks(
             f"got {len(memories)}"
         )
     caches: list[Any] = []
-    run: Any = block
+    run: Any = block_terms
     if checkpoint and past is None:
         from xformer.layers.checkpoint import checkpointed as run
+    r = None  # what is still to be added to x
     for i, config in enumerate(configs):
-        x, cache = run(
+        (x, r), cache = run(
             x,
             params[order[i]],
             memories[i],
             bias,
             pos,
             memory_pos,
+            r=r,
             config=config,
             rotary=rotary,
             past=None if past is None else past[i],
@@ -67,9 +70,10 @@ def blocks(
             dropout_key=None if dropout_key is None else dropout_key.at(SITES * i),
         )
         caches.append(cache if past is None else cache.past)
+    y = summed(x, r)
     if past is None:
-        return x, BlocksCache(tuple(caches), order, own_memory, ())
-    return x, BlocksCache((), order, own_memory, tuple(caches))
+        return y, BlocksCache(tuple(caches), order, own_memory, ())
+    return y, BlocksCache((), order, own_memory, tuple(caches))
 
 
 class BlocksCache(NamedTuple):

@@ -6,26 +6,31 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.dispatch import keeps_nothing, overridable
-from xformer.layers.block import BlockConfig, block
+from xformer.layers.block import BlockConfig, block, block_terms
+from xformer.layers.residual import Terms
 from xformer.typing import Array
 
 
 def checkpointed(
-    *args: Any, config: BlockConfig, dropout_key: ops.Key | None = None, **options: Any
-) -> tuple[Array, Any]:
-    """`layers.block`, of which only the arguments are kept (arXiv:1604.06174).
+    *args: Any,
+    config: BlockConfig,
+    dropout_key: ops.Key | None = None,
+    r: Array | None = None,
+    **options: Any,
+) -> tuple[Terms, Any]:
+    """`block_terms`, of which only the arguments are kept (arXiv:1604.06174).
 
     The backward runs the forward once more: the same operations on the same arrays, and dropout
     draws the same bits, so that gradients are the same, bit for bit where a library's arithmetic
     is repeatable. It costs about a third of the time of a step.
     """
-    y, cache = block(*args, config=config, dropout_key=dropout_key, **options)
-    if keeps_nothing():
-        return y, cache  # which holds less than the arguments
+    if keeps_nothing():  # a cache of nothing holds less than the arguments
+        return block_terms(*args, r=r, config=config, dropout_key=dropout_key, **options)
+    y, cache = block(*args, config=config, dropout_key=dropout_key, **options)  # one array to keep
     router = None
     if config.experts is not None:
         router = RouterCache(cache.router.router_logits, cache.router.ids)
-    return y, CheckpointCache(args, config, dropout_key, options, router)
+    return (y, None), CheckpointCache(args, config, dropout_key, options, router)
 
 
 class RouterCache(NamedTuple):

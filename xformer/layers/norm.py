@@ -70,27 +70,31 @@ class NormCache(NamedTuple):
 
 @overridable
 def add_norm(
-    x: Array, r: Array, params: NormParams, *, config: NormConfig
+    x: Array, r: Array | None, params: NormParams, *, config: NormConfig
 ) -> tuple[tuple[Array, Array], AddNormCache]:
     """s = x + r, and y = `norm` of s: a residual connection and the norm that follows it.
 
-    x, r, s, y: (..., D). ValueError where shapes do not fit.
+    x, r, s, y: (..., D). r None: s is x, which both its norm and a later sum read. ValueError where
+    shapes do not fit.
     """
-    require_gradient("add_norm", "r", r, x)
-    s = x + r
+    s = x
+    if r is not None:
+        require_gradient("add_norm", "r", r, x)
+        s = x + r
     y, cache = norm(s, params, config=config)
-    return (s, y), AddNormCache(cache)
+    return (s, y), AddNormCache(cache, r is not None)
 
 
 class AddNormCache(NamedTuple):
     """What `add_norm` keeps for its backward."""
 
     norm: NormCache
+    has_r: bool
 
-    def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array, NormParams]:
+    def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None, NormParams]:
         """Gradients of x and r, which are one, and of params. ds None: nothing else reads s."""
         dx, dparams = self.norm.backward(dy)
         if ds is not None:
             require_gradient("add_norm", "ds", ds, dx)
             dx = ds + dx
-        return dx, dx, dparams
+        return dx, dx if self.has_r else None, dparams

@@ -10,6 +10,7 @@ from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
 from xformer.typing import Array
 
 Sublayer = Callable[[Array], tuple[Array, Any]]
+Terms = tuple[Array, Array | None]  # of a sum that is not made yet; None: there is one term
 
 
 class Branch(NamedTuple):
@@ -40,8 +41,8 @@ def residual(
     returns after dx is handed on. config: LayerNorm unless given.
     """
     branch = Branch(sublayer, norm_params, out_norm, dropout_key)
-    y, cache = residuals(x, (branch,), place=place, config=config, dropout_rate=dropout_rate)
-    return y, ResidualCache(cache)
+    terms, cache = residuals(x, (branch,), place=place, config=config, dropout_rate=dropout_rate)
+    return summed(*terms), ResidualCache(cache)
 
 
 class ResidualCache(NamedTuple):
@@ -61,102 +62,98 @@ class ResidualCache(NamedTuple):
 def residuals(
     x: Array,
     branches: Sequence[Branch],
+    r: Array | None = None,
     *,
     place: str = "pre",
     config: NormConfig | None = None,
     dropout_rate: float = 0.0,
-) -> tuple[Array, ResidualsCache]:
-    """`residual` of each branch, one after the other; a sum is one op with the norm behind it."""
+) -> tuple[Terms, ResidualsCache]:
+    """`residual` of each branch, one after the other, of x + r (of x where r is None).
+
+    The result is x and r of the next such chain: with "pre" the last sum is left to the norm that
+    follows there, with which it is one op.
+    """
     if place not in ("pre", "post"):
         raise ValueError(f'residual: place must be "pre" or "post", got {place!r}')
     config = NormConfig() if config is None else config
-    norms = [branch.norm for branch in branches]
-    norms = [*norms, None] if place == "pre" else [None, *norms]  # from the 2nd on behind sums
-    inner, first = x, None
-    if norms[0] is not None:
-        inner, first = norm(x, norms[0], config=config)
-    caches = []
-    for branch, following in zip(branches, norms[1:], strict=True):
-        x, inner, cache = _added(x, inner, branch, following, config, dropout_rate)
-        x = inner if place == "post" else x
-        caches.append(cache)
-    return x, ResidualsCache(first, tuple(caches), place == "post")
+    post = place == "post"
+    caches: list[BranchCache] = []
+    if post:
+        x, r = summed(x, r), None
+    for branch in branches:
+        if post:
+            r, cache = _branch(x, branch, config, dropout_rate)
+            (s, x), sum_cache = _sum_and_norm(x, r, branch.norm, config)
+            del s, r  # or they would be held while the next sublayer runs
+        else:
+            (x, inner), sum_cache = _sum_and_norm(x, r, branch.norm, config)
+            del r
+            r, cache = _branch(inner, branch, config, dropout_rate)
+        caches.append(cache._replace(sum=sum_cache))
+    return (x, None if post else r), ResidualsCache(tuple(caches), post)
 
 
-def _added(
-    x: Array,
-    inner: Array,
-    branch: Branch,
-    following: NormParams | None,
-    config: NormConfig,
-    dropout_rate: float,
-) -> tuple[Array, Array, BranchCache]:
-    """The sum of x and the branch of `inner`; the norm of the sum, or the sum again."""
+def summed(x: Array, r: Array | None) -> Array:
+    """x + r, x where r is None."""
+    return x if r is None else x + r
+
+
+def _sum_and_norm(
+    x: Array, r: Array | None, norm_params: NormParams | None, config: NormConfig
+) -> tuple[tuple[Array, Array], Any]:
+    """The sum of both, and its norm: the sum again where norm_params is None."""
+    if norm_params is not None:
+        return add_norm(x, r, norm_params, config=config)
+    s = summed(x, r)
+    return (s, s), None
+
+
+def _branch(
+    inner: Array, branch: Branch, config: NormConfig, dropout_rate: float
+) -> tuple[Array, BranchCache]:
+    """What is added to x."""
     r, sub_cache = branch.sublayer(inner)
-    out_cache = sum_cache = None
+    out_cache = None
     if branch.out_norm is not None:
         r, out_cache = norm(r, branch.out_norm, config=config)
     r, drop_cache = ops.dropout(r, rate=dropout_rate, key=branch.dropout_key)
-    if following is None:
-        s = y = x + r
-    else:
-        (s, y), sum_cache = add_norm(x, r, following, config=config)
-    return s, y, BranchCache(sub_cache, out_cache, drop_cache, sum_cache)
+    return r, BranchCache(None, sub_cache, out_cache, drop_cache)
 
 
 class BranchCache(NamedTuple):
-    """What `residuals` keeps of a branch, and of its sum."""
+    """What `residuals` keeps of a branch, and of the sum before it, or, "post", behind it."""
 
+    sum: Any  # of `add_norm`, where the sum has a norm
     sublayer: Any
     out_norm: Any
     drop: Any
-    sum: Any  # of `add_norm`, where a norm follows
 
 
 class ResidualsCache(NamedTuple):
     """What `residuals` keeps for its backward."""
 
-    norm: Any  # of the norm before the first sublayer
     branches: tuple[BranchCache, ...]
     post: bool  # norm(x + f(x)), not x + f(norm(x))
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Array, list[tuple[Any, ...]]]:
-        """Gradient of x; for each branch those of norm, out_norm, and what its sublayer returns.
+        """Gradient of x + r; for each branch of norm, out_norm, and what its sublayer returns.
 
-        dextra goes to the last sublayer's backward, after its dy.
+        dy: of the sum of both results. dextra goes to the last sublayer's backward, after its dy.
         """
-        ds, dinner = dy, None  # of a sum, and of what the next sublayer reads: its norm, or itself
-        dnorms: list[Any] = []  # from the last to the first, as the next
-        own: list[tuple[Any, ...]] = []
+        ds, own = dy, list[tuple[Any, ...]]()  # from the last branch to the first
         for branch in reversed(self.branches):
-            ds, dnorm = self._through_sum(branch.sum, ds, dinner)
-            dnorms.append(dnorm)
-            del dinner  # or it would be held while the sublayer's backward runs
+            dnorm = None
+            if self.post and branch.sum is not None:
+                ds, _, dnorm = branch.sum.backward(None, ds)
             dinner, *rest = _through_branch(branch, ds, dextra)
-            own.append(tuple(rest))
+            if self.post or branch.sum is None:
+                ds = ds + dinner
+            else:
+                ds, _, dnorm = branch.sum.backward(ds, dinner)
+            del dinner  # or it would be held while the next sublayer's backward runs
+            own.append((dnorm, *rest))
             dextra = ()
-        dx, dnorm = self._through_norm(ds, dinner)
-        dnorms = dnorms if self.post else [*dnorms[1:], dnorm]
-        each = zip(reversed(dnorms), reversed(own), strict=True)
-        return dx, [(dnorm, *rest) for dnorm, rest in each]
-
-    def _through_sum(self, cache: Any, ds: Array, dinner: Array | None) -> tuple[Array, Any]:
-        """Gradients of both terms of a sum, which are one, and of the norm behind it."""
-        if cache is not None and not self.post:
-            ds, _, dnorm = cache.backward(ds, dinner)
-            return ds, dnorm
-        ds = ds if dinner is None else ds + dinner
-        if cache is None:
-            return ds, None
-        ds, _, dnorm = cache.backward(None, ds)
-        return ds, dnorm
-
-    def _through_norm(self, ds: Array, dinner: Array) -> tuple[Array, Any]:
-        """Gradients of x and of the norm before the first sublayer."""
-        if self.norm is None:
-            return ds + dinner, None
-        dx, dnorm = self.norm.backward(dinner)
-        return ds + dx, dnorm
+        return ds, own[::-1]
 
 
 def _through_branch(cache: BranchCache, dr: Array, dextra: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -183,8 +180,34 @@ def parallel(
 
     second_norm None: g sees norm(x) too (GPT-J). x, y: (..., D); f, g as in `residual`.
     """
+    terms, cache = parallels(
+        x,
+        norm_params,
+        first,
+        second,
+        second_norm,
+        config=config,
+        dropout_rate=dropout_rate,
+        dropout_keys=dropout_keys,
+    )
+    return summed(*terms), cache
+
+
+def parallels(
+    x: Array,
+    norm_params: NormParams,
+    first: Sublayer,
+    second: Sublayer,
+    second_norm: NormParams | None = None,
+    r: Array | None = None,
+    *,
+    config: NormConfig | None = None,
+    dropout_rate: float = 0.0,
+    dropout_keys: tuple[ops.Key | None, ops.Key | None] = (None, None),
+) -> tuple[Terms, ParallelCache]:
+    """`parallel` of x + r, its last sum left to the norm that follows, as in `residuals`."""
     config = NormConfig() if config is None else config
-    inner, norm_cache = norm(x, norm_params, config=config)
+    (x, inner), norm_cache = add_norm(x, r, norm_params, config=config)
     other, second_norm_cache = inner, None
     if second_norm is not None:
         other, second_norm_cache = norm(x, second_norm, config=config)
@@ -195,13 +218,13 @@ def parallel(
     cache = ParallelCache(
         norm_cache, second_norm_cache, first_cache, second_cache, first_drop, second_drop
     )
-    return x + f + g, cache
+    return (x + f, g), cache
 
 
 class ParallelCache(NamedTuple):
     """What `parallel` keeps for its backward."""
 
-    norm: Any
+    norm: Any  # of `add_norm`
     second_norm: Any
     first: Any
     second: Any
@@ -217,10 +240,9 @@ class ParallelCache(NamedTuple):
         dother, *dsecond = self.second.backward(self.second_drop.backward(dy), *dextra)
         dsecond_norm = None
         if self.second_norm is None:
-            dinner = dinner + dother
-            dx = dy
+            dinner, ds = dinner + dother, dy
         else:
             dother, dsecond_norm = self.second_norm.backward(dother)
-            dx = dy + dother
-        dinner, dnorm = self.norm.backward(dinner)
-        return dx + dinner, dnorm, dsecond_norm, tuple(dfirst), tuple(dsecond)
+            ds = dy + dother
+        dx, _, dnorm = self.norm.backward(ds, dinner)
+        return dx, dnorm, dsecond_norm, tuple(dfirst), tuple(dsecond)

@@ -130,10 +130,10 @@ def _apart(depths: Sequence[int]) -> list[int]:
 def _input(block: Any) -> Array:
     """What came into a block."""
     if not isinstance(block, BlockCache):
-        return block.both.norm.norm.x
-    if block.chain.norm is not None:
-        return block.chain.norm.norm.x
-    return block.attn.sublayer.maps.x
+        return block.both.norm.norm.norm.x
+    if block.chain.post or block.attn.sum is None:
+        return block.attn.sublayer.maps.x
+    return block.attn.sum.norm.norm.x
 
 
 def _rms(x: Array) -> float:
