@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import cuda_shim
@@ -130,6 +131,50 @@ def test_bounds(library: Backend, cudnn: Cudnn) -> None:
         asked = cudnn.calls[-1].options
         assert (asked["left"], asked["right"]) == wanted, options
     assert cudnn.calls[-1].options["attn_scale"] == pytest.approx(8**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "wanted"),
+    [
+        ((64, 64), {"causal": True}, "TOP_LEFT"),
+        ((64, 64), {"window": (9, 3)}, "TOP_LEFT"),
+        ((64, 64), {"window": (9, None)}, "TOP_LEFT"),
+        ((64, 64), {}, "TOP_LEFT"),
+        ((64, 128), {}, "TOP_LEFT"),
+        ((128, 64), {}, "TOP_LEFT"),
+        ((64, 128), {"causal": True}, "BOTTOM_RIGHT"),
+        ((64, 128), {"window": (9, None)}, "BOTTOM_RIGHT"),
+        ((64, 128), {"window": (127, 63), "causal": False}, "TOP_LEFT"),
+    ],
+    ids=str,
+)
+@in_both
+def test_alignment(
+    library: Backend,
+    cudnn: Cudnn,
+    precision: str,
+    length: tuple[int, int],
+    options: Any,
+    wanted: str,
+) -> None:
+    """To the bottom right only where it is another diagonal; forward and backward alike."""
+    require(library, cudnn, precision, inputs(length, (4, 2)), **options)
+    assert [call.options["alignment"].name for call in cudnn.calls] == 2 * [wanted]
+
+
+def test_another_alignment_shows(
+    library: Backend, cudnn: Cudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where lengths differ the numbers are others; where they do not the stand-in refuses it."""
+    alignments = cudnn.diagonal_alignment
+    for length, one, error in (
+        ((64, 128), alignments.TOP_LEFT, AssertionError),
+        ((64, 64), alignments.BOTTOM_RIGHT, Fault),
+    ):
+        swapped = SimpleNamespace(TOP_LEFT=one, BOTTOM_RIGHT=one)
+        monkeypatch.setattr(cudnn, "diagonal_alignment", swapped)
+        with pytest.raises(error):
+            require(library, cudnn, "bfloat16", inputs(length), causal=True)
 
 
 def test_arrays_are_read_where_they_lie(library: Backend, cudnn: Cudnn) -> None:
@@ -314,13 +359,65 @@ def test_who_runs_and_why(library: Backend) -> None:
         assert "sdpa_cudnn.sdpa: a bias is not in its graphs" in explain(ops.sdpa, q, k, v, bias)
         assert runs(explain(ops.sdpa, q, k, v, **dropout(0.0)), "sdpa_cudnn")
     for fake, why in (
-        (Cudnn(capability=86), "the device has compute capability 8.6, less than 9.0"),
+        (Cudnn(capability=75), "cuDNN has no attention on compute capability 7.5, but from 8.0 on"),
         (Cudnn(lacks=["sdpa"]), "cuDNN refuses: No valid engine configs"),
         (Cudnn(lacks=["sdpa_backward"]), "cuDNN refuses: No valid engine configs"),
     ):
         with calling_cudnn(fake):
             said = explain(ops.sdpa, q, k, v)
             assert runs(said, "flash") and f"sdpa_cudnn.sdpa: {why}" in said
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "widths", "forward", "backward"),
+    [
+        (80, 91600, (128, 128), "", ""),
+        (86, 91600, (136, 128), "", "136 wide, more than the 128 of cuDNN's backward on compute"),
+        (89, 91600, (256, 256), "", "256 wide, more than the 128 of cuDNN's backward on compute"),
+        (90, 91600, (256, 256), "", ""),
+        (90, 91600, (264, 8), "264 wide, more than the 256 of cuDNN's forward on compute", ""),
+        (100, 91600, (192, 128), "", ""),
+        (100, 91600, (192, 192), "", "192 wide, more than the 128 of cuDNN's backward on compute"),
+        (100, 91600, (256, 256), "", "256 wide, more than the 128 of cuDNN's backward on compute"),
+        (103, 92300, (256, 256), "", ""),
+        (120, 92300, (256, 256), "", "256 wide, more than the 128 of cuDNN's backward on compute"),
+        (120, 91600, (64, 64), "", ""),
+        (90, 91600, (12, 8), "heads are 12 and 8 wide, no multiples of 8", ""),
+    ],
+)
+def test_widths_by_capability(
+    library: Backend,
+    capability: int,
+    version: int,
+    widths: tuple[int, int],
+    forward: str,
+    backward: str,
+) -> None:
+    """Within inference() only forward counts."""
+    arrays = stored(library, inputs((64, 64), (1, 1), widths))
+    with calling_cudnn(Cudnn(capability=capability, version=version)) as cudnn:
+        said = explain(ops.sdpa, *arrays)
+        if forward or backward:
+            assert not runs(said, "sdpa_cudnn") and (forward or backward) in said, said
+        else:
+            assert runs(said, "sdpa_cudnn"), said
+            assert cudnn.built == 2
+        with inference():
+            assert runs(explain(ops.sdpa, *arrays), "sdpa_cudnn") == (not forward)
+
+
+def test_deterministic_by_capability(library: Backend) -> None:
+    arrays = stored(library, inputs((64, 64)))
+    for capability, version, why in (
+        (100, 91600, "cuDNN before 9.18 has no deterministic backward on compute capability 10.0"),
+        (100, 91800, ""),
+        (90, 91600, ""),
+        (120, 91600, ""),
+    ):
+        fake = Cudnn(capability=capability, version=version)
+        with calling_cudnn(fake), library.deterministic():
+            said = explain(ops.sdpa, *arrays)
+            assert runs(said, "flash" if why else "sdpa_cudnn") and why in said
 
 
 def dropout(rate: float) -> dict[str, Any]:

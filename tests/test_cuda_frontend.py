@@ -16,6 +16,7 @@ from cuda_shim import Cudnn
 from cuda_shim import cudnn_graph as own
 from xformer.backends.cupy import cudnn_plan
 from xformer.backends.cupy.cudnn_plan import Kind, by_rows, by_token
+from xformer.backends.cupy.cudnn_support import unsupported
 
 real = pytest.importorskip("cudnn", reason="NVIDIA's frontend of cuDNN is missing: extra cudnn")
 
@@ -31,6 +32,7 @@ KIND = Kind(
     False,
 )
 GRAPHS = {"forward": cudnn_plan.forward_graph, "backward": cudnn_plan.backward_graph}
+SHORT = by_token(2, 2, 128, 64)
 ODD = by_rows(2, 4, 192, 12)
 LONG = by_token(2, 4, 256, 64)
 WHOLE = by_rows(2, 4, 128, 65)._replace(shape=(2, 4, 128, 64))  # rows of 130 bytes
@@ -48,6 +50,8 @@ KINDS = {
     "odd widths": (KIND._replace(q=ODD, k=ODD, v=ODD), False),
     "odd groups": (KIND._replace(q=by_token(2, 3, 128, 64)), False),
     "odd steps": (KIND._replace(q=WHOLE), False),
+    "as many keys": (KIND._replace(k=SHORT, v=SHORT), True),
+    "as many keys, window": (KIND._replace(k=SHORT, v=SHORT, left=5, right=3), True),
 }
 REFUSALS = (real.cudnnGraphNotSupportedError, ValueError)
 
@@ -65,9 +69,10 @@ needs_library = pytest.mark.skipif(
 
 
 class Frontend:
-    """The package, which is told of an H100."""
+    """The package, which is told of an H100 unless of another device."""
 
-    pygraph = functools.partial(real.pygraph, sm_version=90)
+    def __init__(self, capability: int = 90) -> None:
+        self.pygraph = functools.partial(real.pygraph, sm_version=capability)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(real, name)
@@ -104,6 +109,40 @@ def test_what_is_refused_is_what_the_stand_in_refuses(
         checked.validate()
     with pytest.raises(REFUSALS):
         graph.validate()
+        graph._lower_to_cpp().validate()
+
+
+@needs_library
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 103, 120])
+def test_widths_of_backward_are_those_of_the_library(
+    capability: int, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of `cudnn_support`, and the stand-in, beside what the frontend checks."""
+    k, m = widths
+    kind = KIND._replace(q=by_token(1, 2, 128, k), k=by_token(1, 2, 128, k))
+    kind = kind._replace(v=by_token(1, 2, 128, m), backward=True)
+    fake = Cudnn(capability=capability, version=real.backend_version())
+    why = unsupported(
+        capability, real.backend_version(), widths, backward=True, deterministic=False
+    )
+    monkeypatch.setattr("cudnn._pygraph._default_backend_handle", lambda: None)
+    for cudnn, handle, errors in (
+        (fake, fake.create_handle(), own.cudnnGraphNotSupportedError),
+        (Frontend(capability), None, real.cudnnGraphNotSupportedError),
+    ):
+        graph = cudnn_plan.backward_graph(cudnn, handle, kind)
+        if why is None:
+            checked(graph)
+            continue
+        with pytest.raises(errors, match="hidden_dim"):
+            checked(graph)
+
+
+def checked(graph: Any) -> None:
+    """By the library too, where the graph is the package's."""
+    graph.validate()
+    if isinstance(graph, real.pygraph):
         graph._lower_to_cpp().validate()
 
 

@@ -120,10 +120,16 @@ def _output(tensor: Any, uid: int, layout: Layout) -> Any:
 
 
 def _options(cudnn: Any, kind: Kind) -> dict[str, Any]:
-    """Scale and band. cuDNN's left bound counts the query's own key, and its rows end with it."""
+    """Scale and band. cuDNN's left bound counts the query's own key.
+
+    Where there are as many queries as keys the diagonal of both alignments is the same: top-left is
+    asked for, which more of cuDNN's engines take. Bottom-right only where it makes a difference.
+    """
+    differs = kind.q.shape[2] != kind.k.shape[2] and (kind.left, kind.right) != (None, None)
+    alignments = cudnn.diagonal_alignment
     return {
         "attn_scale": kind.scale,
-        "diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT,
+        "diagonal_alignment": alignments.BOTTOM_RIGHT if differs else alignments.TOP_LEFT,
         "diagonal_band_left_bound": None if kind.left is None else kind.left + 1,
         "diagonal_band_right_bound": kind.right,
     }

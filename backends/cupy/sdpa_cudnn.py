@@ -23,6 +23,7 @@ from xformer.backends.cupy.cudnn_plan import (
     V,
     by_rows,
 )
+from xformer.backends.cupy.cudnn_support import unsupported
 from xformer.backends.cupy.index_add import is_deterministic
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.runtimes import runtime_of
@@ -35,7 +36,6 @@ from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-CAPABILITY = 90  # 9.0, from which on cuDNN's kernels use what `flash` does not
 MULTIPLE = 64  # of lengths: texts of every length would each need plans, which take long to make
 
 
@@ -77,12 +77,16 @@ def not_by_cudnn(
     kind = _kind(q, k, v, causal, window, scale)
     if lengths[0] > lengths[1] and (kind.left, kind.right) != (None, None):
         return "there may be queries that see no key"
-    capability = own.place([q]).capability
-    if capability < CAPABILITY:
-        return f"the device has compute capability {capability / 10}, less than {CAPABILITY / 10}"
-    kinds = [kind] if keeps_nothing() else [kind, kind._replace(backward=True)]
-    found = (plan_of(q, kind) for kind in kinds)
-    return next((plan for plan in found if isinstance(plan, str)), None)
+    capability, version = own.place([q]).capability, library.backend_version()
+    widths = q.shape[3], v.shape[3]
+    for backward in (False,) if keeps_nothing() else (False, True):
+        wanted = {"backward": backward, "deterministic": kind.deterministic}
+        if why := unsupported(capability, version, widths, **wanted):
+            return why
+        plan = plan_of(q, kind._replace(backward=backward))
+        if isinstance(plan, str):
+            return plan
+    return None
 
 
 @kernel(reference, "cupy", unsupported=not_by_cudnn, stores=STORED)

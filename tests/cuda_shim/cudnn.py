@@ -59,8 +59,10 @@ class Cudnn:
     data_type, diagonal_alignment, heur_mode = data_type, diagonal_alignment, heur_mode
     cudnnGraphNotSupportedError = cudnnGraphNotSupportedError
 
-    def __init__(self, lacks: Iterable[Any] = (), capability: int = 90) -> None:
-        self.lacks = tuple(lacks)
+    def __init__(
+        self, lacks: Iterable[Any] = (), capability: int = 90, version: int = OLDEST
+    ) -> None:
+        self.lacks, self.version = tuple(lacks), version
         self.device, self.stream, self.capability = 0, 7, capability
         self.arrays: list[Array] = []  # of what is being asked for
         self.held: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
@@ -80,7 +82,7 @@ class Cudnn:
     # ---- The package ----
 
     def backend_version(self) -> int:
-        return OLDEST
+        return self.version
 
     def create_handle(self) -> Handle:
         return Handle(self.device)

@@ -162,9 +162,12 @@ class Graph:
         (_, h, t, width), (_, g, s, m) = self.ports["q"].dim, self.ports["v"].dim
         left, right = self.options["left"], self.options["right"]
         of_band = self.options["alignment"] is diagonal_alignment.BOTTOM_RIGHT
+        if of_band and (t == s or (left, right) == (None, None)):
+            raise Fault("aligned to the bottom right where the diagonal is the same")
         for refused, why in (
             (h % g or h % self.ports["k"].dim[1], "number of heads"),
             (width % 8 or m % 8, "hidden_dim should be multiple of 8"),
+            (not self._has_widths(width, m), "hidden_dim should be less than or equal to"),
             (of_band and right is not None and t > s, "Bottom right causal mask does not support"),
             (left is not None and t > s, "Sliding window attention is only supported with"),
             (any(n <= 0 for x in self.ports.values() for n in x.stride), "a stride of 0 or less"),
@@ -175,6 +178,15 @@ class Graph:
         if (left is not None and left <= 0) or (right is not None and right < 0):
             raise ValueError("a bound is too low")
         self._require_shapes()
+
+    def _has_widths(self, width: int, m: int) -> bool:
+        """As the frontend checks them: of forward they are left to the library's plans."""
+        major = self.cudnn.capability // 10
+        if self.node == "sdpa":
+            return True
+        if major == 10 and (width == 192 or (width, m) == (256, 256)):
+            return m == 128 if width == 192 else self.cudnn.backend_version() >= 92300
+        return max(width, m) <= (256 if major == 9 else 128)
 
     def _misaligned(self) -> bool:
         own = [x for name, x in self.ports.items() if name != "stats"]

@@ -1,0 +1,66 @@
+"""What cuDNN's attention takes of numbers of two bytes, by compute capability.
+
+From NVIDIA's support matrix of scaled dot product attention
+(https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html) and from what
+version 1.32 of its frontend checks (cudnn_frontend/node/sdpa_support_surface.h and
+scaled_dot_product_flash_attention.h), of cuDNN 9.16 and newer:
+
+| capability | heads, forward | heads, backward | deterministic backward |
+|---|---|---|---|
+| 8.x | 256 | 128 | yes |
+| 9.x | 256 | 256 | yes |
+| 10.x | 256 | 128; 192 with values of 128; from 9.23 on 256 | from 9.18 on |
+| 11.x, 12.x | 256 | 128 | yes |
+
+All have bfloat16 and float16, widths that are multiples of 8, no mask, causal masks and windows; an
+alignment to the bottom right needs at most as many queries as keys. What has a plan cuDNN says.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PACK = 8  # of which head widths are multiples
+OLDEST_CAPABILITY = 80
+
+
+class Widths(NamedTuple):
+    """The widest heads of each direction."""
+
+    forward: int
+    backward: int
+
+
+# By the first number of the capability; others, which nothing is said of, as the least of these.
+WIDEST = {9: Widths(256, 256)}
+OTHERS = Widths(256, 128)
+# Widths of keys and of values that backward has beside them, and the version they came with.
+MORE = {10: {(192, 128): 91600, (256, 256): 92300}}
+DETERMINISTIC = {10: 91800}  # versions that they came with; others always had it
+
+
+def unsupported(
+    capability: int, version: int, widths: tuple[int, int], *, backward: bool, deterministic: bool
+) -> str | None:
+    """Why cuDNN of that version has no attention on a device; None where it may have.
+
+    capability: 90 for 9.0   widths: of keys, and of values   deterministic: of a backward.
+    """
+    here = f"on compute capability {capability / 10}"
+    if capability < OLDEST_CAPABILITY:
+        return f"cuDNN has no attention {here}, but from {OLDEST_CAPABILITY / 10} on"
+    if any(width % PACK for width in widths):
+        return f"heads are {widths[0]} and {widths[1]} wide, no multiples of {PACK}"
+    first, (name, widest) = capability // 10, ("forward", OTHERS.forward)
+    if backward and version < MORE.get(first, {}).get(widths, version + 1):
+        name, widest = "backward", WIDEST.get(first, OTHERS).backward
+    if max(widths) > widest:
+        return f"heads are {max(widths)} wide, more than the {widest} of cuDNN's {name} {here}"
+    if backward and deterministic and version < DETERMINISTIC.get(first, 0):
+        return f"cuDNN before {_named(DETERMINISTIC[first])} has no deterministic backward {here}"
+    return None
+
+
+def _named(version: int) -> str:
+    """9.18 of 91800."""
+    return f"{version // 10000}.{version // 100 % 100}"
