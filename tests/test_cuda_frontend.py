@@ -51,6 +51,8 @@ KINDS = {
     "odd groups": (KIND._replace(q=by_token(2, 3, 128, 64)), False),
     "odd steps": (KIND._replace(q=WHOLE), False),
     "as many keys": (KIND._replace(k=SHORT, v=SHORT), True),
+    "gradients side by side": (KIND._replace(k=SHORT, v=SHORT, joined=True), True),
+    "gradients of keys and values side by side": (KIND._replace(joined=True), True),
     "as many keys, window": (KIND._replace(k=SHORT, v=SHORT, left=5, right=3), True),
 }
 REFUSALS = (real.cudnnGraphNotSupportedError, ValueError)

@@ -14,7 +14,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 from judges import Values, douts, gradients, named
 from libraries import ON_DEVICE, STAND_IN
 from xformer.backends import Backend
-from xformer.backends.cupy import feed_forward_lt, flash, linear_lt, sdpa_cudnn
+from xformer.backends.cupy import feed_forward_lt, flash, linear_lt, linears_lt, sdpa_cudnn
 from xformer.backends.cupy.cublaslt import RUNTIMES
 from xformer.backends.cupy.runtimes import runtime_of
 
@@ -46,7 +46,7 @@ for name in backends.NAMES:
 # For what is stored in two bytes alone: test_cuda_flash.py, test_cuda_cudnn.py,
 # test_cuda_feed_forward.py
 STORED_ALONE = (flash.sdpa, sdpa_cudnn.sdpa, feed_forward_lt.feed_forward)
-BY_CUBLASLT = (linear_lt.linear, linear_lt.linears, linear_lt.linear_cross_entropy)
+BY_CUBLASLT = (linear_lt.linear, linears_lt.linears, linear_lt.linear_cross_entropy)
 KERNELS = [
     (library, op, kernel)
     for op in OPS

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from xformer.backends.cupy.side_by_side import widths_beside
+
 # What the arrays are called in a graph.
 Q, K, V, CTX, LSE, DCTX, DQ, DK, DV = range(1, 10)
 TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
+BYTES = 2  # of a number of each
 
 
 class Layout(NamedTuple):
@@ -29,6 +32,7 @@ class Kind(NamedTuple):
     scale: float
     deterministic: bool
     backward: bool  # which of the two graphs
+    joined: bool = False  # whether its dq, dk and dv are slices, as `heads_beside` makes them
 
 
 class Plan(NamedTuple):
@@ -43,9 +47,10 @@ def by_rows(*shape: int) -> Layout:
     return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))))
 
 
-def by_token(b: int, h: int, t: int, k: int) -> Layout:
-    """Of (B, H, T, K) that lies as (B, T, H, K)."""
-    return Layout((b, h, t, k), (t * h * k, k, h * k, 1))
+def by_token(b: int, h: int, t: int, k: int, *, step: int | None = None) -> Layout:
+    """Of (B, H, T, K) that lies as (B, T, H, K), tokens `step` elements apart, or H K."""
+    step = h * k if step is None else step
+    return Layout((b, h, t, k), (t * step, k, step, 1))
 
 
 def planned(cudnn: Any, handle: Any, kind: Kind) -> Plan | str:
@@ -86,8 +91,10 @@ def backward_graph(cudnn: Any, handle: Any, kind: Kind) -> Any:
         use_deterministic_algorithm=kind.deterministic,
         **_options(cudnn, kind),
     )
-    for dx, uid, x in zip(grads, (DQ, DK, DV), (kind.q, kind.k, kind.v), strict=True):
-        _output(dx, uid, by_token(*x.shape))
+    shapes = kind.q.shape, kind.k.shape, kind.v.shape
+    steps = widths_beside(shapes, BYTES) if kind.joined else [None] * 3
+    for dx, uid, shape, step in zip(grads, (DQ, DK, DV), shapes, steps, strict=True):
+        _output(dx, uid, by_token(*shape, step=step))
     return graph
 
 

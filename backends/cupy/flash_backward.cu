@@ -90,7 +90,8 @@ __device__ __forceinline__ void go_back(const Attention& at, const Gradient& d, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    flash_backward_queries(ATTENTION_PARAMETERS, GRADIENT_PARAMETERS, stored* __restrict__ dq) {
+    flash_backward_queries(ATTENTION_PARAMETERS, GRADIENT_PARAMETERS, stored* __restrict__ dq,
+                           long long dq_t) {
     const Attention at = ATTENTION;
     const Gradient gradient = GRADIENT;
     SHARED_BUFFER(stored, q_tile);
@@ -132,15 +133,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     copies.wait<0>();
     __syncthreads();  // also where there was no tile
     scale_by(sums, scale);
-    const long long token = b * (long long)at.queries * at.heads + h;
-    store_rows(q_tile + own * STRIDE, sums,
-               dq + (token + (long long)warp_start * at.heads) * at.width,
-               at.heads * (long long)at.width, at.queries - warp_start, at.width);
+    const long long token = b * (long long)at.queries + warp_start;
+    store_rows(q_tile + own * STRIDE, sums, dq + token * dq_t + h * (long long)at.width, dq_t,
+               at.queries - warp_start, at.width);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     flash_backward_keys(ATTENTION_PARAMETERS, GRADIENT_PARAMETERS, stored* __restrict__ dk,
-                        stored* __restrict__ dv) {
+                        stored* __restrict__ dv, long long dk_t, long long dv_t) {
     const Attention at = ATTENTION;
     const Gradient gradient = GRADIENT;
     SHARED_BUFFER(stored, k_tile);
@@ -189,10 +189,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     copies.wait<0>();
     __syncthreads();  // also where there was no tile
     scale_by(dk_sums, scale);
-    const long long row = (b * (long long)at.keys + warp_start) * at.groups + group;
+    const long long token = b * (long long)at.keys + warp_start;
     const int n_rows = at.keys - warp_start;
-    store_rows(k_tile + own * STRIDE, dk_sums, dk + row * at.width,
-               at.groups * (long long)at.width, n_rows, at.width);
-    store_rows(v_tile + own * STRIDE, dv_sums, dv + row * at.value_width,
-               at.groups * (long long)at.value_width, n_rows, at.value_width);
+    store_rows(k_tile + own * STRIDE, dk_sums, dk + token * dk_t + group * (long long)at.width, dk_t,
+               n_rows, at.width);
+    store_rows(v_tile + own * STRIDE, dv_sums, dv + token * dv_t + group * (long long)at.value_width,
+               dv_t, n_rows, at.value_width);
 }

@@ -7,6 +7,7 @@ from typing import Any
 from xformer.backends.cupy.attention import BLOCK, Attention, heads_first, strides
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.module import Source, blocks, empty, launch
+from xformer.backends.cupy.side_by_side import heads_beside, step_of
 
 from xformer.shapes import STORED
 from xformer.typing import Array
@@ -33,10 +34,8 @@ def backward(
     a: Attention, by_token: Array, top: Array, total: Array, dctx: Array
 ) -> tuple[Array, Array, Array, None, Array | None]:
     """dq, dk, dv, no dbias, dsinks, from what `FlashCache` keeps; dctx by 16 bytes."""
-    (n_batch, n_heads, n_queries, width), (_, n_groups, n_keys, m) = a.q.shape, a.v.shape
-    dq = empty(a.q, (n_batch, n_queries, n_heads, width))
-    dk = empty(a.q, (n_batch, n_keys, n_groups, width))
-    dv = empty(a.q, (n_batch, n_keys, n_groups, m))
+    (n_batch, n_heads, n_queries, _), (_, n_groups, n_keys, m) = a.q.shape, a.v.shape
+    dq, dk, dv = heads_beside(a.q, (a.q.shape, a.k.shape, a.v.shape))
     lse, inner, shares, at_dctx = empty(top), empty(top), None, strides(dctx)[:3]
     if a.sinks is not None:
         shares = empty(top, (n_batch * n_queries, n_heads))
@@ -46,8 +45,9 @@ def backward(
     own, other = TILES[width_of(a)]
     first = *a.arguments(dctx, dq, dk, dv), lse, inner, dctx, *at_dctx, a.scale
     size = shared(a, 2 * own + 4 * other)
-    _launch(a, "queries", n_batch * n_heads * blocks(n_queries, own), size, *first, dq)
-    _launch(a, "keys", n_batch * n_groups * blocks(n_keys, own), size, *first, dk, dv)
+    _launch(a, "queries", n_batch * n_heads * blocks(n_queries, own), size, *first, dq, step_of(dq))
+    steps = step_of(dk), step_of(dv)
+    _launch(a, "keys", n_batch * n_groups * blocks(n_keys, own), size, *first, dk, dv, *steps)
     dsinks = None if shares is None else row_sums(shares)
     return heads_first(dq), heads_first(dk), heads_first(dv), None, dsinks
 

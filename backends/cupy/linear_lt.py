@@ -1,27 +1,21 @@
-"""`linear`, `linears` and `linear_cross_entropy` by cuBLASLt, which fuses what cuBLAS leaves over.
+"""`linear` and `linear_cross_entropy` by cuBLASLt, which fuses what cuBLAS leaves over.
 
 Forward the bias; backward its gradient, the float32 gradient of a weight in two bytes, and sums of
-products: of dx over several maps of one x, of dw over chunks of rows.
+products: of dw over chunks of rows. Several maps of one x are in `linears_lt`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from array_api_compat import array_namespace
 from xformer.backends.cupy import linear as by_cublas
 from xformer.backends.cupy import linear_cross_entropy as head
 from xformer.backends.cupy.column_sums import row_sums
-from xformer.backends.cupy.cublaslt import distances, multiply, multiply_each, readable, why_not
+from xformer.backends.cupy.cublaslt import multiply, readable, why_not
 from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products, added, flat
 
 from xformer import ops
-from xformer.checks import require_gradient
-from xformer.dispatch import keeps_nothing, kernel
-from xformer.layers.linear import LinearParams
-from xformer.layers.linear import linears as reference
+from xformer.dispatch import kernel
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
@@ -78,67 +72,6 @@ def linear(
 ) -> tuple[Array, by_cublas.LinearCache]:
     """y = x w + b."""
     return by_cublas.forward(PRODUCTS, x, w, b, fixed)
-
-
-# ---- Several maps of one x ----
-
-
-def not_linears(x: Array, params: tuple[Any, ...]) -> str | None:
-    """Why the kernel cannot run."""
-    for own in params:
-        leaves = own if isinstance(own, LinearParams) else (own,)
-        if not all(leaf is None or isinstance(leaf, type(x)) for leaf in leaves):
-            return "adapters or frozen parameters"
-        if why := why_not(x, own.w):
-            return why
-    return None
-
-
-@kernel(reference, "cupy", unsupported=not_linears)  # what is in two bytes the reference takes too
-def linears(x: Array, params: tuple[LinearParams, ...]) -> tuple[tuple[Array, ...], LinearsCache]:
-    """Each y = x w + b."""
-    for w, b in params:
-        ops.linear.reference.check((x, w, b), {}, ops.linear)  # type: ignore[attr-defined]
-    if keeps_nothing() and (ys := _at_once(x, params)):
-        return ys, LinearsCache(x, ())
-    ys, maps = zip(*(linear(x, w, b) for w, b in params), strict=True)
-    return ys, LinearsCache(x, maps)
-
-
-def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | None:
-    """All maps from the first that is like the last by one product; None where that cannot be.
-
-    Not for a backward: what one y needs would keep the memory of all.
-    """
-    start = next(i for i, own in enumerate(params) if own.w.shape == params[-1].w.shape)
-    one, several = params[:start], params[start:]
-    ws, bs = zip(*several, strict=True)
-    if len(several) == 1 or distances(ws, bs) is None:
-        return None
-    rows = PRODUCTS.rows(x)
-    out = empty(x, (len(several), rows.shape[0], ws[0].shape[1]))
-    if not multiply_each(rows, ws, out, bs):
-        return None
-    shape = (*x.shape[:-1], out.shape[2])
-    ys = (array_namespace(x).reshape(out[i], shape) for i in range(len(several)))
-    return *(linear(x, w, b)[0] for w, b in one), *ys
-
-
-class LinearsCache(NamedTuple):
-    """What `linears` keeps for its backward."""
-
-    x: Array  # (..., I)
-    maps: tuple[by_cublas.LinearCache, ...]
-
-    def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams, ...]]:
-        """dx = sum of dy w^T, each product added to those before it; dw, db of each."""
-        dx, x, dparams = None, PRODUCTS.rows(self.x), []
-        for own, dy in zip(self.maps, dys, strict=True):
-            require_gradient("linear", "dy", dy, own.w, (*self.x.shape[:-1], own.w.shape[1]))
-            rows = PRODUCTS.rows(dy)
-            dx = PRODUCTS.back(rows, own.w, dx, add=dx is not None)
-            dparams.append(LinearParams(*PRODUCTS.parameters(x, rows, own.w, own.has_b)))
-        return array_namespace(x).reshape(dx, self.x.shape), tuple(dparams)
 
 
 # ---- The head ----

@@ -5,8 +5,8 @@
 //   dq = scale (dscores * slope) k,  dk = scale (dscores * slope)^T q,  slope that of the softcap
 //   dbias = dscores,  dsinks = -exp(sink - top) inner, summed over what they were broadcast along
 //
-// Layouts are those of sdpa.cu; dctx by its strides; dq as (B, T, H, K), dk, dv as (B, S, G, .),
-// contiguous; inner (B, H, T). Tiles, and which thread does what: attention_tiles.cuh.
+// Layouts are those of sdpa.cu; dctx by its strides; dq as (B, T, H, K), dk, dv as (B, S, G, .), the
+// heads of a token on end, tokens dq_t, dk_t, dv_t elements apart; inner (B, H, T). Tiles, and which thread does what: attention_tiles.cuh.
 //
 // sdpa_backward_queries: a block a tile of queries of a head; makes inner, dq, and of dsinks its
 // part, parts (B * tiles, H). sdpa_backward_keys: a block a tile of keys of a head, which walks
@@ -92,7 +92,7 @@ struct Tiles {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sdpa_backward_queries(ATTENTION_PARAMETERS, GRADIENT_PARAMETERS, const stored* __restrict__ ctx,
                           real* inner, stored* __restrict__ dq, real* __restrict__ sink_parts,
-                          real scale) {
+                          real scale, long long dq_t) {
     const Attention at = ATTENTION;
     const Gradient gradient = GRADIENT;
     SHARED_BUFFER(real, shared);
@@ -140,13 +140,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
     for (int a = 0; a < RM; ++a)
         if (i0 + a < at.queries)
-            store_row(dq + (token + (i0 + a) * (long long)at.heads) * at.width, sums[a], at.width,
-                      at.packed, scale);
+            store_row(dq + (b * (long long)at.queries + i0 + a) * dq_t + h * (long long)at.width,
+                      sums[a], at.width, at.packed, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sdpa_backward_keys(ATTENTION_PARAMETERS, GRADIENT_PARAMETERS, const real* __restrict__ inner,
-                       stored* __restrict__ dk, stored* __restrict__ dv) {
+                       stored* __restrict__ dk, stored* __restrict__ dv, long long dk_t,
+                       long long dv_t) {
     const Attention at = ATTENTION;
     const Gradient gradient = GRADIENT;
     SHARED_BUFFER(real, shared);
@@ -181,9 +182,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
     for (int a = 0; a < RM; ++a) {
         if (j0 + a >= at.keys) continue;
-        const long long row = (b * (long long)at.keys + j0 + a) * at.groups + g;
-        store_row(dk + row * at.width, dk_sums[a], at.width, at.packed, rest);
-        store_row(dv + row * at.value_width, dv_sums[a], at.value_width, at.packed, 1);
+        const long long token = b * (long long)at.keys + j0 + a;
+        store_row(dk + token * dk_t + g * (long long)at.width, dk_sums[a], at.width, at.packed, rest);
+        store_row(dv + token * dv_t + g * (long long)at.value_width, dv_sums[a], at.value_width,
+                  at.packed, 1);
     }
 }
 

@@ -17,6 +17,7 @@ from xformer.backends.cupy.attention import (
 )
 from xformer.backends.cupy.column_sums import column_sums
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size
+from xformer.backends.cupy.side_by_side import heads_beside, step_of
 
 from xformer.shapes import working_dtype
 from xformer.typing import Array
@@ -29,10 +30,8 @@ def backward(
     a: Attention, by_token: Array, top: Array, total: Array, dctx: Array
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """dq, dk, dv, dbias, dsinks, from what `SdpaCache` keeps."""
-    (n_batch, n_heads, n_queries, width), (_, n_groups, n_keys, m) = a.q.shape, a.v.shape
-    dq = empty(a.q, (n_batch, n_queries, n_heads, width))
-    dk = empty(a.q, (n_batch, n_keys, n_groups, width))
-    dv = empty(a.q, (n_batch, n_keys, n_groups, m))
+    (n_batch, n_heads, n_queries, _), (_, n_groups, n_keys, _) = a.q.shape, a.v.shape
+    dq, dk, dv = heads_beside(a.q, (a.q.shape, a.k.shape, a.v.shape))
     dctx = rows(dctx)
     first = *a.arguments(dctx, dq, dk, dv), top, total, dctx, *strides(dctx)[:3]
     run = Launcher(a, first)
@@ -40,8 +39,9 @@ def backward(
     parts = (
         None if a.sinks is None else empty(a.q, (1, n_batch * tiles, n_heads), working_dtype(a.q))
     )
-    run("queries", n_batch * n_heads * tiles, by_token, inner, dq, parts, a.scale)
-    run("keys", n_batch * n_groups * blocks(n_keys, run.own), inner, dk, dv)
+    run("queries", n_batch * n_heads * tiles, by_token, inner, dq, parts, a.scale, step_of(dq))
+    steps = step_of(dk), step_of(dv)
+    run("keys", n_batch * n_groups * blocks(n_keys, run.own), inner, dk, dv, *steps)
     dbias = None if a.bias is None else _dbias(run, a.bias, inner)
     dsinks = None if parts is None else column_sums(parts)[0, :]
     return heads_first(dq), heads_first(dk), heads_first(dv), dbias, dsinks

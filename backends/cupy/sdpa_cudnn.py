@@ -27,6 +27,7 @@ from xformer.backends.cupy.cudnn_support import unsupported
 from xformer.backends.cupy.index_add import is_deterministic
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.runtimes import runtime_of
+from xformer.backends.cupy.side_by_side import heads_beside, joined
 
 from xformer.checks import require_gradient
 from xformer.dispatch import keeps_nothing, kernel
@@ -130,7 +131,7 @@ class CudnnCache(NamedTuple):
         kind, q, k, v, ctx, lse = self
         n_batch, n_queries, n_heads, width = ctx.shape
         require_gradient("sdpa", "dctx", dctx, ctx, (n_batch, n_heads, n_queries, width))
-        dq, dk, dv = (_by_token(x) for x in (q, k, v))
+        dq, dk, dv = heads_beside(q, (q.shape, k.shape, v.shape), beside=kind.joined)
         arrays = {Q: q, K: k, V: v, CTX: ctx, LSE: lse, DCTX: _tokens_first(dctx)}
         run(_plan(q, kind._replace(backward=True)), arrays | {DQ: dq, DK: dk, DV: dv})
         return heads_first(dq), heads_first(dk), heads_first(dv), None, None
@@ -158,6 +159,7 @@ def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float 
         scale_of("sdpa", scale, q),
         is_deterministic(),
         backward=False,
+        joined=joined(q),
     )
 
 
@@ -191,11 +193,6 @@ def readable(x: Array) -> Array:
     if is_readable(x):
         return x
     return x.copy() if x.flags.c_contiguous else contiguous(x)
-
-
-def _by_token(x: Array) -> Array:
-    n_batch, n_heads, n_rows, width = x.shape
-    return empty(x, (n_batch, n_rows, n_heads, width))
 
 
 def _tokens_first(dctx: Array) -> Array:

@@ -15,7 +15,7 @@ from xformer.layers.linear import linears as reference
 from xformer.typing import Array
 
 
-def adapted(x: Array, params: tuple[Any, ...]) -> str | None:
+def adapted(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
     """Why the kernel cannot run."""
     for own in params:
         leaves = own if isinstance(own, LinearParams) else (own,)
@@ -25,7 +25,9 @@ def adapted(x: Array, params: tuple[Any, ...]) -> str | None:
 
 
 @kernel(reference, "numpy", unsupported=adapted)
-def linears(x: Array, params: tuple[LinearParams, ...]) -> tuple[tuple[Array, ...], LinearsCache]:
+def linears(
+    x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
+) -> tuple[tuple[Array, ...], LinearsCache]:
     """Pieces of each y."""
     for w, b in params:
         ops.linear.reference.check((x, w, b), {})  # type: ignore[attr-defined]

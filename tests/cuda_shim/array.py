@@ -58,6 +58,12 @@ class Array:
         """As CuPy's: its `ptr` is the address of the first element."""
         return SimpleNamespace(ptr=self.host.ctypes.data)
 
+    @property
+    def base(self) -> Array | None:
+        """As CuPy's: the array that this one is a view of, which is none itself."""
+        base = self.host.base
+        return Array(base) if isinstance(base, np.ndarray) else None
+
     def copy(self) -> Array:
         return Array(made("copy", self.host.copy, self.host))
 

@@ -89,7 +89,8 @@ def attention(
     around: Any = {"rotary": rotary, "config": qk_norm}
     own: Any = params.kv
     of_x = (params.q, own.k, own.v) if memory is None else (params.q,)
-    mapped, maps = linears(x, of_x)
+    as_made = _is_kept(params.q_norm, pos, rotary) and _is_kept(own and own.k_norm, pos, rotary)
+    mapped, maps = linears(x, of_x, all_kept=as_made)
     q, q_cache = _heads(mapped[0], pos, n_heads, "q", params.q_norm, **around)
     kv: Any = memory
     kv_cache: Any = None
@@ -192,7 +193,8 @@ def key_value(
     x: (B, S, D)   pos: (S, K)   k: (B, G, S, K)   v: (B, G, S, M), M = K where pos is given. Keys
     are normalised where params.k_norm is, by k_norm (RMSNorm unless given), then rotated by rotary.
     """
-    pair, maps = linears(x, (params.k, params.v))
+    as_made = _is_kept(params.k_norm, pos, rotary)
+    pair, maps = linears(x, (params.k, params.v), all_kept=as_made)
     kv, heads = _key_value(pair, params, pos, n_kv_heads, rotary=rotary, config=k_norm)
     return kv, KeyValueCache(maps, heads)
 
@@ -274,6 +276,11 @@ def _heads(
         heads, rope_cache = ops.rope(heads, **rotary._asdict())
     pos_shape = None if pos is None else tuple(pos.shape)
     return heads, HeadsCache(all_norm, head_norm, rope_cache, n_heads, pos_shape)
+
+
+def _is_kept(*steps: Any) -> bool:
+    """Whether `_heads` takes none of these steps: attention then keeps what comes in."""
+    return all(step is None for step in steps)
 
 
 class HeadsCache(NamedTuple):

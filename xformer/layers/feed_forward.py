@@ -39,7 +39,7 @@ def feed_forward(
         hidden, up = linear(x, params.up)  # (..., F)
         hidden, act = ACTIVATIONS[activation](hidden)
     else:
-        (hidden, opened), up = linears(x, (params.up, params.gate))
+        (hidden, opened), up = linears(x, (params.up, params.gate), all_kept=True)
         hidden, act = ops.glu(opened, hidden, activation=activation)
     hidden, drop = ops.dropout(hidden, rate=dropout_rate, key=dropout_key)
     y, down = linear(hidden, params.down)

@@ -77,9 +77,12 @@ class LoRACache(NamedTuple):
 
 @overridable
 def linears(
-    x: Array, params: tuple[LinearParams | LoRAParams, ...]
+    x: Array, params: tuple[LinearParams | LoRAParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], LinearsCache]:
-    """`linear` of the same x by several params, as to queries, keys and values. x: (..., I)."""
+    """`linear` of the same x by several params, as to queries, keys and values. x: (..., I).
+
+    all_kept: whether a backward needs every y, so that a kernel may put all of them in one array.
+    """
     ys, caches = zip(*(linear(x, own) for own in params), strict=True)
     return ys, LinearsCache(caches)
 

@@ -1,0 +1,110 @@
+"""`linears` by cuBLASLt: several maps of one x in one product, forward and for dx.
+
+Forward in a strided batch, where the weights lie as `packed` places them. dx is one product of
+gradients that lie side by side, as attention makes them, and of a copy of the weights side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.cublaslt import distances, multiply_each, why_not
+from xformer.backends.cupy.linear_lt import PRODUCTS, linear
+from xformer.backends.cupy.module import empty
+from xformer.backends.cupy.side_by_side import beside, whole
+
+from xformer import ops
+from xformer.checks import require_gradient
+from xformer.dispatch import keeps_nothing, kernel
+from xformer.layers.linear import LinearParams
+from xformer.layers.linear import linears as reference
+from xformer.typing import Array
+
+
+def not_linears(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
+    """Why the kernel cannot run."""
+    for own in params:
+        leaves = own if isinstance(own, LinearParams) else (own,)
+        if not all(leaf is None or isinstance(leaf, type(x)) for leaf in leaves):
+            return "adapters or frozen parameters"
+        if why := why_not(x, own.w):
+            return why
+    return None
+
+
+@kernel(reference, "cupy", unsupported=not_linears)  # what is in two bytes the reference takes too
+def linears(
+    x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
+) -> tuple[tuple[Array, ...], LinearsCache]:
+    """Each y = x w + b."""
+    for w, b in params:
+        ops.linear.reference.check((x, w, b), {}, ops.linear)  # type: ignore[attr-defined]
+    ys = _at_once(x, params) if all_kept or keeps_nothing() else None
+    ys = tuple(linear(x, w, b)[0] for w, b in params) if ys is None else ys
+    maps = tuple(Map(PRODUCTS.matrix(w), b is not None) for w, b in params)
+    return ys, LinearsCache(x, maps)
+
+
+def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | None:
+    """All maps from the first that is like the last by one product; None where that cannot be.
+
+    What one y needs keeps the memory of all.
+    """
+    start = next(i for i, own in enumerate(params) if own.w.shape == params[-1].w.shape)
+    one, several = params[:start], params[start:]
+    ws, bs = zip(*several, strict=True)
+    if len(several) == 1 or distances(ws, bs) is None:
+        return None
+    rows = PRODUCTS.rows(x)
+    out = empty(x, (len(several), rows.shape[0], ws[0].shape[1]))
+    if not multiply_each(rows, ws, out, bs):
+        return None
+    shape = (*x.shape[:-1], out.shape[2])
+    ys = (array_namespace(x).reshape(out[i], shape) for i in range(len(several)))
+    return *(linear(x, w, b)[0] for w, b in one), *ys
+
+
+class Map(NamedTuple):
+    """One of them."""
+
+    w: Array  # (I, O)
+    has_b: bool
+
+
+class LinearsCache(NamedTuple):
+    """What `linears` keeps for its backward."""
+
+    x: Array  # (..., I)
+    maps: tuple[Map, ...]
+
+    def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams, ...]]:
+        """dx = sum of dy w^T; dw = x^T dy, db = sums of dy of each.
+
+        dw is a product of each map: each has as many tiles as one of all, split over the rows.
+        """
+        for own, dy in zip(self.maps, dys, strict=True):
+            require_gradient("linear", "dy", dy, own.w, (*self.x.shape[:-1], own.w.shape[1]))
+        rows, x = [PRODUCTS.rows(dy) for dy in dys], PRODUCTS.rows(self.x)
+        dx = _dx(rows, [own.w for own in self.maps])
+        dparams = (
+            LinearParams(*PRODUCTS.parameters(x, dy, own.w, own.has_b))
+            for own, dy in zip(self.maps, rows, strict=True)
+        )
+        return array_namespace(x).reshape(dx, self.x.shape), tuple(dparams)
+
+
+def _dx(dys: Sequence[Array], ws: Sequence[Array]) -> Array:
+    """dys (N, O_i) times ws^T in one product; else each product is added to those before it."""
+    if gains(dys, ws) and (dy := whole(dys)) is not None and (w := beside(ws)) is not None:
+        return PRODUCTS.back(dy, w)
+    dx = PRODUCTS.back(dys[0], ws[0])
+    for dy, w in zip(dys[1:], ws[1:], strict=True):
+        PRODUCTS.back(dy, w, dx, add=True)
+    return dx
+
+
+def gains(dys: Sequence[Array], ws: Sequence[Array]) -> bool:
+    """Whether dx (N, I) is read and written again more often than the weights are to be copied."""
+    return len(ws) > 1 and dys[0].shape[0] * (len(ws) - 1) > sum(w.shape[1] for w in ws)

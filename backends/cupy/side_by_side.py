@@ -1,0 +1,147 @@
+"""Matrices beside each other in one: of what is there already, and of copies.
+
+    dq, dk, dv = heads_beside(q, (q.shape, k.shape, v.shape))  # slices of one array
+    whole(dq, dk, dv)                                          # (N, H K + G K + G M), a view
+    beside([w_q, w_k, w_v])                                    # (D, H K + G K + G M), a copy
+
+So dx = dq w_q^T + dk w_k^T + dv w_v^T is one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from array_api_compat import array_namespace
+from xformer.backends.cupy.cublaslt import why_not
+from xformer.backends.cupy.lt_plan import layout
+from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch
+
+from xformer.typing import Array
+
+SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
+MOST = 4  # matrices of a launch, as in side_by_side.cu
+BLOCK = 256  # threads
+PACK = 16  # bytes, from a multiple of which on each slice begins
+
+Shape = tuple[int, ...]
+
+
+# ---- The gradients of queries, keys and values ----
+
+
+def joined(like: Array) -> bool:
+    """Whether products read slices where they lie: cuBLAS would be given copies."""
+    return why_not(like, like) is None
+
+
+def widths_beside(shapes: Sequence[Shape], size: int) -> list[int]:
+    """Elements from one token to the next of dq, dk and dv, with what lies beside each of them.
+
+    shapes: (B, H, T, K), (B, G, S, K), (B, G, S, M)   size: bytes of a number. All three are
+    together where there are as many queries as keys, else keys and values.
+    """
+    own = [shape[1] * shape[3] for shape in shapes]
+    if any(width * size % PACK for width in own):
+        return own
+    if shapes[0][2] == shapes[1][2]:
+        return [sum(own)] * 3
+    return [own[0], own[1] + own[2], own[1] + own[2]]
+
+
+def heads_beside(
+    like: Array, shapes: Sequence[Shape], *, beside: bool | None = None
+) -> list[Array]:
+    """New arrays of these shapes (B, H, T, K), by token: (B, T, H, K), as `widths_beside` says.
+
+    beside: False for an array of each; what `joined` says unless given.
+    """
+    own = [shape[1] * shape[3] for shape in shapes]
+    wide = own
+    if joined(like) if beside is None else beside:
+        wide = widths_beside(shapes, like.dtype.itemsize)
+    made: list[Array] = []
+    held, start = like, 0
+    for (n_batch, n_heads, n_rows, width), step in zip(shapes, wide, strict=True):
+        if start == 0:
+            held = empty(like, (n_batch, n_rows, step))
+        slice_of = held[:, :, start : start + n_heads * width]
+        made.append(array_namespace(like).reshape(slice_of, (n_batch, n_rows, n_heads, width)))
+        start = (start + n_heads * width) % step if step else 0
+    return made
+
+
+def step_of(x: Array) -> int:
+    """Elements from one token to the next of an array (B, T, H, K) of `heads_beside`."""
+    n_batch, n_rows, n_heads, width = x.shape
+    if n_batch * n_rows < 2:
+        return int(n_heads * width)
+    return int(x.strides[1 if n_rows > 1 else 0] // x.dtype.itemsize)
+
+
+def whole(parts: Sequence[Array]) -> Array | None:
+    """The columns (N, sum of O_i) of which `parts` (N, O_i) are one after the other.
+
+    None where they are no slices of one array. Others may happen to lie so: the last bits of a
+    product would hang on it, and on nothing that a caller can tell.
+    """
+    held = parts[0].base
+    n_rows = parts[0].shape[0]
+    if held is None or n_rows < 2 or held.size % n_rows or not held.flags.c_contiguous:
+        return None
+    size, at = held.dtype.itemsize, held.data.ptr
+    steps = (held.size // n_rows * size, size)
+    starts = [x.data.ptr - at for x in parts]
+    ends = [start + x.shape[1] * size for start, x in zip(starts, parts, strict=True)]
+    same = all(
+        x.base is not None
+        and (x.base.data.ptr, x.base.nbytes, x.dtype) == (at, held.nbytes, held.dtype)
+        and (x.shape[0], x.strides) == (n_rows, steps)
+        for x in parts
+    )
+    if not same or ends[:-1] != starts[1:] or not 0 <= starts[0] < ends[-1] <= steps[0]:
+        return None
+    rows = array_namespace(held).reshape(held, (n_rows, held.size // n_rows))
+    return rows[:, starts[0] // size : ends[-1] // size]
+
+
+# ---- Weights ----
+
+
+def beside(ws: Sequence[Array]) -> Array | None:
+    """Matrices (I, O_i) in one, (I, sum of O_i), that lies as they do, by rows or by columns.
+
+    None where some lie otherwise than others, or there are more than a launch takes.
+    """
+    found = [layout(w) for w in ws]
+    if len(ws) > MOST or any(own is None or own[0] != found[0][0] for own in found):  # type: ignore[index]
+        return None
+    n_rows, widths = ws[0].shape[0], [w.shape[1] for w in ws]
+    steps = [own[1] for own in found]  # type: ignore[index]
+    if found[0][0]:  # type: ignore[index]
+        y = empty(ws[0], (n_rows, sum(widths)))
+        _launch(ws, y, widths, steps)
+        return y
+    if any(step != n_rows for step in steps):
+        return None
+    y = empty(ws[0], (sum(widths), n_rows))  # whose rows are the columns, all of them on end
+    sizes = [width * n_rows for width in widths]
+    _launch(ws, y, sizes, sizes)
+    return y.T
+
+
+def _launch(xs: Sequence[Array], y: Array, widths: list[int], steps: list[int]) -> None:
+    ends = list(accumulate(widths))
+    size, lacking = y.dtype.itemsize, MOST - len(xs)
+    by = PACK // size
+    wide = int(not any(n % by for n in (*ends, *steps)))
+    wide &= int(not any(x.data.ptr % PACK for x in (*xs, y)))
+    lists = [*xs, *[None] * lacking], [*ends, *[ends[-1]] * lacking], [*steps, *[0] * lacking]
+    grid = blocks(y.size // (by if wide else 1), BLOCK)
+    launch(
+        *(SOURCE, "side_by_side", y),
+        grid=(grid,),
+        block=(BLOCK,),
+        args=(*lists, y, y.size),
+        WIDE=wide,
+    )
