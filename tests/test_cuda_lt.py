@@ -101,6 +101,17 @@ def test_what_cannot_be_read_where_it_lies(lt: CublasLt) -> None:
         assert cublaslt.readable(x) is x
 
 
+def test_how_matrices_lie_is_worked_out_once(lt: CublasLt) -> None:
+    """A step asks a thousand times. Whatever the description depends on makes it another."""
+    held = np.zeros(64, "f4")
+    x = cuda_shim.Array(held[:12].reshape(3, 4))
+    assert lt_plan.matrix(x) is lt_plan.matrix(cuda_shim.Array(held[:12].reshape(3, 4)))
+    assert lt_plan.layout(x) is lt_plan.layout(x)
+    others = held[:12].reshape(3, 4).astype("f2"), held[1:13].reshape(3, 4), held[:12].reshape(4, 3)
+    for other in (*others, held[:12].reshape(3, 4).T, held[:24].reshape(3, 8)[:, :4]):
+        assert lt_plan.matrix(cuda_shim.Array(other)) != lt_plan.matrix(x)
+
+
 # ---- Plans, streams, workspaces ----
 
 

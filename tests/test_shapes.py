@@ -12,7 +12,7 @@ import pytest
 from xformer.backends import Backend
 
 from xformer import ops
-from xformer.shapes import REMEMBERED, shapes
+from xformer.shapes import REMEMBERED, dtype_name, shapes
 
 
 @shapes("x (..., I)  w (I, O)  b (O)  ids (...)")
@@ -178,3 +178,16 @@ def test_same_messages_on_every_library(library: Backend) -> None:
     other = strict.asarray(W) if "strict" not in library.name else W
     with pytest.raises(TypeError, match=r"^linear: w must be an array of .*, got one of"):
         ops.linear(x, other)
+
+
+def test_names_of_dtypes_are_the_standards() -> None:
+    """Asked twice, as they are remembered; what lies in the other order is none of the standard."""
+    bfloat16 = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    for _ in range(2):
+        for name in ("float32", "float16", "int64", "bool", "complex64"):
+            assert dtype_name(np.empty(1, name)) == name
+            assert dtype_name(strict.empty(1)) == "float64"
+        assert dtype_name(np.empty(1, bfloat16)) == "bfloat16"
+        assert dtype_name(np.empty(1, np.dtype("f4").newbyteorder())) == ">f4"
+        assert dtype_name(np.empty(1, "M8[s]")) == "datetime64[s]"
+        assert dtype_name(np.empty(1, "M8[ms]")) == "datetime64[ms]"

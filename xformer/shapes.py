@@ -63,8 +63,9 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 if kind is not None:
                     passed[kind] = placed
             if placed:
-                for name, array in zip(names, args, strict=False):
-                    if array is not None:
+                device = args[0].device  # to ask for one takes long
+                for name, array in zip(names[1:], args[1:], strict=False):
+                    if array is not None and array.device != device:
                         require_same_device(op_name, name, array, args[0])
 
         op.check = check  # type: ignore[attr-defined]
@@ -130,17 +131,18 @@ def require_like(op: str, name: str, array: Any, like: Any, *, working: bool = F
 def dtype_name(array: Any) -> str:
     """The name that the standard gives to the dtype of an array."""
     dtype = array.dtype
-    name = _numbers.get(type(dtype))
+    name = _names.get(type(dtype))
     if name is not None and dtype.isnative:
         return name
     name = str(dtype).rpartition(".")[2]
-    # Which takes NumPy long. Each of its numbers has a class of its own.
-    if type(dtype).__module__ == "numpy.dtypes" and dtype.kind in "biufc" and dtype.isnative:
-        _numbers[type(dtype)] = name
+    # Which takes NumPy long. Each of its numbers, and each of ml_dtypes', has a class of its own.
+    numbers = dtype.kind in "biufc" if type(dtype).__module__ == "numpy.dtypes" else name in STORED
+    if numbers and getattr(dtype, "isnative", False):
+        _names[type(dtype)] = name
     return name
 
 
-_numbers: dict[type, str] = {}
+_names: dict[type, str] = {}  # of NumPy's dtypes, by their classes
 
 
 def working_dtype(like: Any) -> Any:

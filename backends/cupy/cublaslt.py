@@ -34,7 +34,7 @@ from xformer.backends.cupy.packed import distance
 from xformer.backends.cupy.runtimes import Runtime, runtime_of
 
 from xformer import ops
-from xformer.shapes import STORED
+from xformer.shapes import STORED, dtype_name
 from xformer.typing import Array
 
 KEPT = 1024  # plans: texts that grow have products of another kind for each length
@@ -70,7 +70,7 @@ def why_not(x: Array, w: Array) -> str | None:
     lt = runtime_of(RUNTIMES, type(x)).library()
     if isinstance(lt, str):
         return lt
-    if x.dtype.name not in TYPES:
+    if dtype_name(x) not in TYPES:
         return f"by cuBLASLt are products of {', '.join(TYPES)}, not {x.dtype.name}"
     return None if x.size and w.size else "an array has no elements"
 
@@ -151,7 +151,7 @@ def distances(several: Sequence[Array], biases: Sequence[Array | None]) -> tuple
 
     None where they lie otherwise: by chance others do too, and their last bits would hang on it.
     """
-    if several[0].dtype.name not in STORED or layout(several[0]) is None:
+    if dtype_name(several[0]) not in STORED or layout(several[0]) is None:
         return None
     if biases[0] is not None and not biases[0].flags.c_contiguous:
         return None
@@ -182,12 +182,13 @@ def _ran(
     """Whether there is an algorithm with the epilogue of that name, which then was started."""
     own = runtime_of(RUNTIMES, type(a))
     lt = own.library()
-    by_rows = not matrix(out).as_it_is
+    result = matrix(out)
+    by_rows = not result.as_it_is
     if name == "BGRAD":  # of b, which is the first factor where rows are
         name += "A" if by_rows else "B"
     # A matrix by rows is made as its transpose, of transposed factors in the other order.
     three = (b, a, out) if by_rows else (a.T, b.T, out.T)
-    of = matrix(three[0]), matrix(three[1]), matrix(three[2])
+    of = matrix(three[0]), matrix(three[1]), result if by_rows else matrix(three[2])
     if batch is not None:  # by rows, as all that is contiguous is taken to be
         n = batch.size
         of = of[0].several(n, batch.apart), of[1].several(n, 0), of[2].several(n, out.size)
@@ -198,7 +199,7 @@ def _ran(
     if device not in _state.handles:
         _state.handles[device] = lt.create()
     tf32 = place.tf32 and of[0].type == TYPES["float32"]
-    kind = of, lt.Epilogue[name], tf32, batch.vector_apart if batch else 0
+    kind = of, name, tf32, batch.vector_apart if batch else 0
     plan = _plan(lt, device, kind, pointed)
     if plan is None:
         return False
@@ -206,7 +207,7 @@ def _ran(
     left, right, d = (x.data.ptr for x in three)
     lt.matmul(
         *(_state.handles[device], plan.operation, ONE, left, plan.a, right, plan.b),
-        *(ONE if add else ZERO, d, plan.d, d, plan.d, plan.algorithm.ctypes.data),
+        *(ONE if add else ZERO, d, plan.d, d, plan.d, plan.algorithm.at),
         *(_workspace(own, (*device, place.stream)), WORKSPACE, place.stream),
     )
     return True

@@ -13,7 +13,7 @@ import numpy as np
 from xformer.backends.cupy import cudnn as attention
 from xformer.backends.cupy.captured import GRAPHS
 from xformer.backends.cupy.cublaslt import RUNTIMES, Place
-from xformer.backends.cupy.module import LAUNCHERS, Source, arithmetic
+from xformer.backends.cupy.module import LAUNCHERS, MAKERS, Source, arithmetic
 from xformer.backends.cupy.runtimes import Runtime
 
 from xformer.typing import Array
@@ -23,7 +23,7 @@ FREELY = 48 << 10  # bytes of dynamic shared memory that a kernel has without as
 ARRAY = cupy.ndarray
 _NULL = np.uint64(0)
 _modules: dict[Any, Any] = {}
-_kernels: dict[Any, Any] = {}
+_kernels: dict[Any, tuple[Any, type]] = {}  # and the type of its numbers
 _granted: dict[Any, int] = {}  # bytes of dynamic shared memory
 
 
@@ -40,11 +40,11 @@ def launch(
     """`module.launch` on CuPy's current device and stream."""
     current = cupy.cuda.runtime.getDevice()
     _require_current(name, args, current)
-    key = (source.name, name, like.dtype.char, *macros.values())
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _kernels[key] = _compiled(source, name, like.dtype.name, macros)
-    real = np.dtype(arithmetic(like.dtype.name)).type
+    key = (source.name, name, like.dtype, *macros.values())
+    known = _kernels.get(key)
+    if known is None:
+        known = _kernels[key] = _kernel(source, name, like.dtype.name, macros)
+    kernel, real = known
     plain = tuple([_argument(arg, real) for arg in args])
     if shared > _granted.get((key, current), FREELY):  # of the kernel on each device
         kernel.max_dynamic_shared_size_bytes = _granted[key, current] = shared
@@ -63,6 +63,7 @@ def rounding_to_tf32() -> Iterator[None]:
         linalg.set_compute_type(np.float32, before)
 
 
+@functools.cache
 def _linalg() -> Any:
     from cupy._core import _routines_linalg  # there is no other door to it
 
@@ -197,17 +198,18 @@ _left: list[Any] = []  # pools of graphs that are gone
 
 def _require_current(name: str, args: Sequence[Any], current: int) -> None:
     for arg in args:
-        if isinstance(arg, list):
+        if isinstance(arg, ARRAY):
+            if arg.data.device_id != current:
+                raise ValueError(
+                    f"{name}: arrays must lie on the current device, cuda:{current}, got one on "
+                    f"cuda:{arg.data.device_id}: call it within backend.active()"
+                )
+        elif isinstance(arg, list):
             _require_current(name, arg, current)
-        elif isinstance(arg, ARRAY) and arg.data.device_id != current:
-            raise ValueError(
-                f"{name}: arrays must lie on the current device, cuda:{current}, got one on "
-                f"cuda:{arg.data.device_id}: call it within backend.active()"
-            )
 
 
 def _argument(arg: Any, real: type) -> Any:
-    if isinstance(arg, ARRAY):
+    if isinstance(arg, ARRAY) or type(arg) is int:  # which CuPy hands over as a long long
         return arg
     if arg is None:
         return _NULL
@@ -217,16 +219,17 @@ def _argument(arg: Any, real: type) -> Any:
     return real(arg) if isinstance(arg, float) else np.int64(arg)
 
 
-def _compiled(source: Source, name: str, dtype: str, macros: dict[str, Any]) -> Any:
+def _kernel(source: Source, name: str, dtype: str, macros: dict[str, Any]) -> tuple[Any, type]:
     key = (source.name, dtype, *macros.values())
     module = _modules.get(key)
     if module is None:
         options = source.options(dtype, macros)
         module = _modules[key] = cupy.RawModule(code=source.text, options=options)
-    return module.get_function(name)
+    return module.get_function(name), np.dtype(arithmetic(dtype)).type
 
 
 GRAPHS[ARRAY] = Graph
 LAUNCHERS[ARRAY] = launch
+MAKERS[ARRAY] = cupy.empty
 attention.RUNTIMES[ARRAY] = Runtime(frontend, attention_place, memory)
 RUNTIMES[ARRAY] = Runtime(bindings, place, memory)

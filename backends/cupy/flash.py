@@ -15,7 +15,7 @@ from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import Key
 from xformer.ops.sdpa import sdpa as reference
-from xformer.shapes import STORED, working_dtype
+from xformer.shapes import STORED, dtype_name, working_dtype
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=STORED, WIDTH=WIDTHS)
@@ -39,7 +39,7 @@ def not_for_tensor_cores(
     dropout_key: Key | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
-    if q.dtype.name not in STORED:
+    if dtype_name(q) not in STORED:
         return f"it multiplies numbers of two bytes, not {q.dtype.name}"
     for width in (q.shape[3], v.shape[3]):
         if width % PACK or width > WIDTHS[-1]:

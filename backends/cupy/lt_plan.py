@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from xformer.typing import Array
 WORKSPACE = 32 << 20  # bytes, as NVIDIA advises for Hopper
 AUX_STEP = 8  # elements, of which its rows are a multiple
 ALIGNMENT = 256  # bytes, which cuBLASLt takes for granted unless it is told otherwise
+KEPT = 4096  # ways in which matrices lie
 
 # Of library_types.h and cublas_api.h.
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
@@ -43,7 +45,12 @@ def layout(x: Array) -> tuple[bool, int] | None:
 
     None where the elements of neither are contiguous, or rows overlap.
     """
-    (n, m), (down, across), size = x.shape, x.strides, x.dtype.itemsize
+    return _layout(x.shape, x.strides, x.itemsize)
+
+
+@functools.lru_cache(KEPT)  # a model has few, and to work them out takes longer than to look
+def _layout(shape: tuple[int, int], strides: tuple[int, int], size: int) -> tuple[bool, int] | None:
+    (n, m), (down, across) = shape, strides
     if (across == size or m == 1) and (n == 1 or down >= m * size):
         return True, m if n == 1 else down // size
     if (down == size or n == 1) and (m == 1 or across >= n * size):
@@ -53,12 +60,17 @@ def layout(x: Array) -> tuple[bool, int] | None:
 
 def matrix(x: Array) -> Matrix:
     """x (N, M) for cuBLASLt; ValueError where it has no layout."""
-    found = layout(x)
+    return _matrix(x.shape, x.strides, x.dtype, aligned(x.data.ptr))
+
+
+@functools.lru_cache(KEPT)
+def _matrix(shape: tuple[int, int], strides: tuple[int, int], dtype: Any, alignment: int) -> Matrix:
+    found = _layout(shape, strides, dtype.itemsize)
     if found is None:
-        raise ValueError(f"cuBLASLt needs contiguous rows or columns, got strides {x.strides}")
+        raise ValueError(f"cuBLASLt needs contiguous rows or columns, got strides {strides}")
     by_rows, step = found
-    n, m = reversed(x.shape) if by_rows else x.shape
-    return Matrix(TYPES[x.dtype.name], n, m, step, not by_rows, aligned(x.data.ptr))
+    n, m = reversed(shape) if by_rows else shape
+    return Matrix(TYPES[dtype.name], n, m, step, not by_rows, alignment)
 
 
 def aligned(address: int) -> int:
@@ -71,6 +83,18 @@ def fits_aux(out: Array) -> bool:
     return bool(out.shape[1] % AUX_STEP == 0)
 
 
+class Held(NamedTuple):
+    """Memory of the host that cuBLASLt reads, and its address, for which NumPy takes long."""
+
+    values: np.ndarray
+    at: int
+
+
+def held(values: np.ndarray) -> Held:
+    """As the array lies."""
+    return Held(values, values.ctypes.data)
+
+
 class Plan(NamedTuple):
     """d = op(a) op(b) with an epilogue."""
 
@@ -78,17 +102,16 @@ class Plan(NamedTuple):
     a: int
     b: int
     d: int
-    algorithm: np.ndarray
-    pointed: np.ndarray  # the addresses of the epilogue's vector, and of its matrix
+    algorithm: Held
+    pointed: Held  # the addresses of the epilogue's vector, and of its matrix
 
     def point(self, lt: Any, pointed: tuple[int, int]) -> None:
         """The epilogue's vector and matrix are those at these addresses, where there are any."""
-        self.pointed[:] = pointed
-        names = lt.MatmulDescAttribute.BIAS_POINTER, lt.MatmulDescAttribute.EPILOGUE_AUX_POINTER
-        for i, name in enumerate(names):
+        names = lt.MatmulDescAttribute
+        for i, name in enumerate((names.BIAS_POINTER, names.EPILOGUE_AUX_POINTER)):
             if pointed[i]:
-                at = self.pointed[i:].ctypes.data
-                lt.matmul_desc_set_attribute(self.operation, name, at, 8)
+                self.pointed.values[i] = pointed[i]
+                lt.matmul_desc_set_attribute(self.operation, name, self.pointed.at + 8 * i, 8)
 
     def close(self, lt: Any) -> None:
         """Free what cuBLASLt holds."""
@@ -102,7 +125,7 @@ def planned(
     handle: int,
     pointed: tuple[int, int],
     of: tuple[Matrix, Matrix, Matrix],
-    epilogue: int,
+    epilogue: str,
     tf32: bool,
     vector_apart: int = 0,
 ) -> Plan | None:
@@ -115,13 +138,13 @@ def planned(
     compute = COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F
     operation = lt.matmul_desc_create(compute, TYPES["float32"])
     a, b, d = (_described(lt, x) for x in of)
-    algorithm = np.zeros(1, lt.matmul_heuristic_result_dtype)
-    plan = Plan(operation, a, b, d, algorithm, np.zeros(2, np.int64))
+    algorithm = held(np.zeros(1, lt.matmul_heuristic_result_dtype))
+    plan = Plan(operation, a, b, d, algorithm, held(np.zeros(2, np.int64)))
     names = lt.MatmulDescAttribute
     attributes = {
         names.TRANSA: int(of[0].as_it_is),  # what is wanted is the transpose of each
         names.TRANSB: int(of[1].as_it_is),
-        names.EPILOGUE: epilogue,
+        names.EPILOGUE: lt.Epilogue[epilogue],
     }
     if pointed[0]:
         attributes[names.BIAS_DATA_TYPE] = of[2].type
@@ -169,7 +192,7 @@ def _advised(lt: Any, handle: int, plan: Plan, of: tuple[Matrix, Matrix, Matrix]
     try:
         _set(set_one, dtype, preference, attributes)
         descriptors = (plan.operation, plan.a, plan.b, plan.d, plan.d, preference)
-        results = plan.algorithm.ctypes.data, found.ctypes.data
+        results = plan.algorithm.at, found.ctypes.data
         lt.matmul_algo_get_heuristic(handle, *descriptors, 1, *results)
     except lt.cuBLASLtError as error:
         if error.status != NOT_SUPPORTED:
@@ -177,7 +200,7 @@ def _advised(lt: Any, handle: int, plan: Plan, of: tuple[Matrix, Matrix, Matrix]
         return False
     finally:
         lt.matmul_preference_destroy(preference)
-    return bool(found[0]) and bool(plan.algorithm["state"][0] == SUCCESS)
+    return bool(found[0]) and bool(plan.algorithm.values["state"][0] == SUCCESS)
 
 
 def _set(

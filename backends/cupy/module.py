@@ -18,7 +18,7 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from xformer.shapes import STORED
+from xformer.shapes import STORED, dtype_name
 from xformer.typing import Array
 
 # Compiled at the first launch; the names of REAL, the type of arithmetic and of the arrays, but for
@@ -29,6 +29,8 @@ MAX_THREADS = 256  # of a block that works on one row
 
 Launcher = Callable[..., None]
 LAUNCHERS: dict[type, Launcher] = {}  # type of the arrays -> what launches on them
+# -> what makes them from a shape and a dtype, where the standard's `empty` takes the host longer.
+MAKERS: dict[type, Callable[..., Array]] = {}
 
 
 class Source:
@@ -126,7 +128,7 @@ def arithmetic(dtype: str) -> str:
 
 def real_size(x: Array) -> int:
     """Bytes of a number of `working_dtype(x)`."""
-    return 4 if x.dtype.name in STORED else int(x.dtype.itemsize)
+    return 4 if dtype_name(x) in STORED else int(x.dtype.itemsize)
 
 
 def contiguous(x: Array) -> Array:
@@ -137,7 +139,7 @@ def contiguous(x: Array) -> Array:
 def not_alike(leaves: Sequence[Array]) -> str | None:
     """Why one launcher cannot take them all; None where all are as the first, of a real dtype."""
     kind, dtype = type(leaves[0]), leaves[0].dtype
-    if dtype.name in REALS and all(type(x) is kind and x.dtype == dtype for x in leaves):
+    if dtype_name(leaves[0]) in REALS and all(type(x) is kind and x.dtype == dtype for x in leaves):
         return None
     return "the leaves must all be of one library, and all float32 or all float64"
 
@@ -149,14 +151,19 @@ def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
     """
     shape = like.shape if shape is None else shape
     dtype = like.dtype if dtype is None else dtype
-    return array_namespace(like).empty(shape, dtype=dtype)
+    make = MAKERS.get(type(like)) or array_namespace(like).empty
+    return make(shape, dtype=dtype)
 
 
 def wide(width: int, *arrays: Array | None) -> int:
     """1 where rows of `width` elements can be read and written 16 bytes at a time, else 0."""
-    size = min(a.dtype.itemsize for a in arrays if a is not None)
-    aligned = all(a is None or a.data.ptr % 16 == 0 for a in arrays)
-    return int(aligned and width * size % 16 == 0)
+    size = 16
+    for a in arrays:  # in generators this would take twice as long
+        if a is not None:
+            if a.data.ptr % 16:
+                return 0
+            size = min(size, a.itemsize)
+    return int(width * size % 16 == 0)
 
 
 def threads(items: int, limit: int = MAX_THREADS) -> int:

@@ -87,7 +87,7 @@ class Products:
 
 def flat(x: Array) -> Array:
     """x (..., D) as (N, D)."""
-    return array_namespace(x).reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+    return x if x.ndim == 2 else x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def added(total: Array | None, part: Array) -> Array:

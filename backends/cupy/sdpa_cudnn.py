@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
@@ -34,10 +35,11 @@ from xformer.dispatch import keeps_nothing, kernel
 from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.random_bits import Key
 from xformer.ops.sdpa import sdpa as reference
-from xformer.shapes import STORED, working_dtype
+from xformer.shapes import STORED, dtype_name, working_dtype
 from xformer.typing import Array
 
 MULTIPLE = 64  # of lengths: texts of every length would each need plans, which take long to make
+LAYOUTS = 4096  # that are remembered
 
 
 def not_by_cudnn(
@@ -60,7 +62,7 @@ def not_by_cudnn(
     library = own.library()
     if isinstance(library, str):
         return library
-    if q.dtype.name not in TYPES:
+    if dtype_name(q) not in TYPES:
         return f"it multiplies numbers of two bytes, not {q.dtype.name}"
     left_out = {
         "a bias": bias is not None,
@@ -150,7 +152,7 @@ def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float 
     right = 0 if causal else right
     n_queries, n_keys = q.shape[2], k.shape[2]
     return Kind(
-        q.dtype.name,
+        dtype_name(q),
         layout(q),
         layout(k),
         layout(v),
@@ -168,24 +170,31 @@ def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float 
 
 def is_readable(x: Array) -> bool:
     """Whether cuDNN can read it where it lies: rows from 16 bytes on, each element once."""
-    *starts, step = x.strides
-    rows = (stride for n, stride in zip(x.shape, starts, strict=False) if n > 1)
-    return (
-        x.data.ptr % 16 == 0
-        and step == x.dtype.itemsize
-        and all(stride > 0 and stride % 16 == 0 for stride in rows)
-    )
+    return x.data.ptr % 16 == 0 and _has_readable_rows(x.shape, x.strides, x.itemsize)
+
+
+@functools.lru_cache(LAYOUTS)  # a model has few, and to work them out takes longer than to look
+def _has_readable_rows(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    *starts, step = strides
+    rows = (stride for n, stride in zip(shape, starts, strict=False) if n > 1)
+    return step == size and all(stride > 0 and stride % 16 == 0 for stride in rows)
 
 
 def layout(x: Array) -> Layout:
     """Of `readable(x)`."""
-    whole = by_rows(*x.shape)
-    if not is_readable(x):
+    return _layout(x.shape, x.strides if is_readable(x) else None, x.itemsize)
+
+
+@functools.lru_cache(LAYOUTS)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...] | None, size: int) -> Layout:
+    """strides: in bytes; None: of a contiguous array."""
+    whole = by_rows(*shape)
+    if strides is None:
         return whole
-    pairs = zip(x.shape, x.strides, whole.strides, strict=True)
     # Of an axis of one element any stride would do, but for those that cuDNN refuses.
-    steps = (own if n == 1 else stride // x.dtype.itemsize for n, stride, own in pairs)
-    return Layout(tuple(x.shape), tuple(steps))
+    triples = zip(shape, strides, whole.strides, strict=True)
+    steps = (own if n == 1 else stride // size for n, stride, own in triples)
+    return Layout(shape, tuple(steps))
 
 
 def readable(x: Array) -> Array:

@@ -67,6 +67,10 @@ class Array:
     def copy(self) -> Array:
         return Array(made("copy", self.host.copy, self.host))
 
+    def reshape(self, shape: tuple[int, ...]) -> Array:
+        reshaped: Array = namespace.reshape(self, shape)
+        return reshaped
+
     def dot(self, other: Array, out: Array | None = None) -> Array:
         """Of two dimensions; where CuPy would copy what it is given, Fault."""
         for factor in (self.host, other.host):
