@@ -27,12 +27,21 @@ from xformer.backends.cupy import (
     rms_norm,
 )
 from xformer.backends.cupy.leaves import LEAVES
-from xformer.backends.cupy.module import contiguous, empty, row_threads, threads, wide
+from xformer.backends.cupy.module import (
+    EVERY,
+    contiguous,
+    empty,
+    launch,
+    row_threads,
+    threads,
+    wide,
+)
 
 from xformer import Key, backends, explain, inference, layers, ops, optim, reference_only, tree
 from xformer.layers import NormConfig
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
+from xformer.shapes import STORED, working_dtype
 from xformer.tree import Frozen
 
 pytestmark = only(*ON_DEVICE)
@@ -456,6 +465,116 @@ def test_gradient_in_place_of_the_logits(library: Backend) -> None:
         assert np.array_equal(library.to_numpy(own), wanted)
 
 
+def in_dtype(library: Backend, x: Host, dtype: str) -> Any:
+    """On the device, rounded to two bytes if that is the dtype."""
+    if dtype not in STORED:
+        return library.asarray(x, dtype)
+    return library.weights([library.asarray(x, "float32")], dtype)[0]
+
+
+def float64(library: Backend, x: Any) -> Host:
+    return library.to_numpy(x).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+@pytest.mark.parametrize(
+    ("n_classes", "step"), [(1, 8), (7, 7), (9, 16), (70, 72), (511, 511), (512, 576), (1030, 1088)]
+)
+def test_columns_behind_the_classes(
+    library: Backend, dtype: str, n_classes: int, step: int
+) -> None:
+    """They are never read, and dlogits are 0 there, which are written over the logits."""
+    require_dtype(dtype)
+    held = 5 * normal(5, step)
+    held[:, n_classes:] = [[np.nan], [np.inf], [-np.inf], [np.nan], [6e4]]
+    logits = in_dtype(library, held, dtype)
+    exact = float64(library, logits)[:, :n_classes]
+    targets = np.array([0, n_classes - 1, -1, n_classes, n_classes // 2])
+    loss, top, total = (empty(logits, (5,), working_dtype(logits)) for _ in range(3))
+    before = library.asarray(targets), loss, (top, total), -1, 0.1, 0.01
+    cross_entropy.token_losses(logits, *before, n_classes=n_classes, dlogits=logits)
+    found, slopes = float64(library, loss), float64(library, logits)
+    assert np.array_equal(slopes[:, n_classes:], np.zeros((5, step - n_classes)))
+    assert found[2] == 0 and not slopes[2].any()
+    assert np.isnan(found[3]) and np.isnan(slopes[3, :n_classes]).all()
+    good = [0, 1, 4]
+    options: Any = {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01}
+    with reference_only():
+        wanted, cache = ops.cross_entropy(exact[good], targets=targets[good], **options)
+    wanted_slopes = cache.backward(np.array(1.0))
+    bound = {"float64": 1e-12, "float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    assert np.sum(found[good]) == pytest.approx(float(wanted), rel=max(1e-12, min(bound, 1e-5)))
+    assert np.allclose(slopes[good, :n_classes], wanted_slopes, rtol=bound, atol=bound / 1000)
+    assert np.allclose(float64(library, top)[good], exact[good].max(axis=1))
+    assert np.isfinite(float64(library, total)[good]).all()
+
+
+def require_dtype(dtype: str) -> None:
+    if dtype in STORED:
+        pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "packs"),
+    [("bfloat16", 72, 1), ("bfloat16", 68, 0), ("float32", 68, 1), ("float32", 67, 0)],
+)
+def test_rows_of_packs(
+    library: Backend, monkeypatch: pytest.MonkeyPatch, dtype: str, step: int, packs: int
+) -> None:
+    """The distance of rows decides whether they are read 16 bytes at a time, not the classes."""
+    require_dtype(dtype)
+    seen: list[tuple[int, int]] = []
+
+    def noted(*args: Any, **options: Any) -> None:
+        seen.append((options["WIDE"], options["block"][0]))
+        launch(*args, **options)
+
+    monkeypatch.setattr(cross_entropy, "launch", noted)
+    logits = in_dtype(library, normal(2, step), dtype)
+    loss, targets = empty(logits, (2,), working_dtype(logits)), library.asarray([0, 60])
+    cross_entropy.token_losses(logits, targets, loss, (None, None), None, 0.0, 0.0, n_classes=61)
+    assert seen == [(packs, 32 if packs else 128)]
+    assert np.isfinite(library.to_numpy(loss)).all()
+
+
+@pytest.mark.parametrize("n_classes", [0, 9])
+def test_classes_that_do_not_fit(library: Backend, n_classes: int) -> None:
+    logits, targets = library.asarray(normal(2, 8)), library.asarray([0, 1])
+    given: Any = targets, empty(logits, (2,)), (None, None), None, 0.0, 0.0
+    with pytest.raises(ValueError, match=f"{n_classes} classes do not fit into"):
+        cross_entropy.token_losses(logits, *given, n_classes=n_classes)
+    with pytest.raises(ValueError, match="8 classes do not fit into logits"):
+        cross_entropy.token_losses(logits, *given, dlogits=logits[:1, :])
+
+
+@pytest.mark.parametrize("width", [40, 4100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_rows_that_try_a_running_maximum(library: Backend, width: int, smoothing: float) -> None:
+    """It rises with each pack, never, late; it is huge; it is no number; there is none."""
+    rows = normal(9, width)
+    rows[0] = np.arange(width)
+    rows[1] = -np.arange(width)
+    rows[2] = 1e30
+    rows[3] += 1e6
+    rows[4, : width - 3] = -np.inf
+    rows[5] = -np.inf
+    rows[6, width // 2] = np.inf
+    rows[7, width - 1] = np.nan
+    targets = np.full(9, width - 2)
+    rows = rows.astype(np.float32)
+    options: Any = {"reduction": "none", "label_smoothing": smoothing, "z_loss": 0.0}
+    with np.errstate(all="ignore"), reference_only():
+        wanted, exact = ops.cross_entropy(rows.astype(np.float64), targets=targets, **options)
+        slopes = exact.backward(np.ones(9))
+    loss, cache = ops.cross_entropy(
+        library.asarray(rows), targets=library.asarray(targets), **options
+    )
+    found = float64(library, loss)
+    assert np.allclose(found, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    got = float64(library, cache.backward(library.asarray(np.ones(9, np.float32))))
+    assert np.allclose(got, slopes, rtol=1e-4, atol=1e-7, equal_nan=True)
+
+
 def test_bad_options(library: Backend) -> None:
     logits = library.asarray(normal(2, 3))
     with pytest.raises(ValueError, match=r"^cross_entropy: reduction must be"):
@@ -539,11 +658,15 @@ def test_products_that_the_stand_in_refuses(stand_in: Backend) -> None:
             factors[0].dot(factors[1], square)
 
 
-@pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows in each chunk but the last, of vocabularies that are small."""
+@pytest.fixture(params=[256, 2], ids=["as they are", "padded"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of float64 in each chunk but the last, of vocabularies that are small.
+
+    Rows of logits are as wide as there are classes, or padded.
+    """
     monkeypatch.setattr(linear_cross_entropy, "LARGE", 2)
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 3 * 70)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 3 * 70 * 8)
+    monkeypatch.setattr(linear_cross_entropy, "ROWS", request.param)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 8])
@@ -585,12 +708,57 @@ def test_a_head_holds_one_chunk_of_logits(
 
     monkeypatch.setattr(linear_cross_entropy, "empty", noted)
     x, w, targets = (library.asarray(a) for a in (normal(9, 5), normal(5, 70), np.arange(9)))
+    held = [(4, 72), (5, 72)] if linear_cross_entropy.ROWS == 2 else [(3, 70)]
     ops.linear_cross_entropy(x, w, targets=targets)
-    assert sorted(made) == [(3, 70), (9,), (9,), (9,), (9, 5)]
+    assert sorted(made) == [*held, (9,), (9, 5)]
     made.clear()
     with inference():
         ops.linear_cross_entropy(x, w, targets=targets)
-    assert sorted(made) == [(3, 70), (9,), (9,), (9,)]
+    assert sorted(made) == [*held, (9,)]
+
+
+def test_a_chunk_takes_one_launch(library: Backend, chunks: None, launched: list[Any]) -> None:
+    """Losses and their gradient; within `inference()` no gradient."""
+    x, w, targets = (library.asarray(a) for a in (normal(9, 5), normal(5, 70), np.arange(9)))
+    for gradient in (True, False):
+        launched.clear()
+        with nullcontext() if gradient else inference():
+            ops.linear_cross_entropy(x, w, targets=targets)
+        names = [name for name, _, _ in launched]
+        assert names == ["cross_entropy_forward"] * 3 + ["token_total"]
+        assert all((args[5] is not None) == gradient for _, _, args in launched[:-1])
+
+
+@pytest.mark.parametrize("n_classes", [513, 576])
+@pytest.mark.parametrize("tied", [False, True])
+def test_padded_rows_of_a_head(
+    library: Backend, monkeypatch: pytest.MonkeyPatch, n_classes: int, tied: bool
+) -> None:
+    """Up to tiles of 64 columns; gradients have the layout of w, and numbers that are none stay."""
+    monkeypatch.setattr(linear_cross_entropy, "LARGE", 2)
+    x, w, b = normal(7, 6), normal(6, n_classes), normal(n_classes)
+    x[5, 2], x[6, 3] = np.inf, np.nan  # of tokens that are ignored, and of one that is not
+    targets = np.array([0, n_classes - 1, 5, -1, 3, -1, 1])
+    found = []
+    for rows in (8, 2):
+        monkeypatch.setattr(linear_cross_entropy, "ROWS", rows)
+        weight = library.asarray(w.T.copy()).T if tied else library.asarray(w)
+        with np.errstate(all="ignore"):  # of the stand-in's products
+            loss, cache = ops.linear_cross_entropy(
+                library.asarray(x),
+                weight,
+                library.asarray(b),
+                targets=library.asarray(targets),
+                ignore_index=-1,
+                reduction="sum",
+            )
+            grads = cache.backward(library.asarray(np.array(1.0)))
+        assert (grads[1].T if tied else grads[1]).flags.c_contiguous
+        found.append([library.to_numpy(a) for a in (loss, *grads)])
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape
+        assert np.allclose(one, other, rtol=1e-10, equal_nan=True)
+    assert np.isfinite(found[1][1][:6]).all()  # dx of ignored tokens is 0, of others what it was
 
 
 def test_a_target_out_of_range_of_a_head(library: Backend, chunks: None) -> None:

@@ -36,7 +36,7 @@ def cross_entropy(
     logits = contiguous(logits)
     targets = int64_targets(logits, targets)
     loss, top, total = (empty(logits, targets.shape, working_dtype(logits)) for _ in range(3))
-    token_losses(logits, targets, loss, top, total, ignore_index, label_smoothing, z_loss)
+    token_losses(logits, targets, loss, (top, total), ignore_index, label_smoothing, z_loss)
     scale = None
     if reduction != "none":
         loss, scale = total_loss(loss, targets, ignore_index, reduction)
@@ -74,23 +74,34 @@ def token_losses(
     logits: Array,
     targets: Array,
     loss: Array,
-    top: Array,
-    total: Array,
+    saved: tuple[Array | None, Array | None],
     ignore_index: int | None,
     label_smoothing: float,
     z_loss: float,
+    *,
+    n_classes: int | None = None,
+    dlogits: Array | None = None,
 ) -> None:
-    """Write loss, top and total (...) of each token of logits (..., V); all contiguous."""
-    width = logits.shape[-1]
+    """Write the loss (...) of each token of logits (..., V); all arrays are contiguous.
+
+    saved: top and total (...), written for a backward, or None
+    n_classes: of logits (..., step), how many columns count; without it all
+    dlogits: (..., step), perhaps the logits themselves: the gradient of the sum of the losses
+    """
+    step = logits.shape[-1]
+    width = step if n_classes is None else n_classes
+    if not 0 < width <= step or (dlogits is not None and dlogits.shape != logits.shape):
+        raise ValueError(f"token_losses: {width} classes do not fit into logits {logits.shape}")
     options = (*_ignored(ignore_index), label_smoothing, z_loss)
+    by_packs = wide(step, logits, dlogits)
     launch(
         SOURCE,
         "cross_entropy_forward",
         logits,
         grid=(loss.size,),
-        block=(threads(width, MAX_THREADS),),
-        args=(logits, targets, loss, top, total, width, *options),
-        WIDE=wide(width, logits),
+        block=(_threads(logits, by_packs),),
+        args=(logits, targets, loss, *saved, dlogits, width, step, *options),
+        WIDE=by_packs,
     )
 
 
@@ -123,16 +134,23 @@ def dlogits(cache: CrossEntropyCache, dloss: Array, out: Array) -> Array:
     logits, targets, ignore_index, top, total, scale, label_smoothing, z_loss = cache
     width = logits.shape[-1]
     options = (*_ignored(ignore_index), label_smoothing, z_loss, int(scale is None))
+    by_packs = wide(width, logits, out)
     launch(
         SOURCE,
         "cross_entropy_backward",
         logits,
         grid=(top.size,),
-        block=(threads(width, MAX_THREADS),),
-        args=(logits, targets, top, total, contiguous(dloss), scale, out, width, *options),
-        WIDE=wide(width, logits, out),
+        block=(_threads(logits, by_packs),),
+        args=(logits, targets, top, total, contiguous(dloss), scale, out, width, width, *options),
+        WIDE=by_packs,
     )
     return out
+
+
+def _threads(logits: Array, by_packs: int) -> int:
+    """Of a block: no more than its row has packs."""
+    step = logits.shape[-1]
+    return threads(step * logits.dtype.itemsize // 16 if by_packs else step, MAX_THREADS)
 
 
 def _ignored(ignore_index: int | None) -> tuple[int, int]:

@@ -1,8 +1,13 @@
-"""`linear_cross_entropy` in chunks of rows: of all logits, those of one chunk are there at a time.
+"""`linear_cross_entropy` in chunks of rows: memory holds the logits of one chunk at a time.
 
-They become their own gradient in place, and that its share of dx, dw and db, before the next chunk
-overwrites it: for the sum of the losses. What is left to a backward is a factor, which stays on the
-device: dloss, over the number of tokens where the loss is their mean.
+One launch writes the losses of a chunk, and over its logits their gradient, of the sum of the
+losses. Products make its share of dx, dw and db of it before the next chunk overwrites it. A
+backward multiplies them by a factor, which stays on the device: dloss, over the number of tokens
+where the loss is their mean.
+
+Products are fast where rows begin, and matrices end, at multiples of 128 bytes. So w, and b, are
+copied once with zeros behind the last class (`row_width`). The logits there are not looked at, and
+their gradient is 0, whatever x and w hold.
 """
 
 from __future__ import annotations
@@ -10,15 +15,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.cross_entropy import (
-    CrossEntropyCache,
-    dlogits,
-    int64_targets,
-    token_losses,
-    total_loss,
-)
-from xformer.backends.cupy.module import empty
-from xformer.backends.cupy.products import NONE, Products
+from xformer.backends.cupy.cross_entropy import int64_targets, token_losses, total_loss
+from xformer.backends.cupy.module import blocks, empty
+from xformer.backends.cupy.products import NONE, Gradients, Products
 
 from xformer.checks import finite, number, require_gradient
 from xformer.dispatch import keeps_nothing, kernel
@@ -27,7 +26,9 @@ from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-CHUNK = 1 << 27  # logits, to the nearest number of chunks: 512 MB, and few sums of dw
+CHUNK = 1 << 29  # bytes of logits, to the nearest number of chunks: few sums of dw
+ROWS = 256  # of a chunk a multiple, as of the tiles of products; with fewer w is not copied
+COLUMNS = 64  # of a row of logits a multiple, if that is little more
 LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
 
 
@@ -86,30 +87,62 @@ def forward(
     z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     targets = array_namespace(w).reshape(int64_targets(w, targets), (-1,))
-    xs, w = products.rows(x), products.matrix(w)
-    n, n_classes = xs.shape[0], w.shape[1]
-    real = working_dtype(xs)
-    loss, top, sums = (empty(xs, (n,), real) for _ in range(3))
-    one = array_namespace(xs).ones((), dtype=real, device=xs.device)
+    xs, n_classes = products.rows(x), w.shape[1]
+    n = xs.shape[0]
+    width = row_width(n_classes) if n >= ROWS else n_classes
+    w = products.matrix(w) if width == n_classes else padded(w, width)
+    b = b if b is None or width == n_classes else padded(b, width)
+    loss = empty(xs, (n,), working_dtype(xs))
     dx, grads = None if keeps_nothing() else empty(xs), NONE
-    size = max(1, -(-n // max(1, round(n * n_classes / CHUNK))))
-    buffer = empty(xs, (min(size, n), n_classes))
+    size = chunk_rows(n, width * xs.dtype.itemsize)
+    buffer = empty(xs, (size, width))
     for start in range(0, max(n, 1), size):  # once where there is no row
         at = slice(start, min(start + size, n))
         logits = products.affine(xs[at, :], w, b, buffer[: at.stop - at.start, :])
-        known = top[at], sums[at]
-        token_losses(logits, targets[at], loss[at], *known, ignore_index, a, z)
+        slopes = None if dx is None else logits  # which they overwrite
+        own = loss[at], (None, None), ignore_index, a, z
+        token_losses(logits, targets[at], *own, n_classes=n_classes, dlogits=slopes)
         if dx is not None:
-            cache = CrossEntropyCache(logits, targets[at], ignore_index, *known, one, a, z)
-            slopes = dlogits(cache, one, logits)  # in place of the logits
-            products.back(slopes, w, dx[at, :])
-            own = None if fixed else xs[at, :]
-            grads = products.parameters(own, slopes, w, b is not None, grads)
+            products.back(logits, w, dx[at, :])
+            rows = None if fixed else xs[at, :]
+            grads = products.parameters(rows, logits, w, b is not None, grads)
     total, scale = total_loss(loss, targets, ignore_index, reduction)
     if dx is None:
         return total, None
     dx = array_namespace(x).reshape(dx, x.shape)
-    return total, LinearCrossEntropyCache(dx, *grads, scale)
+    return total, LinearCrossEntropyCache(dx, *of_classes(grads, n_classes), scale)
+
+
+def chunk_rows(n: int, row_bytes: int) -> int:
+    """Rows of each chunk but the last, at least one."""
+    size = max(1, blocks(n, max(1, round(n * row_bytes / CHUNK))))
+    return size if size < ROWS else min(n, blocks(size, ROWS) * ROWS)
+
+
+def row_width(n_classes: int) -> int:
+    """Columns of a row of logits: the classes, and up to 12.5 % more for whole packs and tiles."""
+    step = COLUMNS if n_classes >= 8 * COLUMNS else 8
+    return blocks(n_classes, step) * step
+
+
+def padded(x: Array, width: int) -> Array:
+    """x (..., V) with zeros behind the last axis: (..., width), by columns if x is."""
+    if x.ndim == 2 and x.strides[0] < x.strides[1]:
+        held = empty(x, (width, x.shape[0]))
+        held[: x.shape[1], :] = x.T
+        held[x.shape[1] :, :] = 0
+        return held.T
+    held = empty(x, (*x.shape[:-1], width))
+    held[..., : x.shape[-1]] = x
+    held[..., x.shape[-1] :] = 0
+    return held
+
+
+def of_classes(grads: Gradients, n_classes: int) -> Gradients:
+    """The gradients without what `padded` added."""
+    dw, db = grads
+    dw = dw if dw is None or dw.shape[1] == n_classes else dw[:, :n_classes]
+    return Gradients(dw, db if db is None else db[:n_classes])
 
 
 class LinearCrossEntropyCache(NamedTuple):
@@ -129,7 +162,12 @@ class LinearCrossEntropyCache(NamedTuple):
 
 
 def _times(grad: Array, factor: Array) -> Array:
-    """grad * factor, rounded once where grad is stored in less than factor."""
+    """grad * factor, with the layout of grad, rounded once if grad is stored in less than factor.
+
+    By rows: of a matrix by columns, as a tied head's dw, CuPy would transpose what it computes.
+    """
+    if grad.ndim == 2 and grad.flags.f_contiguous and not grad.flags.c_contiguous:
+        return _times(grad.T, factor).T
     xp = array_namespace(grad)
     product = xp.astype(grad, factor.dtype, copy=False) * factor
     return xp.astype(product, grad.dtype, copy=False)

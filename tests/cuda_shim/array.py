@@ -200,7 +200,9 @@ def _operator(name: str) -> Callable[..., Any]:
 
         def compute() -> Any:
             with quietly(stored):
-                return getattr(self.host, name)(*(unwrap(other) for other in others))
+                found = getattr(self.host, name)(*(unwrap(other) for other in others))
+            # CuPy's results are by rows; NumPy's lie as what they are made from.
+            return np.asarray(found, order="C") if isinstance(found, np.ndarray) else found
 
         result = made(name, compute, *hosts(self, *others))
         return result if result is NotImplemented else wrap(result)
