@@ -37,6 +37,7 @@ __all__ = [
     "Memory",
     "Unusable",
     "available",
+    "beside",
     "get",
     "keep_memory",
     "of",
@@ -81,6 +82,22 @@ def why_not(name: str) -> str | None:
     except Unusable as error:
         return str(error)
     return None
+
+
+def beside(name: str) -> dict[str, str]:
+    """The libraries that kernels of backend `name` call beside it, CuPy's cuBLASLt and cuDNN.
+
+    Of each its version, or why it cannot be called; no device is needed to ask. Empty for other
+    backends, and where the library itself is not installed.
+    """
+    if name != "cupy":
+        return {}
+    try:
+        driver = importlib.import_module("xformer.backends.cupy.driver")
+    except ImportError:
+        return {}
+    found: dict[str, str] = driver.beside()
+    return found
 
 
 def _open(name: str, device: str | None) -> tuple[ModuleType, Backend]:

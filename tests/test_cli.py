@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,22 @@ def test_info_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert all(name in out for name in xformer.backends.NAMES)
     assert "float32, float64" in out
+
+
+def test_info_names_what_is_missing_beside_cupy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a device too: before a machine with one is asked for."""
+    said = {"cuBLASLt": "130100", "cuDNN": "cuDNN cannot be called: package cuda-bindings is ..."}
+    driver: Any = types.ModuleType("xformer.backends.cupy.driver")
+    driver.beside = lambda: said
+    monkeypatch.setitem(sys.modules, driver.__name__, driver)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "\ncupy, cuBLASLt: 130100\ncupy, cuDNN: cuDNN cannot be called: package cuda-b" in out
+    monkeypatch.setitem(sys.modules, driver.__name__, None)  # CuPy is not installed
+    assert main(["info"]) == 0
+    assert "cuBLASLt" not in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 # A CuPy that notes what it is asked to compile and to launch.
 FAKE = """
@@ -346,56 +350,99 @@ print(*driver.pools())
     ]
 
 
-def test_bindings_that_are_missing_are_a_reason(tmp_path: Path) -> None:
-    """Never an error; they are looked for once."""
-    code = """
-from xformer.backends.cupy import driver
-sys.modules["nvmath"] = None
-print(driver.bindings()[:27], driver.bindings()[-38:])
-sys.modules["nvmath"], bindings = types.ModuleType("nvmath"), types.ModuleType("nvmath.bindings")
-sys.modules["nvmath.bindings"] = bindings
-def get_version():
-    raise RuntimeError("there is no libcublasLt")
-bindings.cublasLt = types.SimpleNamespace(get_version=get_version)
-assert driver.bindings() is driver.bindings()
-driver.bindings.cache_clear()
-print(driver.bindings())
-bindings.cublasLt.get_version = lambda: 130100
-driver.bindings.cache_clear()
-print(driver.bindings() is bindings.cublasLt)
-"""
-    install = "): pip install 'xformer-array[nvmath]'"
-    assert said(code, tmp_path) == [
-        f"cuBLASLt cannot be called ( {install}",
-        f"cuBLASLt cannot be called (there is no libcublasLt{install}",
-        "True",
-    ]
-
-
-def test_a_frontend_that_is_missing_is_a_reason(tmp_path: Path) -> None:
-    """Never an error; an old library too. It is looked for once."""
-    code = """
+# Packages of NVIDIA's that are there, without anything in them, or are not.
+PACKAGES = """
+import importlib.machinery
 from xformer.backends.cupy import cudnn as attention, driver
-def found(**names):
-    sys.modules["cudnn"] = types.SimpleNamespace(**names) if names else None
+def packages(*there, **contents):
+    for name in ("nvmath", "nvmath.bindings", "cudnn", "cuda", "cuda.core", "cuda.bindings",
+                 "cuda.pathfinder"):
+        sys.modules[name] = module = types.ModuleType(name) if name in there else None
+        if module is not None:
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            module.__path__ = []
+            vars(module).update(contents.get(name.replace(".", "_"), {}))
+    driver.bindings.cache_clear()
     driver.frontend.cache_clear()
-    assert driver.frontend() is driver.frontend()
-    return driver.frontend()
-def backend_version():
-    raise RuntimeError("Unable to find symbol cudnnGetVersion")
-why = found()
-print(why[:24], why[why.index("): ") :])
-print(found(backend_version=backend_version))
-print(found(backend_version=lambda: 91501))
-print(found(backend_version=lambda: attention.OLDEST) is sys.modules["cudnn"])
+    assert driver.bindings() is driver.bindings() and driver.frontend() is driver.frontend()
+def fails(said):
+    def call():
+        raise RuntimeError(said)
+    return call
 """
-    install = "): pip install 'xformer-array[cudnn]', and nvidia-cudnn-cu13 or nvidia-cudnn-cu12"
-    assert said(code, tmp_path) == [
-        f"cuDNN cannot be called ( {install}",
-        f"cuDNN cannot be called (Unable to find symbol cudnnGetVersion{install}",
-        "cuDNN is too old: its version is 91501, 91600 is needed",
-        "True",
+
+
+def test_what_is_missing_of_cublaslt_is_named(tmp_path: Path) -> None:
+    """Packages by name, with their extra, the library, the driver; looked for once; no error."""
+    code = """
+CUDA = ("cuda", "cuda.core", "cuda.bindings", "cuda.pathfinder")
+def needed(get_version, without=None):
+    lt = types.SimpleNamespace(get_version=get_version)
+    there = ["nvmath", *CUDA] + (["nvmath.bindings"] if without is None else [])
+    packages(*(name for name in there if name != without), nvmath_bindings={"cublasLt": lt})
+    return driver.bindings()
+packages("cuda", "cuda.pathfinder")
+print(driver.bindings())
+for name in CUDA[1:]:
+    print(needed(lambda: 1, name))
+print(needed(fails('Failure finding "libcublasLt.so.13 or libcublasLt.so.12"')))
+print(needed(fails("CUDA driver is not found (libcuda.so.1)")))
+print(needed(fails("CUBLAS_STATUS_NOT_INITIALIZED")))
+lt = needed(lambda: 130100)
+print(lt is sys.modules["nvmath.bindings"].cublasLt, driver.beside()["cuBLASLt"])
+"""
+    cannot, install = "cuBLASLt cannot be called: ", ": pip install 'xformer-array[nvmath]'"
+    assert said(PACKAGES + code, tmp_path) == [
+        f"{cannot}packages nvmath-python, cuda-core, cuda-bindings are not installed{install}",
+        f"{cannot}package cuda-core is not installed{install}",
+        f"{cannot}package cuda-bindings is not installed{install}",
+        f"{cannot}package cuda-pathfinder is not installed{install}",
+        f'{cannot}libcublasLt was not found (Failure finding "libcublasLt.so.13 or '
+        "libcublasLt.so.12\"): pip install 'xformer-array[cuda13]' (or [cuda12])",
+        f"{cannot}there is no NVIDIA driver (CUDA driver is not found (libcuda.so.1))",
+        f"{cannot}RuntimeError: CUBLAS_STATUS_NOT_INITIALIZED",
+        "True 130100",
     ]
+
+
+def test_what_is_missing_of_cudnn_is_named(tmp_path: Path) -> None:
+    """An old library too; and cuda-bindings, which the frontend imports only in later calls."""
+    code = """
+def needed(backend_version, *there):
+    packages("cuda", *there, cudnn={"backend_version": backend_version})
+    return driver.frontend()
+print(needed(None))
+print(needed(lambda: attention.OLDEST, "cudnn"))
+both = "cudnn", "cuda.bindings"
+print(needed(fails("Unable to find symbol cudnnGetVersion"), *both))
+print(needed(lambda: 91501, *both))
+print(needed(lambda: 91600, *both) is sys.modules["cudnn"], driver.beside()["cuDNN"])
+"""
+    cannot, install = "cuDNN cannot be called: ", ": pip install 'xformer-array[cudnn]'"
+    older = " (CUDA 12: [cudnn-cu12])"
+    assert said(PACKAGES + code, tmp_path) == [
+        f"{cannot}packages nvidia-cudnn-frontend, cuda-bindings are not installed{install}",
+        f"{cannot}package cuda-bindings is not installed{install}",
+        f"{cannot}libcudnn was not found (Unable to find symbol cudnnGetVersion){install}{older}",
+        f"cuDNN is too old: its version is 91501, 91600 is needed{install}{older}",
+        "True 91600",
+    ]
+
+
+def test_extras_bring_the_packages_that_are_named() -> None:
+    """All that NVIDIA's bindings import; of each CUDA its own bindings and library."""
+    from xformer.backends.cupy import packages
+
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = {
+        name: {re.split(r"[<>=\[]", line)[0] for line in lines}
+        for name, lines in content["project"]["optional-dependencies"].items()
+    }
+    for extra, modules in packages.PACKAGES.items():
+        assert set(modules.values()) <= extras[extra], extra
+    assert extras["cudnn"] - extras["cudnn-cu12"] == {"nvidia-cudnn-cu13"}
+    assert extras["cudnn-cu12"] - extras["cudnn"] == {"nvidia-cudnn-cu12"}
+    assert "cuda-bindings" in extras["cuda12"] & extras["cuda13"]
 
 
 def test_where_attention_goes(tmp_path: Path) -> None:

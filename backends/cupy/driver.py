@@ -11,6 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 from xformer.backends.cupy import cudnn as attention
+from xformer.backends.cupy import packages
 from xformer.backends.cupy.captured import GRAPHS
 from xformer.backends.cupy.cublaslt import RUNTIMES, Place
 from xformer.backends.cupy.module import LAUNCHERS, MAKERS, Source, arithmetic
@@ -81,7 +82,8 @@ def bindings() -> Any:
 
         cublasLt.get_version()  # which loads the library
     except (ImportError, RuntimeError) as error:
-        return f"cuBLASLt cannot be called ({error}): pip install 'xformer-array[nvmath]'"
+        why = packages.missing("nvmath") or packages.no_library("cublasLt", error)
+        return f"cuBLASLt cannot be called: {why}"
     return cublasLt
 
 
@@ -105,17 +107,19 @@ def memory(size: int) -> Any:
 @functools.cache
 def frontend() -> Any:
     """NVIDIA's of cuDNN; a sentence where it or the library are missing, or too old."""
+    if (why := packages.missing("cudnn")) is not None:  # some it imports in later calls
+        return f"cuDNN cannot be called: {why}"
     try:
         import cudnn
 
         version = cudnn.backend_version()
     except (ImportError, OSError, RuntimeError) as error:
-        return (
-            f"cuDNN cannot be called ({error}): pip install 'xformer-array[cudnn]', and "
-            "nvidia-cudnn-cu13 or nvidia-cudnn-cu12"
-        )
+        return f"cuDNN cannot be called: {packages.no_library('cudnn', error)}"
     if version < attention.OLDEST:
-        return f"cuDNN is too old: its version is {version}, {attention.OLDEST} is needed"
+        return (
+            f"cuDNN is too old: its version is {version}, {attention.OLDEST} is needed: "
+            f"{packages.LIBRARIES['cudnn']}"
+        )
     return cudnn
 
 
@@ -125,6 +129,17 @@ def attention_place(arrays: list[Array]) -> attention.Place:
     _require_current("sdpa", arrays, current)
     capability = int(cupy.cuda.Device(current).compute_capability)  # which CuPy keeps
     return attention.Place(current, cupy.cuda.get_current_stream().ptr, capability)
+
+
+def beside() -> dict[str, str]:
+    """NVIDIA's libraries that kernels call: the version of each, or why it cannot be called."""
+    found = {}
+    for name, library in (("cuBLASLt", bindings()), ("cuDNN", frontend())):
+        if not isinstance(library, str):
+            get = library.get_version if name == "cuBLASLt" else library.backend_version
+            library = str(get())
+        found[name] = library
+    return found
 
 
 # ---- For graphs ----

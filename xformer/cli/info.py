@@ -1,4 +1,7 @@
-"""`xformer info`: the backends, their versions and devices, or why they cannot be used."""
+"""`xformer info`: the backends, their versions and devices, or why they cannot be used.
+
+Below, the libraries that CuPy's kernels call beside it: versions, or what is missing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one row a backend."""
+    """Print one row a backend, and one a library beside them."""
     print(f"xformer {xformer.__version__}, Python {platform.python_version()}")
     rows = [("backend", "version", "device", "computes in")]
     for name in backends.NAMES:
@@ -32,4 +35,7 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*cells, row[3]]))
+    for name in backends.NAMES:
+        for library, found in backends.beside(name).items():
+            print(f"{name}, {library}: {found}")
     return 0
