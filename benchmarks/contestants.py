@@ -206,8 +206,9 @@ def why_not(name: str) -> str | None:
         return f"{name}: there is no C++ compiler ({' or '.join(COMPILERS)})"
     if name in TORCH:
         return None
-    if name == GRAPH and importlib.util.find_spec("nvmath") is None:
-        return f"{name}: nvmath is not installed, without which products cannot be captured"
+    lt = backends.beside("cupy").get("cuBLASLt") if name == GRAPH else None
+    if lt is not None and not lt.isdigit():  # None without CuPy, which is named below
+        return f"{name}: products by cuBLAS cannot be captured, and {lt}"
     library, _, how = name.rpartition(" ")
     why = backends.why_not(library)
     arrays = "numpy" if library in backends.ON_NUMPY else library

@@ -7,14 +7,15 @@ with the backend that it chooses. All are compared with torch's in float32 first
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends import Backend
 from xformer.backends.cupy import flash, sdpa_cudnn
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.gpu_kernels import measured
 from benchmarks.harness import Disagreement
 
@@ -40,37 +41,93 @@ class Attention(NamedTuple):
 
 
 def attention(
-    place: Backend, s: Lengths, rounds: int, device: str | None, tick: Callable[[], None]
+    place: Backend,
+    s: Lengths,
+    rounds: int,
+    device: str | None,
+    tick: Callable[[], None],
+    keep: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Of each length and direction a row: seconds of each contestant. Disagreement where wrong.
 
-    tick: called before each length.
+    Who has too little memory has turns alone, after the others; the row says who has too little
+    then too. tick: called before each length. keep: called with all rows so far, after each.
     """
     rows = list[dict[str, Any]]()
     for length in s.lengths:
         tick()
+        one = OfLength(place, s, length, device)
+        rows += one.rows
+        repeats = 1 if length == s.lengths[-1] else 5
+        left = one.turns(list(one.makers), repeats, rounds)
+        keep(rows)
+        for name in left:
+            if one.turns([name], repeats, rounds, alone=True):
+                for row in one.rows:
+                    row["left_out"].append(f"{name}: out of memory, alone too")
+            keep(rows)
+    return rows
+
+
+class OfLength:
+    """The contestants with texts of one length, and what was found of them, forward and whole."""
+
+    def __init__(self, place: Backend, s: Lengths, length: int, device: str | None) -> None:
+        self.place, self.length = place, length
         shape = s.tokens // length, s.heads, length, s.width
         rng = np.random.default_rng(length)
         hosts = [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)]
-        peer = of_torch(hosts, device, DTYPE)
-        found = {"flash": ours(place, hosts, flash.sdpa), "torch": peer}
+        truth = of_torch(hosts, device, "float32")
+        self.wanted = truth.host(truth.whole())
         q, k, v = place.weights([place.asarray(x) for x in hosts[:3]], DTYPE)
         refusal = sdpa_cudnn.not_by_cudnn(q, k, v, causal=True)
+        self.makers: dict[str, Callable[[], Attention]] = {
+            "flash": partial(ours, place, hosts, flash.sdpa),
+            "torch": partial(of_torch, hosts, device, DTYPE),
+        }
         if refusal is None:
-            found["cudnn"] = ours(place, hosts, sdpa_cudnn.sdpa)
-        truth = of_torch(hosts, device, "float32")
-        wanted = truth.host(truth.whole())
-        errors = {name: error(one.host(one.whole()), wanted) for name, one in found.items()}
-        del truth, wanted
-        if wrong := [f"{n} by {e:.1e}" for n, e in errors.items() if not e <= TOLERANCE]:
-            raise Disagreement(f"attention of {length} tokens is wrong: {', '.join(wrong)}")
-        for direction in ("forward", "whole"):
-            turns = {name: getattr(one, direction) for name, one in found.items()}
-            seconds = measured(place, turns, 1 if length == s.lengths[-1] else 5, rounds)
-            times = {n: harness.summary(own, seconds["torch"]) for n, own in seconds.items()}
-            rows.append({"length": length, "direction": direction, "times": times})
-            rows[-1] |= {"errors": errors, "no_cudnn": refusal}
-    return rows
+            self.makers["cudnn"] = partial(ours, place, hosts, sdpa_cudnn.sdpa)
+        self.rows: list[dict[str, Any]] = [
+            {"length": length, "direction": direction, "times": {}, "errors": {}}
+            | {"no_cudnn": refusal, "left_out": []}
+            for direction in ("forward", "whole")
+        ]
+
+    def turns(
+        self, names: Sequence[str], repeats: int, rounds: int, *, alone: bool = False
+    ) -> list[str]:
+        """Compare and measure them; the names of those that want more memory."""
+        machine.give_back()
+        found, left = dict[str, Attention](), list[str]()
+        for name in names:
+            try:
+                one = self.makers[name]()
+                off = error(one.host(one.whole()), self.wanted)
+            except Exception as failure:
+                if not harness.is_out_of_memory(failure):
+                    raise
+                left.append(name)
+                continue
+            if not off <= TOLERANCE:
+                raise Disagreement(
+                    f"attention of {self.length} tokens is wrong: {name} by {off:.1e}"
+                )
+            found[name] = one
+            for row in self.rows:
+                row["errors"][name] = off
+        for row in self.rows if found else []:
+            calls = {name: getattr(one, row["direction"]) for name, one in found.items()}
+            try:
+                seconds = measured(self.place, calls, repeats, rounds)
+            except Exception as failure:
+                if not harness.is_out_of_memory(failure):
+                    raise
+                return [*left, *found]
+            peer = seconds.get("torch")
+            for name, own in seconds.items():
+                more = {"alone": True} if alone else {}
+                row["times"][name] = harness.summary(own, peer) | more
+        return left
 
 
 def ours(place: Backend, hosts: list[np.ndarray], sdpa: Callable[..., Any]) -> Attention:

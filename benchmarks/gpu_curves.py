@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +33,15 @@ class Curves(NamedTuple):
     held_out: int  # batches
 
 
-def in_float32(place: Backend, c: Curves, tick: Callable[[], None]) -> dict[str, Any]:
+def in_float32(
+    place: Backend,
+    c: Curves,
+    tick: Callable[[], None],
+    keep: Callable[[dict[str, Any]], Any] = lambda found: None,
+) -> dict[str, Any]:
     """How far losses in float32 get from those in float64 on NumPy: here, and on NumPy itself.
 
-    tick: called before each step.
+    tick: called before each step. keep: called with what was found, after each training.
     """
     cpu = backends.get("numpy")
 
@@ -45,19 +51,32 @@ def in_float32(place: Backend, c: Curves, tick: Callable[[], None]) -> dict[str,
             return np.array([step.loss for step in run])
 
     exact = losses(cpu, "float64")
-    found = {"here": losses(place), "numpy": losses(cpu), "reference": losses(cpu, reference=True)}
-    off = {name: float(np.max(np.abs(own - exact))) for name, own in found.items()}
-    return {"steps": c.short, "first": exact[0], "last": exact[-1], "off": off}
+    found: dict[str, Any] = {"steps": c.short, "first": exact[0], "last": exact[-1], "off": {}}
+    runs = {"here": partial(losses, place), "numpy": partial(losses, cpu)}
+    runs["reference"] = partial(losses, cpu, reference=True)
+    for name, run in runs.items():
+        found["off"][name] = float(np.max(np.abs(run() - exact)))
+        keep(found)
+    return found
 
 
-def in_bfloat16(place: Backend, c: Curves, tick: Callable[[], None]) -> dict[str, Any]:
-    """The validation loss at the end, in float32 and in bfloat16. tick: called before each step."""
-    found = {}
+def in_bfloat16(
+    place: Backend,
+    c: Curves,
+    tick: Callable[[], None],
+    keep: Callable[[dict[str, Any]], Any] = lambda found: None,
+) -> dict[str, Any]:
+    """The validation loss at the end, in float32 and in bfloat16.
+
+    tick: called before each step. keep: called with what was found, after each training.
+    """
+    found: dict[str, Any] = {"steps": c.long, "validation": {}}
     for precision in (None, "bfloat16"):
         for step in trained(place, c, c.model, c.long, tick, precision=precision):
             last = step
-        found[precision or "float32"] = last.validation
-    return {"steps": c.long, "validation": found}
+        found["validation"][precision or "float32"] = last.validation
+        keep(found)
+    return found
 
 
 def trained(

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from xformer.backends import Backend
 from xformer.backends.cupy import deterministic, module, softmax, tf32
 
-from benchmarks import harness
+from benchmarks import harness, machine
+from benchmarks.harness import Disagreement
 from xformer import Key, explain, ops, reference_only, tree
 from xformer.dispatch import Overridable
 from xformer.layers import NormConfig, NormParams, add_norm
@@ -206,36 +207,60 @@ def kernels(
     rate: dict[str, float],
     rounds: int,
     is_over: Callable[[], bool] = lambda: False,
+    keep: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Of each case and direction a row, and what is wrong: its times are not reported.
 
-    is_over: whether time is, and no other case may begin.
+    A case that fails is wrong too; one that has too little memory is tried again after the others.
+    is_over: whether time is, and no other case may begin. keep: called with all rows so far.
     """
-    rows, wrong = list[dict[str, Any]](), list[str]()
+    rows, wrong, later = list[dict[str, Any]](), list[str](), list[Case]()
+
+    def tried(case: Case, *, again: bool) -> None:
+        try:
+            with case.context():
+                rows.extend(_measured(place, s, rate, rounds, case))
+        except Exception as error:
+            if harness.is_out_of_memory(error) and not again:
+                later.append(case)
+                machine.give_back()
+                return
+            why = "out of memory, alone too: " if harness.is_out_of_memory(error) else ""
+            kind = "" if isinstance(error, Disagreement) else f"{type(error).__name__}: "
+            wrong.append(f"{case.name}: {why}{kind}{error}")
+        keep(rows)
+
     for case in cases(place, s):
         if is_over():
             wrong.append(f"{case.name} and what follows: not begun, time was over")
-            break
-        with case.context():
-            error = _error(place, case)
-            if not error <= case.tolerance:
-                allowed = f"{error:.1e}, allowed {case.tolerance:.0e}"
-                wrong.append(f"{case.name}: relative error {allowed}")
-                continue
-            said = explain(case.op, *case.args, **case.options).partition("\n")[0]
-            turns: dict[str, Callable[[], Any]] = {"forward": partial(_run, case)}
-            if case.backward is not None:
-                y, cache = case.op(*case.args, **case.options)
-                turns["backward"] = partial(cache.backward, *_like(place, y))
-            seconds = measured(place, turns, s.repeats, rounds)
-        for direction, found in seconds.items():
-            moved, flops = case.forward if direction == "forward" else case.backward or (0, 0)
-            floor = max(moved / rate["copy"], flops / rate[case.product])
-            row = {"name": f"{case.name}, {direction}", "seconds": min(found), "floor": floor}
-            row["moves"] = moved / rate["copy"] >= flops / rate[case.product]
-            row |= {"median": statistics.median(found), "n": len(found)}
-            rows.append(row | {"error": error, "runs": said.partition(": ")[2]})
+            return rows, wrong
+        tried(case, again=False)
+    for case in later:
+        tried(case, again=True)
     return rows, wrong
+
+
+def _measured(
+    place: Backend, s: Sizes, rate: dict[str, float], rounds: int, case: Case
+) -> list[dict[str, Any]]:
+    """A row of each direction. Disagreement where the results are not the reference's."""
+    error = _error(place, case)
+    if not error <= case.tolerance:
+        raise Disagreement(f"relative error {error:.1e}, allowed {case.tolerance:.0e}")
+    said = explain(case.op, *case.args, **case.options).partition("\n")[0]
+    turns: dict[str, Callable[[], Any]] = {"forward": partial(_run, case)}
+    if case.backward is not None:
+        y, cache = case.op(*case.args, **case.options)
+        turns["backward"] = partial(cache.backward, *_like(place, y))
+    rows = []
+    for direction, found in measured(place, turns, s.repeats, rounds).items():
+        moved, flops = case.forward if direction == "forward" else case.backward or (0, 0)
+        floor = max(moved / rate["copy"], flops / rate[case.product])
+        row = {"name": f"{case.name}, {direction}", "seconds": min(found), "floor": floor}
+        row["moves"] = moved / rate["copy"] >= flops / rate[case.product]
+        row |= {"median": statistics.median(found), "n": len(found)}
+        rows.append(row | {"error": error, "runs": said.partition(": ")[2]})
+    return rows
 
 
 def measured(

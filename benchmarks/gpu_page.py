@@ -7,14 +7,20 @@ from typing import Any
 from benchmarks import gpu_kernels, report
 from benchmarks.contestants import COMPILED, CUDNN, DETERMINISTIC, GRAPH, OURS_ON_GPU, PEER
 
+WIDEST = 240  # characters of a line of an error
 MEMORY = """\
 Times: minimum (median). Peak: what the pool of CuPy or torch has grown to; of JAX, which tells no
-more, what its arrays took."""
+more, what its arrays took. "alone": it had too little memory beside the others, and its turns after
+them."""
 
 
 def text(found: dict[str, Any]) -> str:
     """What was found, in Markdown."""
     done, parts = found["sections"], [header(found)]
+    if found["running"]:
+        parts.append(f"Not complete: `{found['running']}` was running when this was written.")
+    if "libraries" in done:
+        parts.append(libraries(done["libraries"]))
     if "tests" in done:
         parts.append(", ".join(f"{n} tests {what}" for what, n in done["tests"].items()) + ".")
     rows = [[name, f"{1e6 * s:.2f} us"] for name, s in done.get("costs", {}).items()]
@@ -24,18 +30,47 @@ def text(found: dict[str, Any]) -> str:
         parts.append(report.align([["of the host, of the device", ""], *rows]))
     if "kernels" in done:
         parts.append(report.align(gpu_kernels.kernel_table(done["kernels"])))
-    parts += [report.table(run) for run in done.values() if "works" in run]
+    for run in done.values():
+        if "works" in run:
+            parts.append(report.table(run))
+            parts += [f"Not measured: {short(why)}." for why in run["left_out"]]
     parts += [report.align(decoding_table(run)) for run in done.values() if "texts" in run]
     if "attention" in done:
         parts.append(report.align(attention_table(done["attention"])))
         why = [row["no_cudnn"] for row in done["attention"]]
-        parts += dict.fromkeys(f"cudnn: {refusal}" for refusal in why if refusal)
-    parts.append(MEMORY)
+        parts += dict.fromkeys(f"cudnn: {refusal}." for refusal in why if refusal)
+        parts += [
+            f"{row['length']} tokens, {row['direction']}: {short(why)}."
+            for row in done["attention"]
+            for why in row["left_out"]
+        ]
+    if any("works" in run or "texts" in run for run in done.values()):
+        parts.append(MEMORY)
     if met := goals(done):
         parts.append(report.align([["figure", "goal", "found"], *met]))
+    if left_out := [f"- {name}: {why}" for name, all_ in found["left_out"].items() for why in all_]:
+        parts.append("\n".join(["Left out:", "", *left_out]))
     if found["wrong"]:
-        parts.append("\n".join(["Wrong, or not run:", *(f"- {what}" for what in found["wrong"])]))
+        wrong = (f"- {short(what)}" for what in found["wrong"])
+        parts.append("\n".join(["Wrong, or not run (in full in the JSON):", "", *wrong]))
     return "\n\n".join(parts)
+
+
+def short(what: str) -> str:
+    """The first line of what failed, and the last one, which names the error."""
+    lines = [line.strip() for line in what.splitlines() if line.strip()]
+    ends = [lines[0], *lines[1:][-1:]]
+    return " ... ".join(line if len(line) <= WIDEST else line[:WIDEST] + " ..." for line in ends)
+
+
+def libraries(found: dict[str, Any]) -> str:
+    """What runs linear maps and attention, and why no other kernel does."""
+    rows = [["op", "runs"], *(list(row) for row in found["runs"].items())]
+    lines = [f"- {own}" for name, own in found["beside"].items() if not own.isdigit()]
+    known = "".join(found["beside"].values())
+    for name, others in found["not"].items():
+        lines += [f"- {name}, not {why}" for why in others if why.partition(": ")[2] not in known]
+    return "\n\n".join([report.align(rows), *(["\n".join(lines)] if lines else [])])
 
 
 def header(found: dict[str, Any]) -> str:
@@ -67,13 +102,13 @@ def goals(done: dict[str, Any]) -> list[list[str]]:
         cells.append(["kernels bound by memory, of their floor", "80%", found])
     for row in done.get("attention", []):
         what = f"flash, {row['length']} tokens, {row['direction']}, time over torch's"
-        cells.append([what, "1", times(row["times"]["flash"]["ratio"])])
-    if "curve-float32" in done:
+        cells.append([what, "1", times(row["times"].get("flash", {}).get("ratio"))])
+    if "curve-float32" in done and len(done["curve-float32"]["off"]) == 3:
         off = done["curve-float32"]["off"]
         spread = max(off["numpy"], off["reference"])
         what = f"losses of {done['curve-float32']['steps']} steps, off float64, over NumPy's"
         cells.append([what, "1", times(off["here"] / spread)])
-    if "curve-bfloat16" in done:
+    if "curve-bfloat16" in done and len(done["curve-bfloat16"]["validation"]) == 2:
         found = done["curve-bfloat16"]["validation"]
         what = f"validation after {done['curve-bfloat16']['steps']} steps, over float32's"
         cells.append([what, "1.005", f"{found['bfloat16'] / found['float32']:.4f}"])
@@ -82,8 +117,9 @@ def goals(done: dict[str, Any]) -> list[list[str]]:
 
 def step_goals(name: str, rows: dict[str, Any]) -> list[list[str]]:
     """Those of a training step."""
+    rows = {name: row for name, row in rows.items() if "step" in row and "light" in row}
     own = [rows[n] for n in (OURS_ON_GPU, GRAPH) if n in rows]
-    if not own:  # both have failed, and are named
+    if not own:  # both have failed, and are named, or are still to be measured
         return []
     best = min(own, key=lambda row: row["step"]["min_ms"])
     cells = []
@@ -122,5 +158,7 @@ def decoding_table(run: dict[str, Any]) -> list[list[str]]:
     lines = [[f"a token at batch {run['texts']}", "ms", "x", "peak MB"]]
     for name, row in run["tokens"].items():
         times = f"{row['min_ms']:.3f} ({row['median_ms']:.3f})"
-        lines.append([name, times, f"{row['ratio']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}"])
+        title = f"{name} (alone)" if row.get("alone") else name
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append([title, times, ratio, f"{row['peak_bytes'] / 1e6:.0f}"])
     return lines

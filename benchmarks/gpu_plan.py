@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +34,7 @@ CORE = ("cuda_kernels", "cuda_sdpa", "cuda_models", "kernels", "ops", "gradients
 CORE += ("optim", "cached", "generation", "training")
 TF32 = 2e-2  # error of a step whose products round to 11 bits
 ROUNDED = 5e-2  # of one whose weights and activations have 8
-LLAMA = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 13}
+LLAMA = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "vocab_size": 13}
 LLAMA |= {"num_attention_heads": 4}
 
 
@@ -39,9 +42,9 @@ class Plan(NamedTuple):
     """What is measured, and where."""
 
     place: Backend
-    steps: tuple[tuple[Shape, tuple[str, ...]], ...]  # training steps, and who takes part
+    steps: tuple[tuple[Shape, tuple[str, ...]], ...]  # training steps, and who is to take part
     texts: tuple[Shape, ...]  # of decoding: a length is that of a text
-    writers: tuple[str, ...]  # who takes part in it
+    writers: tuple[str, ...]  # who is to take part in it
     sizes: Sizes  # of single kernels
     lengths: Lengths  # of attention by itself
     curves: Curves
@@ -62,8 +65,8 @@ def _dry(place: Backend) -> Plan:
     gpt = Shape("gpt2", GPT(11, n_layers=1, d_model=8, n_heads=2, max_len=12), **rows)
     llama = Shape("llama", pretrained.model(shapes.LLAMA | LLAMA), **rows)
     rounded = replace(gpt, precision="bfloat16", tolerance=ROUNDED, judged=1)
-    wide = _there(PEER, OURS_ON_GPU, dry=True)
-    half = _there(PEER, OURS_ON_GPU, GRAPH, DETERMINISTIC, dry=True)
+    wide = PEER, OURS_ON_GPU
+    half = PEER, OURS_ON_GPU, GRAPH, DETERMINISTIC
     steps = (
         (replace(rounded, name="gpt2-bfloat16"), half),
         (replace(rounded, name="llama-bfloat16", model=llama.model), half),
@@ -73,10 +76,10 @@ def _dry(place: Backend) -> Plan:
     texts = replace(gpt, batch=1, name="decoding"), replace(gpt, name="decoding-64")
     files = ("tests/test_rms_norm.py",)
     tests = ("--backend", "cuda_shim", "-k", "cuda_shim", *files)
-    lengths = Lengths(tokens=64, heads=2, width=8, lengths=(16, 32))
+    lengths = Lengths(tokens=16, heads=2, width=8, lengths=(8, 16))
     toy = GPT(256, 1, 8, 2, max_len=8)
-    curves = Curves(toy, short=2, model=toy, long=3, batch=2, held_out=1)
-    writers = _there(PEER, OURS_ON_GPU, GRAPH, dry=True)
+    curves = Curves(toy, short=2, model=toy, long=2, batch=1, held_out=1)
+    writers = PEER, OURS_ON_GPU, GRAPH
     return Plan(place, steps, texts, writers, SMALL, lengths, curves, tests, 1, 2)
 
 
@@ -87,8 +90,8 @@ def _whole(place: Backend) -> Plan:
     rounded: dict[str, Any] = {"precision": "bfloat16", "tolerance": ROUNDED}
     model = pretrained.model(shapes.LLAMA_350M)
     large = replace(llama, name="llama-bfloat16", model=model, length=1024, judged=2, **rounded)
-    wide = _there(PEER, COMPILED, OURS_ON_GPU, GRAPH, *([JITTED] if jax_sees_gpu() else []))
-    half = _there(PEER, CUDNN, COMPILED, OURS_ON_GPU, GRAPH, DETERMINISTIC)
+    wide = PEER, COMPILED, OURS_ON_GPU, GRAPH, JITTED
+    half = PEER, CUDNN, COMPILED, OURS_ON_GPU, GRAPH, DETERMINISTIC
     steps = (
         (replace(gpt, name="gpt2-bfloat16", batch=32, judged=4, **rounded), half),
         (large, half),
@@ -105,21 +108,32 @@ def _whole(place: Backend) -> Plan:
     lengths = Lengths(tokens=1 << 15, heads=12, width=64, lengths=(1024, 4096, 16384))
     tiny, char = GPT(256, 4, 128, 4, max_len=64), GPT(256, 6, 384, 6, max_len=256)
     curves = Curves(tiny, short=100, model=char, long=1000, batch=12, held_out=20)
-    writers = _there(PEER, COMPILED, OURS_ON_GPU, GRAPH)
+    writers = PEER, COMPILED, OURS_ON_GPU, GRAPH
     return Plan(place, steps, texts, writers, LARGE, lengths, curves, tests, 5, 1000)
 
 
-def _there(*names: str, dry: bool = False) -> tuple[str, ...]:
-    """Those that can take part; the stand-in can do all that CuPy can."""
-    return tuple(
-        name
-        for name in names
-        if (dry and name.startswith("cupy")) or contestants.why_not(name) is None
-    )
+def able(names: Sequence[str], *, dry: bool) -> tuple[list[str], list[str]]:
+    """Those that can take part here, and why the others cannot. In a dry run CuPy's stand-in can.
+
+    Called where a section begins: torch and JAX are imported, and asked, by sections that have
+    them.
+    """
+    why = {name: None if dry and name.startswith("cupy") else why_not(name) for name in names}
+    return [n for n in names if why[n] is None], [reason for reason in why.values() if reason]
 
 
+def why_not(name: str) -> str | None:
+    """Why a contestant cannot take part on this GPU; None where it can."""
+    if name != JITTED:
+        return contestants.why_not(name)
+    return None if jax_sees_gpu() else f"{name}: JAX is not installed, or sees no GPU"
+
+
+@functools.cache
 def jax_sees_gpu() -> bool:
     """Asked in another process, since it would keep memory of the device."""
+    if importlib.util.find_spec("jax") is None:
+        return False
     code = "import jax; print(jax.default_backend())"
     command = [sys.executable, "-c", code]
     try:

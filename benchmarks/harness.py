@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,28 @@ class Ended(RuntimeError):
     """A contestant's process is no more."""
 
 
+class Stopped(Ended):
+    """It was ended by `Process.stop`, since time was over."""
+
+
+class OutOfMemory(Ended, MemoryError):
+    """It ended for want of memory: it may have room when others are gone."""
+
+
+# What torch, CuPy, CUDA's libraries and JAX say of a GPU's memory, and Python of the host's.
+_NO_MEMORY = re.compile(
+    r"out of memory|out_of_memory|OutOfMemory|\bMemoryError|MemoryAllocation|ALLOC_FAILED"
+    r"|RESOURCE_EXHAUSTED",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is too little memory, whoever raised it."""
+    said = f"{type(error).__name__}: {error}"
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(said) is not None
+
+
 class Process:
     """A contestant's process, once it has said that it is ready: requests and answers in JSON."""
 
@@ -38,6 +61,7 @@ class Process:
 
     def __init__(self, name: str, command: Sequence[str | Path], env: Mapping[str, str]) -> None:
         self.name = name
+        self._stopped = False
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
@@ -50,10 +74,13 @@ class Process:
         )
         self.running.add(self)
         if self._line() != READY:
-            raise Ended(f"{name} did not start: {' '.join(map(str, command))}{self._end()}")
+            raise self._ended(f"{name} did not start: {' '.join(map(str, command))}")
 
     def ask(self, **request: Any) -> Any:
-        """Its answer. Ended, with what it wrote to standard error, where it has ended."""
+        """Its answer. Ended, with what it wrote to standard error, where it has ended.
+
+        OutOfMemory where that was for want of memory, Stopped where `stop` has ended it.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -62,13 +89,14 @@ class Process:
             pass  # it has ended, and has no answer
         line = self._line()
         if not line:
-            raise Ended(f"{self.name} ended{self._end()}")
+            raise self._ended(f"{self.name} ended")
         return json.loads(line)
 
     @classmethod
     def stop(cls) -> None:
         """End all that run, whatever they do; who waits for an answer is told so."""
         for process in list(cls.running):
+            process._stopped = True
             process._process.kill()
 
     def close(self) -> None:
@@ -90,13 +118,16 @@ class Process:
         assert self._process.stdout is not None
         return self._process.stdout.readline().rstrip("\n")
 
-    def _end(self) -> str:
+    def _ended(self, what: str) -> Ended:
         """How it ended, and the last of what it said."""
         self._process.communicate()
         self._errors.seek(0)
-        status = self._process.returncode
+        status, said = self._process.returncode, self._errors.read()[-2000:]
+        if self._stopped:
+            return Stopped(f"{what}: it was stopped, time was over")
         why = " (killed, as the system does where memory is short)" if status == -9 else ""
-        return f", exit status {status}{why}\n{self._errors.read()[-2000:]}"
+        kind = OutOfMemory if why or _NO_MEMORY.search(said) else Ended
+        return kind(f"{what}, exit status {status}{why}\n{said}")
 
 
 def serve(answers: Mapping[str, Callable[..., Any]]) -> None:
@@ -124,7 +155,12 @@ def timed(run: Callable[[], Any], repeats: int = 1) -> list[float]:
 
 
 def interleave(
-    turns: Mapping[K, Callable[[], list[float]]], rounds: int, tick: Callable[[], Any]
+    turns: dict[K, Callable[[], list[float]]],
+    rounds: int,
+    tick: Callable[[], Any],
+    *,
+    noted: Callable[[K, dict[K, list[float]]], Any] = lambda key, seconds: None,
+    dropped: Callable[[K, Exception], Sequence[K] | None] = lambda key, error: None,
 ) -> dict[K, list[float]]:
     """Seconds of the runs of each turn in all rounds; `tick` is called after each turn.
 
@@ -132,19 +168,32 @@ def interleave(
     fixed cycle would give each always the same predecessor). A turn is several runs on end where
     they are short, as in a training loop: one alone would find threads asleep and caches cold. One
     round before the first warms up and is not counted.
+
+    noted: called after each turn that is counted, with all seconds so far. dropped: asked where a
+    turn fails; it returns the keys that have no further turns, or None, and the error goes on.
     """
     seconds: dict[K, list[float]] = {name: [] for name in turns}
     shuffle = random.Random(0).shuffle
+    gone = set[K]()
     for n in range(rounds + 1):
-        order = list(turns)
+        order = [name for name in turns if name not in gone]
         shuffle(order)
         for name in order:
+            if name in gone:
+                continue
             time.sleep(SETTLE)
-            found = turns[name]()
+            try:
+                found = turns[name]()
+            except Exception as error:
+                if (keys := dropped(name, error)) is None:
+                    raise
+                gone.update(keys)
+                continue
             if n:
                 seconds[name] += found
+                noted(name, seconds)
             tick()
-    return seconds
+    return {name: found for name, found in seconds.items() if name not in gone}
 
 
 def summary(seconds: Sequence[float], peer: Sequence[float] | None) -> dict[str, float | None]:

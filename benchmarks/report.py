@@ -65,14 +65,17 @@ def table(found: dict[str, Any]) -> str:
     head += ["tokens/s", "light", "peak MB", "dispatch", "error"]
     rows = [head]
     for row in found["rows"]:
-        cells = [row["name"]]
+        cells = [row["name"] + (" (alone)" if row.get("alone") else "")]
         for work in works:
-            times = row[work]
+            times = row.get(work)
+            if times is None:  # it has had no turn yet
+                cells += ["-", "-"]
+                continue
             cells.append(f"{_digits(times['min_ms'])} ({_digits(times['median_ms'])})")
             cells.append("-" if times["ratio"] is None else f"{times['ratio']:.2f}")
         cells.append(f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else "-")
         cells.append(f"{row['light']:.0%}" if "light" in row else "-")
-        peak = row["peak_bytes"]
+        peak = row.get("peak_bytes")
         cells.append("-" if peak is None else f"{peak / 1e6:.0f}")
         cells.append(dispatching(found, row))
         cells.append(f"{row['error']:.0e}")

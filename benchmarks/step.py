@@ -89,42 +89,29 @@ def measure(
     chosen: Sequence[str],
     tick: Callable[[], Any] = lambda: None,
     failed: list[str] | None = None,
+    keep: Callable[[dict[str, Any]], Any] = lambda found: None,
 ) -> dict[str, Any]:
     """Check, then measure. Returns what the report prints and stores.
 
     Contestants have their turns together as far as they fit into memory; the others in further
-    runs, beside the peer again, whose row is that of the first. One too large for that is left out,
-    by name; MemoryError where it is the first, or nobody is left. failed: there to say which
-    contestants but the first did not come to be measured; without it one such is an error.
+    runs, beside the peer again, whose row is that of the first; on a device, where they have no
+    room beside the peer either, alone. One too large for that is left out, by name; MemoryError
+    where it is the first, or nobody is left. failed: there to say which contestants did not come to
+    be measured, or are wrong, while the others go on; without it one such is an error. keep: called
+    with what was found so far, whenever there is more.
     """
-    rows: dict[str, Any] = {}
-    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        turns = Turns(shape, Path(folder), names[0], rounds, chosen, tick, failed)
+        turns = Turns(shape, Path(folder), names, rounds, chosen, tick, failed, keep)
         left = sorted(names, key=lambda name: name != PEER)  # which all others want beside them
         while left:
-            found, left = turns.run([PEER, *left] if PEER in rows else left, later=bool(rows))
-            if found is not None:
-                rows = {row["name"]: row for row in found.pop("rows")} | rows
-                runs.append(found)
-    if not set(rows) - {PEER} and turns.left_out:
+            left = turns.run([PEER, *left] if PEER in turns.rows else left, later=bool(turns.rows))
+        for name in turns.alone:
+            turns.run([name], later=False, alone=True)
+    if not set(turns.rows) - {PEER} and turns.left_out:
         raise MemoryError("\n".join(turns.left_out))
-    return {
-        "shape": shape.name,
-        "model": shape.describe(),
-        "dtype": shape.precision or "float32",
-        "rounds": rounds,
-        "repeats": shape.repeats,
-        "tolerance": shape.tolerance,
-        "judge": "torch eager" if contestants.why_not(PEER) is None else "numpy reference",
-        "peer": PEER if PEER in rows else None,
-        "work": works(shape)[0],
-        "works": list(chosen),
-        "products": runs[0]["products"],
-        "runs": runs,
-        "left_out": turns.left_out,
-        "rows": [rows[name] for name in names if name in rows],
-    }
+    if not turns.rows:
+        raise RuntimeError(f"{shape.name}: no contestant came to be measured")
+    return turns.found()
 
 
 class Turns:
@@ -134,28 +121,54 @@ class Turns:
         self,
         shape: Shape,
         folder: Path,
-        first: str,
+        names: Sequence[str],
         rounds: int,
         chosen: Sequence[str],
         tick: Callable[[], Any],
         failed: list[str] | None,
+        keep: Callable[[dict[str, Any]], Any],
     ) -> None:
-        self.shape, self.folder, self.first, self.rounds = shape, folder, first, rounds
-        self.chosen, self.tick, self.failed = chosen, tick, failed
+        self.shape, self.folder, self.names, self.rounds = shape, folder, names, rounds
+        self.chosen, self.tick, self.failed, self.keep = chosen, tick, failed, keep
         self.left_out: list[str] = []  # who is too large, and how large
+        self.alone: list[str] = []  # who has no room beside the peer
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.runs: list[dict[str, Any]] = []
         shapes.store(shape, folder)
         self.check = Check(shape, folder)
 
-    def run(self, names: Sequence[str], *, later: bool) -> tuple[dict[str, Any] | None, list[str]]:
-        """What was found of those that fit into memory, and the names of those left for later.
+    def found(self) -> dict[str, Any]:
+        """All of it, as the report prints and stores it."""
+        shape, rows = self.shape, self.rows
+        return {
+            "shape": shape.name,
+            "model": shape.describe(),
+            "dtype": shape.precision or "float32",
+            "rounds": self.rounds,
+            "repeats": shape.repeats,
+            "tolerance": shape.tolerance,
+            "judge": "torch eager" if contestants.why_not(PEER) is None else "numpy reference",
+            "peer": PEER if PEER in rows else None,
+            "work": works(shape)[0],
+            "works": list(self.chosen),
+            "products": self.runs[0]["products"],
+            "runs": self.runs,
+            "left_out": self.left_out,
+            "rows": [rows[name] for name in self.names if name in rows],
+        }
 
-        None of a later run where nobody is left but the peer.
+    def run(self, names: Sequence[str], *, later: bool, alone: bool = False) -> list[str]:
+        """Check those that fit into memory, and give them turns; the names of those left for later.
+
+        Nobody has turns in a later run where nobody is left but the peer.
         """
         with ExitStack() as stack:
             limit = machine.free_memory(self.shape.device)
-            light = stack.enter_context(start(LIGHT, self.folder))
-            running: dict[str, Any] = {LIGHT: light}
-            rows, left = [], []
+            light = None
+            if not (alone and self.runs):  # whose products are those of the first run
+                light = stack.enter_context(start(LIGHT, self.folder))
+            running: dict[str, Any] = {} if light is None else {LIGHT: light}
+            rows, left = [], list[str]()
             for name in names:
                 if not has_room(running, limit, self.shape.device):
                     left.append(name)
@@ -165,62 +178,125 @@ class Turns:
                         one = own.enter_context(start(name, self.folder))
                         row = {"name": name, "error": self.check(name, one)}
                         require_memory(running | {name: one}, limit)
-                    except MemoryError as error:
-                        self._does_not_fit(name, error, running, left)
+                    except (RuntimeError, MemoryError) as error:
+                        self._failed(name, error, running, left, alone)
                         continue
-                    except RuntimeError as error:
-                        if self.failed is None or name == self.first:
-                            raise
-                        self.failed.append(f"{self.shape.name}: {name}: {error}")
+                    if self.failed is not None and self.check.wrong:
+                        self.failed.append(self.check.wrong.pop())
                         continue
                     stack.push(own.pop_all())
                 running[name] = one
-                rows.append(row)
+                rows.append(row | ({"alone": True} if alone else {}))
                 self.tick()
             self.check.finish()
-            if later and is_alone(running):
-                return None, left
-            del running[LIGHT]
-            return self._measured(running, rows, light), left
+            running.pop(LIGHT, None)
+            if running and not (later and is_alone(running)):
+                self._measured(running, rows, light, left, alone)
+        return left
 
-    def _does_not_fit(
-        self, name: str, error: MemoryError, running: Mapping[str, Any], left: list[str]
+    def _failed(
+        self,
+        name: str,
+        error: Exception,
+        running: Mapping[str, Any],
+        left: list[str],
+        alone: bool,
     ) -> None:
-        """It is for later, or too large beside nobody but the peer."""
-        if not is_alone(running):
+        """It is for later, is left out, or is named; or the error goes on."""
+        others = set(running) - {LIGHT, PEER, name}
+        if isinstance(error, harness.Stopped):
+            raise error
+        if not isinstance(error, MemoryError):
+            if self.failed is None:
+                raise error
+            self.failed.append(f"{self.shape.name}: {name}: {error}")
+        elif alone:
+            self.left_out.append(f"{name}: out of memory, alone too: {error}")
+        elif others:
             left.append(name)
-        elif name == self.first:
+        elif self.shape.device is not None:
+            self.alone.append(name)
+        elif name == self.names[0]:
             raise error
         else:
             self.left_out.append(f"{name}: {error}")
 
     def _measured(
-        self, running: Mapping[str, Any], rows: list[dict[str, Any]], light: Any
-    ) -> dict[str, Any]:
-        """Turns of all that run; each gets what was found into its row."""
+        self,
+        running: dict[str, Any],
+        rows: list[dict[str, Any]],
+        light: Any,
+        left: list[str],
+        alone: bool,
+    ) -> None:
+        """Turns of all that run; each gets what was found into its row as it comes."""
         shape, chosen, own = self.shape, self.chosen, works(self.shape)[0]
         asked = {(name, work): one for name, one in running.items() for work in chosen}
         turns = {
             key: partial(one.ask, run={"work": WORKS[key[1]], "repeats": shape.repeats})
-            for key, one in (asked | {(LIGHT, own): light}).items()
+            for key, one in (asked | ({(LIGHT, own): light} if light else {})).items()
         }
-        seconds = harness.interleave(turns, self.rounds, self.tick)
-        products = _products(light.ask(about={})["flops"], seconds[LIGHT, own])
-        for row in rows:
-            name = row["name"]
-            row |= running[name].ask(about={})
+        by_name = {row["name"]: row for row in rows}
+        run: dict[str, Any] = {"contestants": list(running), "peer": None}
+        run["products"] = None if light else self.runs[0]["products"]
+        flops = light.ask(about={})["flops"] if light else 0
+        self.runs.append(run)
+
+        def noted(key: tuple[str, str], seconds: dict[Any, list[float]]) -> None:
+            name, work = key
+            if name == LIGHT:
+                run["products"] = _products(flops, seconds[key])
+            else:
+                row = by_name[name]
+                row |= running[name].ask(about={})
+                row[work] = harness.summary(seconds[key], seconds.get((PEER, work)) or None)
+                self._add(name, row)
+            if PEER in running:
+                run["peer"] = {
+                    w: harness.summary(seconds[PEER, w], None)
+                    for w in chosen
+                    if seconds.get((PEER, w))
+                }
+            self.keep(self.found())
+
+        def dropped(key: tuple[str, str], error: Exception) -> list[tuple[str, str]] | None:
+            name = key[0]
+            if not isinstance(error, RuntimeError | MemoryError) or name == LIGHT:
+                return None
+            self._failed(name, error, running, left, alone)
+            del running[name]
+            run["contestants"].remove(name)
+            if name != PEER or not self.runs[:-1]:
+                self.rows.pop(name, None)
+            return [(name, work) for work in chosen]
+
+        seconds = harness.interleave(turns, self.rounds, self.tick, noted=noted, dropped=dropped)
+        if self.runs[1:] and not set(running) - {PEER}:  # nobody was left beside the peer
+            self.runs.pop()
+            return
+        for name in running:
+            row = by_name[name]
             for work in chosen:
                 row[work] = harness.summary(seconds[name, work], seconds.get((PEER, work)))
+            self._beside_the_first(row)
             if own in chosen:
-                row |= _rates(shape, row[own]["min_ms"], products["min_ms"])
+                row |= _rates(shape, row[own]["min_ms"], run["products"]["min_ms"])
             if name.endswith("kernel"):
                 row["dispatch"] = running[name].ask(dispatch={"work": WORKS[own]})
-        peers = (
-            {work: harness.summary(seconds[PEER, work], None) for work in chosen}
-            if PEER in running
-            else None
-        )
-        return {"contestants": list(running), "peer": peers, "products": products, "rows": rows}
+            self._add(name, row)
+        self.keep(self.found())
+
+    def _add(self, name: str, row: dict[str, Any]) -> None:
+        """The peer's row stays that of the first run."""
+        if name != PEER or len(self.runs) == 1 or PEER not in self.rows:
+            self.rows[name] = row
+
+    def _beside_the_first(self, row: dict[str, Any]) -> None:
+        """Ratios of one that ran alone, to the peer's time in the first run."""
+        if row.get("alone") and PEER in self.rows:
+            for work in self.chosen:
+                least = self.rows[PEER][work]["min_ms"]
+                row[work] = row[work] | {"ratio": row[work]["min_ms"] / least}
 
 
 SPARE = 2  # times what the first takes: about as much as one that keeps every score

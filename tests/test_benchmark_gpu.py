@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,23 +25,26 @@ from xformer.backends.cupy.module import LAUNCHERS
 
 from benchmarks import (
     gpu,
+    gpu_attention,
     gpu_decoder,
     gpu_decoding,
     gpu_kernels,
+    gpu_libraries,
     gpu_page,
     gpu_plan,
+    gpu_tests,
     harness,
     machine,
     shapes,
     step,
     worker,
 )
-from benchmarks.contestants import CUDNN, DETERMINISTIC, GRAPH, OURS_ON_GPU, PEER
-from benchmarks.harness import Disagreement
+from benchmarks.contestants import CUDNN, DETERMINISTIC, GRAPH, JITTED, OURS_ON_GPU, PEER
+from benchmarks.harness import ROOT, Disagreement, OutOfMemory
 from xformer import backends, dispatch
 from xformer.ops import gelu
 
-SECTIONS = ["costs", "rates", "kernels", "tests", "gpt2-bfloat16", "llama-bfloat16"]
+SECTIONS = ["libraries", "costs", "rates", "kernels", "tests", "gpt2-bfloat16", "llama-bfloat16"]
 SECTIONS += ["decoding", "decoding-64", "attention", "curve-float32", "curve-bfloat16"]
 SECTIONS += ["gpt2", "llama"]
 
@@ -79,8 +84,9 @@ def only(*names: str) -> list[str]:
 
 
 def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = run(tmp_path)
+    status, found = run(tmp_path, *only(*SECTIONS))
     assert (status, found["wrong"]) == (0, [])
+    assert found["left_out"] == {} and found["running"] is None
     done, shown = found["sections"], capsys.readouterr().out
     assert list(done) == SECTIONS
     assert done["tests"] == {"passed": 2, "failed": 0, "skipped": 0}
@@ -91,7 +97,7 @@ def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert [row["name"] for row in done[name]["rows"]] == [PEER, OURS_ON_GPU]
         assert all(row["error"] < 1e-5 and row["step"]["min_ms"] > 0 for row in done[name]["rows"])
         assert done[name]["rows"][1]["dispatch"]["calls"] > 10
-    for name in SECTIONS[4:6]:
+    for name in SECTIONS[5:7]:
         assert done[name]["dtype"] == "bfloat16"
         rows = done[name]["rows"]
         assert [row["name"] for row in rows] == [PEER, OURS_ON_GPU, GRAPH, DETERMINISTIC]
@@ -109,7 +115,10 @@ def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     validation = done["curve-bfloat16"]["validation"]
     assert validation["bfloat16"] == pytest.approx(validation["float32"], rel=1e-2)
     assert validation["bfloat16"] != validation["float32"]
-    assert "A dry run: no figure means anything." in shown
+    runs = done["libraries"]["runs"]
+    assert runs["sdpa, bfloat16"] == "cupy.flash.sdpa" and "| linear, bfloat16 " in shown
+    assert "- sdpa, bfloat16, not cupy.sdpa_cudnn.sdpa: on the stand-in cuDNN" in shown
+    assert "A dry run: no figure means anything." in shown and "Not complete" not in shown
     assert {"cuda_shim", "torch", "numpy"} <= found["versions"].keys()
     (table,) = tmp_path.glob("gpu-dry-run-*.md")
     assert table.read_text(encoding="utf-8") in shown
@@ -238,24 +247,26 @@ def test_a_program_that_takes_too_long_is_stopped(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if code.startswith(STUBBORN):  # only time ends it; the other may be slow to say why it ends
-        monkeypatch.setattr(gpu, "STOPPING", 1)
-    said, over = gpu.outcome([sys.executable, "-c", code], 2)
+        monkeypatch.setattr(gpu_tests, "STOPPING", 1)
+    said, over = gpu_tests.outcome([sys.executable, "-c", code], 2)
     assert over and said.startswith("begun")
     assert ("KeyboardInterrupt" in said) == code.startswith(HANDLED)
-    assert gpu.outcome([sys.executable, "-c", "print(3)"], 60) == ("3\n", False)
+    assert gpu_tests.outcome([sys.executable, "-c", "print(3)"], 60) == ("3\n", False)
 
 
 def test_a_section_is_stopped_when_time_is_over() -> None:
     command = [sys.executable, "-c", "print('ready', flush=True)\nimport time\ntime.sleep(60)"]
 
-    def run() -> None:
+    def section(given: Any, end: float) -> None:
+        given.found["sections"]["slow"] = "what it had found"
         with harness.Process("it", command, {}) as process:
             process.ask(run={})
 
-    found: dict[str, Any] = {"sections": {}, "wrong": []}
-    gpu.run_section("slow", run, found, time.monotonic() + 1)
-    (wrong,) = found["wrong"]
-    assert wrong.startswith("slow: stopped, time was over: Ended: it ended, exit status -9")
+    given: Any = types.SimpleNamespace(found={"sections": {}, "wrong": []}, write=lambda: None)
+    gpu.run_section("slow", section, given, time.monotonic() + 1)
+    (wrong,) = given.found["wrong"]
+    assert wrong.startswith("slow: stopped, time was over: Stopped: it ended: it was stopped")
+    assert given.found["sections"] == {"slow": "what it had found"}
 
 
 def test_no_kernel_is_begun_when_time_is_over() -> None:
@@ -394,10 +405,315 @@ def test_one_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.Mo
     assert status == 1 and found["wrong"] == [f"{n}: {said}" for n in ("gpt2-bfloat16", "decoding")]
 
 
+# ---- Killed, out of memory, left out ----
+
+
+class Killed(BaseException):
+    """What no section catches, as nobody does a signal that kills."""
+
+
+def when(start: Any, name: str, request: str, error: Callable[[], BaseException | None]) -> Any:
+    """Contestants as `start` makes them; one raises what `error` says where it is asked."""
+
+    def begin(own: str, folder: Path) -> Any:
+        one = start(own, folder)
+        if own == name:
+            ask = one.ask
+
+            def asked(**given: Any) -> Any:
+                wrong = error() if request in given else None
+                if wrong is not None:
+                    raise wrong
+                return ask(**given)
+
+            one.ask = asked
+        return one
+
+    return begin
+
+
+def written(folder: Path) -> tuple[dict[str, Any], str]:
+    """JSON and table as they are on the disk."""
+    (path,) = folder.glob("gpu-dry-run-*.json")
+    return json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".md").read_text("utf-8")
+
+
+def nth(n: int, error: Callable[[], BaseException]) -> Callable[[], BaseException | None]:
+    """None but the n-th time, from 1 on."""
+    times: list[None] = []
+
+    def ask() -> BaseException | None:
+        times.append(None)
+        return error() if len(times) == n else None
+
+    return ask
+
+
+def test_what_is_killed_has_written_all_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every contestant's turns, of steps and of texts, and every kernel, up to the last."""
+    second = nth(2, Killed)  # the first warms up
+    monkeypatch.setattr(step, "start", when(step.start, GRAPH, "run", second))
+    with pytest.raises(Killed):
+        run(tmp_path / "steps", *only("costs", "gpt2-bfloat16"))
+    found, table = written(tmp_path / "steps")
+    assert found["running"] == "gpt2-bfloat16" and len(found["sections"]["costs"]) == 5
+    rows = {row["name"] for row in found["sections"]["gpt2-bfloat16"]["rows"]}
+    order = random_order([PEER, OURS_ON_GPU, GRAPH, DETERMINISTIC, "products"])
+    assert rows == set(order[: order.index(GRAPH)]) - {"products"} and rows
+    assert "Not complete: `gpt2-bfloat16` was running when this was written." in table
+    assert all(f"| {name} " in table for name in rows)
+
+    third = nth(3, Killed)  # it writes once to be compared
+    monkeypatch.setattr(gpu_decoding, "start", when(gpu_decoding.start, GRAPH, "write", third))
+    with pytest.raises(Killed):
+        run(tmp_path / "texts", *only("decoding"))
+    order = random_order([PEER, OURS_ON_GPU, GRAPH])
+    sections = written(tmp_path / "texts")[0]["sections"]
+    assert set(sections.get("decoding", {"tokens": {}})["tokens"]) == set(
+        order[: order.index(GRAPH)]
+    )
+
+    measured, kill = gpu_kernels.measured, nth(3, Killed)
+
+    def until_killed(*given: Any) -> Any:
+        if (wrong := kill()) is not None:
+            raise wrong
+        return measured(*given)
+
+    monkeypatch.setattr(gpu_kernels, "measured", until_killed)
+    rates = {"copy": 1.0, "product": 1.0, "product, float16": 1.0}
+    monkeypatch.setattr(gpu_kernels, "rates", lambda *given: rates)
+    with pytest.raises(Killed):
+        run(tmp_path / "kernels", *only("kernels"))
+    names = [row["name"] for row in written(tmp_path / "kernels")[0]["sections"]["kernels"]]
+    assert names == [f"{n}, {way}" for n in ("layer_norm", "rms_norm") for way in DIRECTIONS]
+
+
+DIRECTIONS = ("forward", "backward")
+
+
+def random_order(names: list[str]) -> list[str]:
+    """That of the first counted round."""
+    seen: list[str] = []
+    turns = {name: (lambda name=name: seen.append(name) or [1.0]) for name in names}
+    harness.interleave(turns, 1, lambda: None)
+    return seen[len(names) :]
+
+
+def test_a_command_that_is_killed(tmp_path: Path) -> None:
+    """By the signal that no program sees: JSON and table are whole, and have what came before."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path)]
+    command += only("libraries", "costs", "decoding", "rates")
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        try:
+            end = time.monotonic() + 240
+            while True:
+                assert process.poll() is None and time.monotonic() < end, "it was to be killed"
+                found = written(tmp_path)[0] if list(tmp_path.glob("*.md")) else {}
+                if found.get("running") == "decoding":
+                    break
+                time.sleep(0.02)
+        finally:
+            process.kill()
+    found, table = written(tmp_path)
+    assert (
+        list(found["sections"])[:2] == ["libraries", "costs"] and "rates" not in found["sections"]
+    )
+    assert "Not complete: `decoding`" in table and "| launch of a RawKernel " in table
+
+
+@pytest.mark.parametrize("at", [0, 1])  # at its first request, or in the rounds
+def test_out_of_memory_means_later(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the peer, then alone, after the others; who fails alone too is named."""
+
+    def short() -> BaseException:
+        return OutOfMemory("it ended: CUDA out of memory")
+
+    request = ("outcome", "run")[at]
+    # Among the others: beside the peer it is tried again, unless nobody else was there yet.
+    answers = {step: [[short()], [None, short(), short(), short()]][at]}
+    answers[gpu_decoding] = [*[None] * at, short()]
+    for module, asked in ((step, request), (gpu_decoding, "write")):
+        times = iter(answers[module])
+        start = when(module.start, OURS_ON_GPU, asked, lambda times=times: next(times, None))
+        monkeypatch.setattr(module, "start", when(start, GRAPH, asked, short))
+    status, found = run(tmp_path, *only("gpt2-bfloat16", "decoding"))
+    steps = found["sections"]["gpt2-bfloat16"]
+    rows = {row["name"]: row for row in steps["rows"]}
+    assert list(rows) == [PEER, OURS_ON_GPU, DETERMINISTIC]
+    together = [[PEER, DETERMINISTIC], [OURS_ON_GPU]]
+    assert [run["contestants"] for run in steps["runs"] if run["contestants"]] == together
+    ours, peer = rows[OURS_ON_GPU], rows[PEER]["step"]["min_ms"]
+    assert ours["alone"] and ours["step"]["ratio"] == ours["step"]["min_ms"] / peer
+    assert ours["light"] == steps["products"]["min_ms"] / ours["step"]["min_ms"]
+    (gone,) = steps["left_out"]
+    assert gone == f"{GRAPH}: out of memory, alone too: it ended: CUDA out of memory"
+    tokens = found["sections"]["decoding"]["tokens"]
+    assert list(tokens) == [PEER, OURS_ON_GPU] and tokens[OURS_ON_GPU]["alone"]
+    table = written(tmp_path)[1]
+    assert table.count(f"| {OURS_ON_GPU} (alone) ") == 2 and f"Not measured: {gone}." in table
+    said = f"decoding: {GRAPH}: out of memory, alone too: it ended: CUDA out of memory"
+    assert status == 1 and found["wrong"] == [said]
+
+
+def test_who_fails_in_the_rounds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> BaseException:
+        return harness.Ended("it ended, exit status 1\nTraceback\nValueError: of no use")
+
+    monkeypatch.setattr(step, "start", when(step.start, GRAPH, "run", nth(2, fails)))
+    status, found = run(tmp_path, *only("gpt2-bfloat16"))
+    names = [row["name"] for row in found["sections"]["gpt2-bfloat16"]["rows"]]
+    assert status == 1 and names == [PEER, OURS_ON_GPU, DETERMINISTIC]
+    (said,) = found["wrong"]
+    assert said.startswith("gpt2-bfloat16: cupy graph: it ended, exit status 1\n")
+    short = "- gpt2-bfloat16: cupy graph: it ended, exit status 1 ... ValueError: of no use\n"
+    assert short in written(tmp_path)[1]
+
+
+def test_who_is_wrong_is_named_and_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = step.error
+
+    def error(*given: Any) -> Any:
+        return (1.0, "w") if wrong() else right(*given)
+
+    wrong = nth(3, lambda: Killed())
+    monkeypatch.setattr(step, "error", error)
+    status, found = run(tmp_path, *only("gpt2-bfloat16"))
+    names = [row["name"] for row in found["sections"]["gpt2-bfloat16"]["rows"]]
+    assert status == 1 and names == [PEER, OURS_ON_GPU, DETERMINISTIC]
+    said = "gpt2-bfloat16: cupy graph is wrong in w: relative error 1.0e+00 to float64, allowed"
+    assert [what.rpartition(" ")[0] for what in found["wrong"]] == [said]
+
+
+def test_attention_and_kernels_that_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = gpu_plan.planned(dry=True)
+    ours, of_torch = gpu_attention.ours, gpu_attention.of_torch
+    first = nth(1, MemoryError)
+
+    def want(*given: Any) -> Any:
+        if (wrong := first()) is not None:
+            raise wrong
+        return ours(*given)
+
+    def never(hosts: Any, device: Any, dtype: str) -> Any:
+        if dtype == "bfloat16":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return of_torch(hosts, device, dtype)
+
+    monkeypatch.setattr(gpu_attention, "ours", want)
+    monkeypatch.setattr(gpu_attention, "of_torch", never)
+    lengths = plan.lengths._replace(lengths=(16,))
+    rows = gpu_attention.attention(plan.place, lengths, 1, None, lambda: None)
+    for row in rows:
+        assert row["times"].keys() == {"flash"} and row["times"]["flash"]["alone"]
+        assert row["left_out"] == ["torch: out of memory, alone too"]
+
+    case = next(iter(gpu_kernels.cases(plan.place, plan.sizes)))
+    three = [case._replace(name=name) for name in ("fits later", "never fits", "fails")]
+    monkeypatch.setattr(gpu_kernels, "cases", lambda *given: iter(three))
+    checked, tries = gpu_kernels._error, list[str]()
+
+    def error(place: Any, case: Any) -> float:
+        tries.append(case.name)
+        if case.name == "never fits" or tries.count("fits later") == 1 == len(tries):
+            raise MemoryError("it is too large")
+        if case.name == "fails":
+            raise ValueError("it is of no use")
+        return checked(place, case)
+
+    monkeypatch.setattr(gpu_kernels, "_error", error)
+    rates = {"copy": 1.0, "product": 1.0}
+    found, wrong = gpu_kernels.kernels(plan.place, plan.sizes, rates, 1)
+    assert tries == ["fits later", "never fits", "fails", "fits later", "never fits"]
+    assert [row["name"] for row in found] == [f"fits later, {way}" for way in DIRECTIONS]
+    assert wrong == [
+        "fails: ValueError: it is of no use",
+        "never fits: out of memory, alone too: MemoryError: it is too large",
+    ]
+
+
+def test_who_is_left_out_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "torch compile: there is no C++ compiler"
+    plan = gpu_plan.planned(dry=True)
+    monkeypatch.setattr(gpu, "planned", lambda dry: plan._replace(writers=(PEER, "torch compile")))
+    monkeypatch.setattr(gpu_plan, "why_not", lambda name: why if "compile" in name else None)
+    status, found = run(tmp_path, *only("decoding"))
+    assert status == 0 and found["left_out"] == {"decoding": [why]}
+    assert f"Left out:\n\n- decoding: {why}\n" in capsys.readouterr().out
+
+
+def test_jax_is_asked_where_it_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(gpu_plan, "jax_sees_gpu", lambda: bool(asked.append(None)))
+    gpu_plan.planned(dry=True)
+    assert gpu_plan.able([PEER, OURS_ON_GPU], dry=True) == ([PEER, OURS_ON_GPU], []) and not asked
+    names, why = gpu_plan.able([PEER, JITTED], dry=False)
+    assert (names, len(asked)) == ([PEER], 1)
+    assert why == ["jax jit: JAX is not installed, or sees no GPU"]
+
+
+def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one command runs, each for so long that what follows has its turn."""
+    log: list[tuple[str, float]] = []
+
+    def noted(name: str) -> Callable[[Any, float], Any]:
+        return lambda given, end: log.append((name, end - time.monotonic()))
+
+    monkeypatch.setattr(gpu, "sections_of", lambda plan: {name: noted(name) for name in SECTIONS})
+    monkeypatch.setattr(gpu_page, "text", lambda found: "")
+    assert run(tmp_path)[0] == 0
+    assert [name for name, _ in log] == list(gpu.FIRST)
+    seconds = {name: round(s) for name, s in log}
+    assert seconds["gpt2-bfloat16"] == gpu.LIMITS["gpt2-bfloat16"] and seconds["kernels"] == 570
+    limits = sum(gpu.LIMITS[name] for name in gpu.FIRST if name in gpu.LIMITS) + gpu.TESTING
+    assert limits <= 60 * gpu.MINUTES
+    log.clear()
+    assert run(tmp_path / "one", *only("gpt2-bfloat16"))[0] == 0
+    assert round(log[0][1]) == 570  # nothing follows
+    end = time.monotonic() - 600  # it has begun so long ago
+    assert gpu.main(["--dry-run", "--out", str(tmp_path), *only("costs")], began=end) == 1
+
+
+def test_a_process_knows_how_old_it_is() -> None:
+    """Whatever was imported, or done, before it is asked."""
+    code = "import time\ntime.sleep(1.5)\nfrom benchmarks import machine\nprint(machine.age())"
+    command, start = [sys.executable, "-c", code], time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    least = 1.45 if Path("/proc/self/stat").exists() else 0.0
+    assert least <= float(done.stdout) <= time.monotonic() - start + 0.05
+
+
+def test_a_process_of_which_the_system_says_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic() - machine.LOADED
+    for said in ("1 (a) b) " + "0 " * 30, "nothing"):
+        monkeypatch.setattr(Path, "read_text", lambda *_, said=said, **__: said)
+        assert now <= machine.age() <= now + 60
+
+
+def test_versions_of_all_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = {"cuBLASLt": "130100", "cuDNN": "cuDNN cannot be called: a package is missing"}
+    monkeypatch.setattr(backends, "beside", lambda name: beside)
+    monkeypatch.setattr(machine, "nvidia_smi", lambda field: "580.1")
+    found = gpu_libraries.versions(cuda_shim.backend())
+    assert found["cuBLASLt"] == "130100" and "cuDNN" not in found and found["driver"] == "580.1"
+    names = {"nvmath-python", "nvidia-cudnn-frontend", "cuda-bindings", "cuda-core"}
+    assert names <= set(gpu_libraries.PACKAGES)
+
+
 def test_unknown_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path, *only("steps"))
-    assert f"--section must be one of {', '.join(SECTIONS)}, got 'steps'" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--section must be one of libraries, " in err and "got 'steps'" in err
+    assert all(name in err for name in SECTIONS)
 
 
 def test_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
