@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pkgutil
 import signal
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -54,6 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="run only the tests that a run with --junitxml=FILE skipped, for want of a library",
     )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """With --backend cupy, versions and what is missing, as `xformer info` says."""
+    if "cupy" not in (config.getoption("--backend") or ()):
+        return []
+    command = [sys.executable, "-m", "xformer", "info"]  # JAX in it keeps memory of the device
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (said.stdout + said.stderr).splitlines()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

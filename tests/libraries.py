@@ -66,6 +66,11 @@ def opened(library: str) -> Iterator[Backend]:
         # What lazy libraries cannot do: shapes that depend on values.
         with ArrayAPIStrictFlags(boolean_indexing=False, data_dependent_shapes=False):
             yield backend
+    elif library == "cupy":
+        from devices import unwritten
+
+        with unwritten():
+            yield backend
     elif library == "torch":
         import torch
 

@@ -1,16 +1,18 @@
-"""Kernels on arrays that are stored in two bytes, on the stand-in.
+"""Kernels on arrays that are stored in two bytes, on the stand-in and on a GPU.
 
 The numbers, and what is refused, are in test_cuda_storage.py; training is in test_precision.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from array_api_compat import array_namespace
-from libraries import STAND_IN, only
+from libraries import ON_DEVICE, only
+from nvidia import by_cublas, without_cudnn
 from stored import DTYPES, in_both, normal, on, require_exact, rounded
 from xformer.backends import Backend
 from xformer.backends.cupy import deterministic
@@ -19,7 +21,15 @@ from xformer import Key, layers, ops, tree
 from xformer.layers import NormConfig
 from xformer.ops.sum_to import sum_to
 
-pytestmark = only(STAND_IN)
+pytestmark = only(*ON_DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def without_libraries(library: Backend) -> Iterator[None]:
+    """Products are cuBLAS's, attention is the library's own."""
+    with by_cublas(library), without_cudnn(library):
+        yield
+
 
 # ---- Kernels: rows of one number, of packs of eight, of some more ----
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from causal_models import CONFIGS, T5
-from libraries import STAND_IN, only
+from libraries import ON_DEVICE, only
 from truths import published
 from xformer.backends import Backend
 
@@ -213,7 +213,7 @@ def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "model must be a causal LanguageModel or an EncoderDecoder" in err
 
 
-@only(STAND_IN)
+@only(*ON_DEVICE)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3"])
 def test_precision(
     family: str,
@@ -242,7 +242,7 @@ def test_precision(
     assert all(p.dtype.name == "bfloat16" for p in tree.flatten(low).values())
 
 
-@only(STAND_IN)
+@only(*ON_DEVICE)
 def test_a_precision_that_is_not_for_a_model(
     library: Backend,
     tmp_path: Path,

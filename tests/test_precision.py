@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import cuda_shim
 import numpy as np
 import pytest
-from libraries import STAND_IN, only
+from devices import array_type
+from libraries import ON_DEVICE, only
 from xformer.backends import Backend
 from xformer.backends.cupy.module import LAUNCHERS
 
@@ -44,7 +44,7 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 # Of the losses of 12 steps, against float32: about four roundings.
 WITHIN = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11}
 in_both = pytest.mark.parametrize("precision", STORED)
-on_stand_in = only(STAND_IN)
+on_device = only(*ON_DEVICE)
 
 
 def source() -> Windows:
@@ -72,7 +72,7 @@ def losses(library: Backend, model: Any, how: TrainConfig) -> tuple[list[float],
     return [*(step.loss for step in steps), *validations], steps[-1]
 
 
-@on_stand_in
+@on_device
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_near_those_of_float32(library: Backend, name: str) -> None:
     """In training and validation; it does learn, and what it keeps is float32."""
@@ -91,7 +91,7 @@ def test_losses_are_near_those_of_float32(library: Backend, name: str) -> None:
         assert kinds == {"float32"}
 
 
-@on_stand_in
+@on_device
 @in_both
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_stored_in_it(
@@ -99,13 +99,14 @@ def test_what_is_stored_in_it(
 ) -> None:
     """All weights and activations; losses and gradients of parameters are float32."""
     kinds: dict[str, set[str]] = {}
-    launch = LAUNCHERS[cuda_shim.Array]
+    arrays = array_type(library)
+    launch = LAUNCHERS[arrays]
 
     def noted(source: Any, name: str, like: Any, *rest: Any) -> None:
         kinds.setdefault(name, set()).add(like.dtype.name)
         launch(source, name, like, *rest)
 
-    monkeypatch.setitem(LAUNCHERS, cuda_shim.Array, noted)
+    monkeypatch.setitem(LAUNCHERS, arrays, noted)
     model = MODELS[name]
     params = tree.map(library.asarray, model.init(0))
     weights = library.weights(params, precision)
@@ -120,7 +121,7 @@ def test_what_is_stored_in_it(
     assert {k for k, dtypes in kinds.items() if precision not in dtypes} <= sums | {"adamw"}
 
 
-@on_stand_in
+@on_device
 def test_gradients_that_are_frozen(library: Backend) -> None:
     params = tree.freeze(tree.map(library.asarray, GPT.init(0)), "embed.*")
     how = config("bfloat16", steps=2)
@@ -131,7 +132,7 @@ def test_gradients_that_are_frozen(library: Backend) -> None:
 # ---- The scale of the loss ----
 
 
-@on_stand_in
+@on_device
 def test_gradients_that_overflow_are_left_out(library: Backend) -> None:
     """With as many steps as there are to be, of later batches; the scale is kept."""
     how = config("float16", steps=4)
@@ -150,7 +151,7 @@ def test_gradients_that_overflow_are_left_out(library: Backend) -> None:
     assert all(np.isfinite(step.loss) and np.isfinite(step.norm) for step in steps)
 
 
-@on_stand_in
+@on_device
 def test_the_scale_changes_nothing_but_the_range(library: Backend) -> None:
     """Gradients come out unscaled: those of float16 are near those of no scale."""
     how = config("float16", steps=1, clip=None)
@@ -162,7 +163,7 @@ def test_the_scale_changes_nothing_but_the_range(library: Backend) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=2e-3)
 
 
-@on_stand_in
+@on_device
 def test_a_loss_that_is_no_number_ends_training(library: Backend) -> None:
     how = config("float16")
     params = tree.map(library.asarray, GPT.init(0))
@@ -172,7 +173,7 @@ def test_a_loss_that_is_no_number_ends_training(library: Backend) -> None:
         next(iter(train(loss_of(GPT), state, source(), how, library)))
 
 
-@on_stand_in
+@on_device
 def test_gradients_that_no_scale_saves(library: Backend) -> None:
     class Endless:
         def backward(self, dloss: Any) -> Any:
@@ -190,7 +191,7 @@ def test_gradients_that_no_scale_saves(library: Backend) -> None:
 # ---- A run in a precision ----
 
 
-@on_stand_in
+@on_device
 @in_both
 def test_it_goes_on_from_a_checkpoint(library: Backend, tmp_path: Path, precision: str) -> None:
     """The same losses; the file has float32 and the scale."""
@@ -208,7 +209,7 @@ def test_it_goes_on_from_a_checkpoint(library: Backend, tmp_path: Path, precisio
     assert [s.loss for s in again] == pytest.approx([s.loss for s in steps[2:]], rel=1e-3)
 
 
-@on_stand_in
+@on_device
 @in_both
 @pytest.mark.parametrize("name", MODELS)
 def test_generation(library: Backend, precision: str, name: str) -> None:
@@ -220,7 +221,7 @@ def test_generation(library: Backend, precision: str, name: str) -> None:
     assert generate(model, weights, [[1, 2, 3], [5]], max_new=4) == wanted
 
 
-@on_stand_in
+@on_device
 def test_validation_is_in_the_precision_of_the_weights(library: Backend) -> None:
     params = tree.map(library.asarray, GPT.init(0))
     held_out = list(source().held_out(1))
@@ -230,7 +231,7 @@ def test_validation_is_in_the_precision_of_the_weights(library: Backend) -> None
     assert found != exact
 
 
-@on_stand_in
+@on_device
 @in_both
 def test_the_command(
     library: Backend,
@@ -270,7 +271,7 @@ def test_what_is_no_precision() -> None:
         start(GPT.init(0), config("bfloat16"))
 
 
-@on_stand_in
+@on_device
 def test_without_the_dtype_of_bfloat16(library: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which CuPy works without; the error comes before the first step, and names the extras."""
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)

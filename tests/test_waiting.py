@@ -1,8 +1,8 @@
 """Whole training steps and whole texts that look at no value, so that no device is waited for.
 
 On torch's meta device, which has no values; on array-api-strict's second device, where nothing may
-depend on values and arrays of two devices do not mix; and on the CUDA stand-in, through the
-launchers of the kernels. Only `Backend.to_numpy` may read, and is counted.
+depend on values and arrays of two devices do not mix; and on the CUDA stand-in and a GPU, through
+the launchers of the kernels. Only `Backend.to_numpy` may read, and is counted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import cuda_shim
 import numpy as np
 import pytest
 from causal_models import V, causal
-from libraries import STAND_IN
+from libraries import ON_DEVICE, opened
 from xformer.backends import Backend
 
 import xformer
@@ -29,6 +28,7 @@ from xformer.training import Batch, TrainConfig, Windows, loss_of, start, train
 
 META, STRICT = "torch's meta device", "array-api-strict"
 READS = ("__bool__", "__int__", "__float__", "__index__", "__array__", "__buffer__")
+READS += ("get", "item", "tolist")  # of CuPy
 BERT = {
     **{"vocab_size": V, "hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3},
     **{"intermediate_size": 20, "max_position_embeddings": 8, "num_labels": 3},
@@ -46,7 +46,7 @@ class Unread(NamedTuple):
         return tree.map(lambda p: self.place.asarray(p, "float32"), model.init(0))
 
 
-@pytest.fixture(params=[META, STRICT, STAND_IN])
+@pytest.fixture(params=[META, STRICT, *ON_DEVICE])
 def unread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Unread]:
     with ExitStack() as stack:
         if request.param == META:
@@ -61,18 +61,13 @@ def unread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             blind = Kernel(lambda ids, *, size: True, "array_api_strict", None)  # as on any device
             monkeypatch.setitem(in_range.kernels, "array_api_strict", [blind])
         else:
-            if why := backend_missing():
-                pytest.skip(why)
-            place = cuda_shim.backend()
+            try:
+                place = stack.enter_context(opened(request.param))
+            except backends.Unusable as error:
+                if request.param in (request.config.getoption("--backend") or ()):
+                    pytest.fail(str(error), pytrace=False)
+                pytest.skip(str(error))
         yield Unread(place, guarded(place, monkeypatch))
-
-
-def backend_missing() -> str | None:
-    try:
-        cuda_shim.backend()
-    except backends.Unusable as error:
-        return str(error)
-    return None
 
 
 def guarded(place: Backend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

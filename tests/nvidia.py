@@ -1,0 +1,208 @@
+"""NVIDIA's libraries, and graphs, in tests: on the stand-in those of `cuda_shim`, else NVIDIA's.
+
+Each context yields what keeps account of what is asked for. On a GPU a test that needs a library
+which is missing, or a device that has no plan, is skipped with the sentence that says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import cuda_shim
+import pytest
+from cuda_shim.cublaslt_parts import Epilogue
+from cuda_shim.graph import Graph
+from devices import array_type, is_stand_in
+from xformer.backends import Backend
+from xformer.backends.cupy import captured, cublaslt, cudnn, sdpa_cudnn
+from xformer.backends.cupy.runtimes import runtime_of
+
+LEFT_OUT = "the test leaves it out"
+
+
+# ---- cuBLASLt ----
+
+
+class WatchedLt:
+    """NVIDIA's cuBLASLt. products: what was asked for, though a GPU may have no algorithm for it.
+
+    What then is made in its place is none of them; of an algorithm that a test takes away it is.
+    """
+
+    def __init__(self, lacks: Sequence[int]) -> None:
+        self.products: list[Any] = []
+        self.lacking: list[str] = []  # what there is no algorithm for
+        self._lacks = {Epilogue(e).name for e in lacks}
+        self._ran, self._plan = cublaslt._ran, cublaslt._plan
+        self._now: Any = None
+
+    def ran(self, a: Any, b: Any, out: Any, *args: Any, add: bool = False, **rest: Any) -> bool:
+        is_in_place = self._now is not None and self._now.found is None and not self._now.several
+        batch = rest.get("batch")
+        self._now = SimpleNamespace(beta=int(add), found=..., several=batch is not None)
+        if not is_in_place:
+            self.products.append(self._now)
+        return self._ran(a, b, out, *args, add=add, **rest)
+
+    def plan(self, lt: Any, device: Any, kind: Any, pointed: Any) -> Any:
+        of, epilogue = kind[:2]
+        if epilogue.name in self._lacks:
+            self.products.remove(self._now)
+            return None
+        self._now.epilogue, self._now.count = epilogue, of[2].batch
+        self._now.found = self._plan(lt, device, kind, pointed)
+        if self._now.found is None:
+            sizes = ", ".join(f"{m.rows} x {m.columns}" for m in of)
+            self.lacking.append(f"{epilogue.name} of {sizes}, types {[m.type for m in of]}")
+        return self._now.found
+
+
+def calling_cublaslt(library: Backend, lacks: Sequence[int] = ()) -> AbstractContextManager[Any]:
+    """Products are cuBLASLt's. lacks: epilogues for which it says that it has no algorithm."""
+    if is_stand_in(library):
+        return cuda_shim.calling(cuda_shim.CublasLt(lacks))
+    why = runtime_of(cublaslt.RUNTIMES, array_type(library)).library()
+    if isinstance(why, str):
+        pytest.skip(why)
+    return _watched_lt(lacks)
+
+
+@contextmanager
+def _watched_lt(lacks: Sequence[int]) -> Iterator[WatchedLt]:
+    with pytest.MonkeyPatch.context() as patch:
+        lt = WatchedLt(lacks)
+        patch.setattr(cublaslt, "_ran", lt.ran)
+        patch.setattr(cublaslt, "_plan", lt.plan)
+        yield lt
+
+
+def asked(lt: Any) -> list[str]:
+    """The epilogues of the products since it was last called, + where they are added up."""
+    found = [f"{p.epilogue.name}{'+' if p.beta else ''}" for p in lt.products]
+    lt.products.clear()
+    return found
+
+
+def several(lt: Any) -> list[int]:
+    """How many products each is at once."""
+    return [p.count if isinstance(lt, WatchedLt) else p.layouts[2].count for p in lt.products]
+
+
+def require_algorithm(lt: Any) -> None:
+    """Skip where a GPU has no algorithm: what was made was made by launches of their own."""
+    if isinstance(lt, WatchedLt) and lt.lacking:
+        pytest.skip(f"on this GPU cuBLASLt has no algorithm for {'; '.join(lt.lacking)}")
+
+
+def by_cublas(library: Backend) -> AbstractContextManager[None]:
+    """Products are cuBLAS's, as where the bindings of cuBLASLt are missing."""
+    return _left_out(library, cublaslt)
+
+
+def why_by_cublas(library: Backend) -> str:
+    """What is said of cuBLASLt within `by_cublas`."""
+    return cuda_shim.calling.why_not if is_stand_in(library) else LEFT_OUT
+
+
+# ---- cuDNN ----
+
+
+class WatchedCudnn:
+    """NVIDIA's cuDNN. calls: each with its name, sdpa or sdpa_backward."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self._run = sdpa_cudnn.run
+
+    def run(self, plan: Any, arrays: dict[int, Any]) -> None:
+        backward = sdpa_cudnn.DQ in arrays
+        self.calls.append(SimpleNamespace(name="sdpa_backward" if backward else "sdpa"))
+        self._run(plan, arrays)
+
+
+def calling_cudnn(library: Backend) -> AbstractContextManager[Any]:
+    """Attention is cuDNN's, where it takes it."""
+    if is_stand_in(library):
+        return cuda_shim.calling_cudnn(cuda_shim.Cudnn())
+    own = runtime_of(cudnn.RUNTIMES, array_type(library))
+    if isinstance(why := own.library(), str):
+        pytest.skip(why)
+    capability = own.place([library.asarray([1.0])]).capability
+    if capability < sdpa_cudnn.CAPABILITY:
+        pytest.skip(f"cuDNN is asked from compute capability 9.0 on, the GPU's is {capability}")
+    return _watched_cudnn()
+
+
+@contextmanager
+def _watched_cudnn() -> Iterator[WatchedCudnn]:
+    with pytest.MonkeyPatch.context() as patch:
+        watched = WatchedCudnn()
+        patch.setattr(sdpa_cudnn, "run", watched.run)
+        yield watched
+
+
+def without_cudnn(library: Backend) -> AbstractContextManager[None]:
+    """Attention is the library's own, as where cuDNN is missing."""
+    return _left_out(library, cudnn)
+
+
+def why_without_cudnn(library: Backend) -> str:
+    """What is said of cuDNN within `without_cudnn`."""
+    return cuda_shim.calling_cudnn.why_not if is_stand_in(library) else LEFT_OUT
+
+
+def _left_out(library: Backend, module: Any) -> AbstractContextManager[None]:
+    return nullcontext() if is_stand_in(library) else _missing(module, array_type(library))
+
+
+@contextmanager
+def _missing(module: Any, arrays: type) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        own = runtime_of(module.RUNTIMES, arrays)
+        patch.setitem(module.RUNTIMES, arrays, own._replace(library=lambda: LEFT_OUT))
+        yield
+
+
+# ---- Graphs ----
+
+
+@contextmanager
+def counted_graphs(library: Backend) -> Iterator[list[Any]]:
+    """Those that are made, with `launches`; products are by cuBLASLt, which can be captured."""
+    made: list[Any] = []
+    kind = Graph if is_stand_in(library) else _counted()
+
+    def noted() -> Any:
+        made.append(kind())
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch, calling_cublaslt(library):
+        patch.setitem(captured.GRAPHS, array_type(library), noted)
+        yield made
+
+
+def _counted() -> type:
+    from xformer.backends.cupy import driver
+
+    class Counted(driver.Graph):
+        launches = 0
+
+        def launch(self) -> None:
+            self.launches += 1
+            super().launch()
+
+    return Counted
+
+
+def memories(library: Backend, graphs: list[Any]) -> Callable[[], int]:
+    """Counts what is still there: arrays of the stand-in's graphs, or all memory pools of CuPy."""
+    if not is_stand_in(library):
+        from xformer.backends.cupy import driver
+
+        return lambda: len(driver.pools())
+    held = [weakref.ref(memory) for graph in graphs for memory in graph.pool]
+    return lambda: sum(memory() is not None for memory in held)
