@@ -180,7 +180,7 @@ class Device:
 cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
 ndarray = type("ndarray", (), {{}})
 fakes = {{
-    "cupy": dict(cuda=cuda, __version__={version!r}, ndarray=ndarray),
+    "cupy": dict(cuda=cuda, __version__={version!r}, ndarray=ndarray, empty=None),
     "cupyx": {{}},
     "cupyx.scipy": dict(special=None),
     "array_api_compat.cupy": {{}},
