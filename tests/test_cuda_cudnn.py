@@ -415,7 +415,7 @@ def test_what_cudnn_lacks(stand_in: Backend) -> None:
     ],
 )
 def test_widths_by_capability(
-    library: Backend,
+    stand_in: Backend,
     capability: int,
     version: int,
     widths: tuple[int, int],
@@ -423,8 +423,8 @@ def test_widths_by_capability(
     backward: str,
 ) -> None:
     """Within inference() only forward counts."""
-    arrays = stored(library, inputs((64, 64), (1, 1), widths))
-    with calling_cudnn(Cudnn(capability=capability, version=version)) as cudnn:
+    arrays = stored(stand_in, inputs((64, 64), (1, 1), widths))
+    with cuda_shim.calling_cudnn(Cudnn(capability=capability, version=version)) as cudnn:
         said = explain(ops.sdpa, *arrays)
         if forward or backward:
             assert not runs(said, "sdpa_cudnn") and (forward or backward) in said, said
@@ -435,8 +435,8 @@ def test_widths_by_capability(
             assert runs(explain(ops.sdpa, *arrays), "sdpa_cudnn") == (not forward)
 
 
-def test_deterministic_by_capability(library: Backend) -> None:
-    arrays = stored(library, inputs((64, 64)))
+def test_deterministic_by_capability(stand_in: Backend) -> None:
+    arrays = stored(stand_in, inputs((64, 64)))
     for capability, version, why in (
         (100, 91600, "cuDNN before 9.18 has no deterministic backward on compute capability 10.0"),
         (100, 91800, ""),
@@ -444,7 +444,7 @@ def test_deterministic_by_capability(library: Backend) -> None:
         (120, 91600, ""),
     ):
         fake = Cudnn(capability=capability, version=version)
-        with calling_cudnn(fake), library.deterministic():
+        with cuda_shim.calling_cudnn(fake), stand_in.deterministic():
             said = explain(ops.sdpa, *arrays)
             assert runs(said, "flash" if why else "sdpa_cudnn") and why in said
 
