@@ -7,7 +7,6 @@ import importlib.util
 import os
 import pkgutil
 import signal
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import threadpoolctl
-from libraries import LIBRARIES, ON_DEMAND, STAND_IN, opened
+from libraries import LIBRARIES, ON_DEMAND, STAND_IN, header, opened
 from xformer.backends import Backend
 from xformer.backends.numpy import products
 
@@ -59,11 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """With --backend cupy, versions and what is missing, as `xformer info` says."""
-    if "cupy" not in (config.getoption("--backend") or ()):
-        return []
-    command = [sys.executable, "-m", "xformer", "info"]  # JAX in it keeps memory of the device
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (said.stdout + said.stderr).splitlines()
+    return header(config.getoption("--backend") or ())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

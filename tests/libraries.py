@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -78,3 +80,12 @@ def opened(library: str) -> Iterator[Backend]:
         yield backend
     else:
         yield backend
+
+
+def header(demanded: Collection[str]) -> list[str]:
+    """Lines above a run's tests: with --backend cupy, versions and what is missing."""
+    if "cupy" not in demanded:
+        return []
+    command = [sys.executable, "-m", "xformer", "info"]  # JAX in it keeps memory of the device
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (said.stdout + said.stderr).splitlines()

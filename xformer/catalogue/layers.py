@@ -71,17 +71,18 @@ def _linear() -> Iterator[Case]:
 
 
 def _linears() -> Iterator[Case]:
-    def case(note: str, *biased: bool, lead: tuple[int, ...] = (5, 4)) -> Case:
+    def case(note: str, *biased: bool, lead: tuple[int, ...] = (5, 4), **options: bool) -> Case:
         def make(rng: Generator, _: Backend) -> tuple[Function, tuple[Any, ...]]:
             maps = tuple(
                 linear_params(rng, 6, o, b) for o, b in zip((11, 3, 7), biased, strict=False)
             )
-            return partial(layers.linears), (rng.normal((*lead, 6)), maps)
+            return partial(layers.linears, **options), (rng.normal((*lead, 6)), maps)
 
         return _layer(f"linears: {note}", make)
 
     yield case("two", True, True)
     yield case("three, one without bias", True, False, True)
+    yield case("all kept", True, False, True, all_kept=True)
     yield case("one, of a vector", True, lead=())
     yield case("of many rows", False, True, lead=(67,))
 
