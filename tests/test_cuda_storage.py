@@ -16,9 +16,10 @@ from devices import is_stand_in, placed
 from libraries import ON_DEVICE, only
 from stored import DTYPES, Host, in_both, ml_dtypes, normal, on
 from xformer.backends import Backend
+from xformer.backends.cupy import packed
 from xformer.backends.cupy.module import EVERY, Source, launch
 
-from xformer import Key, backends, explain, layers, ops, reference_only
+from xformer import GPT, Key, backends, explain, layers, ops, reference_only, tree
 from xformer.layers import NormConfig
 
 pytestmark = only(*ON_DEVICE)
@@ -65,6 +66,62 @@ def test_rounding_to_the_nearest_even(library: Backend, precision: str) -> None:
     assert np.array_equal(narrow[real].view(np.uint16), wanted[real].view(np.uint16))
     assert np.isnan(narrow[~real].astype(np.float32)).all()
     assert np.array_equal(wide[real], wanted[real].astype(np.float32))
+
+
+# ---- Parameters ----
+
+
+def bits(x: Host) -> Host:
+    """The bits of numbers of two bytes; of whatever is no number the same."""
+    return np.where(np.isnan(x.astype(np.float32)), 0x7FFF, x.view(np.uint16))
+
+
+@in_both
+def test_weights_to_the_bit(library: Backend, launched: list[Any], precision: str) -> None:
+    """By rows and columns, with gaps, from odd addresses, longer than a block's share: one launch
+    for 50 leaves that are read in packs, one for the others."""
+    hard = hard_numbers()[:: 7 if is_stand_in(library) else 1]
+    hard = hard[: hard.size // 24 * 24]
+    packs, odd = library.asarray(hard.reshape(-1, 12)), library.asarray(hard[:-1])
+    params = {
+        "by rows": packs,
+        "by columns": tree.Frozen(library.asarray(hard.reshape(8, -1)).T),
+        "gaps": packs[::2, ::3],
+        "odd": odd,
+        "odd address": odd[1:9],
+        "many": [library.asarray(hard[8 * i : 8 * i + 8]) for i in range(50)],
+        "none": odd[:0],
+        "one": library.asarray(np.float32(1.0)),
+    }
+    assert packs.size > packed.SHARE
+    launched.clear()
+    found = tree.flatten(tree.thaw(library.weights(params, precision)))
+    assert [name for name, _, _ in launched] == ["rounded"] * 3
+    for name, leaf in tree.flatten(tree.thaw(params)).items():
+        with np.errstate(over="ignore", invalid="ignore"):
+            wanted = library.to_numpy(leaf).astype(DTYPES[precision])
+        assert np.array_equal(bits(library.to_numpy(found[name])), bits(wanted)), name
+    assert found["by columns"].T.flags.c_contiguous
+
+
+@in_both
+def test_a_tied_weight_is_rounded_once(
+    library: Backend, launched: list[Any], precision: str
+) -> None:
+    """The table of GPT-2 is its head too: one leaf, one copy."""
+    model = GPT(vocab_size=11, n_layers=1, d_model=8, n_heads=2, max_len=6)
+    params = model.init_from(library.generator(0))
+    launched.clear()
+    weights = library.weights(params, precision)
+    leaves = [x for _, _, args in launched for x in args[0] if x is not None]
+    assert len(leaves) == len(tree.flatten(params))
+    assert sum(leaf.shape == (11, 8) for leaf in tree.flatten(weights).values()) == 1
+
+
+def test_weights_of_float64_are_refused(library: Backend) -> None:
+    params = [library.asarray(np.ones(8, np.float32)), library.asarray(np.ones(8))]
+    with pytest.raises(ValueError, match="precision bfloat16 is for float32 parameters"):
+        library.weights(params, "bfloat16")
 
 
 # ---- What is refused, by name ----
