@@ -130,7 +130,10 @@ def test_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_every_kernel_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that stand in the sources; each op's row names the implementation that ran."""
+    """All kernels in the sources, but for a copy that only products by cuBLASLt need.
+
+    Each op's row names the implementation that ran.
+    """
     folder = Path(xformer.backends.cupy.__file__).parent
     sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.cu"))
     launched: set[str] = set()
@@ -143,9 +146,8 @@ def test_every_kernel_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(LAUNCHERS, cuda_shim.Array, noted)
     status, found = run(tmp_path, *only("kernels"))
     assert status == 0
-    assert launched == set(
-        re.findall(r"__global__[^;{(]*void\s+(?:__\w+\([^)]*\)\s+)?(\w+)\(", sources)
-    )
+    names = re.findall(r"__global__[^;{(]*void\s+(?:__\w+\([^)]*\)\s+)?(\w+)\(", sources)
+    assert launched == {*names} - {"side_by_side"}
     runs = {row["name"].partition(",")[0]: row["runs"] for row in found["sections"]["kernels"]}
     for op in dispatch.ops():
         if op.kernels.get(STAND_IN) and op.__name__ in runs:
