@@ -147,7 +147,15 @@ _names: dict[type, str] = {}  # of NumPy's dtypes, by their classes
 
 def working_dtype(like: Any) -> Any:
     """The dtype to compute in beside `like`: its own, or float32 where that is only stored in."""
-    return array_namespace(like).float32 if dtype_name(like) in STORED else like.dtype
+    if dtype_name(like) not in STORED:
+        return like.dtype
+    kind = type(like)
+    if kind not in _float32:
+        _float32[kind] = array_namespace(like).float32
+    return _float32[kind]
+
+
+_float32: dict[type, Any] = {}  # of the libraries whose arrays are stored in less
 
 
 def _dims(text: str) -> tuple[str, ...]:

@@ -101,19 +101,21 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
-    first = trees[0]
+    first, *rest = trees
     if isinstance(first, Constant):
         return first
     if first is None:
-        if any(t is not None for t in trees):
+        if any(t is not None for t in rest):
             raise ValueError(f"tree.map: {path or 'the root'} is absent in the first tree only")
         return None
     names = _names(first)
     if names is None:
-        if any(t is None or _names(t) is not None for t in trees[1:]):
-            raise ValueError(f"tree.map: {path or 'the root'} is an array in the first tree only")
+        for other in rest:  # in a generator, which each leaf would make, this takes longer
+            if other is None or _names(other) is not None:
+                message = f"tree.map: {path or 'the root'} is an array in the first tree only"
+                raise ValueError(message)
         return fn(*trees)
-    for other in trees[1:]:
+    for other in rest:
         if _names(other) != names:
             raise ValueError(
                 f"tree.map: {path or 'the root'} has parts {', '.join(names)} in the first tree, "

@@ -75,7 +75,8 @@ def _matrix(shape: tuple[int, int], strides: tuple[int, int], dtype: Any, alignm
 
 def aligned(address: int) -> int:
     """The power of two that an address is a multiple of, as far as it matters."""
-    return min(address & -address, ALIGNMENT)
+    power = address & -address
+    return power if power < ALIGNMENT else ALIGNMENT
 
 
 def fits_aux(out: Array) -> bool:
