@@ -18,6 +18,8 @@ from xformer.shapes import STORED
 
 FOLDER = Path(xformer.backends.cupy.__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")
+# Compiled for a release alone (-m slow): five architectures take a minute more than three.
+BETWEEN = ("sm_90a", "sm_100")
 # Where every activation is compiled; elsewhere the first.
 EVERY_CHOICE = ("sm_80", "sm_90")
 # Of attention's choices those that take most registers are compiled, and in float64 and float16 the
@@ -59,7 +61,10 @@ def is_always(source: Source, architecture: str, dtype: str, macros: dict[str, A
 
 
 @every_source
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(a, marks=pytest.mark.slow if a in BETWEEN else ()) for a in ARCHITECTURES],
+)
 def test_compiles_within_its_budget(source: Source, architecture: str) -> None:
     """No error, no warning; registers, spills, shared memory (in float64; less in float32)."""
     require_budget(source, architecture, lambda *c: is_always(source, architecture, *c))
