@@ -116,12 +116,13 @@ class WatchedCudnn:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self._run = sdpa_cudnn.run
+        self._ran = sdpa_cudnn.ran
 
-    def run(self, plan: Any, arrays: dict[int, Any]) -> None:
-        backward = sdpa_cudnn.DQ in arrays
-        self.calls.append(SimpleNamespace(name="sdpa_backward" if backward else "sdpa"))
-        self._run(plan, arrays)
+    def ran(self, kind: Any, arrays: dict[int, Any]) -> bool:
+        """As `cudnn.ran`, which a test on a GPU must not fall back from."""
+        assert self._ran(kind, arrays), "cuDNN has failed"
+        self.calls.append(SimpleNamespace(name="sdpa_backward" if kind.backward else "sdpa"))
+        return True
 
 
 def calling_cudnn(library: Backend) -> AbstractContextManager[Any]:
@@ -131,9 +132,6 @@ def calling_cudnn(library: Backend) -> AbstractContextManager[Any]:
     own = runtime_of(cudnn.RUNTIMES, array_type(library))
     if isinstance(why := own.library(), str):
         pytest.skip(why)
-    capability = own.place([library.asarray([1.0])]).capability
-    if capability < sdpa_cudnn.CAPABILITY:
-        pytest.skip(f"cuDNN is asked from compute capability 9.0 on, the GPU's is {capability}")
     return _watched_cudnn()
 
 
@@ -141,7 +139,7 @@ def calling_cudnn(library: Backend) -> AbstractContextManager[Any]:
 def _watched_cudnn() -> Iterator[WatchedCudnn]:
     with pytest.MonkeyPatch.context() as patch:
         watched = WatchedCudnn()
-        patch.setattr(sdpa_cudnn, "run", watched.run)
+        patch.setattr(sdpa_cudnn, "ran", watched.ran)
         yield watched
 
 

@@ -291,6 +291,8 @@ def using_allocator(malloc):
     finally:
         print("malloc of before")
 cuda.using_allocator = using_allocator
+pool = types.SimpleNamespace(free_all_blocks=lambda: print("gives back what is free"))
+sys.modules["cupy"].get_default_memory_pool = lambda: pool
 graph = GRAPHS[ARRAY]()
 with graph.apart():
     print("work")
@@ -302,15 +304,36 @@ try:
         raise NotImplementedError("cuBLAS")
 except NotImplementedError as error:
     print(error)
-del graph
+def fails(self):
+    print("fails")
+    raise TypeError("the last error")
+Stream.end_capture = Stream.synchronize = fails
+for context in (graph.recording, graph.apart):  # the first error is the one to show
+    for error in (KeyboardInterrupt("interrupt"), MemoryError("memory"), SyntaxError("compile")):
+        try:
+            with context():
+                raise error
+        except BaseException as shown:
+            print(type(shown).__name__)
+try:
+    with graph.recording():  # nothing has failed but the graph
+        print("work")
+except TypeError as error:
+    print(error)
+del graph, context
 """
+    names = ("KeyboardInterrupt", "MemoryError", "SyntaxError")
+    begun = ["waited for the current one", "gives back what is free"]
     inside = ["malloc of its own pool", "its stream"]
     outside = ["the stream of before", "malloc of before"]
     assert said(code, tmp_path) == [
-        *("not blocking True", "waited for the current one"),
-        *(*inside, "work", *outside, "waited for its own"),
+        "not blocking True",
+        *(*begun, *inside, "work", *outside, "waited for its own"),
         *(*inside, "captures", "work", "ends", *outside, "launched"),
         *(*inside, "captures", "ends", *outside, "cuBLAS"),
+        *(line for name in names for line in (*inside, "captures", "fails", *outside, name)),
+        *(line for name in names for line in (*begun, *inside, "fails", *outside, name)),
+        *(*inside, "captures", "work", "fails", *outside, "the last error"),
         "freed",
     ]
 
@@ -347,6 +370,44 @@ print(*driver.pools())
         *("another of all else one", "freed one", "of all else another"),
         *("freed another", "freed another", "of all else another"),
         *("freed another", "freed another", "of all else"),
+    ]
+
+
+def test_packages_that_do_not_fit_are_said_once(tmp_path: Path) -> None:
+    """Another cuda.core: AttributeError or TypeError at import. A reason, and a RuntimeWarning."""
+    code = """
+import warnings
+def broken(error):
+    class Loader:
+        create_module = staticmethod(lambda spec: None)
+        @staticmethod
+        def exec_module(module):
+            raise error
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name in ("nvmath", "cudnn"):
+                return importlib.machinery.ModuleSpec(name, Loader)
+    return Finder
+for error in (AttributeError("no attribute 'experimental'"), TypeError("takes 2 arguments")):
+    packages("cuda", "cuda.core", "cuda.bindings", "cuda.pathfinder", "nvmath", "nvmath.bindings")
+    sys.meta_path.insert(0, broken(error))
+    for name, find in (("nvmath", driver.bindings), ("cudnn", driver.frontend)):
+        sys.modules.pop(name)
+        sys.modules.pop(f"{name}.bindings", None)
+        find.cache_clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert find() is find()
+        (one,) = said
+        print(one.category.__name__, find() == str(one.message)[14:], one.message)
+    sys.meta_path.pop(0)
+"""
+    texts = "AttributeError: no attribute 'experimental'", "TypeError: takes 2 arguments"
+    assert said(PACKAGES + code, tmp_path) == [
+        f"RuntimeWarning True backend cupy: {name} cannot be called: {text}"
+        for text in texts
+        for name in ("cuBLASLt", "cuDNN")
     ]
 
 

@@ -347,21 +347,16 @@ def wide(library: Backend, *arrays: Any) -> list[Any]:
 
 @pytest.mark.parametrize("precision", ["float32", *DTYPES])
 def test_without_a_fused_algorithm(library: Backend, precision: str) -> None:
-    """Bias and sums are launches of their own."""
+    """Bias and sums are launches of their own; without any algorithm products are by cuBLAS."""
     dtype = DTYPES.get(precision, np.dtype("f4"))
     x, w, b = (on(library, normal(i, *s), dtype) for i, s in enumerate(((9, 6), (6, 5), (5,))))
     found = []
-    for lacks in ((), (Epilogue.BIAS, Epilogue.BGRADA, Epilogue.BGRADB)):
+    for lacks in ((), (Epilogue.BIAS, Epilogue.BGRADA, Epilogue.BGRADB), [*Epilogue]):
         with calling_cublaslt(library, lacks):
             for way in (w, placed(library, library.to_numpy(w).T.copy()).T):
                 y, cache = ops.linear(x, way, b)
                 found.append([read(library, a) for a in (y, *cache.backward(x[:, :5]))])
-    for one, other in zip(found[0], found[2], strict=True):
-        assert np.allclose(one, other, rtol=2.0**-6, atol=2.0**-6)
-    for one, other in zip(found[1], found[3], strict=True):
-        assert np.allclose(one, other, rtol=2.0**-6, atol=2.0**-6)
-    with (
-        calling_cublaslt(library, [*Epilogue]),
-        pytest.raises(RuntimeError, match=r"no algorithm for a product of \(9, 6\) and \(6, 5\)"),
-    ):
-        ops.linear(x, w)
+    for i, others in enumerate((found[2:4], found[4:])):
+        for fused, other in zip(found[:2], others, strict=True):
+            for one, another in zip(fused, other, strict=True):
+                assert np.allclose(one, another, rtol=2.0**-6, atol=2.0**-6), i

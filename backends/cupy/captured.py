@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from xformer.backends.base import Backend, Step
 from xformer.backends.cupy.constant import Constants, keeping
+from xformer.backends.cupy.runtimes import holding
 
 from xformer import tree
 from xformer.typing import Array
@@ -30,11 +31,11 @@ class Graph(Protocol):
         """Within it memory is the graph's own, and so is the stream, which is waited for."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """The same, and nothing is done: it is recorded. RuntimeError, NotImplementedError where
-        something cannot be."""
+        """The same, and nothing is done: it is recorded. An error ends it, and leaves stream and
+        memory as they were before."""
 
     def launch(self) -> None:
-        """Do what was recorded, on the current stream."""
+        """Do what was recorded, on the current stream; behind an error nothing was done."""
 
 
 GRAPHS: dict[type, Callable[[], Graph]] = {}  # type of the arrays -> a new graph
@@ -53,6 +54,7 @@ class Captured:
         self._results: tuple[Any, ...] | None = None  # what the graph writes to
         self._said: set[str] = set()
         self._constants: Constants = {}
+        self._held: dict[int, Any] = {}  # what the graph's launches need, by `runtimes.hold`
         self._graph: Graph | None = None  # the last one to go: its memory is free by then
 
     def __call__(
@@ -70,12 +72,10 @@ class Captured:
                 if state[name] is not own:  # after a step that was made as it is
                     own[...] = state[name]
             tree.map(self._moved, self._inputs, inputs)
-            if self._results is None:
-                self._results = self._recorded(self._graph)
-            if self._results is not None:
-                self._graph.launch()
-                return self._state, self._results
-            self._graph, state = None, self._state
+            if self._launched(self._graph):
+                return self._state, self._results  # type: ignore[return-value]  # not None
+            state = self._state
+            self._forget()
         return self._step(state, tree.map(self._place.asarray, inputs))
 
     def _first(self, state: dict[str, Array], inputs: Any) -> Any:
@@ -85,20 +85,38 @@ class Captured:
             self._say("an array is in the state twice; steps are made call by call")
             return self._step(self._state, self._inputs)
         self._graph = _graph_for(type(next(iter(state.values()))))
-        with self._graph.apart():
-            return self._state, self._run()
-
-    def _recorded(self, graph: Graph) -> tuple[Any, ...] | None:
-        """What the graph's launch will write to; None where there can be no graph."""
         try:
-            with graph.recording():
-                return self._run()
-        except (RuntimeError, NotImplementedError) as error:
-            self._say(f"{_place_of(error)}{error}; steps are made call by call")
-        return None
+            with self._graph.apart():
+                return self._state, self._run()
+        except BaseException:
+            self._kind = None  # a call that comes after all begins anew
+            self._forget()
+            raise
+
+    def _launched(self, graph: Graph) -> bool:
+        """Whether the graph was launched, in the first such call recorded before."""
+        try:
+            if self._results is None:
+                with graph.recording():
+                    self._results = self._run()
+            graph.launch()
+        except Exception as error:
+            # Whatever it is: CuPy raises CUDARuntimeError, CompileException, OutOfMemoryError,
+            # NotImplementedError, TypeError, ... Nothing was done. The step is now made call by
+            # call, and raises again what is its own: bad shapes, or too little memory.
+            text = str(error) or type(error).__name__
+            self._say(f"{_place_of(error)}{text}; steps are made call by call")
+            return False
+        return True
+
+    def _forget(self) -> None:
+        """The graph, and the memory that was its own."""
+        self._graph = self._results = None
+        self._constants.clear()
+        self._held.clear()
 
     def _run(self) -> tuple[Any, ...]:
-        with keeping(self._constants):
+        with keeping(self._constants), holding(self._held):
             new, results = self._step(self._state, self._inputs)
         for name, own in self._state.items():
             if new[name] is not own:

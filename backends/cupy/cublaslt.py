@@ -13,15 +13,16 @@ is float32. `lt_plan` has what is kept of each kind of product.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.lt_plan import (
     TYPES,
-    WORKSPACE,
     Plan,
     aligned,
     fits_aux,
@@ -31,7 +32,8 @@ from xformer.backends.cupy.lt_plan import (
 )
 from xformer.backends.cupy.module import contiguous
 from xformer.backends.cupy.packed import distance
-from xformer.backends.cupy.runtimes import Runtime, runtime_of
+from xformer.backends.cupy.products import product_into
+from xformer.backends.cupy.runtimes import Lent, Runtime, failed, runtime_of
 
 from xformer import ops
 from xformer.shapes import STORED, dtype_name
@@ -51,13 +53,33 @@ class Place(NamedTuple):
 RUNTIMES: dict[type, Runtime] = {}
 
 
+class Plans(dict[Any, Plan | None]):
+    """Of kinds of products; None: cuBLASLt has no algorithm, or failed. They are freed with it."""
+
+    def forget(self) -> None:
+        """Free what cuBLASLt holds."""
+        for plan in filter(None, self.values()):
+            _close(plan)
+        self.clear()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # when a thread ends; else the process frees all
+            self.forget()
+
+
+def _close(plan: Plan) -> None:
+    with suppress(Exception):  # a library that has failed may fail at this too: some bytes are lost
+        plan.close()
+
+
 class State(threading.local):
     """Of one thread: descriptors are written to before each product."""
 
     def __init__(self) -> None:
-        self.handles: dict[Any, int] = {}  # of a device
-        self.plans: dict[Any, Plan | None] = {}  # None: there is no algorithm
-        self.workspaces: dict[Any, Any] = {}  # of a stream, on which one product follows another
+        self.handles: dict[Any, Lent] = {}  # of a device
+        self.plans = Plans()
+        self.failure = ""  # why cuBLASLt is not asked any more
+        self.said: set[Any] = set()  # causes of failures
 
 
 _state = State()
@@ -70,6 +92,8 @@ def why_not(x: Array, w: Array) -> str | None:
     lt = runtime_of(RUNTIMES, type(x)).library()
     if isinstance(lt, str):
         return lt
+    if _state.failure:
+        return _state.failure
     if dtype_name(x) not in TYPES:
         return f"by cuBLASLt are products of {', '.join(TYPES)}, not {x.dtype.name}"
     return None if x.size and w.size else "an array has no elements"
@@ -93,18 +117,16 @@ def multiply(
 
     Of the dtype of `out` one of bias (N,), which is added, where rows of `out` are contiguous, and
     sums (N,), written to: those of b over its rows. By a launch of their own where cuBLASLt has no
-    algorithm that does both.
+    algorithm that does both; by cuBLAS where it has none at all, or failed.
     """
     name, vector = ("BIAS", bias) if sums is None else ("BGRAD", sums)
     if _ran(a, b, out, name if vector is not None else "DEFAULT", vector, add=add):
         return
     if vector is None or not _ran(a, b, out, add=add):
-        raise RuntimeError(
-            f"cuBLASLt has no algorithm for a product of {a.shape} and {b.shape} in {a.dtype.name}"
-        )
+        product_into(a, b, out, add=add)
     if sums is not None:
         sums[...] = row_sums(contiguous(b))
-    else:
+    elif bias is not None:
         out += bias
 
 
@@ -179,9 +201,12 @@ def _ran(
     add: bool = False,
     batch: Batch | None = None,
 ) -> bool:
-    """Whether there is an algorithm with the epilogue of that name, which then was started."""
-    own = runtime_of(RUNTIMES, type(a))
-    lt = own.library()
+    """Whether there is an algorithm with the epilogue of that name, which then was started.
+
+    False too where cuBLASLt fails: it is not asked again for this kind of product.
+    """
+    if _state.failure:
+        return False
     result = matrix(out)
     by_rows = not result.as_it_is
     if name == "BGRAD":  # of b, which is the first factor where rows are
@@ -194,40 +219,70 @@ def _ran(
         of = of[0].several(n, batch.apart), of[1].several(n, 0), of[2].several(n, out.size)
     pointed = 0 if vector is None else vector.data.ptr, 0 if aux is None else aux.data.ptr
     arrays = (a, b, out, vector, aux, *(batch.beside if batch else ()))
+    own = runtime_of(RUNTIMES, type(a))
     place = own.place([x for x in arrays if x is not None])
-    device = type(a), place.device
-    if device not in _state.handles:
-        _state.handles[device] = lt.create()
     tf32 = place.tf32 and of[0].type == TYPES["float32"]
-    kind = of, name, tf32, batch.vector_apart if batch else 0
-    plan = _plan(lt, device, kind, pointed)
+    device, apart = (type(a), place.device), batch.vector_apart if batch else 0
+    key = device, of, name, tf32, apart, *map(aligned, pointed)
+    try:
+        return _started(own, place, key, pointed, three, add)
+    except MemoryError:  # of the device: no way of making products does without memory
+        raise
+    except Exception as error:
+        # Whatever it is: bindings and cuda.core of other versions raise AttributeError and
+        # TypeError, the library its own error with any status. Other ways can make the product.
+        _fail(own.library(), key, error)
+        return False
+
+
+def _started(
+    own: Runtime,
+    place: Place,
+    key: Any,
+    pointed: tuple[int, int],
+    three: tuple[Array, Array, Array],
+    add: bool,
+) -> bool:
+    """Whether there is an algorithm for such a kind, which then was started."""
+    lt, plan = own.library(), _plan(own.library(), key, pointed)
     if plan is None:
         return False
     plan.point(lt, pointed)
+    # Back in the pool when this returns, it serves only what comes later on the same stream.
+    held = own.memory(plan.workspace) if plan.workspace else None
     left, right, d = (x.data.ptr for x in three)
     lt.matmul(
-        *(_state.handles[device], plan.operation, ONE, left, plan.a, right, plan.b),
+        *(_state.handles[key[0]].handle, plan.operation, ONE, left, plan.a, right, plan.b),
         *(ONE if add else ZERO, d, plan.d, d, plan.d, plan.algorithm.at),
-        *(_workspace(own, (*device, place.stream)), WORKSPACE, place.stream),
+        *(0 if held is None else held.ptr, plan.workspace, place.stream),
     )
     return True
 
 
-def _plan(lt: Any, device: Any, kind: Any, pointed: tuple[int, int]) -> Plan | None:
-    """Kept, or made; all are forgotten where they would be too many. kind: as `planned` takes it"""
-    key = device, kind, *map(aligned, pointed)
-    if key not in _state.plans:
-        if len(_state.plans) == KEPT:
-            for kept in filter(None, _state.plans.values()):
-                kept.close(lt)
-            _state.plans.clear()
-        _state.plans[key] = planned(lt, _state.handles[device], pointed, *kind)
-    return _state.plans[key]
+def _plan(lt: Any, key: Any, pointed: tuple[int, int]) -> Plan | None:
+    """Kept, or made; all are forgotten where they would be too many. key: of `_ran`."""
+    plans = _state.plans
+    if key not in plans:
+        if len(plans) >= KEPT:
+            plans.forget()
+        device, of, name, tf32, apart, *_ = key
+        if device not in _state.handles:
+            _state.handles[device] = Lent(lt, device[1], lt.create)
+        handle = _state.handles[device].handle
+        plans[key] = planned(lt, handle, pointed, of, name, tf32, apart)
+    return plans[key]
 
 
-def _workspace(own: Runtime, stream: Any) -> int:
-    """The address of a stream's own, on which one product follows another."""
-    if stream not in _state.workspaces:
-        _state.workspaces[stream] = own.memory(WORKSPACE)
-    address: int = _state.workspaces[stream].ptr
-    return address
+def _fail(lt: Any, key: Any, error: Exception) -> None:
+    """Do not ask cuBLASLt for such a kind again, or not at all, and say so once a cause."""
+    device, _, name, *_ = key
+    if plan := _state.plans.get(key):
+        _close(plan)
+    _state.plans[key] = None
+    is_own = isinstance(error, getattr(lt, "cuBLASLtError", ()))
+    if device in _state.handles and (is_own or name != "DEFAULT"):
+        instead = "such products are made in another way from now on"
+        failed(_state.said, "a product by cuBLASLt", error, instead)
+    else:
+        instead = "products are by cuBLAS from now on"
+        _state.failure = failed(_state.said, "cuBLASLt", error, instead)

@@ -54,7 +54,7 @@ def by_token(b: int, h: int, t: int, k: int, *, step: int | None = None) -> Layo
 
 
 def planned(cudnn: Any, handle: Any, kind: Kind) -> Plan | str:
-    """The plan of a kind; a sentence where cuDNN has none."""
+    """The plan of a kind; a sentence where cuDNN has none. Any other error is a failure."""
     graph_of = backward_graph if kind.backward else forward_graph
     try:
         return _built(cudnn, graph_of(cudnn, handle, kind))
@@ -156,7 +156,7 @@ def _built(cudnn: Any, graph: Any) -> Plan:
             continue
         try:
             graph.select_plan(index).build_plans()
-        except cudnn.cudnnGraphNotSupportedError as error:
+        except Exception as error:  # of whatever kind: the next one may be built
             refused = error
         else:
             return Plan(graph, graph.get_workspace_size())

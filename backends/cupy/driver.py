@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -81,10 +82,18 @@ def bindings() -> Any:
         from nvmath.bindings import cublasLt
 
         cublasLt.get_version()  # which loads the library
-    except (ImportError, RuntimeError) as error:
+    except Exception as error:  # with another cuda.core AttributeError or TypeError, at import
         why = packages.missing("nvmath") or packages.no_library("cublasLt", error)
-        return f"cuBLASLt cannot be called: {why}"
+        return _cannot_be_called("cuBLASLt", why, error)
     return cublasLt
+
+
+def _cannot_be_called(name: str, why: str, error: Exception) -> str:
+    """A sentence; a RuntimeWarning too where it is there, but does not fit what it needs."""
+    said = f"{name} cannot be called: {why}"
+    if not isinstance(error, ImportError | OSError | RuntimeError):  # it, its library, or a driver
+        warnings.warn(f"backend cupy: {said}", RuntimeWarning, stacklevel=2)
+    return said
 
 
 def place(arrays: list[Array]) -> Place:
@@ -113,8 +122,8 @@ def frontend() -> Any:
         import cudnn
 
         version = cudnn.backend_version()
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"cuDNN cannot be called: {packages.no_library('cudnn', error)}"
+    except Exception as error:  # OSError of the library, AttributeError of other versions, ...
+        return _cannot_be_called("cuDNN", packages.no_library("cudnn", error), error)
     if version < attention.OLDEST:
         return (
             f"cuDNN is too old: its version is {version}, {attention.OLDEST} is needed: "
@@ -158,10 +167,16 @@ class Graph:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What was begun before is waited for, and what is done within."""
+        """What was begun before is waited for, and what is done within, also behind an error."""
         cupy.cuda.get_current_stream().synchronize()
+        cupy.get_default_memory_pool().free_all_blocks()  # which the graph's pool cannot use
         with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
-            yield
+            try:
+                yield
+            except BaseException:
+                with suppress(Exception):  # the first error is the one to show
+                    self._stream.synchronize()
+                raise
         self._stream.synchronize()
 
     @contextmanager
@@ -172,7 +187,9 @@ class Graph:
             try:
                 yield
             except BaseException:
-                with suppress(RuntimeError):  # CUDA has given up the graph, and says so
+                # Whatever it raises: CUDA has given up the graph, and says so; the first error
+                # is the one to show. The stream is no longer captured in any case.
+                with suppress(Exception):
                     self._stream.end_capture()
                 raise
             self._graph = self._stream.end_capture()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from xformer.typing import Array
 
-WORKSPACE = 32 << 20  # bytes, as NVIDIA advises for Hopper
+WORKSPACE = 32 << 20  # bytes that an algorithm may ask for, as NVIDIA advises for Hopper
 AUX_STEP = 8  # elements, of which its rows are a multiple
 ALIGNMENT = 256  # bytes, which cuBLASLt takes for granted unless it is told otherwise
 KEPT = 4096  # ways in which matrices lie
@@ -105,6 +106,8 @@ class Plan(NamedTuple):
     d: int
     algorithm: Held
     pointed: Held  # the addresses of the epilogue's vector, and of its matrix
+    close: Callable[[], None]  # frees what cuBLASLt holds
+    workspace: int = 0  # bytes that the algorithm needs
 
     def point(self, lt: Any, pointed: tuple[int, int]) -> None:
         """The epilogue's vector and matrix are those at these addresses, where there are any."""
@@ -113,12 +116,6 @@ class Plan(NamedTuple):
             if pointed[i]:
                 self.pointed.values[i] = pointed[i]
                 lt.matmul_desc_set_attribute(self.operation, name, self.pointed.at + 8 * i, 8)
-
-    def close(self, lt: Any) -> None:
-        """Free what cuBLASLt holds."""
-        lt.matmul_desc_destroy(self.operation)
-        for described in (self.a, self.b, self.d):
-            lt.matrix_layout_destroy(described)
 
 
 def planned(
@@ -136,11 +133,33 @@ def planned(
     or 0; the heuristics see how they are aligned. vector_apart: elements from the vector of one of
     several products to that of the next.
     """
-    compute = COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F
+    with ExitStack() as stack:  # what was created, where anything raises
+        plan = _plan(lt, stack, of, COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F)
+        _describe(lt, plan, pointed, of, epilogue, vector_apart)
+        if not _advised(lt, handle, plan, of):
+            return None
+        size = int(plan.algorithm.values["workspace_size"][0])
+        return plan._replace(close=stack.pop_all().close, workspace=size)
+
+
+def _plan(lt: Any, stack: ExitStack, of: tuple[Matrix, Matrix, Matrix], compute: int) -> Plan:
+    """Descriptors, which `stack` frees, and room for an algorithm."""
     operation = lt.matmul_desc_create(compute, TYPES["float32"])
-    a, b, d = (_described(lt, x) for x in of)
+    stack.callback(lt.matmul_desc_destroy, operation)
+    a, b, d = (_described(lt, stack, x) for x in of)
     algorithm = held(np.zeros(1, lt.matmul_heuristic_result_dtype))
-    plan = Plan(operation, a, b, d, algorithm, held(np.zeros(2, np.int64)))
+    pointed = held(np.zeros(2, np.int64))
+    return Plan(operation, a, b, d, algorithm, pointed, stack.close)
+
+
+def _describe(
+    lt: Any,
+    plan: Plan,
+    pointed: tuple[int, int],
+    of: tuple[Matrix, Matrix, Matrix],
+    epilogue: int,
+    vector_apart: int,
+) -> None:
     names = lt.MatmulDescAttribute
     attributes = {
         names.TRANSA: int(of[0].as_it_is),  # what is wanted is the transpose of each
@@ -155,16 +174,13 @@ def planned(
         attributes[names.EPILOGUE_AUX_LD] = of[2].step
     plan.point(lt, pointed)
     set_one, dtype = lt.matmul_desc_set_attribute, lt.get_matmul_desc_attribute_dtype
-    _set(set_one, dtype, operation, attributes)
-    if _advised(lt, handle, plan, of):
-        return plan
-    plan.close(lt)
-    return None
+    _set(set_one, dtype, plan.operation, attributes)
 
 
-def _described(lt: Any, x: Matrix) -> int:
+def _described(lt: Any, stack: ExitStack, x: Matrix) -> int:
     """The descriptor of a matrix, or of several."""
     made: int = lt.matrix_layout_create(x.type, x.rows, x.columns, x.step)
+    stack.callback(lt.matrix_layout_destroy, made)
     if x.batch > 1:
         names = lt.MatrixLayoutAttribute
         several = {names.BATCH_COUNT: x.batch, names.STRIDED_BATCH_OFFSET: x.apart}

@@ -85,6 +85,19 @@ class Products:
         return Gradients(dw, added(so_far.db, row_sums(dy)) if has_b else None)
 
 
+def product_into(a: Array, b: Array, out: Array, *, add: bool = False) -> None:
+    """out (M, N) = a (M, K) b (K, N), or with `add` out + a b, rounded as cuBLAS rounds a b.
+
+    Whatever lies between rows; what cuBLAS cannot read is copied.
+    """
+    a, b = (x if x.flags.c_contiguous or x.flags.f_contiguous else contiguous(x) for x in (a, b))
+    product = array_namespace(out).astype(a.dot(b), out.dtype, copy=False)
+    if add:
+        out += product
+    else:
+        out[...] = product
+
+
 def flat(x: Array) -> Array:
     """x (..., D) as (N, D)."""
     return x if x.ndim == 2 else x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))

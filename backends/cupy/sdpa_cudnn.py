@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 from xformer.backends.cupy.attention import heads_first
-from xformer.backends.cupy.cudnn import RUNTIMES, plan_of, run
+from xformer.backends.cupy.cudnn import RUNTIMES, plan_of, ran
 from xformer.backends.cupy.cudnn_plan import (
     CTX,
     DCTX,
@@ -19,13 +20,12 @@ from xformer.backends.cupy.cudnn_plan import (
     K,
     Kind,
     Layout,
-    Plan,
     Q,
     V,
     by_rows,
 )
 from xformer.backends.cupy.cudnn_support import unsupported
-from xformer.backends.cupy.index_add import is_deterministic
+from xformer.backends.cupy.index_add import deterministic, is_deterministic
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.runtimes import runtime_of
 from xformer.backends.cupy.side_by_side import heads_beside, joined
@@ -107,14 +107,17 @@ def sdpa(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key | None = None,
-) -> tuple[Array, CudnnCache]:
-    """In one call of cuDNN."""
+) -> tuple[Array, Any]:
+    """In one call of cuDNN; where it fails, by the next kernel, whose cache then comes back."""
     kind = _kind(q, k, v, causal, window, scale)
+    given = q, k, v
     n_batch, n_heads, n_queries, _ = q.shape
     q, k, v = readable(q), readable(k), readable(v)
     ctx = empty(q, (n_batch, n_queries, n_heads, v.shape[3]))
     lse = empty(q, (n_batch, n_heads, n_queries), working_dtype(q))
-    run(_plan(q, kind), {Q: q, K: k, V: v, CTX: ctx, LSE: lse})
+    if not ran(kind, {Q: q, K: k, V: v, CTX: ctx, LSE: lse}):
+        found: tuple[Array, Any] = reference(*given, causal=causal, window=window, scale=scale)
+        return found
     return heads_first(ctx), CudnnCache(kind, q, k, v, ctx, lse)
 
 
@@ -129,21 +132,26 @@ class CudnnCache(NamedTuple):
     lse: Array  # (B, H, T), log(sum(exp(scores)))
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, None, None]:
-        """dscores = probs * (dprobs - inner), probs = exp(scores - lse), inner = dctx . ctx."""
+        """dscores = probs * (dprobs - inner), probs = exp(scores - lse), inner = dctx . ctx.
+
+        Where cuDNN fails, forward and backward of the next kernel.
+        """
         kind, q, k, v, ctx, lse = self
         n_batch, n_queries, n_heads, width = ctx.shape
         require_gradient("sdpa", "dctx", dctx, ctx, (n_batch, n_heads, n_queries, width))
         dq, dk, dv = heads_beside(q, (q.shape, k.shape, v.shape), beside=kind.joined)
         arrays = {Q: q, K: k, V: v, CTX: ctx, LSE: lse, DCTX: _tokens_first(dctx)}
-        run(_plan(q, kind._replace(backward=True)), arrays | {DQ: dq, DK: dk, DV: dv})
+        if not ran(kind._replace(backward=True), arrays | {DQ: dq, DK: dk, DV: dv}):
+            return self._by_another(dctx)
         return heads_first(dq), heads_first(dk), heads_first(dv), None, None
 
-
-def _plan(q: Array, kind: Kind) -> Plan:
-    found = plan_of(q, kind)
-    if isinstance(found, str):  # which `not_by_cudnn` has said before
-        raise RuntimeError(f"sdpa: {found}")
-    return found
+    def _by_another(self, dctx: Array) -> tuple[Array, Array, Array, None, None]:
+        """As it was asked for going forward, in deterministic mode too."""
+        kind, band = self.kind, (self.kind.left, self.kind.right)
+        with deterministic() if kind.deterministic else nullcontext():
+            _, cache = reference(self.q, self.k, self.v, window=band, scale=kind.scale)
+            grads: tuple[Array, Array, Array, None, None] = cache.backward(dctx)
+        return grads
 
 
 def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float | None) -> Kind:

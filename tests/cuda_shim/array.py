@@ -23,8 +23,8 @@ MOVES = ("ascontiguousarray", "astype", "broadcast_to", "concat", "permute_dims"
 PRODUCTS = ("matmul", "tensordot", "vecdot")  # which are cuBLAS's
 
 
-class Fault(RuntimeError):
-    """What a device would not have survived, or not have noticed."""
+class Fault(BaseException):
+    """What a device would not have survived, or not have noticed: nothing may go on behind it."""
 
 
 class Array:

@@ -11,8 +11,8 @@ heuristics were told, another stream's workspace. tests/test_cuda_bindings.py co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,10 @@ from cuda_shim.cublaslt_parts import (
     NAMES,
     NOT_SUPPORTED,
     RESULT,
+    SPLIT,
     WIDTHS,
     Epilogue,
+    Held,
     Layout,
     MatmulDescAttribute,
     MatmulPreferenceAttribute,
@@ -40,12 +42,15 @@ from cuda_shim.cublaslt_parts import (
     read,
     rounded,
     slope,
+    told_to_raise,
 )
 from cuda_shim.graph import note
 
+NEEDED = 1 << 20  # bytes of workspace, where sums are split
+
 
 class CublasLt:
-    """The module. lacks: epilogues for which there is no algorithm."""
+    """The module. lacks: epilogues for which there is no algorithm; raises: errors of functions."""
 
     Epilogue, ReductionScheme = Epilogue, ReductionScheme
     MatmulDescAttribute = MatmulDescAttribute
@@ -54,11 +59,15 @@ class CublasLt:
     cuBLASLtError = cuBLASLtError
     matmul_heuristic_result_dtype = RESULT
 
-    def __init__(self, lacks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, lacks: Sequence[int] = (), raises: Mapping[str, BaseException] | None = None
+    ) -> None:
         self.lacks = lacks
+        told_to_raise(self, raises or {})
         self.device, self.stream, self.tf32 = 0, 7, False
         self.arrays: Sequence[Array] = ()  # of the product that is being asked for
-        self.workspaces: dict[int, tuple[np.ndarray, set[tuple[int, int]]]] = {}
+        self.held: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
+        self.lent = 0  # workspaces so far
         self.products: list[Product] = []
         self.alive: dict[int, Any] = {}
         self.algorithms: dict[int, Any] = {}
@@ -72,10 +81,10 @@ class CublasLt:
         return Place(self.device, self.stream, self.tf32)
 
     def memory(self, size: int) -> Any:
-        held = np.empty(size + 256, np.uint8)
-        at = held.ctypes.data + -held.ctypes.data % 256
-        self.workspaces[at] = held, set()
-        return SimpleNamespace(ptr=at)
+        held = Held(size, (self.device, self.stream))
+        self.held[held.ptr] = held
+        self.lent += 1
+        return held
 
     # ---- Handles and descriptors ----
 
@@ -163,11 +172,8 @@ class CublasLt:
         told = [min(at & -at, 256) for at in self._pointed(operation)]
         self.algorithms[number] = wanted, dict(self.alive[preference]), told
         result = memory(heuristic_results_array, self.matmul_heuristic_result_dtype, 1)
-        result["algo"]["data_"][0, 0], result["workspace_size"], result["state"] = (
-            number,
-            1 << 20,
-            0,
-        )
+        size = NEEDED if wanted[3][0].cols >= SPLIT or wanted[3][0].rows >= SPLIT else 0
+        result["algo"]["data_"][0, 0], result["workspace_size"], result["state"] = number, size, 0
         memory(return_algo_count, np.dtype(np.int32), 1)[0] = requested_algo_count
 
     def _wanted(self, operation: Any, *descriptors: int) -> Any:
@@ -235,7 +241,8 @@ class CublasLt:
             raise Fault("the algorithm was advised for another product")
         if stream != self.stream or self.alive[light_handle] != ("handle", self.device):
             raise Fault(f"another stream or device than the current one: {stream}")
-        self._require_workspace(workspace, workspace_size_in_bytes, preferred)
+        needed = int(memory(algo, self.matmul_heuristic_result_dtype, 1)["workspace_size"][0])
+        self._require_workspace(workspace, workspace_size_in_bytes, needed, preferred[1])
         if c != d:
             raise Fault("what is added to is not what is written to")
         _, trans, epilogue, three, _, vector_apart = wanted
@@ -321,15 +328,16 @@ class CublasLt:
 
     # ---- Memory ----
 
-    def _require_workspace(self, at: int, size: int, preferred: Any) -> None:
-        if at not in self.workspaces or size != preferred[1]:
-            raise Fault("there is no such workspace")
-        held, users = self.workspaces[at]
-        if size + 256 > held.size:
-            raise Fault(f"the workspace is smaller than {size} bytes")
-        users.add((self.device, self.stream))
-        if len(users) > 1:
-            raise Fault(f"streams share a workspace: {users}")
+    def _require_workspace(self, at: int, size: int, needed: int, most: int) -> None:
+        if not needed <= size <= most:
+            raise Fault(f"the workspace has {size} bytes, {needed} to {most} are needed")
+        if size == 0:
+            return
+        held = self.held.get(at)
+        if held is None or held.size < size:
+            raise Fault(f"there is no workspace of {size} bytes")
+        if held.stream != (self.device, self.stream):
+            raise Fault(f"the workspace is that of another stream: {held.stream}")
 
     def _owner(self, at: int) -> Array:
         for array in self.arrays:

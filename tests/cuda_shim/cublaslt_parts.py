@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -134,6 +135,29 @@ def _tanh(x: np.ndarray) -> np.ndarray:
 def memory(at: int, dtype: np.dtype, count: int) -> np.ndarray:
     held = (ctypes.c_char * (count * dtype.itemsize)).from_address(at)
     return np.frombuffer(held, np.uint8).view(dtype)
+
+
+class Held:
+    """Bytes of a workspace, on the stream that was the current one; there as long as it is held."""
+
+    def __init__(self, size: int, stream: Any) -> None:
+        self.size, self.stream = size, stream
+        self._block = np.empty(size + 256, np.uint8)
+        self.ptr = self._block.ctypes.data + -self._block.ctypes.data % 256
+
+
+def told_to_raise(library: Any, raises: Mapping[str, BaseException]) -> None:
+    """Functions of a library, or of a graph, which raise what a test names."""
+
+    def raising(error: BaseException) -> Callable[..., Any]:
+        def fails(*_: Any, **__: Any) -> Any:
+            raise error
+
+        return fails
+
+    for name, error in raises.items():
+        if hasattr(library, name):
+            setattr(library, name, raising(error))
 
 
 def read(kind: Any, buf: int, size: int) -> int:

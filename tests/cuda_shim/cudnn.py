@@ -11,14 +11,14 @@ tests/test_cuda_frontend.py compares both with the package.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.cupy.cudnn import OLDEST, Place
 
 from cuda_shim.array import Array, Fault, quietly
-from cuda_shim.cublaslt_parts import memory
+from cuda_shim.cublaslt_parts import Held, memory, told_to_raise
 from cuda_shim.cudnn_graph import (
     Graph,
     cudnnGraphNotSupportedError,
@@ -37,15 +37,6 @@ class Call(NamedTuple):
     stream: int
 
 
-class Held:
-    """Bytes of a workspace, on the stream that was the current one."""
-
-    def __init__(self, size: int, stream: int) -> None:
-        self.size, self.stream = size, stream
-        self._block = np.empty(size + 256, np.uint8)
-        self.ptr = self._block.ctypes.data + -self._block.ctypes.data % 256
-
-
 class Handle:
     """Of a device, with the stream on which it starts what it is asked for."""
 
@@ -54,14 +45,23 @@ class Handle:
 
 
 class Cudnn:
-    """The module. lacks: names of graphs, or ("sdpa_backward", deterministic), without a plan."""
+    """The module. lacks: names of graphs, or ("sdpa_backward", deterministic), without a plan.
+
+    raises: errors of its functions and of its graphs'; "sdpa_backward.execute": of such graphs.
+    """
 
     data_type, diagonal_alignment, heur_mode = data_type, diagonal_alignment, heur_mode
     cudnnGraphNotSupportedError = cudnnGraphNotSupportedError
 
     def __init__(
-        self, lacks: Iterable[Any] = (), capability: int = 90, version: int = OLDEST
+        self,
+        lacks: Iterable[Any] = (),
+        capability: int = 90,
+        version: int = OLDEST,
+        raises: Mapping[str, BaseException] | None = None,
     ) -> None:
+        self.raises = dict(raises or {})
+        told_to_raise(self, self.raises)
         self.lacks, self.version = tuple(lacks), version
         self.device, self.stream, self.capability = 0, 7, capability
         self.arrays: list[Array] = []  # of what is being asked for

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuda_shim.array import Fault
+from cuda_shim.cublaslt_parts import told_to_raise
 
 Values = dict[str, np.ndarray]
 
@@ -85,6 +86,7 @@ class Graph:
         self.results: tuple[str, ...] = ()
         self.node, self.options, self.done = "", {}, 0
         self.workspace = 0
+        told_to_raise(self, cudnn.raises)
 
     def tensor(
         self,
@@ -140,6 +142,9 @@ class Graph:
     ) -> list[Tensor]:
         alignment, left, right = band
         self.node, self.results = node, made
+        of_node = (name.partition(".")[::2] for name in self.cudnn.raises)
+        own = {step: f"{node}.{step}" for of, step in of_node if of == node and step}
+        told_to_raise(self, {step: self.cudnn.raises[name] for step, name in own.items()})
         self.options = {"attn_scale": scale, "alignment": alignment, "left": left, "right": right}
         results = {name: Tensor(self.io) for name in made}
         self.ports = given | results
@@ -219,7 +224,13 @@ class Graph:
             raise cudnnGraphNotSupportedError("No valid engine configs")
         # One of the frontend's own, one that cannot be built, and one that can.
         own = [SimpleNamespace(cpp_index=i) for i in range(len(heuristics))]
-        self.plans = [SimpleNamespace(cpp_index=None), *own]
+        self._plans = [SimpleNamespace(cpp_index=None), *own]
+
+    @property
+    def plans(self) -> list[SimpleNamespace]:
+        if not hasattr(self, "_plans"):
+            raise Fault("plans are asked for before they are created")
+        return self._plans
 
     def select_plan(self, index: int) -> Graph:
         self.done = self.STEPS.index("select")

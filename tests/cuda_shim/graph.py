@@ -7,7 +7,7 @@ refused: to look at a value, to bring one from the host, products by cuBLAS.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ class Call(NamedTuple):
 class Graph:
     """`captured.Graph` of the stand-in."""
 
-    def __init__(self) -> None:
+    def __init__(self, raises: Mapping[str, BaseException] | None = None) -> None:
+        self.raises = dict(raises or {})  # errors at the "end" of recording, or at a "launch"
         self.calls: list[Call] = []
         self.pool: list[np.ndarray] = []  # what was made while it was noted
         self.launches = 0
@@ -47,8 +48,12 @@ class Graph:
             yield
         finally:
             _now.pop()
+        if "end" in self.raises:
+            raise self.raises["end"]
 
     def launch(self) -> None:
+        if "launch" in self.raises:
+            raise self.raises["launch"]
         self.launches += 1
         for call in self.calls:
             call.run()
