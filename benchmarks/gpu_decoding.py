@@ -124,7 +124,7 @@ class Texts:
         return later
 
     def _agreement(self, name: str, ours: Any) -> list[int]:
-        """Of each text, how many ids are those of the first contestant's."""
+        """For each text, how many ids equal the first contestant's."""
         firsts = next(iter(self.written.values()))
         rows = zip(self.firsts, self.written[name], firsts, strict=True)
         return [agreement(name, first, own, peer, ours) for first, own, peer in rows]

@@ -49,7 +49,7 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is too little memory, whoever raised it."""
+    """Whether an error of any library means out of memory."""
     said = f"{type(error).__name__}: {error}"
     return isinstance(error, MemoryError) or _NO_MEMORY.search(said) is not None
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from benchmarks import contestants, harness, machine, shapes
 from benchmarks.contestants import PEER
+from benchmarks.fitting import has_room, is_alone, require_memory
 from benchmarks.harness import Disagreement
 from benchmarks.shapes import Shape
 from benchmarks.worker import JUDGE, LIGHT
@@ -274,17 +275,27 @@ class Turns:
         if self.runs[1:] and not set(running) - {PEER}:  # nobody was left beside the peer
             self.runs.pop()
             return
-        for name in running:
-            row = by_name[name]
-            for work in chosen:
-                row[work] = harness.summary(seconds[name, work], seconds.get((PEER, work)))
-            self._beside_the_first(row)
-            if own in chosen:
-                row |= _rates(shape, row[own]["min_ms"], run["products"]["min_ms"])
-            if name.endswith("kernel"):
-                row["dispatch"] = running[name].ask(dispatch={"work": WORKS[own]})
-            self._add(name, row)
+        for name, one in running.items():
+            self._finish(by_name[name], one, seconds, run["products"])
         self.keep(self.found())
+
+    def _finish(
+        self,
+        row: dict[str, Any],
+        one: Any,
+        seconds: Mapping[tuple[str, str], list[float]],
+        products: dict[str, float],
+    ) -> None:
+        """What follows from all rounds, and what choosing kernels costs."""
+        name, own = row["name"], works(self.shape)[0]
+        for work in self.chosen:
+            row[work] = harness.summary(seconds[name, work], seconds.get((PEER, work)))
+        self._beside_the_first(row)
+        if own in self.chosen:
+            row |= _rates(self.shape, row[own]["min_ms"], products["min_ms"])
+        if name.endswith("kernel"):
+            row["dispatch"] = one.ask(dispatch={"work": WORKS[own]})
+        self._add(name, row)
 
     def _add(self, name: str, row: dict[str, Any]) -> None:
         """The peer's row stays that of the first run."""
@@ -297,42 +308,6 @@ class Turns:
             for work in self.chosen:
                 least = self.rows[PEER][work]["min_ms"]
                 row[work] = row[work] | {"ratio": row[work]["min_ms"] / least}
-
-
-SPARE = 2  # times what the first takes: about as much as one that keeps every score
-
-
-def has_room(running: Mapping[str, Any], limit: int | None, device: str | None) -> bool:
-    """Whether one more may be started: where memory is short the system ends whom it likes.
-
-    One beside the peer may be; and on a device, where a process that gets no memory says so.
-    """
-    if limit is None or device is not None or is_alone(running):
-        return True
-    first = next(one for name, one in running.items() if name != LIGHT)
-    return memory(running)[0] + SPARE * sum(memory({"first": first})) <= limit
-
-
-def is_alone(running: Mapping[str, Any]) -> bool:
-    """Whether there is nobody yet but the peer."""
-    return not set(running) - {LIGHT, PEER}
-
-
-def require_memory(running: Mapping[str, Any], limit: int | None) -> None:
-    """MemoryError where what all processes hold, and one in its step, comes near the limit."""
-    needed = sum(memory(running))
-    if limit is not None and needed > limit:
-        raise MemoryError(
-            f"{', '.join(running)} together need {needed / 1e9:.1f} GB, and there are "
-            f"{limit / 1e9:.1f}; name fewer with --contestant"
-        )
-
-
-def memory(running: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes that all processes hold, and the most that one of them takes beside that in a step."""
-    found = [one.ask(about={}) for one in running.values()]
-    sizes = [(a["bytes"], a["most_bytes"]) for a in found if a["bytes"] is not None]
-    return sum(now for now, _ in sizes), max((peak - now for now, peak in sizes), default=0)
 
 
 def _products(flops: int, seconds: Sequence[float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import contestants, dispatching, harness, machine, report, shapes, step
+from benchmarks import contestants, dispatching, fitting, harness, machine, report, shapes, step
 from benchmarks.__main__ import default_name, main
 from benchmarks.contestants import COMPILED, PEER
 from benchmarks.products import Light
@@ -413,20 +413,20 @@ class Holds:
 
 def test_processes_must_fit_into_memory() -> None:
     running = {"a": Holds(2, 5), "b": Holds(3, 4)}  # 5 held, and 3 more while a runs
-    step.require_memory(running, 8)
-    step.require_memory(running, None)
+    fitting.require_memory(running, 8)
+    fitting.require_memory(running, None)
     with pytest.raises(MemoryError, match=r"a, b together need .* name fewer with --contestant"):
-        step.require_memory(running, 7)
+        fitting.require_memory(running, 7)
     unknown = running | {"c": Holds(None, 99)}
-    assert step.memory(unknown) == (5, 3)
+    assert fitting.memory(unknown) == (5, 3)
 
 
 def test_another_process_starts_where_there_is_room() -> None:
     running = {LIGHT: Holds(1, 1), PEER: Holds(2, 5), "b": Holds(3, 9)}  # 6, and twice the peer's 5
-    assert step.has_room(running, 16, None) and not step.has_room(running, 15, None)
-    assert step.has_room(running, None, None)
-    assert step.has_room(running, 0, "cuda")  # what finds no room there says so
-    assert step.has_room({LIGHT: Holds(9, 9), PEER: Holds(9, 9)}, 0, None)
+    assert fitting.has_room(running, 16, None) and not fitting.has_room(running, 15, None)
+    assert fitting.has_room(running, None, None)
+    assert fitting.has_room(running, 0, "cuda")  # what finds no room there says so
+    assert fitting.has_room({LIGHT: Holds(9, 9), PEER: Holds(9, 9)}, 0, None)
 
 
 class Large(InProcess):
@@ -444,11 +444,12 @@ THREE = ["numpy reference", "numpy kernel", "array-api-strict reference"]
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Contestants take a byte each, the first of THREE is the peer, and there are so many bytes."""
     monkeypatch.setattr(step, "start", Large)
-    monkeypatch.setattr(step, "PEER", THREE[0])
+    for module in (fitting, step):
+        monkeypatch.setattr(module, "PEER", THREE[0])
 
     def limit(n_bytes: int, spare: int) -> None:
         monkeypatch.setattr(machine, "free_memory", lambda device: n_bytes)
-        monkeypatch.setattr(step, "SPARE", spare)
+        monkeypatch.setattr(fitting, "SPARE", spare)
 
     return limit
 
@@ -490,7 +491,7 @@ def test_who_does_not_fit_beside_the_peer_is_left_out(
     def memory(running: Any) -> tuple[int, int]:
         return sum(sizes.get(name, 1) for name in running), 0
 
-    monkeypatch.setattr(step, "memory", memory)
+    monkeypatch.setattr(fitting, "memory", memory)
     found = step.measure(GPT_SHAPE, THREE, 1, ["step"])
     assert [row["name"] for row in found["rows"]] == THREE[:2] and len(found["runs"]) == 1
     (why,) = found["left_out"]

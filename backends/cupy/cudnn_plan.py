@@ -129,8 +129,8 @@ def _output(tensor: Any, uid: int, layout: Layout) -> Any:
 def _options(cudnn: Any, kind: Kind) -> dict[str, Any]:
     """Scale and band. cuDNN's left bound counts the query's own key.
 
-    Where there are as many queries as keys the diagonal of both alignments is the same: top-left is
-    asked for, which more of cuDNN's engines take. Bottom-right only where it makes a difference.
+    If T = S both alignments have the same diagonal. Top-left is asked for, because more of cuDNN's
+    engines support it; bottom-right only if it makes a difference.
     """
     differs = kind.q.shape[2] != kind.k.shape[2] and (kind.left, kind.right) != (None, None)
     alignments = cudnn.diagonal_alignment

@@ -1,4 +1,4 @@
-"""What cuDNN's attention takes of numbers of two bytes, by compute capability.
+"""What cuDNN's attention supports in bfloat16 and float16, by compute capability.
 
 From NVIDIA's support matrix of scaled dot product attention
 (https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html) and from what
@@ -12,15 +12,15 @@ scaled_dot_product_flash_attention.h), of cuDNN 9.16 and newer:
 | 10.x | 256 | 128; 192 with values of 128; from 9.23 on 256 | from 9.18 on |
 | 11.x, 12.x | 256 | 128 | yes |
 
-All have bfloat16 and float16, widths that are multiples of 8, no mask, causal masks and windows; an
-alignment to the bottom right needs at most as many queries as keys. What has a plan cuDNN says.
+Every capability has bfloat16 and float16, widths that are multiples of 8, causal masks and windows.
+Bottom-right alignment needs T <= S. Within these limits cuDNN itself says whether there is a plan.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-PACK = 8  # of which head widths are multiples
+PACK = 8  # head widths are multiples of it
 OLDEST_CAPABILITY = 80
 
 
@@ -31,12 +31,12 @@ class Widths(NamedTuple):
     backward: int
 
 
-# By the first number of the capability; others, which nothing is said of, as the least of these.
+# By the major number of the capability. Any other, newer ones too, has the strictest limits.
 WIDEST = {9: Widths(256, 256)}
 OTHERS = Widths(256, 128)
-# Widths of keys and of values that backward has beside them, and the version they came with.
+# Further widths (keys, values) of backward, and the version of cuDNN that added them.
 MORE = {10: {(192, 128): 91600, (256, 256): 92300}}
-DETERMINISTIC = {10: 91800}  # versions that they came with; others always had it
+DETERMINISTIC = {10: 91800}  # the version that added it; the others always had it
 
 
 def unsupported(

@@ -22,7 +22,7 @@ from xformer.typing import Array
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 MOST = 4  # matrices of a launch, as in side_by_side.cu
 BLOCK = 256  # threads
-PACK = 16  # bytes, from a multiple of which on each slice begins
+PACK = 16  # bytes; each slice begins at a multiple of it
 
 Shape = tuple[int, ...]
 
@@ -36,10 +36,10 @@ def joined(like: Array) -> bool:
 
 
 def widths_beside(shapes: Sequence[Shape], size: int) -> list[int]:
-    """Elements from one token to the next of dq, dk and dv, with what lies beside each of them.
+    """The stride in elements from one token to the next, for dq, dk and dv.
 
-    shapes: (B, H, T, K), (B, G, S, K), (B, G, S, M)   size: bytes of a number. All three are
-    together where there are as many queries as keys, else keys and values.
+    shapes: (B, H, T, K), (B, G, S, K), (B, G, S, M)   size: bytes of a number. One array holds all
+    three if T = S, else dk and dv.
     """
     own = [shape[1] * shape[3] for shape in shapes]
     if any(width * size % PACK for width in own):
@@ -80,10 +80,10 @@ def step_of(x: Array) -> int:
 
 
 def whole(parts: Sequence[Array]) -> Array | None:
-    """The columns (N, sum of O_i) of which `parts` (N, O_i) are one after the other.
+    """`parts` (N, O_i), adjacent column slices of one array, as one view (N, sum of O_i).
 
-    None where they are no slices of one array. Others may happen to lie so: the last bits of a
-    product would hang on it, and on nothing that a caller can tell.
+    None if they are not slices of one array. Separate arrays may be adjacent by chance: then the
+    last bits of a product would depend on where the allocator put them.
     """
     held = parts[0].base
     n_rows = parts[0].shape[0]
