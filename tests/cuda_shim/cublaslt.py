@@ -46,12 +46,11 @@ from cuda_shim.cublaslt_parts import (
 )
 from cuda_shim.graph import note
 
-NEEDED = 1 << 20  # bytes of workspace, where sums are split
-
 
 class CublasLt:
     """The module. lacks: epilogues for which there is no algorithm; raises: errors of functions."""
 
+    workspace = 1 << 20  # bytes that an algorithm needs which splits sums
     Epilogue, ReductionScheme = Epilogue, ReductionScheme
     MatmulDescAttribute = MatmulDescAttribute
     MatmulPreferenceAttribute = MatmulPreferenceAttribute
@@ -172,7 +171,7 @@ class CublasLt:
         told = [min(at & -at, 256) for at in self._pointed(operation)]
         self.algorithms[number] = wanted, dict(self.alive[preference]), told
         result = memory(heuristic_results_array, self.matmul_heuristic_result_dtype, 1)
-        size = NEEDED if wanted[3][0].cols >= SPLIT or wanted[3][0].rows >= SPLIT else 0
+        size = self.workspace if wanted[3][0].cols >= SPLIT or wanted[3][0].rows >= SPLIT else 0
         result["algo"]["data_"][0, 0], result["workspace_size"], result["state"] = number, size, 0
         memory(return_algo_count, np.dtype(np.int32), 1)[0] = requested_algo_count
 

@@ -71,8 +71,8 @@ class Seen:
 
     def __init__(self) -> None:
         self.log: list[Call] = []  # with names=True
-        self.peak = 0  # bytes of CuPy's pool that were in use at once, above those before
-        self.graph_bytes = 0  # of other pools, which are graphs'
+        self.peak = 0  # bytes of CuPy's pools, graphs' too, in use at once above those before
+        self.grown = 0  # `peak` of the work before, by `work.steady`
         self.library: collections.Counter[str] = collections.Counter()
         self._before = _device.counts()
         self._libraries = libraries.copy()
@@ -103,15 +103,23 @@ class Seen:
 
 
 class _Peak(cupy.cuda.MemoryHook):
-    """The most bytes that the default pool has in use."""
+    """The most bytes that all pools have in use, above those before.
+
+    Not what pools hold: CuPy takes any free chunk of a set, in the order of Python's addresses, so
+    that a pool's total differs from run to run.
+    """
 
     name = "null device"
 
     def __init__(self) -> None:
-        self.most = self.before = cupy.get_default_memory_pool().used_bytes()
+        self.now = self.most = 0
 
-    def malloc_postprocess(self, **kwargs: Any) -> None:
-        self.most = max(self.most, cupy.get_default_memory_pool().used_bytes())
+    def malloc_postprocess(self, *, mem_size: int, **_: Any) -> None:
+        self.now += mem_size
+        self.most = max(self.most, self.now)
+
+    def free_postprocess(self, *, mem_size: int, **_: Any) -> None:
+        self.now -= mem_size
 
 
 @contextmanager
@@ -127,8 +135,7 @@ def counting(*, names: bool = False, sink: Any = None) -> Iterator[Seen]:
     finally:
         _device.set_sink(None)
         seen.end()
-        seen.peak = hook.most - hook.before
-        seen.graph_bytes = held()["bytes"] - cupy.get_default_memory_pool().total_bytes()
+        seen.peak = hook.most
 
 
 @contextmanager

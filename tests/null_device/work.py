@@ -97,19 +97,23 @@ class Texts:
 
 
 def steady(work: Callable[[], Any], before: int = 2, **options: Any) -> device.Seen:
-    """What is called once `work` was done before: kernels are compiled, and the pool has grown.
+    """What is called once `work` was done before: kernels are compiled, graphs captured.
 
-    Python's collector of cycles is off meanwhile: when it runs depends on its version.
+    `grown` of the result: the peak of the work before, which a graph's memory has to hold. Python's
+    collector of cycles is off meanwhile: when it runs depends on its version.
     """
-    for _ in range(before):
-        work()
     gc.collect()
     gc.disable()
     try:
+        with device.counting() as first:
+            for _ in range(before):
+                work()
+                gc.collect()
         with device.counting(**options) as seen:
             work()
     finally:
         gc.enable()
+    seen.grown = first.peak
     return seen
 
 
@@ -138,7 +142,7 @@ def numbers(seen: device.Seen) -> dict[str, int]:
         if kind in ("H2D", "D2H", "D2D", "memset") and seen.bytes(kind):
             found[f"{kind} bytes"] = seen.bytes(kind)
         elif kind == "graph" and calls:
-            found["nodes"], found["graph bytes"] = seen.bytes(kind), seen.graph_bytes
+            found["nodes"], found["graph bytes"] = seen.bytes(kind), seen.grown
     return found | dict(sorted(seen.library.items())) | {"peak bytes": seen.peak}
 
 
