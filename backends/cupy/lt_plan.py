@@ -157,7 +157,7 @@ def _describe(
     plan: Plan,
     pointed: tuple[int, int],
     of: tuple[Matrix, Matrix, Matrix],
-    epilogue: int,
+    epilogue: str,
     vector_apart: int,
 ) -> None:
     names = lt.MatmulDescAttribute
