@@ -224,6 +224,9 @@ def refusal(array_type: type) -> str | None:
 
 
 def _find_library(array_type: type) -> str:
+    own: str | None = getattr(array_type, "__xformer_library__", None)
+    if own is not None:
+        return own
     roots = [base.__module__.partition(".")[0] for base in array_type.__mro__]
     names = [_FOLDERS.get(root, root) for root in roots]
     for name in names:  # a subclass of your own belongs to the library of its base

@@ -97,8 +97,10 @@ def _kept_by_one(kept: Any) -> None:
 @functools.cache
 def _sources() -> list[tuple[str, float, int]]:
     """All files of loops: names, times and sizes."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return [(file.name, file.stat().st_mtime, file.stat().st_size) for file in files]
+    folder = Path(__file__).parent
+    files = sorted(folder.rglob("*.py"))
+    found = [(file, file.stat()) for file in files]
+    return [(str(file.relative_to(folder)), of.st_mtime, of.st_size) for file, of in found]
 
 
 def _save(save: Callable[..., None], folder: Path, *overload: Any) -> None:

@@ -1,0 +1,1 @@
+"""One op a file: its kernels for the arrays of programs."""

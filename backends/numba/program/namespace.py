@@ -1,0 +1,316 @@
+"""The array API on `Traced` arrays: views are NumPy's, and all else is an instruction.
+
+What follows from constants alone is computed at once. Functions and their numbers are those of
+array_api_compat's NumPy, so that a run gives what the references give on NumPy.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from xformer.backends.numba.program.program import Program, of
+from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
+from xformer.backends.numpy.namespace import xp
+
+Shape = tuple[int, ...]
+
+ELEMENTWISE = (
+    *("abs", "acos", "add", "asin", "atan", "atan2", "bitwise_and", "bitwise_invert"),
+    *("bitwise_left_shift", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil", "cos"),
+    *("cosh", "divide", "equal", "exp", "expm1", "floor", "floor_divide", "greater"),
+    *("greater_equal", "isfinite", "isinf", "isnan", "less", "less_equal", "log", "log10"),
+    *("log1p", "log2", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor"),
+    *("maximum", "minimum", "multiply", "negative", "not_equal", "pow", "remainder", "round"),
+    *("sign", "sin", "sinh", "sqrt", "square", "subtract", "tan", "tanh", "trunc"),
+)
+REDUCING = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "std", "sum", "var")
+CALLED = (  # whose shapes are learnt by calling them
+    *("argsort", "clip", "cumulative_sum", "diff", "flip", "repeat", "roll", "searchsorted"),
+    *("sort", "take_along_axis", "tile", "tril", "triu"),
+)
+VIEWS = (
+    *("broadcast_to", "expand_dims", "matrix_transpose", "moveaxis", "permute_dims", "squeeze"),
+)
+KNOWN = (  # of no array
+    *("bool", "e", "empty", "eye", "finfo", "float32", "float64", "full", "iinfo", "inf", "int16"),
+    *("int32", "int64", "int8", "isdtype", "linspace", "nan", "newaxis", "ones", "pi", "uint16"),
+    *("uint32", "uint64", "uint8", "zeros", "arange", "__array_namespace_info__"),
+)
+
+
+def _dummy(x: Any) -> Any:
+    """One element of the same number of axes and dtype."""
+    return np.ones((1,) * x.ndim, x.dtype) if isinstance(x, Traced) else x
+
+
+def _layouts(arguments: Sequence[Any]) -> list[Any]:
+    return [x.layout if isinstance(x, Traced) else x for x in arguments]
+
+
+def _elementwise(name: str) -> Callable[..., Traced]:
+    fn = getattr(xp, name)
+    ufunc = isinstance(fn, np.ufunc)
+
+    def run(out: Any, *arrays: Any) -> None:
+        if ufunc:
+            fn(*arrays, out=out)
+        else:
+            out[...] = fn(*arrays)
+
+    def recorded(*arrays: Any) -> Traced:
+        program = of(arrays)
+        with np.errstate(all="ignore"):
+            if program is None:
+                return constant(fn(*_layouts(arrays)))
+            dtype = fn(*map(_dummy, arrays)).dtype
+        out = program.fresh(np.broadcast_shapes(*map(np.shape, arrays)), dtype)
+        program.emit(name, run, [out], arrays)
+        return out
+
+    recorded.__name__ = name
+    return recorded
+
+
+def _reducing(name: str) -> Callable[..., Traced]:
+    fn = getattr(xp, name)
+
+    def recorded(
+        x: Traced, /, *, axis: Any = None, keepdims: bool = False, **options: Any
+    ) -> Traced:
+        options = {"axis": axis, "keepdims": keepdims} | options
+        program = of([x])
+        if program is None:
+            return constant(fn(x.layout, **options))
+        reduced = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+        reduced = {i % x.ndim for i in reduced}
+        sizes = [1 if i in reduced else n for i, n in enumerate(x.shape)]
+        shape = [n for i, n in enumerate(sizes) if keepdims or i not in reduced]
+        out = program.fresh(shape, fn(_dummy(x), **options).dtype)
+        said = name if axis is None else f"{name} axis={axis}"
+        program.emit(said, lambda out, x: np.copyto(out, fn(x, **options)), [out], [x])
+        return out
+
+    recorded.__name__ = name
+    return recorded
+
+
+def _called(name: str) -> Callable[..., Traced]:
+    fn = getattr(xp, name)
+
+    def recorded(*arguments: Any, **options: Any) -> Traced:
+        at = [i for i, x in enumerate(arguments) if isinstance(x, Traced)]
+        by = [key for key, x in options.items() if isinstance(x, Traced)]
+        arrays = [arguments[i] for i in at] + [options[key] for key in by]
+
+        def call(*values: Any) -> Any:
+            all_of_them, named = list(arguments), dict(options)
+            for i, value in zip(at, values, strict=False):
+                all_of_them[i] = value
+            named.update(zip(by, values[len(at) :], strict=True))
+            return fn(*all_of_them, **named)
+
+        program = of(arrays)
+        if program is None:
+            return constant(call(*_layouts(arrays)))
+        like = call(*(np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in arrays))
+        out = program.fresh(like.shape, like.dtype)
+        program.emit(name, lambda out, *values: np.copyto(out, call(*values)), [out], arrays)
+        return out
+
+    recorded.__name__ = name
+    return recorded
+
+
+def _view(name: str) -> Callable[..., Traced]:
+    fn = getattr(xp, name)
+
+    def recorded(x: Traced, /, *arguments: Any, **options: Any) -> Traced:
+        return x.view(fn(x.layout, *arguments, **options))
+
+    recorded.__name__ = name
+    return recorded
+
+
+def _known(name: str) -> Any:
+    made = getattr(xp, name)
+    if name not in ("arange", "empty", "eye", "full", "linspace", "ones", "zeros"):
+        return made
+    return lambda *arguments, **options: constant(made(*arguments, **options))
+
+
+for _names, _make in (
+    (ELEMENTWISE, _elementwise),
+    (REDUCING, _reducing),
+    (CALLED, _called),
+    (VIEWS, _view),
+    (KNOWN, _known),
+):
+    globals().update({_name: _make(_name) for _name in _names})
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") or not hasattr(xp, name):
+        raise AttributeError(name)
+    raise Unrecorded(f"{name} of the array API is not recorded")
+
+
+def asarray(values: Any, /, *, dtype: Any = None, device: Any = None, copy: Any = None) -> Traced:
+    """The array itself, or in another dtype, or a constant of these values."""
+    if not isinstance(values, Traced):
+        return constant(xp.asarray(values, dtype=dtype))
+    return values if dtype is None else astype(values, dtype)
+
+
+def astype(x: Traced, dtype: Any, /, *, copy: bool = True, device: Any = None) -> Traced:
+    """x in another dtype; itself where it has that one, since nobody writes to it."""
+    if x.dtype == dtype:
+        return x
+    if x.is_constant:
+        return constant(xp.astype(x.layout, dtype))
+    program = _program(x)
+    out = program.fresh(x.shape, dtype)
+    program.emit("astype", _copy, [out], [x])
+    return out
+
+
+def copied(x: Traced) -> Traced:
+    """x in C order, without gaps."""
+    if x.is_constant:
+        return constant(np.array(x.layout, order="C"))
+    program = _program(x)
+    out = program.fresh(x.shape, x.dtype)
+    program.emit("copy", _copy, [out], [x])
+    return out
+
+
+def contiguous(x: Traced) -> Traced:
+    """x in C order, without gaps: itself where it lies so."""
+    return x if x.layout.flags.c_contiguous else copied(x)
+
+
+def _copy(out: Any, x: Any) -> None:
+    np.copyto(out, x, casting="unsafe")
+
+
+def _program(x: Traced) -> Program:
+    assert x.program is not None
+    return x.program
+
+
+def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
+    """x1 where the condition is True, else x2."""
+    program = of([condition, x1, x2])
+    if program is None:
+        return constant(xp.where(*_layouts([condition, x1, x2])))
+    dtype = xp.where(*map(_dummy, (condition, x1, x2))).dtype
+    out = program.fresh(np.broadcast_shapes(*map(np.shape, (condition, x1, x2))), dtype)
+
+    def run(out: Any, condition: Any, x1: Any, x2: Any) -> None:
+        out[...] = x2
+        np.copyto(out, x1, where=condition)
+
+    program.emit("where", run, [out], [condition, x1, x2])
+    return out
+
+
+def reshape(x: Traced, /, shape: Any, *, copy: bool | None = None) -> Traced:
+    """A view where one layout fits the other, else a copy."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if x.is_constant:
+        return constant(x.layout.reshape(shape))
+    try:
+        return x.view(np.reshape(x.layout, shape, copy=False))
+    except ValueError:
+        if math.prod(shape) not in (x.size, -x.size) and -1 not in shape:
+            raise
+    return reshape(copied(x), shape)
+
+
+def concat(arrays: Sequence[Traced], /, *, axis: int | None = 0) -> Traced:
+    """The arrays one behind the other."""
+    arrays = list(arrays)
+    program = of(arrays)
+    if program is None:
+        return constant(xp.concat(_layouts(arrays), axis=axis))
+    if axis is None:
+        arrays, axis = [reshape(x, (-1,)) for x in arrays], 0
+    like = xp.concat([_dummy(x) for x in arrays], axis=axis)
+    shape = list(arrays[0].shape)
+    shape[axis] = builtins.sum(x.shape[axis] for x in arrays)
+    out, end = program.fresh(shape, like.dtype), 0
+    for x in arrays:
+        begin, end = end, end + x.shape[axis]
+        part = (builtins.slice(None),) * (axis % out.ndim) + (builtins.slice(begin, end),)
+        program.emit("concat", _copy, [out[part]], [x])
+    return out
+
+
+def stack(arrays: Sequence[Traced], /, *, axis: int = 0) -> Traced:
+    """The arrays side by side along a new axis."""
+    at = axis % (arrays[0].ndim + 1)
+    return concat([reshape(x, (*x.shape[:at], 1, *x.shape[at:])) for x in arrays], axis=at)
+
+
+def matmul(x1: Traced, x2: Traced, /) -> Traced:
+    """Products of matrices, broadcast over the other axes."""
+    program = of([x1, x2])
+    if program is None:
+        return constant(xp.matmul(*_layouts([x1, x2])))
+    if x1.ndim < 2 or x2.ndim < 2:
+        raise Unrecorded("matmul of vectors is not recorded")
+    if x1.shape[-1] != x2.shape[-2]:
+        raise ValueError(f"matmul: shapes {x1.shape} and {x2.shape} do not fit")
+    lead = np.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    shape = (*lead, x1.shape[-2], x2.shape[-1])
+    out = program.fresh(shape, np.result_type(x1.dtype, x2.dtype))
+    program.emit("matmul", lambda out, a, b: np.matmul(a, b, out=out), [out], [x1, x2])
+    return out
+
+
+def take(x: Traced, ids: Traced, /, *, axis: int | None = None) -> Traced:
+    """The parts of x along an axis with these numbers."""
+    program = of([x, ids])
+    if axis is None:
+        x, axis = reshape(x, (-1,)), 0
+    if program is None:
+        return constant(xp.take(x.layout, ids.layout, axis=axis))
+    at = axis % x.ndim
+    out = program.fresh((*x.shape[:at], *ids.shape, *x.shape[at + 1 :]), x.dtype)
+    program.emit(
+        "take", lambda out, x, ids: np.copyto(out, xp.take(x, ids, axis=at)), [out], [x, ids]
+    )
+    return out
+
+
+def zeros_like(x: Traced, /, *, dtype: Any = None, device: Any = None) -> Traced:
+    """A constant of zeros."""
+    return full_like(x, 0, dtype=dtype)
+
+
+def ones_like(x: Traced, /, *, dtype: Any = None, device: Any = None) -> Traced:
+    """A constant of ones."""
+    return full_like(x, 1, dtype=dtype)
+
+
+def empty_like(x: Traced, /, *, dtype: Any = None, device: Any = None) -> Traced:
+    """A constant of zeros."""
+    return full_like(x, 0, dtype=dtype)
+
+
+def full_like(x: Traced, value: Any, /, *, dtype: Any = None, device: Any = None) -> Traced:
+    """A constant of one value, in the memory of one."""
+    return constant(np.broadcast_to(np.asarray(value, dtype or x.dtype), x.shape))
+
+
+def result_type(*arrays_and_dtypes: Any) -> Any:
+    """As NumPy's."""
+    return xp.result_type(*map(_dummy, arrays_and_dtypes))
+
+
+def can_cast(from_: Any, to: Any, /) -> bool:
+    """As NumPy's."""
+    return bool(xp.can_cast(from_.dtype if isinstance(from_, Traced) else from_, to))

@@ -1,0 +1,203 @@
+"""Arrays without values: what is done to them is written down as instructions of a program."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+if TYPE_CHECKING:
+    from xformer.backends.numba.program.program import Program
+
+Shape = tuple[int, ...]
+
+
+class Unrecorded(TypeError):
+    """What a function does that no program can: it asks for a value, or for a missing function."""
+
+
+class Buffer:
+    """Memory of a program: `name` of an input's, None of what the program computes."""
+
+    __slots__ = ("name", "nbytes")
+
+    def __init__(self, nbytes: int, name: str | None = None) -> None:
+        self.nbytes, self.name = nbytes, name
+
+
+class Traced:
+    """An array of a program: shape, dtype and strides in a buffer, or the values of a constant.
+
+    `layout` is an array of NumPy of that shape, dtype and strides, whose memory is never read:
+    NumPy makes its views, and their distance is that in the buffer.
+    """
+
+    __slots__ = ("base", "buffer", "layout", "program")
+    __xformer_library__ = "numba.kernels"
+    __array_ufunc__ = None  # NumPy's arrays leave operators to this
+    __array_priority__ = 1000.0
+    __hash__ = object.__hash__
+
+    def __init__(
+        self, program: Program | None, buffer: Buffer | None, layout: Any, base: int
+    ) -> None:
+        self.program, self.buffer, self.layout, self.base = program, buffer, layout, base
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether its values are known: they are those of `layout`."""
+        return self.buffer is None
+
+    @property
+    def shape(self) -> Shape:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.layout.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.layout.ndim
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.layout.shape)
+
+    @property
+    def strides(self) -> Shape:
+        """In bytes, as NumPy's."""
+        return self.layout.strides
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the beginning of the buffer to the first element."""
+        return address(self.layout) - self.base
+
+    @property
+    def device(self) -> str:
+        return "cpu"
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        from xformer.backends.numba.program import namespace
+
+        return namespace
+
+    def view(self, layout: Any) -> Traced:
+        """The same memory in another layout, which NumPy has made of this one's."""
+        return Traced(self.program, self.buffer, layout, self.base)
+
+    @property
+    def T(self) -> Traced:
+        return self.view(self.layout.T)
+
+    @property
+    def mT(self) -> Traced:
+        return self.view(self.layout.swapaxes(-1, -2))
+
+    def __getitem__(self, key: Any) -> Traced:
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(isinstance(k, Traced | np.ndarray | list) for k in keys):
+            raise Unrecorded("an index that is an array is not recorded; take(x, ids) is")
+        if not any(k is Ellipsis for k in keys):
+            keys = (*keys, ...)  # else one element would be read, as a number
+        return self.view(self.layout[keys])
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def __bool__(self) -> bool:
+        return bool(self._value())
+
+    def __int__(self) -> int:
+        return int(self._value())
+
+    def __float__(self) -> float:
+        return float(self._value())
+
+    def __index__(self) -> int:
+        return int(self._value())
+
+    def _value(self) -> Any:
+        if not self.is_constant:
+            raise Unrecorded("a value of an array is asked for, which is known only in a run")
+        return self.layout
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self._value(), dtype)
+
+    def __repr__(self) -> str:
+        what = "constant" if self.is_constant else "traced"
+        return f"<{what} {self.dtype.name}{list(self.shape)}>"
+
+
+def constant(values: Any) -> Traced:
+    """An array of known values, which are not copied."""
+    layout = np.asarray(values)
+    return Traced(None, None, layout, address(layout))
+
+
+def address(layout: Any) -> int:
+    """That of the first element."""
+    return int(layout.__array_interface__["data"][0])
+
+
+def laid_out(program: Program, buffer: Buffer, shape: Shape, dtype: Any, strides: Shape) -> Traced:
+    """The array of this layout at the beginning of a buffer."""
+    layout = as_strided(np.empty(1, dtype), shape, strides)
+    return Traced(program, buffer, layout, address(layout))
+
+
+def _operator(name: str, *, reverse: bool = False) -> Any:
+    def method(self: Traced, other: Any) -> Traced:
+        from xformer.backends.numba.program import namespace
+
+        fn = getattr(namespace, name)
+        made: Traced = fn(other, self) if reverse else fn(self, other)
+        return made
+
+    return method
+
+
+def _unary(name: str) -> Any:
+    def method(self: Traced) -> Traced:
+        from xformer.backends.numba.program import namespace
+
+        made: Traced = getattr(namespace, name)(self)
+        return made
+
+    return method
+
+
+_BINARY = {
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "truediv": "divide",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "pow",
+    "matmul": "matmul",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}
+_COMPARED = {
+    "eq": "equal",
+    "ne": "not_equal",
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+}
+for _short, _name in _BINARY.items():
+    setattr(Traced, f"__{_short}__", _operator(_name))
+    setattr(Traced, f"__r{_short}__", _operator(_name, reverse=True))
+for _short, _name in _COMPARED.items():
+    setattr(Traced, f"__{_short}__", _operator(_name))
+for _short, _name in {"neg": "negative", "invert": "bitwise_invert", "abs": "abs"}.items():
+    setattr(Traced, f"__{_short}__", _unary(_name))

@@ -1,0 +1,199 @@
+"""Programs: whatever the catalogue has is recorded, and a run gives what the references give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="needs extra numba")
+
+from xformer.backends import Backend
+from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.run import Recorded, layout_of, placed
+from xformer.backends.numba.program.traced import Traced, Unrecorded
+
+from xformer import backends, catalogue, reference_only, tree
+from xformer.catalogue import Case
+
+CASES = catalogue.cases()
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5}  # of the largest number of a case
+
+
+class Building(Backend):
+    """NumPy for a case that is built: `made` is asked for each array that comes from the host."""
+
+    made: Callable[[np.ndarray], Any]
+    values: dict[int, np.ndarray]
+
+    def _from_host(self, host: np.ndarray) -> Any:
+        return self.made(host)
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        return self.values.get(id(array), array)
+
+
+def building(made: Callable[[np.ndarray], Any], values: dict[int, np.ndarray], xp: Any) -> Building:
+    numpy = backends.get("numpy")
+    own = Building("numpy", xp, None, numpy.dtypes, numpy.version)
+    vars(own).update(made=made, values=values)
+    return own
+
+
+def whole(case: Case, backend: Backend, dtype: str, gradients: Sequence[Any] | None) -> list[Any]:
+    """What a case gives, and the gradients of all of its arrays. gradients: of what it gives."""
+    fn, args = case.build(backend, dtype)
+    y, cache = fn(*args)
+    flat = tree.flatten({"": y})
+    if gradients is None:
+        rng = np.random.default_rng(1)
+        gradients = [rng.normal(size=x.shape).astype(dtype) for x in flat.values()]
+    dy = tree.unflatten({"": y}, dict(zip(flat, gradients, strict=True)))[""]
+    grads = cache.backward(*dy) if isinstance(dy, tuple) else cache.backward(dy)
+    return [*flat.values(), *tree.flatten({"": grads}).values(), gradients]
+
+
+class Both:
+    """A case by the references, and recorded."""
+
+    def __init__(self, case: Case, dtype: str, threads: int = 2) -> None:
+        hosts: list[np.ndarray] = []
+
+        def made(host: np.ndarray) -> np.ndarray:
+            hosts.append(np.array(host))
+            return hosts[-1]
+
+        with reference_only():
+            *self.wanted, dy = whole(
+                case, building(made, {}, backends.get("numpy").xp), dtype, None
+            )
+        n = len(hosts)
+
+        def fn(*arrays: Traced) -> list[Any]:
+            values = {id(x): host for x, host in zip(arrays, hosts, strict=False)}
+            inputs = iter(arrays[:n])
+            backend = building(lambda host: next(inputs), values, namespace)
+            return whole(case, backend, dtype, arrays[n:])[:-1]
+
+        self.inputs = [placed(x) for x in (*hosts, *dy)]
+        self.recorded = Recorded(fn, [layout_of(x) for x in self.inputs], threads)
+        # Gradients of what softmax does not depend on are rounding: of others' largest number.
+        largest = max(float(abs(x).max(initial=0)) for x in self.wanted)
+        self.tolerance = TOLERANCE[dtype] * largest
+
+    def require(self, found: Sequence[np.ndarray]) -> None:
+        for got, wanted in zip(found, self.wanted, strict=True):
+            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=self.tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.room}-{case.name}")
+def test_a_run_gives_what_the_references_give(case: Case, dtype: str) -> None:
+    both = Both(case, dtype)
+    for _ in range(2):
+        both.require(both.recorded(*both.inputs))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_pieces_give_the_same_on_any_thread(threads: int) -> None:
+    """More threads than cores too; and twice the same bits."""
+    case = next(case for case in CASES if case.name == "GPT: as it is")
+    both = Both(case, "float32", threads)
+    first, second = both.recorded(*both.inputs), both.recorded(*both.inputs)
+    both.require(first)
+    for got, again in zip(first, second, strict=True):
+        np.testing.assert_array_equal(got, again)
+
+
+def record(fn: Callable[..., Any], *arrays: np.ndarray) -> Recorded:
+    return Recorded(fn, [layout_of(x) for x in arrays])
+
+
+def test_new_values() -> None:
+    x = np.arange(6.0).reshape(2, 3)
+    run = record(lambda x: [x * 2 + 1, namespace.sum(x, axis=0)], x)
+    for scale in (1.0, -3.0):
+        doubled, sums = run(scale * x)
+        np.testing.assert_array_equal(doubled, scale * x * 2 + 1)
+        np.testing.assert_array_equal(sums, scale * x.sum(0))
+
+
+def test_results_are_new_arrays() -> None:
+    x = np.ones(3)
+    run = record(lambda x: [x, x + 1, x[::-1], namespace.ones((2,))], x)
+    first = run(x)
+    for result in first:
+        result += 7
+    again = run(x)
+    np.testing.assert_array_equal(x, 1)
+    np.testing.assert_array_equal(np.concatenate(again), [1, 1, 1, 2, 2, 2, 1, 1, 1, 1, 1])
+
+
+def test_layouts() -> None:
+    """Transposed arrays are read as they lie, gaps are copied, and other layouts are refused."""
+    x = np.arange(6.0).reshape(2, 3)
+    run = record(lambda x: [x + 1], x.T)
+    np.testing.assert_array_equal(run(x.T)[0], x.T + 1)
+    np.testing.assert_array_equal(
+        record(lambda x: [x + 1], x[:, :2].copy())(x[:, :2])[0], x[:, :2] + 1
+    )
+    with pytest.raises(ValueError, match="other layouts"):
+        run(x)
+
+
+def test_what_nobody_needs_is_left_out() -> None:
+    run = record(lambda x: [x + 1, namespace.exp(x)][:1], np.ones(3))
+    assert [one.name for one in run.code] == ["add"]
+
+
+def test_memory_is_used_again() -> None:
+    """Of a chain two arrays are alive at a time."""
+
+    def chain(x: Traced) -> list[Traced]:
+        for _ in range(20):
+            x = namespace.exp(x)
+        return [x]
+
+    x = np.zeros(1000)
+    assert record(chain, x).plan.nbytes <= 2 * 8064
+
+
+def test_values_are_not_known() -> None:
+    with pytest.raises(Unrecorded, match="value of an array"):
+        record(lambda x: [x] if x[0] > 0 else [-x], np.ones(3))
+    with pytest.raises(Unrecorded, match="vecdot"):
+        record(lambda x: [namespace.vecdot(x, x)], np.ones(3))
+    with pytest.raises(Unrecorded, match="index"):
+        record(lambda x: [x[x > 0]], np.ones(3))
+
+
+def test_ids_are_checked_in_each_run() -> None:
+    from xformer import ops
+
+    table, wrong = np.ones((5, 2)), np.array([1, 5])
+    run = record(lambda table, at: [ops.embedding(table, ids=at)[0]], table, wrong)
+    with pytest.raises(ValueError, match=r"ids must lie in \[0, 5\), got ids from 1 to 5"):
+        run(table, wrong)
+    assert run(table, wrong - 1)[0].shape == (2, 2)
+
+
+def test_arrays_of_two_programs() -> None:
+    kept: list[Traced] = []
+
+    def keep(x: Traced) -> list[Traced]:
+        kept.append(x)
+        return [x + kept[0]]
+
+    record(keep, np.ones(3))
+    with pytest.raises(ValueError, match="two programs"):
+        record(keep, np.ones(3))
+
+
+def test_listing() -> None:
+    run = record(lambda x: [namespace.exp(x) @ x], np.ones((2, 2), np.float32))
+    lines = str(run).splitlines()
+    assert lines[0].startswith("2 instructions, 64 bytes")
+    assert [line.split()[0] for line in lines[1:]] == ["exp", "matmul"]
