@@ -225,6 +225,12 @@ def nbytes(tree: Any) -> int:
     return sum(math.prod(a.shape) * _itemsize(a) for a in arrays.values())
 
 
+def parts(tree: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    """Leaves in the order of `flatten`, and what is where: equal of trees that are built alike."""
+    leaves, kinds = _collected(tree)
+    return leaves, tuple(kinds)
+
+
 REMEMBERED = 256
 _known: dict[tuple[Any, ...], list[str]] = {}  # names of leaves, of trees that are built alike
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.program.program import Program, of
+from xformer.backends.numba.program import elementwise, reduce
+from xformer.backends.numba.program.program import Program, Run, of
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
 from xformer.backends.numpy.namespace import xp
 
@@ -51,6 +52,29 @@ def _layouts(arguments: Sequence[Any]) -> list[Any]:
     return [x.layout if isinstance(x, Traced) else x for x in arguments]
 
 
+def all_numbers(arrays: Sequence[Any]) -> bool:
+    """Whether they are numbers of Python's, known or not."""
+    return builtins.all(not isinstance(x, Traced) or x.is_number for x in arrays)
+
+
+def _numbers_cast(arrays: Sequence[Any]) -> list[Any]:
+    """Numbers that are not known yet, in the dtype that they take beside the other arrays."""
+    if all_numbers(arrays):
+        return list(arrays)
+    likes = [
+        (1.0 if x.dtype.kind == "f" else 1) if isinstance(x, Traced) and x.is_number else x
+        for x in arrays
+    ]
+    dtype = np.result_type(*(_dummy(x) if isinstance(x, Traced) else x for x in likes))
+    cast = []
+    for x in arrays:
+        if isinstance(x, Traced) and x.is_number:
+            kind = np.result_type(dtype, np.float32) if x.dtype.kind == "f" else dtype
+            x = astype(x, kind)
+        cast.append(x)
+    return cast
+
+
 def _elementwise(name: str) -> Callable[..., Traced]:
     fn = getattr(xp, name)
     ufunc = isinstance(fn, np.ufunc)
@@ -66,13 +90,23 @@ def _elementwise(name: str) -> Callable[..., Traced]:
         with np.errstate(all="ignore"):
             if program is None:
                 return constant(fn(*_layouts(arrays)))
-            dtype = fn(*map(_dummy, arrays)).dtype
-        out = program.fresh(np.broadcast_shapes(*map(np.shape, arrays)), dtype)
-        program.emit(name, run, [out], arrays)
+            cast = _numbers_cast(arrays)
+            dtype = fn(*map(_dummy, cast)).dtype
+        out = program.fresh(np.broadcast_shapes(*map(np.shape, cast)), dtype)
+        out.is_number = all_numbers(cast)
+        _emit(program, name, run, out, cast)
         return out
 
     recorded.__name__ = name
     return recorded
+
+
+def _emit(program: Program, name: str, run: Run, out: Traced, ins: Sequence[Any]) -> None:
+    """An elementwise instruction, natively where it has a kernel."""
+    known = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
+    own = elementwise.natively(program, name, out, known)
+    native, arrays = own if own else (None, known)
+    program.emit(name, run, [out], arrays, native, in_place=name in ELEMENTWISE)
 
 
 def _reducing(name: str) -> Callable[..., Traced]:
@@ -85,13 +119,18 @@ def _reducing(name: str) -> Callable[..., Traced]:
         program = of([x])
         if program is None:
             return constant(fn(x.layout, **options))
-        reduced = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
-        reduced = {i % x.ndim for i in reduced}
+        axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+        reduced = {i % x.ndim for i in axes}
         sizes = [1 if i in reduced else n for i, n in enumerate(x.shape)]
         shape = [n for i, n in enumerate(sizes) if keepdims or i not in reduced]
         out = program.fresh(shape, fn(_dummy(x), **options).dtype)
         said = name if axis is None else f"{name} axis={axis}"
-        program.emit(said, lambda out, x: np.copyto(out, fn(x, **options)), [out], [x])
+        own = (
+            None
+            if set(options) > {"axis", "keepdims"}
+            else reduce.natively(program, name, out, x, reduced)
+        )
+        program.emit(said, lambda out, x: np.copyto(out, fn(x, **options)), [out], [x], own)
         return out
 
     recorded.__name__ = name
@@ -183,8 +222,13 @@ def copied(x: Traced) -> Traced:
         return constant(np.array(x.layout, order="C"))
     program = _program(x)
     out = program.fresh(x.shape, x.dtype)
-    program.emit("copy", _copy, [out], [x])
+    _emit(program, "copy", _copy, out, [x])
     return out
+
+
+def copy_to(program: Program, out: Traced, x: Traced) -> None:
+    """The elements of x in `out`, of the same shape."""
+    _emit(program, "copy", _copy, out, [x])
 
 
 def contiguous(x: Traced) -> Traced:
@@ -206,6 +250,7 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
     program = of([condition, x1, x2])
     if program is None:
         return constant(xp.where(*_layouts([condition, x1, x2])))
+    x1, x2 = _numbers_cast([x1, x2])
     dtype = xp.where(*map(_dummy, (condition, x1, x2))).dtype
     out = program.fresh(np.broadcast_shapes(*map(np.shape, (condition, x1, x2))), dtype)
 
@@ -245,7 +290,7 @@ def concat(arrays: Sequence[Traced], /, *, axis: int | None = 0) -> Traced:
     for x in arrays:
         begin, end = end, end + x.shape[axis]
         part = (builtins.slice(None),) * (axis % out.ndim) + (builtins.slice(begin, end),)
-        program.emit("concat", _copy, [out[part]], [x])
+        _emit(program, "copy", _copy, out[part], [x])
     return out
 
 

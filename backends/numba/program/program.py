@@ -27,9 +27,8 @@ class Instruction(NamedTuple):
     outs: tuple[Traced, ...]
     ins: tuple[Operand, ...]
     native: Native | None = None
-    checks: bool = (
-        False  # it raises where a value is wrong, and is run though nobody reads its outs
-    )
+    in_place: bool = False  # an element of outs needs the same one of ins alone
+    checks: bool = False  # it raises where a value is wrong, and is run though it has no outs
 
     def __str__(self) -> str:
         outs, ins = (" ".join(map(_shown, part)) for part in (self.outs, self.ins))
@@ -51,6 +50,12 @@ class Program:
         self.inputs.append(given)
         return given
 
+    def number(self, name: str, dtype: Any) -> Traced:
+        """A number of Python's that each run is given."""
+        given = self.input(name, (), dtype, ())
+        given.is_number = True
+        return given
+
     def fresh(self, shape: Sequence[int], dtype: Any) -> Traced:
         """A new array, C-contiguous, for an instruction to write."""
         shape, dtype = tuple(map(int, shape)), np.dtype(dtype)
@@ -69,11 +74,13 @@ class Program:
         ins: Sequence[Operand],
         native: Native | None = None,
         *,
+        in_place: bool = False,
         checks: bool = False,
     ) -> None:
         """One instruction more; a constant is given as the array that it is."""
         known = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
-        self.code.append(Instruction(name, run, tuple(outs), tuple(known), native, checks))
+        one = Instruction(name, run, tuple(outs), tuple(known), native, in_place, checks)
+        self.code.append(one)
 
     def pieces(self, size: int) -> int:
         """One for each thread, where so many elements are worth a thread."""

@@ -30,11 +30,13 @@ class Buffer:
 class Traced:
     """An array of a program: shape, dtype and strides in a buffer, or the values of a constant.
 
+    Beside an array a number takes its dtype, as one of Python's does.
+
     `layout` is an array of NumPy of that shape, dtype and strides, whose memory is never read:
     NumPy makes its views, and their distance is that in the buffer.
     """
 
-    __slots__ = ("base", "buffer", "layout", "program")
+    __slots__ = ("base", "buffer", "is_number", "layout", "program")
     __xformer_library__ = "numba.kernels"
     __array_ufunc__ = None  # NumPy's arrays leave operators to this
     __array_priority__ = 1000.0
@@ -44,6 +46,7 @@ class Traced:
         self, program: Program | None, buffer: Buffer | None, layout: Any, base: int
     ) -> None:
         self.program, self.buffer, self.layout, self.base = program, buffer, layout, base
+        self.is_number = False  # whether it stands for one of Python's, which has no dtype
 
     @property
     def is_constant(self) -> bool:

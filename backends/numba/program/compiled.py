@@ -1,0 +1,77 @@
+"""Functions of trees of arrays: recorded at the first call of each kind of arguments, then run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from xformer.backends.numba.program.run import Recorded, layout_of, placed
+from xformer.backends.numba.program.traced import Traced
+from xformer.backends.numpy.threads import n_threads
+
+from xformer import tree
+
+KEPT = 16  # programs of one function: of the last kinds of arguments
+
+
+class Compiled:
+    """fn(*trees) -> a tree, which depends on its arguments alone.
+
+    Arrays and numbers of the arguments are inputs of the program; all else of them (names,
+    booleans, None, configurations) is a part of its kind. donated: numbers of arguments whose
+    arrays the call may write over; the results that have their layouts are then in their memory.
+    """
+
+    def __init__(self, fn: Callable[..., Any], donated: Sequence[int] = ()) -> None:
+        self.fn, self.donated = fn, tuple(donated)
+        self.programs: dict[Any, tuple[Recorded, Any]] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        inputs, kinds = list[Any](), list[Any]()
+        for i, argument in enumerate(arguments):
+            leaves, nodes = tree.parts(argument)
+            kinds.append(nodes)
+            for leaf in leaves:
+                x = tree.value(leaf)
+                if not _is_input(x):
+                    kinds.append((type(leaf), x))
+                    continue
+                inputs.append(placed(np.asarray(x), writeable=i in self.donated))
+                kinds.append((type(leaf), isinstance(x, np.ndarray), *layout_of(inputs[-1])))
+        kind = n_threads(), *kinds
+        known = self.programs.pop(kind, None) or self._recorded(arguments, inputs)
+        self.programs[kind] = known  # as the last one
+        while len(self.programs) > KEPT:
+            del self.programs[next(iter(self.programs))]
+        program, like = known
+        results = iter(program(*inputs))
+        return tree.map(lambda x: next(results) if isinstance(x, Traced) else x, {"": like})[""]
+
+    def _recorded(self, arguments: Sequence[Any], inputs: Sequence[Any]) -> tuple[Recorded, Any]:
+        """The program, and its results as a tree of arrays without values."""
+        found = [(i, x) for i, own in enumerate(arguments) for x in _inputs(own)]
+        donated = [n for n, (i, x) in enumerate(found) if i in self.donated and _is_array(x)]
+        numbers = [n for n, (_, x) in enumerate(found) if not _is_array(x)]
+        likes: list[Any] = []
+
+        def flat(*traced: Traced) -> list[Traced]:
+            rest = iter(traced)
+            own = tree.map(lambda x: next(rest) if _is_input(x) else x, list(arguments))
+            likes.append(self.fn(*own))
+            return [x for x in tree.flatten({"": likes[0]}).values() if isinstance(x, Traced)]
+
+        layouts = [layout_of(x) for x in inputs]
+        return Recorded(flat, layouts, n_threads(), donated, numbers), likes[0]
+
+
+def _inputs(argument: Any) -> list[Any]:
+    return [x for x in map(tree.value, tree.parts(argument)[0]) if _is_input(x)]
+
+
+def _is_input(x: Any) -> bool:
+    return _is_array(x) or (isinstance(x, int | float | np.number) and not isinstance(x, bool))
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray)

@@ -1,0 +1,94 @@
+"""Results in the memory of inputs: what is donated is written over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program.program import Instruction, Program
+from xformer.backends.numba.program.traced import Buffer, Traced
+
+
+def placed_in(results: Sequence[Traced], donated: Sequence[Traced]) -> dict[int, int]:
+    """Which results will lie in which donated inputs, by their numbers: of the same layout each.
+
+    The first that fits is taken: trees that come and go in one order keep their places. Results
+    have buffers of their own, which fill them.
+    """
+    free, taken = list(range(len(donated))), dict[int, int]()
+    for i, x in enumerate(results):
+        for j in () if x.is_constant else free:
+            y = donated[j]
+            if (x.shape, x.dtype, x.strides) == (y.shape, y.dtype, y.strides):
+                taken[i] = j
+                free.remove(j)
+                break
+    return taken
+
+
+def written_over(
+    code: Sequence[Instruction], pairs: Sequence[tuple[Traced, Traced]]
+) -> list[Instruction]:
+    """The code with results in the place of inputs: (result, input) pairs.
+
+    At once, where nobody reads the input afterwards; else by a copy at the end.
+    """
+    moved: dict[Buffer | None, Traced] = {}
+    late: list[tuple[Traced, Traced]] = []
+    for result, given in pairs:
+        if _at_once(code, result, given):
+            moved[result.buffer] = given
+        else:
+            late.append((result, given))
+    code = [_moved(one, moved) for one in code]
+    end = Program()
+    for result, given in late:
+        namespace.copy_to(end, given, result)
+    return [*code, *end.code]
+
+
+def _at_once(code: Sequence[Instruction], result: Traced, given: Traced) -> bool:
+    """Whether the input is not read after the result is written, but for the same elements."""
+    reads = [i for i, one in enumerate(code) if _reads(one, given)]
+    first = min(i for i, one in enumerate(code) if any(x.buffer is result.buffer for x in one.outs))
+    if not reads or reads[-1] < first:
+        return True
+    return reads[-1] == first and code[first].in_place and _whole(code[first], result, given)
+
+
+def _reads(one: Instruction, x: Traced) -> bool:
+    return any(isinstance(y, Traced) and y.buffer is x.buffer for y in one.ins)
+
+
+def _whole(one: Instruction, result: Traced, given: Traced) -> bool:
+    """Whether an instruction reads all of an input as it lies, and writes all of the result."""
+    layout = given.shape, given.strides
+    own = [x for x in one.ins if isinstance(x, Traced) and x.buffer is given.buffer]
+    outs = [x for x in one.outs if x.buffer is result.buffer]
+    return all((x.shape, x.strides) == layout for x in (*own, *outs))
+
+
+def _moved(one: Instruction, moved: dict[Buffer | None, Traced]) -> Instruction:
+    def at(x: Any) -> Any:
+        if isinstance(x, Traced) and x.buffer in moved:
+            given = moved[x.buffer]
+            return Traced(x.program, given.buffer, x.layout, x.base)
+        return x
+
+    outs, ins = (tuple(map(at, part)) for part in (one.outs, one.ins))
+    return one._replace(outs=outs, ins=ins)
+
+
+def require_apart(donated: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
+    """ValueError where an array to be written over shares memory with another one."""
+    arrays = [*donated, *others]
+    begins = np.array([x.ctypes.data for x in arrays], np.int64)
+    ends = begins + np.array([x.nbytes for x in arrays], np.int64)
+    order = np.argsort(begins, kind="stable")
+    own = np.where(order < len(donated), ends[order], 0)  # ends of what is written over
+    before, own_before = (np.maximum.accumulate(x)[:-1] for x in (ends[order], own))
+    is_donated, after = order[1:] < len(donated), begins[order[1:]]
+    if ((after < own_before) | (is_donated & (after < before))).any():
+        raise ValueError("arrays that are donated share memory with other arguments")

@@ -1,0 +1,126 @@
+"""Sums, means and extremes over axes, in float32 and float64; sums are made in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.program.native import Native, float32s, float64s, native, part, words
+from xformer.backends.numba.program.program import Program
+from xformer.backends.numba.program.strided import joined
+from xformer.backends.numba.program.traced import Traced
+
+SUM, MEAN, MAX, MIN = range(4)
+CODES = {"sum": SUM, "mean": MEAN, "max": MAX, "min": MIN}
+LINE, BLOCK = 16, 256  # elements
+
+
+def natively(
+    program: Program, name: str, out: Traced, x: Traced, reduced: set[int]
+) -> Native | None:
+    """How `out` comes of x; None where NumPy computes it.
+
+    The reduced axes are x's last ones, or its first ones, and x lies without gaps.
+    """
+    kernels = {"float32": (rows32, columns32), "float64": (rows64, columns64)}.get(x.dtype.name)
+    if kernels is None or name not in CODES or x.dtype != out.dtype or not x.size:
+        return None
+    if joined(x.shape, (x.strides,)) is None or not x.layout.flags.c_contiguous:
+        return None
+    sizes = [i in reduced for i, n in enumerate(x.shape) if n > 1]
+    numbers = CODES[name], out.size, x.size // out.size
+    if sizes == sorted(sizes):
+        pieces = program.pieces(x.size) if out.size >= program.threads else 1
+        return Native(kernels[0], numbers, pieces)
+    if sizes == sorted(sizes, reverse=True):
+        pieces = program.pieces(x.size) if out.size >= LINE * program.threads else 1
+        return Native(kernels[1], numbers, pieces)
+    return None
+
+
+@native
+def rows32(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y (m); x (m, n), code, m, n: some of the rows."""
+    a = words(args, 5)
+    start, stop = part(a[3], piece, pieces, 1)
+    y, x = float32s(a[0], (a[3],)), float32s(a[1], (a[3], a[4]))
+    for i in range(start, stop):
+        y[i] = _of_row(a[2], x[i])
+
+
+@native
+def rows64(args: int, piece: int, pieces: int, memory: int) -> None:
+    """The same in float64."""
+    a = words(args, 5)
+    start, stop = part(a[3], piece, pieces, 1)
+    y, x = float64s(a[0], (a[3],)), float64s(a[1], (a[3], a[4]))
+    for i in range(start, stop):
+        y[i] = _of_row(a[2], x[i])
+
+
+@native
+def columns32(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y (m); x (n, m), code, m, n: some of the columns."""
+    a = words(args, 5)
+    start, stop = part(a[3], piece, pieces, LINE)
+    total = np.empty(BLOCK, np.float64)
+    y, x = float32s(a[0], (a[3],)), float32s(a[1], (a[4], a[3]))
+    for first in range(start, stop, BLOCK):
+        end = min(first + BLOCK, stop)
+        _of_columns(a[2], x, first, end, total)
+        for j in range(first, end):
+            y[j] = total[j - first]
+
+
+@native
+def columns64(args: int, piece: int, pieces: int, memory: int) -> None:
+    """The same in float64."""
+    a = words(args, 5)
+    start, stop = part(a[3], piece, pieces, LINE)
+    total = np.empty(BLOCK, np.float64)
+    y, x = float64s(a[0], (a[3],)), float64s(a[1], (a[4], a[3]))
+    for first in range(start, stop, BLOCK):
+        end = min(first + BLOCK, stop)
+        _of_columns(a[2], x, first, end, total)
+        for j in range(first, end):
+            y[j] = total[j - first]
+
+
+@rowwise
+def _of_row(code: int, x: Any) -> Any:
+    """Of one row. NaN stays NaN."""
+    total = np.float64(0)
+    if code <= MEAN:
+        for j in range(len(x)):
+            total += np.float64(x[j])
+        return total / len(x) if code == MEAN else total
+    total = np.float64(x[0])
+    for j in range(1, len(x)):
+        value = np.float64(x[j])
+        if value != value or (value > total if code == MAX else value < total):
+            total = value
+    return total
+
+
+@rowwise
+def _of_columns(code: int, x: Any, start: int, stop: int, total: Any) -> None:
+    """Of columns from start to stop, all rows one after the other."""
+    for j in range(start, stop):
+        total[j - start] = x[0, j]
+    for i in range(1, len(x)):
+        row = x[i]
+        if code <= MEAN:
+            for j in range(start, stop):
+                total[j - start] += row[j]
+        elif code == MAX:
+            for j in range(start, stop):
+                if row[j] != row[j] or row[j] > total[j - start]:
+                    total[j - start] = row[j]
+        else:
+            for j in range(start, stop):
+                if row[j] != row[j] or row[j] < total[j - start]:
+                    total[j - start] = row[j]
+    if code == MEAN:
+        for j in range(stop - start):
+            total[j] /= len(x)
