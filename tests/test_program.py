@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,14 +14,16 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from xformer.backends import Backend
-from xformer.backends.numba.program import namespace
+from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.run import Recorded, layout_of, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded
+from xformer.backends.numpy import threads
 
 from xformer import backends, catalogue, reference_only, tree
 from xformer.catalogue import Case
 
 CASES = catalogue.cases()
+MODELS = [case for case in CASES if case.room == "models"]
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5}  # of the largest number of a case
 
 
@@ -97,15 +102,81 @@ def test_a_run_gives_what_the_references_give(case: Case, dtype: str) -> None:
         both.require(both.recorded(*both.inputs))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_pieces_give_the_same_on_any_thread(threads: int) -> None:
-    """More threads than cores too; and twice the same bits."""
-    case = next(case for case in CASES if case.name == "GPT: as it is")
+@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_any_number_of_threads(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are cores, and a piece for each of them; and twice the same bits."""
+    monkeypatch.setattr(program, "WORTH", 0)
     both = Both(case, "float32", threads)
     first, second = both.recorded(*both.inputs), both.recorded(*both.inputs)
     both.require(first)
     for got, again in zip(first, second, strict=True):
         np.testing.assert_array_equal(got, again)
+
+
+def test_a_function_without_its_threads() -> None:
+    """Where another thread of the program has them all, the caller does all pieces."""
+    x = np.arange(3e5)
+    run = Recorded(lambda x: [namespace.exp(-x) + x * 2], [layout_of(x)], 2)
+    (wanted,) = run(x)
+    with threads._pool() as has_pool:
+        assert has_pool
+        with ThreadPoolExecutor(3) as pool:
+            for (found,) in pool.map(lambda _: run(x), range(6)):
+                np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_in_the_child_of_a_fork() -> None:
+    x = np.arange(3e5)
+    run = Recorded(lambda x: [namespace.exp(-x) + x * 2], [layout_of(x)], 2)
+    (wanted,) = run(x)
+    child = os.fork()
+    if not child:
+        os._exit(0 if np.array_equal(run(x)[0], wanted) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_error_in_a_run_leaves_the_program_usable() -> None:
+    """Ctrl-C too, which Python raises between two instructions."""
+    raised: list[type[BaseException]] = [KeyboardInterrupt, ValueError]
+
+    def fail(out: np.ndarray, x: np.ndarray) -> None:
+        if raised:
+            raise raised.pop()
+        np.copyto(out, x)
+
+    def fn(x: Traced) -> list[Traced]:
+        assert x.program is not None
+        out = x.program.fresh(x.shape, x.dtype)
+        x.program.emit("fail", fail, [out], [x * 2])
+        return [out + 1]
+
+    x = np.ones(10_000)
+    run = Recorded(fn, [layout_of(x)], 2)
+    for error in tuple(reversed(raised)):
+        with pytest.raises(error):
+            run(x)
+    np.testing.assert_array_equal(run(x)[0], np.full(10_000, 3.0))
+
+
+def test_a_signal_handler_that_computes() -> None:
+    """It has an arena of its own, and does without the other threads."""
+    x = np.arange(2e5)
+    run = Recorded(lambda x: [namespace.exp(-x) + x * 2], [layout_of(x)], 2)
+    (wanted,) = run(x)
+    found: list[np.ndarray] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: found.append(run(x)[0]))
+    try:
+        while len(found) < 20:
+            signal.setitimer(signal.ITIMER_REAL, 0.0005)  # once
+            np.testing.assert_array_equal(run(x)[0], wanted)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for own in found:
+        np.testing.assert_array_equal(own, wanted)
 
 
 def record(fn: Callable[..., Any], *arrays: np.ndarray) -> Recorded:

@@ -90,4 +90,6 @@ def array_of(x: Any, memory: dict[Buffer, Any]) -> Any:
         return x
     if x.buffer is None:
         return x.layout
+    if not x.size:
+        return np.empty(x.shape, x.dtype)
     return np.ndarray(x.shape, x.dtype, memory[x.buffer], x.offset, x.strides)

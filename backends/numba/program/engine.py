@@ -58,38 +58,45 @@ class _Kept:
 @rowwise
 def _walk(code: Any, ith: int, nth: int, claims: int, done: int, memory: int) -> None:
     """Each thread does its own pieces; others' only where it had to wait long."""
-    waited = 0
+    waited, grace = 0, GRACE
     for j in range(len(code)):
         if code[j, BARRIER]:
             while waited < j:
-                _wait(code, waited, claims, done, memory)
+                grace = _wait(code, waited, claims, done, memory, grace)
                 waited += 1
         for i in range(ith, code[j, PIECES], nth):
             _claim(code, j, i, claims, done, memory)
     while waited < len(code):
-        _wait(code, waited, claims, done, memory)
+        grace = _wait(code, waited, claims, done, memory, grace)
         waited += 1
 
 
 @rowwise
-def _claim(code: Any, j: int, i: int, claims: int, done: int, memory: int) -> None:
+def _claim(code: Any, j: int, i: int, claims: int, done: int, memory: int) -> bool:
     """Piece i of instruction j, unless somebody has it."""
     at = claims + 8 * (code[j, FIRST] + i)
-    if read(at) == 0 and count(at) == 0:
-        call(code[j, KERNEL], (code[j, ARGS], np.int64(i), code[j, PIECES], np.int64(memory)))
-        count(done + 8 * j)
+    if read(at) != 0 or count(at) != 0:
+        return False
+    call(code[j, KERNEL], (code[j, ARGS], np.int64(i), code[j, PIECES], np.int64(memory)))
+    count(done + 8 * j)
+    return True
 
 
 @rowwise
-def _wait(code: Any, j: int, claims: int, done: int, memory: int) -> None:
-    """Until instruction j is done; after a while what nobody has claimed is done here."""
+def _wait(code: Any, j: int, claims: int, done: int, memory: int, grace: int) -> int:
+    """Until instruction j is done; after `grace` pauses what nobody has claimed is done here.
+
+    The grace of the next one: none where another thread was too late, which may have no core.
+    """
     spins = 0
     while read(done + 8 * j) < code[j, PIECES]:
         spins += 1
-        if spins == GRACE:
+        if spins == grace:
             for i in range(code[j, PIECES]):
-                _claim(code, j, i, claims, done, memory)
+                if _claim(code, j, i, claims, done, memory):
+                    grace = 1
         if spins < LONG:
             pause()
         else:
             give_way()
+    return grace
