@@ -31,34 +31,47 @@ class WatchedLt:
     """NVIDIA's cuBLASLt. products: what was asked for, though a GPU may have no algorithm for it.
 
     What then is made in its place is none of them; of an algorithm that a test takes away it is.
+    A failure is an AssertionError: the product that is made in its place has the right values too.
     """
 
     def __init__(self, lacks: Sequence[int]) -> None:
         self.products: list[Any] = []
-        self.lacking: list[str] = []  # what there is no algorithm for
+        self.lacking: list[str] = []  # products that have no algorithm
+        self.failure: BaseException | None = None
         self._lacks = {Epilogue(e).name for e in lacks}
         self._ran, self._plan = cublaslt._ran, cublaslt._plan
         self._now: Any = None
 
     def ran(self, a: Any, b: Any, out: Any, *args: Any, add: bool = False, **rest: Any) -> bool:
+        """As `cublaslt._ran`."""
         is_in_place = self._now is not None and self._now.found is None and not self._now.several
         batch = rest.get("batch")
         self._now = SimpleNamespace(beta=int(add), found=..., several=batch is not None)
+        self._now.is_planned = False
         if not is_in_place:
             self.products.append(self._now)
-        return self._ran(a, b, out, *args, add=add, **rest)
+        is_started = self._ran(a, b, out, *args, add=add, **rest)
+        assert self._now.is_planned, "cuBLASLt was not asked"
+        return is_started
 
-    def plan(self, lt: Any, device: Any, kind: Any, pointed: Any) -> Any:
-        of, epilogue = kind[:2]
-        if epilogue.name in self._lacks:
+    def plan(self, lt: Any, key: Any, pointed: Any) -> Any:
+        """As `cublaslt._plan`."""
+        _, of, name, *_ = key
+        self._now.is_planned = True
+        if name in self._lacks:
             self.products.remove(self._now)
             return None
-        self._now.epilogue, self._now.count = epilogue, of[2].batch
-        self._now.found = self._plan(lt, device, kind, pointed)
+        self._now.epilogue, self._now.count = Epilogue[name], of[2].batch
+        self._now.found = self._plan(lt, key, pointed)
         if self._now.found is None:
             sizes = ", ".join(f"{m.rows} x {m.columns}" for m in of)
-            self.lacking.append(f"{epilogue.name} of {sizes}, types {[m.type for m in of]}")
+            self.lacking.append(f"{name} of {sizes}, types {[m.type for m in of]}")
         return self._now.found
+
+    def fail(self, lt: Any, key: Any, error: Exception) -> None:
+        """In the place of `cublaslt._fail`."""
+        self.failure = error
+        raise AssertionError(f"cuBLASLt has failed: {type(error).__name__}: {error}") from error
 
 
 def calling_cublaslt(library: Backend, lacks: Sequence[int] = ()) -> AbstractContextManager[Any]:
@@ -73,11 +86,14 @@ def calling_cublaslt(library: Backend, lacks: Sequence[int] = ()) -> AbstractCon
 
 @contextmanager
 def _watched_lt(lacks: Sequence[int]) -> Iterator[WatchedLt]:
+    """A failure before it is forgotten within, as are the kinds of products that had no plan."""
     with pytest.MonkeyPatch.context() as patch:
         lt = WatchedLt(lacks)
-        patch.setattr(cublaslt, "_ran", lt.ran)
-        patch.setattr(cublaslt, "_plan", lt.plan)
+        patch.setattr(cublaslt, "_state", cublaslt.State())
+        for name, watched in {"_ran": lt.ran, "_plan": lt.plan, "_fail": lt.fail}.items():
+            patch.setattr(cublaslt, name, watched)
         yield lt
+    assert lt.failure is None, f"cuBLASLt has failed: {lt.failure}"  # where it was caught
 
 
 def asked(lt: Any) -> list[str]:
@@ -137,8 +153,12 @@ def calling_cudnn(library: Backend) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _watched_cudnn() -> Iterator[WatchedCudnn]:
+    """Kinds of attention that cuDNN refused or failed at before are asked for again."""
     with pytest.MonkeyPatch.context() as patch:
-        watched = WatchedCudnn()
+        watched, before = WatchedCudnn(), cudnn._state
+        patch.setattr(cudnn, "_state", cudnn.State())
+        plans = {key: plan for key, plan in before.plans.items() if not isinstance(plan, str)}
+        cudnn._state.handles, cudnn._state.plans = before.handles, plans
         patch.setattr(sdpa_cudnn, "ran", watched.ran)
         yield watched
 
