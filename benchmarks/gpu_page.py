@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import gpu_kernels, report
@@ -34,7 +35,10 @@ def text(found: dict[str, Any]) -> str:
         if "works" in run:
             parts.append(report.table(run))
             parts += [f"Not measured: {short(why)}." for why in run["left_out"]]
-    parts += [report.align(decoding_table(run)) for run in done.values() if "texts" in run]
+            parts += warned({row["name"]: row for row in run["rows"]})
+    for run in done.values():
+        if "texts" in run:
+            parts += [report.align(decoding_table(run)), *warned(run["tokens"])]
     if "attention" in done:
         parts.append(report.align(attention_table(done["attention"])))
         why = [row["no_cudnn"] for row in done["attention"]]
@@ -61,6 +65,11 @@ def short(what: str) -> str:
     lines = [line.strip() for line in what.splitlines() if line.strip()]
     ends = [lines[0], *lines[1:][-1:]]
     return " ... ".join(line if len(line) <= WIDEST else line[:WIDEST] + " ..." for line in ends)
+
+
+def warned(rows: Mapping[str, dict[str, Any]]) -> list[str]:
+    """A line for each warning of a contestant."""
+    return [f"{short(what)}." for what in report.warned(rows)]
 
 
 def libraries(found: dict[str, Any]) -> str:

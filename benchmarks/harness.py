@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
@@ -141,6 +143,44 @@ def serve(answers: Mapping[str, Callable[..., Any]]) -> None:
     for line in sys.stdin:
         ((name, arguments),) = json.loads(line).items()
         print(json.dumps(answers[name](**arguments)), file=out, flush=True)
+
+
+@contextmanager
+def noting(texts: list[str]) -> Iterator[None]:
+    """Within it every RuntimeWarning is added to `texts`, each text once; all are shown behind it.
+
+    So this library says that it goes on with another kernel than the one that is measured.
+    """
+    recorded = list[warnings.WarningMessage]()
+    try:
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always", RuntimeWarning)
+            yield
+    finally:
+        said = [str(w.message) for w in recorded if issubclass(w.category, RuntimeWarning)]
+        texts += [text for text in dict.fromkeys(said) if text not in texts]
+        for w in recorded:
+            warnings.showwarning(w.message, w.category, w.filename, w.lineno)
+
+
+def noted(
+    answers: Mapping[str, Callable[..., Any]], texts: list[str]
+) -> dict[str, Callable[..., Any]]:
+    """Answers for `serve`, whose RuntimeWarnings are added to `texts`.
+
+    `about` answers with them too, as "warnings".
+    """
+
+    def wrapped(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **named: Any) -> Any:
+            with noting(texts):
+                return answer(*arguments, **named)
+
+        return watched
+
+    watched = {name: wrapped(answer) for name, answer in answers.items()}
+    about = watched["about"]
+    return watched | {"about": lambda: about() | {"warnings": list(texts)}}
 
 
 def timed(run: Callable[[], Any], repeats: int = 1) -> list[float]:

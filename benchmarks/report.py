@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,14 @@ def further(found: dict[str, Any]) -> str:
             line += f"; beside them {found['peer']}, {times}"
         lines.append(f"\n\n{line}.")
     lines += [f"\n\nNot measured: {why}." for why in found["left_out"]]
+    lines += [f"\n\n{what}." for what in warned({row["name"]: row for row in found["rows"]})]
     return "".join(lines)
+
+
+def warned(rows: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What contestants have warned of, by name: other kernels than those that were asked for."""
+    texts = {name: row.get("warnings", []) for name, row in rows.items()}
+    return [f"{name} warned: {text}" for name, found in texts.items() for text in found]
 
 
 def header(found: dict[str, Any]) -> str:

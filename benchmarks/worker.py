@@ -7,6 +7,7 @@ holds what `shapes.store` wrote.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,24 +89,20 @@ class Worker:
         return result
 
 
-def main(folder: str, name: str) -> None:
-    """Answer until standard input ends."""
-    shape, weights = shapes.load(Path(folder))
+def answers(folder: Path, name: str) -> dict[str, Callable[..., Any]]:
+    """What a contestant can be asked, or the judge, or the products alone."""
+    shape, weights = shapes.load(folder)
     if name == LIGHT:
         light = Light(shape)
-        harness.serve(
-            {
-                "run": lambda work, repeats: harness.timed(light.run, repeats),
-                "about": light.about,
-            }
-        )
-        return
+        run = lambda work, repeats: harness.timed(light.run, repeats)  # noqa: E731
+        return {"run": run, "about": light.about}
     make = contestants.judge if name == JUDGE else lambda *given: contestants.make(name, *given)
-    worker = Worker(shape, make(shape, weights))
-    del weights  # those that the contestant needs it has
+    texts = list[str]()
+    with harness.noting(texts):
+        worker = Worker(shape, make(shape, weights))
     names = ("outcome", "run", "about", "dispatch")
-    harness.serve({name: getattr(worker, name) for name in names})
+    return harness.noted({name: getattr(worker, name) for name in names}, texts)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    harness.serve(answers(Path(sys.argv[1]), sys.argv[2]))

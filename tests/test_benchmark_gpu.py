@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import pytest
 import xformer.backends.cupy
 from libraries import STAND_IN
 from test_benchmarks import InProcess
+from test_cuda_failures import Failing
 from xformer.backends.base import Memory
 from xformer.backends.cupy import activation
 from xformer.backends.cupy.module import LAUNCHERS
 
 from benchmarks import (
+    contestants,
     gpu,
     gpu_attention,
     gpu_decoder,
@@ -407,6 +410,45 @@ def test_one_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.Mo
     assert status == 1 and found["wrong"] == [f"{n}: {said}" for n in ("gpt2-bfloat16", "decoding")]
 
 
+# ---- What runs, and is not what was asked for ----
+
+
+def test_another_kernel_is_named_below_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where cuBLASLt fails at an epilogue, call by call and in graphs, which are still graphs."""
+
+    def failing() -> Failing:
+        lt = Failing()
+        lt.names = ("BIAS", "BGRADA", "BGRADB")
+        return lt
+
+    monkeypatch.setattr(cuda_shim, "CublasLt", failing)
+    for module in (contestants, gpu_decoder):
+        monkeypatch.setattr(module, "nullcontext", lambda: cuda_shim.calling(failing()))
+    with pytest.warns(RuntimeWarning, match="a product by cuBLASLt failed"):
+        status, found = run(tmp_path, *only("gpt2-bfloat16", "decoding"))
+    assert (status, found["wrong"]) == (0, [])
+    said = "backend cupy: a product by cuBLASLt failed (cuBLASLtError: status 7); such products"
+    rows = {row["name"]: row for row in found["sections"]["gpt2-bfloat16"]["rows"]}
+    tokens = found["sections"]["decoding"]["tokens"]
+    shown = capsys.readouterr().out
+    for row in (rows[OURS_ON_GPU], rows[GRAPH], tokens[OURS_ON_GPU], tokens[GRAPH]):
+        (text,) = row["warnings"]
+        assert text.startswith(said)
+    for name in (OURS_ON_GPU, GRAPH):
+        assert shown.count(f"\n\n{name} warned: {said}") == 2
+    assert not any(row["warnings"] for row in (rows[PEER], rows[DETERMINISTIC], tokens[PEER]))
+
+
+def test_no_graph_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times would be those of steps that are made call by call."""
+    monkeypatch.setattr(cuda_shim, "calling", lambda lt: nullcontext())  # products are cuBLAS's
+    status, found = run(tmp_path, *only("gpt2-bfloat16", "decoding"))
+    assert status == 1 and len(found["wrong"]) == 2
+    assert all("RuntimeWarning: backend cuda_shim: no graph: " in what for what in found["wrong"])
+
+
 # ---- Killed, out of memory, left out ----
 
 
@@ -513,8 +555,9 @@ def test_a_command_that_is_killed(tmp_path: Path) -> None:
             end = time.monotonic() + 240
             while True:
                 assert process.poll() is None and time.monotonic() < end, "it was to be killed"
-                found = written(tmp_path)[0] if list(tmp_path.glob("*.md")) else {}
-                if found.get("running") == "decoding":
+                found, table = written(tmp_path) if list(tmp_path.glob("*.md")) else ({}, "")
+                # The table is written after the JSON.
+                if found.get("running") == "decoding" and "Not complete: `decoding`" in table:
                     break
                 time.sleep(0.02)
         finally:

@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import contestants, dispatching, fitting, harness, machine, report, shapes, step
+from benchmarks import (
+    contestants,
+    dispatching,
+    fitting,
+    harness,
+    machine,
+    report,
+    shapes,
+    step,
+    worker,
+)
 from benchmarks.__main__ import default_name, main
 from benchmarks.contestants import COMPILED, PEER
-from benchmarks.products import Light
 from benchmarks.shapes import BY_NAME, LLAMA, MINILM, Shape
-from benchmarks.worker import JUDGE, LIGHT, Worker
+from benchmarks.worker import LIGHT
 from xformer import GPT, Transformer, backends, ops, optim, pretrained, tree
 from xformer.dispatch import Kernel, overridable
 from xformer.ops.gelu import GeluCache
@@ -58,18 +68,7 @@ class InProcess:
     """In the place of a contestant's process, so that what runs there can be changed."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        shape, weights = shapes.load(folder)
-        if name == LIGHT:
-            light = Light(shape)
-            self.answers: dict[str, Callable[..., Any]] = {
-                "run": lambda work, repeats: harness.timed(light.run, repeats),
-                "about": light.about,
-            }
-            return
-        make = contestants.judge if name == JUDGE else lambda *a: contestants.make(name, *a)
-        self.worker = Worker(shape, make(shape, weights))
-        names = ("outcome", "run", "about", "dispatch")
-        self.answers = {name: getattr(self.worker, name) for name in names}
+        self.answers = worker.answers(folder, name)
 
     def ask(self, **request: Any) -> Any:
         ((name, arguments),) = request.items()
@@ -395,6 +394,27 @@ def test_a_process_that_ends_says_why() -> None:
     process = program(code)
     with pytest.raises(RuntimeError, match=r"(?s)it ended, exit status 1\n.*ZeroDivisionError"):
         process.ask(fail={})
+
+
+def test_warnings_are_answered() -> None:
+    """Each once, of what runs before `about`; what is no RuntimeWarning is not among them."""
+    texts = list[str]()
+
+    def run(text: str) -> str:
+        for category in (RuntimeWarning, RuntimeWarning, PendingDeprecationWarning):
+            warnings.warn(text, category, stacklevel=1)
+        return text
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        with harness.noting(texts):
+            run("a")
+        answers = harness.noted({"run": run, "about": lambda: {"bytes": 1}}, texts)
+        assert answers["run"](text="b") == "b"
+        assert answers["about"]() == {"bytes": 1, "warnings": ["a", "b"]}
+    assert [str(w.message) for w in shown].count("b") == 3  # on standard error, as ever
+    rows = {"numpy kernel": answers["about"](), "torch eager": {"warnings": []}}
+    assert report.warned(rows) == ["numpy kernel warned: a", "numpy kernel warned: b"]
 
 
 def test_an_unknown_contestant_does_not_start(tmp_path: Path) -> None:
