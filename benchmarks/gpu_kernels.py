@@ -30,8 +30,8 @@ from xformer.optim.clip import clip_leaves
 from xformer.typing import Array
 
 TOLERANCE = 1e-5  # relative, in the norm of each result in float32
-ROUNDED = 2e-3  # of float16: four roundings
-REAL = 4  # bytes
+ROUNDED = {"float16": 2e-3, "bfloat16": 1.6e-2}  # four roundings
+REAL, STORED = 4, 2  # bytes
 KEY = Key(1, 2, 3)
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "rate": 1e-3, "root": 1.0, "keep": 0.9}
 
@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
     width: int
     tokens: int  # of a head
     classes: int
+    padded: int  # classes whose rows of logits are padded
     batch: int  # of attention
     heads: int
     length: int
@@ -51,16 +52,16 @@ class Sizes(NamedTuple):
     repeats: int  # calls in a turn
 
 
-LARGE = Sizes(32768, 1024, 4096, 50304, 16, 16, 1024, 4096, 8192, 10)
+LARGE = Sizes(32768, 1024, 4096, 50304, 50257, 16, 16, 1024, 4096, 8192, 10)
 CACHE = 126 << 20  # bytes, at most, of a device's last cache (B200)
-SMALL = Sizes(6, 8, 3, 4100, 1, 2, 17, 130, 8, 1)  # of a dry run
+SMALL = Sizes(6, 8, 3, 4100, 4099, 1, 2, 17, 130, 8, 1)  # of a dry run
 
 
 class Case(NamedTuple):
     """A call, and what it cannot do without: bytes, or multiplications and additions."""
 
     name: str
-    op: Overridable
+    op: Callable[..., Any]
     args: tuple[Any, ...]
     options: dict[str, Any]
     forward: tuple[int, int]  # bytes, FLOPs
@@ -68,6 +69,7 @@ class Case(NamedTuple):
     context: Callable[[], AbstractContextManager[None]] = nullcontext
     tolerance: float = TOLERANCE
     product: str = "product"  # of `rates`, that it is made of
+    reference: Callable[..., Any] | None = None  # of what is no op
 
 
 def cases(place: Backend, s: Sizes) -> Iterator[Case]:
@@ -82,6 +84,7 @@ def cases(place: Backend, s: Sizes) -> Iterator[Case]:
         options: Any = {"config": NormConfig(kind)}
         sums = (x, up, NormParams(w, b_or_none))
         yield Case(f"add_norm, {kind}", add_norm, sums, options, *moved(4, 4))
+    yield from _rounded(place, s, x, up, NormParams(w, b))
     yield Case("softmax", ops.softmax, (x,), {}, *moved(2, 3))
     yield Case("gelu", ops.gelu, (x,), {}, *moved(2, 3))
     yield Case("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, *moved(2, 3))
@@ -95,6 +98,30 @@ def cases(place: Backend, s: Sizes) -> Iterator[Case]:
     leaves = [[rng.uniform((s.rows, s.width)) for _ in range(2)] for _ in range(4)]
     yield Case("adam", adam_update, tuple(leaves), ADAM, (2 * 7 * n, 0))
     yield Case("clip", clip_leaves, (leaves[0],), {"max_norm": 1.0}, (2 * 3 * n, 0))
+
+
+def _rounded(place: Backend, s: Sizes, x: Array, up: Array, norm: NormParams) -> Iterator[Case]:
+    """What bfloat16 has of its own: norms of sums, padded rows of logits, weights."""
+    rng, rounded = place.generator(5), partial(place.weights, precision="bfloat16")
+    n, rest = s.rows * s.width * STORED, {"tolerance": ROUNDED["bfloat16"]}
+    for kind, own in (("layer", norm), ("rms", norm._replace(b=None))):
+        options: Any = {"config": NormConfig(kind)}
+        name, args = f"add_norm, {kind}, bfloat16", tuple(rounded([x, up, own]))
+        yield Case(name, add_norm, args, options, *_moved(n, 4, 4), **rest)
+    table = rng.normal((s.padded, s.width)) * s.width**-0.5  # logits around 1
+    h, table = rounded([rng.normal((s.tokens, s.width)), table])
+    targets = {"targets": rng.integers((s.tokens,), high=s.padded)}
+    flops, moved = 2 * s.tokens * s.width * s.padded, 2 * (s.tokens + s.padded) * s.width * STORED
+    floors: Any = (0, 3 * flops), (moved, 0)
+    rest |= {"product": "product, float16"}
+    name, head = "linear_cross_entropy, bfloat16", ops.linear_cross_entropy
+    yield Case(name, head, (h, table.T), targets, *floors, **rest)
+
+    def cast(leaves: Any) -> Any:
+        return tree.map(lambda leaf: place.xp.astype(leaf, h.dtype), leaves)
+
+    leaves, moved = [x, up, *norm], 2 * s.rows * s.width * (REAL + STORED)
+    yield Case("weights", rounded, (leaves,), {}, (moved, 0), tolerance=0.0, reference=cast)
 
 
 def _moved(n: int, forward: int, backward: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -127,7 +154,7 @@ def _heads(place: Backend, s: Sizes) -> Iterator[Case]:
     yield Case("sdpa, causal", ops.sdpa, (q, k, v), {"causal": True}, *floors)
     halves = tuple(place.weights([q, k, v], "float16"))
     floors = (2 * n, 2 * flops), (4 * n, 5 * flops)
-    rest: dict[str, Any] = {"tolerance": ROUNDED, "product": "product, float16"}
+    rest: dict[str, Any] = {"tolerance": ROUNDED["float16"], "product": "product, float16"}
     yield Case("sdpa, causal, float16", ops.sdpa, halves, {"causal": True}, *floors, **rest)
     bias = rng.normal((1, s.heads, s.length, s.length))
     m, flops = math.prod(bias.shape) * REAL, 2 * s.batch * s.heads * s.length**2 * width
@@ -247,7 +274,10 @@ def _measured(
     error = _error(place, case)
     if not error <= case.tolerance:
         raise Disagreement(f"relative error {error:.1e}, allowed {case.tolerance:.0e}")
-    said = explain(case.op, *case.args, **case.options).partition("\n")[0]
+    runs = place.weights.__qualname__
+    if isinstance(case.op, Overridable):
+        said = explain(case.op, *case.args, **case.options).partition("\n")[0]
+        runs = said.partition(": ")[2]
     turns: dict[str, Callable[[], Any]] = {"forward": partial(_run, case)}
     if case.backward is not None:
         y, cache = case.op(*case.args, **case.options)
@@ -259,7 +289,7 @@ def _measured(
         row = {"name": f"{case.name}, {direction}", "seconds": min(found), "floor": floor}
         row["moves"] = moved / rate["copy"] >= flops / rate[case.product]
         row |= {"median": statistics.median(found), "n": len(found)}
-        rows.append(row | {"error": error, "runs": said.partition(": ")[2]})
+        rows.append(row | {"error": error, "runs": runs})
     return rows
 
 
@@ -301,8 +331,9 @@ def _results(place: Backend, case: Case) -> list[Array]:
 def _error(place: Backend, case: Case) -> float:
     """The largest relative error of the results, against the reference's."""
     got = [place.widened(a) for a in _results(place, case)]
+    judge = case._replace(args=tree.map(place.widened, case.args), op=case.reference or case.op)
     with reference_only():
-        wanted = _results(place, case._replace(args=tree.map(place.widened, case.args)))
+        wanted = [place.widened(a) for a in _results(place, judge)]
     return max(_off(place, *pair) for pair in zip(got, wanted, strict=True))
 
 
