@@ -52,6 +52,17 @@ def test_a_case_that_differs() -> None:
     assert len(said({"launch": 106, "peak bytes": 1060}, TABLE_ONLY)) == 2
 
 
+def test_a_graph_that_is_missing_is_said_once() -> None:
+    """What cannot be captured must say so, and what can be must not."""
+    table.require_refusal([], None)
+    table.require_refusal(["no graph: cuBLAS while it is captured"], "cuBLAS")
+    for said, refused in (([], "cuBLAS"), (["no graph"], None), (["no"], "cuBLAS")):
+        with pytest.raises(AssertionError):
+            table.require_refusal(said, refused)
+    with pytest.raises(AssertionError):
+        table.require_refusal(["cuBLAS", "cuBLAS"], "cuBLAS")
+
+
 def test_a_step_by_kernel() -> None:
     """The command that counts what a step of given sizes launches, and from where."""
     require_device()

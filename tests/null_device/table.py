@@ -38,6 +38,12 @@ def ran(group: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def require_refusal(said: list[str], refused: str | None) -> None:
+    """AssertionError unless one warning holds `refused`, or there is none and `refused` is None."""
+    assert len(said) == (refused is not None), said
+    assert refused is None or refused in said[0], said
+
+
 def budgets() -> dict[str, Any]:
     """CuPy's version, and the numbers of each case, under `group: case`."""
     found: dict[str, Any] = json.loads(BUDGETS.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from null_device import device
+from null_device import device, table
 from null_device.device import cupy
 from xformer import backends, optim, tree
 from xformer.generation import prefill, stream
@@ -157,6 +157,6 @@ def of_graph(seen: device.Seen, said: list[str], refused: str | None = None) -> 
 
     refused: part of the sentence that says why there is no graph.
     """
-    assert [refused in one for one in said if refused] == [True] * len(said), said
+    table.require_refusal(said, refused)
     assert seen.calls("graph") == (refused is None), f"no graph: {said}"
     return of_loop(seen)
