@@ -34,6 +34,10 @@ BF16 = np.dtype(pytest.importorskip("ml_dtypes", reason="ml_dtypes is missing").
 INVALID_VALUE, EXECUTION_FAILED, NOT_INITIALIZED = 7, 13, 1
 
 
+class OutOfMemoryError(MemoryError):
+    """As CuPy's."""
+
+
 def arrays(library: Backend, *shapes: tuple[int, ...], dtype: Any = BF16) -> list[Any]:
     rng = np.random.default_rng(1)
     found = [library.asarray(rng.normal(size=shape).astype("f4")) for shape in shapes]
@@ -54,6 +58,8 @@ def linear_step(library: Backend, dtype: Any) -> Any:
     return y, cache.backward(y)
 
 
+SUCH = "such products are made in another way from now on"
+ALL = "products are by cuBLAS from now on"
 LT_FAILURES: dict[str, dict[str, BaseException]] = {
     "handle, attribute": {"create": AttributeError("no create")},
     "handle, status": {"create": cuBLASLtError(NOT_INITIALIZED)},
@@ -72,14 +78,20 @@ LT_FAILURES: dict[str, dict[str, BaseException]] = {
 @pytest.mark.parametrize("dtype", [np.dtype("f4"), BF16], ids=str)
 @pytest.mark.parametrize("name", LT_FAILURES)
 def test_products_go_on_by_cublas(library: Backend, name: str, dtype: Any) -> None:
-    """The bits of the kernel by cuBLAS, and one sentence however many products fail."""
+    """The bits of the kernel by cuBLAS, and one sentence however many products fail.
+
+    Two where it first seems to be the epilogue's fault, and then the plain product fails too.
+    """
     wanted = linear_step(library, dtype)
     with calling(CublasLt(raises=LT_FAILURES[name])) as lt:
         with pytest.warns(RuntimeWarning) as said:
             assert same(linear_step(library, dtype), wanted)
         (error,) = LT_FAILURES[name].values()
-        (sentence,) = [str(each.message) for each in said]
-        assert f"cuBLASLt failed ({type(error).__name__}: {error})" in sentence
+        sentences = [str(each.message) for each in said]
+        assert all(f"cuBLASLt failed ({type(error).__name__}: {error})" in s for s in sentences)
+        ends = [sentence.partition("; ")[2] for sentence in sentences]
+        assert ends in ([SUCH], [ALL], [SUCH, ALL]) and len(set(ends)) == len(ends)
+        assert (ends[-1] == ALL) == bool(cublaslt._state.failure)
         assert same(linear_step(library, dtype), wanted)  # without a word
         error.with_traceback(None)  # whose frames hold what they were given
         handles = [made for made in lt.alive.values() if isinstance(made, tuple)]
@@ -185,6 +197,13 @@ def sdpa_step(library: Backend) -> Any:
     return ctx, cache.backward(ctx)
 
 
+def raising(error: Exception) -> Any:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fails
+
+
 ERROR = RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
 CUDNN_FAILURES: dict[str, dict[str, BaseException]] = {
     "handle": {"create_handle": RuntimeError("CUDNN_STATUS_NOT_INITIALIZED")},
@@ -232,6 +251,26 @@ def test_attention_goes_on_by_the_next_kernel(library: Backend, name: str) -> No
         assert f"failed ({type(error).__name__}: {error}); such attention is left to" in said_of
 
 
+def test_each_failure_of_attention_is_said(library: Backend) -> None:
+    """Of errors of one type whose texts begin otherwise, but for numbers in them."""
+    texts = "no argument scale", "no argument 0x7f10", "no argument 0x7f20", "no such class"
+    with calling_cudnn(Cudnn()) as cudnn, pytest.warns(RuntimeWarning) as said, inference():
+        for i, text in enumerate(texts):
+            cudnn.pygraph = raising(TypeError(text))  # type: ignore[assignment,method-assign]
+            ops.sdpa(*arrays(library, *[(1, 1 + i, 64, 8)] * 3))
+    sentences = [str(each.message).partition("; ")[0] for each in said]
+    assert [s.rpartition(": ")[2] for s in sentences] == [f"{texts[i]})" for i in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("function", ["create_handle", "pygraph", "execute"])
+def test_too_little_memory_for_attention_is_the_users(library: Backend, function: str) -> None:
+    """And forgotten: what frees memory may ask again."""
+    with calling_cudnn(Cudnn(raises={function: OutOfMemoryError("out of memory")})):
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                sdpa_step(library)
+
+
 def test_a_refusal_is_no_failure(library: Backend) -> None:
     """`explain` alone says it; and so of a package that has no such error."""
     with calling_cudnn(Cudnn(lacks=["sdpa"])), warnings.catch_warnings():
@@ -264,10 +303,6 @@ class CUDARuntimeError(RuntimeError):
 
 class CompileException(Exception):
     """As CuPy's: it is no RuntimeError."""
-
-
-class OutOfMemoryError(MemoryError):
-    """As CuPy's."""
 
 
 ERRORS = [

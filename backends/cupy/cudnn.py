@@ -68,6 +68,8 @@ def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
         lent = _handle(own, type(like), place)
         hold(plan, lent)  # a graph's launches need the plan's code
         plan.graph.execute(addresses, None if held is None else held.ptr, handle=lent.handle)
+    except MemoryError:
+        raise
     except Exception as error:  # as in `_plan`
         key = type(like), place.device, kind
         _state.plans[key] = failed(_state.said, "attention by cuDNN", error, INSTEAD)
@@ -83,6 +85,8 @@ def _plan(own: Runtime, place: Place, array_type: type, kind: Kind) -> Plan | st
             _state.plans.clear()
         try:
             found = planned(own.library(), _handle(own, array_type, place).handle, kind)
+        except MemoryError:  # as of products: other attention needs memory too
+            raise
         except Exception as error:
             # Whatever it is: the frontend has errors of its own, pybind's TypeError for other
             # versions' arguments, RuntimeError of the driver. Other kernels need none of it.

@@ -31,15 +31,23 @@ def runtime_of(known: dict[type, Runtime], array_type: type) -> Runtime:
 
 # ---- Failures ----
 
+FIRST = 4  # words of an error's text that tell it from others of its type
+
 
 def failed(said: set[Any], what: str, error: BaseException, instead: str) -> str:
     """A sentence about an error; a RuntimeWarning too where `said` has no such cause yet."""
     why = f"{what} failed ({type(error).__name__}: {error}); {instead}"
-    cause = type(error).__name__, getattr(error, "status", None)  # texts may hold addresses
+    cause = type(error).__name__, getattr(error, "status", None) or _beginning(error), instead
     if cause not in said:
         said.add(cause)
         warnings.warn(f"backend cupy: {why}", RuntimeWarning, stacklevel=2)
     return why
+
+
+def _beginning(error: BaseException) -> tuple[str, ...]:
+    """The first words of its text without numbers, such as addresses, which differ each time."""
+    words = str(error).split()[:FIRST]
+    return tuple(word for word in words if not any(letter.isdigit() for letter in word))
 
 
 # ---- Handles ----
