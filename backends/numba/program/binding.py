@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba.program.engine import ARGS, FIRST, execute
-from xformer.backends.numba.program.plan import spans_meet
+from xformer.backends.numba.program.plan import waits
 from xformer.backends.numba.program.program import Instruction
 from xformer.backends.numba.program.traced import Buffer, Traced, address
 
@@ -33,7 +33,7 @@ class Code:
         rows: list[tuple[int, ...]] = []
         for native, run in self.runs:
             first = 0
-            for one, barrier in zip(run, spans_meet(run, spans), strict=True) if native else ():
+            for one, barrier in zip(run, waits(run, spans), strict=True) if native else ():
                 assert one.native is not None
                 kernel, numbers, pieces = one.native
                 self._starts.append(len(words))

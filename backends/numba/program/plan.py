@@ -58,7 +58,7 @@ def _lowest(begins: np.ndarray, ends: np.ndarray, size: int) -> int:
     return at
 
 
-def spans_meet(run: Sequence[Instruction], offsets: dict[Buffer, int]) -> list[bool]:
+def waits(run: Sequence[Instruction], offsets: dict[Buffer, int]) -> list[bool]:
     """Of neighbours, which ones need all that came before: they touch what it has written.
 
     Or they write what it has read or written, maybe by another buffer in the same place.
