@@ -1,0 +1,178 @@
+"""Activations, each element once through all of its formula: one kernel for all, by a code.
+
+Some are one formula with another number: silu and quick_gelu are x sigmoid(number x), tanh and
+softcap number tanh(x / number).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, inlined
+from xformer.backends.numba.gelu import exact_form, exact_slope, tanh_form, tanh_slope
+from xformer.backends.numba.kernels.layout import (
+    dense,
+    fresh_in,
+    in_order,
+    order_of,
+    program_of,
+    unrecordable,
+)
+from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+
+from xformer.checks import require_gradient
+from xformer.ops.quick_gelu import SLOPE
+from xformer.ops.silu import FAR
+from xformer.typing import Array
+
+RELU, RELU_SQUARED, SIGMOID, SWISH, TANH, GELU, GELU_TANH = range(7)
+OF_Y = (RELU, SIGMOID, TANH)  # whose slopes follow from y
+FORMULAS = {  # code and number
+    "relu": (RELU, 1.0),
+    "relu_squared": (RELU_SQUARED, 1.0),
+    "sigmoid": (SIGMOID, 1.0),
+    "silu": (SWISH, 1.0),
+    "quick_gelu": (SWISH, SLOPE),
+    "tanh": (TANH, 1.0),
+    "gelu": (GELU, 1.0),
+    "gelu_tanh": (GELU_TANH, 1.0),
+}
+LINE = 16  # elements of a line of memory, of which no two threads have a part
+ZERO, ONE, TWO, FAR32 = np.float32(0), np.float32(1), np.float32(2), np.float32(FAR)
+NEAR = np.float32(0.55)  # up to which tanh(x) = x + x^3 P(x^2), of least relative error
+P0, P1 = np.float32(-0.333333180451), np.float32(0.133326016675)
+P2, P3, P4 = map(np.float32, (-0.053853856117, 0.021077751062, -0.006282463203))
+Reference = Callable[[Any], tuple[Any, Any]]
+
+
+def not_float32(x: Array) -> str | None:
+    """Why the kernel cannot run."""
+    return unrecordable(x)
+
+
+def activate(
+    name: str, x: Array, reference: Reference, formula: tuple[int, float]
+) -> tuple[Array, ActivationCache]:
+    """An activation by its reference's name, code and number; y lies in memory as x does."""
+    program, x = program_of(x), dense(x)
+    y = fresh_in(program, order_of(x), x.shape, x.dtype)
+
+    def run(y: Any, x: Any) -> None:
+        np.copyto(y, reference(x)[0])
+
+    code, number = formula
+    own = Native(forward, (x.size, code, bits(number)), program.pieces(x.size))
+    program.emit(name, run, [y], [x], own)
+    return y, ActivationCache(y if code in OF_Y else x, name, reference, formula)
+
+
+class ActivationCache(NamedTuple):
+    """What an activation keeps for its backward: its output where that suffices, else x."""
+
+    saved: Array
+    name: str
+    reference: Reference
+    formula: tuple[int, float]
+
+    def backward(self, dy: Array) -> Array:
+        """dx = dy * y'(x)."""
+        saved, name, reference, (code, number) = self
+        require_gradient(name, "dy", dy, saved)
+        program, order = program_of(saved, dy), order_of(saved)
+        dx = fresh_in(program, order, saved.shape, saved.dtype)
+
+        def run(dx: Any, saved: Any, dy: Any) -> None:
+            cache = reference(saved)[1]
+            np.copyto(dx, cache._replace(**{cache._fields[0]: saved}).backward(dy))
+
+        own = Native(backward, (dx.size, code, bits(number)), program.pieces(dx.size))
+        program.emit(f"{name} backward", run, [dx], [saved, in_order(dy, order)], own)
+        return dx
+
+
+@native
+def forward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y; x, how many, code, number."""
+    a = words(args, 5)
+    start, stop = part(a[2], piece, pieces, LINE)
+    n = (stop - start,)
+    values(a[3], real(a[4]), float32s(a[1] + 4 * start, n), float32s(a[0] + 4 * start, n))
+
+
+@native
+def backward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """dx; x or y, dy, how many, code, number."""
+    a = words(args, 6)
+    start, stop = part(a[3], piece, pieces, LINE)
+    n = (stop - start,)
+    saved, dy = float32s(a[1] + 4 * start, n), float32s(a[2] + 4 * start, n)
+    slopes(a[4], real(a[5]), saved, dy, float32s(a[0] + 4 * start, n))
+
+
+@elementwise
+def values(code: int, number: float, x: Any, y: Any) -> None:
+    """y = f(x) of a code and its number."""
+    c = np.float32(number)
+    if code == RELU:
+        for i in range(x.size):
+            y[i] = max(x[i], ZERO)
+    elif code == RELU_SQUARED:
+        for i in range(x.size):
+            v = max(x[i], ZERO)
+            y[i] = v * v
+    elif code == SIGMOID:
+        for i in range(x.size):
+            e = exp2(-LOG2_E * abs(x[i]))  # its exponent is never positive: 0 far below, not 2^-127
+            y[i] = (ONE if x[i] >= ZERO else e) / (ONE + e)
+    elif code == SWISH:
+        for i in range(x.size):
+            v = max(x[i], -FAR32)  # 0 at -inf
+            y[i] = v / (ONE + exp2(-LOG2_E * c * min(v, FAR32)))
+    elif code == TANH:
+        for i in range(x.size):
+            y[i] = c * _tanh(x[i] / c)
+    elif code == GELU:
+        exact_form(x, y)
+    else:
+        tanh_form(x, y)
+
+
+@elementwise
+def slopes(code: int, number: float, saved: Any, dy: Any, dx: Any) -> None:
+    """dx = dy f'(x); saved: y of `OF_Y`, else x."""
+    c = np.float32(number)
+    if code == RELU:
+        for i in range(dy.size):
+            dx[i] = dy[i] if saved[i] > ZERO else ZERO
+    elif code == RELU_SQUARED:
+        for i in range(dy.size):
+            dx[i] = dy[i] * (TWO * max(saved[i], ZERO))
+    elif code == SIGMOID:
+        for i in range(dy.size):
+            dx[i] = dy[i] * saved[i] * (ONE - saved[i])
+    elif code == SWISH:
+        for i in range(dy.size):
+            v = c * min(max(saved[i], -FAR32), FAR32)
+            s = ONE / (ONE + exp2(-LOG2_E * v))
+            dx[i] = dy[i] * s * (ONE + v * (ONE - s))
+    elif code == TANH:
+        for i in range(dy.size):
+            t = saved[i] / c
+            dx[i] = dy[i] * (ONE - t * t)
+    elif code == GELU:
+        exact_slope(saved, dy, dx)
+    else:
+        tanh_slope(saved, dy, dx)
+
+
+@inlined
+def _tanh(x: Any) -> Any:
+    """By powers far from 0, where nothing is lost by the difference; NaN stays."""
+    square = x * x
+    p = P0 + square * (P1 + square * (P2 + square * (P3 + square * P4)))
+    e = exp2(-TWO * LOG2_E * abs(x))
+    far = (ONE - e) / (ONE + e)
+    far = -far if x < ZERO else far
+    return x + x * square * p if abs(x) < NEAR else far

@@ -1,0 +1,127 @@
+"""`glu` with each activation, block by block in the cache; with silu (SwiGLU) at one go."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.numba.compiled import elementwise
+from xformer.backends.numba.glu import _backward as silu_backward
+from xformer.backends.numba.glu import _forward as silu_forward
+from xformer.backends.numba.kernels.activations import (
+    FORMULAS,
+    LINE,
+    OF_Y,
+    SWISH,
+    slopes,
+    values,
+)
+from xformer.backends.numba.kernels.layout import (
+    dense,
+    fresh_in,
+    in_order,
+    order_of,
+    program_of,
+    unrecordable,
+)
+from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+
+from xformer import ops
+from xformer.checks import require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.glu import GluCache as ReferenceCache
+from xformer.typing import Array
+
+BLOCK = 2048  # elements, of which five arrays fit in a core's L1 cache
+
+
+def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
+    """Why the kernel cannot run."""
+    return unrecordable(gate, up) if activation in FORMULAS else f"no activation {activation!r}"
+
+
+@kernel(ops.glu, "numba.kernels", unsupported=unsupported)
+def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
+    """y = act(gate) * up."""
+    program, gate = program_of(gate, up), dense(gate)
+    order = order_of(gate)
+    up, y = in_order(up, order), fresh_in(program, order, gate.shape, gate.dtype)
+
+    def run(y: Any, gate: Any, up: Any) -> None:
+        np.copyto(y, ops.glu.reference(gate, up, activation=activation)[0])
+
+    code, number = FORMULAS[activation]
+    own = Native(forward, (y.size, code, bits(number)), program.pieces(y.size))
+    program.emit(f"glu {activation}", run, [y], [gate, up], own)
+    return y, GluCache(gate, up, activation)
+
+
+class GluCache(NamedTuple):
+    """What `glu` keeps for its backward; the activation is computed again."""
+
+    gate: Array  # (..., F)
+    up: Array  # (..., F)
+    activation: str
+
+    def backward(self, dy: Array) -> tuple[Array, Array]:
+        """dgate = dact * act'(gate) with dact = dy * up; dup = dy * act(gate)."""
+        gate, up, activation = self
+        require_gradient("glu", "dy", dy, gate)
+        program, order = program_of(gate, up, dy), order_of(gate)
+        dgate, dup = (fresh_in(program, order, gate.shape, gate.dtype) for _ in range(2))
+
+        def run(dgate: Any, dup: Any, gate: Any, up: Any, dy: Any) -> None:
+            dgate[...], dup[...] = ReferenceCache(gate, up, activation).backward(dy)
+
+        code, number = FORMULAS[activation]
+        own = Native(backward, (dup.size, code, bits(number)), program.pieces(dup.size))
+        ins = [gate, up, in_order(dy, order)]
+        program.emit(f"glu {activation} backward", run, [dgate, dup], ins, own)
+        return dgate, dup
+
+
+@native
+def forward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y; gate, up, how many, code, number."""
+    a = words(args, 6)
+    number, act = real(a[5]), np.empty(BLOCK, np.float32)
+    start, stop = part(a[3], piece, pieces, LINE)
+    for at in range(start, stop, BLOCK):
+        n = (min(BLOCK, stop - at),)
+        y, gate, up = (
+            float32s(a[0] + 4 * at, n),
+            float32s(a[1] + 4 * at, n),
+            float32s(a[2] + 4 * at, n),
+        )
+        if a[4] == SWISH and number == 1:
+            silu_forward(gate, up, y)
+        else:
+            values(a[4], number, gate, act[: n[0]])
+            _multiply(act[: n[0]], up, y)
+
+
+@native
+def backward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """dgate, dup; gate, up, dy, how many, code, number."""
+    a = words(args, 8)
+    number = real(a[7])
+    start, stop = part(a[5], piece, pieces, LINE)
+    act, dact = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for at in range(start, stop, BLOCK):
+        n = (min(BLOCK, stop - at),)
+        dgate, dup = float32s(a[0] + 4 * at, n), float32s(a[1] + 4 * at, n)
+        gate, up = float32s(a[2] + 4 * at, n), float32s(a[3] + 4 * at, n)
+        dy, y, slope = float32s(a[4] + 4 * at, n), act[: n[0]], dact[: n[0]]
+        if a[6] == SWISH and number == 1:
+            silu_backward(gate, up, dy, dgate, dup)
+        else:
+            values(a[6], number, gate, y)
+            _multiply(dy, up, slope)
+            slopes(a[6], number, y if a[6] in OF_Y else gate, slope, dgate)
+            _multiply(dy, y, dup)
+
+
+@elementwise
+def _multiply(x: Any, y: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = x[i] * y[i]

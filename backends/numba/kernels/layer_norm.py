@@ -1,0 +1,176 @@
+"""`layer_norm`, each row once through all of its formula; of a sum too, for `add_norm`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.kernels.layout import (
+    fresh_in,
+    in_order,
+    order_of,
+    program_of,
+    unrecordable,
+)
+from xformer.backends.numba.kernels.norms import (
+    GROUP,
+    add,
+    block,
+    pieces_of,
+    sum_of,
+    summed,
+    terms,
+)
+from xformer.backends.numba.layer_norm import rows_backward, rows_forward
+from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+
+from xformer import ops
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.layer_norm import LayerNormCache as ReferenceCache
+from xformer.typing import Array
+
+
+def unsupported(
+    x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
+) -> str | None:
+    """Why the kernel cannot run."""
+    return unrecordable(x, w, b) if eps_inside else "eps is outside the root"
+
+
+@kernel(ops.layer_norm, "numba.kernels", unsupported=unsupported)
+def layer_norm(
+    x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
+) -> tuple[Array, LayerNormCache]:
+    """Centred rows, their variance from these, then rstd, w and b."""
+    eps = number("layer_norm", "eps", eps, low=0)
+    require_axis("layer_norm", x, -1)
+    _, y, cache = normalise(x, None, w, b, eps)
+    return y, cache
+
+
+def normalise(
+    x: Array, r: Array | None, w: Array, b: Array | None, eps: float
+) -> tuple[Array, Array, LayerNormCache]:
+    """s = x + r, x where r is None; its norm; and what the backward wants."""
+    program, has_b = program_of(x, r, w, b), b is not None
+    x, r, w, b = terms(x, r, w, b)
+    order = order_of(x, 1)
+    y = fresh_in(program, order, x.shape, x.dtype)
+    mean, rstd = (fresh_in(program, order, (*x.shape[:-1], 1), x.dtype) for _ in range(2))
+
+    def run(y: Any, mean: Any, rstd: Any, x: Any, w: Any, b: Any) -> None:
+        y[...], cache = ops.layer_norm.reference(x, w, b, eps=eps)
+        mean[...], rstd[...] = cache.mean, cache.rstd
+
+    def run_sum(y: Any, mean: Any, rstd: Any, s: Any, x: Any, r: Any, w: Any, b: Any) -> None:
+        run(y, mean, rstd, np.add(x, r, out=s), w, b)
+
+    numbers, pieces = (x.size // x.shape[-1], x.shape[-1], bits(eps)), pieces_of(program, x)
+    if r is None:
+        own = Native(forward, numbers, pieces)
+        program.emit("layer_norm", run, [y, mean, rstd], [x, w, b], own)
+        return x, y, LayerNormCache(x, w, mean, rstd, has_b)
+    s, own = fresh_in(program, order, x.shape, x.dtype), Native(add_forward, numbers, pieces)
+    program.emit("add layer_norm", run_sum, [y, mean, rstd, s], [x, r, w, b], own)
+    return s, y, LayerNormCache(s, w, mean, rstd, has_b)
+
+
+class LayerNormCache(NamedTuple):
+    """What `layer_norm` keeps for its backward."""
+
+    x: Array  # (..., D)
+    w: Array  # (D,)
+    mean: Array  # (..., 1)
+    rstd: Array  # (..., 1)
+    has_b: bool
+
+    def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
+        """dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), dxhat = dy * w."""
+        return self.added(dy, None)
+
+    def added(self, dy: Array, ds: Array | None) -> tuple[Array, Array, Array | None]:
+        """The same with ds added to dx, unless it is None."""
+        x, w, mean, rstd, has_b = self
+        require_gradient("layer_norm", "dy", dy, x)
+        program, order = program_of(x, w, dy, ds), order_of(x, 1)
+        dx, pieces = fresh_in(program, order, x.shape, x.dtype), pieces_of(program, x)
+        dws, dbs = (program.fresh((pieces, x.shape[-1]), x.dtype) for _ in range(2))
+        dy = in_order(dy, order)
+        more = dy if ds is None else in_order(ds, order)
+        has_ds = ds is not None
+
+        def run(dx: Any, dws: Any, dbs: Any, *ins: Any) -> None:
+            x, w, mean, rstd, dy, ds = ins
+            found, dw, db = ReferenceCache(x, w, mean, rstd, 0.0, True).backward(dy)
+            dx[...] = found + ds if has_ds else found
+            for parts, sums in ((dws, dw), (dbs, db)):
+                parts[0], parts[1:] = sums, 0
+
+        own = Native(backward, (x.size // x.shape[-1], x.shape[-1], has_ds), pieces)
+        ins = [x, w, mean, rstd, dy, more]
+        program.emit("layer_norm backward", run, [dx, dws, dbs], ins, own)
+        return dx, summed(dws), summed(dbs) if has_b else None
+
+
+@native
+def forward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y, mean, rstd; x, w, b, how many rows, D, eps."""
+    a = words(args, 9)
+    start, stop = part(a[6], piece, pieces, 1)
+    _normalise(a[0], a[1], a[2], a[3], a[4], a[5], start, stop, a[7], real(a[8]))
+
+
+@native
+def add_forward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y, mean, rstd, s; x, r, w, b, how many rows, D, eps."""
+    a = words(args, 11)
+    start, stop = part(a[8], piece, pieces, 1)
+    for at in range(start, stop, GROUP):
+        end = min(at + GROUP, stop)
+        sum_of(block(a[4], at, end, a[9]), block(a[5], at, end, a[9]), block(a[3], at, end, a[9]))
+        _normalise(a[0], a[1], a[2], a[3], a[6], a[7], at, end, a[9], real(a[10]))
+
+
+@rowwise
+def _normalise(
+    y: int, mean: int, rstd: int, x: int, w: int, b: int, at: int, end: int, width: int, eps: float
+) -> None:
+    rows_forward(
+        block(x, at, end, width),
+        float32s(w, (width,)),
+        float32s(b, (width,)),
+        np.float32(eps),
+        block(y, at, end, width),
+        float32s(mean + 4 * at, (end - at,)),
+        float32s(rstd + 4 * at, (end - at,)),
+    )
+
+
+@native
+def backward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """dx, dws, dbs; x, w, mean, rstd, dy, ds, how many rows, D, whether there is ds."""
+    a = words(args, 12)
+    start, stop = part(a[9], piece, pieces, 1)
+    dw, db = (block(a[1], piece, piece + 1, a[10]), block(a[2], piece, piece + 1, a[10]))
+    few = np.empty((2, a[10]), np.float32)
+    dw[:] = 0
+    db[:] = 0
+    for at in range(start, stop, GROUP):
+        end = min(at + GROUP, stop)
+        dx = block(a[0], at, end, a[10])
+        rows_backward(
+            block(a[3], at, end, a[10]),
+            float32s(a[4], (a[10],)),
+            float32s(a[5] + 4 * at, (end - at,)),
+            float32s(a[6] + 4 * at, (end - at,)),
+            block(a[7], at, end, a[10]),
+            dx,
+            few[0],
+            few[1],
+        )
+        add(dw, few[:1])
+        add(db, few[1:])
+        if a[11]:
+            add(dx, block(a[8], at, end, a[10]))

@@ -1,0 +1,20 @@
+"""`quick_gelu`: see `activations`."""
+
+from __future__ import annotations
+
+from xformer.backends.numba.kernels.activations import (
+    FORMULAS,
+    ActivationCache,
+    activate,
+    not_float32,
+)
+
+from xformer import ops
+from xformer.dispatch import kernel
+from xformer.typing import Array
+
+
+@kernel(ops.quick_gelu, "numba.kernels", unsupported=not_float32)
+def quick_gelu(x: Array) -> tuple[Array, ActivationCache]:
+    """y = x * sigmoid(1.702 x)."""
+    return activate("quick_gelu", x, ops.quick_gelu.reference, FORMULAS["quick_gelu"])

@@ -1,0 +1,175 @@
+"""`rms_norm`, each row once through all of its formula; of a sum too, for `add_norm`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.kernels.layout import (
+    fresh_in,
+    in_order,
+    order_of,
+    program_of,
+    unrecordable,
+)
+from xformer.backends.numba.kernels.norms import (
+    GROUP,
+    add,
+    block,
+    pieces_of,
+    sum_of,
+    summed,
+    terms,
+)
+from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+from xformer.backends.numba.rms_norm import rows_backward, rows_forward
+
+from xformer import ops
+from xformer.checks import number, require_axis, require_gradient
+from xformer.dispatch import kernel
+from xformer.ops.rms_norm import RmsNormCache as ReferenceCache
+from xformer.typing import Array
+
+
+def unsupported(
+    x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
+) -> str | None:
+    """Why the kernel cannot run."""
+    return "an offset without w" if w is None and offset != 0 else unrecordable(x, w)
+
+
+@kernel(ops.rms_norm, "numba.kernels", unsupported=unsupported)
+def rms_norm(
+    x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
+) -> tuple[Array, RmsNormCache]:
+    """The mean square of a row, then rstd and the gain."""
+    eps = number("rms_norm", "eps", eps, low=0)
+    offset = number("rms_norm", "offset", offset)
+    require_axis("rms_norm", x, -1)
+    _, y, cache = normalise(x, None, w, eps, offset)
+    return y, cache
+
+
+def normalise(
+    x: Array, r: Array | None, w: Array | None, eps: float, offset: float
+) -> tuple[Array, Array, RmsNormCache]:
+    """s = x + r, x where r is None; its norm; and what the backward wants."""
+    program, has_w = program_of(x, r, w), w is not None
+    x, r, w, _ = terms(x, r, w, None)
+    order = order_of(x, 1)
+    y = fresh_in(program, order, x.shape, x.dtype)
+    rstd = fresh_in(program, order, (*x.shape[:-1], 1), x.dtype)
+
+    def run(y: Any, rstd: Any, x: Any, w: Any) -> None:
+        y[...], cache = ops.rms_norm.reference(x, w, eps=eps, offset=offset)
+        rstd[...] = cache.rstd
+
+    def run_sum(y: Any, rstd: Any, s: Any, x: Any, r: Any, w: Any) -> None:
+        run(y, rstd, np.add(x, r, out=s), w)
+
+    numbers = x.size // x.shape[-1], x.shape[-1], bits(eps), bits(offset)
+    pieces = pieces_of(program, x)
+    if r is None:
+        program.emit("rms_norm", run, [y, rstd], [x, w], Native(forward, numbers, pieces))
+        return x, y, RmsNormCache(x, w, rstd, offset, has_w)
+    s, own = fresh_in(program, order, x.shape, x.dtype), Native(add_forward, numbers, pieces)
+    program.emit("add rms_norm", run_sum, [y, rstd, s], [x, r, w], own)
+    return s, y, RmsNormCache(s, w, rstd, offset, has_w)
+
+
+class RmsNormCache(NamedTuple):
+    """What `rms_norm` keeps for its backward."""
+
+    x: Array  # (..., D)
+    w: Array  # (D,), ones where there is no gain
+    rstd: Array  # (..., 1)
+    offset: float
+    has_w: bool
+
+    def backward(self, dy: Array) -> tuple[Array, Array | None]:
+        """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * (offset + w)."""
+        return self.added(dy, None)
+
+    def added(self, dy: Array, ds: Array | None) -> tuple[Array, Array | None]:
+        """The same with ds added to dx, unless it is None."""
+        x, w, rstd, offset, has_w = self
+        require_gradient("rms_norm", "dy", dy, x)
+        program, order = program_of(x, w, dy, ds), order_of(x, 1)
+        dx, pieces = fresh_in(program, order, x.shape, x.dtype), pieces_of(program, x)
+        dws = program.fresh((pieces, x.shape[-1]), x.dtype)  # of dw
+        dy, has_ds = in_order(dy, order), ds is not None
+        ds = dy if ds is None else in_order(ds, order)
+
+        def run(dx: Any, dws: Any, x: Any, w: Any, rstd: Any, dy: Any, ds: Any) -> None:
+            found, dw = ReferenceCache(x, w, rstd, offset).backward(dy)
+            dx[...] = found + ds if has_ds else found
+            dws[0], dws[1:] = dw, 0
+
+        numbers = x.size // x.shape[-1], x.shape[-1], bits(offset), has_ds
+        own = Native(backward, numbers, pieces)
+        program.emit("rms_norm backward", run, [dx, dws], [x, w, rstd, dy, ds], own)
+        return dx, summed(dws) if has_w else None
+
+
+@native
+def forward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y, rstd; x, w, how many rows, D, eps, offset."""
+    a = words(args, 8)
+    start, stop = part(a[4], piece, pieces, 1)
+    gain = _gain(a[3], a[5], real(a[7]))
+    _normalise(a[0], a[1], a[2], gain, start, stop, real(a[6]))
+
+
+@native
+def add_forward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """y, rstd, s; x, r, w, how many rows, D, eps, offset."""
+    a = words(args, 10)
+    start, stop = part(a[6], piece, pieces, 1)
+    gain = _gain(a[5], a[7], real(a[9]))
+    for at in range(start, stop, GROUP):
+        end = min(at + GROUP, stop)
+        sum_of(block(a[3], at, end, a[7]), block(a[4], at, end, a[7]), block(a[2], at, end, a[7]))
+        _normalise(a[0], a[1], a[2], gain, at, end, real(a[8]))
+
+
+@rowwise
+def _gain(w: int, width: int, offset: float) -> Any:
+    gain = np.empty(width, np.float32)
+    gain[:] = float32s(w, (width,)) + np.float32(offset)
+    return gain
+
+
+@rowwise
+def _normalise(y: int, rstd: int, x: int, gain: Any, at: int, end: int, eps: float) -> None:
+    rows_forward(
+        block(x, at, end, gain.size),
+        gain,
+        np.float32(eps),
+        block(y, at, end, gain.size),
+        float32s(rstd + 4 * at, (end - at,)),
+    )
+
+
+@native
+def backward(args: int, piece: int, pieces: int, memory: int) -> None:
+    """dx, dws; x, w, rstd, dy, ds, how many rows, D, offset, whether there is ds."""
+    a = words(args, 11)
+    start, stop = part(a[7], piece, pieces, 1)
+    gain, few = _gain(a[3], a[8], real(a[9])), np.empty((1, a[8]), np.float32)
+    sums = block(a[1], piece, piece + 1, a[8])
+    sums[:] = 0
+    for at in range(start, stop, GROUP):
+        end = min(at + GROUP, stop)
+        dx = block(a[0], at, end, a[8])
+        rows_backward(
+            block(a[2], at, end, a[8]),
+            gain,
+            float32s(a[4] + 4 * at, (end - at,)),
+            block(a[5], at, end, a[8]),
+            dx,
+            few[0],
+        )
+        add(sums, few)
+        if a[10]:
+            add(dx, block(a[6], at, end, a[8]))

@@ -1,0 +1,20 @@
+"""`sigmoid`: see `activations`."""
+
+from __future__ import annotations
+
+from xformer.backends.numba.kernels.activations import (
+    FORMULAS,
+    ActivationCache,
+    activate,
+    not_float32,
+)
+
+from xformer import ops
+from xformer.dispatch import kernel
+from xformer.typing import Array
+
+
+@kernel(ops.sigmoid, "numba.kernels", unsupported=not_float32)
+def sigmoid(x: Array) -> tuple[Array, ActivationCache]:
+    """y = 1 / (1 + exp(-x))."""
+    return activate("sigmoid", x, ops.sigmoid.reference, FORMULAS["sigmoid"])
