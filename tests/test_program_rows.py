@@ -76,6 +76,8 @@ CASES = (
     Case("add_norm without r", with_sum(NormConfig(), False), (X, W, W), 2),
     Case("add_norm by rms", with_sum(RMS), (X, X, W), 2),
     Case("add_norm by rms without r", with_sum(RMS, False), (X, W), 2),
+    Case("l2_normalize", single(ops.l2_normalize), (X,)),
+    Case("l2_normalize of short rows", single(ops.l2_normalize, eps=9.5), (X,)),
     *(Case(name, single(ACTIVATIONS[name]), (X,)) for name in ACTIVATIONS),
     Case("softcap", single(ops.softcap, cap=3.0), (X,)),
     *(Case(f"glu {name}", single(ops.glu, activation=name), (X, X)) for name in ACTIVATIONS),
@@ -238,6 +240,21 @@ def test_rows_far_from_zero(add: bool) -> None:
         return [ops.layer_norm(x, w, b)[0]]
 
     judged(fn, [x, r, w, b])
+
+
+def test_rows_without_length() -> None:
+    """They stay 0, and are divided by eps on the way back; of NaN nothing is made up."""
+    x, dy = np.zeros((3, 5), np.float32), np.ones((3, 5), np.float32)
+    x[1, 2] = np.nan
+
+    def fn(x: Any, dy: Any) -> list[Any]:
+        y, cache = ops.l2_normalize(x, eps=1e-3)
+        return [y, cache.backward(dy)]
+
+    with reference_only():
+        wanted = fn(x, dy)
+    for got, same in zip(record(fn, [x, dy])(x, dy), wanted, strict=True):
+        np.testing.assert_allclose(got, same, rtol=1e-6)
 
 
 def test_no_rows() -> None:
