@@ -36,6 +36,7 @@ class Code:
             for one, barrier in zip(run, waits(run, spans), strict=True) if native else ():
                 assert one.native is not None
                 kernel, numbers, pieces = one.native
+                words.append(len(one.outs) + len(one.ins))  # before the first, for `numbers`
                 self._starts.append(len(words))
                 for x in (*one.outs, *one.ins):
                     if isinstance(x, Traced):

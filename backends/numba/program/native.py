@@ -6,9 +6,10 @@
         ...
 
 args: where int64 words are: the addresses of the outs, then of the ins, then the instruction's own
-numbers. A kernel computes its `piece` of `pieces`, in any order and on any thread, and writes
-nothing else. memory: where words of its thread are (`SGEMM`, `TILES`, `SCRATCH`). It cannot raise:
-whoever emits the instruction has checked shapes, dtypes and strides, and addresses follow them.
+numbers, which `numbers` finds behind any number of operands. A kernel computes its `piece` of
+`pieces`, in any order and on any thread, and writes nothing else. memory: where words of its thread
+are (`SGEMM`, `TILES`, `SCRATCH`). It cannot raise: whoever emits the instruction has checked
+shapes, dtypes and strides, and addresses follow them.
 """
 
 from __future__ import annotations
@@ -86,6 +87,18 @@ _doubles: Any = _pointer(types.float64)
 def words(address: Any, n: Any) -> Any:
     """n int64 at an address."""
     return numba.carray(_words(address), n, np.int64)
+
+
+@_inline
+def operands(args: Any) -> Any:
+    """How many outs and ins there are."""
+    return words(args - 8, 1)[0]
+
+
+@_inline
+def numbers(args: Any, n: Any) -> Any:
+    """The first n of the instruction's own numbers."""
+    return words(args + 8 * operands(args), n)
 
 
 @_inline
