@@ -36,6 +36,7 @@ VECTORS = 4  # rows at most that are multiplied one by one
 ALONE = 1 << 18  # multiplications: of more OpenBLAS makes a job for its own threads
 LARGE = 1 << 16  # weights that are worth to be cut by rows
 SPEED = 16  # multiplications in the time of an element of a simple loop
+NOTHING, ROW, WHOLE = range(3)  # what is added to a product
 LINE = 16  # elements of a line of memory, of which no two threads have a part
 
 
@@ -75,7 +76,7 @@ def factor(x: Array) -> Array:
 
 
 def emit_products(name: str, y: Array, pairs: Sequence[Pair], b: Array | None = None) -> None:
-    """y (N, M) = the sum of x w over all pairs, + b (M,). All are float32, and y is `fresh`."""
+    """y (N, M) = the sum of x w over all pairs, + b, (M,) or (N, M). float32, and y is `fresh`."""
     emit_sums(name, [sums for sums in [emit_parts(name, y, pairs, b)] if sums])
 
 
@@ -85,13 +86,14 @@ def emit_parts(name: str, y: Array, pairs: Sequence[Pair], b: Array | None) -> S
     pairs = [Pair(factor(x), factor(w)) for x, w in pairs]
     (n, m), size = y.shape, y.size * sum(x.shape[1] for x, _ in pairs)
     pieces = program.pieces(size // SPEED)
-    if pieces > 1 and len(pairs) == 1 and _are_vectors(*pairs[0]):
+    added = NOTHING if b is None else (ROW, WHOLE)[b.ndim - 1]
+    if pieces > 1 and len(pairs) == 1 and added != WHOLE and _are_vectors(*pairs[0]):
         x, w = pairs[0]
         parts = program.fresh((pieces, n, m), np.float32)
         own = n, m, len(w), _steps(x)[0], _steps(w)[0]
         program.emit(name, _run_parts, [parts], [x, w], Native(vectors, own, pieces))
         return Sums(y, parts, b)
-    head = n, m, int(n >= m), int(b is not None), len(pairs)
+    head = n, m, int(n >= m), added, len(pairs)
     layouts = [number for x, w in pairs for number in (x.shape[1], *_steps(x), *_steps(w))]
     ins = [array for pair in pairs for array in pair] + ([] if b is None else [contiguous(b)])
     program.emit(name, _running(len(pairs)), [y], ins, Native(products, (*head, *layouts), pieces))
@@ -186,24 +188,35 @@ def _order(by_rows: bool) -> Any:
 
 
 @rowwise
-def add_bias(b: int, y: int, n: int, m: int, y_down: int) -> None:
-    """y += b, of n rows of m numbers."""
+def add_bias(b: int, y: Any, sizes: Any) -> None:
+    """y += b, of N rows of M numbers. y: (address, down)."""
+    n, m = sizes
     own = float32s(b, (m,))
     for i in range(n):
-        row = float32s(y + i * y_down, (m,))
+        row = float32s(y[0] + i * y[1], (m,))
         for j in range(m):
             row[j] += own[j]
+
+
+@rowwise
+def copy_rows(x: int, down: int, y: Any, sizes: Any) -> None:
+    """y = x, where the plan has not put them in one place."""
+    n, m = sizes
+    for i in range(n if x != y[0] else 0):
+        row, own = float32s(y[0] + i * y[1], (m,)), float32s(x + i * down, (m,))
+        for j in range(m):
+            row[j] = own[j]
 
 
 @native
 def products(args: int, piece: int, pieces: int, memory: int) -> None:
     """y; x and w of each pair, b where there is one.
 
-    N, M, whether pieces are rows, whether there is b, how many pairs, and of each K, bytes from row
-    to row and from column to column of x, and of w.
+    N, M, whether pieces are rows, what b is, how many pairs, and of each K, bytes from row to row
+    and from column to column of x, and of w.
     """
     a = numbers(args, 5)
-    n, m, by_rows, has_b, n_pairs = a[0], a[1], a[2], a[3], a[4]
+    n, m, by_rows, added, n_pairs = a[0], a[1], a[2], a[3], a[4]
     at, layouts = words(args, 2 + 2 * n_pairs), numbers(args, 5 + 5 * n_pairs)[5:]
     top, bottom, left, right = np.int64(0), n, np.int64(0), m
     if by_rows:
@@ -212,15 +225,18 @@ def products(args: int, piece: int, pieces: int, memory: int) -> None:
         left, right = part(m, piece, pieces, COLUMNS if m > 2 * COLUMNS else LINE)
     if top >= bottom or left >= right:
         return
-    y, y_down = at[0] + top * 4 * m + 4 * left, 4 * m
+    first = 4 * (top * m + left)
+    y, sizes = (at[0] + first, 4 * m), (bottom - top, right - left)
+    if added == WHOLE:
+        copy_rows(at[1 + 2 * n_pairs] + first, 4 * m, y, sizes)
     for i in range(n_pairs):
         k, x_down, x_across = layouts[5 * i], layouts[5 * i + 1], layouts[5 * i + 2]
         w_down, w_across = layouts[5 * i + 3], layouts[5 * i + 4]
         x = at[1 + 2 * i] + top * x_down, x_down, x_across
         w = at[2 + 2 * i] + left * w_across, w_down, w_across
-        product(memory, x, w, i > 0, (y, y_down), (bottom - top, right - left, k))
-    if has_b:
-        add_bias(at[1 + 2 * n_pairs] + 4 * left, y, bottom - top, right - left, y_down)
+        product(memory, x, w, i > 0 or added == WHOLE, y, (*sizes, k))
+    if added == ROW:
+        add_bias(at[1 + 2 * n_pairs] + 4 * left, y, sizes)
 
 
 @native
@@ -256,16 +272,20 @@ def add_parts(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def sum_rows(args: int, piece: int, pieces: int, memory: int) -> None:
-    """out (M,) = the sum of the rows of x; x, N, M, bytes from row to row."""
-    a = words(args, 5)
-    n, m, down = a[2], a[3], a[4]
+    """out (M,) = sums of rows, + b; x, b where there is one, N, M, whether there is b."""
+    at, a = words(args, 3), numbers(args, 3)
+    n, m, has_b = a[0], a[1], a[2]
     start, stop = part(m, piece, pieces, LINE)
     if start >= stop:
         return
-    out, few = float32s(a[0] + 4 * start, (stop - start,)), np.zeros(stop - start, np.float32)
-    out[:] = ZERO
+    size = (stop - start,)
+    out, few = float32s(at[0] + 4 * start, size), np.zeros(stop - start, np.float32)
+    if has_b:
+        copy_rows(at[2] + 4 * start, 0, (at[0] + 4 * start, 0), (1, stop - start))
+    else:
+        out[:] = ZERO
     for i in range(n):
-        row = float32s(a[1] + i * down + 4 * start, (stop - start,))
+        row = float32s(at[1] + 4 * (i * m + start), size)
         for j in range(stop - start):
             few[j] += row[j]
         if i % FEW == FEW - 1 or i == n - 1:  # sums of such sums are more exact

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba.gemm import no_products
@@ -93,25 +93,31 @@ def input_gradient(caches: Sequence[LinearCache], dys: Sequence[Array]) -> Array
     return reshape(dx, caches[0].x_shape)
 
 
-def weight_gradient(recorder: Program, x: Array, w: Array, dy: Array) -> Array:
-    """x^T dy, which lies as w does."""
+def weight_gradient(
+    recorder: Program, x: Array, w: Array, dy: Array, before: Array | None = None
+) -> Array:
+    """x^T dy + before, which lie as w does."""
     layout = steps(w)
     if layout is None or layout[1] == 4:
         dw = recorder.fresh(w.shape, np.float32)
-        emit_products("linear dw", dw, [Pair(x.T, dy)])
+        emit_products("linear dw", dw, [Pair(x.T, dy)], before)
         return dw
     dw = recorder.fresh(w.shape[::-1], np.float32)
-    emit_products("linear dw", dw, [Pair(dy.T, x)])
+    emit_products("linear dw", dw, [Pair(dy.T, x)], None if before is None else before.T)
     return dw.T
 
 
-def column_sums(recorder: Program, dy: Array) -> Array:
-    """The sum of the rows of dy (N, O), in their order."""
+def column_sums(recorder: Program, dy: Array, before: Array | None = None) -> Array:
+    """The sum of the rows of dy (N, O), in their order, + before (O,)."""
     dy = contiguous(dy)
     n, m = dy.shape
     db = recorder.fresh((m,), np.float32)
-    own = Native(sum_rows, (n, m, 4 * m), recorder.pieces(dy.size))
-    recorder.emit("linear db", lambda db, dy: np.sum(dy, axis=0, out=db), [db], [dy], own)
+
+    def run(db: Any, dy: Any, before: Any = 0) -> None:
+        np.add(np.sum(dy, axis=0), before, out=db)
+
+    own = Native(sum_rows, (n, m, int(before is not None)), recorder.pieces(dy.size))
+    recorder.emit("linear db", run, [db], [dy] if before is None else [dy, before], own)
     return db
 
 
