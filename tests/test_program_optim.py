@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, judged, names, native_against_numpy, record
+from xformer.backends.numba.program.run import Recorded, layout_of
 
 from xformer.optim import AdamState, adam, adamw
 from xformer.optim.adam import adam_update
@@ -81,3 +82,30 @@ def test_the_step_may_be_known_in_a_run_only() -> None:
             wanted = step(adamw, t, arrays, lr=3e-4, weight_decay=0.1)
             for got, own in zip(run(np.asarray(t), lr, *arrays), wanted, strict=True):
                 np.testing.assert_allclose(got, own, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["one", "another"])
+def test_donated(order: str) -> None:
+    """New leaves are in the places of the old ones, or of others of their shape: never too early.
+
+    Leaves of one shape meet, so that a result may get the place of another leaf.
+    """
+    rng = np.random.default_rng(0)
+    p, g, m, v = ([rng.normal(size=4001).astype(np.float32) for _ in range(3)] for _ in range(4))
+    arrays = [*p, *g, *m, *(v := [np.abs(x) for x in v])]
+
+    def fn(*arrays: Any) -> list[Any]:
+        own = (list(arrays[i : i + 3]) for i in range(0, 12, 3))
+        numbers = {"rate": 1e-3, "root": 0.5, "keep": 0.9, "betas": (0.9, 0.99), "eps": 1e-8}
+        several = adam_update(*own, **numbers)
+        made = [x for leaves in several for x in leaves]
+        return made if order == "one" else made[::-1]
+
+    wanted = fn(*[x.copy() for x in arrays])
+    donated = [0, 1, 2, *range(6, 12)]
+    run = Recorded(fn, [layout_of(x) for x in arrays], 2, donated)
+    found = run(*arrays)
+    assert names(run).count("copy") == (0 if order == "one" else 8)
+    for got, own in zip(found, wanted, strict=True):
+        assert any(got is x for x in arrays)
+        np.testing.assert_allclose(got, own, rtol=2e-5, atol=1e-6)

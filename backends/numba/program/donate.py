@@ -55,7 +55,7 @@ def _at_once(code: Sequence[Instruction], result: Traced, given: Traced) -> bool
     first = min(i for i, one in enumerate(code) if any(x.buffer is result.buffer for x in one.outs))
     if not reads or reads[-1] < first:
         return True
-    return reads[-1] == first and code[first].in_place and _whole(code[first], result, given)
+    return reads[-1] == first and bool(code[first].in_place) and _whole(code[first], result, given)
 
 
 def _reads(one: Instruction, x: Traced) -> bool:
@@ -65,9 +65,13 @@ def _reads(one: Instruction, x: Traced) -> bool:
 def _whole(one: Instruction, result: Traced, given: Traced) -> bool:
     """Whether an instruction reads all of an input as it lies, and writes all of the result."""
     layout = given.shape, given.strides
-    own = [x for x in one.ins if isinstance(x, Traced) and x.buffer is given.buffer]
-    outs = [x for x in one.outs if x.buffer is result.buffer]
-    return all((x.shape, x.strides) == layout for x in (*own, *outs))
+    ins = {i: x for i, x in enumerate(one.ins) if isinstance(x, Traced)}
+    own = [i for i, x in ins.items() if x.buffer is given.buffer]
+    outs = [i for i, x in enumerate(one.outs) if x.buffer is result.buffer]
+    if isinstance(one.in_place, tuple) and any(own != [one.in_place[i]] for i in outs):
+        return False
+    arrays = [ins[i] for i in own] + [one.outs[i] for i in outs]
+    return all((x.shape, x.strides) == layout for x in arrays)
 
 
 def _moved(one: Instruction, moved: dict[Buffer | None, Traced]) -> Instruction:

@@ -27,7 +27,8 @@ class Instruction(NamedTuple):
     outs: tuple[Traced, ...]
     ins: tuple[Operand, ...]
     native: Native | None = None
-    in_place: bool = False  # an element of outs needs the same one of ins alone
+    # Whether an element of outs needs the same one of ins alone; or for each out that of which in.
+    in_place: bool | tuple[int, ...] = False
     checks: bool = False  # it raises where a value is wrong, and is run though it has no outs
 
     def __str__(self) -> str:
@@ -74,7 +75,7 @@ class Program:
         ins: Sequence[Operand],
         native: Native | None = None,
         *,
-        in_place: bool = False,
+        in_place: bool | tuple[int, ...] = False,
         checks: bool = False,
     ) -> None:
         """One instruction more; a constant is given as the array that it is."""
