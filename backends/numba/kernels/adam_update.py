@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.adam import REPLACED, SIZE, _some
+from xformer.backends.numba.adam import SIZE, _some
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.native import (
     Native,
@@ -88,8 +88,8 @@ def adam_update(
     own = *map(bits, (*betas, eps)), len(old), *sizes
     outs, ins = [x for leaf in new for x in leaf], [*scalars, *(x for leaf in old for x in leaf)]
     pieces = recorder.pieces(sum(sizes))
-    places = tuple(len(scalars) + OLD * i + j for i in range(len(old)) for j in REPLACED)
-    recorder.emit("adam", run, outs, ins, Native(step, own, pieces), in_place=places)
+    of_leaf = [range(3 + OLD * i, 3 + OLD * (i + 1)) for i in range(len(old)) for _ in range(NEW)]
+    recorder.emit("adam", run, outs, ins, Native(step, own, pieces), in_place=of_leaf)
     new_p, new_m, new_v = (list(leaves) for leaves in zip(*new, strict=True))
     return new_p, new_m, new_v
 

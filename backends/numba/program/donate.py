@@ -55,23 +55,23 @@ def _at_once(code: Sequence[Instruction], result: Traced, given: Traced) -> bool
     first = min(i for i, one in enumerate(code) if any(x.buffer is result.buffer for x in one.outs))
     if not reads or reads[-1] < first:
         return True
-    return reads[-1] == first and bool(code[first].in_place) and _whole(code[first], result, given)
+    return reads[-1] == first and _is_in_place(code[first], result, given)
 
 
 def _reads(one: Instruction, x: Traced) -> bool:
     return any(isinstance(y, Traced) and y.buffer is x.buffer for y in one.ins)
 
 
-def _whole(one: Instruction, result: Traced, given: Traced) -> bool:
-    """Whether an instruction reads all of an input as it lies, and writes all of the result."""
-    layout = given.shape, given.strides
-    ins = {i: x for i, x in enumerate(one.ins) if isinstance(x, Traced)}
-    own = [i for i, x in ins.items() if x.buffer is given.buffer]
+def _is_in_place(one: Instruction, result: Traced, given: Traced) -> bool:
+    """Whether all of the result needs of the input the same elements alone, which lie as in it."""
+    ins = [i for i, x in enumerate(one.ins) if isinstance(x, Traced) and x.buffer is given.buffer]
     outs = [i for i, x in enumerate(one.outs) if x.buffer is result.buffer]
-    if isinstance(one.in_place, tuple) and any(own != [one.in_place[i]] for i in outs):
+    layouts = {
+        (x.shape, x.strides) for x in [one.ins[i] for i in ins] + [one.outs[i] for i in outs]
+    }
+    if len(outs) != 1 or layouts != {(given.shape, given.strides)} or not one.in_place:
         return False
-    arrays = [ins[i] for i in own] + [one.outs[i] for i in outs]
-    return all((x.shape, x.strides) == layout for x in arrays)
+    return set(ins) <= set(one.in_place[outs[0]])
 
 
 def _moved(one: Instruction, moved: dict[Buffer | None, Traced]) -> Instruction:

@@ -106,7 +106,7 @@ def _emit(program: Program, name: str, run: Run, out: Traced, ins: Sequence[Any]
     known = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
     own = elementwise.natively(program, name, out, known)
     native, arrays = own if own else (None, known)
-    program.emit(name, run, [out], arrays, native, in_place=name in ELEMENTWISE)
+    program.emit(name, run, [out], arrays, native, in_place=[range(len(arrays))])
 
 
 def _reducing(name: str) -> Callable[..., Traced]:

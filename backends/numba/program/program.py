@@ -12,6 +12,7 @@ from xformer.backends.numba.program.traced import Buffer, Shape, Traced, laid_ou
 
 Operand = Any  # a `Traced`, or an array or a number that is known
 Run = Callable[..., None]
+Places = Sequence[Sequence[int]]
 
 WORTH = 4096  # elements of one simple loop, about a microsecond
 
@@ -27,8 +28,7 @@ class Instruction(NamedTuple):
     outs: tuple[Traced, ...]
     ins: tuple[Operand, ...]
     native: Native | None = None
-    # Whether an element of outs needs the same one of ins alone; or for each out that of which in.
-    in_place: bool | tuple[int, ...] = False
+    in_place: Places = ()  # of each out, which ins it needs the same element of alone
     checks: bool = False  # it raises where a value is wrong, and is run though it has no outs
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Program:
         ins: Sequence[Operand],
         native: Native | None = None,
         *,
-        in_place: bool | tuple[int, ...] = False,
+        in_place: Places = (),
         checks: bool = False,
     ) -> None:
         """One instruction more; a constant is given as the array that it is."""
