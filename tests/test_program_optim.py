@@ -50,7 +50,7 @@ def test_adamw(donate: bool, gradients: str) -> None:
     for threads in THREADS:
         run = judged(fn, arrays, threads, others=others)
         native_against_numpy(run, arrays)
-        assert names(run) == ["adam"]
+        assert set(names(run)) - {"copy"} == {"adam"}
     for i in COLUMNS:
         assert run.results[i].strides == arrays[i].strides
 
