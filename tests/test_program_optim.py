@@ -105,7 +105,8 @@ def test_donated(order: str) -> None:
     donated = [0, 1, 2, *range(6, 12)]
     run = Recorded(fn, [layout_of(x) for x in arrays], 2, donated)
     found = run(*arrays)
-    assert names(run).count("copy") == (0 if order == "one" else 8)
+    # In the other order the leaf in the middle keeps its memory, with p and v exchanged.
+    assert names(run).count("copy") == (0 if order == "one" else 6)
     for got, own in zip(found, wanted, strict=True):
         assert any(got is x for x in arrays)
         np.testing.assert_allclose(got, own, rtol=2e-5, atol=1e-6)
