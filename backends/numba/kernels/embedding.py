@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,25 +38,24 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
 
     own = Native(take_rows, (ids.size, n_rows, width), recorder.pieces(y.size))
     recorder.emit("embedding", run, [y], [contiguous(table), flat], own)
-    return y, EmbeddingCache(flat, ids.shape, table.shape, recorder)
+    return y, EmbeddingCache(ids, table.shape, recorder)
 
 
 class EmbeddingCache(NamedTuple):
     """What `embedding` keeps for its backward: no copy of the table."""
 
-    ids: Array  # (N,)
-    shape: tuple[int, ...]  # of the ids that were given
+    ids: Array  # (...)
     table_shape: tuple[int, ...]  # (V, D)
     recorder: Program
 
     def backward(self, dy: Array) -> Array:
         """dtable = zeros with dy added at the rows ids; the gradients of repeated ids sum."""
-        ids, shape, table_shape, recorder = self
-        require_shape("embedding", "dy", dy, (*shape, table_shape[1]))
-        rows = reshape(dy, (math.prod(shape), table_shape[1]))
+        ids, table_shape, recorder = self
+        require_shape("embedding", "dy", dy, (*ids.shape, table_shape[1]))
+        rows, flat = reshape(dy, (ids.size, table_shape[1])), reshape(ids, (ids.size,))
         if dy.dtype != np.float32:
             raise TypeError(f"embedding: dy must be float32 as the table, got {dy.dtype}")
-        return emit_sums(recorder, "embedding backward", table_shape, rows, ids)
+        return emit_sums(recorder, "embedding backward", table_shape, rows, flat)
 
 
 @native
