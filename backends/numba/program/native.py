@@ -81,6 +81,7 @@ def _pointer(kind: Any) -> Any:
 _words: Any = _pointer(types.int64)
 _floats: Any = _pointer(types.float32)
 _doubles: Any = _pointer(types.float64)
+_bytes: Any = _pointer(types.uint8)
 
 
 @_inline
@@ -111,6 +112,12 @@ def float32s(address: Any, shape: Any) -> Any:
 def float64s(address: Any, shape: Any) -> Any:
     """The same of float64."""
     return numba.carray(_doubles(address), shape, np.float64)
+
+
+@_inline
+def uint8s(address: Any, n: Any) -> Any:
+    """n bytes at an address."""
+    return numba.carray(_bytes(address), n, np.uint8)
 
 
 @_inline
