@@ -213,7 +213,7 @@ def test_kernels_are_measured_as_gpt2_calls_them() -> None:
     weights = own["weights"]
     assert gpu_kernels._error(place, weights) == weights.tolerance == 0.0
     twice = weights._replace(reference=lambda leaves: tree.map(lambda leaf: 2 * leaf, leaves))
-    assert gpu_kernels._error(place, twice) == 0.5
+    assert gpu_kernels._error(place, twice) == pytest.approx(0.5, rel=1e-2)
 
 
 def test_arrays_do_not_fit_in_a_cache() -> None:
