@@ -82,8 +82,8 @@ class LinearsCache(NamedTuple):
     def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams, ...]]:
         """dx = sum of dy w^T; dw = x^T dy, db = sums of dy of each.
 
-        Each map has its own product for dw. One joined product would not fill the device better:
-        cuBLASLt splits both over the rows.
+        Each map has its own product for dw. One joined product is not expected to fill the device
+        better: cuBLASLt is expected to split both over the rows.
         """
         for own, dy in zip(self.maps, dys, strict=True):
             require_gradient("linear", "dy", dy, own.w, (*self.x.shape[:-1], own.w.shape[1]))
