@@ -1,9 +1,8 @@
 """`python -m benchmarks.gpu`: is this library right on a GPU, and how fast? In ten minutes.
 
-From the root of a checkout, on a machine with a CUDA device, CuPy, torch and pytest, in an
-environment that holds them:
+From the root of a checkout, on a machine with a CUDA device:
 
-    pip install -e '.[cuda13,nvmath,cudnn,test]' && python -m benchmarks.gpu
+    pip install -e '.[cuda13,nvmath,cudnn,test]' torch && python -m benchmarks.gpu
 
 (`cuda12` and `cudnn-cu12` for CUDA 12). Without a network, `--pack FOLDER` on another machine
 fetches the wheels, and says what to run. JAX takes part in float32, where it sees the GPU.
@@ -27,11 +26,14 @@ These run where they are named (--section NAME, repeatable):
     curve-float32, curve-bfloat16       losses of whole trainings, beside NumPy's and float32's
     gpt2, llama, gpt2-tf32    training steps in float32, with jax.jit too
 
-After --minutes, counted from the start of the command, no section begins, and what runs is stopped.
+After --minutes, counted from the start of the command, no section begins, and contestants that run
+are stopped: each is a process of its own. So are the tests. Sections in this process (libraries,
+costs, rates, attention, kernels, curves) end behind what they are measuring, so that the command
+may take longer. A warning of a contestant, that another kernel runs, is a line below its table.
 JSON and table are written anew whenever a contestant has had a turn, so that a run that is killed
 has lost no more than what was running. What is wrong is not reported but named at the end, and the
-exit status is 1. --dry-run does the same in seconds without a GPU: toy sizes, CuPy's stand-in of
-the tests, torch on the CPU.
+exit status is 1. --dry-run does the same in about two minutes without a GPU: toy sizes, CuPy's
+stand-in of the tests, torch on the CPU.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ from benchmarks.gpu_plan import Plan, able, planned
 from benchmarks.harness import Disagreement
 from benchmarks.shapes import Shape
 
-MINUTES = 9.5  # then all is stopped
+MINUTES = 9.5  # then no section begins
 FIRST = ("libraries", "costs", "rates", "gpt2-bfloat16", "tests", "attention", "kernels")
 # Seconds that a section has where others follow it.
 LIMITS = {"gpt2-bfloat16": 330, "llama-bfloat16": 420, "attention": 90}
@@ -115,12 +117,15 @@ def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--dry-run", action="store_true", help="without a GPU, in seconds")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes without a GPU")
     parser.add_argument(
         "--section", action="append", metavar="NAME", help=f"default: {', '.join(FIRST)}"
     )
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="then all is stopped (default %(default)s)"
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="then no section begins, and processes are stopped (default %(default)s)",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
     parser.add_argument(

@@ -104,9 +104,9 @@ def _rounded(place: Backend, s: Sizes, x: Array, up: Array, norm: NormParams) ->
     """What bfloat16 has of its own: norms of sums, padded rows of logits, weights."""
     rng, rounded = place.generator(5), partial(place.weights, precision="bfloat16")
     n, rest = s.rows * s.width * STORED, {"tolerance": ROUNDED["bfloat16"]}
-    for kind, own in (("layer", norm), ("rms", norm._replace(b=None))):
+    for kind, params in (("layer", norm), ("rms", norm._replace(b=None))):
         options: Any = {"config": NormConfig(kind)}
-        name, args = f"add_norm, {kind}, bfloat16", tuple(rounded([x, up, own]))
+        name, args = f"add_norm, {kind}, bfloat16", tuple(rounded([x, up, params]))
         yield Case(name, add_norm, args, options, *_moved(n, 4, 4), **rest)
     table = rng.normal((s.padded, s.width)) * s.width**-0.5  # logits around 1
     h, table = rounded([rng.normal((s.tokens, s.width)), table])

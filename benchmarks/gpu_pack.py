@@ -104,4 +104,17 @@ Bring them to the machine with this checkout. There, at its root:
   gpu/bin/xformer info
   gpu/bin/python -m benchmarks.gpu
 
-`xformer info` names what is still missing: CuPy, or a part of cuBLASLt or cuDNN."""
+`xformer info` names what is still missing: CuPy, or a part of cuBLASLt or cuDNN.
+{toolkit(wheels)}""".rstrip()
+
+
+def toolkit(wheels: list[Path]) -> str:
+    """What CuPy's wheel lacks, if it was fetched: the packages of its extra."""
+    names = [path.name.partition("-")[0].replace("_", "-") for path in wheels]
+    cupy = [name for name in names if name.startswith("cupy-cuda")]
+    if not cupy:
+        return ""
+    return f"""
+{cupy[0]} was fetched without its extra [ctk], CUDA's libraries and headers. The machine needs a
+CUDA toolkit; or fetch them too: `pip download '{cupy[0]}[ctk]'`, with dependencies, for its
+Python."""

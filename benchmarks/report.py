@@ -44,7 +44,7 @@ def further(found: dict[str, Any]) -> str:
 def warned(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     """What contestants have warned of, by name: other kernels than those that were asked for."""
     texts = {name: row.get("warnings", []) for name, row in rows.items()}
-    return [f"{name} warned: {text}" for name, found in texts.items() for text in found]
+    return [f"{name} warned: {text}" for name, warnings in texts.items() for text in warnings]
 
 
 def header(found: dict[str, Any]) -> str:

@@ -145,8 +145,8 @@ def calling_cudnn(library: Backend) -> AbstractContextManager[Any]:
     """Attention is cuDNN's, where it takes it."""
     if is_stand_in(library):
         return cuda_shim.calling_cudnn(cuda_shim.Cudnn())
-    own = runtime_of(cudnn.RUNTIMES, array_type(library))
-    if isinstance(why := own.library(), str):
+    why = runtime_of(cudnn.RUNTIMES, array_type(library)).library()
+    if isinstance(why, str):
         pytest.skip(why)
     return _watched_cudnn()
 
@@ -180,8 +180,8 @@ def _left_out(library: Backend, module: Any) -> AbstractContextManager[None]:
 @contextmanager
 def _missing(module: Any, arrays: type) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        own = runtime_of(module.RUNTIMES, arrays)
-        patch.setitem(module.RUNTIMES, arrays, own._replace(library=lambda: LEFT_OUT))
+        runtime = runtime_of(module.RUNTIMES, arrays)
+        patch.setitem(module.RUNTIMES, arrays, runtime._replace(library=lambda: LEFT_OUT))
         yield
 
 

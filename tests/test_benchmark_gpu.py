@@ -205,12 +205,12 @@ def test_kernels_are_measured_as_gpt2_calls_them() -> None:
     assert gpu_kernels.LARGE.padded == 50257 != linear_cross_entropy.row_width(50257)
     assert gpu_kernels.LARGE.tokens >= linear_cross_entropy.ROWS
     place = cuda_shim.backend()
-    own = {case.name: case for case in gpu_kernels.cases(place, gpu_kernels.SMALL)}
+    by_name = {case.name: case for case in gpu_kernels.cases(place, gpu_kernels.SMALL)}
     for name in ("add_norm, layer", "add_norm, rms", "linear_cross_entropy"):
-        case = own[f"{name}, bfloat16"]
+        case = by_name[f"{name}, bfloat16"]
         assert {leaf.dtype.name for leaf in tree.flatten(case.args).values()} == {"bfloat16"}
         assert 1e-5 < gpu_kernels._error(place, case) <= case.tolerance
-    weights = own["weights"]
+    weights = by_name["weights"]
     assert gpu_kernels._error(place, weights) == weights.tolerance == 0.0
     twice = weights._replace(reference=lambda leaves: tree.map(lambda leaf: 2 * leaf, leaves))
     assert gpu_kernels._error(place, twice) == pytest.approx(0.5, rel=1e-2)

@@ -55,7 +55,19 @@ def test_wheels_of_a_bare_machine(
     said = capsys.readouterr().out
     assert f"{len(names)} wheels, 0.0 MB, in {folder}:" in said
     assert f"pip install --no-index --no-deps {folder}/*.whl\n" in said
-    assert "\n  gpu/bin/python -m benchmarks.gpu\n" in said
+    assert "\n  gpu/bin/python -m benchmarks.gpu\n" in said and "[ctk]" not in said
+
+
+def test_a_machine_without_cupy(
+    tmp_path: Path, pip_log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its wheel is fetched, but CUDA's libraries are not: they are named."""
+    (tmp_path / "frozen").write_text("numpy==2.4.6\n", encoding="utf-8")
+    command = ["--pack", str(tmp_path / "wheels"), "--has", str(tmp_path / "frozen")]
+    assert gpu.main(command) == 0
+    assert list((tmp_path / "wheels").glob("cupy_cuda13x-*.whl"))
+    said = capsys.readouterr().out
+    assert "cupy-cuda13x was fetched without its extra [ctk], CUDA's libraries" in said
 
 
 def test_what_the_machine_has_is_not_fetched(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@
 //   dq = scale (dscores * slope) k,  dk = scale (dscores * slope)^T q,  slope that of the softcap
 //   dbias = dscores,  dsinks = -exp(sink - top) inner, summed over what they were broadcast along
 //
-// Layouts are those of sdpa.cu; dctx by its strides; dq as (B, T, H, K), dk, dv as (B, S, G, .), the
-// heads of a token on end, tokens dq_t, dk_t, dv_t elements apart; inner (B, H, T). Tiles, and which thread does what: attention_tiles.cuh.
+// Layouts are those of sdpa.cu; dctx by its strides; dq as (B, T, H, K), dk, dv as (B, S, G, .),
+// the heads of a token on end, tokens dq_t, dk_t, dv_t elements apart; inner (B, H, T). Tiles, and
+// which thread does what: attention_tiles.cuh.
 //
 // sdpa_backward_queries: a block a tile of queries of a head; makes inner, dq, and of dsinks its
 // part, parts (B * tiles, H). sdpa_backward_keys: a block a tile of keys of a head, which walks
