@@ -1,6 +1,7 @@
 """Who takes part: this library on each backend, and the peers.
 
 A contestant is named "<backend> kernel", "<backend> reference" (where no kernel may run),
+"numba ops" (its kernels of single ops alone, `benchmarks.loops`),
 "jax jit" (the whole step under `jax.jit`), "cupy graph" (a step is one CUDA graph),
 "cupy deterministic" (bit for bit the same each time), "torch eager" (`benchmarks.eager`),
 "torch cudnn" (its attention by cuDNN) or "torch compile" (the same under `torch.compile`).
@@ -21,7 +22,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.shapes import STAND_IN, Shape
+from benchmarks.feed import Feed
+from benchmarks.loops import without_loops
+from benchmarks.shapes import EAGER, STAND_IN, Shape
 from xformer import backends, dispatch, inference, optim, reference_only, tree
 from xformer.training import Batch, TrainConfig, loss_of, start, train
 
@@ -67,10 +70,11 @@ class Ours:
     ) -> None:
         self.shape, self.backend, self.context = shape, backend, context
         # Copies, since steps write over them, and the weights are those of every contestant.
-        self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), weights)
-        self.data = shape.data(backend)
+        given = shape.parameters(weights)
+        self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), given)
+        self.feed = Feed(shape, backend)
         backends.keep_memory()  # as `xformer train` and `xformer embed`
-        self.state = optim.adamw_init(self.params) if shape.training else None
+        self.state = optim.adamw_init(tree.trained(self.params)) if shape.training else None
 
     def forward(self) -> Any:
         """The loss, with the cache that backward needs; what is not for training alone."""
@@ -90,7 +94,12 @@ class Ours:
         with self.context():
             loss, grads = self.backward()
             options: Any = {"lr": LR, "donate": True}
-            self.params, self.state = optim.adamw(self.params, grads, self.state, **options)
+            if self.shape.lora_rank is None:
+                self.params, self.state = optim.adamw(self.params, grads, self.state, **options)
+                return loss
+            trained = tree.trained(self.params)
+            trained, self.state = optim.adamw(trained, grads, self.state, **options)
+            self.params = tree.join(self.params, trained)
             return loss
 
     def output(self) -> np.ndarray:
@@ -104,11 +113,13 @@ class Ours:
 
     def _loss(self) -> Any:
         weights = self.backend.weights(self.params, self.shape.precision)
-        return self.shape.model.loss(weights, *self.data)
+        arrays, options = self.feed.next()
+        return self.shape.model.loss(weights, *arrays, **options)
 
     @inference()
     def _pooled(self) -> Any:
-        y, _ = self.shape.model.pooled(self.params, *self.data)
+        arrays, options = self.feed.next()
+        y, _ = self.shape.model.pooled(self.params, *arrays, **options)
         return y
 
 
@@ -144,6 +155,7 @@ class Jitted(Ours):
 
     def __init__(self, shape: Shape, weights: Any, backend: backends.Backend) -> None:
         super().__init__(shape, weights, backend)
+        self.data = self.feed.batches[0].arrays
         import jax
 
         # On a GPU JAX rounds to TF32 unless it is told not to.
@@ -184,6 +196,13 @@ class Jitted(Ours):
         return loss
 
 
+# What is measured of numba beside its kernels as they are: who, and within which context.
+NUMBA: dict[str, tuple[type[Ours], Callable[[], AbstractContextManager[None]]]] = {
+    "numba ops": (Ours, without_loops),
+}
+GATE = (PEER, "numpy kernel", *NUMBA, "numba kernel")  # `benchmarks.gate`
+
+
 def names() -> list[str]:
     """Every contestant that there is; the peer comes first."""
     found = list(TORCH)
@@ -192,6 +211,7 @@ def names() -> list[str]:
             found.append(f"{name} kernel")
         found += [GRAPH, DETERMINISTIC] if name == "cupy" else []
         found += [JITTED] if name == "jax" else []
+        found += NUMBA if name == "numba" else []
         found += [f"{name} reference"] if name not in backends.ON_NUMPY else []  # that is NumPy's
     return found
 
@@ -224,7 +244,7 @@ def default(shape: Shape) -> list[str]:
 
     Without `jax.jit`, and without kernels, the libraries show that code is right.
     """
-    slow = "jax kernel", CUDNN, DETERMINISTIC
+    slow = "jax kernel", CUDNN, DETERMINISTIC, *NUMBA
     fast = [n for n in names() if not n.endswith("reference") and n not in slow]
     if not shape.scores_fit:
         fast = [n for n in fast if n in (PEER, COMPILED, *(f"{n} kernel" for n in CPU))]
@@ -243,12 +263,13 @@ def make(name: str, shape: Shape, weights: Any) -> Contestant:
         return Jitted(shape, weights, backend)
     contexts: Any = {"reference": reference_only, "deterministic": backend.deterministic}
     contexts["graph"] = partial(capturing, shape.device)
-    entered = [contexts.get(how, nullcontext)]
+    kind, context = Captured if how == "graph" else Ours, contexts.get(how, nullcontext)
+    kind, context = NUMBA.get(name, (kind, context))
+    entered = [context]
     if shape.tf32:
         from xformer.backends.cupy import tf32
 
         entered.append(tf32)
-    kind = Captured if how == "graph" else Ours
     return kind(shape, weights, backend, partial(within, entered))
 
 
@@ -296,9 +317,24 @@ def torch_device(device: str | None) -> str | None:
 
 
 def judge(shape: Shape, weights: Any) -> Contestant:
-    """What every contestant must agree with, in float64: the peer; NumPy's reference without it."""
-    if why_not(PEER) is None:
+    """What every contestant must agree with, in float64: see `judge_of`."""
+    if judge_of(shape) == PEER:
         from benchmarks.eager import Judge
 
         return Judge(shape, weights)
     return Ours(shape, weights, backends.get("numpy"), reference_only, "float64")
+
+
+def judge_of(shape: Shape) -> str:
+    """Who judges: the peer; NumPy's reference without it, and where the peer cannot.
+
+    transformers computes parts of a model in float32 whatever its type, and torch draws other
+    dropout masks.
+    """
+    able = shape.peer == EAGER and not shape.dropout and why_not(PEER) is None
+    return PEER if able else "numpy reference"
+
+
+def is_judged(name: str, shape: Shape) -> bool:
+    """Whether a contestant computes what the judge computes: torch draws other dropout masks."""
+    return not (shape.dropout and name in TORCH)

@@ -1,8 +1,9 @@
 """One contestant of `benchmarks.decoding`: `decoder.py NAME FOLDER`, a model in a folder.
 
 {"write": {"prompt": ids, "n": n}} is answered with the n likeliest next ids and the seconds that
-they took. "xformer <backend>" is this library; "transformers" its own `generate`, with a cache;
-"transformers loop" calls its model with a cache, without what `generate` does around it.
+they took. "xformer <backend>" is this library, "xformer numba ops" without its loops over whole
+models (`benchmarks.loops`); "transformers" its own `generate`, with a cache; "transformers loop"
+calls its model with a cache, without what `generate` does around it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from benchmarks import harness, machine
@@ -17,13 +19,20 @@ from benchmarks import harness, machine
 Write = Callable[[Sequence[int], int], list[int]]
 
 
-def xformer(folder: str, backend: str) -> Write:
-    """As this library's page has it."""
+def xformer(folder: str, how: str) -> Write:
+    """As this library's page has it; how: a backend, or "<backend> ops"."""
+    from benchmarks.loops import without_loops
     from xformer import pretrained
     from xformer.generation import generate
 
+    backend, _, kind = how.partition(" ")
     model, params = pretrained.load(folder, backend)
-    return lambda prompt, n: generate(model, params, [prompt], max_new=n)[0]
+
+    def write(prompt: Sequence[int], n: int) -> list[int]:
+        with without_loops() if kind == "ops" else nullcontext():
+            return generate(model, params, [prompt], max_new=n)[0]
+
+    return write
 
 
 def transformers(folder: str, loop: bool) -> Write:

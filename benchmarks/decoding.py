@@ -22,6 +22,8 @@ from xformer import pretrained, tree
 
 PEER = "transformers"
 NAMES = (PEER, "transformers loop", "xformer numpy", "xformer numba", "xformer torch")
+# Of the gate, `benchmarks.gate`.
+GATE = (PEER, "transformers loop", "xformer numpy", "xformer numba ops", "xformer numba")
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 LARGE = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
 SMALL = {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256, "vocab_size": 65}
@@ -91,15 +93,20 @@ def start(name: str, folder: str | Path) -> harness.Process:
     return harness.Process(name, command, machine.environment() | {"HF_HUB_OFFLINE": "1"})
 
 
-def measure(text: Text, rounds: int, tick: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """Compare the texts, then measure in turns."""
+def measure(
+    text: Text,
+    rounds: int,
+    tick: Callable[[], Any] = lambda: None,
+    names: Sequence[str] = NAMES,
+) -> dict[str, Any]:
+    """Compare the texts, then measure in turns; names: who takes part, the peer among them."""
     model = pretrained.model(text.config)
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, model.embed.vocab_size, text.prompt).tolist()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         pretrained.save(model, varied(model), folder)
-        running = {name: stack.enter_context(start(name, folder)) for name in NAMES}
+        running = {name: stack.enter_context(start(name, folder)) for name in names}
         asked = {"prompt": prompt, "n": text.new}
         ids = check({name: one.ask(write=asked)["ids"] for name, one in running.items()})
 

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.contestants import LR, torch_device
-from benchmarks.eager_layers import Block, Linear, Norm, host, parameter
-from benchmarks.shapes import Shape
+from benchmarks.eager_layers import Block, Norm
+from benchmarks.eager_linear import Linear, grad, host, parameter
+from benchmarks.feed import Feed
+from benchmarks.shapes import TRANSFORMERS, Shape
 from xformer import backends, tree
 from xformer.layers import EmbedParams, StackParams, sinusoidal
 from xformer.models import EncoderDecoderParams, LanguageModel, LanguageModelParams
@@ -40,19 +42,21 @@ class Eager:
         self.backend = backends.get("torch", torch_device(shape.device))
         self.training = shape.training
         torch.set_float32_matmul_precision("high" if shape.tf32 else "highest")
-        kind = EagerLanguageModel if isinstance(shape.network, LanguageModel) else EagerTransformer
         where = {"device": self.backend.device, "dtype": getattr(torch, dtype)}
-        self.model = kind(shape.model, weights).to(**where)
+        self.model = network_of(shape, shape.parameters(weights)).to(**where)
         self.run = torch.compile(self.model) if compiled else self.model
-        self.data = shape.data(self.backend)
+        self.feed = Feed(shape, self.backend)
         self.precision = None if dtype == "float64" else shape.precision
         self.attention: Any = partial(sdpa_kernel, CUDNN_ATTENTION) if cudnn else nullcontext
         if shape.training:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = torch.optim.AdamW(trained, lr=LR, fused=True)
 
     def forward(self) -> Tensor:
         """The loss, with the graph that backward needs; what is not for training alone."""
-        return self._run(*self.data)
+        arrays, options = self.feed.next()
+        options.pop("dropout_key", None)  # torch draws its own masks
+        return self._run(*arrays, **options)
 
     def backward(self) -> Tensor:
         """The loss; gradients are left in the parameters."""
@@ -65,7 +69,7 @@ class Eager:
         """The loss before a step of AdamW."""
         loss = self.backward()
         self.optimizer.step()
-        return loss
+        return loss.detach()
 
     def output(self) -> np.ndarray:
         """What comes out of a shape that is not for training, on the host."""
@@ -76,9 +80,9 @@ class Eager:
         loss = self.backward()
         return loss.item(), tree.flatten(self.model.grads())
 
-    def _run(self, *data: Tensor) -> Tensor:
+    def _run(self, *data: Tensor, **masks: Tensor) -> Tensor:
         with torch.inference_mode(not self.training), self._rounding(), self.attention():
-            found: Tensor = self.run(*data)
+            found: Tensor = self.run(*data, **masks)
             return found
 
     def _rounding(self) -> Any:
@@ -101,7 +105,8 @@ class Judge(Eager):
     def backward(self) -> Tensor:
         """The loss, of parts with as many targets each; gradients are left in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
-        parts = list(zip(*(x.split(self.rows) for x in self.data), strict=True))
+        arrays, _ = self.feed.next()
+        parts = list(zip(*(x.split(self.rows) for x in arrays), strict=True))
         found = []
         for data in parts:
             loss = self._run(*data) / len(parts)
@@ -110,10 +115,21 @@ class Judge(Eager):
         return torch.stack(found).sum()
 
 
+def network_of(shape: Shape, params: Any) -> Any:
+    """The model of a shape in torch: one of this file, or of transformers."""
+    if shape.peer == TRANSFORMERS:
+        from benchmarks.eager_transformers import Hugging
+
+        return Hugging(shape.model, params)
+    if isinstance(shape.network, LanguageModel):
+        return EagerLanguageModel(shape.model, params, shape.dropout)
+    return EagerTransformer(shape.model, params)
+
+
 class EagerLanguageModel(nn.Module):
     """The counterpart of `xformer.models.LanguageModel`, as GPT-2, Llama and BERT have it."""
 
-    def __init__(self, model: Any, params: LanguageModelParams) -> None:
+    def __init__(self, model: Any, params: LanguageModelParams, dropped: bool = False) -> None:
         super().__init__()
         network = getattr(model, "network", model)
         own = params.embed
@@ -122,7 +138,9 @@ class EagerLanguageModel(nn.Module):
         self.positions = None if own.positions is None else parameter(own.positions)
         self.types = None if own.types is None else parameter(own.types)
         self.embed_norm = None if own.norm is None else Norm(own.norm, network.embed.norm)
-        self.blocks = nn.ModuleList(map(Block, params.stack.blocks, network.blocks))
+        self.dropout = network.embed.dropout if dropped else 0.0
+        pairs = zip(params.stack.blocks, network.blocks, strict=True)
+        self.blocks = nn.ModuleList(Block(own, config, dropped) for own, config in pairs)
         last = params.stack.norm
         self.norm = None if last is None else Norm(last, network.blocks[-1].norm_config)
         self.head = None if self.tied else Linear(params.head)
@@ -152,12 +170,13 @@ class EagerLanguageModel(nn.Module):
             x = x + self.types[0]
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
-        return x if self.embed_norm is None else self.embed_norm(x)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        return F.dropout(x, self.dropout) if self.dropout else x
 
     def grads(self) -> LanguageModelParams:
         """Gradients of the parameters of a decoder."""
-        positions = None if self.positions is None else host(self.positions.grad)[0]
-        embed = EmbedParams(*host(self.table.grad), positions, None)
+        embed = EmbedParams(grad(self.table), grad(self.positions), None)
         blocks = tuple(block.grads() for block in self.blocks)
         head = None if self.tied else self.head.grads()[0]
         return LanguageModelParams(embed, StackParams(blocks, self.norm.grads(), None), head)

@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.eager_linear import grad, linear, parameter
 from xformer.layers import (
     AttentionParams,
     BlockConfig,
     BlockParams,
     FeedForwardParams,
     KeyValueParams,
-    LinearParams,
     NormConfig,
     NormParams,
 )
@@ -30,26 +29,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-
-
-class Linear(nn.Linear):
-    """One product for several projections of the same input."""
-
-    def __init__(self, *parts: LinearParams) -> None:
-        w = np.concatenate([p.w for p in parts], axis=1)
-        super().__init__(*w.shape, bias=parts[0].b is not None)
-        self.widths = [p.w.shape[1] for p in parts]
-        self.weight = parameter(w.T)
-        if parts[0].b is not None:
-            self.bias = parameter(np.concatenate([p.b for p in parts]))
-
-    def grads(self) -> list[LinearParams]:
-        """Gradients of the parts."""
-        dw = self.weight.grad.T.split(self.widths, dim=1)
-        if self.bias is None:
-            return [LinearParams(*host(w), None) for w in dw]
-        db = self.bias.grad.split(self.widths)
-        return [LinearParams(*host(*pair)) for pair in zip(dw, db, strict=True)]
 
 
 class Norm(nn.Module):
@@ -69,17 +48,17 @@ class Norm(nn.Module):
 
     def grads(self) -> NormParams:
         """Gradients of the parameters."""
-        db = None if self.bias is None else host(self.bias.grad)[0]
-        return NormParams(*host(self.weight.grad), db)
+        return NormParams(grad(self.weight), grad(self.bias))
 
 
 class SelfAttention(nn.Module):
-    """Attention of a sequence to itself."""
+    """Attention of a sequence to itself; dropout: of the probabilities."""
 
-    def __init__(self, params: AttentionParams, config: BlockConfig) -> None:
+    def __init__(self, params: AttentionParams, config: BlockConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.head_width, self.grouped = config.head_width, config.kv_heads != config.n_heads
-        self.qkv, self.o = Linear(params.q, *params.kv[:2]), Linear(params.o)
+        self.dropout = dropout
+        self.qkv, self.o = linear(params.q, *params.kv[:2]), linear(params.o)
 
     def forward(
         self, x: Tensor, mask: Tensor | None, causal: bool, rotary: tuple[Tensor, Tensor] | None
@@ -90,7 +69,7 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             q, k = turned(q, *rotary), turned(k, *rotary)
         ctx = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal, enable_gqa=self.grouped
+            q, k, v, mask, self.dropout, is_causal=causal, enable_gqa=self.grouped
         )
         return self.o(merge(ctx))
 
@@ -106,7 +85,7 @@ class CrossAttention(nn.Module):
     def __init__(self, params: AttentionParams, config: BlockConfig) -> None:
         super().__init__()
         self.head_width = config.head_width
-        self.q, self.kv, self.o = Linear(params.q), Linear(*params.kv[:2]), Linear(params.o)
+        self.q, self.kv, self.o = linear(params.q), linear(*params.kv[:2]), linear(params.o)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         """mask: boolean, True = may attend."""
@@ -126,7 +105,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gated, self.act = config.gated, ACTIVATIONS[config.activation]
         ways_in = (params.gate, params.up) if params.gate is not None else (params.up,)
-        self.up, self.down = Linear(*ways_in), Linear(params.down)
+        self.up, self.down = linear(*ways_in), linear(params.down)
 
     def forward(self, x: Tensor) -> Tensor:
         """Of each position alone."""
@@ -142,13 +121,14 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of an encoder or a decoder, pre-LN or post-LN."""
+    """One layer of an encoder or a decoder, pre-LN or post-LN; dropped: with dropout."""
 
-    def __init__(self, params: BlockParams, config: BlockConfig) -> None:
+    def __init__(self, params: BlockParams, config: BlockConfig, dropped: bool = False) -> None:
         super().__init__()
+        self.dropout = config.dropout if dropped else 0.0
         self.pre, norm = config.norm == "pre", config.norm_config
         self.attn_norm = Norm(params.attn_norm, norm)
-        self.attn = SelfAttention(params.attn, config)
+        self.attn = SelfAttention(params.attn, config, config.probs_dropout if dropped else 0.0)
         self.has_cross = params.cross is not None
         if self.has_cross:
             self.cross_norm = Norm(params.cross_norm, norm)
@@ -171,7 +151,12 @@ class Block(nn.Module):
         return self._residual(x, self.ffn_norm, self.ffn)
 
     def _residual(self, x: Tensor, norm: Norm, sublayer: Any) -> Tensor:
-        return x + sublayer(norm(x)) if self.pre else norm(x + sublayer(x))
+        if self.pre:
+            return x + self._dropped(sublayer(norm(x)))
+        return norm(x + self._dropped(sublayer(x)))
+
+    def _dropped(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.dropout) if self.dropout else y
 
     def grads(self) -> BlockParams:
         """Gradients of the parameters."""
@@ -183,16 +168,6 @@ class Block(nn.Module):
             self.ffn_norm.grads(),
             self.ffn.grads(),
         )
-
-
-def parameter(values: np.ndarray) -> nn.Parameter:
-    """With its own memory, in the order of its axes."""
-    return nn.Parameter(torch.tensor(np.ascontiguousarray(values)))
-
-
-def host(*tensors: Tensor) -> list[np.ndarray]:
-    """As views where they are on the host."""
-    return [t.cpu().numpy() for t in tensors]
 
 
 def split(x: Tensor, head_width: int) -> Tensor:

@@ -1,8 +1,9 @@
 """The speed of light: the matrix products that a step cannot do without, and nothing else.
 
 Of every linear map the product forward, and two backward in training: of the weights, and of what
-came in. Projections of the same vectors are one product. Of attention two products forward, four
-backward, over all keys, or half of them where it is causal; windows and padding are not deducted.
+came in; of a frozen one none of the weights. Projections of the same vectors are one product; of
+experts those that a token goes to. Of attention two products forward, four backward, over all keys,
+or half of them where it is causal; windows and padding are not deducted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks import machine
 from benchmarks.shapes import Shape
 from xformer import backends
 from xformer.layers import BlockConfig
-from xformer.models import LanguageModel, LMHead
+from xformer.models import Classifier, LanguageModel, LMHead
 
 # Scores at a time: what does not stay in cache would time the memory; on a GPU small products would
 # time their launches.
@@ -39,19 +40,38 @@ class Product(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A linear map of N rows from I to O."""
+    """A linear map of N rows from I to O; frozen: its weights have no gradient."""
 
     rows: int
     width_in: int
     width_out: int
+    frozen: bool = False
 
     def products(self, training: bool, scores: int | None = None) -> Iterator[Product]:
         """y = x w; dx = dy w^T, dw = x^T dy."""
-        n, i, o = self
+        n, i, o, frozen = self
         yield Product(n, i, o)
         if training:
             yield Product(n, o, i)
+        if training and not frozen:
             yield Product(i, n, o)
+
+
+class Maps(NamedTuple):
+    """Linear maps of the same N rows from I to several O, each with an adapter where asked."""
+
+    rows: int
+    width_in: int
+    widths_out: tuple[int, ...]
+    adapted: bool = True  # a head that is the embedding's table is not
+
+    def linears(self, rank: int | None) -> Iterator[Linear]:
+        """One product for all; with adapters the frozen maps, one product in, and each one out."""
+        n, i, widths, adapted = self
+        yield Linear(n, i, sum(widths), frozen=rank is not None)
+        if rank is not None and adapted:
+            yield Linear(n, i, rank * len(widths))
+            yield from (Linear(n, rank, width) for width in widths)
 
 
 class Attention(NamedTuple):
@@ -78,10 +98,19 @@ class Attention(NamedTuple):
 
 
 def parts(shape: Shape) -> Iterator[Linear | Attention]:
-    """The linear maps and attentions of a forward."""
-    network = shape.network
-    batch, length = shape.batch, shape.length
-    rows = batch * length
+    """The linear maps and attentions of a forward, or of those of a cycle."""
+    for length in shape.lengths or (shape.length,):
+        for part in _parts(shape, length):
+            if isinstance(part, Attention):
+                yield part
+            else:
+                yield from part.linears(shape.lora_rank)
+
+
+def _parts(shape: Shape, length: int) -> Iterator[Maps | Attention]:
+    """Of a batch of texts, or sources, of that length."""
+    network, batch = shape.network, shape.batch
+    last = shape.target_length or length
     if isinstance(network, LanguageModel):
         for config in network.blocks:
             yield from _block(config, batch, length, causal=network.causal)
@@ -89,36 +118,48 @@ def parts(shape: Shape) -> Iterator[Linear | Attention]:
         for config in network.encoder:
             yield from _block(config, batch, length, causal=False)
         for config in network.decoder:
-            yield from _block(config, batch, length, causal=True)
-            yield from _attention(config, batch, length, length, crosses=True)
-    if isinstance(network.head, LMHead):
-        last = network.embed if isinstance(network, LanguageModel) else network.target_embed
-        yield Linear(rows, config.d_model, last.vocab_size)
+            yield from _block(config, batch, last, causal=True)
+            yield from _cross(config, batch, last, length)
+    width, head = config.d_model, network.head
+    if isinstance(head, LMHead):
+        embed = network.embed if isinstance(network, LanguageModel) else network.target_embed
+        yield Maps(batch * last, width, (embed.vocab_size,), adapted=not head.tied)
+    elif isinstance(head, Classifier):
+        if head.dense is not None:
+            yield Maps(batch, width, (width,))
+        yield Maps(batch, width, (head.n_labels,))
 
 
-def _block(config: BlockConfig, batch: int, length: int, *, causal: bool) -> Iterator[Any]:
-    """Self-attention, and the feed-forward network."""
-    keys = (length + 1) // 2 if causal else length
-    yield from _attention(config, batch, length, keys)
-    rows, ways_in = batch * length, 2 if config.gated else 1
-    yield Linear(rows, config.d_model, ways_in * config.d_ff)
-    yield Linear(rows, config.d_ff, config.d_model)
+def _block(
+    config: BlockConfig, batch: int, length: int, *, causal: bool
+) -> Iterator[Maps | Attention]:
+    """Self-attention, and the feed-forward network, or a router and experts."""
+    rows, width, queries = batch * length, config.d_model, config.n_heads * config.head_width
+    yield Maps(rows, width, (queries, *_key_value(config)))
+    yield from _heads(config, rows, (length + 1) // 2 if causal else length)
+    d_ff, gated, experts = config.d_ff, config.gated, config.experts
+    if experts is not None:
+        yield Maps(rows, width, (experts.n_experts,), adapted=False)
+        rows, d_ff, gated = rows * experts.top_k, experts.d_ff, True
+    yield Maps(rows, width, (d_ff,) * (2 if gated else 1))
+    yield Maps(rows, d_ff, (width,))
 
 
-def _attention(
-    config: BlockConfig, batch: int, length: int, keys: int, crosses: bool = False
-) -> Iterator[Any]:
-    """The projections, those of keys and values with the queries' unless it crosses; the heads."""
+def _cross(config: BlockConfig, batch: int, length: int, source: int) -> Iterator[Maps | Attention]:
+    """Attention to the memory, whose keys and values have a product of their own."""
     rows, width = batch * length, config.d_model
-    queries = config.n_heads * config.head_width
-    both = config.kv_heads * (config.head_width + config.value_width)
-    if crosses:
-        yield Linear(rows, width, queries)
-        yield Linear(rows, width, both)
-    else:
-        yield Linear(rows, width, queries + both)
+    yield Maps(rows, width, (config.n_heads * config.head_width,))
+    yield Maps(batch * source, width, _key_value(config))
+    yield from _heads(config, rows, source)
+
+
+def _heads(config: BlockConfig, rows: int, keys: int) -> Iterator[Maps | Attention]:
     yield Attention(config.n_heads * rows, keys, config.head_width, config.value_width)
-    yield Linear(rows, config.n_heads * config.value_width, width)
+    yield Maps(rows, config.n_heads * config.value_width, (config.d_model,))
+
+
+def _key_value(config: BlockConfig) -> tuple[int, int]:
+    return config.kv_heads * config.head_width, config.kv_heads * config.value_width
 
 
 def products(shape: Shape) -> list[Product]:

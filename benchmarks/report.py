@@ -86,7 +86,7 @@ def table(found: dict[str, Any]) -> str:
         peak = row.get("peak_bytes")
         cells.append("-" if peak is None else f"{peak / 1e6:.0f}")
         cells.append(dispatching(found, row))
-        cells.append(f"{row['error']:.0e}")
+        cells.append("-" if row["error"] is None else f"{row['error']:.0e}")
         rows.append(cells)
     return align(rows)
 

@@ -5,19 +5,29 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from xformer import GPT, Transformer, backends, pretrained, tree
+from xformer.finetune import lora
 from xformer.initial import Shapes
+from xformer.layers import AttentionParams, LoRAParams
 from xformer.measure import blocks_of
-from xformer.models import LanguageModel
+from xformer.models import Classifier, EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
 STAND_IN = "stand-in"  # of CuPy, on the CPU: tests/cuda_shim
 SHAPE, WEIGHTS = "shape.pickle", "weights.safetensors"
+EAGER, TRANSFORMERS = "eager", "transformers"  # who wrote the peer's model
+
+
+class Inputs(NamedTuple):
+    """One batch: the arguments of a model's `loss` after the parameters, and its masks."""
+
+    arrays: tuple[Array, ...]
+    masks: dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,7 @@ class Shape:
     """A model with the batch it is trained on, or runs on."""
 
     name: str
-    model: GPT | Transformer | LanguageModel
+    model: GPT | Transformer | LanguageModel | EncoderDecoder
     batch: int  # B
     length: int  # T, of the source too
     rounds: int  # by default; so many that the minimum settles
@@ -37,6 +47,11 @@ class Shape:
     tf32: bool = False  # whether products may round their factors to TF32
     precision: str | None = None  # of weights and activations: on a device, beside float32
     judged: int | None = None  # rows at a time, where the judge's scores of all do not fit
+    peer: str = EAGER  # whose model torch runs: this folder's, or TRANSFORMERS
+    dropout: bool = False  # whether each loss draws dropout masks, at the rates of the model
+    lora_rank: int | None = None  # of adapters at all linear maps; all else is frozen
+    target_length: int | None = None  # of an EncoderDecoder; length is the source's
+    lengths: tuple[int, ...] = ()  # of the batches of one cycle, which is then timed as a whole
 
     @property
     def network(self) -> Any:
@@ -46,22 +61,69 @@ class Shape:
     def weights(self) -> Any:
         """Initial weights in float32, all of them disturbed.
 
-        A bias of zero or a norm's weight of one would hide a gradient that forgets it.
+        A bias of zero or a norm's weight of one would hide a gradient that forgets it. T5 does not
+        scale its scores: its queries' weights are smaller, as T5 initialises them.
         """
         rng = np.random.default_rng(1)
+        heads = blocks_of(self.network)[0]
+        unscaled = heads.head_width**-0.5 if heads.scale == 1 else 1.0
 
         def move(p: np.ndarray) -> np.ndarray:
             return (p + rng.normal(0.0, 0.02, p.shape)).astype(np.float32)
 
-        return tree.map(move, self.model.init(0))
+        def queries(_: str, node: AttentionParams) -> AttentionParams:
+            return node._replace(q=tree.map(lambda p: p * np.float32(unscaled), node.q))
 
-    def data(self, backend: backends.Backend) -> tuple[Array, ...]:
-        """What comes after the parameters: random token ids, and targets."""
+        return tree.map_nodes(queries, tree.map(move, self.model.init(0)), AttentionParams)
+
+    def parameters(self, weights: Any) -> Any:
+        """What is trained: the weights, or adapters at the frozen weights.
+
+        Adapters are disturbed too: at first b is 0, and so is the gradient of a.
+        """
+        if self.lora_rank is None:
+            return weights
+        rng = np.random.default_rng(3)
+
+        def move(_: str, node: LoRAParams) -> LoRAParams:
+            noise = rng.normal(0.0, 0.02, node.b.shape).astype(node.b.dtype)
+            return node._replace(b=node.b + noise)
+
+        adapted = lora.attach(weights, self.lora_rank, 2 * self.lora_rank, ("*",))
+        return tree.map_nodes(move, adapted, LoRAParams)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of a batch, or of all batches of a cycle; of an encoder-decoder the source's."""
+        return self.batch * sum(self.lengths or (self.length,))
+
+    def batches(self, backend: backends.Backend) -> list[Inputs]:
+        """The batches of a cycle; one, unless lengths vary."""
+        if isinstance(self.network.head, Classifier) and self.training:
+            return [self._classified(backend)]
+        return [Inputs(self.data(backend, n), {}) for n in self.lengths or (self.length,)]
+
+    def _classified(self, backend: backends.Backend) -> Inputs:
+        """Padded texts, their labels, and a mask, True for a token."""
         rng, network = np.random.default_rng(2), self.network
+        ids = self._padded(rng, network.embed.vocab_size, self.length)
+        labels = rng.integers(0, network.head.n_labels, self.batch)
+        arrays = backend.asarray(ids), backend.asarray(labels)
+        return Inputs(arrays, {"mask": backend.asarray(ids != 0)})
+
+    def data(self, backend: backends.Backend, length: int | None = None) -> tuple[Array, ...]:
+        """What comes after the parameters: random token ids, and targets, of `length`."""
+        rng, network = np.random.default_rng(2), self.network
+        length = length or self.length
         if isinstance(network, LanguageModel):
             size = network.embed.vocab_size
-            ids = rng.integers(0, size, (self.batch, self.length + self.training))
+            ids = rng.integers(0, size, (self.batch, length + self.training))
             host = (ids[:, :-1], ids[:, 1:]) if self.training else (ids,)
+        elif isinstance(self.model, EncoderDecoder):
+            size = network.target_embed.vocab_size
+            src = rng.integers(1, network.src_embed.vocab_size, (self.batch, length))
+            tgt = rng.integers(1, size, (self.batch, (self.target_length or length) + 1))
+            host = src, tgt[:, :-1], tgt[:, 1:]
         else:
             host = (
                 self._padded(rng, network.src_embed.vocab_size, self.length),
@@ -84,14 +146,24 @@ class Shape:
             layers, vocab = f"{len(network.blocks)}", f"{network.embed.vocab_size}"
         else:
             what, layers = "encoder-decoder", f"{len(network.encoder)}+{len(network.decoder)}"
-            vocab = f"{network.src_embed.vocab_size}/{network.tgt_embed.vocab_size}"
+            vocab = f"{network.src_embed.vocab_size}/{network.target_embed.vocab_size}"
         heads = f"{block.n_heads}"
         if block.kv_heads != block.n_heads:
             heads += f"/{block.kv_heads}"
         return (
             f"{what}, {layers} layers, width {block.d_model}, {heads} heads, vocabulary {vocab}, "
-            f"batch {self.batch} of {self.length} tokens"
+            f"batch {self.batch} of {self._lengths()} tokens{self._extras()}"
         )
+
+    def _lengths(self) -> str:
+        if self.lengths:
+            return f"{', '.join(map(str, self.lengths))}"
+        return f"{self.length}" + (f" to {self.target_length}" if self.target_length else "")
+
+    def _extras(self) -> str:
+        extras = [f", LoRA of rank {self.lora_rank}"] if self.lora_rank else []
+        extras += [", dropout"] if self.dropout else []
+        return "".join(extras)
 
 
 def store(shape: Shape, folder: Path) -> None:

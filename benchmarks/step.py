@@ -65,9 +65,15 @@ class Check:
         with start(JUDGE, folder) as judge:
             self.true = judge.ask(outcome={"path": str(self.truth)})
 
-    def __call__(self, name: str, one: Any) -> float:
-        """The error of a contestant; what is beyond the tolerance is kept for `finish`."""
+    def __call__(self, name: str, one: Any) -> float | None:
+        """The error of a contestant; what is beyond the tolerance is kept for `finish`.
+
+        None where it computes something else than the judge, which is not compared.
+        """
         losses = one.ask(outcome={"path": str(self.found)})
+        if not contestants.is_judged(name, self.shape):
+            self.found.unlink()
+            return None
         found, where = error(self.found, self.truth, losses, self.true)
         self.found.unlink()
         if not found <= self.shape.tolerance:
@@ -148,7 +154,7 @@ class Turns:
             "rounds": self.rounds,
             "repeats": shape.repeats,
             "tolerance": shape.tolerance,
-            "judge": "torch eager" if contestants.why_not(PEER) is None else "numpy reference",
+            "judge": contestants.judge_of(shape),
             "peer": PEER if PEER in rows else None,
             "work": works(shape)[0],
             "works": list(self.chosen),
@@ -317,8 +323,7 @@ def _products(flops: int, seconds: Sequence[float]) -> dict[str, float]:
 
 def _rates(shape: Shape, step_ms: float, products_ms: float) -> dict[str, float]:
     """Tokens a second, and the speed of light: the products' share of the time."""
-    tokens = shape.batch * shape.length
-    return {"tokens_per_s": tokens / (1e-3 * step_ms), "light": products_ms / step_ms}
+    return {"tokens_per_s": shape.n_tokens / (1e-3 * step_ms), "light": products_ms / step_ms}
 
 
 def ticks(names: Sequence[str], rounds: int, chosen: Sequence[str]) -> int:

@@ -28,6 +28,7 @@ class Worker:
 
     def __init__(self, shape: Shape, contestant: Contestant) -> None:
         self.shape, self.contestant = shape, contestant
+        self.n_batches = len(shape.lengths) or 1  # of a run
         self._most: int | None = None  # bytes of a GPU, whatever was done
         self._peak: int | None = None  # in what was timed
 
@@ -43,12 +44,15 @@ class Worker:
         save_file({f"gradient {n}": np.ascontiguousarray(g) for n, g in grads.items()}, path)
         del grads
         self._give_back()
-        for _ in range(1 if self.shape.device is None else 3):
-            self.contestant.step()
+        losses = {"loss": loss}
+        for n in range(self.n_batches if self.shape.device is None else 3):
+            found = self.contestant.step()
+            if self.shape.lengths:  # the gradients above are of one length alone
+                losses[f"loss of step {n}"] = float(found)
         self._give_back()
         after = self.contestant.gradients()[0]
         self._give_back()
-        return {"loss": loss, "loss after steps": after}
+        return losses | {"loss after steps": after}
 
     def run(self, work: str, repeats: int) -> list[float]:
         """Seconds of each of several runs on end.
@@ -84,7 +88,9 @@ class Worker:
             machine.give_back()
 
     def _finish(self, work: str) -> Any:
-        result = getattr(self.contestant, work)()
+        """One run: of all batches of a cycle where lengths vary."""
+        for _ in range(self.n_batches):
+            result = getattr(self.contestant, work)()
         self.contestant.backend.synchronize()
         return result
 

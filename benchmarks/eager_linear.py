@@ -1,0 +1,85 @@
+"""Linear maps of the peer in plain PyTorch, with low-rank adapters too, and its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xformer.layers import LinearParams, LoRAParams
+from xformer.tree import Frozen, value
+
+
+def linear(*parts: Any) -> Linear | Adapted:
+    """One product for several projections of the same input, all with adapters or none."""
+    if isinstance(parts[0], LoRAParams):
+        return Adapted(*parts)
+    return Linear(*parts)
+
+
+class Linear(nn.Linear):
+    """One product for several projections of the same input."""
+
+    def __init__(self, *parts: LinearParams) -> None:
+        w = np.concatenate([p.w for p in parts], axis=1)
+        super().__init__(*w.shape, bias=parts[0].b is not None)
+        self.widths = [p.w.shape[1] for p in parts]
+        self.weight = parameter(w.T)
+        if parts[0].b is not None:
+            self.bias = parameter(np.concatenate([p.b for p in parts]))
+
+    def grads(self) -> list[LinearParams]:
+        """Gradients of the parts."""
+        dw = self.weight.grad.T.split(self.widths, dim=1)
+        if self.bias is None:
+            return [LinearParams(*host(w), None) for w in dw]
+        db = self.bias.grad.split(self.widths)
+        return [LinearParams(*host(*pair)) for pair in zip(dw, db, strict=True)]
+
+
+class Adapted(nn.Module):
+    """Frozen projections of the same input, each with an adapter: x w + b + scale (x a) b'."""
+
+    def __init__(self, *parts: LoRAParams) -> None:
+        super().__init__()
+        self.base = Linear(*(LinearParams(*map(value, p.base)) for p in parts))
+        self.base.requires_grad_(False)
+        self.widths, self.ranks = self.base.widths, [p.a.shape[1] for p in parts]
+        self.scale = parts[0].scale
+        self.a = parameter(np.concatenate([p.a for p in parts], axis=1).T)  # (sum R, I)
+        self.b = nn.ParameterList(parameter(p.b.T) for p in parts)  # (O, R)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One product into all adapters, and one out of each."""
+        lows = F.linear(x, self.a).split(self.ranks, dim=-1)
+        more = [F.linear(low, b) for low, b in zip(lows, self.b, strict=True)]
+        out = torch.cat(more, dim=-1) if len(more) > 1 else more[0]
+        return self.base(x) + self.scale.value * out
+
+    def grads(self) -> list[LoRAParams]:
+        """Gradients of the parts; None for what is frozen."""
+        das = self.a.grad.T.split(self.ranks, dim=1)
+        none = LinearParams(None, None)
+        return [
+            LoRAParams(none, *host(da, b.grad.T), self.scale)
+            for da, b in zip(das, self.b, strict=True)
+        ]
+
+
+def parameter(values: np.ndarray | Frozen) -> nn.Parameter:
+    """With its own memory, in the order of its axes; frozen ones without a gradient."""
+    own = torch.tensor(np.ascontiguousarray(value(values)))
+    return nn.Parameter(own, requires_grad=not isinstance(values, Frozen))
+
+
+def grad(p: nn.Parameter | None) -> Any:
+    """The gradient of a parameter on the host; None where it is absent or frozen."""
+    return None if p is None or p.grad is None else host(p.grad)[0]
+
+
+def host(*tensors: Tensor) -> list[np.ndarray]:
+    """As views where they are on the host."""
+    return [t.cpu().numpy() for t in tensors]
