@@ -1,7 +1,8 @@
 """Who takes part: this library on each backend, and the peers.
 
 A contestant is named "<backend> kernel", "<backend> reference" (where no kernel may run),
-"numba ops" (its kernels of single ops alone, `benchmarks.loops`),
+"numba ops" (its kernels of single ops alone, `benchmarks.loops`), "numba program" (each call a run
+of what was recorded, `benchmarks.programs`),
 "jax jit" (the whole step under `jax.jit`), "cupy graph" (a step is one CUDA graph),
 "cupy deterministic" (bit for bit the same each time), "torch eager" (`benchmarks.eager`),
 "torch cudnn" (its attention by cuDNN) or "torch compile" (the same under `torch.compile`).
@@ -200,7 +201,8 @@ class Jitted(Ours):
 NUMBA: dict[str, tuple[type[Ours], Callable[[], AbstractContextManager[None]]]] = {
     "numba ops": (Ours, without_loops),
 }
-GATE = (PEER, "numpy kernel", *NUMBA, "numba kernel")  # `benchmarks.gate`
+PROGRAM = "numba program"
+GATE = (PEER, "numpy kernel", *NUMBA, "numba kernel", PROGRAM)  # `benchmarks.gate`
 
 
 def names() -> list[str]:
@@ -211,7 +213,7 @@ def names() -> list[str]:
             found.append(f"{name} kernel")
         found += [GRAPH, DETERMINISTIC] if name == "cupy" else []
         found += [JITTED] if name == "jax" else []
-        found += NUMBA if name == "numba" else []
+        found += [*NUMBA, PROGRAM] if name == "numba" else []
         found += [f"{name} reference"] if name not in backends.ON_NUMPY else []  # that is NumPy's
     return found
 
@@ -244,7 +246,7 @@ def default(shape: Shape) -> list[str]:
 
     Without `jax.jit`, and without kernels, the libraries show that code is right.
     """
-    slow = "jax kernel", CUDNN, DETERMINISTIC, *NUMBA
+    slow = "jax kernel", CUDNN, DETERMINISTIC, *NUMBA, PROGRAM
     fast = [n for n in names() if not n.endswith("reference") and n not in slow]
     if not shape.scores_fit:
         fast = [n for n in fast if n in (PEER, COMPILED, *(f"{n} kernel" for n in CPU))]
@@ -264,6 +266,10 @@ def make(name: str, shape: Shape, weights: Any) -> Contestant:
     contexts: Any = {"reference": reference_only, "deterministic": backend.deterministic}
     contexts["graph"] = partial(capturing, shape.device)
     kind, context = Captured if how == "graph" else Ours, contexts.get(how, nullcontext)
+    if name == PROGRAM:
+        from benchmarks.programs import Programs
+
+        kind = Programs
     kind, context = NUMBA.get(name, (kind, context))
     entered = [context]
     if shape.tf32:

@@ -1,8 +1,8 @@
 """`python -m benchmarks.gate`: what a change of numba's kernels must not make slower.
 
 Every shape of `benchmarks.shapes`, the options and families of `benchmarks.gate_shapes`, and the
-time a token, each in one interleaved run of torch, plain NumPy, numba's kernels of single ops, and
-numba's loops over whole layers and models.
+time a token, each in one interleaved run of torch, plain NumPy, numba's kernels of single ops,
+numba's loops over whole layers and models, and programs of numba's.
 """
 
 from __future__ import annotations

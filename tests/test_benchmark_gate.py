@@ -12,7 +12,7 @@ import pytest
 from test_benchmarks import BERT_SIZES, LLAMA_SIZES, InProcess, checked
 
 from benchmarks import contestants, gate, gate_shapes, harness, loops, products, step
-from benchmarks.contestants import GATE, NUMBA, PEER
+from benchmarks.contestants import GATE, NUMBA, PEER, PROGRAM
 from benchmarks.feed import Feed
 from benchmarks.gate_shapes import BY_NAME
 from benchmarks.products import Attention, Linear
@@ -51,7 +51,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "SETTLE", 0.0)
 
 
-@pytest.mark.parametrize("contestant", ["numpy kernel", PEER])
+@pytest.mark.parametrize("contestant", ["numpy kernel", PROGRAM, PEER])
 @pytest.mark.parametrize("name", [shape.name for shape in gate_shapes.GATE_SHAPES])
 @pytest.mark.usefixtures("in_process")
 def test_contestants_agree(name: str, contestant: str, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_last_table_has_texts_too() -> None:
     ]
     found = {"shape": "decoding-char-gpt", "peer": "transformers", "rows": rows}
     last = " ".join(gate.summary([found]).splitlines()[-1].split())
-    assert last == "| decoding-char-gpt | 4 | 0.500 | - | 0.250 |"
+    assert last == "| decoding-char-gpt | 4 | 0.500 | - | 0.250 | - |"
 
 
 @pytest.mark.parametrize(

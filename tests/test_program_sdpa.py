@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 from array_api_compat import array_namespace
 
 pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, judged, names, native_against_numpy, record
 from test_numpy_sdpa import masks
+from xformer.backends.numba.program import engine
 from xformer.backends.numba.program.traced import constant
 
 from xformer import Key, dispatch, ops, reference_only
@@ -269,3 +271,22 @@ def test_what_it_leaves_to_the_reference() -> None:
     assert "a rate of 1" in why(*made[:3], dropout_rate=1.0, dropout_key=KEY)
     assert "empty arrays" in why(made[0], made[1][:, :, :0], made[2][:, :, :0])
     assert "kernels.sdpa" in why(*made[:3], softcap=1.0)
+
+
+def test_blas_has_one_thread_while_kernels_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each thread of a program would wake all of BLAS's for products of a tile."""
+    made, memory, seen = arrays(), engine._memory, list[int]()
+
+    def looked() -> Any:
+        seen.append(min(library["num_threads"] for library in blas()))
+        return memory()
+
+    def blas() -> list[Any]:
+        return [x for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"]
+
+    monkeypatch.setattr(engine, "_memory", looked)
+    run = record(both_ways(softcap=2.0), made, 1)
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        run(*made)
+        assert set(seen) == {1}
+        assert min(library["num_threads"] for library in blas()) == 2

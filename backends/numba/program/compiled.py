@@ -20,7 +20,8 @@ class Compiled:
 
     Arrays and numbers of the arguments are inputs of the program; all else of them (names,
     booleans, None, configurations) is a part of its kind. donated: numbers of arguments whose
-    arrays the call may write over; the results that have their layouts are then in their memory.
+    arrays the call may write over, but for `Frozen` ones; the results that have their layouts are
+    then in their memory.
     """
 
     def __init__(self, fn: Callable[..., Any], donated: Sequence[int] = ()) -> None:
@@ -50,9 +51,10 @@ class Compiled:
 
     def _recorded(self, arguments: Sequence[Any], inputs: Sequence[Any]) -> tuple[Recorded, Any]:
         """The program, and its results as a tree of arrays without values."""
-        found = [(i, x) for i, own in enumerate(arguments) for x in _inputs(own)]
+        leaves = [(i, x) for i, own in enumerate(arguments) for x in tree.parts(own)[0]]
+        found = [(i, x) for i, x in leaves if _is_input(tree.value(x))]
         donated = [n for n, (i, x) in enumerate(found) if i in self.donated and _is_array(x)]
-        numbers = [n for n, (_, x) in enumerate(found) if not _is_array(x)]
+        numbers = [n for n, (_, x) in enumerate(found) if not _is_array(tree.value(x))]
         likes: list[Any] = []
 
         def flat(*traced: Traced) -> list[Traced]:
@@ -63,10 +65,6 @@ class Compiled:
 
         layouts = [layout_of(x) for x in inputs]
         return Recorded(flat, layouts, n_threads(), donated, numbers), likes[0]
-
-
-def _inputs(argument: Any) -> list[Any]:
-    return [x for x in map(tree.value, tree.parts(argument)[0]) if _is_input(x)]
 
 
 def _is_input(x: Any) -> bool:

@@ -17,7 +17,7 @@ from xformer.backends.numba.atomic import count, give_way, pause, read
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.gemm import call, sgemm
 from xformer.backends.numba.registers import USABLE
-from xformer.backends.numpy.threads import everywhere, scratch
+from xformer.backends.numpy.threads import blas_alone, everywhere, scratch
 
 KERNEL, ARGS, PIECES, BARRIER, FIRST = range(5)
 LONG = 20_000  # pauses: then the other thread may have no core
@@ -39,7 +39,8 @@ def execute(code: Any, words: Any, threads: int) -> None:
 
     if int(code[:, PIECES].max(initial=1)) == 1:
         threads = 1
-    everywhere(work, threads)
+    with blas_alone():  # kernels call it, on each thread for itself
+        everywhere(work, threads)
 
 
 def _memory() -> Any:
