@@ -92,7 +92,7 @@ def summary(all_found: Sequence[Mapping[str, Any]]) -> str:
         is_text = found["shape"] in DECODING
         work = "token" if is_text else found["work"]
         took = {row["name"]: row[work] for row in found["rows"]}
-        cells = [found["shape"], f"{took[found['peer']]['min_ms']:.3g}"]
+        cells = [found["shape"], report.digits(took[found["peer"]]["min_ms"])]
         for name in columns:
             own = took.get(f"xformer {name.removesuffix(' kernel')}" if is_text else name)
             cells.append("-" if own is None else f"{own['ratio']:.3f}")

@@ -18,7 +18,7 @@ def text(found: dict[str, Any]) -> str:
 ## {found["shape"]}: {found["model"]}
 
 {found["dtype"]}, {found["rounds"]} rounds of {found["repeats"]}; {products["gflop"]:.4g} GFLOP of \
-necessary products, alone in {_digits(products["min_ms"])} ms, {products["gflop_per_s"]:.0f} \
+necessary products, alone in {digits(products["min_ms"])} ms, {products["gflop_per_s"]:.0f} \
 GFLOP/s
 
 {table(found)}{further(found)}"""
@@ -31,9 +31,7 @@ def further(found: dict[str, Any]) -> str:
         names = ", ".join(name for name in run["contestants"] if name != found["peer"])
         line = f"Later, for want of memory: {names}"
         if run["peer"] is not None:
-            times = ", ".join(
-                f"{w} {_digits(took['min_ms'])} ms" for w, took in run["peer"].items()
-            )
+            times = ", ".join(f"{w} {digits(took['min_ms'])} ms" for w, took in run["peer"].items())
             line += f"; beside them {found['peer']}, {times}"
         lines.append(f"\n\n{line}.")
     lines += [f"\n\nNot measured: {why}." for why in found["left_out"]]
@@ -79,7 +77,7 @@ def table(found: dict[str, Any]) -> str:
             if times is None:  # it has had no turn yet
                 cells += ["-", "-"]
                 continue
-            cells.append(f"{_digits(times['min_ms'])} ({_digits(times['median_ms'])})")
+            cells.append(f"{digits(times['min_ms'])} ({digits(times['median_ms'])})")
             cells.append("-" if times["ratio"] is None else f"{times['ratio']:.2f}")
         cells.append(f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else "-")
         cells.append(f"{row['light']:.0%}" if "light" in row else "-")
@@ -115,7 +113,7 @@ def replace(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def _digits(ms: float) -> str:
+def digits(ms: float) -> str:
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
