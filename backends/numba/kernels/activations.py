@@ -20,7 +20,16 @@ from xformer.backends.numba.kernels.layout import (
     program_of,
     unrecordable,
 )
-from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+from xformer.backends.numba.program.native import (
+    LINE,
+    Native,
+    bits,
+    float32s,
+    native,
+    part,
+    real,
+    words,
+)
 
 from xformer.checks import require_gradient
 from xformer.ops.quick_gelu import SLOPE
@@ -39,7 +48,6 @@ FORMULAS = {  # code and number
     "gelu": (GELU, 1.0),
     "gelu_tanh": (GELU_TANH, 1.0),
 }
-LINE = 16  # elements of a line of memory, of which no two threads have a part
 ZERO, ONE, TWO, FAR32 = np.float32(0), np.float32(1), np.float32(2), np.float32(FAR)
 NEAR = np.float32(0.55)  # up to which tanh(x) = x + x^3 P(x^2), of least relative error
 P0, P1 = np.float32(-0.333333180451), np.float32(0.133326016675)

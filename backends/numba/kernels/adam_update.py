@@ -9,6 +9,7 @@ import numpy as np
 from xformer.backends.numba.adam import SIZE, _some
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.native import (
+    LINE,
     Native,
     bits,
     float64s,
@@ -25,7 +26,6 @@ from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update as op
 from xformer.typing import Array
 
-LINE = 16  # elements of a line of memory, of which no two threads have a part
 NEW, OLD = 3, 4  # arrays of a leaf: parameters and moments, and before them gradients too
 
 

@@ -9,7 +9,16 @@ from xformer.backends.numba import philox
 from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.kernels.layout import program_of, unrecordable
 from xformer.backends.numba.program.namespace import astype, contiguous
-from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+from xformer.backends.numba.program.native import (
+    LINE,
+    Native,
+    bits,
+    float32s,
+    native,
+    part,
+    real,
+    words,
+)
 from xformer.backends.numba.program.traced import Traced, constant
 
 from xformer import ops
@@ -19,7 +28,6 @@ from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import MASK, Key
 from xformer.typing import Array
 
-LINE = 16  # elements of a line of memory, of which no two threads have a part: whole blocks too
 BLOCKS = 64  # of four words, made at once
 
 

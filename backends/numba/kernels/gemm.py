@@ -16,6 +16,7 @@ from xformer.backends.numba.flash_rows import ONE, ZERO
 from xformer.backends.numba.gemm import AS_IT_IS, ROW_MAJOR, TRANSPOSED, call
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import (
+    LINE,
     SCRATCH,
     SGEMM,
     TILES,
@@ -37,7 +38,6 @@ ALONE = 1 << 18  # multiplications: of more OpenBLAS makes a job for its own thr
 LARGE = 1 << 16  # weights that are worth to be cut by rows
 SPEED = 16  # multiplications in the time of an element of a simple loop
 NOTHING, ROW, WHOLE = range(3)  # what is added to a product
-LINE = 16  # elements of a line of memory, of which no two threads have a part
 
 
 class Pair(NamedTuple):

@@ -8,6 +8,7 @@ import numpy as np
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, take
 from xformer.backends.numba.program.native import (
+    LINE,
     Native,
     float32s,
     native,
@@ -22,8 +23,6 @@ from xformer import ops
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.typing import Array
-
-LINE = 16  # elements of a line of memory, of which no two threads have a part
 
 
 def unsupported(x: Array, y: Array, *, ids: Array) -> str | None:

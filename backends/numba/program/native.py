@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from xformer.backends.numba.compiled import callable_from_c, inlined
 
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
+LINE = 16  # float32 numbers of a line of memory: pieces are cut at lines, so that no two share one
 SGEMM, TILES, SCRATCH = range(3)  # words of a thread: BLAS's sgemm, `tile`'s, float32 memory
 
 
