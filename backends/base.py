@@ -18,8 +18,6 @@ from xformer.checks import require_sizes
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
 
-Step = Callable[[dict[str, Array], Any], tuple[dict[str, Array], tuple[Any, ...]]]
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 
 
@@ -50,6 +48,7 @@ class Backend:
 
     hint = ""  # what to do about a dtype that is missing
     compiles = False  # anew for every shape, which takes long
+    graphs = False  # what it compiles has arrays of its own, and serves one caller
     defers = False  # work is under way when a call returns; to read a number is to wait for it
     # Dtypes in which its kernels may store weights and activations, while they compute in float32.
     precisions: ClassVar[tuple[str, ...]] = ()
@@ -135,14 +134,14 @@ class Backend:
         """
         return nullcontext()
 
-    def captured(self, step: Step) -> Step | None:
-        """`step` as one call of the library, where it has such a thing; None where it has not.
+    def compiled(
+        self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
+    ) -> Callable[..., Any] | None:
+        """`fn` as one call of the library, where it has such a thing; None where it has not.
 
-        step(state, inputs) -> (state, results) is a function of arrays: state a dict of them,
-        inputs a tree, which the caller gives as numbers and arrays of the host, results a tuple of
-        trees. State and results are written over by the next call. What else the function goes by
-        stays as it is at first. Where it cannot be one call, a RuntimeWarning says why, and it is
-        many.
+        As `xformer.compile`, for arrays of this device. lends: what comes back, but in the place of
+        what is donated, may be written over by the next call. Arrays that fn takes from elsewhere
+        stay those of the first call. What is made has `explain()`.
         """
         return None
 

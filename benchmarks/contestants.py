@@ -125,7 +125,7 @@ class Ours:
 
 
 class Captured(Ours):
-    """The same, whose steps are those of `train(captured=True)`: each a launch of a CUDA graph."""
+    """The same, whose steps are those of `train(compiled=True)`: each a launch of a CUDA graph."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -135,7 +135,7 @@ class Captured(Ours):
         adamw = optim.Optimiser(optim.adamw_init, optim.adamw)
         given = start(self.params, config, adamw), self, config, backend
         options = {"optimiser": adamw, "schedule": lambda step: LR, "donate": True}
-        self._steps = train(loss_of(shape.model), *given, captured=True, **options)
+        self._steps = train(loss_of(shape.model), *given, compiled=True, **options)
         arrays = shape.data(backends.get("numpy"))
         self._batch = Batch(arrays, {}, arrays[-1].size, arrays[0].size)
 

@@ -3,7 +3,7 @@
 {"write": {"firsts": ids, "n": n}} is answered with the n likeliest ids after each, and the seconds
 that they took together; of this library {"gap": {"ids": ids, "pair": [a, b]}} with how far apart
 the logits of two ids are behind a text. FOLDER holds what `shapes.store` wrote. "cupy kernel" is
-this library's `generate`, "cupy graph" with captured=True; "torch eager" and "torch compile" a loop
+this library's `generate`, "cupy graph" with compiled=True; "torch eager" and "torch compile" a loop
 over a model with keys and values in buffers of the whole length, the latter as one CUDA graph. All
 read each id as it comes, since it could end the text.
 """
@@ -26,7 +26,7 @@ Gap = Callable[[list[int], list[int]], float]
 
 
 def ours(
-    shape: Shape, weights: Any, library: str, captured: bool, peaks: list[Any]
+    shape: Shape, weights: Any, library: str, compiled: bool, peaks: list[Any]
 ) -> tuple[Write, Gap]:
     """As this library's page has it; peaks: bytes at the end of each text."""
     from xformer import tree
@@ -37,8 +37,8 @@ def ours(
 
     def write(firsts: list[int], n: int) -> list[list[int]]:
         steps, prompts = list[list[Any]](), [[first] for first in firsts]
-        with capturing(shape.device) if captured else nullcontext():
-            for step in stream(shape.model, params, prompts, max_new=n, captured=captured):
+        with capturing(shape.device) if compiled else nullcontext():
+            for step in stream(shape.model, params, prompts, max_new=n, compiled=compiled):
                 steps.append(step)
                 if len(steps) == n:  # a graph's memory goes with it
                     peaks.append(place.memory().peak)

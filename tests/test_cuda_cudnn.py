@@ -497,7 +497,7 @@ def test_captured_steps(library: Backend) -> None:
         with calling_cudnn(library):
             wanted = losses(library, **options)
         with calling_cudnn(library) as cudnn:
-            assert losses(library, captured=True, **options) == wanted
+            assert losses(library, compiled=True, **options) == wanted
     # Of the first step, and of what was captured: two layers, both directions.
     assert len(cudnn.calls) == 8
     if is_stand_in(library):

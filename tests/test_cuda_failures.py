@@ -369,7 +369,7 @@ def counted(library: Backend, fails: dict[int, BaseException]) -> Any:
             raise error
         return {"a": y}, (y,)
 
-    return library.captured(step)
+    return on_cupy.Captured(step, library)
 
 
 def value(state: Any) -> float:
@@ -425,7 +425,7 @@ def test_a_graph_that_is_gone_leaves_nothing(library: Backend, made: list[Any]) 
             y, _ = ops.linear(state["a"], w)
             return {"a": ops.sdpa(y, y, q)[0]}, (y,)
 
-        call = library.captured(step)
+        call = on_cupy.Captured(step, library)
         state = {"a": q.copy()}
         for _ in range(3):
             state, results = call(state, {"x": 1.0})
@@ -442,7 +442,9 @@ def test_plans_of_a_graph_stay_with_it(library: Backend, made: list[Any]) -> Non
     """Others may drive them out: the graph's launches need the code that a plan has loaded."""
     with calling_cudnn(Cudnn()):
         (q,) = arrays(library, (1, 1, 64, 8))
-        call = library.captured(lambda state, _: ({"a": ops.sdpa(state["a"], q, q)[0]}, ()))
+        call = on_cupy.Captured(
+            lambda state, _: ({"a": ops.sdpa(state["a"], q, q)[0]}, ()), library
+        )
         state = {"a": q.copy()}
         for _ in range(2):
             state, _ = call(state, {"x": 1.0})

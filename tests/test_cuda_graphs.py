@@ -16,6 +16,7 @@ from devices import bits, is_stand_in
 from libraries import ON_DEVICE, only
 from nvidia import by_cublas, counted_graphs, memories
 from xformer.backends import Backend
+from xformer.backends.cupy.captured import Captured
 
 import xformer
 from xformer import Key, backends, explain, ops, tree
@@ -57,7 +58,7 @@ class Cut:
 
 
 def run(
-    library: Backend, config: TrainConfig, captured: bool, *, source: Any = None, **options: Any
+    library: Backend, config: TrainConfig, compiled: bool, *, source: Any = None, **options: Any
 ) -> tuple[list[Any], dict[str, bytes]]:
     """Numbers of every step, and the bytes of the last state."""
     source = source or Windows(TEXT, GPT.max_len, config.batch_size)
@@ -68,7 +69,7 @@ def run(
     options = {"held_out": held_out, "donate": True, "deterministic": True, **options}
     loss = options.pop("loss", loss_of(GPT))
     numbers = []
-    for step in train(loss, state, source, config, library, captured=captured, **options):
+    for step in train(loss, state, source, config, library, compiled=compiled, **options):
         numbers.append((step.step, step.loss, step.norm, step.lr, step.tokens, step.validation))
         state = step.state
     leaves = tree.flatten(state._replace(seconds=0.0))
@@ -87,7 +88,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_bits(library: Backend, graphs: list[Any], name: str) -> None:
-    """As of steps that are not captured: with dropout, clipping, a schedule, validation between."""
+    """As of steps that are not compiled: with dropout, clipping, a schedule, validation between."""
     if "precision" in CONFIGS[name]:
         pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
     config = TrainConfig(**{**vars(CONFIG), **CONFIGS[name]})
@@ -128,7 +129,7 @@ def test_a_graph_is_the_steps_launches(
         next(iter(train(loss, state, source, config, library, donate=True)))
         wanted = [(name, grid) for name, grid, _ in launched], len(lt.products)
     state = start(tree.map(library.asarray, GPT.init(0)), config)
-    steps = train(loss, state, source, config, library, donate=True, captured=True)
+    steps = train(loss, state, source, config, library, donate=True, compiled=True)
     first = next(steps)
     (graph,) = notes
     assert not graph.calls  # the first step is made, not noted
@@ -147,10 +148,10 @@ def test_tables_of_the_host(library: Backend, graphs: list[Any], name: str) -> N
     model, params = causal(name)
     source = Windows(TEXT % V, 6, 2)
 
-    def numbers(captured: bool) -> list[Any]:
+    def numbers(compiled: bool) -> list[Any]:
         own = tree.map(lambda p: library.asarray(p.astype(np.float32)), params)
         config = TrainConfig(**{**vars(CONFIG), "eval_every": 99})
-        options = {"donate": True, "deterministic": True, "captured": captured}
+        options = {"donate": True, "deterministic": True, "compiled": compiled}
         steps = train(loss_of(model), start(own, config), source, config, library, **options)
         return [(step.loss, step.norm) for step in steps]
 
@@ -161,7 +162,7 @@ def test_tables_of_the_host(library: Backend, graphs: list[Any], name: str) -> N
 
 def test_a_state_with_an_array_twice(library: Backend, graphs: list[Any]) -> None:
     """A graph would write over it for one of both."""
-    call: Any = library.captured(lambda state, inputs: (state, ({"y": state["a"] + inputs["x"]},)))
+    call: Any = Captured(lambda state, x: (state, ({"y": state["a"] + x["x"]},)), library)
     a = library.asarray(np.ones(3, np.float32))
     with pytest.warns(RuntimeWarning, match="an array is in the state twice"):
         for x in (1.0, 2.0):
@@ -225,15 +226,16 @@ def test_a_loss_that_cannot_be_captured(
         assert run(library, CONFIG, True) == wanted
 
 
-@pytest.mark.parametrize("what", ["a loss of its own", "numpy"])
+@pytest.mark.parametrize("what", ["a loss of its own", "strict"])
 def test_steps_that_are_made_as_ever(library: Backend, what: str) -> None:
-    if what == "numpy":
-        library, options, why = backends.get(), {}, "backend numpy has no such thing"
+    if what == "strict":
+        library, options = backends.get("array-api-strict"), {}
+        why = "backend array-api-strict has no such thing"
     else:
         loss = loss_of(GPT)
         options, why = {"loss": lambda *args: loss(*args)}, "the loss is no loss_of"
     wanted = run(library, CONFIG, False, **options)
-    with pytest.warns(RuntimeWarning, match=f"train: steps are not captured: {why}"):
+    with pytest.warns(RuntimeWarning, match=f"train: steps are not compiled: {why}"):
         assert run(library, CONFIG, True, **options) == wanted
 
 
@@ -244,12 +246,12 @@ def test_float16_is_made_as_ever(library: Backend) -> None:
 
 
 def test_states_must_be_donated(library: Backend) -> None:
-    with pytest.raises(ValueError, match="captured steps write over their states"):
+    with pytest.raises(ValueError, match="compiled steps write over their states"):
         run(library, CONFIG, True, donate=False)
 
 
 def test_a_run_goes_on(library: Backend, graphs: list[Any], tmp_path: Any) -> None:
-    """From a file that a captured step's state was written to, captured or not."""
+    """From a file that a compiled step's state was written to, compiled or not."""
     from xformer.training import read_state, write_state
 
     wanted = run(library, CONFIG, True)
@@ -258,14 +260,14 @@ def test_a_run_goes_on(library: Backend, graphs: list[Any], tmp_path: Any) -> No
         list(Windows(TEXT, GPT.max_len, 2).held_out(1)),
     )
     state = start(tree.map(library.asarray, GPT.init(0)), CONFIG)
-    options: Any = {"held_out": held_out, "donate": True, "deterministic": True, "captured": True}
+    options: Any = {"held_out": held_out, "donate": True, "deterministic": True, "compiled": True}
     steps = train(loss_of(GPT), state, source, CONFIG, library, **options)
     third = next(itertools.islice(steps, 2, None))
     write_state(tmp_path / "state", third.state, library)
-    for captured in (True, False):
+    for compiled in (True, False):
         like = start(tree.map(library.asarray, GPT.init(1)), CONFIG)
         state = read_state(tmp_path / "state").restored(like, library)
-        numbers, last = run(library, CONFIG, captured, state=state)
+        numbers, last = run(library, CONFIG, compiled, state=state)
         assert (numbers, last) == (wanted[0][3:], wanted[1])
 
 
@@ -294,7 +296,7 @@ def test_its_memory_goes_with_it(library: Backend, graphs: list[Any]) -> None:
     before = memories(library, graphs)
     state = start(tree.map(library.asarray, GPT.init(0)), CONFIG)
     source = Windows(TEXT, GPT.max_len, 2)
-    steps = train(loss_of(GPT), state, source, CONFIG, library, donate=True, captured=True)
+    steps = train(loss_of(GPT), state, source, CONFIG, library, donate=True, compiled=True)
     kept = [next(steps) for _ in range(2)][-1]
     held = memories(library, graphs)
     assert held() > before()
@@ -307,14 +309,15 @@ def test_its_memory_goes_with_it(library: Backend, graphs: list[Any]) -> None:
 
 
 def test_the_command_asks_for_it(library: Backend, tmp_path: Any) -> None:
-    """And a run may go on with it, or without; NumPy has no such thing, which is said."""
+    """And a run may go on with it, or without; where there is no such thing, that is said."""
     (text := tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
     sizes = "--layers 1 --width 8 --heads 1 --context 8 --batch 2 --steps 2 --data"
     folder, other = str(tmp_path / "run"), str(tmp_path / "other")
     assert main(["train", *sizes.split(), str(text), "--out", folder]) == 0
-    with pytest.warns(RuntimeWarning, match="train: steps are not captured: backend numpy has no"):
-        assert main(["train", *sizes.split(), str(text), "--out", other, "--graph"]) == 0
-    assert main(["train", "--resume", folder, "--graph"]) == 0  # which has no steps left
+    with pytest.warns(RuntimeWarning, match="train: steps are not compiled: backend array-api-s"):
+        more = "--out", other, "--compile", "--backend", "array-api-strict"
+        assert main(["train", *sizes.split(), str(text), *more]) == 0
+    assert main(["train", "--resume", folder, "--compile"]) == 0  # which has no steps left
 
 
 # ---- Numbers on the device ----

@@ -253,9 +253,9 @@ def test_captured_training(library: Backend, precision: str | None, attention: A
     how: dict[str, Any] = {"precision": precision, "clip": 1.0, "ema": 0.9, "eval_every": 10**9}
     config = TrainConfig(sized(library, 6, 3), 2, **how)
 
-    def numbers(captured: bool) -> list[Any]:
+    def numbers(compiled: bool) -> list[Any]:
         state = start(tree.map(library.asarray, model.init(0)), config)
-        options: Any = {"captured": captured, "donate": True, "deterministic": True}
+        options: Any = {"compiled": compiled, "donate": True, "deterministic": True}
         steps = train(loss_of(model), state, Turned(model.vocab_size), config, library, **options)
         return [(step.loss, step.norm) for step in steps]
 
@@ -273,7 +273,7 @@ def test_captured_texts(library: Backend) -> None:
         warnings.simplefilter("error", RuntimeWarning)
         options: Any = {"max_new": sized(library, 20, 4)}
         wanted = generate(model, params, [[5, 6], [7]], **options)
-        assert generate(model, params, [[5, 6], [7]], **options, captured=True) == wanted
+        assert generate(model, params, [[5, 6], [7]], **options, compiled=True) == wanted
 
 
 # ---- Ops ----

@@ -131,7 +131,7 @@ def test_captured_steps(library: Backend) -> None:
     with calling_cublaslt(library):
         wanted = losses(library, config, **options)
         with nullcontext() if library.name == STAND_IN else refused:
-            assert losses(library, config, captured=True, **options) == wanted
+            assert losses(library, config, compiled=True, **options) == wanted
 
 
 @only(*ON_DEVICE)

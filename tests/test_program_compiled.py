@@ -12,6 +12,7 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import without_native
 from xformer.backends.numba.program.compiled import KEPT, Compiled
+from xformer.backends.numba.program.traced import address
 
 from xformer import GPT, ops, optim, tree
 
@@ -184,3 +185,29 @@ def test_numbers_are_inputs_and_the_rest_is_not() -> None:
         assert found["name"] == "a" and found["y"].tolist() == [scale, scale]
     assert compiled(np.ones(2), 4.0, "b", False)["y"].tolist() == [1.0, 1.0]
     assert calls == ["a", "b"]
+
+
+def test_donated_arrays_that_come_back_as_they_are() -> None:
+    """In any order, twice, transposed: nothing is copied but what must be."""
+    x, y = np.arange(4.0).reshape(2, 2), np.arange(4.0).reshape(2, 2) + 10
+    compiled = Compiled(lambda x, y: (y, x, y, x.T, y + 1), donated=(0, 1))
+    first, second, third, fourth, fifth = compiled(x, y)
+    assert first is y and second is x
+    np.testing.assert_array_equal(third, y)
+    np.testing.assert_array_equal(fourth, x.T)
+    np.testing.assert_array_equal(fifth, y + 1)
+    np.testing.assert_array_equal(x, np.arange(4.0).reshape(2, 2))
+    (recorded, _), *_ = compiled.programs.values()
+    assert len(recorded.code) == 3
+
+
+def test_what_is_lent() -> None:
+    """It stays while somebody has it, and its memory is taken anew afterwards."""
+    compiled = Compiled(lambda x: (x * 2, x + 1), lends=True)
+    x = np.arange(1000.0)
+    kept = [compiled(x + i) for i in range(3)]
+    for i, (double, more) in enumerate(kept):
+        np.testing.assert_array_equal(double, 2 * (x + i))
+        np.testing.assert_array_equal(more, x + i + 1)
+    begins = {address(compiled(x)[0]) for _ in range(5)}
+    assert len(begins) == 1

@@ -12,6 +12,7 @@ from xformer.later import later
 
 if TYPE_CHECKING:
     from xformer import backends, initial, layers, models, ops, optim, pretrained, tree
+    from xformer.compiling import compile
     from xformer.dispatch import explain, inference, kernel, overridable, reference_only
     from xformer.gradcheck import GradientError, gradcheck
     from xformer.models import GPT, Transformer
@@ -26,6 +27,7 @@ __all__ = [
     "Transformer",
     "__version__",
     "backends",
+    "compile",
     "explain",
     "gradcheck",
     "inference",
@@ -44,6 +46,7 @@ __all__ = [
 later(
     __name__,
     backends="backends",
+    compiling="compile",
     dispatch="explain inference kernel overridable reference_only",
     gradcheck="GradientError gradcheck",
     initial="initial",

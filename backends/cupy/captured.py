@@ -1,10 +1,15 @@
 """Work that is the same each time but for numbers, as one launch: a CUDA graph.
 
-    call = captured(step, place)
+    call = Captured(step, place)
     state, results = call(state, inputs)  # as step, whose work is captured in the second call
 
 What follows from shapes, Python's numbers and the order of calls is then fixed; what changes lies
 in arrays of their own, the state's and the inputs', which kernels read where they lie.
+
+    step(state, inputs) -> (state, results)
+
+state: a dict of arrays   inputs: a dict of numbers and arrays, of the host or the device
+results: a tuple of trees, which the next launch writes over, as it does the state.
 """
 
 from __future__ import annotations
@@ -16,12 +21,15 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
-from xformer.backends.base import Backend, Step
+from array_api_compat import array_namespace
+from xformer.backends.base import Backend
 from xformer.backends.cupy.constant import Constants, keeping
 from xformer.backends.cupy.runtimes import holding
 
 from xformer import tree
 from xformer.typing import Array
+
+Step = Callable[[dict[str, Array], Any], tuple[dict[str, Array], tuple[Any, ...]]]
 
 
 class Graph(Protocol):
@@ -44,14 +52,17 @@ GRAPHS: dict[type, Callable[[], Graph]] = {}  # type of the arrays -> a new grap
 class Captured:
     """`step` on arrays that stay where they are; the first call does the work, the second records.
 
-    The arrays of the first state are the state from then on. A call with arrays of other shapes,
-    and every call where recording fails, is made as it is, which is said once.
+    The arrays of the first state are the state from then on. An input on the device is read where
+    it lies while it is the same array; once it is another it has an array of its own, as inputs of
+    the host do, and the work is recorded again. A call with arrays of other shapes, and every call
+    where recording fails, is made as it is, which is said once.
     """
 
     def __init__(self, step: Step, place: Backend) -> None:
         self._step, self._place = step, place
         self._kind: Any = None  # of the state and the inputs of the first call
         self._results: tuple[Any, ...] | None = None  # what the graph writes to
+        self._moving: set[str] = set()  # inputs on the device that were another array before
         self._said: set[str] = set()
         self._constants: Constants = {}
         self._held: dict[int, Any] = {}  # what the graph's launches need, by `runtimes.hold`
@@ -60,31 +71,39 @@ class Captured:
     def __call__(
         self, state: dict[str, Array], inputs: Any
     ) -> tuple[dict[str, Array], tuple[Any, ...]]:
-        """As `Backend.captured`."""
+        """The new state, which is that of the first call, and the results."""
         kind = _kind(state), _kind(inputs)
         if self._kind is None:
             self._kind = kind
             return self._first(state, inputs)
         if self._graph is not None and kind != self._kind:
-            self._say("another shape of its arrays than at first; such a step is made call by call")
+            self.say("another shape of its arrays than at first; such a step is made call by call")
         elif self._graph is not None:
+            if others := self._others(inputs):
+                self._moving |= others
+                self._forget()
+                return self._first(state, inputs)
             for name, own in self._state.items():
                 if state[name] is not own:  # after a step that was made as it is
                     own[...] = state[name]
-            tree.map(self._moved, self._inputs, inputs)
+            for name, own in self._inputs.items():
+                if own is not inputs[name]:
+                    own[...] = self._of_device(inputs[name])
             if self._launched(self._graph):
                 return self._state, self._results  # type: ignore[return-value]  # not None
             state = self._state
             self._forget()
-        return self._step(state, tree.map(self._place.asarray, inputs))
+        return self._step(state, {name: self._of_device(x) for name, x in inputs.items()})
 
     def _first(self, state: dict[str, Array], inputs: Any) -> Any:
         """The work itself, which compiles kernels and asks for the memory that recording needs."""
-        self._state, self._inputs = dict(state), tree.map(self._place.asarray, inputs)
+        self._state = dict(state)
+        self._inputs = {name: self._kept(name, x) for name, x in inputs.items()}
         if len({id(own) for own in state.values()}) < len(state):
-            self._say("an array is in the state twice; steps are made call by call")
+            self.say("an array is in the state twice; steps are made call by call")
             return self._step(self._state, self._inputs)
-        self._graph = _graph_for(type(next(iter(state.values()))))
+        arrays = *self._state.values(), *self._inputs.values()
+        self._graph = _graph_for(next(type(x) for x in arrays if is_of_device(x)))
         try:
             with self._graph.apart():
                 return self._state, self._run()
@@ -105,7 +124,7 @@ class Captured:
             # NotImplementedError, TypeError, ... Nothing was done. The step is now made call by
             # call, and raises again what is its own: bad shapes, or too little memory.
             text = str(error) or type(error).__name__
-            self._say(f"{_place_of(error)}{text}; steps are made call by call")
+            self.say(f"{_place_of(error)}{text}; steps are made call by call")
             return False
         return True
 
@@ -123,15 +142,37 @@ class Captured:
                 own[...] = new[name]
         return results
 
-    def _moved(self, own: Array, value: Any) -> Array:
-        own[...] = self._place.asarray(value)
+    def _others(self, inputs: dict[str, Any]) -> set[str]:
+        """Those on the device that are read where they lie, and are now another array."""
+        fixed = {name for name, x in inputs.items() if is_of_device(x)} - self._moving
+        return {name for name in fixed if self._inputs[name] is not inputs[name]}
+
+    def _kept(self, name: str, value: Any) -> Array:
+        """What the graph reads of an input."""
+        own = self._of_device(value)
+        if own is value and name in self._moving:
+            own = array_namespace(value).asarray(value, copy=True)
         return own
 
-    def _say(self, why: str) -> None:
+    def _of_device(self, value: Any) -> Array:
+        return value if is_of_device(value) else self._place.asarray(value)
+
+    def explain(self) -> str:
+        """Whether there is a graph, and what was said of it."""
+        what = "a graph is launched" if self._graph is not None else "there is no graph"
+        return "; ".join([f"backend {self._place.name}: {what}", *sorted(self._said)])
+
+    def say(self, why: str) -> None:
+        """Why there is no graph: a RuntimeWarning, once for each cause."""
         if why not in self._said:
             self._said.add(why)
             message = f"backend {self._place.name}: no graph: {why}"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def is_of_device(x: Any) -> bool:
+    """Whether it is an array, and none of the host."""
+    return hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic)
 
 
 def _graph_for(array_type: type) -> Graph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import array_api_compat.cupy as xp
 import cupy
 import numpy as np
-from xformer.backends.base import Backend, Memory, Step, Unusable
+from xformer.backends.base import Backend, Memory, Unusable
 from xformer.backends.cupy import driver
-from xformer.backends.cupy.captured import Captured
+from xformer.backends.cupy.compiled import Compiled
 from xformer.backends.cupy.index_add import deterministic
 from xformer.backends.cupy.packed import packed
 
@@ -28,6 +28,7 @@ CAPABILITY = 80  # 8.0, whose blocks have the shared memory that sdpa asks for
 class CupyBackend(Backend):
     """Arrays on one CUDA device."""
 
+    graphs = True
     defers = True
     precisions = STORED
 
@@ -60,9 +61,11 @@ class CupyBackend(Backend):
         """Sums over repeated ids in a fixed order; all else is repeatable as it is."""
         return deterministic()
 
-    def captured(self, step: Step) -> Step:
-        """`step` as a CUDA graph."""
-        return Captured(step, self)
+    def compiled(
+        self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
+    ) -> Callable[..., Any]:
+        """A CUDA graph."""
+        return Compiled(fn, donated, self, lends=lends)
 
     def _stored_as(self, params: Any, dtype: Any) -> Any:
         with self.active():

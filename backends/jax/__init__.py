@@ -6,6 +6,7 @@ JAX computes in float64 only where the program has enabled it, before the first 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,14 @@ class JaxBackend(Backend):
                 f"set before the program starts"
             )
         return nullcontext()
+
+    def compiled(
+        self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
+    ) -> Callable[..., Any]:
+        """`jax.jit`."""
+        from xformer.backends.jax.compiled import Compiled
+
+        return Compiled(fn, donated)
 
     def _from_host(self, host: np.ndarray) -> Array:
         return jax.device_put(jax.numpy.asarray(_narrow(host)), self.device)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy
 from xformer.backends.arrays import refusal
 from xformer.backends.base import Backend
 from xformer.backends.numpy.namespace import xp
 
-__all__ = ["backend", "refusal"]
+__all__ = ["NumpyBackend", "backend", "refusal"]
+
+
+class NumpyBackend(Backend):
+    """Arrays in the memory of the process."""
+
+    def compiled(
+        self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
+    ) -> Callable[..., Any] | None:
+        """A program of numba's kernels, where numba is installed."""
+        try:
+            from xformer.backends.numba.program.compiled import Compiled
+        except ImportError:
+            return None
+        return Compiled(fn, donated, lends=lends)
 
 
 def backend(device: str | None = None) -> Backend:
     """The NumPy backend; its only device is "cpu"."""
     if device not in (None, "cpu"):
         raise ValueError(f"backend numpy has one device, cpu, got {device!r}")
-    return Backend("numpy", xp, None, ("float32", "float64"), numpy.__version__)
+    return NumpyBackend("numpy", xp, None, ("float32", "float64"), numpy.__version__)

@@ -7,14 +7,16 @@ dispatch this folder is the backend of the library "cuda_shim", whose kernels ar
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from xformer.backends.base import Backend, Step, Unusable
+from xformer.backends.base import Backend, Unusable
 from xformer.backends.cupy import deterministic
-from xformer.backends.cupy.captured import GRAPHS, Captured
+from xformer.backends.cupy.captured import GRAPHS
+from xformer.backends.cupy.compiled import Compiled
 from xformer.backends.cupy.module import LAUNCHERS  # registers the kernels; imports no CuPy
 from xformer.backends.cupy.packed import packed
 
@@ -48,6 +50,7 @@ NAME = __name__
 class ShimBackend(Backend):
     """Arrays that only kernels and the namespace can reach."""
 
+    graphs = True
     precisions = STORED
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -59,9 +62,11 @@ class ShimBackend(Backend):
         """That of CuPy's kernels."""
         return deterministic()
 
-    def captured(self, step: Step) -> Step:
+    def compiled(
+        self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
+    ) -> Callable[..., Any]:
         """As on CuPy, by the stand-in's graphs."""
-        return Captured(step, self)
+        return Compiled(fn, donated, self, lends=lends)
 
     def _stored_as(self, params: Any, dtype: Any) -> Any:
         return packed(params, dtype)

@@ -63,7 +63,7 @@ class Call(NamedTuple):
     name: str  # of the kernel, or of the driver's function
     size: int
     stream: int
-    captured: bool
+    compiled: bool
 
 
 class Seen:

@@ -144,7 +144,7 @@ def graphs() -> None:
     left = []
     for _ in range(3):
         with stand_ins.using("cublaslt"):
-            steps = work.Looped(SMALL, IDS, captured=True, precision="bfloat16")
+            steps = work.Looped(SMALL, IDS, compiled=True, precision="bfloat16")
             for _ in range(3):
                 steps()
             del steps

@@ -85,7 +85,7 @@ def add(name: str) -> None:
     def captured() -> Numbers:
         """By cuBLASLt, whose products can be."""
         with stand_ins.using("cublaslt"), work.warned() as said:
-            seen = work.steady(work.Looped(*made(name), captured=True))
+            seen = work.steady(work.Looped(*made(name), compiled=True))
         return work.of_graph(seen, said, UNCAPTURED.get(name))
 
 

@@ -48,7 +48,7 @@ def add(group: str, name: str, model: Any, config: dict[str, Any], refused: str 
     @case(f"{group} captured", name)
     def captured() -> Numbers:
         with stand_ins.using("cublaslt"), work.warned() as said:
-            looped = work.Looped(model, IDS, captured=True, precision="bfloat16", **config)
+            looped = work.Looped(model, IDS, compiled=True, precision="bfloat16", **config)
             seen = work.steady(looped)
         return work.of_graph(seen, said, refused)
 
@@ -72,7 +72,7 @@ def scaled() -> Numbers:
 def scaled_captured() -> None:
     """Is not, which is said."""
     with stand_ins.using("cublaslt"), work.warned() as said:
-        work.steady(work.Looped(SMALL, IDS, precision="float16", captured=True))
+        work.steady(work.Looped(SMALL, IDS, precision="float16", compiled=True))
     assert len(said) == 1 and "float16" in said[0], said
 
 

@@ -35,18 +35,18 @@ def add_captured(name: str, model: Any, arrays: Any) -> None:
     @case("steps", f"{name}, bfloat16, both, captured")
     def run() -> Numbers:
         with stand_ins.using("cublaslt", "cudnn"), work.warned() as said:
-            looped = work.Looped(model, arrays, captured=True, precision="bfloat16")
+            looped = work.Looped(model, arrays, compiled=True, precision="bfloat16")
             seen = work.steady(looped)
         return work.of_graph(seen, said)
 
 
-def add_tokens(name: str, model: Any, prompts: list[list[int]], captured: bool) -> None:
-    @case("tokens", f"{name}, {len(prompts)}" + ", captured" * captured)
+def add_tokens(name: str, model: Any, prompts: list[list[int]], compiled: bool) -> None:
+    @case("tokens", f"{name}, {len(prompts)}" + ", captured" * compiled)
     def run() -> Numbers:
         with stand_ins.using("cublaslt"), work.warned() as said:
-            text = work.Texts(model, prompts, "bfloat16", captured=captured)
+            text = work.Texts(model, prompts, "bfloat16", compiled=compiled)
             seen = work.steady(text, before=4)
-        if captured:
+        if compiled:
             return work.of_graph(seen, said)
         return work.of_loop(seen)
 

@@ -28,7 +28,7 @@ def add(name: str, length: str) -> None:
     @case("texts captured", f"{name}, {length}")
     def captured() -> Numbers:
         with stand_ins.using("cublaslt"), work.warned() as said:
-            seen = work.steady(work.Texts(model, prompts, captured=True), before=4)
+            seen = work.steady(work.Texts(model, prompts, compiled=True), before=4)
         return work.of_graph(seen, said, UNCAPTURED.get(name))
 
 

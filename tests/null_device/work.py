@@ -54,7 +54,7 @@ class Looped:
     """Steps of `training.train`."""
 
     def __init__(
-        self, model: Any, arrays: tuple[np.ndarray, ...], *, captured: bool = False, **config: Any
+        self, model: Any, arrays: tuple[np.ndarray, ...], *, compiled: bool = False, **config: Any
     ) -> None:
         batch = Batch(arrays, {}, arrays[-1].size, arrays[0].size)
 
@@ -68,7 +68,7 @@ class Looped:
         config_ = TrainConfig(10**6, len(arrays[0]), **values)
         first = start(parameters(model), config_, options["optimiser"])
         self._steps = train(
-            loss, first, Source(), config_, PLACE, captured=captured, donate=True, **options
+            loss, first, Source(), config_, PLACE, compiled=compiled, donate=True, **options
         )
 
     def __call__(self) -> None:

@@ -70,7 +70,8 @@ def add_parser(subparsers: Any) -> None:
         default=True,
         help="print the text as it comes, or at the end (default: as it comes)",
     )
-    add("--graph", action="store_true", help="a token is one launch, a CUDA graph, where it can be")
+    compiled = "a token is one call of the library where that can be: on CuPy a CUDA graph"
+    add("--compile", action="store_true", help=compiled)
     add("--backend", default="numpy", choices=backends.NAMES)
     add("--device", help="of the backend: cuda, for torch")
     add("--dtype", default="float32", choices=("float32", "float64"))
@@ -160,11 +161,11 @@ def _new_ids(
     filters = chosen.filters(constraints(settings, ends, text.width, max_new))
     if chosen.beams is None:
         options: Any = {"sampler": filters, "seed": args.seed, "slide": found.slides}
-        options["captured"] = args.graph
+        options["compiled"] = args.compile
         steps = stream(network, found.params, text, max_new=max_new, stop=stops, **options)
         return (i for (i,) in steps if i is not None)
-    if args.graph:
-        warnings.warn("--graph: a search is not captured", RuntimeWarning, stacklevel=2)
+    if args.compile:
+        warnings.warn("--compile: a search is not compiled", RuntimeWarning, stacklevel=2)
     options = {"n_beams": chosen.beams, "max_new": max_new, "stop": stops}
     options |= {"filters": filters, **chosen.search}
     ((best, *_),) = beam_search(network, found.params, text, **options)

@@ -106,7 +106,7 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
     validation, said = "-", state.seconds
     with bar, interruptible(STOPPING) as stopping:
         how: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
-        how["captured"] = options.graph
+        how["compiled"] = options.compile
         steps = train(job.loss, state, job.source, job.config, job.place, donate=True, **how)
         for step in run.record(steps, stopping):
             state = step.state

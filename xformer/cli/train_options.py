@@ -63,25 +63,26 @@ DEFAULTS: dict[str, Any] = {
     "device": None,
     "checkpoint_activations": False,
     "deterministic": False,
-    "graph": False,
+    "compile": None,
     "every": 100,
     "keep": 2,
     "sample_every": None,
 }
 # Of which older runs have no note; they went by the usual value.
-ADDED = ("origin", "precision", "deterministic", "graph")
+ADDED = ("origin", "precision", "deterministic", "compile")
 # Of what has no usual value, its type.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("origin", "data", "vocabulary", "device", "precision"), str),
     **dict.fromkeys(("weight_decay", "ema"), float),
     **dict.fromkeys(("patience", "sample_every"), int),
+    "compile": bool,
 }
 # Fields of `TrainConfig` whose options have other names.
 FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
 DTYPES = ("float32", "float64")
 # What may be another when a run goes on: where and how often, but not what is computed.
 FREE = (
-    *("data", "backend", "device", "checkpoint_activations", "deterministic", "graph"),
+    *("data", "backend", "device", "checkpoint_activations", "deterministic", "compile"),
     *("every", "keep", "sample_every"),
 )
 # What the model of --from has.
@@ -128,8 +129,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=STORED, help=stored)
     bits = "the same bits each time on a GPU too, which may take longer; on a CPU they always are"
     add("--deterministic", action="store_true", default=None, help=bits)
-    graph = "a step is one launch, a CUDA graph, where that can be; what is computed is the same"
-    add("--graph", action="store_true", default=None, help=graph)
+    compiled = "a step is one call of the library where that can be (default: on backend numba)"
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compiled)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +275,7 @@ def _of_run(folder: str) -> dict[str, Any]:
     names = {*DEFAULTS, *Preset._fields}
     if isinstance(found, dict):
         found = {name: DEFAULTS[name] for name in ADDED} | found
+        found.pop("graph", None)  # what `compile` was called
     if not isinstance(found, dict) or found.keys() != names:
         raise ValueError(f"{folder} is not a run of xformer train, and goes on from Python only")
     usual = PRESETS["small"]._asdict() | DEFAULTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.generation import samplers
-from xformer.generation.captured import CapturedTokens
+from xformer.generation.compiled import CompiledTokens, why_not_compiled
 from xformer.generation.prefix import (
     Prefix,
     checked,
@@ -36,11 +37,11 @@ def generate(
     stop: Collection[int] | None = (),
     seed: int = 0,
     slide: bool = False,
-    captured: bool = False,
+    compiled: bool = False,
 ) -> list[list[int]]:
     """The ids that continue each prompt, with the one in `stop` that ended it; as `stream`."""
     options: Any = {"sampler": sampler, "stop": stop, "seed": seed, "slide": slide}
-    options["captured"] = captured
+    options["compiled"] = compiled
     steps = list(stream(model, params, prompts, max_new=max_new, **options))
     n_texts = len(prompts.ids if isinstance(prompts, Prefix) else prompts)
     return [[new for step in steps if (new := step[i]) is not None] for i in range(n_texts)]
@@ -56,7 +57,7 @@ def stream(
     stop: Collection[int] | None = (),
     seed: int = 0,
     slide: bool = False,
-    captured: bool = False,
+    compiled: bool = False,
 ) -> Iterator[list[int | None]]:
     """Steps of generation: the next id of each prompt, None for one that has ended.
 
@@ -67,8 +68,8 @@ def stream(
     batch. slide: a text that fills the model's context goes on after its last tokens alone, which
     are read anew for each further one. Without a sampler, tokens of one text may come some at a
     time, with the parameters as they are at the first of them, where a library chooses and reads
-    them by itself (`models.ahead`). captured: a further token is one call of the library, where it
-    has such a thing (`Backend.captured`); where it cannot be, a RuntimeWarning says why. The ids
+    them by itself (`models.ahead`). compiled: a further token is one call of the library, where it
+    has such a thing (`xformer.compile`); where it cannot be, a RuntimeWarning says why. The ids
     are the same; logits that a sampler is given are written over by the next ones. ValueError where
     prompt and max_new do not fit the context and slide is not given, for bad prompts (`prefill`),
     and for logits that are no numbers.
@@ -86,11 +87,17 @@ def stream(
     n_texts = len(prompts.ids if isinstance(prompts, Prefix) else prompts)
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
     tokens = None
-    if captured:
+    if compiled:
         width = prompts.width if isinstance(prompts, Prefix) else max(map(len, prompts))
         most = width + max(max_new - 1, 0)  # the last token needs no column
         most = min(most, network.context or most)
-        tokens = CapturedTokens.of(network, params, place_of(params), most, sampler is None)
+        place = place_of(params)
+        why = why_not_compiled(network, place, most)
+        if why is None:
+            tokens = CompiledTokens(network, params, place, most, sampler is None)
+        else:
+            said = f"generate: tokens are not compiled: {why}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
     return _stream(network, params, prompts, max_new, sampler, stops, rngs, tokens)
 
 
@@ -102,7 +109,7 @@ def _stream(
     sampler: Filter | None,
     stops: frozenset[int],
     rngs: Sequence[np.random.Generator],
-    tokens: CapturedTokens | None,
+    tokens: CompiledTokens | None,
 ) -> Iterator[list[int | None]]:
     place = place_of(params)
     with place.active():
@@ -136,7 +143,7 @@ def _grown(
     params: Any,
     text: Prefix,
     new: Sequence[int],
-    tokens: CapturedTokens | None,
+    tokens: CompiledTokens | None,
     place: Backend,
     most: int,
     stops: frozenset[int],

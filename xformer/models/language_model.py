@@ -58,9 +58,9 @@ class LanguageModel:
     balance: float = 0.0
     router_z: float = 0.0
     checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
-    source: Mapping[str, Any] | None = field(default=None, repr=False)  # its config.json, if any
-    # its generation_config.json, if any
-    generation_config: Mapping[str, Any] | None = field(default=None, repr=False)
+    # its config.json, and its generation_config.json, if any
+    source: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
         plain_numbers(self)

@@ -42,7 +42,7 @@ class State(NamedTuple):
         """The same texts in `n` columns that stay where they are, some of them for tokens to come.
 
         The length is then an array, so that each further token is the same work on the same arrays,
-        as `Backend.captured` wants it. A copy. ValueError for a state without a text, for fewer
+        as `Backend.compiled` wants it. A copy. ValueError for a state without a text, for fewer
         columns than it has tokens, and where its RoPE frequencies change with its length.
         """
         length = int(self.length)

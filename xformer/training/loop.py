@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,7 @@ from xformer.generation.prefix import place_of
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch
-from xformer.training.captured import CapturedSteps, Reduce
+from xformer.training.compiled import CompiledSteps, Reduce, why_not_compiled
 from xformer.training.config import TrainConfig
 from xformer.training.diverged import Diverged, is_finite, require_sound
 from xformer.training.loss import Loss
@@ -82,7 +83,7 @@ def train(
     schedule: Schedule | None = None,
     donate: bool = False,
     deterministic: bool = False,
-    captured: bool = False,
+    compiled: bool | None = None,
     reduce: Reduce | None = None,
 ) -> Iterator[Step]:
     """Yields a `Step` after each step that is left of config.steps, or of its patience.
@@ -99,8 +100,10 @@ def train(
 
     A device is waited for once a step, when all of it is under way, for its loss and norm.
 
-    captured: a step is one call of the device where that can be (`Backend.captured`); a
+    compiled: a step is one call of the library where that can be (`xformer.compile`); a
     RuntimeWarning says where it cannot, and nothing else changes. ValueError without `donate`.
+    Unless given, they are on backend numba, where that can be, states are donated and nothing is
+    reduced.
 
     reduce: data-parallel, what several processes do to their gradients, once a step: their mean,
     see `optim.reduced`. Each has its own batches, of as many targets, and the same state at first;
@@ -117,9 +120,16 @@ def train(
     optimiser = optimiser or config.chosen_optimiser()
     schedule = schedule or config.learning_rate()
     held_out = list(held_out) if isinstance(held_out, Iterator) else held_out
-    if captured and not donate:
-        raise ValueError("train: captured steps write over their states: they need donate=True")
-    calls = CapturedSteps.of(loss, config, place, optimiser, reduce) if captured else None
+    if compiled and not donate:
+        raise ValueError("train: compiled steps write over their states: they need donate=True")
+    calls = None
+    usual = place.name == "numba" and donate and reduce is None
+    if usual if compiled is None else compiled:
+        why = why_not_compiled(loss, config, place)
+        if why is None:
+            calls = CompiledSteps(loss, config, place, optimiser, reduce)
+        elif compiled:
+            warnings.warn(f"train: steps are not compiled: {why}", RuntimeWarning, stacklevel=2)
     begun = time.perf_counter() - state.seconds
     if donate and state.ema is not None:  # at first it may be the parameters themselves
         with place.active():
@@ -131,7 +141,7 @@ def train(
                 given = source, config, place, optimiser, lr, donate, reduce
                 state, value, norm = _step(loss, state, *given)
             else:
-                state, value, norm = _captured(calls, state, source, config, lr)
+                state, value, norm = _compiled(calls, state, source, config, lr)
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
             with place.active():
@@ -197,8 +207,8 @@ def _step(
     return _after(state, found, trained, own, average), found, size
 
 
-def _captured(
-    calls: CapturedSteps, state: State, source: Batches, config: TrainConfig, lr: float
+def _compiled(
+    calls: CompiledSteps, state: State, source: Batches, config: TrainConfig, lr: float
 ) -> tuple[State, float, float]:
     """As `_step`."""
     numbers = range(state.batches, state.batches + config.accumulate)

@@ -10,7 +10,6 @@ from xformer.backends.numba.glu import _backward as silu_backward
 from xformer.backends.numba.glu import _forward as silu_forward
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    LINE,
     OF_Y,
     SWISH,
     slopes,
@@ -24,7 +23,16 @@ from xformer.backends.numba.kernels.layout import (
     program_of,
     unrecordable,
 )
-from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+from xformer.backends.numba.program.native import (
+    LINE,
+    Native,
+    bits,
+    float32s,
+    native,
+    part,
+    real,
+    words,
+)
 
 from xformer import ops
 from xformer.checks import require_gradient

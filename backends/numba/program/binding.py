@@ -12,6 +12,19 @@ from xformer.backends.numba.program.program import Instruction
 from xformer.backends.numba.program.traced import Buffer, Traced, address
 
 
+class Memory(NamedTuple):
+    """Where the buffers of one run are: in its arena, or in arrays that fill them."""
+
+    arena: Any
+    offsets: dict[Buffer, int]
+    arrays: dict[Buffer, Any]
+
+    def of(self, buffer: Buffer) -> Any:
+        """The bytes from the beginning of a buffer."""
+        at = self.offsets.get(buffer)
+        return _bytes(self.arrays[buffer]) if at is None else self.arena[at:]
+
+
 class _Place(NamedTuple):
     """Where an argument's address goes, in the memory of which buffer, and how far in it."""
 
@@ -23,21 +36,22 @@ class _Place(NamedTuple):
 class Code:
     """Instructions, in runs of native ones and of others."""
 
-    def __init__(self, code: Sequence[Instruction], spans: Any, threads: int) -> None:
+    def __init__(
+        self, code: Sequence[Instruction], offsets: dict[Buffer, int], threads: int
+    ) -> None:
         self.threads = threads
         self.runs = _runs(code)
-        self._starts: list[int] = []
         self._constants: list[Any] = []  # whose addresses are in the words
-        words: list[int] = []
+        words, starts = list[int](), list[int]()
         places: list[_Place] = []
         rows: list[tuple[int, ...]] = []
         for native, run in self.runs:
             first = 0
-            for one, barrier in zip(run, waits(run, spans), strict=True) if native else ():
+            for one, barrier in zip(run, waits(run, offsets), strict=True) if native else ():
                 assert one.native is not None
                 kernel, numbers, pieces = one.native
                 words.append(len(one.outs) + len(one.ins))  # before the first, for `numbers`
-                self._starts.append(len(words))
+                starts.append(len(words))
                 for x in (*one.outs, *one.ins):
                     if isinstance(x, Traced):
                         assert x.buffer is not None
@@ -49,20 +63,24 @@ class Code:
                 words += [int(n) for n in numbers]
                 rows.append((kernel.address, 0, pieces, barrier, first))
                 first += pieces
+        self._starts = 8 * np.array(starts, np.int64)
         self._words = np.array(words, np.int64)
         self._rows = np.array(rows, np.int64).reshape(len(rows), FIRST + 1)
         self._where = np.array([place.word for place in places], np.int64)
-        self._buffers = list(dict.fromkeys(place.buffer for place in places))
-        number = {buffer: i for i, buffer in enumerate(self._buffers)}
-        self._which = np.array([number[place.buffer] for place in places], np.int64)
-        self._plus = np.array([place.offset for place in places], np.int64)
+        self._buffers = [b for b in dict.fromkeys(p.buffer for p in places) if b not in offsets]
+        number = {buffer: i for i, buffer in enumerate([*self._buffers, None])}  # None: the arena
+        which = [None if place.buffer in offsets else place.buffer for place in places]
+        self._which = np.array([number[buffer] for buffer in which], np.int64)
+        plus = [offsets.get(place.buffer, 0) + place.offset for place in places]
+        self._plus = np.array(plus, np.int64)
 
-    def __call__(self, memory: dict[Buffer, Any]) -> None:
-        """One run, with the memory of each buffer. Words are of this call: two may be under way."""
-        begins = np.array([memory[b].ctypes.data for b in self._buffers], np.int64)
+    def __call__(self, memory: Memory) -> None:
+        """One run in this memory. Words are of this call: two may be under way."""
+        apart = [memory.arrays[buffer] for buffer in self._buffers]
+        begins = np.array([address(x) for x in (*apart, memory.arena)], np.int64)
         words, rows = self._words.copy(), self._rows.copy()
         words[self._where] = begins[self._which] + self._plus
-        rows[:, ARGS] = words.ctypes.data + 8 * np.array(self._starts, np.int64)
+        rows[:, ARGS] = address(words) + self._starts
         done = 0
         for native, run in self.runs:
             if native:
@@ -85,7 +103,7 @@ def _runs(code: Sequence[Instruction]) -> list[tuple[bool, list[Instruction]]]:
     return runs
 
 
-def array_of(x: Any, memory: dict[Buffer, Any]) -> Any:
+def array_of(x: Any, memory: Memory) -> Any:
     """An operand as an array of NumPy."""
     if not isinstance(x, Traced):
         return x
@@ -93,4 +111,14 @@ def array_of(x: Any, memory: dict[Buffer, Any]) -> Any:
         return x.layout
     if not x.size:
         return np.empty(x.shape, x.dtype)
-    return np.ndarray(x.shape, x.dtype, memory[x.buffer], x.offset, x.strides)
+    return np.ndarray(x.shape, x.dtype, memory.of(x.buffer), x.offset, x.strides)
+
+
+def far_to_near(x: Any) -> list[int]:
+    """Its axes, the one with the largest steps first."""
+    return sorted(range(x.ndim), key=lambda i: -abs(x.strides[i]))
+
+
+def _bytes(x: Any) -> Any:
+    """The memory that an array fills."""
+    return x.transpose(far_to_near(x)).reshape(-1).view(np.uint8)

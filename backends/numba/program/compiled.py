@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from xformer.backends.numba.program.run import Recorded, layout_of, placed
-from xformer.backends.numba.program.traced import Traced
+from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy.threads import n_threads
 
 from xformer import tree
@@ -21,12 +22,16 @@ class Compiled:
     Arrays and numbers of the arguments are inputs of the program; all else of them (names,
     booleans, None, configurations) is a part of its kind. donated: numbers of arguments whose
     arrays the call may write over, but for `Frozen` ones; the results that have their layouts are
-    then in their memory.
+    then in their memory. lends: all other results are in memory that the next call writes over,
+    unless somebody still refers to it.
     """
 
-    def __init__(self, fn: Callable[..., Any], donated: Sequence[int] = ()) -> None:
-        self.fn, self.donated = fn, tuple(donated)
+    def __init__(
+        self, fn: Callable[..., Any], donated: Sequence[int] = (), *, lends: bool = False
+    ) -> None:
+        self.fn, self.donated, self.lends = fn, tuple(donated), lends
         self.programs: dict[Any, tuple[Recorded, Any]] = {}
+        self.refused: dict[Any, str] = {}  # kinds that cannot be recorded, and why
 
     def __call__(self, *arguments: Any) -> Any:
         inputs, kinds = list[Any](), list[Any]()
@@ -41,13 +46,28 @@ class Compiled:
                 inputs.append(placed(np.asarray(x), writeable=i in self.donated))
                 kinds.append((type(leaf), isinstance(x, np.ndarray), *layout_of(inputs[-1])))
         kind = n_threads(), *kinds
-        known = self.programs.pop(kind, None) or self._recorded(arguments, inputs)
+        if kind in self.refused:
+            return self.fn(*arguments)
+        try:
+            known = self.programs.pop(kind, None) or self._recorded(arguments, inputs)
+        except Unrecorded as error:
+            self.refused[kind] = why = f"not recorded: {error}; the function is called as it is"
+            warnings.warn(f"backend numba: {why}", RuntimeWarning, stacklevel=3)
+            return self.fn(*arguments)
         self.programs[kind] = known  # as the last one
         while len(self.programs) > KEPT:
             del self.programs[next(iter(self.programs))]
         program, like = known
         results = iter(program(*inputs))
         return tree.map(lambda x: next(results) if isinstance(x, Traced) else x, {"": like})[""]
+
+    def explain(self) -> str:
+        """Of each program that is kept, the last one last: what runs as Python, and why."""
+        programs = [program.explain() for program, _ in self.programs.values()]
+        return "\n".join([*programs, *self.refused.values()])
+
+    def __str__(self) -> str:
+        return "\n\n".join(str(program) for program, _ in self.programs.values())
 
     def _recorded(self, arguments: Sequence[Any], inputs: Sequence[Any]) -> tuple[Recorded, Any]:
         """The program, and its results as a tree of arrays without values."""
@@ -64,7 +84,8 @@ class Compiled:
             return [x for x in tree.flatten({"": likes[0]}).values() if isinstance(x, Traced)]
 
         layouts = [layout_of(x) for x in inputs]
-        return Recorded(flat, layouts, n_threads(), donated, numbers), likes[0]
+        program = Recorded(flat, layouts, n_threads(), donated, numbers, lends=self.lends)
+        return program, likes[0]
 
 
 def _is_input(x: Any) -> bool:

@@ -15,17 +15,22 @@ def placed_in(results: Sequence[Traced], donated: Sequence[Traced]) -> dict[int,
     """Which results will lie in which donated inputs, by their numbers: of the same layout each.
 
     The first that fits is taken: trees that come and go in one order keep their places. Results
-    have buffers of their own, which fill them.
+    have buffers of their own, which fill them, or are donated inputs.
     """
-    free, taken = list(range(len(donated))), dict[int, int]()
+    number = {x.buffer: j for j, x in enumerate(donated)}
+    taken = {i: number[x.buffer] for i, x in enumerate(results) if x.buffer in number}
+    free = [j for j in range(len(donated)) if j not in taken.values()]
     for i, x in enumerate(results):
-        for j in () if x.is_constant else free:
-            y = donated[j]
-            if (x.shape, x.dtype, x.strides) == (y.shape, y.dtype, y.strides):
-                taken[i] = j
-                free.remove(j)
-                break
+        fits = [j for j in free if are_alike(x, donated[j])]
+        if i not in taken and not x.is_constant and fits:
+            taken[i] = fits[0]
+            free.remove(fits[0])
     return taken
+
+
+def are_alike(x: Traced, y: Traced) -> bool:
+    """Whether they have the same layout."""
+    return (x.shape, x.dtype, x.strides) == (y.shape, y.dtype, y.strides)
 
 
 def written_over(
@@ -38,6 +43,8 @@ def written_over(
     moved: dict[Buffer | None, Traced] = {}
     late: list[tuple[Traced, Traced]] = []
     for result, given in pairs:
+        if result.buffer is given.buffer:
+            continue
         if _at_once(code, result, given):
             moved[result.buffer] = given
         else:

@@ -22,9 +22,15 @@ class Plan(NamedTuple):
     nbytes: int
 
 
-def plan(code: Sequence[Instruction], elsewhere: set[Buffer]) -> Plan:
-    """Of the buffers of a program but those that lie elsewhere: inputs and results."""
+def plan(
+    code: Sequence[Instruction], elsewhere: set[Buffer], results: Sequence[Buffer] = ()
+) -> Plan:
+    """Of the buffers of a program but those that lie elsewhere. results: which are read after it.
+
+    Inputs lie elsewhere, and so may results.
+    """
     lives = _lives(code, elsewhere)
+    lives |= {buffer: (lives[buffer][0], len(code)) for buffer in results}
     order = sorted(lives, key=lambda buffer: -buffer.nbytes)
     first = np.array([lives[buffer][0] for buffer in order], np.int64)
     last = np.array([lives[buffer][1] for buffer in order], np.int64)

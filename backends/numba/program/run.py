@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 from xformer.backends.numba.program import namespace
-from xformer.backends.numba.program.binding import Code, array_of
-from xformer.backends.numba.program.donate import placed_in, require_apart, written_over
-from xformer.backends.numba.program.plan import LINE, plan
-from xformer.backends.numba.program.program import Program
+from xformer.backends.numba.program.binding import Code, Memory, array_of, far_to_near
+from xformer.backends.numba.program.donate import are_alike, placed_in, require_apart, written_over
+from xformer.backends.numba.program.plan import plan
+from xformer.backends.numba.program.program import Instruction, Program
 from xformer.backends.numba.program.traced import Traced
+from xformer.backends.numpy.threads import scratch
 
 Layout = tuple[tuple[int, ...], Any, tuple[int, ...]]  # shape, dtype, strides
 
@@ -20,7 +22,8 @@ class Recorded:
     """fn(*arrays) -> results, arrays all, for inputs of these layouts and so many threads.
 
     donated: which inputs a run may write over. A result of the layout of one is in its memory, and
-    is that array; all other results are new. numbers: which inputs stand for numbers of Python's.
+    is that array; all other results are new, or, where `lends`, in the arena, which no other run
+    has while they are referred to. numbers: which inputs stand for numbers of Python's.
     """
 
     def __init__(
@@ -30,7 +33,10 @@ class Recorded:
         threads: int = 1,
         donated: Collection[int] = (),
         numbers: Collection[int] = (),
+        *,
+        lends: bool = False,
     ) -> None:
+        self.threads = threads
         program = Program(threads)
         inputs = [
             program.number(f"input {i}", layout[1])
@@ -38,19 +44,19 @@ class Recorded:
             else program.input(f"input {i}", *layout)
             for i, layout in enumerate(layouts)
         ]
-        results = _own(program, fn(*inputs))
-        code = program.needed([x for x in results if not x.is_constant])
         self.layouts, self.donated = list(layouts), sorted(donated)
+        results = _own(program, fn(*inputs), [inputs[i] for i in self.donated])
+        code = program.needed([x for x in results if not x.is_constant])
         places = placed_in(results, [inputs[i] for i in self.donated])
         self._given = {i: self.donated[j] for i, j in places.items()}  # results that are inputs
         self.code = written_over(code, [(results[i], inputs[j]) for i, j in self._given.items()])
         self.results = results
         self._inputs = [x.buffer for x in inputs if x.buffer is not None]
         new = [x for i, x in enumerate(results) if i not in self._given]
-        self._outputs = [x.buffer for x in new if x.buffer is not None]
-        self.plan = plan(self.code, {*self._inputs, *self._outputs})
+        ends = [x.buffer for x in new if x.buffer is not None]
+        self._outputs = [] if lends else ends
+        self.plan = plan(self.code, {*self._inputs, *self._outputs}, ends if lends else ())
         self._run = Code(self.code, self.plan.offsets, threads)
-        self._idle: list[_Arena] = []  # a call has one for itself
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """The results. The arrays have the layouts of the recording (`layout_of`)."""
@@ -60,15 +66,10 @@ class Recorded:
             mine = [arrays[i] for i in self.donated]
             require_apart(mine, [x for i, x in enumerate(arrays) if i not in set(self.donated)])
         outputs = [np.empty(buffer.nbytes, np.uint8) for buffer in self._outputs]
-        try:
-            arena = self._idle.pop()
-        except IndexError:
-            arena = _Arena(self.plan.nbytes)
-        memory = dict(zip(self._outputs, outputs, strict=True))
-        memory |= {b: _bytes(x) for b, x in zip(self._inputs, arrays, strict=True)}
-        memory |= {b: arena.memory[at:] for b, at in self.plan.offsets.items()}
+        arena = scratch("arena", (self.plan.nbytes,), np.uint8)
+        buffers = zip((*self._inputs, *self._outputs), (*arrays, *outputs), strict=True)
+        memory = Memory(arena, self.plan.offsets, dict(buffers))
         self._run(memory)
-        self._idle.append(arena)
         return [
             arrays[self._given[i]]
             if i in self._given
@@ -78,17 +79,27 @@ class Recorded:
             for i, x in enumerate(self.results)
         ]
 
+    def explain(self) -> str:
+        """How much there is to do, in how much memory, and what of it runs as Python, and why."""
+        python = Counter(_without_kernel(one) for one in self.code if one.native is None)
+        lines = [f"- {n} x {what}" for what, n in python.most_common()]
+        head = (
+            f"{len(self.code)} instructions, {self.threads} threads, {self.plan.nbytes:,} bytes of "
+            f"arena; {python.total()} run as Python"
+        )
+        return "\n".join([head, *lines])
+
     def __str__(self) -> str:
         head = f"{len(self.code)} instructions, {self.plan.nbytes:,} bytes"
         return "\n".join([head, *map(str, self.code)])
 
 
-class _Arena:
-    """Memory of one run, which begins with a line."""
-
-    def __init__(self, nbytes: int) -> None:
-        raw = np.empty(nbytes + LINE, np.uint8)
-        self.memory = raw[-raw.ctypes.data % LINE :]
+def _without_kernel(one: Instruction) -> str:
+    """An instruction's name, and why it has no kernel."""
+    dtypes = sorted({x.dtype.name for x in (*one.outs, *one.ins) if hasattr(x, "dtype")})
+    if "float64" in dtypes:
+        return f"{one.name}: in float64, kernels are for float32"
+    return f"{one.name} of {', '.join(dtypes)}: there is no kernel"
 
 
 def placed(x: Any, *, writeable: bool = False) -> Any:
@@ -96,8 +107,10 @@ def placed(x: Any, *, writeable: bool = False) -> Any:
 
     Also where it may not be written to, and is to be.
     """
-    filled = x.transpose(_order(x)).flags.c_contiguous and x.flags.aligned
-    return x if filled and (x.flags.writeable or not writeable) else np.array(x, order="C")
+    flags = x.flags
+    filled = flags.c_contiguous or x.transpose(far_to_near(x)).flags.c_contiguous
+    good = filled and flags.aligned and (flags.writeable or not writeable)
+    return x if good else np.array(x, order="C")
 
 
 def layout_of(x: Any) -> Layout:
@@ -105,12 +118,14 @@ def layout_of(x: Any) -> Layout:
     return x.shape, x.dtype, x.strides
 
 
-def _own(program: Program, results: Sequence[Any]) -> list[Traced]:
-    """Results that fill a buffer each, or constants."""
-    taken = {x.buffer for x in program.inputs}
+def _own(program: Program, results: Sequence[Any], donated: Sequence[Traced]) -> list[Traced]:
+    """Results that fill a buffer each, or constants; a donated input may come back as it is."""
+    taken, kept = {x.buffer for x in program.inputs}, {x.buffer: x for x in donated}
     own = []
     for x in results:
-        if not x.is_constant and (x.buffer in taken or not _fills(x)):
+        given = kept.pop(x.buffer, None)
+        is_given = given is not None and x.offset == 0 and are_alike(x, given)
+        if not x.is_constant and not is_given and (x.buffer in taken or not _fills(x)):
             x = namespace.copied(x)
         taken.add(x.buffer)
         own.append(x)
@@ -120,13 +135,3 @@ def _own(program: Program, results: Sequence[Any]) -> list[Traced]:
 def _fills(x: Traced) -> bool:
     """Whether it is all of its buffer."""
     return x.offset == 0 and x.buffer is not None and x.size * x.dtype.itemsize == x.buffer.nbytes
-
-
-def _order(x: Any) -> list[int]:
-    """Its axes, from far to near."""
-    return sorted(range(x.ndim), key=lambda i: -abs(x.strides[i]))
-
-
-def _bytes(x: Any) -> Any:
-    """The memory that an array fills."""
-    return x.transpose(_order(x)).reshape(-1).view(np.uint8)

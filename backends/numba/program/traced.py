@@ -131,6 +131,10 @@ class Traced:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self._value(), dtype)
 
+    def __reduce__(self) -> Any:
+        self._value()
+        return constant, (self.layout,)
+
     def __repr__(self) -> str:
         what = "constant" if self.is_constant else "traced"
         return f"<{what} {self.dtype.name}{list(self.shape)}>"

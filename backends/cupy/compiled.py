@@ -1,0 +1,118 @@
+"""Functions of trees as CUDA graphs: what is donated is the state of a `Captured`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from array_api_compat import array_namespace
+from xformer.backends.base import Backend
+from xformer.backends.cupy.captured import Captured, is_of_device
+
+from xformer import tree
+from xformer.typing import Array
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Stands in a tree of results for an array of the state."""
+
+    name: str
+
+
+class _Step:
+    """The function as `Captured` wants it: the results that fit, in order, are the new state."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.arguments: tuple[Any, ...] = ()  # of the call that is under way
+
+    def __call__(self, state: dict[str, Array], inputs: dict[str, Any]) -> Any:
+        own = []
+        for i, argument in enumerate(self.arguments):
+            names = (f"{i}.{n}" for n in itertools.count())
+            own.append(_mapped(partial(_at, names, state, inputs), argument))
+        new, free = dict(state), list(state)
+
+        def placed(x: Any) -> Any:
+            fits = [name for name in free if is_of_device(x) and _fits(state[name], x)]
+            if not fits:
+                return x
+            name = next((name for name in fits if state[name] is x), fits[0])
+            free.remove(name)
+            new[name] = x
+            return _Given(name)
+
+        results = _mapped(placed, self.fn(*own))
+        return new, (results,)
+
+
+class Compiled:
+    """As `Backend.compiled`: a graph of the first trees; others of another build run as they are.
+
+    The donated arrays of the first call are those that every call gives back.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], donated: Sequence[int], place: Backend, *, lends: bool
+    ) -> None:
+        self.fn, self.donated, self.lends = fn, frozenset(donated), lends
+        self._step = _Step(fn)
+        self._call = Captured(self._step, place)
+        self._kind: list[Any] | None = None  # how the trees of the first call are built
+
+    def __call__(self, *arguments: Any) -> Any:
+        state, inputs, kind = dict[str, Array](), dict[str, Any](), list[Any]()
+        for i, argument in enumerate(arguments):
+            leaves, nodes = tree.parts(argument)
+            kind.append(nodes)
+            for n, leaf in enumerate(leaves):
+                x = tree.value(leaf)
+                if not _is_input(x):
+                    kind.append(x)
+                elif x is leaf and i in self.donated and is_of_device(x):
+                    state[f"{i}.{n}"] = x
+                else:
+                    inputs[f"{i}.{n}"] = x
+        self._kind = self._kind or kind
+        if kind != self._kind:
+            self._call.say("trees of another build than at first are computed call by call")
+            return self.fn(*arguments)
+        self._step.arguments = arguments
+        try:
+            state, (results,) = self._call(state, inputs)
+        finally:
+            self._step.arguments = ()
+        return _mapped(lambda x: self._out(x, state), results)
+
+    def explain(self) -> str:
+        """Whether there is a graph, or why not."""
+        return self._call.explain()
+
+    def _out(self, x: Any, state: dict[str, Array]) -> Any:
+        if isinstance(x, _Given):
+            return state[x.name]
+        return x if self.lends or not is_of_device(x) else array_namespace(x).asarray(x, copy=True)
+
+
+def _mapped(fn: Callable[[Any], Any], node: Any) -> Any:
+    """`tree.map` of what may be a leaf, or nothing."""
+    return tree.map(fn, [node])[0]
+
+
+def _at(names: Iterator[str], state: dict[str, Array], inputs: dict[str, Any], x: Any) -> Any:
+    """The array in the place of an argument's next leaf."""
+    name = next(names)
+    return state.get(name, inputs.get(name, x))
+
+
+def _fits(own: Array, x: Array) -> bool:
+    return bool(own.shape == x.shape and own.dtype == x.dtype)
+
+
+def _is_input(x: Any) -> bool:
+    """Whether it is an array or a number, which may be another at each call."""
+    return hasattr(x, "dtype") or (isinstance(x, int | float) and not isinstance(x, bool))

@@ -1,0 +1,175 @@
+"""Training steps and tokens as programs of numba's: the numbers of those made call by call."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="needs extra numba")
+
+from causal_models import causal
+from xformer.backends.numba.program import run as programs
+
+from xformer import GPT, backends, tree
+from xformer.generation import generate, stream
+from xformer.generation.samplers import top_k
+from xformer.training import Batch, Diverged, TrainConfig, Windows, loss_of, start, train
+
+TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
+# Without biases: the gradient of that of keys is 0, and AdamW takes the sign of what rounding
+# makes of it.
+MODEL = GPT(256, n_layers=2, d_model=16, n_heads=2, max_len=8, dropout=0.2, bias=False)
+CONFIG = TrainConfig(steps=6, batch_size=3, eval_every=2, warmup=3, lr=1e-2, clip=0.5)
+SOURCE = Windows(TEXT, MODEL.max_len, 3)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Programs that are recorded meanwhile."""
+    found: list[Any] = []
+    init = programs.Recorded.__init__
+
+    def noted(self: Any, *given: Any, **options: Any) -> None:
+        init(self, *given, **options)
+        found.append(self)
+
+    monkeypatch.setattr(programs.Recorded, "__init__", noted)
+    return found
+
+
+def numbers(config: TrainConfig = CONFIG, **options: Any) -> tuple[list[Any], Any]:
+    options = {"loss": loss_of(MODEL), "source": SOURCE, "donate": True} | options
+    loss, source, params = options.pop("loss"), options.pop("source"), options.pop("params", None)
+    place = options.pop("place", backends.get("numba"))
+    state = options.pop("state", None) or start(params or MODEL.init(), config)
+    steps = [
+        (step.loss, step.norm, step.validation, step.state)
+        for step in train(loss, state, source, config, place, **options)
+    ]
+    return [step[:3] for step in steps], tree.map(np.array, steps[-1][3])
+
+
+def require_alike(got: Any, wanted: Any) -> None:
+    for one, other in zip(got[0], wanted[0], strict=True):
+        np.testing.assert_allclose(one[:2], other[:2], rtol=2e-4)
+    a, b = tree.flatten(got[1].params), tree.flatten(wanted[1].params)
+    for name, x in a.items():
+        np.testing.assert_allclose(tree.value(x), tree.value(b[name]), atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"accumulate": 2, "clip": None}, {"ema": 0.9}, {"optimiser": "sgd"}],
+    ids=["adamw", "accumulated", "averaged", "sgd"],
+)
+def test_steps(made: list[Any], change: dict[str, Any]) -> None:
+    """By default on backend numba, where states are donated; one program for all of them."""
+    config = TrainConfig(**vars(CONFIG) | change)
+    held = [SOURCE.batch(99)]
+    wanted = numbers(config, compiled=False, held_out=held)
+    assert not made
+    got = numbers(config, held_out=held)
+    assert len(made) == 1
+    require_alike(got, wanted)
+    assert numbers(config, held_out=held)[0] == got[0]  # the same bits
+    assert len(made) == 2
+
+
+def test_steps_of_frozen_parameters(made: list[Any]) -> None:
+    """They stay as they are, and where they are."""
+    params = tree.freeze(MODEL.init(), "embed.*", "*.ffn.*")
+    before = tree.map(np.array, params)
+    got = numbers(params=params)
+    require_alike(got, numbers(params=before, compiled=False))
+    assert len(made) == 1
+    for leaf, old in zip(*(tree.flatten(p).values() for p in (params, before)), strict=True):
+        if isinstance(leaf, tree.Frozen):
+            np.testing.assert_array_equal(leaf.value, old.value)
+
+
+def test_batches_of_many_lengths(made: list[Any]) -> None:
+    """A program for each."""
+
+    class Some:
+        def batch(self, i: int) -> Batch:
+            batch, n = SOURCE.batch(i), 4 + 2 * (i % 3)
+            arrays = tuple(ids[:, :n] for ids in batch.arrays)
+            return batch._replace(arrays=arrays, n_targets=3 * n, n_tokens=3 * n)
+
+    require_alike(numbers(source=Some()), numbers(source=Some(), compiled=False))
+    assert len(made) == 3
+
+
+def test_a_run_goes_on(made: list[Any]) -> None:
+    """From a state of a step, with the same bits."""
+    wanted = numbers()
+    first = numbers(TrainConfig(**vars(CONFIG) | {"steps": 3}), schedule=CONFIG.learning_rate())
+    got = numbers(state=first[1])
+    assert [*first[0], *got[0]][0] == wanted[0][0] and got[0] == wanted[0][3:]
+
+
+def test_what_goes_wrong(made: list[Any]) -> None:
+    """Is named as ever: a gradient that is not finite, ids that the model has not."""
+    params = MODEL.init()
+    params.embed.table[5] = np.nan
+    loss = loss_of(MODEL)
+
+    class Fives:
+        def batch(self, i: int) -> Batch:
+            batch = SOURCE.batch(i)
+            return batch._replace(arrays=tuple(np.full_like(ids, 5) for ids in batch.arrays))
+
+    with pytest.raises(Diverged, match=r"not finite: the gradient of embed\.table and"):
+        numbers(params=params, source=Fives())
+    assert len(made) == 1
+
+    class Foreign:
+        def batch(self, i: int) -> Batch:
+            batch = SOURCE.batch(i)
+            return batch._replace(arrays=tuple(ids.astype(int) + 300 for ids in batch.arrays))
+
+    with pytest.raises(ValueError, match="loss: ids of array 1 of the batch must lie in"):
+        numbers(source=Foreign(), loss=loss)
+
+
+def test_where_steps_are_not_compiled(made: list[Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        numbers(donate=False)
+        numbers(place=backends.get())
+        numbers(reduce=lambda x: x)
+        loss = loss_of(MODEL)
+        numbers(loss=lambda *given: loss(*given))
+    assert not made
+    numbers(place=backends.get(), compiled=True)
+    assert len(made) == 1
+
+
+PROMPTS = [[1, 5, 2, 7, 3], [4, 6]]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "alibi"])
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "two"])
+def test_tokens(name: str, prompts: Any, made: list[Any]) -> None:
+    """In one program, which the next text finds; a sampler sees the logits."""
+    model, params = causal(name)
+    params = tree.map(lambda p: p.astype(np.float32), params)
+    for sampler in (None, top_k(3)):
+        options: Any = {"max_new": 9, "sampler": sampler}
+        wanted = generate(model, params, prompts, **options)
+        assert generate(model, params, prompts, **options, compiled=True) == wanted
+        n = len(made)
+        assert generate(model, params, prompts, **options, compiled=True, seed=1)
+        assert len(made) == n
+
+
+def test_two_texts_in_turn() -> None:
+    """Neither writes over the other's keys."""
+    model, params = causal("gpt2")
+    params = tree.map(lambda p: p.astype(np.float32), params)
+    wanted = [list(stream(model, params, [p], max_new=12)) for p in PROMPTS]
+    both = [stream(model, params, [p], max_new=12, compiled=True) for p in PROMPTS]
+    assert [list(row) for row in zip(*zip(*both, strict=True), strict=True)] == wanted
