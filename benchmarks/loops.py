@@ -13,14 +13,13 @@ from xformer.dispatch import Kernel, Overridable
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.models.ahead import ahead
-from xformer.models.language_model import language_model_extend, language_model_loss
+from xformer.models.language_model import language_model_extend
 
 WHOLE: tuple[Overridable, ...] = (
     advance,
     blocks,
     ahead,
     language_model_extend,
-    language_model_loss,
 )
 LOOPS = "xformer.backends.numba."  # modules
 

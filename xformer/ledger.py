@@ -30,7 +30,6 @@ from xformer.checks import require_sizes
 from xformer.initial import Shapes
 from xformer.measure import arguments, saved_by_part
 from xformer.models import EncoderDecoder
-from xformer.models.language_model import LanguageModel, language_model_loss
 from xformer.models.loss import one
 from xformer.ops import Key
 from xformer.optim import Optimiser
@@ -174,23 +173,14 @@ def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[i
     """What `Ledger` calls loss_work, layer_work and early, of a model of one layer."""
     params = network.init(0, "numpy", dtype)
     _, examples = arguments(network, batch, length, dtype)
-    _loss_in_parts(network, params, examples)[1].backward()  # makes the scratch memory
+    network.loss(params, *examples, dropout_key=Key(0))[1].backward()  # makes the scratch memory
     with _traced():
-        loss, cache = _loss_in_parts(network, params, examples)
+        loss, cache = network.loss(params, *examples, dropout_key=Key(0))
         own = getattr(cache, "tokens", cache).model  # the losses of routers take next to nothing
         top, at_loss = _peak(getattr(own, "decode", own).head.backward, one(loss))
         grads, at_layer = _peak(_above(own, top).backward, one(loss))
         new = tree.nbytes(grads) - (early := _held_bytes(grads, cache))
         return at_loss, at_layer + tree.nbytes(top) - _held_bytes(top, cache) - new, early
-
-
-def _loss_in_parts(network: Any, params: Any, examples: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Its cache has one of the head, which a kernel of a whole model has not."""
-    if not isinstance(network, LanguageModel):
-        found: tuple[Any, Any] = network.loss(params, *examples, dropout_key=Key(0))
-        return found
-    given = *examples, params
-    return language_model_loss.reference(*given, model=network, dropout_key=Key(0))
 
 
 def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -> int:

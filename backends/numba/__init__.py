@@ -23,7 +23,6 @@ from xformer.backends.numba import (
     gelu,
     gemm,
     glu,
-    language_model,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -31,7 +30,6 @@ from xformer.backends.numba import (
     registers,
     rms_norm,
     sdpa,
-    share,
 )
 from xformer.backends.numpy import products
 
@@ -40,7 +38,7 @@ from xformer.dispatch import Overridable, kernel
 from xformer.layers.advance import advance as layers_advance
 from xformer.layers.blocks import blocks as layers_blocks
 from xformer.models.ahead import ahead
-from xformer.models.language_model import language_model_extend, language_model_loss
+from xformer.models.language_model import language_model_extend
 from xformer.optim.adam import adam_update
 
 __all__ = ["KERNELS", "backend", "register"]
@@ -50,13 +48,11 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (layers_advance, advance.advance, advance.outside),
     (layers_advance, prefill.advance, prefill.outside),
     (layers_blocks, blocks.blocks, blocks.outside),
-    (layers_blocks, share.blocks, share.outside),
     (ops.embedding, embedding.embedding, embedding.not_float32),
     (ops.gelu, gelu.gelu, gelu.not_float32),
     (ops.glu, glu.glu, glu.not_float32_silu),
     (ahead, extend.ahead, extend.not_ahead),
     (language_model_extend, extend.language_model_extend, extend.outside),
-    (language_model_loss, language_model.language_model_loss, language_model.outside),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
     (ops.linear, linear.linear, linear.other),
     (

@@ -8,7 +8,7 @@ import numpy as np
 from xformer.backends.numba.atomic import floats
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO
-from xformer.backends.numba.gelu import exact_form, exact_slope, tanh_form, tanh_slope
+from xformer.backends.numba.gelu import exact_form, tanh_form
 from xformer.backends.numba.glu import FAR32
 
 QUERY, KEY, VALUE, OUT, UP, GATE, DOWN = range(7)  # maps of a layer
@@ -79,26 +79,3 @@ def _silu(x: Any, y: Any) -> None:
     for i in range(x.size):
         v = max(x[i], -FAR32)
         y[i] = v / (ONE + exp2(-LOG2_E * v))
-
-
-@rowwise
-def slope(activation: int, x: Any, dy: Any, dx: Any) -> None:
-    """dx = dy act'(x); neither x nor dy itself."""
-    if activation == SILU:
-        _silu_slope(x, dy, dx)
-    elif activation == GELU:
-        exact_slope(x, dy, dx)
-    elif activation == GELU_TANH:
-        tanh_slope(x, dy, dx)
-    else:
-        for i in range(len(x)):
-            dx[i] = dy[i] if x[i] > ZERO else ZERO
-
-
-@elementwise
-def _silu_slope(x: Any, dy: Any, dx: Any) -> None:
-    """dy s (1 + x (1 - s)), s = sigmoid(x)."""
-    for i in range(x.size):
-        v = min(max(x[i], -FAR32), FAR32)
-        s = ONE / (ONE + exp2(-LOG2_E * v))
-        dx[i] = dy[i] * s * (ONE + v * (ONE - s))

@@ -56,7 +56,6 @@ class Plan(NamedTuple):
     mapped: int = 0  # queries, keys and values
     parts: int = 0
     weights: int = 0  # numbers of all maps
-    layouts: dict[int, Any] | None = None  # by numbers of tokens, as `share_layout` has them
     pins: Sequence[Pin] = ()  # which keep arrays of `params` where they are
 
 
@@ -89,7 +88,7 @@ def remembered(blocks: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) 
         return known
     why = unplanned(blocks, configs)
     plan = Plan(configs, why) if why else _made(blocks, configs, None)
-    plan = plan._replace(frozen=any(isinstance(x, Frozen) for x in leaves), layouts={})
+    plan = plan._replace(frozen=any(isinstance(x, Frozen) for x in leaves))
     if all(x is None or isinstance(x, np.ndarray | Frozen) for x in leaves):
         _known.keep(leaves, plan)
     return plan

@@ -411,17 +411,15 @@ class LanguageModel:
         if self.head is None or not hasattr(self.head, "loss"):
             got = type(self.head).__name__
             raise ValueError(f"LanguageModel: a loss needs a head that gives logits, got {got}")
-        return language_model_loss(
-            tokens,
-            targets,
-            params,
-            model=self,
-            mask=mask,
-            positions=positions,
-            types=types,
-            dropout_key=dropout_key,
-            **options,
-        )
+        places: Any = {"positions": positions, "types": types}
+        x, hidden = self.hidden(params, tokens, mask=mask, dropout_key=dropout_key, **places)
+        around = self._around_head(params, mask, dropout_key)
+        loss, top = self.head.loss(x, params.head, targets=targets, **around, **options)
+        cache = LossCache(or_dropped(LanguageModelCache(hidden, top)), loss)
+        if not (self.balance or self.router_z):
+            return loss, cache
+        more, routers = self._router_loss(hidden.stack, mask)
+        return loss + more, BalancedLossCache(cache, routers)
 
     def pooled(
         self,
@@ -512,32 +510,6 @@ def language_model_extend(
     x = x if every else x[:, -1:, :]
     logits, _ = model.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
     return logits if every else logits[:, 0, :], state.grown(past, kept, tokens)
-
-
-@overridable(drops=False)
-def language_model_loss(
-    tokens: Array,
-    targets: Array,
-    params: LanguageModelParams,
-    *,
-    model: LanguageModel,
-    mask: Array | None = None,
-    positions: Array | None = None,
-    types: Array | None = None,
-    dropout_key: ops.Key | None = None,
-    **options: Any,
-) -> tuple[Array, LossCache | BalancedLossCache]:
-    """`LanguageModel.loss` of a model whose head has one."""
-    places: Any = {"positions": positions, "types": types}
-    x, hidden = model.hidden(params, tokens, mask=mask, dropout_key=dropout_key, **places)
-    head: Any = model.head
-    around = model._around_head(params, mask, dropout_key)
-    loss, top = head.loss(x, params.head, targets=targets, **around, **options)
-    cache = LossCache(or_dropped(LanguageModelCache(hidden, top)), loss)
-    if not (model.balance or model.router_z):
-        return loss, cache
-    more, routers = model._router_loss(hidden.stack, mask)
-    return loss + more, BalancedLossCache(cache, routers)
 
 
 class LanguageModelParams(NamedTuple):
