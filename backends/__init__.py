@@ -15,11 +15,12 @@ from types import ModuleType
 
 from xformer.backends.base import Backend, Generator, Memory, Unusable, keep_memory
 
-from xformer.dispatch import library_of
+from xformer.dispatch import chosen_kernels, library_of
 from xformer.typing import Array
 
 NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba", "mkl")
-ON_NUMPY = ("numba", "mkl")  # whose arrays are NumPy's, and who bring other kernels for them
+ON_NUMPY = ("numba", "mkl")  # other kernels for NumPy's arrays: `xformer.kernels`
+WITH_NUMPY = ("numpy", *ON_NUMPY)
 
 _INSTALL = {
     "cupy": "pip install 'xformer-array[cuda13]' (or [cuda12])",
@@ -41,6 +42,7 @@ __all__ = [
     "get",
     "keep_memory",
     "of",
+    "require_kernels",
     "why_not",
 ]
 
@@ -48,21 +50,22 @@ __all__ = [
 def get(name: str = "numpy", device: str | None = None) -> Backend:
     """The backend of that name, on `device` (the library's default one unless given).
 
-    Raises ValueError for an unknown name, Unusable (an ImportError) saying why a known one cannot
-    be used here and how to install it.
+    The arrays of "numba" and "mkl" are NumPy's. Their kernels run within the backend's `active()`,
+    in functions that it is passed to, and nowhere else. Raises ValueError for an unknown name,
+    Unusable (an ImportError) saying why a known one cannot be used here and how to install it.
     """
-    module, backend = _open(name, device)
-    if name in ON_NUMPY:  # for those who ask for them only
-        module.register()
-    return backend
+    return _open(name, device)[1]
 
 
 def of(array: Array) -> Backend:
     """The backend that an array belongs to, on the library's default device.
 
+    Of NumPy's arrays the one whose kernels run here: "numba" within `xformer.kernels("numba")`.
     ValueError where its library has none.
     """
     library = library_of(type(array))  # which imports its module
+    if library == "numpy":
+        library = chosen_kernels()
     module = sys.modules.get(f"{__name__}.{library}")
     if module is None:
         raise ValueError(f"array must be of one of {', '.join(NAMES)}, got one of {library}")
@@ -82,6 +85,13 @@ def why_not(name: str) -> str | None:
     except Unusable as error:
         return str(error)
     return None
+
+
+def require_kernels(name: str) -> None:
+    """Import one of `ON_NUMPY`, for `xformer.kernels`. Unusable where it cannot run here."""
+    module, _ = _open(name, None)
+    if name == "mkl":
+        module.run_on_one_thread()
 
 
 def beside(name: str) -> dict[str, str]:

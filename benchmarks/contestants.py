@@ -30,7 +30,7 @@ from xformer import backends, dispatch, inference, optim, reference_only, tree
 from xformer.training import Batch, TrainConfig, loss_of, start, train
 
 LR = 3e-4
-CPU = ("numpy", *backends.ON_NUMPY)
+CPU = backends.WITH_NUMPY
 PEER, COMPILED, JITTED = "torch eager", "torch compile", "jax jit"
 CUDNN, OURS_ON_GPU = "torch cudnn", "cupy kernel"
 GRAPH, DETERMINISTIC = "cupy graph", "cupy deterministic"
@@ -233,7 +233,7 @@ def why_not(name: str) -> str | None:
         return f"{name}: products by cuBLAS cannot be captured, and {lt}"
     library, _, how = name.rpartition(" ")
     why = backends.why_not(library)
-    arrays = "numpy" if library in backends.ON_NUMPY else library
+    arrays = "numba" if library in backends.ON_NUMPY else library
     if why is not None:
         return f"{name}: {why}"
     if how == "reference" or any(op.import_kernels(arrays) for op in dispatch.ops()):
@@ -272,6 +272,8 @@ def make(name: str, shape: Shape, weights: Any) -> Contestant:
         kind = Programs
     kind, context = NUMBA.get(name, (kind, context))
     entered = [context]
+    if library in backends.ON_NUMPY:
+        entered.append(backend.active)
     if shape.tf32:
         from xformer.backends.cupy import tf32
 

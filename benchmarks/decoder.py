@@ -22,14 +22,15 @@ Write = Callable[[Sequence[int], int], list[int]]
 def xformer(folder: str, how: str) -> Write:
     """As this library's page has it; how: a backend, or "<backend> ops"."""
     from benchmarks.loops import without_loops
-    from xformer import pretrained
+    from xformer import backends, pretrained
     from xformer.generation import generate
 
     backend, _, kind = how.partition(" ")
     model, params = pretrained.load(folder, backend)
 
     def write(prompt: Sequence[int], n: int) -> list[int]:
-        with without_loops() if kind == "ops" else nullcontext():
+        ops_alone = without_loops() if kind == "ops" else nullcontext()
+        with backends.get(backend).active(), ops_alone:
             return generate(model, params, [prompt], max_new=n)[0]
 
     return write

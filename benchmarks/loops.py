@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from xformer.dispatch import Kernel, Overridable
+from xformer.dispatch import Overridable
 from xformer.layers.advance import advance
 from xformer.layers.blocks import blocks
 from xformer.models.ahead import ahead
@@ -21,7 +21,6 @@ WHOLE: tuple[Overridable, ...] = (
     ahead,
     language_model_extend,
 )
-LOOPS = "xformer.backends.numba."  # modules
 
 
 @contextmanager
@@ -30,16 +29,11 @@ def without_loops() -> Iterator[None]:
 
     NumPy's own kernels of `advance` and `blocks` stay, as without numba.
     """
-    before = {op: op.import_kernels("numpy") for op in WHOLE}
-    for op, kernels in before.items():
-        op.kernels["numpy"] = [kernel for kernel in kernels if not is_loop(kernel)]
+    before = {op: op.import_kernels("numba") for op in WHOLE}
+    for op in before:
+        op.kernels["numba"] = []
     try:
         yield
     finally:
         for op, kernels in before.items():
-            op.kernels["numpy"] = kernels
-
-
-def is_loop(kernel: Kernel) -> bool:
-    """Whether a kernel of one of WHOLE is numba's."""
-    return str(kernel.run.__module__).startswith(LOOPS)
+            op.kernels["numba"] = kernels

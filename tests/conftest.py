@@ -16,11 +16,8 @@ import pytest
 import threadpoolctl
 from libraries import LIBRARIES, ON_DEMAND, STAND_IN, header, opened
 from xformer.backends import Backend
-from xformer.backends.numpy import products
 
-from xformer import backends, dispatch, layers, models, ops, optim
-
-ASKED_FOR = ("xformer.backends.numba", "xformer.backends.mkl")
+from xformer import backends, kernels, layers, models, ops, optim
 
 for package in (layers, models, ops, optim):  # tests go over `dispatch.ops()`: those defined so far
     for file in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -119,15 +116,11 @@ def forget_compiled() -> Iterator[None]:
         sys.modules["jax"].clear_caches()
 
 
-@pytest.fixture(autouse=True)
-def without_what_was_asked_for() -> Iterator[None]:
-    """A test that asks for the backend numba or mkl leaves its kernels to no other."""
-    multiply = products.multiply
-    yield
-    products.multiply = multiply
-    for op in dispatch.ops():
-        kernels = op.kernels.get("numpy", [])
-        kernels[:] = [k for k in kernels if not k.run.__module__.startswith(ASKED_FOR)]
+@pytest.fixture
+def numba_kernels() -> Iterator[None]:
+    """The test runs within `kernels("numba")`."""
+    with kernels("numba"):
+        yield
 
 
 @pytest.fixture

@@ -78,6 +78,9 @@ def opened(library: str) -> Iterator[Backend]:
 
         torch.set_num_threads(1)  # in small arrays, threads do nothing but wait for each other
         yield backend
+    elif library in backends.ON_NUMPY:
+        with backend.active():
+            yield backend
     else:
         yield backend
 

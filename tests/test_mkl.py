@@ -21,7 +21,7 @@ if why := backends.why_not("mkl"):
     pytest.skip(f"extra mkl is not installed: {why}", allow_module_level=True)
 from xformer.backends.mkl import gemm
 
-gemm.run_on_one_thread()  # as `register` does, which is too much for the tests of products
+gemm.run_on_one_thread()  # as `kernels("mkl")` does
 Layout = Callable[[np.ndarray], np.ndarray]
 LAYOUTS: dict[str, Layout] = {
     "rows": np.ascontiguousarray,
@@ -102,11 +102,9 @@ def test_sizes_beyond_an_int_are_numpys(n: int, fits: bool) -> None:
 
 def test_a_few_rows_that_are_many(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Within inference(), where several threads pay for them."""
-    monkeypatch.setattr(products, "multiply", products.multiply)
     monkeypatch.setattr(products, "WORTH", 0)
-    backends.get("mkl")
     w = np.ones((300, 400), np.float32)
-    with xf.inference():
+    with xf.kernels("mkl"), xf.inference():
         for n in (17, 128):
             assert (xf.ops.linear(np.ones((n, 300), np.float32), w)[0] == 300).all()
     assert calls and set(calls) == {"mkl"}
@@ -138,7 +136,9 @@ def test_a_model_learns_the_same(calls: list[str]) -> None:
     wanted = grads()
     assert not calls  # nobody has asked
     backends.get("mkl")
-    found = grads()
+    assert grads().keys() == wanted.keys() and not calls
+    with xf.kernels("mkl"):
+        found = grads()
     assert calls.count("mkl") > 20
     for name, grad in wanted.items():
         np.testing.assert_allclose(found[name], grad, rtol=1e-9, atol=1e-12, err_msg=name)
@@ -204,16 +204,19 @@ def test_mkl_with_threads_of_its_own_is_refused() -> None:
 library.MKL_Set_Threading_Layer(0)
 library.MKL_Get_Max_Threads()
 from xformer.backends.numpy import products
-multiply = products.multiply
 try:
-    xformer.backends.get("mkl")
+    with xformer.kernels("mkl"):
+        pass
 except xformer.backends.Unusable as error:
-    print(error, products.multiply is multiply)
+    print(error, products.chosen() is products.by_numpy)
 """)
     assert "MKL already runs on threads of its own" in said and said.endswith("True\n")
 
 
-@pytest.mark.parametrize(("ask", "n"), [("available()", 2), ("get('mkl')", 1)])
+USED = "get('mkl').active().__enter__()"
+
+
+@pytest.mark.parametrize(("ask", "n"), [("available()", 2), ("get('mkl')", 2), (USED, 1)])
 def test_who_only_asks_keeps_its_threads(ask: str, n: int) -> None:
     said = said_by(f"""
 xformer.backends.{ask}

@@ -291,16 +291,16 @@ def test_only_where_asked_for() -> None:
     x = np.ones((3, 4), np.float32)
     assert backends.why_not("numba") is None
     assert "numba" not in dispatch.explain(ops.gelu, x)
-    assert backends.get("numba").name == "numba"
-    backends.get("numba")
-    assert dispatch.explain(ops.gelu, x).startswith("gelu on numpy: xformer.backends.numba.gelu")
-    assert dispatch.explain(ops.gelu, x.astype("float64")).count("numba") == 1
-    assert type(ops.gelu(x)[1]).__module__ == "xformer.backends.numba.gelu"
+    with backends.get("numba").active():
+        said = dispatch.explain(ops.gelu, x)
+        assert said.startswith("gelu on numpy: xformer.backends.numba.gelu")
+        assert dispatch.explain(ops.gelu, x.astype("float64")).count("numba") == 1
+        assert type(ops.gelu(x)[1]).__module__ == "xformer.backends.numba.gelu"
 
 
+@pytest.mark.usefixtures("numba_kernels")
 def test_a_table_whose_columns_are_on_several_threads() -> None:
     """Each sum in the order of the rows, however many threads there are; of any layout and kind."""
-    backends.get("numba")
     rng = np.random.default_rng(1)
     table, ids = drawn(((503, 101),), "float32")[0], rng.integers(0, 500, (70, 101))
     dy = rng.normal(size=(*ids.shape, 202)).astype(np.float32)[..., ::2]

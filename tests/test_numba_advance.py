@@ -17,7 +17,7 @@ import threadpoolctl
 from causal_models import CHANGES, NAMES, causal, require_other_arrays
 from test_numpy_advance import FORMS, LEFT, continued, own
 
-from xformer import backends, dispatch, inference, ops, reference_only, tree
+from xformer import backends, dispatch, inference, kernels, ops, reference_only, tree
 from xformer.dispatch import Overridable
 from xformer.layers.advance import advance
 from xformer.layers.rotary import rotary
@@ -34,8 +34,7 @@ from xformer.backends.numpy import products
 
 @pytest.fixture(autouse=True)
 def numba() -> Iterator[None]:
-    backends.get("numba")
-    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+    with kernels("numba"), threadpoolctl.threadpool_limits(3, user_api="blas"):
         yield
 
 
@@ -50,7 +49,7 @@ def ran(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list
     replaced(monkeypatch, advance, kernel.advance, counted(kernel.advance))
     own = extend.language_model_extend
     if request.param == "alone":
-        monkeypatch.setitem(language_model_extend.kernels, "numpy", [])
+        monkeypatch.setitem(language_model_extend.kernels, "numba", [])
     else:
         replaced(monkeypatch, language_model_extend, own, counted(own))
     return calls
@@ -59,10 +58,10 @@ def ran(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list
 def replaced(
     monkeypatch: pytest.MonkeyPatch, op: Overridable, own: Callable[..., Any], other: Any
 ) -> None:
-    """One of NumPy's kernels of an op by another."""
-    kernels = op.import_kernels("numpy")
+    """One of numba's kernels of an op by another."""
+    kernels = op.import_kernels("numba")
     known = [k._replace(run=other) if k.run is own else k for k in kernels]
-    monkeypatch.setitem(op.kernels, "numpy", known)
+    monkeypatch.setitem(op.kernels, "numba", known)
 
 
 @pytest.fixture
@@ -215,8 +214,9 @@ def test_a_text_that_many_threads_continue(slow: None) -> None:
         own = state
         if wait:
             gate.wait(10)
-        for _ in range(3):
-            logits, own = model.extend(params, np.array([[i]]), own)
+        with kernels("numba"):  # which another thread has to choose too
+            for _ in range(3):
+                logits, own = model.extend(params, np.array([[i]]), own)
         return logits
 
     wanted = [ended(i, wait=False) for i in ids]
@@ -453,7 +453,7 @@ def test_linear_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
 
     own = gemm.multiply
     monkeypatch.setattr(gemm, "multiply", multiply)
-    monkeypatch.setattr(products, "multiply", multiply)
+    monkeypatch.setitem(products.MULTIPLY, "numba", multiply)
     rng = np.random.default_rng(6)
     w, b = rng.normal(size=(300, 1300)).astype("f4"), rng.normal(size=1300).astype("f4")
     with inference():
@@ -465,7 +465,7 @@ def test_linear_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.clear()
         assert linear.other(np.ones((129, 300), np.float32), w)
         assert "so small a product" in str(linear.other(x[:8], w[:, :100].copy()))
-        monkeypatch.setattr(products, "multiply", gemm.by_numpy)
+        monkeypatch.setitem(products.MULTIPLY, "numba", gemm.by_numpy)
         assert "only by tiles" in str(linear.other(x, w))
 
 

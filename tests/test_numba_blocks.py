@@ -18,7 +18,7 @@ from test_kernels import LAYOUTS, laid_out
 from test_numba_advance import LAYOUTS as LYING
 from test_numpy_advance import FORMS, WIDE
 
-from xformer import backends, dispatch, inference, layers, reference_only, tree
+from xformer import backends, dispatch, inference, kernels, layers, reference_only, tree
 from xformer.layers import BlockConfig
 from xformer.layers.rotary import Rotary
 from xformer.typing import Array
@@ -44,9 +44,8 @@ MODELS = {name: replace(WIDE, **options) for name, options in FORMS.items()} | {
 @pytest.fixture(autouse=True, params=[0, 1000], ids=["columns", "rows"])
 def numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What pieces are of, as soon as each thread has one."""
-    backends.get("numba")
     monkeypatch.setattr(kernel, "WIDE", request.param)
-    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+    with kernels("numba"), threadpoolctl.threadpool_limits(3, user_api="blas"):
         yield
 
 
@@ -59,9 +58,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return kernel.blocks(*args, **options)
 
-    kernels = layers.blocks.import_kernels("numpy")
+    kernels = layers.blocks.import_kernels("numba")
     known = [k._replace(run=run) if k.run is kernel.blocks else k for k in kernels]
-    monkeypatch.setitem(layers.blocks.kernels, "numpy", known)
+    monkeypatch.setitem(layers.blocks.kernels, "numba", known)
     return calls
 
 
@@ -245,7 +244,7 @@ def test_several_threads_of_the_program() -> None:
     many = [tokens(n, 12, 200) for n in (1, 2, 3, 4)] * 5
 
     def run(x: Array) -> Array:
-        with inference():
+        with kernels("numba"), inference():
             return layers.blocks(x, params, configs=configs)[0]
 
     wanted = [run(x) for x in many]

@@ -15,7 +15,7 @@ from causal_models import V, causal, lively
 from test_numba_advance import LAYOUTS, replaced, small
 from test_numpy_advance import continued
 
-from xformer import backends, dispatch, reference_only, tree
+from xformer import dispatch, kernels, reference_only, tree
 from xformer.generation import generate
 from xformer.layers import BlockConfig, EmbedConfig, RelativeConfig
 from xformer.layers.norm import NormConfig
@@ -46,8 +46,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def numba() -> Iterator[None]:
-    backends.get("numba")
-    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+    with kernels("numba"), threadpoolctl.threadpool_limits(3, user_api="blas"):
         yield
 
 

@@ -11,7 +11,7 @@ import threadpoolctl
 from test_kernels import LAYOUTS, require_exact
 from test_numpy_kernels import drawn, reference, results
 
-from xformer import backends, explain, inference, ops
+from xformer import backends, explain, inference, kernels, ops
 from xformer.dispatch import Kernel
 from xformer.typing import Array
 
@@ -36,9 +36,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 @pytest.fixture(autouse=True)
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several, the last of which is shorter, on two threads."""
-    backends.get("numba")
     monkeypatch.setattr(chunks, "CHUNK", 50 * CLASSES)
-    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+    with kernels("numba"), threadpoolctl.threadpool_limits(2, user_api="blas"):
         yield
 
 

@@ -24,6 +24,7 @@ from xformer.typing import Array
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import KERNELS, blocks, extend, linear
 
+pytestmark = pytest.mark.usefixtures("numba_kernels")
 NUMPY = backends.get("numpy")
 COMPILED = {op: Kernel(run, "numpy", unsupported) for op, run, unsupported in KERNELS}
 
@@ -78,7 +79,6 @@ def test_that_stride_of_few_vectors(
     n, n_in, n_out = sizes
     monkeypatch.setattr(linear, "LARGE", 1)
     x, w = drawn(((n, n_in), (n_in, n_out)), "float32")
-    backends.get("numba")
     for own in (w, np.asfortranarray(w), w[:, ::-1]):
         with inference():
             y, _ = ops.linear(restrided(x, stride), restrided(own, stride))
@@ -87,7 +87,6 @@ def test_that_stride_of_few_vectors(
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_that_stride_in_whole_layers(stride: int) -> None:
-    backends.get("numba")
     config = BlockConfig(2, 2, 1, gated=True, activation="silu", n_kv_heads=1, norm_kind="rms")
     plain = layers.StackParams.init(NUMPY.generator(1, "float64"), (config,)).blocks
     params = tree.map(lambda p: restrided(p.astype(np.float32), stride), plain)
@@ -116,9 +115,8 @@ def require_stays(x: Array) -> None:
 def test_parameters_of_a_text_stay_where_they_are(
     alone: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends.get("numba")
     if alone:
-        monkeypatch.setitem(language_model_extend.kernels, "numpy", [])
+        monkeypatch.setitem(language_model_extend.kernels, "numba", [])
     model = MODELS["a head with a bias"]
     plain = tree.map(np.copy, of_float32(model))
     params = tree.freeze(plain) if frozen else plain
@@ -138,7 +136,6 @@ def test_parameters_of_a_text_stay_where_they_are(
 
 def test_what_is_frozen_is_known_by_its_array() -> None:
     """As long as it lives it stays where it is; another one in its place is another one."""
-    backends.get("numba")
     config = BlockConfig(12, 3, 20)
     blocks_of = layers.StackParams.init(NUMPY.generator(1, "float64"), (config,)).blocks
     plain = tree.map(lambda p: p.astype(np.float32), blocks_of)
@@ -194,7 +191,6 @@ def chosen(ids: Array) -> Any:
 def test_ids_that_are_refilled_after_their_check(
     compute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends.get("numba")
     wanted, buffer = compute(IDS), IDS.copy()
 
     def refill(run: Any) -> Any:
@@ -214,7 +210,6 @@ def test_ids_that_are_refilled_after_their_check(
 
 
 def test_tokens_that_are_refilled_after_their_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends.get("numba")
     model = MODELS["learned positions"]
     params, calls, buffer = of_float32(model), list[int](), np.ones((1, 1), int)
     _, state = model.extend(params, buffer, model.start())

@@ -12,7 +12,7 @@ from causal_models import NAMES, V, causal
 from test_numba_advance import LAYOUTS, replaced, small
 from test_numpy_advance import FORMS, LEFT
 
-from xformer import backends, dispatch, reference_only, tree
+from xformer import dispatch, kernels, reference_only, tree
 from xformer.layers.advance import advance
 from xformer.typing import Array
 
@@ -23,9 +23,8 @@ from xformer.backends.numba import blocks, prefill
 @pytest.fixture(autouse=True, params=[0, 1000], ids=["columns", "rows"])
 def numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What pieces are of, as soon as each thread has one."""
-    backends.get("numba")
     monkeypatch.setattr(blocks, "WIDE", request.param)
-    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+    with kernels("numba"), threadpoolctl.threadpool_limits(3, user_api="blas"):
         yield
 
 

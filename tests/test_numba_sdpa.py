@@ -13,7 +13,7 @@ import pytest
 import threadpoolctl
 from test_numpy_sdpa import LENGTHS, WINDOWS, double, inputs, masks, results
 
-from xformer import Key, backends, dispatch, ops
+from xformer import Key, dispatch, ops
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.typing import Array
 
@@ -242,9 +242,8 @@ def test_the_same_on_any_number_of_threads() -> None:
         assert all(np.array_equal(array, again[name]) for name, array in first.items()), n
 
 
+@pytest.mark.usefixtures("numba_kernels")
 def test_what_it_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends.get("numba")
-
     def said(given: list[Any], **options: Any) -> str:
         return dispatch.explain(ops.sdpa, *given[:-1], **options)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xformer import backends
+from xformer import kernels
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
@@ -287,12 +287,7 @@ def test_other_dtypes_are_numpys() -> None:
 
 
 @KNOWN
-def test_kernels_multiply_by_tiles_where_numba_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(products, "multiply", gemm.by_numpy)
-    backends.get("numba")
-    assert products.multiply is gemm.multiply
-    monkeypatch.setattr(products, "multiply", other := lambda *a, **o: None)
-    backends.get("numba")
-    assert products.multiply is other  # as MKL's, where somebody has asked for that
+def test_kernels_multiply_by_tiles_where_numba_is_asked_for() -> None:
+    with kernels("numba"):
+        assert products.chosen() is gemm.multiply
+    assert products.chosen() is products.by_numpy

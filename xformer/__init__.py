@@ -13,7 +13,14 @@ from xformer.later import later
 if TYPE_CHECKING:
     from xformer import backends, initial, layers, models, ops, optim, pretrained, tree
     from xformer.compiling import compile
-    from xformer.dispatch import explain, inference, kernel, overridable, reference_only
+    from xformer.dispatch import (
+        explain,
+        inference,
+        kernel,
+        kernels,
+        overridable,
+        reference_only,
+    )
     from xformer.gradcheck import GradientError, gradcheck
     from xformer.models import GPT, Transformer
     from xformer.ops import Key
@@ -33,6 +40,7 @@ __all__ = [
     "inference",
     "initial",
     "kernel",
+    "kernels",
     "layers",
     "models",
     "ops",
@@ -47,7 +55,7 @@ later(
     __name__,
     backends="backends",
     compiling="compile",
-    dispatch="explain inference kernel overridable reference_only",
+    dispatch="explain inference kernel kernels overridable reference_only",
     gradcheck="GradientError gradcheck",
     initial="initial",
     layers="layers",

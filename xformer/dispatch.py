@@ -4,7 +4,8 @@
 function of the same signature for the arrays of one library. A backend keeps its kernel of an op in
 `backends/<library>/<op>.py`, which is imported when the op is first asked to run on that library.
 The choice is made once, going forward, by the type of the op's first array, or of the first in a
-list; the cache that comes back decides who runs backward.
+list; the cache that comes back decides who runs backward. For NumPy's arrays there are several
+sets of kernels: `with kernels("numba")` chooses one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ Unsupported = Callable[..., str | None]
 # Module that defines an array type -> folder under backends/, where the two names differ.
 _FOLDERS = {"jaxlib": "jax"}
 
+# Kernels that `kernels` chooses for NumPy's arrays -> the library that they are registered for.
+_SETS = {"numpy": "numpy", "numba": "numba", "mkl": "numba"}
+
+_chosen: ContextVar[str] = ContextVar("kernels", default="numpy")
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
 _ops: list[Overridable] = []
@@ -90,6 +95,8 @@ class Overridable:
         if library not in self._imported:
             self.import_kernels(library)
         kernels = self.kernels.get(library)
+        if library == "numpy" and _chosen.get() != "numpy":
+            kernels = self.asked(library)
         run = None
         if kernels:
             if not _reference_only.get():
@@ -112,6 +119,13 @@ class Overridable:
             _import_if_there(f"xformer.backends.{library}.{self.__name__}")
             self._imported.add(library)
         return self.kernels.setdefault(library, [])
+
+    def asked(self, library: str) -> list[Kernel]:
+        """The kernels that a call with a library's arrays asks here, in that order."""
+        own, chosen = self.import_kernels(library), _SETS[_chosen.get()]
+        if library != "numpy" or chosen == "numpy":
+            return own
+        return [*self.import_kernels(chosen), *own]
 
     def stored_by(self, library: str) -> set[str]:
         """Dtypes that a kernel of a library stores arrays in, beside those of references."""
@@ -188,8 +202,9 @@ def kernel(
     `unsupported(same arguments)` returns a sentence saying why the kernel cannot run, or None.
     stores: dtypes beside float32 and float64 that it can read; references never see such arrays.
     Of several kernels for one library the last registered is asked first, and those of this
-    library's backends after all others, whenever they are imported. A kernel's cache is its own
-    class with a `backward`, or the reference's cache, whose backward then runs.
+    library's backends after all others, whenever they are imported. For "numba" it is one of those
+    that `kernels("numba")` asks. A kernel's cache is its own class with a `backward`, or the
+    reference's cache, whose backward then runs.
     """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,6 +266,38 @@ def _import_if_there(module: str) -> None:
 
 
 @contextmanager
+def kernels(name: str) -> Iterator[None]:
+    """Within this context the kernels of backend `name` run for NumPy's arrays.
+
+    name: "numpy"; "numba", whose kernels an op asks first and NumPy's after them; "mkl", the same
+    with products of matrices by Intel's MKL. Nothing changes for other threads and other tasks.
+    `active()` of a backend of that name enters this context, and so do functions that a backend is
+    passed to. Around a call, and never across a yield: a generator would leave its caller in it.
+    ValueError for another name; `backends.Unusable`, an ImportError that names the extra, where it
+    is missing.
+    """
+    if name not in _SETS:
+        raise ValueError(f"kernels: name must be one of {', '.join(_SETS)}, got {name!r}")
+    if name != "numpy":
+        _require_usable(name)
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen_kernels() -> str:
+    """Whose kernels run for NumPy's arrays here: as `kernels` says, "numpy" outside of it."""
+    return _chosen.get()
+
+
+@functools.cache  # what is raised is not kept
+def _require_usable(name: str) -> None:
+    importlib.import_module("xformer.backends").require_kernels(name)
+
+
+@contextmanager
 def reference_only() -> Iterator[None]:
     """Within this context every op runs its reference, whatever kernels are registered."""
     token = _reference_only.set(True)
@@ -288,8 +335,8 @@ def or_dropped(cache: Any) -> Any:
 def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
     """Say which implementation of `op` these arguments would run, and why the others would not."""
     library = op._library(args, kwargs)
-    kernels, lines, chosen = op.import_kernels(library), [], None
-    for candidate in kernels:
+    asked, lines, chosen = op.asked(library), [], None
+    for candidate in asked:
         name = f"{candidate.run.__module__}.{candidate.run.__name__}"
         if _reference_only.get():
             lines.append(f"- {name}: not run, reference_only() is active")
@@ -299,9 +346,9 @@ def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
             lines.append(f"- {name}: {why}")
         else:
             chosen = name
-    if not kernels:
+    if not asked:
         lines.append(f"- no kernel is registered for {library}")
-    if chosen is None and op._refusal(kernels, args, kwargs):
+    if chosen is None and op._refusal(asked, args, kwargs):
         chosen = "nothing, these arrays are not for the reference"
     return "\n".join([f"{op.__name__} on {library}: {chosen or 'the reference'}", *lines])
 

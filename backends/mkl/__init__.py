@@ -1,31 +1,32 @@
-"""NumPy arrays whose linear maps are products by Intel's MKL (extra `mkl`), where asked for.
+"""NumPy arrays whose linear maps are products by Intel's MKL (extra `mkl`).
 
-    backend = xformer.backends.get("mkl")
+    with xformer.kernels("mkl"): ...
 
-From then on in the whole process, and the kernels of `xformer.backends.numba` with them, of which
-those of whole layers have products of their own.
+The other kernels are those of `xformer.backends.numba`; some of them have products of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 
-from xformer.backends import numba, numpy
+from xformer.backends import numba, numpy  # noqa: F401 - numba's kernels go with it
 from xformer.backends.base import Backend
 from xformer.backends.mkl.gemm import multiply, run_on_one_thread
-from xformer.backends.numpy import products
+from xformer.backends.numpy.products import MULTIPLY
 
-__all__ = ["backend", "register"]
+__all__ = ["backend", "run_on_one_thread"]
 
-
-def register() -> None:
-    """Run them from now on. Unusable where MKL already has threads of its own."""
-    run_on_one_thread()
-    numba.register()
-    products.multiply = multiply
+MULTIPLY["mkl"] = multiply
 
 
 def backend(device: str | None = None) -> Backend:
     """NumPy's backend under another name."""
-    return replace(numpy.backend(device), name="mkl", version=version("mkl"))
+    return replace(numpy.backend(device), name="mkl", version=_version())
+
+
+@cache
+def _version() -> str:
+    """Of the package: looking for it takes a millisecond."""
+    return version("mkl")

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 from xformer.backends.base import Unusable
-from xformer.backends.numpy.products import AS_IT_IS, SMALL, TRANSPOSED, layout
-from xformer.backends.numpy.products import multiply as by_numpy
+from xformer.backends.numpy.products import AS_IT_IS, SMALL, TRANSPOSED, by_numpy, layout
 from xformer.backends.numpy.threads import n_threads
 
 from xformer.typing import Array

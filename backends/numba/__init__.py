@@ -1,9 +1,9 @@
-"""NumPy arrays whose kernels are loops compiled by numba (extra `numba`), where asked for.
+"""Kernels for NumPy's arrays, compiled by numba (extra `numba`).
 
-    backend = xformer.backends.get("numba")
+    with xformer.kernels("numba"): ...
 
-From then on they run in the whole process, before those of `xformer.backends.numpy`, which stay for
-what they do not do: float64, above all. Compiling takes half a minute once on a machine.
+There they are asked before the kernels of `xformer.backends.numpy`, which compute the rest: float64
+above all. Compiling takes half a minute once on a machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xformer.backends.numba import (
     rms_norm,
     sdpa,
 )
-from xformer.backends.numpy import products
+from xformer.backends.numpy.products import MULTIPLY
 
 from xformer import ops
 from xformer.dispatch import Overridable, kernel
@@ -41,7 +41,7 @@ from xformer.models.ahead import ahead
 from xformer.models.language_model import language_model_extend
 from xformer.optim.adam import adam_update
 
-__all__ = ["KERNELS", "backend", "register"]
+__all__ = ["KERNELS", "backend"]
 
 KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (adam_update, adam.adam_update, adam.not_float32),
@@ -65,13 +65,9 @@ KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
 )
 
 
-def register() -> None:
-    """Run them from now on."""
-    for op, run, unsupported in KERNELS:
-        if all(known.run is not run for known in op.import_kernels("numpy")):
-            kernel(op, "numpy", unsupported=unsupported)(run)
-    if registers.USABLE and products.multiply is gemm.by_numpy:
-        products.multiply = gemm.multiply
+for _op, _run, _unsupported in KERNELS:
+    kernel(_op, "numba", unsupported=_unsupported)(_run)
+MULTIPLY["numba"] = gemm.multiply if registers.USABLE else gemm.by_numpy
 
 
 def backend(device: str | None = None) -> Backend:

@@ -18,7 +18,7 @@ from xformer.backends.numpy.threads import libraries, scratch
 
 from xformer.typing import Array
 
-by_numpy = numpys.multiply
+by_numpy = numpys.by_numpy
 NAMES = ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm")
 SMALL = 1_000_000  # multiplications: OpenBLAS has loops for these that copy neither factor
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = map(
@@ -38,7 +38,7 @@ def sgemm() -> int | None:
 
 
 def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
-    """`products.multiply` by `tile`; by NumPy where it is small, or rows and columns are apart.
+    """out = x w, or out += x w, by `tile`; by NumPy where it is small, or numbers are apart.
 
     Shapes fit, and out shares nothing with x and w: nobody looks.
     """

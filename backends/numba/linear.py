@@ -28,7 +28,7 @@ def other(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) ->
     n = math.prod(x.shape[:-1])
     if not keeps_nothing() or w.size < LARGE or n > SOME:
         return f"only within inference(), large weights and at most {SOME} vectors"
-    if n > TOKENS and products.multiply is not gemm.multiply:
+    if n > TOKENS and products.chosen() is not gemm.multiply:
         return f"more than {TOKENS} vectors only by tiles"
     if n > TOKENS and n * w.size <= gemm.SMALL:
         return "tiles are not for so small a product"

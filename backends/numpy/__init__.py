@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy
@@ -10,11 +11,17 @@ from xformer.backends.arrays import refusal
 from xformer.backends.base import Backend
 from xformer.backends.numpy.namespace import xp
 
+from xformer.dispatch import kernels
+
 __all__ = ["NumpyBackend", "backend", "refusal"]
 
 
 class NumpyBackend(Backend):
-    """Arrays in the memory of the process."""
+    """Arrays in the memory of the process; its name says whose kernels run within `active()`."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """`xformer.kernels` of this name."""
+        return kernels(self.name)
 
     def compiled(
         self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 from xformer.backends.numpy.threads import n_threads, scratch
 
+from xformer.dispatch import chosen_kernels
 from xformer.typing import Array
 
 SMALL = 1 << 18  # multiplications: not worth waking a thread for, nor does OpenBLAS, for matrices
@@ -48,6 +49,7 @@ def products(
 ) -> list[Callable[[], None]]:
     """As `product`, of the sum of all x w."""
     n, m = y.shape
+    multiply = chosen()
     if step is None:
         step = _step(max(n, m), n * m * sum(x.shape[1] for x, _ in factors))
 
@@ -73,12 +75,21 @@ def wakes_blas(n: int, size: int) -> bool:
     return n * size > (SMALL if n > 1 else VECTOR)
 
 
-def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
-    """out = x w, or out += x w, on this thread; backends `numba` and `mkl` put their own here."""
+def by_numpy(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
+    """out = x w, or out += x w, on this thread."""
     if add:
         out += np.matmul(x, w, out=scratch("product", out.shape, out.dtype))
     else:
         np.matmul(x, w, out=out)
+
+
+# As `by_numpy`, of the kernels of each backend; `numba` and `mkl` put their own here.
+MULTIPLY: dict[str, Callable[..., None]] = {"numpy": by_numpy}
+
+
+def chosen() -> Callable[..., None]:
+    """The product of the kernels that run here (`xformer.kernels`)."""
+    return MULTIPLY[chosen_kernels()]
 
 
 def layout(a: Array) -> tuple[int, int] | None:

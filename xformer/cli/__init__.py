@@ -28,6 +28,7 @@ from xformer.cli import (
     summary,
     train,
 )
+from xformer.cli.models import kernels_of
 from xformer.cli.output import printing
 
 COMMANDS = (
@@ -73,7 +74,8 @@ def _run(argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     usual, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
-        status: int = args.run(args)
+        with kernels_of(getattr(args, "backend", None)):
+            status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
         notes = getattr(error, "__notes__", [])  # such as which checkpoint is the last good one
         print("xformer: error:", "; ".join([str(error), *notes]), file=sys.stderr)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from xformer import backends, dispatch
 from xformer.backends import Backend
 from xformer.catalogue import Case, cases
+from xformer.cli.models import kernels_of
 from xformer.gradcheck import Report, Row
 
 IN_FLOAT32 = ("numba", "mkl")  # whose compiled kernels leave float64 to NumPy's
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     reports = {}
     with _recorded() as ran:
         for case, library in tqdm(work, unit="check", leave=False, disable=not sys.stderr.isatty()):
-            reports[case, library.name] = _check(case, library)
+            with kernels_of(library.name):
+                reports[case, library.name] = _check(case, library)
 
     names = [library.name for library in libraries]
     print(_table(reports, names, by_case=args.verbose))
@@ -87,25 +89,24 @@ def _check(case: Case, backend: Backend) -> Report:
 @contextmanager
 def _recorded() -> Iterator[set[str]]:
     """The names of ops whose compiled kernel has run."""
-    ran, before = set[str](), {op: op.kernels.get("numpy", []) for op in dispatch.ops()}
+    ran, before = set[str](), {op: op.kernels.get("numba") for op in dispatch.ops()}
 
     def noted(op: dispatch.Overridable, kernel: dispatch.Kernel) -> dispatch.Kernel:
         def run(*args: Any, **options: Any) -> Any:
             ran.add(op.__name__)
             return kernel.run(*args, **options)
 
-        compiled = kernel.run.__module__.startswith("xformer.backends.numba.")
-        return kernel._replace(run=run) if compiled else kernel
+        return kernel._replace(run=run)
 
     for op, kernels in before.items():
         if kernels:
-            op.kernels["numpy"] = [noted(op, kernel) for kernel in kernels]
+            op.kernels["numba"] = [noted(op, kernel) for kernel in kernels]
     try:
         yield ran
     finally:
         for op, kernels in before.items():
             if kernels:
-                op.kernels["numpy"] = kernels
+                op.kernels["numba"] = kernels
 
 
 def _table(reports: dict[tuple[Case, str], Report], names: list[str], *, by_case: bool) -> str:

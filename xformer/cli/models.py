@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xformer import backends, pretrained, tree
+from xformer import backends, kernels, pretrained, tree
 from xformer.cli.progress import progress
 from xformer.generation import Bytes
 from xformer.generation.text import Codec, prompt_ids
@@ -96,6 +97,11 @@ def vocabulary_of(folder: Path) -> Vocabulary:
         return load_vocabulary(folder)
     except FileNotFoundError:
         return Bytes()
+
+
+def kernels_of(backend: Any) -> AbstractContextManager[None]:
+    """The context in which kernels of a backend whose arrays are NumPy's run; else none."""
+    return kernels(backend) if backend in backends.ON_NUMPY else nullcontext()
 
 
 def enable_float64(backend: str, dtype: str) -> None:

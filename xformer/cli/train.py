@@ -16,7 +16,7 @@ from tqdm import tqdm
 from xformer import tree
 from xformer.cli import train_from, train_options
 from xformer.cli.generate import write
-from xformer.cli.models import opened
+from xformer.cli.models import kernels_of, opened
 from xformer.cli.progress import EVERY
 from xformer.cli.train_job import Job, job_of
 from xformer.generation import stream_text
@@ -38,6 +38,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, keep the best model, and print a sample of it."""
     options = train_options.settled(args)
+    with kernels_of(options.backend):  # which --resume may have brought
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     job = job_of(options)
     folder = Path(options.resume) if options.resume else new_folder(options.out)
     about = {

@@ -86,19 +86,18 @@ def stream(
         prompts = fitting("generate", network, prompts, max_new)
     n_texts = len(prompts.ids if isinstance(prompts, Prefix) else prompts)
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
-    tokens = None
+    tokens, place = None, place_of(params)
     if compiled:
         width = prompts.width if isinstance(prompts, Prefix) else max(map(len, prompts))
         most = width + max(max_new - 1, 0)  # the last token needs no column
         most = min(most, network.context or most)
-        place = place_of(params)
         why = why_not_compiled(network, place, most)
         if why is None:
             tokens = CompiledTokens(network, params, place, most, sampler is None)
         else:
             said = f"generate: tokens are not compiled: {why}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
-    return _stream(network, params, prompts, max_new, sampler, stops, rngs, tokens)
+    return _stream(network, params, prompts, max_new, sampler, stops, rngs, tokens, place)
 
 
 def _stream(
@@ -110,8 +109,8 @@ def _stream(
     stops: frozenset[int],
     rngs: Sequence[np.random.Generator],
     tokens: CompiledTokens | None,
+    place: Backend,
 ) -> Iterator[list[int | None]]:
-    place = place_of(params)
     with place.active():
         text = prompts if isinstance(prompts, Prefix) else _read(network, params, prompts)
     chosen: Array | None = None

@@ -82,7 +82,7 @@ def load(
     are missing, unexpected or misshapen. ValueError for a dtype that the backend does not compute
     in.
     """
-    on_numpy = backend in ("numpy", *backends.ON_NUMPY)
+    on_numpy = backend in backends.WITH_NUMPY
     found, tensors, matched = _found(Path(folder), fetch=dtype if on_numpy else None)
     place = backends.get(backend, device)
     if dtype not in place.dtypes:
@@ -245,7 +245,7 @@ def _read(
             leaves[name] = backend.asarray(array, dtype)
             done += width * array.size
         report("loading", done, total)
-        if backend.name != "numpy":  # its arrays may be views
+        if backend.name not in backends.WITH_NUMPY:  # its arrays may be views
             del arrays
             for name in names:
                 tensors.release(name)

@@ -124,7 +124,7 @@ def _batches(lengths: list[int], batch_size: int, place: Backend) -> Iterator[li
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     start, n = 0, batch_size
     while start < len(order):
-        if place.name == "numpy":
+        if place.name in backends.WITH_NUMPY:
             n = min(batch_size, max(1, NUMPY_TOKENS // lengths[order[start]]))
         yield order[start : start + n]
         start += n
