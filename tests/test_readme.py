@@ -49,6 +49,15 @@ def test_the_pretrained_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert xf.pretrained.load("copy")[0].source["n_embd"] == 6
 
 
+def test_the_example_of_kernels_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numba", reason="extra numba is not installed")
+    model = xf.GPT(vocab_size=11, n_layers=1, d_model=6, n_heads=2, max_len=4)
+    names = {"xf": xf, "model": model, "params": model.init(), "tokens": np.array([[1, 2, 3]])}
+    exec(EXAMPLES[3], names)
+    (said,) = re.findall(r"# (gelu on numpy: .*)", EXAMPLES[3])
+    assert capsys.readouterr().out.splitlines()[0] == said
+
+
 def test_the_protocol_says_that_it_binds_the_caller() -> None:
     """Buffers of a batch that are refilled before backward; with copies gradients are right."""
     page = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
