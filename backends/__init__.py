@@ -13,7 +13,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from xformer.backends.base import Backend, Generator, Memory, Unusable, keep_memory
+from xformer.backends.base import Backend, Generator, Memory, Unusable
 
 from xformer.dispatch import chosen_kernels, library_of
 from xformer.typing import Array
@@ -40,7 +40,6 @@ __all__ = [
     "available",
     "beside",
     "get",
-    "keep_memory",
     "of",
     "require_kernels",
     "why_not",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +15,6 @@ from xformer import tree
 from xformer.checks import require_sizes
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 
 
 class Unusable(ImportError):
@@ -231,16 +227,3 @@ def process_memory() -> Memory:
         return Memory(None, None)
     unit = 1 if sys.platform == "darwin" else 1024
     return Memory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def keep_memory() -> None:
-    """From now on keep what this process frees for its next arrays, where malloc is glibc's.
-
-    A training step asks for nearly all its memory anew, and each page that has been given back to
-    the system costs microseconds: 4 to 12 % of a step on NumPy, or of a forward.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-        libc.mallopt(M_ARENA_MAX, 1)  # else threads do not take what others have freed

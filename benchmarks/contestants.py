@@ -74,7 +74,6 @@ class Ours:
         given = shape.parameters(weights)
         self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), given)
         self.feed = Feed(shape, backend)
-        backends.keep_memory()  # as `xformer train` and `xformer embed`
         self.state = optim.adamw_init(tree.trained(self.params)) if shape.training else None
 
     def forward(self) -> Any:

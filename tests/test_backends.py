@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import platform
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from libraries import LIBRARIES
 from xformer.backends import Backend, Generator, Memory, Unusable
-from xformer.backends.numpy import namespace
 
 from xformer import backends
 from xformer.dispatch import library_of
@@ -59,87 +55,6 @@ def test_unknown_name(name: str) -> None:
         backends.get(name)
     with pytest.raises(ValueError, match=r"^backend must be one of"):
         backends.why_not(name)
-
-
-def test_numpy_is_imported_without_what_nothing_here_uses(tmp_path: Path) -> None:
-    code = """
-import sys, xformer
-xformer.backends.get("numpy")
-assert "array_api_compat.numpy" in sys.modules
-print(sorted({"unittest", "subprocess", "numpy.f2py.crackfortran"} & {*sys.modules}))
-"""
-    assert python(code, tmp_path) == "[]"
-    code = """
-import sys, xformer, numpy as np
-xformer.backends.get("numpy")
-import numpy.testing.overrides
-from numpy.f2py import crackfortran
-np.testing.assert_equal(np.f2py.crackfortran.__name__, "numpy.f2py.crackfortran")
-import array_api_compat.numpy as xp
-from array_api_compat.numpy import random
-assert xp.testing is np.testing and random is np.random and xp.ma is sys.modules["numpy.ma"]
-try:
-    xp.missing
-except AttributeError as error:
-    print(error)
-"""
-    assert python(code, tmp_path) == "module 'array_api_compat.numpy' has no attribute 'missing'"
-    code = """
-import sys, numpy as np, numpy.random
-known = np.random
-import xformer, array_api_compat.numpy as xp
-xformer.backends.get("numpy")
-assert known is np.random is xp.random is sys.modules["numpy.random"]
-"""
-    assert python(code, tmp_path) == ""
-
-
-def test_threads_look_into_numpy_at_once(tmp_path: Path) -> None:
-    """Into parts that come late, and while they are about to."""
-    code = """
-import sys, threading, xformer, numpy as np
-xformer.backends.get("numpy")
-late = {"numpy.ma.core", "numpy.polynomial.polynomial", "numpy.random._generator"}
-assert not late & {*sys.modules}, late & {*sys.modules}
-begin, found = threading.Barrier(4), []
-def look():
-    begin.wait()
-    found.append((np.ma.MaskedArray, np.polynomial.Polynomial, np.random.Generator))
-threads = [threading.Thread(target=look) for _ in range(4)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-print(len(found), len({*found}), late <= {*sys.modules})
-"""
-    assert python(code, tmp_path) == "4 1 True"
-    code = """
-import threading, numpy as np, xformer
-found = []
-def look():
-    while not found:
-        np.ma.MaskedArray, np.random.Generator
-        np.random.default_rng(0).normal()
-thread = threading.Thread(target=look)
-thread.start()
-xformer.backends.get("numpy")
-found.append(1)
-thread.join()
-import array_api_compat.numpy as xp
-print(xp.random is np.random, xp.ma is np.ma, type(np.random).__name__)
-"""
-    assert python(code, tmp_path) == "True True module"
-
-
-def test_who_has_what_stands_in_for_a_part_of_numpy() -> None:
-    """Another thread may have taken it, and it may have imported the part meanwhile."""
-    stand_in = namespace._Later("numpy.random")
-    assert isinstance(stand_in, ModuleType) and stand_in.Generator is np.random.Generator
-    assert dir(stand_in) == dir(np.random) and copy.copy(stand_in) is np.random
-    module = ModuleType("part")
-    module.random = stand_in  # type: ignore[attr-defined]
-    namespace._take_back(module, "random", stand_in)
-    assert module.random is sys.modules["numpy.random"]
-    namespace._take_back(module, "random", stand_in)
-    assert module.random is sys.modules["numpy.random"]
 
 
 def test_numpy_is_the_default() -> None:
@@ -515,24 +430,6 @@ def _has_grown(before: Memory, after: Memory) -> bool:
     if before.in_use is None or after.in_use is None:
         return after is not before  # one array is enough
     return after.in_use - before.in_use > 2**25
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is told so")
-@pytest.mark.parametrize("kept", [False, True])
-def test_freed_memory_is_kept(kept: bool, tmp_path: Path) -> None:
-    code = f"""
-import numpy as np
-from xformer import backends
-place = backends.get("numpy")
-if {kept}:
-    backends.keep_memory()
-before = place.memory().in_use
-array = np.ones(2**26)
-del array
-print(place.memory().in_use - before)
-"""
-    grown = int(python(code, tmp_path))
-    assert (grown > 2**28) == kept, grown
 
 
 def test_synchronize_waits_for_the_work(library: Backend) -> None:

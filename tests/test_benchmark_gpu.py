@@ -69,7 +69,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "start", InProcess)
     monkeypatch.setattr(gpu_decoding, "start", Decoder)
     monkeypatch.setattr(harness, "SETTLE", 0.0)
-    monkeypatch.setattr(backends, "keep_memory", lambda: None)  # of all tests after it
     for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", machine.COMPILING):
         monkeypatch.setenv(name, "1")  # so that it is left as it was
 

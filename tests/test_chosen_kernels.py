@@ -242,3 +242,31 @@ except ImportError as error:
 """)
     assert said[0] == "Unusable" and said[2] == "numpy"
     assert "pip install 'xformer-array[numba]'" in said[1]
+
+
+@numba_only
+def test_numpy_and_malloc_stay_as_they_are() -> None:
+    """After work on backend numba: NumPy's names are the same, and freed memory is given back."""
+    found = said_by("""
+import json, platform, sys
+import numpy as np
+before = dict(vars(np))
+import xformer
+place = xformer.backends.get("numba")
+with place.active():
+    gpt = xformer.GPT(256, n_layers=1, d_model=16, n_heads=2, max_len=8)
+    ids = place.asarray([[1, 2, 3]])
+    gpt.loss(gpt.init(backend="numba"), ids, ids)[1].backward()
+after = vars(np)
+new = {name: after[name] for name in after.keys() - before.keys()}
+changed = [name for name, value in before.items() if after.get(name) is not value]
+# NumPy imports some of its modules when they are first asked for.
+ours = [name for name, x in new.items() if sys.modules.get(f"numpy.{name}") is not x]
+in_use = place.memory().in_use
+array = np.ones(2**25)
+del array
+kept = place.memory().in_use - in_use if platform.libc_ver()[0] == "glibc" else 0
+print(json.dumps([changed, ours, kept]))
+""")
+    assert found[:2] == [[], []]
+    assert found[2] < 2**27

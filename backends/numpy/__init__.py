@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import array_api_compat.numpy
 import numpy
 from xformer.backends.arrays import refusal
 from xformer.backends.base import Backend
-from xformer.backends.numpy.namespace import xp
 
 from xformer.dispatch import kernels
+
+xp: Any = array_api_compat.numpy
 
 __all__ = ["NumpyBackend", "backend", "refusal"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from xformer import backends
 from xformer.cli.embed import numbers
 from xformer.cli.models import opened
 from xformer.cli.texts import add_options, shown, texts_of, watched
@@ -37,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     texts = texts_of(args)
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
-    backends.keep_memory()
     with watched("classifying", len(texts)) as progress:
         model, params, tokenizer, *_ = opened(args)
         names = labels(model)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from xformer import backends
 from xformer.cli.models import opened
 from xformer.cli.texts import add_options, shown, texts_of, watched
 from xformer.sentences import embed, settings, similarity
@@ -44,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
     for name in ("pooling", "normalize", "max_len"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
-    backends.keep_memory()
     with watched("embedding", len(texts)) as progress:
         model, params, tokenizer, *_ = opened(args)
         vectors = embed(

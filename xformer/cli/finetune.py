@@ -102,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
     training, held_out = finetune.split(records, args.validate, args.seed)
     model, params, words, is_new = _opened(args, records)
     place = backends.get(args.backend, args.device)  # float64 of JAX is there by now
-    backends.keep_memory()
     task = _task(args, model, words)
     read = partial(each, what="tokenising", unit="texts")
     examples = finetune.examples(task, read(training))

@@ -71,7 +71,6 @@ def job_of(options: argparse.Namespace) -> Job:
         place.require_precision(options.precision)
     if options.deterministic:
         place.deterministic()  # only asked for: where there is none, nothing has been begun
-    backends.keep_memory()
     config = config_of(options)
     found = None if options.origin is None else train_from.origin(options)
     words = _words(options) if found is None else found.vocabulary

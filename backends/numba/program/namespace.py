@@ -15,7 +15,7 @@ import numpy as np
 from xformer.backends.numba.program import elementwise, reduce
 from xformer.backends.numba.program.program import Program, Run, of
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
-from xformer.backends.numpy.namespace import xp
+from xformer.backends.numpy import xp
 
 Shape = tuple[int, ...]
 
