@@ -141,6 +141,10 @@ class Backend:
         """
         return None
 
+    def records(self, dtype: Any) -> bool:
+        """Whether functions of arrays of a dtype are compiled unasked: it takes milliseconds."""
+        return False
+
     def generator(self, seed: int, dtype: str = "float32") -> Generator:
         """Random numbers drawn on the host and transferred: the same on every backend.
 

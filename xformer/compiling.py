@@ -18,6 +18,7 @@ from array_api_compat import device, is_array_api_obj
 
 from xformer import backends, tree
 from xformer.checks import require_sizes
+from xformer.dispatch import inference
 from xformer.typing import Array
 
 
@@ -72,6 +73,38 @@ class Compiled:
     def __str__(self) -> str:
         """The listing of what is compiled, where the library has one."""
         return "\n\n".join(map(str, self._calls.values()))
+
+
+class Forward:
+    """`fn(params, *inputs)` within `inference()`, for calls on many inputs of few shapes.
+
+    A call of `compile` where the backend `records`. Results are new arrays.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn, self.compiled = fn, Compiled(fn)
+
+    def __call__(self, params: Any, *inputs: Any) -> Any:
+        """As fn."""
+        with inference():
+            call = self.compiled if records(params) else self.fn
+            return call(params, *inputs)
+
+
+def records(params: Any) -> bool:
+    """Whether `Forward` compiles functions of these parameters, by their backend and dtype."""
+    first = _first([params])
+    return first is not None and backends.of(first).records(first.dtype)
+
+
+def bucket(length: int) -> int:
+    """The length that texts are padded to where programs are recorded for each length.
+
+    A multiple of 16 up to 128, of an eighth of the next power of two above: few lengths, and of
+    long texts at most an eighth more tokens.
+    """
+    step = max(16, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // step) * step
 
 
 class _Plain:

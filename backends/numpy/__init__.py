@@ -15,7 +15,9 @@ from xformer.dispatch import kernels
 
 xp: Any = array_api_compat.numpy
 
-__all__ = ["NumpyBackend", "backend", "refusal"]
+from xformer import ops
+
+__all__ = ["NumpyBackend", "backend", "refusal", "uses_numba"]
 
 
 class NumpyBackend(Backend):
@@ -34,6 +36,16 @@ class NumpyBackend(Backend):
         except ImportError:
             return None
         return Compiled(fn, donated, lends=lends)
+
+    def records(self, dtype: Any) -> bool:
+        """True for float32, which programs have kernels for, where numba's kernels are in use."""
+        return bool(dtype == numpy.float32) and uses_numba()
+
+
+def uses_numba() -> bool:
+    """Whether kernels of numba run on NumPy's arrays in this process."""
+    known = ops.linear.kernels.get("numpy", [])
+    return any(one.run.__module__.startswith("xformer.backends.numba.") for one in known)
 
 
 def backend(device: str | None = None) -> Backend:

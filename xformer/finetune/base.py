@@ -14,6 +14,7 @@ from xformer.checks import plain_numbers, whole
 from xformer.generation.text import end_of
 from xformer.models import EncoderDecoder
 from xformer.training.batch import IGNORED, Batch, padded
+from xformer.training.loss import ArrayLoss
 from xformer.typing import Array
 
 LONGEST = 512  # tokens, where nothing is said
@@ -59,7 +60,11 @@ class Task:
         self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
     ) -> tuple[Array, Any]:
         """The mean loss of a batch, in nats, and the cache whose backward follows."""
-        arrays, masks = on(batch, place)
+        return self.of(params, on(batch, place), dropout_key)
+
+    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+        """The loss of the arrays and masks of a batch, and the cache: a function of arrays."""
+        arrays, masks = inputs
         loss, cache = self.model.loss(
             params, *arrays, **masks, ignore_index=IGNORED, dropout_key=dropout_key
         )
@@ -98,6 +103,17 @@ class Task:
                 f"got id {int(ids.max())}"
             )
         return ids
+
+
+@dataclass(frozen=True)
+class TaskLoss(ArrayLoss):
+    """The loss of a task, for `training.train`."""
+
+    task: Task
+
+    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+        """`Task.of`."""
+        return self.task.of(params, inputs, dropout_key)
 
 
 def on(batch: Batch, place: Backend) -> tuple[tuple[Array, ...], dict[str, Array]]:

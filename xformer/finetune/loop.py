@@ -7,7 +7,7 @@ from typing import Any
 
 from xformer import training
 from xformer.backends import Backend
-from xformer.finetune.base import Example, Task
+from xformer.finetune.base import Example, Task, TaskLoss
 from xformer.finetune.pairs import Contrastive
 from xformer.training import Batch, Rows, Step, TrainConfig
 
@@ -36,7 +36,7 @@ def train(
         batches += Rows(held_out, config.batch_size, task.batch, config.seed).held_out()
     options: Any = {"held_out": batches, "donate": donate}
     state = training.start(params, config)
-    yield from training.train(task.loss, state, source, config, place, **options)
+    yield from training.train(TaskLoss(task), state, source, config, place, **options)
 
 
 def evaluate(
@@ -59,7 +59,7 @@ def evaluate(
     _require_pairs("evaluate", task, min(batch_size, len(examples)))
     batches = Rows(examples, batch_size, task.batch, seed).held_out()
     watched = batches if progress is None else _counted(batches, progress)
-    found = training.evaluate(task.loss, params, watched, place)
+    found = training.evaluate(TaskLoss(task), params, watched, place)
     assert found is not None  # every example has a target
     return found
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from xformer import ops
-from xformer.backends import Backend
-from xformer.finetune.base import Example, Task, on, require
+from xformer.finetune.base import Example, Task, require
 from xformer.finetune.contrastive import contrastive_loss
 from xformer.finetune.heads import is_classifier
 from xformer.generation.token_ids import start_of
@@ -123,11 +122,9 @@ class Contrastive(Task):
         tokens, mask = padded(rows)
         return Batch((tokens,), {"mask": mask}, len(examples), int(mask.sum()))
 
-    def loss(
-        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
-    ) -> tuple[Array, Any]:
+    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
         """`contrastive_loss` of the pairs."""
-        arrays, masks = on(batch, place)
+        arrays, masks = inputs
         return contrastive_loss(
             self.model, params, *arrays, **masks, pooling=self.pooling, dropout_key=dropout_key
         )

@@ -58,9 +58,10 @@ class EncoderDecoder:
     head: LMHead | None = None
     out_dropout: float = 0.0  # of the encoder's and of the decoder's output
     checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
-    source: Mapping[str, Any] | None = field(default=None, repr=False)  # its config.json, if any
+    # its config.json, if any
+    source: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     # its generation_config.json, if any
-    generation_config: Mapping[str, Any] | None = field(default=None, repr=False)
+    generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
         plain_numbers(self)

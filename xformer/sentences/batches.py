@@ -14,15 +14,16 @@ from array_api_compat import device
 from xformer import backends
 from xformer.backends import Backend
 from xformer.checks import require_sizes
+from xformer.compiling import Forward, bucket, records
 from xformer.models import LanguageModel
 from xformer.summary import context
 from xformer.tree import value
-from xformer.typing import Array
 
 # In a batch on NumPy, about: the arrays of a larger one leave the processor's caches, and are
 # slower for each token, not faster.
 NUMPY_TOKENS = 1024
 
+KEPT = 8  # models whose programs are kept
 Progress = Callable[[int], Any]
 
 
@@ -32,7 +33,7 @@ def by_batch(
     params: Any,
     tokenizer: Any,
     texts: Sequence[str],
-    rows_of: Callable[[Array, Array], Array],
+    forward: Forward,
     width: int,
     *,
     max_len: int | None,
@@ -40,25 +41,31 @@ def by_batch(
     batch_size: int,
     progress: Progress | None,
 ) -> np.ndarray:
-    """rows_of(tokens (B, T), mask (B, T)), which are (B, width), for all texts: (N, width).
+    """forward(params, tokens (B, T), mask (B, T)), rows (B, width), for all texts: (N, width).
 
     The longest texts go first, each batch with texts of about one length; what comes back is in
-    the order of texts. progress is called with the number of texts after each batch. Arguments and
-    errors as in `embed`; `what` is the caller's name in messages.
+    the order of texts. Where programs are recorded, T is one of few lengths (`compiling.bucket`).
+    progress is called with the number of texts after each batch. Arguments and errors as in
+    `embed`; `what` is the caller's name in messages.
     """
     texts = _listed(what, texts)
     if not isinstance(prompt, str):
         raise TypeError(f"{what}: prompt must be a string, got {type(prompt).__name__}")
     (batch_size,) = require_sizes(what, 1, batch_size=batch_size)
-    encoded = _encoded(what, tokenizer, texts, prompt, longest(what, model, max_len))
+    limit = longest(what, model, max_len)
+    encoded = _encoded(what, tokenizer, texts, prompt, limit)
     _require_known(what, encoded, model.embed.vocab_size)
     table = value(params.embed.table)
     place = replace(backends.of(table), device=device(table))
     y = np.empty((len(texts), width), place.to_numpy(table[:0, :]).dtype)
-    for numbers in _batches([len(ids) for ids in encoded], batch_size, place):
-        tokens, mask = _padded([encoded[i] for i in numbers])
+    lengths = [len(ids) for ids in encoded]
+    if records(params):
+        lengths = [max(n, min(bucket(n), limit)) for n in lengths]
+    for numbers in _batches(lengths, batch_size, place):
+        tokens, mask = _padded([encoded[i] for i in numbers], lengths[numbers[0]])
         with place.active():
-            y[numbers] = place.to_numpy(rows_of(place.asarray(tokens), place.asarray(mask)))
+            rows = forward(params, place.asarray(tokens), place.asarray(mask))
+            y[numbers] = place.to_numpy(rows)
         if progress is not None:
             progress(len(numbers))
     return y
@@ -130,10 +137,10 @@ def _batches(lengths: list[int], batch_size: int, place: Backend) -> Iterator[li
         start += n
 
 
-def _padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (B, T), with 0 after shorter rows, and a mask (B, T) that hides it."""
+def _padded(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (B, T) of a length T, with 0 after shorter rows, and a mask (B, T) that hides it."""
     lengths = np.asarray([len(row) for row in rows])
-    mask = np.arange(lengths.max()) < lengths[:, None]
+    mask = np.arange(length) < lengths[:, None]
     ids = np.zeros(mask.shape, np.int64)
     ids[mask] = np.concatenate(rows)
     return ids, mask

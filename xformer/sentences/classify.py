@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from xformer import inference, ops
+from xformer import ops
+from xformer.compiling import Forward
 from xformer.models import Classifier
-from xformer.sentences.batches import Progress, by_batch, require_language_model
+from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
 from xformer.typing import Array
 
 KINDS = ("single_label_classification", "multi_label_classification")
@@ -38,24 +40,30 @@ def classify(
         raise ValueError(f"classify: problem_type must be {' or '.join(KINDS)}, got {kind!r:.100}")
     alone = kind == KINDS[1] or head.n_labels == 1
 
-    @inference()
-    def probabilities(tokens: Array, mask: Array) -> Array:
-        logits, _ = model.forward(params, tokens, mask=mask)
-        return (ops.sigmoid if alone else ops.softmax)(logits)[0]
-
     return by_batch(
         "classify",
         model,
         params,
         tokenizer,
         texts,
-        probabilities,
+        _probabilities(model, alone),
         head.n_labels,
         max_len=max_len,
         prompt="",
         batch_size=batch_size,
         progress=progress,
     )
+
+
+@lru_cache(KEPT)
+def _probabilities(model: Any, alone: bool) -> Forward:
+    """(B, n_labels) of tokens (B, T) and their mask."""
+
+    def probabilities(params: Any, tokens: Array, mask: Array) -> Array:
+        logits, _ = model.forward(params, tokens, mask=mask)
+        return (ops.sigmoid if alone else ops.softmax)(logits)[0]
+
+    return Forward(probabilities)
 
 
 def labels(model: Any) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from xformer import inference, ops
-from xformer.sentences.batches import Progress, by_batch, require_language_model
+from xformer import ops
+from xformer.compiling import Forward
+from xformer.sentences.batches import KEPT, Progress, by_batch, require_language_model
 from xformer.typing import Array
 
 POOLINGS = ("mean", "first", "cls", "last", "pooler")
@@ -47,24 +49,29 @@ def embed(
     usual = "last" if model.causal else "mean"
     how = {None: usual, "cls": "first"}.get(pooling, pooling)
 
-    @inference()
-    def vectors(tokens: Array, mask: Array) -> Array:
-        y, _ = model.pooled(params, tokens, mask=mask, how=how, normalize=normalize)
-        return y
-
     return by_batch(
         "embed",
         model,
         params,
         tokenizer,
         texts,
-        vectors,
+        _vectors(model, how, normalize),
         model.d_model,
         max_len=max_len,
         prompt=prompt,
         batch_size=batch_size,
         progress=progress,
     )
+
+
+@lru_cache(KEPT)
+def _vectors(model: Any, how: str, normalize: bool) -> Forward:
+    """(B, D) of tokens (B, T) and their mask."""
+
+    def vectors(params: Any, tokens: Array, mask: Array) -> Array:
+        return model.pooled(params, tokens, mask=mask, how=how, normalize=normalize)[0]
+
+    return Forward(vectors)
 
 
 def similarity(a: Array, b: Array | None = None) -> Array:

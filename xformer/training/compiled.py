@@ -14,7 +14,7 @@ from xformer.optim import Optimiser
 from xformer.optim.accumulate import shares, weighted
 from xformer.training.batch import Batch
 from xformer.training.config import TrainConfig
-from xformer.training.loss import Loss, ModelLoss
+from xformer.training.loss import ArrayLoss, Loss
 from xformer.training.state import State
 from xformer.typing import Array
 
@@ -25,7 +25,7 @@ def why_not_compiled(loss: Loss, config: TrainConfig, place: Backend) -> str | N
     """Why steps are made call by call; None where they can be compiled."""
     if config.precision == "float16":
         return "how float16's loss is scaled follows from the gradients of the step"
-    if not isinstance(loss, ModelLoss):
+    if not isinstance(loss, ArrayLoss):
         return "the loss is no loss_of(model), whose work on the host is known"
     if place.compiled(lambda: None, ()) is None:
         return f"backend {place.name} has no such thing"
@@ -41,7 +41,7 @@ class CompiledSteps:
 
     def __init__(
         self,
-        loss: Any,  # a ModelLoss
+        loss: Any,  # an ArrayLoss
         config: TrainConfig,
         place: Backend,
         optimiser: Optimiser,

@@ -7,12 +7,14 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from array_api_compat import array_namespace
 
 from xformer import inference, ops, optim, tree
 from xformer.backends import Backend
+from xformer.compiling import Forward
 from xformer.generation.prefix import place_of
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.loss_scale import Scaled
@@ -20,10 +22,11 @@ from xformer.training.batch import Batch
 from xformer.training.compiled import CompiledSteps, Reduce, why_not_compiled
 from xformer.training.config import TrainConfig
 from xformer.training.diverged import Diverged, is_finite, require_sound
-from xformer.training.loss import Loss
+from xformer.training.loss import ArrayLoss, Loss
 from xformer.training.state import State
 from xformer.typing import Array
 
+KEPT = 8  # losses whose programs are kept
 MEMORY = 0.95  # of the running mean of losses: about twenty steps
 
 
@@ -146,7 +149,7 @@ def train(
         if state.step % config.eval_every == 0 or state.step == config.steps:
             with place.active():
                 weights = place.weights(state.averaged, config.precision)
-            validation = evaluate(loss, weights, held_out, place)
+            validation = evaluate(loss, weights, held_out, place, compiled=compiled)
             del weights
             state = _judged(state, validation)
         state = state._replace(seconds=time.perf_counter() - begun)
@@ -156,18 +159,40 @@ def train(
         )
 
 
-def evaluate(loss: Loss, params: Any, batches: Iterable[Batch], place: Backend) -> float | None:
+def evaluate(
+    loss: Loss,
+    params: Any,
+    batches: Iterable[Batch],
+    place: Backend,
+    *,
+    compiled: bool | None = None,
+) -> float | None:
     """Mean loss in nats over the targets of all batches, without dropout; None without batches.
 
-    The loss is called within `inference()`.
+    The loss is called within `inference()`. compiled: False leaves programs out; unless given,
+    batches of one shape are runs of one, where that pays (`Backend.records`).
     """
     total, count = 0.0, 0
     for batch in batches:
         with place.active(), inference():
-            mean, _ = loss(params, batch, place)
+            if isinstance(loss, ArrayLoss) and compiled is not False:
+                inputs = tree.map(place.asarray, loss.inputs(batch))
+                mean = _forward(loss)(params, inputs)
+            else:
+                mean, _ = loss(params, batch, place)
             total += float(place.to_numpy(mean)) * batch.n_targets
         count += batch.n_targets
     return total / count if count else None
+
+
+@lru_cache(KEPT)
+def _forward(loss: ArrayLoss) -> Forward:
+    """The mean loss of inputs."""
+
+    def mean(params: Any, inputs: Any) -> Array:
+        return loss.of(params, inputs, None)[0]
+
+    return Forward(mean)
 
 
 def is_stale(state: State, config: TrainConfig) -> bool:

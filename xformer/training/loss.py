@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,12 +33,8 @@ def loss_of(model: Any, **options: Any) -> ModelLoss:
     return ModelLoss(model, options)
 
 
-@dataclass(frozen=True)
-class ModelLoss:
-    """The `Loss` of a model: its part on the host, `inputs`, and that on the device, `of`."""
-
-    model: Any
-    options: dict[str, Any]
+class ArrayLoss:
+    """A `Loss` in two parts: `inputs` on the host, and `of`, a function of arrays."""
 
     def __call__(
         self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
@@ -47,13 +43,29 @@ class ModelLoss:
         return self.of(params, tree.map(place.asarray, self.inputs(batch)), dropout_key)
 
     def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+        """Arrays and masks of a batch."""
+        return batch.arrays, batch.masks
+
+    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+        """The loss of `inputs` where they are on the device, and its cache."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ModelLoss(ArrayLoss):
+    """The loss of a model."""
+
+    model: Any
+    options: dict[str, Any] = field(hash=False)
+
+    def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
         """Arrays and masks of a batch, whose ids the model has."""
         sizes = getattr(getattr(self.model, "network", self.model), "id_sizes", ())
         _require_known(batch, sizes, self.options.get("ignore_index"))
         return batch.arrays, batch.masks
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
-        """The loss of `inputs` where they lie on the device, and its cache."""
+        """The loss of `inputs` where they are on the device, and its cache."""
         arrays, masks = inputs
         found: tuple[Array, Any] = self.model.loss(
             params, *arrays, **masks, **self.options, dropout_key=dropout_key
