@@ -51,6 +51,22 @@ class Compiled:
 
     def __call__(self, *arguments: Any) -> Any:
         """As fn. ValueError where no argument holds an array, or donate names one that is not."""
+        return self._call(arguments)(*arguments)
+
+    def timed(self, *arguments: Any) -> str:
+        """What each instruction of a call on these arguments takes, the longest first.
+
+        A table of a program (`docs/compile.md`). They are left as they are. ValueError as a call,
+        and where the library has no programs; TypeError for what cannot be recorded.
+        """
+        call = self._call(arguments)
+        if not hasattr(call, "timed"):
+            raise ValueError(f"timed: a call is no program here: {call.explain()}")
+        found: str = call.timed(*arguments)
+        return found
+
+    def _call(self, arguments: tuple[Any, ...]) -> Any:
+        """What arrays of this library and device are given to."""
         if any(i >= len(arguments) for i in self.donate):
             raise ValueError(
                 f"compile: donate must be below the {len(arguments)} arguments, got {self.donate}"
@@ -62,7 +78,7 @@ class Compiled:
         if where not in self._calls:
             place = replace(backends.of(first), device=device(first))
             self._calls[where] = place.compiled(self.fn, self.donate) or _Plain(self.fn, place)
-        return self._calls[where](*arguments)
+        return self._calls[where]
 
     def explain(self) -> str:
         """What a call does: what is compiled, and what is not, and why."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.run import Recorded, layout_of, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy.threads import n_threads
@@ -34,6 +35,35 @@ class Compiled:
         self.refused: dict[Any, str] = {}  # kinds that cannot be recorded, and why
 
     def __call__(self, *arguments: Any) -> Any:
+        inputs, kind = self._inputs(arguments)
+        if kind in self.refused:
+            return self.fn(*arguments)
+        try:
+            program, like = self._known(kind, arguments, inputs)
+        except Unrecorded as error:
+            self.refused[kind] = why = f"not recorded: {error}; the function is called as it is"
+            warnings.warn(f"backend numba: {why}", RuntimeWarning, stacklevel=3)
+            return self.fn(*arguments)
+        results = iter(program(*inputs))
+        return tree.map(lambda x: next(results) if isinstance(x, Traced) else x, {"": like})[""]
+
+    def recorded(self, *arguments: Any) -> tuple[Recorded, list[Any]]:
+        """The program that a call would run, and its inputs. TypeError where there is none."""
+        inputs, kind = self._inputs(arguments)
+        return self._known(kind, arguments, inputs)[0], inputs
+
+    def timed(self, *arguments: Any, rounds: int = 10) -> str:
+        """What each instruction of a call takes, the longest first: see `timing.table`.
+
+        Arguments that are donated are left as they are.
+        """
+        program, inputs = self.recorded(*arguments)
+        for i in program.donated:
+            inputs[i] = np.array(inputs[i])
+        return timing.table(program, inputs, rounds)
+
+    def _inputs(self, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Inputs of a program, and the kind of the call."""
         inputs, kinds = list[Any](), list[Any]()
         for i, argument in enumerate(arguments):
             leaves, nodes = tree.parts(argument)
@@ -45,21 +75,17 @@ class Compiled:
                     continue
                 inputs.append(placed(np.asarray(x), writeable=i in self.donated))
                 kinds.append((type(leaf), isinstance(x, np.ndarray), *layout_of(inputs[-1])))
-        kind = n_threads(), *kinds
-        if kind in self.refused:
-            return self.fn(*arguments)
-        try:
-            known = self.programs.pop(kind, None) or self._recorded(arguments, inputs)
-        except Unrecorded as error:
-            self.refused[kind] = why = f"not recorded: {error}; the function is called as it is"
-            warnings.warn(f"backend numba: {why}", RuntimeWarning, stacklevel=3)
-            return self.fn(*arguments)
+        return inputs, (n_threads(), *kinds)
+
+    def _known(
+        self, kind: Any, arguments: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[Recorded, Any]:
+        """The program of a kind, and its results as a tree without values."""
+        known = self.programs.pop(kind, None) or self._recorded(arguments, inputs)
         self.programs[kind] = known  # as the last one
         while len(self.programs) > KEPT:
             del self.programs[next(iter(self.programs))]
-        program, like = known
-        results = iter(program(*inputs))
-        return tree.map(lambda x: next(results) if isinstance(x, Traced) else x, {"": like})[""]
+        return known
 
     def explain(self) -> str:
         """Of each program that is kept, the last one last: what runs as Python, and why."""

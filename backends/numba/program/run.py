@@ -60,15 +60,7 @@ class Recorded:
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """The results. The arrays have the layouts of the recording (`layout_of`)."""
-        if [layout_of(x) for x in arrays] != self.layouts:
-            raise ValueError("a program was given arrays of other layouts than it was recorded for")
-        if self.donated:
-            mine = [arrays[i] for i in self.donated]
-            require_apart(mine, [x for i, x in enumerate(arrays) if i not in set(self.donated)])
-        outputs = [np.empty(buffer.nbytes, np.uint8) for buffer in self._outputs]
-        arena = scratch("arena", (self.plan.nbytes,), np.uint8)
-        buffers = zip((*self._inputs, *self._outputs), (*arrays, *outputs), strict=True)
-        memory = Memory(arena, self.plan.offsets, dict(buffers))
+        memory = self.memory(arrays)
         self._run(memory)
         return [
             arrays[self._given[i]]
@@ -78,6 +70,23 @@ class Recorded:
             else array_of(x, memory)
             for i, x in enumerate(self.results)
         ]
+
+    def memory(self, arrays: Sequence[Any]) -> Memory:
+        """That of a run. ValueError for arrays of other layouts, and donated ones that overlap."""
+        if [layout_of(x) for x in arrays] != self.layouts:
+            raise ValueError("a program was given arrays of other layouts than it was recorded for")
+        if self.donated:
+            mine = [arrays[i] for i in self.donated]
+            require_apart(mine, [x for i, x in enumerate(arrays) if i not in set(self.donated)])
+        outputs = [np.empty(buffer.nbytes, np.uint8) for buffer in self._outputs]
+        arena = scratch("arena", (self.plan.nbytes,), np.uint8)
+        buffers = zip((*self._inputs, *self._outputs), (*arrays, *outputs), strict=True)
+        return Memory(arena, self.plan.offsets, dict(buffers))
+
+    @property
+    def runs(self) -> list[tuple[bool, list[Instruction]]]:
+        """Neighbours that are native, and neighbours that are not."""
+        return self._run.runs
 
     def explain(self) -> str:
         """How much there is to do, in how much memory, and what of it runs as Python, and why."""
