@@ -137,7 +137,9 @@ class Backend:
 
         As `xformer.compile`, for arrays of this device. lends: what comes back, but in the place of
         what is donated, may be written over by the next call. Arrays that fn takes from elsewhere
-        stay those of the first call. What is made has `explain()`.
+        stay those of the first call. What is made has `explain()`, and maybe `repeated(n, *given)`:
+        n calls, each further one with the first results of the last one in the place of what is
+        donated; the results of the last.
         """
         return None
 

@@ -1,9 +1,10 @@
 """One contestant of `benchmarks.decoding`: `decoder.py NAME FOLDER`, a model in a folder.
 
 {"write": {"prompt": ids, "n": n}} is answered with the n likeliest next ids and the seconds that
-they took. "xformer <backend>" is this library, "xformer numba ops" without its loops over whole
-models (`benchmarks.loops`); "transformers" its own `generate`, with a cache; "transformers loop"
-calls its model with a cache, without what `generate` does around it.
+they took. "xformer <backend>" is this library call by call, "xformer numba ops" without its loops
+over whole models (`benchmarks.loops`), "xformer numba program" with programs; "transformers" its
+own `generate`, with a cache; "transformers loop" calls its model with a cache, without what
+`generate` does around it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from benchmarks import harness, machine
@@ -20,8 +20,7 @@ Write = Callable[[Sequence[int], int], list[int]]
 
 
 def xformer(folder: str, how: str) -> Write:
-    """As this library's page has it; how: a backend, or "<backend> ops"."""
-    from benchmarks.loops import without_loops
+    """As this library's page has it; how: a backend, "<backend> ops" or "<backend> program"."""
     from xformer import backends, pretrained
     from xformer.generation import generate
 
@@ -29,9 +28,9 @@ def xformer(folder: str, how: str) -> Write:
     model, params = pretrained.load(folder, backend)
 
     def write(prompt: Sequence[int], n: int) -> list[int]:
-        ops_alone = without_loops() if kind == "ops" else nullcontext()
-        with backends.get(backend).active(), ops_alone:
-            return generate(model, params, [prompt], max_new=n)[0]
+        compiled = False if kind == "ops" else None
+        with backends.get(backend).active():
+            return generate(model, params, [prompt], max_new=n, compiled=compiled)[0]
 
     return write
 

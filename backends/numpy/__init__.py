@@ -13,11 +13,9 @@ from xformer.backends.base import Backend
 
 from xformer.dispatch import kernels
 
+__all__ = ["NumpyBackend", "backend", "refusal", "xp"]
+
 xp: Any = array_api_compat.numpy
-
-from xformer import ops
-
-__all__ = ["NumpyBackend", "backend", "refusal", "uses_numba"]
 
 
 class NumpyBackend(Backend):
@@ -38,14 +36,8 @@ class NumpyBackend(Backend):
         return Compiled(fn, donated, lends=lends)
 
     def records(self, dtype: Any) -> bool:
-        """True for float32, which programs have kernels for, where numba's kernels are in use."""
-        return bool(dtype == numpy.float32) and uses_numba()
-
-
-def uses_numba() -> bool:
-    """Whether kernels of numba run on NumPy's arrays in this process."""
-    known = ops.linear.kernels.get("numpy", [])
-    return any(one.run.__module__.startswith("xformer.backends.numba.") for one in known)
+        """True for float32, which programs have kernels for, of backend numba."""
+        return bool(dtype == numpy.float32 and self.name == "numba")
 
 
 def backend(device: str | None = None) -> Backend:

@@ -10,6 +10,7 @@ import numpy as np
 
 from xformer.backends import Backend
 from xformer.checks import require_sizes
+from xformer.compiling import records
 from xformer.generation import samplers
 from xformer.generation.compiled import CompiledTokens, why_not_compiled
 from xformer.generation.prefix import (
@@ -26,6 +27,8 @@ from xformer.generation.samplers import Filter, Ids, draw, likeliest, require_fi
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
+PAYS = 32  # further tokens
+
 
 def generate(
     model: Any,
@@ -37,7 +40,7 @@ def generate(
     stop: Collection[int] | None = (),
     seed: int = 0,
     slide: bool = False,
-    compiled: bool = False,
+    compiled: bool | None = None,
 ) -> list[list[int]]:
     """The ids that continue each prompt, with the one in `stop` that ended it; as `stream`."""
     options: Any = {"sampler": sampler, "stop": stop, "seed": seed, "slide": slide}
@@ -57,7 +60,7 @@ def stream(
     stop: Collection[int] | None = (),
     seed: int = 0,
     slide: bool = False,
-    compiled: bool = False,
+    compiled: bool | None = None,
 ) -> Iterator[list[int | None]]:
     """Steps of generation: the next id of each prompt, None for one that has ended.
 
@@ -69,8 +72,10 @@ def stream(
     are read anew for each further one. Without a sampler, tokens of one text may come some at a
     time, with the parameters as they are at the first of them, where a library chooses and reads
     them by itself (`models.ahead`). compiled: a further token is one call of the library, where it
-    has such a thing (`xformer.compile`); where it cannot be, a RuntimeWarning says why. The ids
-    are the same; logits that a sampler is given are written over by the next ones. ValueError where
+    has such a thing (`xformer.compile`), or some likeliest ones are; where it cannot be, a
+    RuntimeWarning says why. The ids are the same; logits that a sampler is given may be written
+    over by the next ones. Unless given, tokens are compiled where numba's kernels run and max_new
+    is at least `PAYS`. ValueError where
     prompt and max_new do not fit the context and slide is not given, for bad prompts (`prefill`),
     and for logits that are no numbers.
     """
@@ -87,14 +92,15 @@ def stream(
     n_texts = len(prompts.ids if isinstance(prompts, Prefix) else prompts)
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
     tokens, place = None, place_of(params)
-    if compiled:
+    usual = max_new >= PAYS and records(params)
+    if usual if compiled is None else compiled:
         width = prompts.width if isinstance(prompts, Prefix) else max(map(len, prompts))
         most = width + max(max_new - 1, 0)  # the last token needs no column
         most = min(most, network.context or most)
         why = why_not_compiled(network, place, most)
         if why is None:
             tokens = CompiledTokens(network, params, place, most, sampler is None)
-        else:
+        elif compiled:
             said = f"generate: tokens are not compiled: {why}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
     return _stream(network, params, prompts, max_new, sampler, stops, rngs, tokens, place)
@@ -127,11 +133,14 @@ def _stream(
             most, width = 1 if sampler is not None else max_new - given, text.width + 1
             with place.active():
                 text, chosen = _grown(network, params, text, new, tokens, place, most, stops)
-            for k in range(text.width - width, 0, -1):  # those that came with it end no text
-                yield [
-                    ids[-k] if runs else None for ids, runs in zip(text.ids, running, strict=True)
-                ]
+            for k in range(text.width - width, 0, -1):  # those that came with it
+                new = [ids[-k] for ids in text.ids]
+                _require_ids(place, text.logits, new)
+                yield [i if runs else None for i, runs in zip(new, running, strict=True)]
+                running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
                 given += 1
+                if not any(running):
+                    return
     finally:
         if tokens is not None:
             tokens.close()
@@ -154,7 +163,7 @@ def _grown(
         longer = [(*ids, i) for ids, i in zip(text.ids, new, strict=True)]
         return _read(network, params, longer), None
     if tokens is not None:
-        return tokens(text, new)
+        return tokens(text, new, min(most, room))
     most = min(most, room)
     return extended(network, params, text, new, place, most=most, stop=stops), None
 
@@ -177,10 +186,16 @@ def _choose(
     if sampler is None:
         chosen = likeliest(text.logits) if chosen is None else chosen
         new: list[int] = place.to_numpy(chosen).tolist()
-        if min(new) < 0:
-            require_finite("generate", place.to_numpy(place.xp.max(text.logits, axis=-1)))
+        _require_ids(place, text.logits, new)
         return new
     return draw(place.to_numpy(sampler(text.logits, text.ids)), [rng.random() for rng in rngs])
+
+
+def _require_ids(place: Backend, logits: Array, new: Sequence[int]) -> None:
+    """ValueError where a text has no likeliest token, by these logits or those before them."""
+    if min(new) < 0:
+        require_finite("generate", place.to_numpy(place.xp.max(logits, axis=-1)))
+        raise ValueError("generate: the largest logit of each row must be finite")
 
 
 def sample(

@@ -90,13 +90,15 @@ def emit_parts(name: str, y: Array, pairs: Sequence[Pair], b: Array | None) -> S
     if pieces > 1 and len(pairs) == 1 and added != WHOLE and _are_vectors(*pairs[0]):
         x, w = pairs[0]
         parts = program.fresh((pieces, n, m), np.float32)
-        own = n, m, len(w), _steps(x)[0], _steps(w)[0]
-        program.emit(name, _run_parts, [parts], [x, w], Native(vectors, own, pieces))
+        sizes = n, m, len(w), _steps(x)[0], _steps(w)[0]
+        program.emit(name, _run_parts, [parts], [x, w], Native(vectors, sizes, pieces))
         return Sums(y, parts, b)
     head = n, m, int(n >= m), added, len(pairs)
     layouts = [number for x, w in pairs for number in (x.shape[1], *_steps(x), *_steps(w))]
     ins = [array for pair in pairs for array in pair] + ([] if b is None else [contiguous(b)])
-    program.emit(name, _running(len(pairs)), [y], ins, Native(products, (*head, *layouts), pieces))
+    one_by_one = n <= VECTORS and len(pairs) == 1 and added != WHOLE and _steps(pairs[0].x)[1] == 4
+    own = Native(products, (*head, *layouts), pieces, blas=not one_by_one)
+    program.emit(name, _running(len(pairs)), [y], ins, own)
     return None
 
 
@@ -114,10 +116,10 @@ def _steps(x: Array) -> tuple[int, int]:
 def emit_sums(name: str, several: Sequence[Sums]) -> None:
     """What `emit_parts` has left to do."""
     for y, parts, b in several:
-        own = y.size, parts.shape[0], int(b is not None), y.shape[1]
+        sizes = y.size, parts.shape[0], int(b is not None), y.shape[1]
         ins = [parts] if b is None else [parts, contiguous(b)]
         pieces = y.program.pieces(parts.size)
-        y.program.emit(f"{name} sums", _run_sums, [y], ins, Native(add_parts, own, pieces))
+        y.program.emit(f"{name} sums", _run_sums, [y], ins, Native(add_parts, sizes, pieces))
 
 
 def _running(n_pairs: int) -> Callable[..., None]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from xformer.backends.numba.program import program
+from xformer.backends.numba.program.namespace import contiguous
+from xformer.backends.numba.program.native import NOTHING, Native, native, numbers, words
 
 from xformer.checks import in_range
 from xformer.dispatch import kernel
@@ -21,7 +24,19 @@ def _in_range(ids: Any, *, size: int) -> bool:
             got = f"got ids from {ids.min()} to {ids.max()}"
             raise ValueError(f"ids must lie in [0, {size}), {got}")
 
-    recorder = program.of([ids])
+    recorder, own = program.of([ids]), None
     assert recorder is not None
-    recorder.emit(f"in_range {size}", check, [], [ids], checks=True)
+    if ids.dtype == np.int64 and ids.size:
+        ids, own = contiguous(ids), Native(look, (*NOTHING, ids.size, size))
+    recorder.emit(f"in_range {size}", check, [], [ids], own, checks=True)
     return True
+
+
+@native
+def look(args: int, piece: int, pieces: int, memory: int) -> None:
+    """ids (n,); `NOTHING`, n, size. What it finds is in the words of the run, as of all checks."""
+    a = numbers(args, 5)
+    ids = words(words(args, 1)[0], a[3])
+    for i in range(a[3]):
+        a[1], a[2] = min(a[1], ids[i]), max(a[2], ids[i])
+    a[0] = a[1] < 0 or a[2] >= a[4]

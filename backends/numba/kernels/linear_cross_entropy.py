@@ -155,7 +155,9 @@ class _Head(NamedTuple):
         near = max(ROWS, LOGITS // n_classes)
         own = n, d, n_classes, *layout, int(b is not None), int(back), near, *options.words()
         pieces = recorder.pieces(n * d * n_classes // SPEED)
-        recorder.emit("linear loss", run, outs, ins, Native(differentiate_map, own, pieces))
+        recorder.emit(
+            "linear loss", run, outs, ins, Native(differentiate_map, own, pieces, blas=True)
+        )
         return dlogits
 
 

@@ -30,6 +30,7 @@ from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
+ONE = 8 * WORTH  # multiplications of one query, few of whose columns may be seen
 PIECES = 4  # for each thread: heads and rows differ in what they see
 
 
@@ -159,8 +160,9 @@ def _native(
     program: Program, kernel: Kernel, numbers: tuple[int, ...], units: int, given: Operands
 ) -> Native:
     """In pieces, where there is work for threads."""
-    size = given.q.size * given.k.shape[1]
-    return Native(kernel, numbers, min(units, PIECES * program.threads) if size > WORTH else 1)
+    size, is_one = given.q.size * given.k.shape[1], kernel is sdpa_one.forward
+    pieces = min(units, PIECES * program.threads) if size > (ONE if is_one else WORTH) else 1
+    return Native(kernel, numbers, pieces, blas=not is_one)
 
 
 class SdpaCache(NamedTuple):

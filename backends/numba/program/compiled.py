@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from xformer.backends.numpy.threads import n_threads
 from xformer import tree
 
 KEPT = 16  # programs of one function: of the last kinds of arguments
+READ = 0x101  # of arrays that `placed` leaves as they are: flags of NumPy's,
+DONATED = READ | 0x400  # C-contiguous and aligned; and writeable
 
 
 class Compiled:
@@ -35,21 +37,31 @@ class Compiled:
         self.refused: dict[Any, str] = {}  # kinds that cannot be recorded, and why
 
     def __call__(self, *arguments: Any) -> Any:
-        inputs, kind = self._inputs(arguments)
+        return self.repeated(1, *arguments)
+
+    def repeated(self, n: int, *arguments: Any) -> Any:
+        """The results of the last of n calls.
+
+        Each further call is given the first results of the last one in the place of the donated
+        arguments: fn returns a tuple, which begins with these in their order. No Python is run
+        between the calls where all that is donated comes back in its own memory.
+        """
+        kind, inputs = self._read(arguments)
         if kind in self.refused:
-            return self.fn(*arguments)
+            return self._by_turns(n, arguments, self.fn)
         try:
             program, like = self._known(kind, arguments, inputs)
         except Unrecorded as error:
             self.refused[kind] = why = f"not recorded: {error}; the function is called as it is"
-            warnings.warn(f"backend numba: {why}", RuntimeWarning, stacklevel=3)
-            return self.fn(*arguments)
-        results = iter(program(*inputs))
-        return tree.map(lambda x: next(results) if isinstance(x, Traced) else x, {"": like})[""]
+            warnings.warn(f"backend numba: {why}", RuntimeWarning, stacklevel=4)
+            return self._by_turns(n, arguments, self.fn)
+        if n > 1 and not program.goes_round:
+            return self._by_turns(n, arguments, self)
+        return _filled(like, iter(program.run(inputs, n)))
 
     def recorded(self, *arguments: Any) -> tuple[Recorded, list[Any]]:
         """The program that a call would run, and its inputs. TypeError where there is none."""
-        inputs, kind = self._inputs(arguments)
+        kind, inputs = self._read(arguments)
         return self._known(kind, arguments, inputs)[0], inputs
 
     def timed(self, *arguments: Any, rounds: int = 10) -> str:
@@ -62,20 +74,33 @@ class Compiled:
             inputs[i] = np.array(inputs[i])
         return timing.table(program, inputs, rounds)
 
-    def _inputs(self, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Inputs of a program, and the kind of the call."""
-        inputs, kinds = list[Any](), list[Any]()
+    def _read(self, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The kind of a call, and its inputs."""
+        inputs, kinds = list[Any](), list[Any]([n_threads()])
         for i, argument in enumerate(arguments):
+            wanted = DONATED if i in self.donated else READ
             leaves, nodes = tree.parts(argument)
             kinds.append(nodes)
             for leaf in leaves:
-                x = tree.value(leaf)
-                if not _is_input(x):
+                x = leaf.value if isinstance(leaf, tree.Frozen) else leaf
+                is_array = isinstance(x, np.ndarray)
+                if not is_array and not _is_input(x):
                     kinds.append((type(leaf), x))
                     continue
-                inputs.append(placed(np.asarray(x), writeable=i in self.donated))
-                kinds.append((type(leaf), isinstance(x, np.ndarray), *layout_of(inputs[-1])))
-        return inputs, (n_threads(), *kinds)
+                if not is_array or x.flags.num & wanted != wanted:
+                    x = placed(np.asarray(x), writeable=wanted == DONATED)
+                inputs.append(x)
+                kinds.append((type(leaf), is_array, x.shape, x.dtype, x.strides))
+        return tuple(kinds), inputs
+
+    def _by_turns(self, n: int, arguments: Sequence[Any], call: Callable[..., Any]) -> Any:
+        """Call after call."""
+        for _ in range(n - 1):
+            results, given = call(*arguments), list(arguments)
+            for i, new in zip(sorted(self.donated), results, strict=False):
+                given[i] = new
+            arguments = given
+        return call(*arguments)
 
     def _known(
         self, kind: Any, arguments: Sequence[Any], inputs: Sequence[Any]
@@ -111,7 +136,26 @@ class Compiled:
 
         layouts = [layout_of(x) for x in inputs]
         program = Recorded(flat, layouts, n_threads(), donated, numbers, lends=self.lends)
+        own = [arguments[i] for i in sorted(self.donated)]
+        begins = likes[0][: len(own)] if isinstance(likes[0], tuple) else ()
+        alike = tree.parts(own)[1] == tree.parts(list(begins))[1]
+        counted = any(i in self.donated for n, (i, _) in enumerate(found) if n in numbers)
+        program.goes_round &= alike and not counted
         return program, likes[0]
+
+
+def _filled(like: Any, results: Iterator[Any]) -> Any:
+    """A tree with the results in the place of arrays without values, in the order of `flatten`."""
+    if isinstance(like, Traced):
+        return next(results)
+    if isinstance(like, tree.Frozen):
+        return tree.Frozen(_filled(like.value, results))
+    if isinstance(like, dict):
+        return {name: _filled(part, results) for name, part in like.items()}
+    if not isinstance(like, tree.INNER):
+        return like
+    parts = [_filled(part, results) for part in like]
+    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
 
 
 def _is_input(x: Any) -> bool:

@@ -92,14 +92,14 @@ def _moved(one: Instruction, moved: dict[Buffer | None, Traced]) -> Instruction:
     return one._replace(outs=outs, ins=ins)
 
 
-def require_apart(donated: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> None:
-    """ValueError where an array to be written over shares memory with another one."""
-    arrays = [*donated, *others]
-    begins = np.array([x.ctypes.data for x in arrays], np.int64)
-    ends = begins + np.array([x.nbytes for x in arrays], np.int64)
-    order = np.argsort(begins, kind="stable")
-    own = np.where(order < len(donated), ends[order], 0)  # ends of what is written over
+def require_apart(begins: np.ndarray, sizes: np.ndarray, n_donated: int) -> None:
+    """ValueError where an array to be written over shares memory with another one.
+
+    begins, sizes: of all arrays, in bytes; those to be written over come first.
+    """
+    ends, order = begins + sizes, np.argsort(begins, kind="stable")
+    own = np.where(order < n_donated, ends[order], 0)  # ends of what is written over
     before, own_before = (np.maximum.accumulate(x)[:-1] for x in (ends[order], own))
-    is_donated, after = order[1:] < len(donated), begins[order[1:]]
+    is_donated, after = order[1:] < n_donated, begins[order[1:]]
     if ((after < own_before) | (is_donated & (after < before))).any():
         raise ValueError("arrays that are donated share memory with other arguments")

@@ -27,12 +27,14 @@ CODES = {
         (
             *("add", "subtract", "multiply", "divide", "maximum", "minimum"),
             *("negative", "abs", "exp", "log", "sqrt", "square", "tanh", "copy"),
+            *("cos", "sin"),
         )
     )
 }
 ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM, NEGATIVE, ABS, EXP, LOG, SQRT, SQUARE, TANH = (
     range(13)
 )
+COS, SIN = 14, 15
 LINE, BLOCK = 16, 1024  # elements
 NUMBERS = 1 + 4 * AXES  # of an instruction
 
@@ -209,6 +211,12 @@ def _block(code: int, y: Any, x: Any, z: Any) -> None:
     elif code == TANH:
         for j in range(n):
             y[j] = math.tanh(x[j])
+    elif code == COS:
+        for j in range(n):
+            y[j] = math.cos(x[j])
+    elif code == SIN:
+        for j in range(n):
+            y[j] = math.sin(x[j])
     else:
         for j in range(n):
             y[j] = x[j]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.program import elementwise, reduce
+from xformer.backends.numba.program import elementwise, reduce, typed
 from xformer.backends.numba.program.program import Program, Run, of
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
 from xformer.backends.numpy import xp
@@ -29,6 +29,7 @@ ELEMENTWISE = (
     *("sign", "sin", "sinh", "sqrt", "square", "subtract", "tan", "tanh", "trunc"),
 )
 REDUCING = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "std", "sum", "var")
+KEPT = {"axis", "keepdims", "dtype"}  # options of them that kernels know
 CALLED = (  # whose shapes are learnt by calling them
     *("argsort", "clip", "cumulative_sum", "diff", "flip", "repeat", "roll", "searchsorted"),
     *("sort", "take_along_axis", "tile", "tril", "triu"),
@@ -105,6 +106,7 @@ def _emit(program: Program, name: str, run: Run, out: Traced, ins: Sequence[Any]
     """An elementwise instruction, natively where it has a kernel."""
     known = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
     own = elementwise.natively(program, name, out, known)
+    own = own or typed.natively(program, name, out, known)
     native, arrays = own if own else (None, known)
     program.emit(name, run, [out], arrays, native, in_place=[range(len(arrays))])
 
@@ -127,7 +129,7 @@ def _reducing(name: str) -> Callable[..., Traced]:
         said = name if axis is None else f"{name} axis={axis}"
         own = (
             None
-            if set(options) > {"axis", "keepdims"}
+            if options.get("dtype", out.dtype) != out.dtype or set(options) - KEPT
             else reduce.natively(program, name, out, x, reduced)
         )
         program.emit(said, lambda out, x: np.copyto(out, fn(x, **options)), [out], [x], own)
@@ -212,7 +214,7 @@ def astype(x: Traced, dtype: Any, /, *, copy: bool = True, device: Any = None) -
         return constant(xp.astype(x.layout, dtype))
     program = _program(x)
     out = program.fresh(x.shape, dtype)
-    program.emit("astype", _copy, [out], [x])
+    _emit(program, "astype", _copy, out, [x])
     return out
 
 
@@ -255,10 +257,12 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
     out = program.fresh(np.broadcast_shapes(*map(np.shape, (condition, x1, x2))), dtype)
 
     def run(out: Any, condition: Any, x1: Any, x2: Any) -> None:
-        out[...] = x2
-        np.copyto(out, x1, where=condition)
+        np.copyto(out, np.where(condition, x1, x2))  # out may be one of them
 
-    program.emit("where", run, [out], [condition, x1, x2])
+    ins = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in (condition, x1, x2)]
+    own = typed.chosen(program, out, ins)
+    native, arrays = own if own else (None, ins)
+    program.emit("where", run, [out], arrays, native, in_place=[range(3)])
     return out
 
 

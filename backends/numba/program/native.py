@@ -27,6 +27,7 @@ from xformer.backends.numba.compiled import callable_from_c, inlined
 
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 LINE = 16  # float32 numbers of a line of memory: pieces are cut at lines, so that no two share one
+NOTHING = 0, (1 << 63) - 1, -(1 << 63)
 SGEMM, TILES, SCRATCH = range(3)  # words of a thread: BLAS's sgemm, `tile`'s, float32 memory
 
 
@@ -42,11 +43,16 @@ class Kernel:
 
 
 class Native(NamedTuple):
-    """How an instruction runs without Python: a kernel, its numbers, in how many pieces."""
+    """How an instruction runs without Python: a kernel, its numbers, in how many pieces.
+
+    The numbers of a check begin with `NOTHING`, which it writes over: whether it has failed, and
+    the least and the largest of what it has looked at, in all rounds of a run.
+    """
 
     kernel: Kernel
     numbers: tuple[int, ...]
     pieces: int = 1
+    blas: bool = False  # whether it may call BLAS
 
 
 def native(fn: Callable[..., None]) -> Kernel:
@@ -82,6 +88,7 @@ def _pointer(kind: Any) -> Any:
 _words: Any = _pointer(types.int64)
 _floats: Any = _pointer(types.float32)
 _doubles: Any = _pointer(types.float64)
+_integers: Any = _pointer(types.int32)
 _bytes: Any = _pointer(types.uint8)
 
 
@@ -113,6 +120,12 @@ def float32s(address: Any, shape: Any) -> Any:
 def float64s(address: Any, shape: Any) -> Any:
     """The same of float64."""
     return numba.carray(_doubles(address), shape, np.float64)
+
+
+@_inline
+def int32s(address: Any, n: Any) -> Any:
+    """n int32 at an address."""
+    return numba.carray(_integers(address), n, np.int32)
 
 
 @_inline

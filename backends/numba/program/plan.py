@@ -67,13 +67,15 @@ def _lowest(begins: np.ndarray, ends: np.ndarray, size: int) -> int:
 def waits(run: Sequence[Instruction], offsets: dict[Buffer, int]) -> list[bool]:
     """Of neighbours, which ones need all that came before: they touch what it has written.
 
-    Or they write what it has read or written, maybe by another buffer in the same place.
+    Or they write what it has read or written, maybe by another buffer in the same place. All that
+    comes after a check waits for it: no kernel sees an id that is none.
     """
-    read, written, marks = list[Span](), list[Span](), list[bool]()
+    read, written, marks, checked = list[Span](), list[Span](), list[bool](), False
     for one in run:
         ins = [_span(x, offsets) for x in one.ins if isinstance(x, Traced) and x.size]
         outs = [_span(x, offsets) for x in one.outs if x.size]
-        marks.append(_meet(written, ins + outs) or _meet(read, outs))
+        marks.append(checked or _meet(written, ins + outs) or _meet(read, outs))
+        checked = one.checks
         if marks[-1]:
             read, written = [], []
         read += ins

@@ -1,4 +1,4 @@
-"""Sums, means and extremes over axes, in float32 and float64; sums are made in float64."""
+"""Sums, means and extremes over axes: floating ones are summed in float64, whole ones in int64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def natively(
 
     The reduced axes are x's last ones, or its first ones, and x lies without gaps.
     """
-    kernels = {"float32": (rows32, columns32), "float64": (rows64, columns64)}.get(x.dtype.name)
+    kernels = {
+        "float32": (rows32, columns32),
+        "float64": (rows64, columns64),
+        "int64": (rows_whole, None) if name != "mean" else None,
+    }.get(x.dtype.name)
     if kernels is None or name not in CODES or x.dtype != out.dtype or not x.size:
         return None
     if joined(x.shape, (x.strides,)) is None or not x.layout.flags.c_contiguous:
@@ -33,7 +37,7 @@ def natively(
     if sizes == sorted(sizes):
         pieces = program.pieces(x.size) if out.size >= program.threads else 1
         return Native(kernels[0], numbers, pieces)
-    if sizes == sorted(sizes, reverse=True):
+    if kernels[1] is not None and sizes == sorted(sizes, reverse=True):
         pieces = program.pieces(x.size) if out.size >= LINE * program.threads else 1
         return Native(kernels[1], numbers, pieces)
     return None
@@ -57,6 +61,22 @@ def rows64(args: int, piece: int, pieces: int, memory: int) -> None:
     y, x = float64s(a[0], (a[3],)), float64s(a[1], (a[3], a[4]))
     for i in range(start, stop):
         y[i] = _of_row(a[2], x[i])
+
+
+@native
+def rows_whole(args: int, piece: int, pieces: int, memory: int) -> None:
+    """The same in int64."""
+    a = words(args, 5)
+    start, stop = part(a[3], piece, pieces, 1)
+    y, x = words(a[0], a[3]), words(a[1], a[3] * a[4])
+    for i in range(start, stop):
+        total = x[i * a[4]]
+        for j in range(i * a[4] + 1, (i + 1) * a[4]):
+            if a[2] == SUM:
+                total += x[j]
+            else:
+                total = max(total, x[j]) if a[2] == MAX else min(total, x[j])
+        y[i] = total
 
 
 @native

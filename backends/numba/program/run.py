@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 from xformer.backends.numba.program import namespace
-from xformer.backends.numba.program.binding import Code, Memory, array_of, far_to_near
+from xformer.backends.numba.program.binding import (
+    Code,
+    Layout,
+    Memory,
+    addresses,
+    array_of,
+    far_to_near,
+    layout_of,
+)
 from xformer.backends.numba.program.donate import are_alike, placed_in, require_apart, written_over
 from xformer.backends.numba.program.plan import plan
 from xformer.backends.numba.program.program import Instruction, Program
 from xformer.backends.numba.program.traced import Traced
 from xformer.backends.numpy.threads import scratch
-
-Layout = tuple[tuple[int, ...], Any, tuple[int, ...]]  # shape, dtype, strides
 
 
 class Recorded:
@@ -45,10 +52,16 @@ class Recorded:
             for i, layout in enumerate(layouts)
         ]
         self.layouts, self.donated = list(layouts), sorted(donated)
+        self._order = sorted(range(len(layouts)), key=lambda i: i not in set(donated))
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in layouts]
+        self._sizes = np.array([sizes[i] for i in self._order], np.int64)
         results = _own(program, fn(*inputs), [inputs[i] for i in self.donated])
         code = program.needed([x for x in results if not x.is_constant])
         places = placed_in(results, [inputs[i] for i in self.donated])
         self._given = {i: self.donated[j] for i, j in places.items()}  # results that are inputs
+        # Whether the first results are in the memory of all that is donated, in that order: then a
+        # further run of the same arrays is one of what the last run has made.
+        self.goes_round = [self._given.get(i) for i in range(len(donated))] == self.donated
         self.code = written_over(code, [(results[i], inputs[j]) for i, j in self._given.items()])
         self.results = results
         self._inputs = [x.buffer for x in inputs if x.buffer is not None]
@@ -59,9 +72,19 @@ class Recorded:
         self._run = Code(self.code, self.plan.offsets, threads)
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """The results. The arrays have the layouts of the recording (`layout_of`)."""
+        """The results. ValueError for arrays of other layouts than it was recorded for."""
+        self.require_layouts(arrays)
+        return self.run(arrays)
+
+    def run(self, arrays: Sequence[Any], rounds: int = 1) -> list[Any]:
+        """The results of arrays whose layouts were just read, and are those of the recording.
+
+        rounds: runs, of which each further one reads what the last one has written over what is
+        donated (`goes_round`); the results are those of the last one. ValueError where a check
+        fails: what is donated may then have been written over.
+        """
         memory = self.memory(arrays)
-        self._run(memory)
+        self._run(memory, rounds)
         return [
             arrays[self._given[i]]
             if i in self._given
@@ -71,13 +94,16 @@ class Recorded:
             for i, x in enumerate(self.results)
         ]
 
-    def memory(self, arrays: Sequence[Any]) -> Memory:
-        """That of a run. ValueError for arrays of other layouts, and donated ones that overlap."""
+    def require_layouts(self, arrays: Sequence[Any]) -> None:
+        """ValueError for arrays of other layouts than it was recorded for."""
         if [layout_of(x) for x in arrays] != self.layouts:
             raise ValueError("a program was given arrays of other layouts than it was recorded for")
+
+    def memory(self, arrays: Sequence[Any]) -> Memory:
+        """That of a run. ValueError where arrays that are donated lie in others."""
         if self.donated:
-            mine = [arrays[i] for i in self.donated]
-            require_apart(mine, [x for i, x in enumerate(arrays) if i not in set(self.donated)])
+            begins = addresses([arrays[i] for i in self._order])
+            require_apart(begins, self._sizes, len(self.donated))
         outputs = [np.empty(buffer.nbytes, np.uint8) for buffer in self._outputs]
         arena = scratch("arena", (self.plan.nbytes,), np.uint8)
         buffers = zip((*self._inputs, *self._outputs), (*arrays, *outputs), strict=True)
@@ -120,11 +146,6 @@ def placed(x: Any, *, writeable: bool = False) -> Any:
     filled = flags.c_contiguous or x.transpose(far_to_near(x)).flags.c_contiguous
     good = filled and flags.aligned and (flags.writeable or not writeable)
     return x if good else np.array(x, order="C")
-
-
-def layout_of(x: Any) -> Layout:
-    """What a program is recorded for."""
-    return x.shape, x.dtype, x.strides
 
 
 def _own(program: Program, results: Sequence[Any], donated: Sequence[Traced]) -> list[Traced]:

@@ -38,6 +38,7 @@ def timed(program: Recorded, arrays: Sequence[Any], rounds: int) -> list[Timed]:
 
     ValueError for arrays of other layouts.
     """
+    program.require_layouts(arrays)
     memory = program.memory(arrays)
     codes = [Code([one], program.plan.offsets, program.threads) for one in program.code]
     least = [np.inf] * len(codes)
