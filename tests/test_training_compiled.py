@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,11 +15,12 @@ pytest.importorskip("numba", reason="needs extra numba")
 from causal_models import causal
 from xformer.backends.numba.program import run as programs
 
-from xformer import GPT, backends, tree
+from xformer import GPT, backends, reference_only, tree
 from xformer.generation import generate, stream
 from xformer.generation.samplers import top_k
 from xformer.training import Batch, Diverged, TrainConfig, Windows, loop, loss_of, start, train
 
+generating = importlib.import_module("xformer.generation.generate")
 TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
 # Without biases: the gradient of that of keys is 0, and AdamW takes the sign of what rounding
 # makes of it.
@@ -177,3 +180,30 @@ def test_two_texts_in_turn() -> None:
     wanted = [list(stream(model, params, [p], max_new=12)) for p in PROMPTS]
     both = [stream(model, params, [p], max_new=12, compiled=True) for p in PROMPTS]
     assert [list(row) for row in zip(*zip(*both, strict=True), strict=True)] == wanted
+
+
+def test_tokens_are_programs_by_themselves(made: list[Any]) -> None:
+    """Of texts that are long enough, some a call; stop ids end them, and references stay so."""
+    backends.get("numba")
+    model, params = causal("gpt2")
+    params = tree.map(lambda p: p.astype(np.float32), params)
+    n = model.context - len(PROMPTS[0]) + 1
+    with patch.object(generating, "PAYS", n):
+        found = generate(model, params, PROMPTS, max_new=n)
+        assert len(made) == 1
+        with reference_only():
+            assert generate(model, params, PROMPTS, max_new=n) == found
+        assert len(made) == 1
+        assert generate(model, params, PROMPTS, max_new=n, compiled=False) == found
+        assert generate(model, params, PROMPTS, max_new=n - 1) == [ids[: n - 1] for ids in found]
+        stop = {found[0][2], found[1][4]}
+        wanted = generate(model, params, PROMPTS, max_new=n, stop=stop, compiled=False)
+        assert generate(model, params, PROMPTS, max_new=n, stop=stop) == wanted
+    assert len(made) == 1
+
+
+def test_a_model_that_has_no_likeliest_token() -> None:
+    model, params = causal("gpt2")
+    params = tree.map(lambda p: np.full(p.shape, np.nan, np.float32), params)
+    with pytest.raises(ValueError, match="the largest logit of each row must be finite"):
+        generate(model, params, PROMPTS[:1], max_new=5, compiled=True)

@@ -265,6 +265,11 @@ def _import_if_there(module: str) -> None:
             raise
 
 
+def is_reference_only() -> bool:
+    """Whether this is within `reference_only()`."""
+    return _reference_only.get()
+
+
 @contextmanager
 def kernels(name: str) -> Iterator[None]:
     """Within this context the kernels of backend `name` run for NumPy's arrays.

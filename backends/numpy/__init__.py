@@ -11,7 +11,7 @@ import numpy
 from xformer.backends.arrays import refusal
 from xformer.backends.base import Backend
 
-from xformer.dispatch import kernels
+from xformer.dispatch import is_reference_only, kernels
 
 __all__ = ["NumpyBackend", "backend", "refusal", "xp"]
 
@@ -37,7 +37,7 @@ class NumpyBackend(Backend):
 
     def records(self, dtype: Any) -> bool:
         """True for float32, which programs have kernels for, of backend numba."""
-        return bool(dtype == numpy.float32 and self.name == "numba")
+        return bool(dtype == numpy.float32 and self.name == "numba" and not is_reference_only())
 
 
 def backend(device: str | None = None) -> Backend:

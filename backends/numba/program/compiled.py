@@ -13,6 +13,7 @@ from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy.threads import n_threads
 
 from xformer import tree
+from xformer.dispatch import is_reference_only
 
 KEPT = 16  # programs of one function: of the last kinds of arguments
 READ = 0x101  # of arrays that `placed` leaves as they are: flags of NumPy's,
@@ -76,7 +77,7 @@ class Compiled:
 
     def _read(self, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The kind of a call, and its inputs."""
-        inputs, kinds = list[Any](), list[Any]([n_threads()])
+        inputs, kinds = list[Any](), list[Any]([n_threads(), is_reference_only()])
         for i, argument in enumerate(arguments):
             wanted = DONATED if i in self.donated else READ
             leaves, nodes = tree.parts(argument)
