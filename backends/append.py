@@ -32,16 +32,9 @@ class Room:
         self.capacity = max(LEAST, 2 * (past.length + k.shape[2]))
         self.k, self.v = (_buffer(new, self.capacity) for new in (k, v))
         self.end = past.length
-        self.plan: Any = None  # what a kernel remembers of the layers for the next token
-        self.reading: Any = None  # and another of the whole model
-        self.addresses: Any = None  # and where these buffers are
         if past.k is not None and past.v is not None:
             self.k[:, :, : self.end, :] = past.k
             self.v[:, :, : self.end, :] = past.v
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"plan": None, "reading": None, "addresses": None}  # of this process
-        return vars(self) | own
 
 
 class Place:
@@ -105,18 +98,6 @@ def _claim(rooms: tuple[Room, ...], end: int, n: int) -> bool:
             return False
     for room in rooms:
         room.end = end + n
-    return True
-
-
-def given_back(rooms: tuple[Room, ...], end: int, n: int) -> None:
-    """Of the columns up to `end`, which one has claimed, the last n are free again."""
-    _claims.run(_give_back, rooms, end, n)
-
-
-def _give_back(rooms: tuple[Room, ...], end: int, n: int) -> bool:
-    for room in rooms:
-        if room.end == end:
-            room.end = end - n
     return True
 
 

@@ -1,8 +1,7 @@
 """Who takes part: this library on each backend, and the peers.
 
 A contestant is named "<backend> kernel", "<backend> reference" (where no kernel may run),
-"numba ops" (its kernels of single ops alone, `benchmarks.loops`), "numba program" (each call a run
-of what was recorded, `benchmarks.programs`),
+"numba program" (each call a run of what was recorded, `benchmarks.programs`),
 "jax jit" (the whole step under `jax.jit`), "cupy graph" (a step is one CUDA graph),
 "cupy deterministic" (bit for bit the same each time), "torch eager" (`benchmarks.eager`),
 "torch cudnn" (its attention by cuDNN) or "torch compile" (the same under `torch.compile`).
@@ -24,7 +23,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.feed import Feed
-from benchmarks.loops import without_loops
 from benchmarks.shapes import EAGER, STAND_IN, Shape
 from xformer import backends, dispatch, inference, optim, reference_only, tree
 from xformer.training import Batch, TrainConfig, loss_of, start, train
@@ -196,12 +194,8 @@ class Jitted(Ours):
         return loss
 
 
-# What is measured of numba beside its kernels as they are: who, and within which context.
-NUMBA: dict[str, tuple[type[Ours], Callable[[], AbstractContextManager[None]]]] = {
-    "numba ops": (Ours, without_loops),
-}
 PROGRAM = "numba program"
-GATE = (PEER, "numpy kernel", *NUMBA, "numba kernel", PROGRAM)  # `benchmarks.gate`
+GATE = (PEER, "numpy kernel", "numba kernel", PROGRAM)  # `benchmarks.gate`
 
 
 def names() -> list[str]:
@@ -212,7 +206,7 @@ def names() -> list[str]:
             found.append(f"{name} kernel")
         found += [GRAPH, DETERMINISTIC] if name == "cupy" else []
         found += [JITTED] if name == "jax" else []
-        found += [*NUMBA, PROGRAM] if name == "numba" else []
+        found += [PROGRAM] if name == "numba" else []
         found += [f"{name} reference"] if name not in backends.ON_NUMPY else []  # that is NumPy's
     return found
 
@@ -245,7 +239,7 @@ def default(shape: Shape) -> list[str]:
 
     Without `jax.jit`, and without kernels, the libraries show that code is right.
     """
-    slow = "jax kernel", CUDNN, DETERMINISTIC, *NUMBA, PROGRAM
+    slow = "jax kernel", CUDNN, DETERMINISTIC, PROGRAM
     fast = [n for n in names() if not n.endswith("reference") and n not in slow]
     if not shape.scores_fit:
         fast = [n for n in fast if n in (PEER, COMPILED, *(f"{n} kernel" for n in CPU))]
@@ -269,7 +263,6 @@ def make(name: str, shape: Shape, weights: Any) -> Contestant:
         from benchmarks.programs import Programs
 
         kind = Programs
-    kind, context = NUMBA.get(name, (kind, context))
     entered = [context]
     if library in backends.ON_NUMPY:
         entered.append(backend.active)

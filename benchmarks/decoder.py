@@ -1,10 +1,9 @@
 """One contestant of `benchmarks.decoding`: `decoder.py NAME FOLDER`, a model in a folder.
 
 {"write": {"prompt": ids, "n": n}} is answered with the n likeliest next ids and the seconds that
-they took. "xformer <backend>" is this library call by call, "xformer numba ops" without its loops
-over whole models (`benchmarks.loops`), "xformer numba program" with programs; "transformers" its
-own `generate`, with a cache; "transformers loop" calls its model with a cache, without what
-`generate` does around it.
+they took. "xformer <backend>" is this library as it is, "xformer <backend> ops" without compiled
+tokens; "transformers" its own `generate`, with a cache; "transformers loop" calls its model with a
+cache, without what `generate` does around it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Write = Callable[[Sequence[int], int], list[int]]
 
 
 def xformer(folder: str, how: str) -> Write:
-    """As this library's page has it; how: a backend, "<backend> ops" or "<backend> program"."""
+    """As this library's page has it; how: a backend, or "<backend> ops"."""
     from xformer import backends, pretrained
     from xformer.generation import generate
 

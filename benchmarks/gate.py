@@ -1,8 +1,8 @@
 """`python -m benchmarks.gate`: what a change of numba's kernels must not make slower.
 
 Every shape of `benchmarks.shapes`, the options and families of `benchmarks.gate_shapes`, and the
-time a token, each in one interleaved run of torch, plain NumPy, numba's kernels of single ops,
-numba's loops over whole layers and models, and programs of numba's.
+time a token, each in one interleaved run of torch, plain NumPy, numba's kernels op by op, and
+programs of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ from benchmarks.harness import Disagreement, Ended
 TEXTS = ("stories260K", "char-gpt")  # of benchmarks.decoding, here "decoding-<text>"
 DECODING = {f"decoding-{name}": decoding.BY_NAME[name] for name in TEXTS}
 NAMES = (*BY_NAME, *DECODING)
+# Contestants of texts in the columns of steps.
+OF_TEXTS = {
+    "numpy kernel": "xformer numpy",
+    "numba kernel": "xformer numba ops",
+    contestants.PROGRAM: "xformer numba",
+}
 FEWER = 3  # times fewer rounds than a shape has by default, and at least as many
 
 
@@ -94,7 +100,7 @@ def summary(all_found: Sequence[Mapping[str, Any]]) -> str:
         took = {row["name"]: row[work] for row in found["rows"]}
         cells = [found["shape"], report.digits(took[found["peer"]]["min_ms"])]
         for name in columns:
-            own = took.get(f"xformer {name.removesuffix(' kernel')}" if is_text else name)
+            own = took.get(OF_TEXTS[name] if is_text else name)
             cells.append("-" if own is None else f"{own['ratio']:.3f}")
         rows.append(cells)
     return report.align(rows)

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from test_benchmarks import BERT_SIZES, LLAMA_SIZES, InProcess, checked
 
-from benchmarks import contestants, gate, gate_shapes, harness, loops, products, step
-from benchmarks.contestants import GATE, NUMBA, PEER, PROGRAM
+from benchmarks import contestants, gate, gate_shapes, harness, products, step
+from benchmarks.contestants import GATE, PEER, PROGRAM
 from benchmarks.feed import Feed
 from benchmarks.gate_shapes import BY_NAME
 from benchmarks.products import Attention, Linear
 from benchmarks.shapes import RELU, Shape
-from xformer import GPT, backends, ops, pretrained, tree
-from xformer.dispatch import Kernel
+from xformer import GPT, backends, pretrained, tree
 from xformer.summary import summary
 from xformer.tree import Frozen
 
@@ -85,7 +84,7 @@ def test_a_run_prints_tables_and_writes_json(
     assert row["tokens_per_s"] == pytest.approx(3 * (9 + 4 + 7) / (row["step"]["min_ms"] / 1e3))
     shown = capsys.readouterr().out
     assert "batch 3 of 9, 4, 7 tokens" in shown
-    assert gate.summary([found]) in shown and "numba ops x" in gate.summary([found])
+    assert gate.summary([found]) in shown and "numba program x" in gate.summary([found])
 
 
 def test_the_last_table_has_texts_too() -> None:
@@ -95,7 +94,7 @@ def test_the_last_table_has_texts_too() -> None:
     ]
     found = {"shape": "decoding-char-gpt", "peer": "transformers", "rows": rows}
     last = " ".join(gate.summary([found]).splitlines()[-1].split())
-    assert last == "| decoding-char-gpt | 4 | 0.500 | - | 0.250 | - |"
+    assert last == "| decoding-char-gpt | 4 | 0.500 | - | 0.250 |"
 
 
 @pytest.mark.parametrize(
@@ -122,31 +121,6 @@ def test_a_contestant_that_cannot_take_part_says_why(
     with pytest.raises(SystemExit):
         gate.main([])
     assert f"{PEER}: why" in capsys.readouterr().err
-
-
-def test_ops_leave_out_the_loops_alone() -> None:
-    pytest.importorskip("numba", reason="extra numba is not installed")
-    from xformer.backends.numba import KERNELS
-
-    def by_numba(op: Any) -> list[Kernel]:
-        return list(op.import_kernels("numba"))
-
-    single = ops.linear, ops.sdpa, ops.gelu, ops.layer_norm
-    with pytest.raises(ZeroDivisionError), loops.without_loops():
-        assert not any(map(by_numba, loops.WHOLE))
-        assert all(map(by_numba, single))
-        assert any(op.import_kernels("numpy") for op in loops.WHOLE)  # NumPy's own
-        1 / 0  # noqa: B018
-    assert all(map(by_numba, loops.WHOLE))
-    layers_and_models = {op for op, *_ in KERNELS if not _is_single(op)}
-    assert layers_and_models == set(loops.WHOLE)
-    assert set(NUMBA) <= set(contestants.names())
-    assert not set(NUMBA) & set(contestants.default(BY_NAME["tiny"]))
-
-
-def _is_single(op: Any) -> bool:
-    """Whether it is a primitive, or an optimiser's."""
-    return op.reference.__module__.startswith(("xformer.ops.", "xformer.optim."))
 
 
 def test_calls_get_the_batches_in_turn_and_keys_of_their_own() -> None:

@@ -29,8 +29,6 @@ from xformer.layers.checkpoint import held
 from xformer.layers.constant import constant
 from xformer.layers.past import append
 from xformer.layers.rotary import turns
-from xformer.models.ahead import ahead
-from xformer.models.language_model import language_model_extend
 from xformer.ops import embedding, index_add, random_bits, rope
 from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
@@ -57,10 +55,9 @@ KERNELS = [
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
-# test_cuda_precision.py, turns: test_rotary.py, language_model_extend: test_numba_extend.py,
-# ahead: test_numba_ahead.py
+# test_cuda_precision.py, turns: test_rotary.py
 WITHOUT_GRADIENT = (random_bits, in_range, likeliest, append, constant, held, advance, sum_to)
-WITHOUT_GRADIENT += (*UPDATES, turns, language_model_extend, ahead)
+WITHOUT_GRADIENT += (*UPDATES, turns)
 # Of many ops, whose rounding adds up either way: test_numpy_blocks.py
 IN_FLOAT64 = (blocks,)
 IN_ANY_ORDER = (embedding, index_add)  # sums at repeated ids

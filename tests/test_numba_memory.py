@@ -8,21 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from causal_models import V
 from numpy.lib.stride_tricks import as_strided
 from test_kernels import require_exact
-from test_numba_extend import MODELS, of_float32
 from test_numpy_kernels import drawn
 
-from xformer import backends, inference, layers, ops, reference_only, tree
+from xformer import backends, inference, ops
 from xformer.checks import in_range
 from xformer.dispatch import Kernel
-from xformer.layers import BlockConfig
-from xformer.models.language_model import language_model_extend
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import KERNELS, blocks, extend, linear
+from xformer.backends.numba import KERNELS, linear
 
 pytestmark = pytest.mark.usefixtures("numba_kernels")
 NUMPY = backends.get("numpy")
@@ -85,75 +81,6 @@ def test_that_stride_of_few_vectors(
         np.testing.assert_allclose(y, x @ own, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stride", STRIDES)
-def test_that_stride_in_whole_layers(stride: int) -> None:
-    config = BlockConfig(2, 2, 1, gated=True, activation="silu", n_kv_heads=1, norm_kind="rms")
-    plain = layers.StackParams.init(NUMPY.generator(1, "float64"), (config,)).blocks
-    params = tree.map(lambda p: restrided(p.astype(np.float32), stride), plain)
-    (x,) = drawn(((2, 130, 2),), "float32")
-    options: Any = {"configs": (config,), "causal": True}
-    with reference_only():
-        wanted, _ = layers.blocks(x, params, **options)
-    one = restrided(x[:1], stride)
-    with inference():
-        assert blocks.outside(one, params, **options) is None
-        y, _ = layers.blocks(one, params, **options)
-    np.testing.assert_allclose(y, wanted[:1], rtol=1e-5, atol=1e-6)
-
-
-# ---- Addresses ----
-
-
-def require_stays(x: Array) -> None:
-    """Compiled loops know where it is: NumPy must refuse to move it."""
-    with pytest.raises(ValueError, match="cannot resize"):
-        x.resize((1000, *x.shape), refcheck=False)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("alone", [False, True], ids=["extend", "advance"])
-def test_parameters_of_a_text_stay_where_they_are(
-    alone: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if alone:
-        monkeypatch.setitem(language_model_extend.kernels, "numba", [])
-    model = MODELS["a head with a bias"]
-    plain = tree.map(np.copy, of_float32(model))
-    params = tree.freeze(plain) if frozen else plain
-    _, state = model.extend(params, np.ones((1, 1), int), model.start())
-    with reference_only():
-        wanted, _ = model.extend(params, np.ones((1, 1), int), state)
-    for _ in range(2):
-        got, state = model.extend(params, np.ones((1, 1), int), state)
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
-        for own in state.past:
-            require_stays(own.place.room.k)
-        for leaf in tree.flatten(plain.stack if alone else plain).values():
-            require_stays(leaf)
-        with reference_only():
-            wanted, _ = model.extend(params, np.ones((1, 1), int), state)
-
-
-def test_what_is_frozen_is_known_by_its_array() -> None:
-    """As long as it lives it stays where it is; another one in its place is another one."""
-    config = BlockConfig(12, 3, 20)
-    blocks_of = layers.StackParams.init(NUMPY.generator(1, "float64"), (config,)).blocks
-    plain = tree.map(lambda p: p.astype(np.float32), blocks_of)
-    params = tree.freeze(plain)
-    (x,) = drawn(((1, 9, 12),), "float32")
-    options: Any = {"configs": (config,), "causal": True}
-    for factor in (1, 3):
-        leaf = params[0].attn.q.w
-        object.__setattr__(leaf, "value", factor * leaf.value)
-        with inference():
-            assert blocks.outside(x, params, **options) is None
-            got, _ = layers.blocks(x, params, **options)
-        with reference_only():
-            wanted, _ = layers.blocks(x, params, **options)
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-        require_stays(leaf.value)
-
-
 # ---- Ids ----
 
 IDS, REFILL = np.array([[2, 0, 1], [1, 2, 0]]), 3  # which is an id too: nothing crashes
@@ -207,21 +134,3 @@ def test_ids_that_are_refilled_after_their_check(
     assert (buffer == REFILL).all()
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_tokens_that_are_refilled_after_their_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["learned positions"]
-    params, calls, buffer = of_float32(model), list[int](), np.ones((1, 1), int)
-    _, state = model.extend(params, buffer, model.start())
-    read = extend.reading_of
-
-    def refilling(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:  # when the kernel runs
-            buffer[...] = V
-        return read(*args)
-
-    monkeypatch.setattr(extend, "reading_of", refilling)
-    with pytest.raises(ValueError, match=rf"ids must lie in \[0, {V}\)"):
-        model.extend(params, buffer, state)
-    assert len(calls) == 2

@@ -16,17 +16,13 @@ from xformer.backends import numpy
 from xformer.backends.base import Backend
 from xformer.backends.numba import (
     adam,
-    advance,
-    blocks,
     embedding,
-    extend,
     gelu,
     gemm,
     glu,
     layer_norm,
     linear,
     linear_cross_entropy,
-    prefill,
     registers,
     rms_norm,
     sdpa,
@@ -35,24 +31,15 @@ from xformer.backends.numpy.products import MULTIPLY
 
 from xformer import ops
 from xformer.dispatch import Overridable, kernel
-from xformer.layers.advance import advance as layers_advance
-from xformer.layers.blocks import blocks as layers_blocks
-from xformer.models.ahead import ahead
-from xformer.models.language_model import language_model_extend
 from xformer.optim.adam import adam_update
 
 __all__ = ["KERNELS", "backend"]
 
 KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
     (adam_update, adam.adam_update, adam.not_float32),
-    (layers_advance, advance.advance, advance.outside),
-    (layers_advance, prefill.advance, prefill.outside),
-    (layers_blocks, blocks.blocks, blocks.outside),
     (ops.embedding, embedding.embedding, embedding.not_float32),
     (ops.gelu, gelu.gelu, gelu.not_float32),
     (ops.glu, glu.glu, glu.not_float32_silu),
-    (ahead, extend.ahead, extend.not_ahead),
-    (language_model_extend, extend.language_model_extend, extend.outside),
     (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
     (ops.linear, linear.linear, linear.other),
     (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from ctypes import addressof, c_char
 from functools import partial
 from itertools import chain
@@ -13,14 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from xformer.backends.numba.atomic import floats, place
 from xformer.backends.numba.compiled import BLOCK, elementwise, inlined, rowwise
-from xformer.backends.numba.known import Known
 from xformer.backends.numpy.leaves import Leaf, apart, unlike
 from xformer.backends.numpy.threads import n_threads, run
 
 from xformer.typing import Array
 
 REPLACED = 0, 2, 3  # of parameters, gradients and moments
-GRADS, SIZE = 1, 7  # columns of a leaf's row: where its gradient is, and after seven places
+SIZE = 7  # column of a leaf's row, after seven places
 _at, _byte = addressof, c_char.from_buffer  # of an array's first byte: where it is
 
 
@@ -40,11 +38,10 @@ def not_float32(
     """Why the kernel cannot run: it reads memory as it is said to be."""
     if params[0].dtype != np.float32:
         return "only float32"
-    shapes, known = [x.shape for x in params], _known.of((*params, *m, *v)) is not None
-    others = (grads,) if known else (grads, m, v)
+    shapes, others = [x.shape for x in params], (grads, m, v)
     if any([x.shape for x in leaves] != shapes for leaves in others):
         return "gradients and moments must have the shapes of their parameters"
-    return unlike([*(params[:1] if known else params), *chain(*others)])
+    return unlike([*params, *chain(*others)])
 
 
 def adam_update(
@@ -72,9 +69,6 @@ def adam_update(
     return made
 
 
-_known = Known()  # tables of parameters and moments that are written over where they are
-
-
 def _table(
     params: Sequence[Array],
     grads: Sequence[Array],
@@ -83,19 +77,10 @@ def _table(
     donate: bool,
 ) -> tuple[Array, tuple[list[Array], list[Array], list[Array]], Any]:
     """That of `_some`, what will be the new parameters and moments, and whose memory it is."""
-    old = *params, *m, *v
-    table = _known.of(old) if donate else None
-    if table is not None and all([x.flags.writeable for x in old]):
-        with suppress(TypeError, ValueError):
-            its, table = [_at(_byte(g)) for g in grads], table.copy()
-            table[:, GRADS] = its
-            return table, (list(params), list(m), list(v)), grads
-    donate = donate and apart(old)
+    donate = donate and apart((*params, *m, *v))
     leaves = [_leaf(arrays, donate) for arrays in zip(params, grads, m, v, strict=True)]
     table = np.array([leaf.places for leaf in leaves], np.int64)
     new_p, new_m, new_v = (list(new) for new in zip(*(leaf.made for leaf in leaves), strict=True))
-    if all(leaf.is_plain for leaf in leaves):
-        _known.keep(old, table)
     return table, (new_p, new_m, new_v), leaves
 
 
@@ -105,7 +90,6 @@ class _Leaf(NamedTuple):
     places: tuple[int, ...]  # a row of the table of `_some`
     made: tuple[Array, ...]  # which will be the new parameters and moments
     owners: Sequence[Array]  # of the memory that is read
-    is_plain: bool = False  # whether all is written over, and lies as its gradient does
 
 
 def _leaf(arrays: Sequence[Array], donate: bool) -> _Leaf:
@@ -114,7 +98,7 @@ def _leaf(arrays: Sequence[Array], donate: bool) -> _Leaf:
         try:  # in a quarter of `place`'s time, where memory can be written to as it lies
             at_p, at_m, at_v = _at(_byte(p)), _at(_byte(m)), _at(_byte(v))
             old = at_p, _at(_byte(g)), at_m, at_v
-            return _Leaf((*old, at_p, at_m, at_v, p.size), (p, m, v), arrays, True)
+            return _Leaf((*old, at_p, at_m, at_v, p.size), (p, m, v), arrays)
         except (TypeError, ValueError):
             pass  # what is read-only, empty, or lies otherwise
     leaf = Leaf(arrays, REPLACED, donate)

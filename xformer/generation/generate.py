@@ -69,15 +69,13 @@ def stream(
     sampler: the next id is drawn from softmax(sampler(logits, ids)) (`generation.samplers`); None
     takes the likeliest. A seed gives text i the same ids on every backend, whatever else is in the
     batch. slide: a text that fills the model's context goes on after its last tokens alone, which
-    are read anew for each further one. Without a sampler, tokens of one text may come some at a
-    time, with the parameters as they are at the first of them, where a library chooses and reads
-    them by itself (`models.ahead`). compiled: a further token is one call of the library, where it
-    has such a thing (`xformer.compile`), or some likeliest ones are; where it cannot be, a
-    RuntimeWarning says why. The ids are the same; logits that a sampler is given may be written
-    over by the next ones. Unless given, tokens are compiled where numba's kernels run and max_new
-    is at least `PAYS`. ValueError where
-    prompt and max_new do not fit the context and slide is not given, for bad prompts (`prefill`),
-    and for logits that are no numbers.
+    are read anew for each further one. compiled: a further token is one call of the library, where
+    it has such a thing (`xformer.compile`), or some likeliest ones are, with the parameters as they
+    are at the first of them; where it cannot be, a RuntimeWarning says why. The ids are the same;
+    logits that a sampler is given may be written over by the next ones. Unless given, tokens are
+    compiled where numba's kernels run and max_new is at least `PAYS`. ValueError where prompt and
+    max_new do not fit the context and slide is not given, for bad prompts (`prefill`), and for
+    logits that are no numbers.
     """
     network = network_of("generate", model)
     max_new, seed = require_sizes("generate", 0, max_new=max_new, seed=seed)
@@ -132,7 +130,7 @@ def _stream(
                 return
             most, width = 1 if sampler is not None else max_new - given, text.width + 1
             with place.active():
-                text, chosen = _grown(network, params, text, new, tokens, place, most, stops)
+                text, chosen = _grown(network, params, text, new, tokens, place, most)
             for k in range(text.width - width, 0, -1):  # those that came with it
                 new = [ids[-k] for ids in text.ids]
                 _require_ids(place, text.logits, new)
@@ -154,7 +152,6 @@ def _grown(
     tokens: CompiledTokens | None,
     place: Backend,
     most: int,
-    stops: frozenset[int],
 ) -> tuple[Prefix, Array | None]:
     """The text with these tokens, and with those of the likeliest after them, up to `most` in all,
     that come with them; the likeliest next ones where they are known."""
@@ -164,8 +161,7 @@ def _grown(
         return _read(network, params, longer), None
     if tokens is not None:
         return tokens(text, new, min(most, room))
-    most = min(most, room)
-    return extended(network, params, text, new, place, most=most, stop=stops), None
+    return extended(network, params, text, new, place), None
 
 
 def _read(network: Any, params: Any, prompts: Ids) -> Prefix:

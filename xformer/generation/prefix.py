@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from xformer.checks import require_id, require_ids, require_sizes, whole
 from xformer.generation.samplers import Ids
 from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
-from xformer.models.ahead import ahead
 from xformer.typing import Array
 
 COLUMNS = 64  # a state has a multiple of them, on libraries that compile for every shape
@@ -120,28 +119,16 @@ def extended(
     prefix: Prefix,
     new: Sequence[int],
     place: Backend,
-    *,
-    most: int = 1,
-    stop: Collection[int] = (),
 ) -> Prefix:
-    """`prefix`, whose arrays are in a place, and one token more of each text.
-
-    Where the place chooses and reads them by itself (`ahead`), also some of the likeliest after
-    it: `most` in all, and none with an id in stop.
-    """
+    """`prefix`, whose arrays are in a place, and one token more of each text."""
     tokens = place.asarray(np.asarray(new, dtype=np.int64)[:, None])
     state, width = prefix.state, prefix.width
     if place.compiles and isinstance(network, LanguageModel):
         length = width + COLUMNS - width % COLUMNS
         state = state.padded(min(length, network.context or length) - 1)
     ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
-    if most == 1:
-        logits, state = network.extend(params, tokens, state)
-        return Prefix(ids, place.widened(logits), state, width + 1)
-    options = {"network": network, "state": state, "most": most, "stop": stop}
-    more, logits, state = ahead(tokens, params, **options)
-    ids = tuple((*old, *row) for old, row in zip(ids, more, strict=True))
-    return Prefix(ids, place.widened(logits), state, width + 1 + len(more[0]))
+    logits, state = network.extend(params, tokens, state)
+    return Prefix(ids, place.widened(logits), state, width + 1)
 
 
 def network_of(op: str, model: Any) -> Any:

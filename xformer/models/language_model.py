@@ -13,7 +13,7 @@ from array_api_compat import array_namespace, device
 from xformer import backends, layers, models, ops
 from xformer.backends import Generator
 from xformer.checks import as_indices, number, plain_numbers, require_tokens
-from xformer.dispatch import inference, or_dropped, overridable
+from xformer.dispatch import inference, or_dropped
 from xformer.initial import normal
 from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
@@ -300,10 +300,43 @@ class LanguageModel:
                 require_rows(tokens, state.ids.shape[0])
             length = max(length or 0, self._longest(tokens, mask, state))
             state = self._rotated_for(length, params, state)
-        result: tuple[Array, State] = language_model_extend(
-            tokens, params, model=self, state=state, mask=mask, every=every
+        return self._extend(params, tokens, state, mask, every=every)
+
+    def _extend(
+        self,
+        params: LanguageModelParams,
+        tokens: Array,
+        state: State,
+        mask: Array | None,
+        *,
+        every: bool,
+    ) -> tuple[Array, State]:
+        """As `extend`, of tokens that fit the context, with the RoPE frequencies of the state."""
+        if state.past[0].k is not None:
+            require_rows(tokens, state.past[0].k.shape[0])
+        n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
+        kept, positions = self._kept(tokens, state, mask)
+        places = None if state.mask is None and mask is None else positions
+        (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
+        rotary = self.rotary and layers.rotary(
+            self.rotary, like=x, length=state.rope_length or 0, positions=positions
         )
-        return result
+        x, past = advance(
+            x,
+            params.stack,
+            None,
+            self._alibi(x, n_keys, state.at),
+            pos,
+            configs=self.blocks,
+            past=state.in_place() if state.is_fixed else state.past,
+            n_past=state.length,
+            relative=self.relative,
+            rotary=rotary,
+            mask=None if kept is None else kept[:, None, None, :],
+        )
+        x = x if every else x[:, -1:, :]
+        logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
+        return logits if every else logits[:, 0, :], state.grown(past, kept, tokens)
 
     def rewind(self, state: State, n: int) -> State:
         """`state` without its last `n` tokens, for which another text may follow.
@@ -344,10 +377,7 @@ class LanguageModel:
         empty = self.start()._replace(rope_length=rope_length)
         if state.length == 0:
             return empty
-        _, again = language_model_extend(
-            state.ids, params, model=self, state=empty, mask=state.mask, every=False
-        )
-        return again
+        return self._extend(params, state.ids, empty, state.mask, every=False)[1]
 
     def _kept(self, tokens: Array, state: State, mask: Array | None) -> tuple[Array | None, Array]:
         """Which columns are seen, all where None, and the places of the tokens, as `_places`."""
@@ -468,48 +498,6 @@ class LanguageModel:
         return weights[0] * balance + weights[1] * z, or_dropped(
             RouterLossCache(balance_cache, z_cache, weights, tuple(mixed), len(self.blocks))
         )
-
-
-@overridable(backward=False)
-def language_model_extend(
-    tokens: Array,
-    params: LanguageModelParams,
-    *,
-    model: LanguageModel,
-    state: State,
-    mask: Array | None = None,
-    every: bool = False,
-) -> tuple[Array, State]:
-    """What `LanguageModel.extend` calls, within `inference()`, where tokens fit the context.
-
-    tokens: (B, T)   mask: (B, T) or None   logits: (B, V), of every (B, T, V). RoPE frequencies are
-    those of `state.rope_length`. ValueError where tokens do not continue the texts of the state.
-    """
-    if state.past[0].k is not None:
-        require_rows(tokens, state.past[0].k.shape[0])
-    n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
-    kept, positions = model._kept(tokens, state, mask)
-    places = None if state.mask is None and mask is None else positions
-    (x, pos), _ = model._embedded(params, tokens, places, start=state.length)
-    rotary = model.rotary and layers.rotary(
-        model.rotary, like=x, length=state.rope_length or 0, positions=positions
-    )
-    x, past = advance(
-        x,
-        params.stack,
-        None,
-        model._alibi(x, n_keys, state.at),
-        pos,
-        configs=model.blocks,
-        past=state.in_place() if state.is_fixed else state.past,
-        n_past=state.length,
-        relative=model.relative,
-        rotary=rotary,
-        mask=None if kept is None else kept[:, None, None, :],
-    )
-    x = x if every else x[:, -1:, :]
-    logits, _ = model.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
-    return logits if every else logits[:, 0, :], state.grown(past, kept, tokens)
 
 
 class LanguageModelParams(NamedTuple):
