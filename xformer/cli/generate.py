@@ -70,8 +70,8 @@ def add_parser(subparsers: Any) -> None:
         default=True,
         help="print the text as it comes, or at the end (default: as it comes)",
     )
-    compiled = "a token is one call of the library where that can be: on CuPy a CUDA graph"
-    add("--compile", action="store_true", help=compiled)
+    compiled = "a token is one call of the library where that can be (default: on backend numba)"
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compiled)
     add("--backend", default="numpy", choices=backends.NAMES)
     add("--device", help="of the backend: cuda, for torch")
     add("--dtype", default="float32", choices=("float32", "float64"))
