@@ -105,8 +105,8 @@ def train(
 
     compiled: a step is one call of the library where that can be (`xformer.compile`); a
     RuntimeWarning says where it cannot, and nothing else changes. ValueError without `donate`.
-    Unless given, they are on backend numba, where that can be, states are donated and nothing is
-    reduced.
+    Unless given, they are in float32 on backend numba, where that can be, states are donated and
+    nothing is reduced.
 
     reduce: data-parallel, what several processes do to their gradients, once a step: their mean,
     see `optim.reduced`. Each has its own batches, of as many targets, and the same state at first;
@@ -126,7 +126,8 @@ def train(
     if compiled and not donate:
         raise ValueError("train: compiled steps write over their states: they need donate=True")
     calls = None
-    usual = place.name == "numba" and donate and reduce is None
+    dtypes = {leaf.dtype for leaf in tree.flatten(tree.trained(state.params)).values()}
+    usual = donate and reduce is None and all(map(place.records, dtypes))
     if usual if compiled is None else compiled:
         why = why_not_compiled(loss, config, place)
         if why is None:

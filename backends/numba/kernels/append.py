@@ -17,7 +17,7 @@ from xformer.typing import Array
 
 def unsupported(k: Array, v: Array, *, past: Past) -> str | None:
     """Why the kernel cannot run."""
-    if past.at is None or past.k is None:
+    if past.at is None or past.k is None or past.v is None:
         return "no fixed columns"
     if past.at.dtype != np.int64 or past.at.shape:
         return "the column is no int64"
@@ -33,16 +33,17 @@ def append(k: Array, v: Array, *, past: Past) -> Past:
     the other columns in their places.
     """
     require_one("append", k.shape[2])
-    program, (b, g, s, width) = program_of(k, v, past.k, past.v, past.at), past.k.shape
-    outs = [program.fresh(old.shape, np.float32) for old in (past.k, past.v)]
+    old: Any = past.k, past.v
+    program, (b, g, s, width) = program_of(k, v, *old, past.at), old[0].shape
+    outs = [program.fresh(x.shape, np.float32) for x in old]
 
     def run(new_k: Any, new_v: Any, at: Any, *ins: Any) -> None:
-        found = op.reference(*ins[:2], past=Past(*ins[2:], at=at))
+        found = op.reference(*ins[:2], past=Past(ins[2], ins[3], at=at))
         np.copyto(new_k, found.k)
         np.copyto(new_v, found.v)
 
     numbers = b * g, s, width, v.shape[3]
-    ins = [past.at, *map(contiguous, (k, v, past.k, past.v))]
+    ins = [past.at, *map(contiguous, (k, v, *old))]
     pieces = program.pieces(k.size + v.size)  # which is all there is to do in place
     own = Native(write, numbers, pieces)
     program.emit("append", run, outs, ins, own, in_place=[(3,), (4,)])

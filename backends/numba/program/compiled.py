@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 from xformer.backends.numba.program import timing
-from xformer.backends.numba.program.run import Recorded, layout_of, placed
+from xformer.backends.numba.program.binding import layout_of
+from xformer.backends.numba.program.run import Recorded, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy.threads import n_threads
 

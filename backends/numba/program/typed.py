@@ -53,7 +53,7 @@ def natively(
 ) -> tuple[Native, list[Any]] | None:
     """As `elementwise.natively`."""
     code, arrays = CODES.get(ALIKE.get(name, name)), _arrays(ins)
-    kinds = [KINDS.get(x.dtype.name) for x in (out, *arrays)]
+    kinds: list[Any] = [KINDS.get(x.dtype.name) for x in (out, *arrays)]
     if code is None or None in kinds or not out.size or not _fit(code, name, kinds):
         return None
     layouts = [x.layout if isinstance(x, Traced) else x for x in (out, *arrays)]
