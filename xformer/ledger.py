@@ -95,7 +95,7 @@ def ledger(
     sizes below 1, another dtype, a model without a loss.
     """
     network = getattr(model, "network", model)
-    batch, length = _sizes(network, batch, length, dtype, optimiser)
+    batch, length = sizes_of(network, batch, length, dtype, optimiser)
     own = TrainConfig(steps=1, optimiser=optimiser).chosen_optimiser()
     tally = Tally()
     shapes = network.init_from(Shapes())
@@ -130,7 +130,7 @@ def measured_peak(
     system does not tell (outside Linux). Arguments as in `ledger`; RuntimeError where it fails.
     """
     network = getattr(model, "network", model)
-    batch, length = _sizes(network, batch, length, dtype, optimiser)
+    batch, length = sizes_of(network, batch, length, dtype, optimiser)
     network = replace(network, source=None)
     task = pickle.dumps((network, batch, length, dtype, optimiser))
     command = [sys.executable, "-m", "xformer.ledger"]
@@ -142,7 +142,7 @@ def measured_peak(
     return peak
 
 
-def _sizes(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
+def sizes_of(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
     """batch and length as ints. ValueError as `ledger`."""
     sizes = require_sizes("ledger", 1, batch=batch, length=length)
     if dtype not in FLOATING:

@@ -59,6 +59,19 @@ class CompiledSteps:
 
         ValueError for a batch without targets, or with ids that the model has not.
         """
+        given = self._arguments(state, batches, lr)
+        trained, own, average, numbers, grads = self._call(*given)
+        found, size, *counts = self.place.to_numpy(numbers).tolist()
+        counted = dict(zip(self._counters, map(int, counts), strict=True))
+        own = tree.unflatten(state.optimiser, own | counted)
+        return (trained, own, average), (found, size), grads
+
+    def recorded(self, state: State, batches: Sequence[Batch], lr: float) -> Any:
+        """The program of a step, where the library has one, and its inputs."""
+        return self._call.recorded(*self._arguments(state, batches, lr))
+
+    def _arguments(self, state: State, batches: Sequence[Batch], lr: float) -> tuple[Any, ...]:
+        """What the compiled function is called with."""
         inputs = {
             "batches": [self.loss.inputs(batch) for batch in batches],
             "shares": shares(batches),
@@ -67,12 +80,7 @@ class CompiledSteps:
         }
         own = tree.flatten(state.optimiser)
         self._counters = [name for name, leaf in own.items() if isinstance(leaf, int)]
-        given = state.params, state.optimiser, state.ema
-        trained, own, average, numbers, grads = self._call(*given, inputs)
-        found, size, *counts = self.place.to_numpy(numbers).tolist()
-        counted = dict(zip(self._counters, map(int, counts), strict=True))
-        own = tree.unflatten(state.optimiser, own | counted)
-        return (trained, own, average), (found, size), grads
+        return state.params, state.optimiser, state.ema, inputs
 
     def _step(self, params: Any, own: Any, average: Any, inputs: Any) -> Any:
         """Forward, backward, clipping, optimiser and average: a function of arrays."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+from xformer.backends.numba import tile
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.binding import (
     Code,
@@ -108,6 +109,11 @@ class Recorded:
         arena = scratch("arena", (self.plan.nbytes,), np.uint8)
         buffers = zip((*self._inputs, *self._outputs), (*arrays, *outputs), strict=True)
         return Memory(arena, self.plan.offsets, dict(buffers))
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of the memory that its threads keep for products."""
+        return 4 * tile.SIZE * self.threads
 
     @property
     def runs(self) -> list[tuple[bool, list[Instruction]]]:
