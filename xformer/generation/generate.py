@@ -27,7 +27,7 @@ from xformer.generation.samplers import Filter, Ids, draw, likeliest, require_fi
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
-PAYS = 32  # further tokens
+PAYS = 24  # tokens: recording takes as long as 15 to 19 of single ops (Zen 4, two small models)
 
 
 def generate(
