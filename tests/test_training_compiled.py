@@ -17,10 +17,11 @@ from xformer.backends.numba.program import run as programs
 
 from xformer import GPT, backends, reference_only, tree
 from xformer.generation import generate, stream
+from xformer.generation.compiled import _compiled
 from xformer.generation.samplers import top_k
 from xformer.training import Batch, Diverged, TrainConfig, Windows, loop, loss_of, start, train
 
-generating = importlib.import_module("xformer.generation.generate")
+generating = importlib.import_module("xformer.generation.generate")  # not the function
 TEXT = np.frombuffer(b"to be or not to be, that is the question " * 20, np.uint8)
 # Without biases: the gradient of that of keys is 0, and AdamW takes the sign of what rounding
 # makes of it.
@@ -185,6 +186,7 @@ def test_two_texts_in_turn() -> None:
 def test_tokens_are_programs_by_themselves(made: list[Any]) -> None:
     """Of texts that are long enough, some a call; stop ids end them, and references stay so."""
     backends.get("numba")
+    _compiled.cache_clear()
     model, params = causal("gpt2")
     params = tree.map(lambda p: p.astype(np.float32), params)
     n = model.context - len(PROMPTS[0]) + 1
