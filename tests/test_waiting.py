@@ -242,7 +242,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(self.__name__)
         return call(self, *args, **options)
 
-    monkeypatch.setattr(Backend, "active", active)
+    monkeypatch.setattr(type(backends.get()), "active", active)
     monkeypatch.setattr(Overridable, "__call__", checked)
     return ran
 
