@@ -14,7 +14,7 @@ from sentences import BERT, LLAMA, TEXTS, write_model
 from test_finetune import MODELS, examples, made
 from xformer.backends.numba.program import run as programs
 
-from xformer import backends, finetune, pretrained, tree
+from xformer import backends, finetune, kernels, pretrained, tree
 from xformer.compiling import Forward, bucket, records
 from xformer.finetune import TrainConfig
 from xformer.finetune.base import TaskLoss
@@ -26,7 +26,7 @@ CLASSIFIER = BERT | {
     "architectures": ["BertForSequenceClassification"],
     "id2label": {"0": "no", "1": "yes"},
 }
-NUMPY = backends.get("numpy")
+NUMPY, NUMBA = backends.get("numpy"), backends.get("numba")
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "causal": [{"text": "abcdefg"}],
     "prefix": [{"prompt": "1+2=", "completion": "3"}],
@@ -62,11 +62,11 @@ def test_vectors(config: dict[str, Any], pooling: str, tmp_path: Path, recorded:
     own = opened(tmp_path, config)
     wanted = embed(*own, TEXTS, pooling=pooling)
     assert not recorded
-    backends.get("numba")
-    for _ in range(2):
-        single = [embed(*own, [text], pooling=pooling) for text in TEXTS]
-        np.testing.assert_allclose(np.concatenate(single), wanted, atol=1e-5)
-        np.testing.assert_allclose(embed(*own, TEXTS, pooling=pooling), wanted, atol=1e-5)
+    with kernels("numba"):
+        for _ in range(2):
+            single = [embed(*own, [text], pooling=pooling) for text in TEXTS]
+            np.testing.assert_allclose(np.concatenate(single), wanted, atol=1e-5)
+            np.testing.assert_allclose(embed(*own, TEXTS, pooling=pooling), wanted, atol=1e-5)
     # one text of up to 16 tokens, one of more, and five of them
     assert len(recorded) == 3
     for program in recorded:  # what has no kernel is of tokens, not of their vectors
@@ -77,19 +77,19 @@ def test_vectors(config: dict[str, Any], pooling: str, tmp_path: Path, recorded:
 def test_classes(tmp_path: Path, recorded: list[Any]) -> None:
     own = opened(tmp_path, CLASSIFIER)
     wanted = classify(*own, TEXTS)
-    backends.get("numba")
-    for _ in range(2):
-        np.testing.assert_allclose(classify(*own, TEXTS), wanted, atol=1e-5)
+    with kernels("numba"):
+        for _ in range(2):
+            np.testing.assert_allclose(classify(*own, TEXTS), wanted, atol=1e-5)
     assert len(recorded) == 1
 
 
 def test_what_has_no_kernels_is_not_recorded(tmp_path: Path, recorded: list[Any]) -> None:
     own = opened(tmp_path, BERT, "float64")
     wanted = embed(*own, TEXTS)
-    backends.get("numba")
-    for _ in range(2):
-        np.testing.assert_allclose(embed(*own, TEXTS), wanted, atol=1e-12)
-    assert not recorded and not records(own[1])
+    with kernels("numba"):
+        for _ in range(2):
+            np.testing.assert_allclose(embed(*own, TEXTS), wanted, atol=1e-12)
+        assert not recorded and not records(own[1])
 
 
 def test_lengths_come_in_few_buckets() -> None:
@@ -107,10 +107,9 @@ def test_batches_follow_the_padded_lengths(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_results_stay(recorded: list[Any]) -> None:
-    backends.get("numba")
-    forward = Forward(lambda w, x: x * w)
-    w = np.ones((), np.float32)
-    kept = [forward(w, np.full(1, i, np.float32)) for i in range(4)]
+    forward, w = Forward(lambda w, x: x * w), np.ones((), np.float32)
+    with kernels("numba"):
+        kept = [forward(w, np.full(1, i, np.float32)) for i in range(4)]
     assert [float(x[0]) for x in kept] == [0, 1, 2, 3] and len(recorded) == 1
 
 
@@ -122,16 +121,15 @@ def test_validation(name: str, tmp_path: Path, recorded: list[Any]) -> None:
     found = examples(task, *RECORDS[name] * 4)
     size = 2 * len(RECORDS[name])
     wanted = finetune.evaluate(task, params, found, NUMPY, batch_size=size)
-    backends.get("numba")
     for _ in range(3):
-        got = finetune.evaluate(task, params, found, NUMPY, batch_size=size)
+        got = finetune.evaluate(task, params, found, NUMBA, batch_size=size)
         assert got == pytest.approx(wanted, rel=1e-5)
     assert len(recorded) == 1
     # another loss, of the same arrays
     loss = lambda params, batch, place: (task.loss(params, batch, place)[0], None)  # noqa: E731
     (one,) = [task.batch(found[:size], np.random.default_rng(0))]
-    whole = evaluate(TaskLoss(task), params, [one, one], NUMPY)
-    assert evaluate(loss, params, [one], NUMPY) == pytest.approx(whole, rel=1e-5)
+    whole = evaluate(TaskLoss(task), params, [one, one], NUMBA)
+    assert evaluate(loss, params, [one], NUMBA) == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

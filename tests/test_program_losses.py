@@ -105,7 +105,7 @@ def test_inference_has_no_gradients() -> None:
 
     *arrays, _ = map_arrays(90, 48, 65, None)
     run = judged(fn, arrays, others=OTHERS)
-    assert names(run) == ["targets", "linear loss", "loss"]
+    assert names(run) == ["in_range 65", "targets", "linear loss", "loss"]
 
 
 def test_all_ignored_and_no_rows() -> None:

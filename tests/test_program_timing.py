@@ -26,7 +26,7 @@ from xformer.ops import Key
 # What may run as Python: instructions on ids, masks, positions and counts, of a few numbers a token
 # at most, and those that are named here.
 SMALL = 32
-KNOWN = {"mixtral": {"matmul", "where"}}  # experts have no kernel yet
+KNOWN = {"mixtral": {"matmul"}}  # experts have no kernel yet
 
 
 def zeros(x: Any) -> Any:

@@ -183,9 +183,9 @@ def test_two_texts_in_turn() -> None:
     assert [list(row) for row in zip(*zip(*both, strict=True), strict=True)] == wanted
 
 
+@pytest.mark.usefixtures("numba_kernels")
 def test_tokens_are_programs_by_themselves(made: list[Any]) -> None:
     """Of texts that are long enough, some a call; stop ids end them, and references stay so."""
-    backends.get("numba")
     _compiled.cache_clear()
     model, params = causal("gpt2")
     params = tree.map(lambda p: p.astype(np.float32), params)

@@ -72,7 +72,7 @@ class Code:
                         assert x.buffer is not None
                         places.append(_Place(len(words), x.buffer, x.offset))
                     else:
-                        constants.append((len(words), x))
+                        constants.append((len(words), np.asarray(x)))  # a number has no place
                     words.append(0)
                 checks.append(len(words) if one.checks else -1)
                 if one.checks:
@@ -139,7 +139,7 @@ def _by_python(run: Sequence[Instruction], memory: Memory) -> None:
 
 def addresses(arrays: Sequence[Any]) -> Any:
     """Of each array that of its first element, int64."""
-    if not _READABLE:
+    if not _READABLE or not all([isinstance(x, np.ndarray) for x in arrays]):
         return np.array([address(x) for x in arrays], np.int64)
     heads = np.fromiter(map(id, arrays), np.int64, len(arrays))
     return _data_of(heads, object.__basicsize__)

@@ -74,8 +74,9 @@ class Recorded:
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """The results. ValueError for arrays of other layouts than it was recorded for."""
-        self.require_layouts(arrays)
-        return self.run(arrays)
+        own = [np.asarray(x) for x in arrays]  # a number of NumPy's has no place
+        self.require_layouts(own)
+        return self.run(own)
 
     def run(self, arrays: Sequence[Any], rounds: int = 1) -> list[Any]:
         """The results of arrays whose layouts were just read, and are those of the recording.
