@@ -84,14 +84,13 @@ class CompiledTokens:
 
     def _at_once(self, width: int) -> int:
         """How many tokens are soon made, and have a column."""
-        read = self._nbytes + tree.nbytes(self._state.past)
+        read = tree.nbytes((self.params, self._state.past))
         return max(1, min(MOST, READ // read, self._state.columns - width))
 
     def _open(self, text: Prefix) -> None:
         """A call anew, in more columns."""
         state = text.state if self._state is None else self._state
         self._state = state.in_columns(int(min(self.limit, max(LEAST, 2 * text.width))))
-        self._nbytes = tree.nbytes(self.params)
         self._call = self._make()
 
 
