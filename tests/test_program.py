@@ -15,6 +15,7 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from xformer.backends import Backend
 from xformer.backends.numba.program import namespace, program
+from xformer.backends.numba.program.plan import waits
 from xformer.backends.numba.program.run import Recorded, layout_of, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy import threads
@@ -251,6 +252,18 @@ def test_ids_are_checked_in_each_run() -> None:
     with pytest.raises(ValueError, match=r"ids must lie in \[0, 5\), got ids from 1 to 5"):
         run(table, wrong)
     assert run(table, wrong - 1)[0].shape == (2, 2)
+
+
+def test_nothing_goes_on_before_a_check_is_done() -> None:
+    """A kernel on another thread would read a row that is not there."""
+    from xformer import ops
+
+    table, ids = np.ones((5, 2), np.float32), np.array([1, 4])
+    run = record(lambda table, at: [ops.embedding(table, ids=at)[0]], table, ids)
+    checks = [one.checks for one in run.code]
+    assert any(checks) and not checks[-1]
+    marks = waits(run.code, run.plan.offsets)
+    assert all(after for check, after in zip(checks, marks[1:], strict=False) if check)
 
 
 def test_arrays_of_two_programs() -> None:
