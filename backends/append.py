@@ -82,22 +82,20 @@ def reserved(k: Array, v: Array, *, past: Past) -> Any:
 def longer(past: Past, n: int) -> Any:
     """`past` with n columns more, which nobody has written yet; None where there are none."""
     place = past.place
-    if place is None or not place.is_of(past) or not claimed((place.room,), place.end, n):
+    if place is None or not place.is_of(past) or not claimed(place.room, place.end, n):
         return None
     return last_columns(place.room, place.end + n, past.length + n)
 
 
-def claimed(rooms: tuple[Room, ...], end: int, n: int) -> bool:
-    """Whether n columns behind `end` were free in each room; then they are taken."""
-    return _claims.run(_claim, rooms, end, n)  # a text may be continued by two threads at once
+def claimed(room: Room, end: int, n: int) -> bool:
+    """Whether n columns behind `end` were free; then they are taken."""
+    return _claims.run(_claim, room, end, n)  # a text may be continued by two threads at once
 
 
-def _claim(rooms: tuple[Room, ...], end: int, n: int) -> bool:
-    for room in rooms:
-        if room.end != end or end + n > room.capacity:
-            return False
-    for room in rooms:
-        room.end = end + n
+def _claim(room: Room, end: int, n: int) -> bool:
+    if room.end != end or end + n > room.capacity:
+        return False
+    room.end = end + n
     return True
 
 

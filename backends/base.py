@@ -44,7 +44,7 @@ class Backend:
 
     hint = ""  # what to do about a dtype that is missing
     compiles = False  # anew for every shape, which takes long
-    graphs = False  # what it compiles has arrays of its own, and serves one caller
+    graphs = False  # a compiled function owns its arrays: one caller at a time
     defers = False  # work is under way when a call returns; to read a number is to wait for it
     # Dtypes in which its kernels may store weights and activations, while they compute in float32.
     precisions: ClassVar[tuple[str, ...]] = ()
@@ -133,13 +133,12 @@ class Backend:
     def compiled(
         self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
     ) -> Callable[..., Any] | None:
-        """`fn` as one call of the library, where it has such a thing; None where it has not.
+        """`fn` as one call of the library; None where the library cannot do that.
 
-        As `xformer.compile`, for arrays of this device. lends: what comes back, but in the place of
-        what is donated, may be written over by the next call. Arrays that fn takes from elsewhere
-        stay those of the first call. What is made has `explain()`, and maybe `repeated(n, *given)`:
-        n calls, each further one with the first results of the last one in the place of what is
-        donated; the results of the last.
+        As `xformer.compile`, for arrays of this device. lends: the next call may write over all
+        results that do not replace donated arrays. Arrays of a closure stay those of the first
+        call. The returned function has `explain()`. It may have `repeated(n, *arguments)`: n calls
+        in one, where the first results of each call replace the donated arguments of the next.
         """
         return None
 

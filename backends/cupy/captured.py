@@ -52,10 +52,10 @@ GRAPHS: dict[type, Callable[[], Graph]] = {}  # type of the arrays -> a new grap
 class Captured:
     """`step` on arrays that stay where they are; the first call does the work, the second records.
 
-    The arrays of the first state are the state from then on. An input on the device is read where
-    it lies while it is the same array; once it is another it has an array of its own, as inputs of
-    the host do, and the work is recorded again. A call with arrays of other shapes, and every call
-    where recording fails, is made as it is, which is said once.
+    The arrays of the first state are the state from then on. An input on the device is read in
+    place while it is the same array. Once another array comes, the graph gets an array of its own
+    for it, and the work is recorded again. A call with arrays of other shapes, and every call where
+    recording fails, is made as it is, which is said once.
     """
 
     def __init__(self, step: Step, place: Backend) -> None:
@@ -71,7 +71,7 @@ class Captured:
     def __call__(
         self, state: dict[str, Array], inputs: Any
     ) -> tuple[dict[str, Array], tuple[Any, ...]]:
-        """The new state, which is that of the first call, and the results."""
+        """The state after the step, in the arrays of the first call, and the results."""
         kind = _kind(state), _kind(inputs)
         if self._kind is None:
             self._kind = kind

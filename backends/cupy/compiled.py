@@ -104,7 +104,7 @@ def _mapped(fn: Callable[[Any], Any], node: Any) -> Any:
 
 
 def _at(names: Iterator[str], state: dict[str, Array], inputs: dict[str, Any], x: Any) -> Any:
-    """The array in the place of an argument's next leaf."""
+    """The array for the next leaf of an argument."""
     name = next(names)
     return state.get(name, inputs.get(name, x))
 
