@@ -18,7 +18,7 @@ from xformer.models import EncoderDecoder
 from xformer.typing import Array
 
 LEAST = 256  # columns, so that few texts need other programs
-READ = 1 << 28  # bytes of weights, keys and values in one call, at most: some 10 ms
+READ = 1 << 30  # bytes of weights, keys and values in one call, at most: some 50 ms
 MOST = 64  # tokens of one call
 KEPT = 8  # models whose programs are kept
 
@@ -54,6 +54,7 @@ class CompiledTokens:
         self._make = partial(call, network, greedy, place)
         self._call: Any = None
         self._state: Any = None
+        self._most = 1  # tokens of one call
 
     def __call__(
         self, text: Prefix, new: Sequence[int], most: int = 1
@@ -67,7 +68,8 @@ class CompiledTokens:
             self._open(text)
         ids = np.asarray(new, dtype=np.int64)[:, None]
         if self.greedy and hasattr(self._call, "repeated"):
-            return self._several(text, ids, min(most, self._at_once(text.width)))
+            n = min(most, self._most, self._state.columns - text.width)
+            return self._several(text, ids, n)
         self._state, logits, chosen = self._call(self.params, self._state, ids)
         return Prefix(_longer(text, ids), logits, None, text.width + 1), chosen
 
@@ -82,16 +84,12 @@ class CompiledTokens:
         more = np.concatenate([ids, written[:, : n - 1]], axis=1)
         return Prefix(_longer(text, more), logits, None, text.width + n), written[:, n - 1]
 
-    def _at_once(self, width: int) -> int:
-        """How many tokens are soon made, and have a column."""
-        read = tree.nbytes((self.params, self._state.past))
-        return max(1, min(MOST, READ // read, self._state.columns - width))
-
     def _open(self, text: Prefix) -> None:
         """A call anew, in more columns."""
         state = text.state if self._state is None else self._state
         self._state = state.in_columns(int(min(self.limit, max(LEAST, 2 * text.width))))
         self._call = self._make()
+        self._most = max(1, min(MOST, READ // tree.nbytes((self.params, self._state.past))))
 
 
 def _longer(text: Prefix, more: Any) -> tuple[tuple[int, ...], ...]:

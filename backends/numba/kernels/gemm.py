@@ -36,6 +36,7 @@ from xformer.typing import Array
 VECTORS = 4  # rows at most that are multiplied one by one
 ALONE = 1 << 18  # multiplications: of more OpenBLAS makes a job for its own threads
 LARGE = 1 << 16  # weights that are worth to be cut by rows
+SHARE, SHARES = 1 << 14, 4  # weights of a piece that are worth it, and pieces for each thread
 SPEED = 16  # multiplications in the time of an element of a simple loop
 NOTHING, ROW, WHOLE = range(3)  # what is added to a product
 
@@ -88,16 +89,18 @@ def emit_parts(name: str, y: Array, pairs: Sequence[Pair], b: Array | None) -> S
     pieces = program.pieces(size // SPEED)
     added = NOTHING if b is None else (ROW, WHOLE)[b.ndim - 1]
     if pieces > 1 and len(pairs) == 1 and added != WHOLE and _are_vectors(*pairs[0]):
-        x, w = pairs[0]
+        (x, w), pieces = pairs[0], _shares(program, pairs[0].w)
         parts = program.fresh((pieces, n, m), np.float32)
         sizes = n, m, len(w), _steps(x)[0], _steps(w)[0]
-        program.emit(name, _run_parts, [parts], [x, w], Native(vectors, sizes, pieces))
+        program.emit(name, _run_parts, [parts], [x, w], Native(vectors, sizes, pieces, anyone=True))
         return Sums(y, parts, b)
     head = n, m, int(n >= m), added, len(pairs)
     layouts = [number for x, w in pairs for number in (x.shape[1], *_steps(x), *_steps(w))]
     ins = [array for pair in pairs for array in pair] + ([] if b is None else [contiguous(b)])
     one_by_one = n <= VECTORS and len(pairs) == 1 and added != WHOLE and _steps(pairs[0].x)[1] == 4
-    own = Native(products, (*head, *layouts), pieces, blas=not one_by_one)
+    if one_by_one and pieces > 1 and n < m:
+        pieces = _shares(program, pairs[0].w)
+    own = Native(products, (*head, *layouts), pieces, not one_by_one, anyone=one_by_one)
     program.emit(name, _running(len(pairs)), [y], ins, own)
     return None
 
@@ -105,6 +108,11 @@ def emit_parts(name: str, y: Array, pairs: Sequence[Pair], b: Array | None) -> S
 def _are_vectors(x: Array, w: Array) -> bool:
     """Whether few rows meet many rows of w, which are faster to read than its columns."""
     return len(x) <= VECTORS and w.size > LARGE and _steps(x)[1] == _steps(w)[1] == 4
+
+
+def _shares(program: Program, w: Array) -> int:
+    """Pieces of a matrix that is read once: a thread that is late has fewer of them."""
+    return max(program.threads, min(SHARES * program.threads, w.size // SHARE))
 
 
 def _steps(x: Array) -> tuple[int, int]:

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 from xformer.backends.numba.compiled import LOG2_E, exp2, rowwise
-from xformer.backends.numba.flash_rows import LOWEST, ONE, ZERO, dot
+from xformer.backends.numba.flash_rows import LOWEST, ONE, ZERO, dot, highest, multiply, powers
 from xformer.backends.numba.kernels.sdpa_given import N_INS, read
-from xformer.backends.numba.kernels.sdpa_rows import powers, top_of
 from xformer.backends.numba.program.native import float32s, native, part, uint8s, words
 
 ALL_SEEN = 0x0101010101010101  # eight columns of a mask
@@ -19,64 +18,73 @@ def forward(args: int, piece: int, pieces: int, memory: int) -> None:
     """ctx; the operands. Pieces are heads of queries."""
     a = words(args, 1 + N_INS)
     g = read(args + 8, args + 8 * (1 + N_INS), memory)
-    (b, _, h), m = g.q.shape[:3], g.v.shape[3]
+    (b, _, h), (s, groups, width), m = g.q.shape[:3], g.k.shape[1:], g.v.shape[3]
+    q_steps, k_steps, v_steps, low = g.q.strides, g.k.strides, g.v.strides, max(0, -g.left)
     start, stop = part(b * h, piece, pieces, 1)
-    scores = np.empty(g.k.shape[1], np.float32)
+    query, scores = np.empty(width, np.float32), np.empty(s, np.float32)
+    runs = np.empty((s // 2 + 1, 2), np.int64)
+    n_runs, last = 1, 0
+    runs[0, 0], runs[0, 1] = min(low, s), s
     for unit in range(start, stop):
+        text, head = unit // h, unit % h
+        group = head // (h // groups)
+        if g.has_mask:
+            seen = g.mask + text * g.mask_steps[0] + head * g.mask_steps[1]
+            if seen != last:
+                n_runs, last = _find_runs(seen, g.mask_steps[3], low, s, runs), seen
+        own = a[1] + text * q_steps[0] + head * q_steps[2]
+        multiply(float32s(own, (width,)), g.scale * LOG2_E, query)
+        keys = a[2] + text * k_steps[0] + group * k_steps[2], k_steps[1]
+        values = a[3] + text * v_steps[0] + group * v_steps[2], v_steps[1]
+        sink = float32s(g.sinks + 4 * head, (1,))[0] * LOG2_E if g.has_sinks else LOWEST
         ctx = float32s(a[0] + 4 * unit * m, (m,))
-        _attend(g, a[1], a[2], a[3], unit // h, unit % h, scores, ctx)
+        _attend(query, keys, values, sink, runs[:n_runs], scores, ctx)
 
 
 @rowwise
-def _attend(g: Any, q: int, k: int, v: int, b: int, head: int, scores: Any, ctx: Any) -> None:
-    """ctx (M,) of a head. q, k, v: addresses, so that rows have a known stride."""
-    (s, groups, width), steps = g.k.shape[1:], g.k.strides
-    group, query = head // (g.q.shape[2] // groups), q + b * g.q.strides[0] + head * g.q.strides[2]
-    keys, values = k + b * steps[0] + group * steps[2], v + b * g.v.strides[0]
-    values += group * g.v.strides[2]
-    seen, step = g.mask + b * g.mask_steps[0] + head * g.mask_steps[1], g.mask_steps[3]
-    seen = seen if g.has_mask else 0
-    low, own, n = max(0, -g.left), float32s(query, (width,)), 0
-    first, end = _run(seen, step, low, s)
-    while first < s:
-        for j in range(first, end):
-            scores[n + j - first] = dot(own, float32s(keys + j * steps[1], (width,))) * g.scale
-        n += end - first
-        first, end = _run(seen, step, end, s)
-    sink = float32s(g.sinks + 4 * head, (1,))[0] if g.has_sinks else LOWEST
-    top = top_of(scores[:n], sink)
-    total = powers(scores[:n], top) + (exp2((sink - top) * LOG2_E) if g.has_sinks else ZERO)
+def _attend(query: Any, keys: Any, values: Any, sink: Any, runs: Any, scores: Any, ctx: Any) -> None:
+    """ctx (M,) of a head. query: times scale and log2 e, as sink. keys, values: (address, step)."""
+    n, size = 0, (query.size,)
+    for r in range(len(runs)):
+        for j in range(runs[r, 0], runs[r, 1]):
+            scores[n] = dot(query, float32s(keys[0] + j * keys[1], size))
+            n += 1
+    top = highest(scores[:n])
+    top = sink if sink > top else top
+    top = ZERO if top == LOWEST else top  # -inf taken off itself would be no number
+    total = powers(scores[:n], top)
+    total += exp2(sink - top) if sink != LOWEST else ZERO
     ctx[:], n = ZERO, 0
-    first, end = _run(seen, step, low, s)
-    while first < s:
-        rows = values + first * g.v.strides[1]
-        _add(scores[n : n + end - first], rows, g.v.strides[1], ctx)
+    for r in range(len(runs)):
+        first, end = runs[r, 0], runs[r, 1]
+        _add(scores[n : n + end - first], values[0] + first * values[1], values[1], ctx)
         n += end - first
-        first, end = _run(seen, step, end, s)
-    total = ONE if total == ZERO else total
-    for i in range(ctx.size):
-        ctx[i] /= total
+    multiply(ctx, ONE / (ONE if total == ZERO else total), ctx)
 
 
 @rowwise
-def _run(seen: int, step: int, low: int, high: int) -> Any:
-    """From low on the first columns side by side that are seen, from and to; `high` of none.
+def _find_runs(seen: int, step: int, low: int, high: int, runs: Any) -> int:
+    """Columns side by side that are seen, from and to, from `low` on; how many such runs.
 
-    seen: where the first column's byte is, and `step` to the next one; 0: all are seen.
+    seen: where the first column's byte is, and `step` to the next one.
     """
-    if seen == 0:
-        return low, high
-    first = low
-    while first < high and not uint8s(seen + first * step, 1)[0]:
-        aligned = step == 1 and first + 8 <= high and (seen + first) % 8 == 0
-        skips = aligned and words(seen + first, 1)[0] == 0
-        first += 8 if skips else 1
-    end = first
-    while end < high and uint8s(seen + end * step, 1)[0]:
+    n, first = 0, _end_of(seen, step, low, high, False)
+    while first < high and n < len(runs):  # whoever writes to the mask meanwhile adds no more
+        end = _end_of(seen, step, first, high, True)
+        runs[n, 0], runs[n, 1] = first, end
+        first = _end_of(seen, step, end, high, False)
+        n += 1
+    return n
+
+
+@rowwise
+def _end_of(seen: int, step: int, first: int, high: int, value: bool) -> int:
+    """From `first` on the first column that is seen, or is not, as `value` is not; `high` of none."""
+    eight, end = ALL_SEEN if value else 0, first
+    while end < high and (uint8s(seen + end * step, 1)[0] != 0) == value:
         aligned = step == 1 and end + 8 <= high and (seen + end) % 8 == 0
-        skips = aligned and words(seen + end, 1)[0] == ALL_SEEN
-        end += 8 if skips else 1
-    return first, end
+        end += 8 if aligned and words(seen + end, 1)[0] == eight else 1
+    return end
 
 
 @rowwise

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba.compiled import rowwise
-from xformer.backends.numba.program.engine import ARGS, CHECK, execute
+from xformer.backends.numba.program.engine import ANYONE, ARGS, CHECK, execute
 from xformer.backends.numba.program.native import NOTHING
 from xformer.backends.numba.program.native import words as words_at
 from xformer.backends.numba.program.plan import waits
@@ -64,7 +64,7 @@ class Code:
             first = 0
             for one, barrier in zip(run, waits(run, offsets), strict=True) if native else ():
                 assert one.native is not None
-                kernel, numbers, pieces, _ = one.native
+                kernel, numbers, pieces, _, anyone = one.native
                 words.append(len(one.outs) + len(one.ins))  # before the first, for `numbers`
                 starts.append(len(words))
                 for x in (*one.outs, *one.ins):
@@ -78,11 +78,11 @@ class Code:
                 if one.checks:
                     self._checks.append(_Check(i, len(words), one.run))
                 words += [int(n) for n in numbers]
-                rows.append((kernel.address, 0, pieces, barrier, first, 0))
+                rows.append((kernel.address, 0, pieces, barrier, first, 0, anyone))
                 first += pieces
         self._starts, self._looks = 8 * np.array(starts, np.int64), np.array(checks, np.int64)
         self._words = np.array(words, np.int64)
-        self._rows = np.array(rows, np.int64).reshape(len(rows), CHECK + 1)
+        self._rows = np.array(rows, np.int64).reshape(len(rows), ANYONE + 1)
         self._buffers = [b for b in dict.fromkeys(p.buffer for p in places) if b not in offsets]
         number = {buffer: i for i, buffer in enumerate([*self._buffers, None])}  # None: the arena
         which = [None if place.buffer in offsets else place.buffer for place in places]

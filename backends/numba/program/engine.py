@@ -1,8 +1,9 @@
 """Threads walk a list of native instructions, with a barrier only where the list has one.
 
-A row of the list is (kernel, args, pieces, barrier, first, check), in int64: two addresses, how
-many pieces, whether all that came before has to be done first, the number of its first claim, and
-where a check writes whether it has failed, or 0. Each piece has a word, 0 until somebody claims it,
+A row of the list is (kernel, args, pieces, barrier, first, check, anyone), in int64: two addresses,
+how many pieces, whether all that came before has to be done first, the number of its first claim,
+where a check writes whether it has failed, or 0, and whether a thread that is ready takes others'
+pieces. Each piece has a word, 0 until somebody claims it,
 and each instruction one that counts what is done. Both are new at each call, and in each of its
 rounds: a thread of the last one may come late.
 """
@@ -21,7 +22,7 @@ from xformer.backends.numba.gemm import call, sgemm
 from xformer.backends.numba.registers import USABLE
 from xformer.backends.numpy.threads import blas_alone, everywhere, scratch
 
-KERNEL, ARGS, PIECES, BARRIER, FIRST, CHECK = range(6)
+KERNEL, ARGS, PIECES, BARRIER, FIRST, CHECK, ANYONE = range(7)
 LONG = 1_000  # pauses: then the other thread may have no core
 GRACE = 4_000  # pauses before a piece is taken from its thread, which has its share of memory near
 
@@ -86,7 +87,7 @@ def _walk_alone(code: Any, failed: int, memory: int) -> None:
 
 @rowwise
 def _walk(code: Any, ith: int, nth: int, marks: Any, memory: int) -> None:
-    """Each thread does its own pieces; others' only where it had to wait long.
+    """Each thread does its own pieces; others' where anyone may, or where it had to wait long.
 
     marks: where claims are, what is done, and how many checks have failed.
     """
@@ -97,6 +98,8 @@ def _walk(code: Any, ith: int, nth: int, marks: Any, memory: int) -> None:
                 grace = _wait(code, waited, marks, memory, grace)
                 waited += 1
         for i in range(ith, code[j, PIECES], nth):
+            _claim(code, j, i, marks, memory)
+        for i in range(code[j, PIECES] if code[j, ANYONE] else 0):
             _claim(code, j, i, marks, memory)
     while waited < len(code):
         grace = _wait(code, waited, marks, memory, grace)

@@ -53,6 +53,7 @@ class Native(NamedTuple):
     numbers: tuple[int, ...]
     pieces: int = 1
     blas: bool = False  # whether it may call BLAS
+    anyone: bool = False  # whoever is ready takes pieces: no thread has more of them near
 
 
 def native(fn: Callable[..., None]) -> Kernel:
