@@ -253,7 +253,7 @@ def _collect(parts: Iterable[Any], kinds: list[Any], leaves: list[Any]) -> None:
                 kinds.append(_names(part))
             _collect(_parts(part), kinds, leaves)
         elif isinstance(part, Constant):
-            kinds.append(None)
+            kinds.append(part)
         else:
             kinds.append(Any)
             leaves.append(part)

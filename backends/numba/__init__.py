@@ -9,52 +9,33 @@ above all. Compiling takes half a minute once on a machine.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numba
 from xformer.backends import numpy
 from xformer.backends.base import Backend
-from xformer.backends.numba import (
-    adam,
-    embedding,
-    gelu,
-    gemm,
-    glu,
-    layer_norm,
-    linear,
-    linear_cross_entropy,
-    registers,
-    rms_norm,
-    sdpa,
-)
-from xformer.backends.numpy.products import MULTIPLY
+from xformer.backends.numba.eager import Eager
 
-from xformer import ops
-from xformer.dispatch import Overridable, kernel
+from xformer import layers, ops
+from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update
 
 __all__ = ["KERNELS", "backend"]
 
-KERNELS: tuple[tuple[Overridable, Any, Any], ...] = (
-    (adam_update, adam.adam_update, adam.not_float32),
-    (ops.embedding, embedding.embedding, embedding.not_float32),
-    (ops.gelu, gelu.gelu, gelu.not_float32),
-    (ops.glu, glu.glu, glu.not_float32_silu),
-    (ops.layer_norm, layer_norm.layer_norm, layer_norm.outside),
-    (ops.linear, linear.linear, linear.other),
-    (
-        ops.linear_cross_entropy,
-        linear_cross_entropy.linear_cross_entropy,
-        linear_cross_entropy.outside,
-    ),
-    (ops.rms_norm, rms_norm.rms_norm, rms_norm.no_gain),
-    (ops.sdpa, sdpa.sdpa, sdpa.outside),
+KERNELS = (
+    Eager(adam_update, donates=(0, 2, 3), varying=("rate", "root", "keep")),
+    Eager(layers.blocks, products=True, second=True),
+    Eager(ops.gelu),
+    Eager(ops.glu),
+    Eager(ops.layer_norm),
+    Eager(ops.linear, products=True),
+    Eager(ops.linear_cross_entropy, products=True),
+    Eager(ops.rms_norm),
+    Eager(ops.sdpa),
 )
 
 
-for _op, _run, _unsupported in KERNELS:
-    kernel(_op, "numba", unsupported=_unsupported)(_run)
-MULTIPLY["numba"] = gemm.multiply if registers.USABLE else gemm.by_numpy
+for _eager in KERNELS:
+    kernel(_eager.op, "numba", unsupported=_eager.unsupported)(_eager)
 
 
 def backend(device: str | None = None) -> Backend:

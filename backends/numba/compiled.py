@@ -22,11 +22,9 @@ from xformer.lock import locked
 # NaN and infinity stay as they are. Of rows: sums in any order, but no fused products, with which
 # a b - c would not be 0 where c is a b, nor reciprocals in the place of quotients.
 ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
-BLOCK = 1 << 17  # elements: fewer are done before a thread is awake
 FEW = 32  # rows that are summed one after the other: sums of such sums are more exact
 # Loops are cut for the cores of AMD (measured on Zen 4), or for others (Intel's Granite Rapids).
 AMD = llvmlite.binding.get_host_cpu_name().startswith("znver")
-PLAIN: tuple[Any, ...] = ("C", "A", "W")  # arrays of other kinds would be compiled for anew
 LOG2_E = np.float32(math.log2(math.e))
 TO_WHOLE = np.float32(1.5 * 2**23 + 127)  # added, only whole numbers are left in float32
 
@@ -46,11 +44,6 @@ def summing(fn: Any) -> Any:
     return _kept(fn, ROWS | {"contract"})
 
 
-def rowwise_of(signature: Any) -> Any:
-    """The same of arguments of these types alone, and made at once."""
-    return lambda fn: _kept(fn, ROWS, signature)
-
-
 def callable_from_c(fn: Any, signature: Any) -> int:
     """Where the same is as a function of C: loops that call it are not compiled with it."""
     made = CFunc(fn, sigutils.normalize_signature(signature), locals={}, options=_options(ROWS))
@@ -61,14 +54,11 @@ def callable_from_c(fn: Any, signature: Any) -> int:
     return int(made.address)
 
 
-def _kept(fn: Any, fastmath: set[str], *signature: Any) -> Any:
+def _kept(fn: Any, fastmath: set[str]) -> Any:
     with _folder():
         made = numba.njit(nogil=True, cache=True, **_options(fastmath))(fn)
     if hasattr(made, "_cache"):  # unless NUMBA_DISABLE_JIT is set
         _kept_by_one(made._cache)
-        if signature:
-            made.compile(*signature)
-            made.disable_compile()
     return made
 
 

@@ -6,12 +6,10 @@ i + right; pad (B, S) is 0, or -inf at keys that nobody sees, or (B, 0) where al
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
-from numba import types
-from xformer.backends.numba.compiled import AMD, LOG2_E, rowwise, rowwise_of
+from xformer.backends.numba.compiled import AMD, LOG2_E, rowwise
 from xformer.backends.numba.flash_rows import (
     LOWEST,
     ONE,
@@ -24,34 +22,26 @@ from xformer.backends.numba.flash_rows import (
     within,
 )
 from xformer.backends.numba.gemm import add_product
-from xformer.backends.numpy.tiles import FEW
+from xformer.backends.numpy.tiles import FEW, ROWS, TILE
 
 # Keys of a tile that, but for the first, not all of its queries see: queries that see none of them
 # skip it. 0: as many as of other tiles.
 NARROW = 0 if AMD else 96
+COLUMNS, WIDE = 256 if AMD else 384, 1024  # keys of a tile, and of one that has them all, at most
+# Queries of a tile where some see less than others: fewer in short texts, since half of a tile on
+# the diagonal is for nothing. Tiles of long texts are multiples of a product's, 12 by 32.
+LOW = 32, 128 if AMD else 288
+FAR = 1 << 40  # where no window ends
 
 
-def _array(ndim: int, layout: str, changes: bool) -> types.Array:
-    return types.Array(types.float32, ndim, layout, readonly=not changes)
+def tile_of(n_queries: int, n_keys: int, right: int) -> tuple[int, int]:
+    """Rows and columns of a tile. right: how far a query sees."""
+    n_columns = max(1, n_keys) if n_keys <= WIDE else COLUMNS
+    n_rows = min(max(LOW[0], n_keys // 16), LOW[1]) if right < n_keys else ROWS[1]
+    return min(n_rows, n_queries, TILE // n_columns), n_columns
 
 
-INT, REAL, GIVEN = types.int64, types.float32, _array(4, "A", changes=False)
-OPTIONS = _array(2, "A", False), INT, INT, REAL, types.UniTuple(INT, 2)
-MADE, STATISTICS = _array(4, "C", True), _array(3, "C", True)
-KNOWN, KNOWN_STATISTICS = _array(4, "C", False), _array(3, "C", False)
-BY = types.Tuple((types.int64, types.int64, _array(1, "C", True)))
-SHARED = BY, INT, INT, GIVEN, GIVEN, GIVEN, *OPTIONS
-ATTEND = types.void(*SHARED, MADE, STATISTICS, STATISTICS)
-FROM_FORWARD = KNOWN, KNOWN_STATISTICS, KNOWN_STATISTICS
-BACKWARD = types.void(*SHARED, *FROM_FORWARD, KNOWN, MADE, MADE, MADE)
-
-
-@functools.cache
-def loops() -> tuple[Any, Any]:
-    """`attend` and `attend_backward` as machine code, one for all layouts of arrays."""
-    return rowwise_of(ATTEND)(attend), rowwise_of(BACKWARD)(attend_backward)
-
-
+@rowwise
 def attend(
     by: Any,
     start: int,
@@ -111,6 +101,7 @@ def attend(
                     multiply(sums[i - t], ONE / totals[i], ctx[b, i, h])
 
 
+@rowwise
 def attend_backward(
     by: Any,
     start: int,

@@ -10,15 +10,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-from xformer.backends.numba import tile
 from xformer.backends.numba.compiled import rowwise
-from xformer.backends.numba.registers import HIGH, USABLE
 from xformer.backends.numpy import products as numpys
-from xformer.backends.numpy.threads import libraries, scratch
+from xformer.backends.numpy.threads import libraries
 
-from xformer.typing import Array
-
-by_numpy = numpys.by_numpy
 NAMES = ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm")
 SMALL = 1_000_000  # multiplications: OpenBLAS has loops for these that copy neither factor
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = map(
@@ -37,33 +32,6 @@ def sgemm() -> int | None:
     return None
 
 
-def multiply(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
-    """out = x w, or out += x w, by `tile`; by NumPy where it is small, or numbers are apart.
-
-    Shapes fit, and out shares nothing with x and w: nobody looks.
-    """
-    (n, m), k = out.shape, x.shape[1]
-    is_large = min(n, m) >= HIGH and n * m * k > SMALL
-    same = out.dtype.char == "f" and x.dtype == w.dtype == out.dtype
-    layouts = [numpys.layout(a) for a in (x, w, out)] if same and is_large else [None]
-    if None in layouts:
-        by_numpy(x, w, out, add=add)
-    else:
-        if layouts[2][0] == TRANSPOSED:  # type: ignore[index]
-            x, w, out, n, m = w.T, x.T, out.T, m, n
-        places = (number for a in (x, w) for number in (a.ctypes.data, *a.strides))
-        memory = scratch("tile", (tile.SIZE,), np.float32)  # which stays, while it has a name
-        own = out.ctypes.data, out.strides[0]
-        _from_c()(memory.ctypes.data, 1.0, *places, add, *own, n, m, k)
-
-
-@functools.cache
-def _from_c() -> Any:
-    """`tile.multiply`, without the GIL."""
-    whole, real = ctypes.c_int64, ctypes.c_float
-    return ctypes.CFUNCTYPE(None, whole, real, *(whole,) * 12)(tile.compiled())
-
-
 def _call(typing: Any, address: Any, arguments: Any) -> Any:
     """Call what is at the address; the arguments are of their own types."""
 
@@ -80,13 +48,6 @@ def _call(typing: Any, address: Any, arguments: Any) -> Any:
 call: Any = intrinsic(_call)
 
 
-def products() -> tuple[int, int, Array]:
-    """What `add_product` needs: BLAS's, that of `tile` or 0, and memory of this thread's own."""
-    if not USABLE:
-        return sgemm() or 0, 0, np.empty(0, np.float32)
-    return sgemm() or 0, tile.compiled(), scratch("tile", (tile.SIZE,), np.float32)
-
-
 def no_products() -> str | None:
     """Why there are none."""
     return None if sgemm() else "NumPy's BLAS has no product that can be called"
@@ -96,8 +57,9 @@ def no_products() -> str | None:
 def add_product(by: Any, scale: Any, a: Any, b: Any, keep: bool, out: Any) -> None:
     """out = scale a b, or += that with keep, in float32.
 
-    by: `products()`. a: (N, K)   b: (K, M)   out: (N, M), of contiguous rows; a and b of such, or
-    of such columns. Sizes go as 64 bits, of which a library of 32 reads the lower half.
+    by: BLAS's product, that of `tile` or 0, and memory of this thread. a: (N, K)   b: (K, M)
+    out: (N, M), of contiguous rows; a and b of contiguous rows or columns. Sizes are passed as 64
+    bits; a library of 32 reads the lower half.
     """
     a_order, a_step = _layout(a)
     b_order, b_step = _layout(b)

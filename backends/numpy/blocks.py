@@ -113,7 +113,7 @@ def blocks(
             options["rotary"] = layers.Rotary(*tables, rotary.interleaved)
         its = tree.map(lambda a: a[shares[i]], memory)
         given = x[shares[i]], params, its, own(bias, 4), pos, memory_pos
-        y[shares[i]], caches[i] = reference(*given, **how, **options)  # or a share's kernel
+        y[shares[i]], caches[i] = reference.reference(*given, **how, **options)
 
     with suppress(TypeError, ValueError):  # which name shapes of a share
         on_threads([partial(forward, i) for i in range(len(shares))])

@@ -83,13 +83,13 @@ def by_numpy(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
         np.matmul(x, w, out=out)
 
 
-# As `by_numpy`, of the kernels of each backend; `numba` and `mkl` put their own here.
-MULTIPLY: dict[str, Callable[..., None]] = {"numpy": by_numpy}
+# As `by_numpy`, of kernels that have another; `mkl` puts its own here.
+MULTIPLY: dict[str, Callable[..., None]] = {}
 
 
 def chosen() -> Callable[..., None]:
     """The product of the kernels that run here (`xformer.kernels`)."""
-    return MULTIPLY[chosen_kernels()]
+    return MULTIPLY.get(chosen_kernels(), by_numpy)
 
 
 def layout(a: Array) -> tuple[int, int] | None:

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, inlined
-from xformer.backends.numba.gelu import exact_form, exact_slope, tanh_form, tanh_slope
+from xformer.backends.numba.kernels.gelu_forms import (
+    exact_form,
+    exact_slope,
+    tanh_form,
+    tanh_slope,
+)
 from xformer.backends.numba.kernels.layout import (
     dense,
     fresh_in,

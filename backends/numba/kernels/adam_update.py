@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.adam import SIZE, _some
+from xformer.backends.numba.atomic import floats
+from xformer.backends.numba.compiled import elementwise, inlined, rowwise
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.native import (
     LINE,
@@ -27,6 +29,7 @@ from xformer.optim.adam import adam_update as op
 from xformer.typing import Array
 
 NEW, OLD = 3, 4  # arrays of a leaf: parameters and moments, and before them gradients too
+SIZE = NEW + OLD  # column of a leaf's row, after seven places
 
 
 def unsupported(
@@ -140,4 +143,47 @@ def step(args: int, piece: int, pieces: int, memory: int) -> None:
     own[4], own[5] = float64s(scalars[0], (1,))[0], 1 / float64s(scalars[1], (1,))[0]
     own[6], own[7] = real(a[2]), float64s(scalars[2], (1,))[0]
     start, stop = part(total, piece, pieces, LINE)
-    _some(own, table, start, stop)
+    _steps(own, table, start, stop)
+
+
+@rowwise
+def _steps(numbers: Any, table: Any, start: int, stop: int) -> None:
+    """A step of the numbers from start to stop, of all leaves behind each other.
+
+    table (leaves, 8): where a leaf's parameters, gradients and moments are, and the new parameters
+    and moments, and how many numbers.
+    """
+    first = 0
+    for own in table:
+        low, high = max(start - first, 0), min(stop - first, own[SIZE])
+        if low < high:
+            at, n = own[:SIZE] + 4 * low, (high - low,)
+            old = floats(at[0], n), floats(at[1], n), floats(at[2], n), floats(at[3], n)
+            _step_leaf(numbers, *old, floats(at[4], n), floats(at[5], n), floats(at[6], n))
+        first += own[SIZE]
+
+
+@elementwise
+def _step_leaf(
+    numbers: Any, p: Any, g: Any, m: Any, v: Any, new_p: Any, new_m: Any, new_v: Any
+) -> None:
+    if _same(p, new_p) and _same(m, new_m) and _same(v, new_v):
+        for i in range(p.size):  # read by another name, it might depend on what was written before
+            new_p[i], new_m[i], new_v[i] = _moved(numbers, new_p[i], g[i], new_m[i], new_v[i])
+    else:
+        for i in range(p.size):
+            new_p[i], new_m[i], new_v[i] = _moved(numbers, p[i], g[i], m[i], v[i])
+
+
+@elementwise
+def _same(x: Any, y: Any) -> Any:
+    return x.ctypes.data == y.ctypes.data
+
+
+@inlined
+def _moved(numbers: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
+    """What becomes of a parameter and its moments."""
+    old1, share1, old2, share2, rate, root, eps, keep = numbers
+    mean = old1 * m + share1 * g
+    square = old2 * v + share2 * g * g
+    return keep * p - rate * mean / (math.sqrt(square) * root + eps), mean, square

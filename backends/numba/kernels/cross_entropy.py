@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.kernels.losses import (
     Options,
     checked,
@@ -17,7 +18,6 @@ from xformer.backends.numba.kernels.losses import (
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
-from xformer.backends.numba.program.program import Program
 
 from xformer import ops
 from xformer.checks import require_gradient
@@ -65,7 +65,7 @@ def cross_entropy(
 
     own = Native(take_losses, (n, n_classes, *options.words()), pieces)
     recorder.emit("cross_entropy", run, [losses, row], [rows, tokens.targets], own)
-    cache = CrossEntropyCache(rows, *tokens, options, logits.shape, recorder)
+    cache = CrossEntropyCache(rows, *tokens, options, logits.shape)
     if reduction == "none":
         return reshape(losses, logits.shape[:-1]), cache
     return total(recorder, losses, tokens.weight), cache
@@ -79,11 +79,11 @@ class CrossEntropyCache(NamedTuple):
     weight: Array  # (1,)
     options: Options
     shape: tuple[int, ...]  # of the logits
-    recorder: Program
 
     def backward(self, dloss: Array) -> Array:
         """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
-        logits, targets, weight, options, shape, recorder = self
+        logits, targets, weight, options, shape = self
+        recorder = program_of(logits, targets, dloss)
         each = options.reduction == "none"
         expected = shape[:-1] if each else ()
         require_gradient("cross_entropy", "dloss", dloss, logits, expected)

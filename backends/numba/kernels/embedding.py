@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba.kernels.index_add import emit_sums
+from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
-from xformer.backends.numba.program.program import Program
 
 from xformer import ops
 from xformer.checks import require_ids, require_shape
@@ -38,7 +38,7 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
 
     own = Native(take_rows, (ids.size, n_rows, width), recorder.pieces(y.size))
     recorder.emit("embedding", run, [y], [contiguous(table), flat], own)
-    return y, EmbeddingCache(ids, table.shape, recorder)
+    return y, EmbeddingCache(ids, table.shape)
 
 
 class EmbeddingCache(NamedTuple):
@@ -46,16 +46,15 @@ class EmbeddingCache(NamedTuple):
 
     ids: Array  # (...)
     table_shape: tuple[int, ...]  # (V, D)
-    recorder: Program
 
     def backward(self, dy: Array) -> Array:
         """dtable = zeros with dy added at the rows ids; the gradients of repeated ids sum."""
-        ids, table_shape, recorder = self
+        ids, table_shape = self
         require_shape("embedding", "dy", dy, (*ids.shape, table_shape[1]))
         rows, flat = reshape(dy, (ids.size, table_shape[1])), reshape(ids, (ids.size,))
         if dy.dtype != np.float32:
             raise TypeError(f"embedding: dy must be float32 as the table, got {dy.dtype}")
-        return emit_sums(recorder, "embedding backward", table_shape, rows, flat)
+        return emit_sums(program_of(ids, dy), "embedding backward", table_shape, rows, flat)
 
 
 @native

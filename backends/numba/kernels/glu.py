@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import elementwise
-from xformer.backends.numba.glu import _backward as silu_backward
-from xformer.backends.numba.glu import _forward as silu_forward
+from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     OF_Y,
@@ -38,8 +36,10 @@ from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.glu import GluCache as ReferenceCache
+from xformer.ops.silu import FAR
 from xformer.typing import Array
 
+FAR32, ONE = np.float32(FAR), np.float32(1)
 BLOCK = 2048  # elements, of which five arrays fit in a core's L1 cache
 
 
@@ -102,7 +102,7 @@ def forward(args: int, piece: int, pieces: int, memory: int) -> None:
             float32s(a[2] + 4 * at, n),
         )
         if a[4] == SWISH and number == 1:
-            silu_forward(gate, up, y)
+            _silu_forward(gate, up, y)
         else:
             values(a[4], number, gate, act[: n[0]])
             _multiply(act[: n[0]], up, y)
@@ -121,7 +121,7 @@ def backward(args: int, piece: int, pieces: int, memory: int) -> None:
         gate, up = float32s(a[2] + 4 * at, n), float32s(a[3] + 4 * at, n)
         dy, y, slope = float32s(a[4] + 4 * at, n), act[: n[0]], dact[: n[0]]
         if a[6] == SWISH and number == 1:
-            silu_backward(gate, up, dy, dgate, dup)
+            _silu_backward(gate, up, dy, dgate, dup)
         else:
             values(a[6], number, gate, y)
             _multiply(dy, up, slope)
@@ -133,3 +133,20 @@ def backward(args: int, piece: int, pieces: int, memory: int) -> None:
 def _multiply(x: Any, y: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = x[i] * y[i]
+
+
+@elementwise
+def _silu_forward(gate: Any, up: Any, y: Any) -> None:
+    for i in range(gate.size):
+        g = max(gate[i], -FAR32)
+        y[i] = g / (ONE + exp2(-LOG2_E * g)) * up[i]
+
+
+@elementwise
+def _silu_backward(gate: Any, up: Any, dy: Any, dgate: Any, dup: Any) -> None:
+    for i in range(gate.size):
+        g = max(gate[i], -FAR32)
+        near = min(g, FAR32)
+        s = ONE / (ONE + exp2(-LOG2_E * near))
+        dgate[i] = dy[i] * up[i] * s * (ONE + near * (ONE - s))
+        dup[i] = dy[i] * g * s

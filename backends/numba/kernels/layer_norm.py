@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.compiled import FEW, rowwise
 from xformer.backends.numba.kernels.layout import (
     fresh_in,
     in_order,
@@ -22,14 +23,16 @@ from xformer.backends.numba.kernels.norms import (
     summed,
     terms,
 )
-from xformer.backends.numba.layer_norm import rows_backward, rows_forward
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
+from xformer.backends.numpy import layer_norm as numpys
 
 from xformer import ops
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.layer_norm import LayerNormCache as ReferenceCache
 from xformer.typing import Array
+
+FAR = np.float32(numpys.FAR**2)  # mean^2 over variance
 
 
 def unsupported(
@@ -174,3 +177,70 @@ def backward(args: int, piece: int, pieces: int, memory: int) -> None:
         add(db, few[1:])
         if a[11]:
             add(dx, block(a[8], at, end, a[10]))
+
+
+@rowwise
+def rows_forward(x: Any, w: Any, b: Any, eps: Any, y: Any, mean: Any, rstd: Any) -> None:
+    n, width = x.shape
+    for i in range(n):
+        total = np.float32(0)
+        for j in range(width):
+            total += x[i, j]
+        centre = total / np.float32(width)
+        total = np.float32(0)
+        for j in range(width):
+            y[i, j] = x[i, j] - centre
+            total += y[i, j] * y[i, j]
+        if FAR * total < np.float32(width) * centre * centre:
+            centre = _corrected(centre, y[i])
+            total = _centred(x[i], centre, y[i])
+        scale = np.float32(1) / math.sqrt(total / np.float32(width) + eps)
+        mean[i], rstd[i] = centre, scale
+        for j in range(width):
+            y[i, j] = y[i, j] * scale * w[j] + b[j]
+
+
+@rowwise
+def _corrected(centre: Any, y: Any) -> Any:
+    """The mean with what it has lost by rounding, of y = x - centre."""
+    total = np.float32(0)
+    for j in range(y.size):
+        total += y[j]
+    return centre + total / np.float32(y.size)
+
+
+@rowwise
+def _centred(x: Any, centre: Any, y: Any) -> Any:
+    """y = x - centre; the sum of its squares."""
+    total = np.float32(0)
+    for j in range(y.size):
+        y[j] = x[j] - centre
+        total += y[j] * y[j]
+    return total
+
+
+@rowwise
+def rows_backward(x: Any, w: Any, mean: Any, rstd: Any, dy: Any, dx: Any, dw: Any, db: Any) -> None:
+    n, width = x.shape
+    sums = np.zeros((2, width), x.dtype)
+    dw[:] = 0
+    db[:] = 0
+    for i in range(n):
+        centre, scale = mean[i], rstd[i]
+        level = slope = np.float32(0)  # means of dxhat and of dxhat * xhat
+        for j in range(width):
+            xhat = (x[i, j] - centre) * scale
+            dxhat = dy[i, j] * w[j]
+            level += dxhat
+            slope += dxhat * xhat
+            sums[0, j] += dy[i, j] * xhat
+            sums[1, j] += dy[i, j]
+        level /= np.float32(width)
+        slope /= np.float32(width)
+        for j in range(width):
+            xhat = (x[i, j] - centre) * scale
+            dx[i, j] = scale * (dy[i, j] * w[j] - level - xhat * slope)
+        if i % FEW == FEW - 1 or i == n - 1:
+            dw += sums[0]
+            db += sums[1]
+            sums[:] = 0

@@ -18,6 +18,7 @@ from xformer.backends.numba.kernels.gemm import (
     steps,
     sum_rows,
 )
+from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native
@@ -55,7 +56,7 @@ def begun(
     assert recorder is not None  # else this were unsupported
     y = recorder.fresh((rows.shape[0], w.shape[1]), np.float32)
     sums = emit_parts("linear", y, [Pair(rows, w)], b)
-    cache = LinearCache(None if fixed else rows, w, b is not None, x.shape, recorder)
+    cache = LinearCache(None if fixed else rows, w, b is not None, x.shape)
     return reshape(y, (*x.shape[:-1], w.shape[1])), [sums] if sums else [], cache
 
 
@@ -66,7 +67,6 @@ class LinearCache(NamedTuple):
     w: Array  # (I, O)
     has_b: bool
     x_shape: tuple[int, ...]
-    recorder: Program
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
         """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows."""
@@ -80,15 +80,16 @@ class LinearCache(NamedTuple):
 
     def gradients(self, dy: Array) -> tuple[Array | None, Array | None]:
         """Those of w and b."""
-        dw = None if self.x is None else weight_gradient(self.recorder, self.x, self.w, dy)
-        return dw, column_sums(self.recorder, dy) if self.has_b else None
+        recorder = program_of(self.x, self.w, dy)
+        dw = None if self.x is None else weight_gradient(recorder, self.x, self.w, dy)
+        return dw, column_sums(recorder, dy) if self.has_b else None
 
 
 def input_gradient(caches: Sequence[LinearCache], dys: Sequence[Array]) -> Array:
     """That of the one x of several maps, in one instruction."""
     pairs = [Pair(dy, cache.w.T) for cache, dy in zip(caches, dys, strict=True)]
     shape = dys[0].shape[0], caches[0].w.shape[0]
-    dx = caches[0].recorder.fresh(shape, np.float32)
+    dx = program_of(caches[0].w, *dys).fresh(shape, np.float32)
     emit_products("linear dx", dx, pairs)
     return reshape(dx, caches[0].x_shape)
 

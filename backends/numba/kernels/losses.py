@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import rowwise
-from xformer.backends.numba.flash_rows import ONE, ZERO
-from xformer.backends.numba.linear_cross_entropy import differentiate_rows
+from xformer.backends.numba.compiled import LOG2_E, exp2, less, rowwise
+from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, bits, float32s, native, real, words
 from xformer.backends.numba.program.program import Program
@@ -137,3 +136,47 @@ def differentiate(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
             x[i, :] = ZERO
         else:
             differentiate_rows(x[i : i + 1], targets[i : i + 1], numbers, losses[i : i + 1])
+
+
+@rowwise
+def differentiate_rows(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
+    """losses (N,) of logits (N, V), which become their gradients."""
+    for i in range(len(x)):
+        losses[i] = _loss(x[i], targets[i], numbers)
+
+
+@rowwise
+def _loss(x: Any, target: int, numbers: Any) -> Any:
+    """That of a token's logits, which become their gradient."""
+    a, z, weight = numbers
+    top = highest(x)
+    hit, sum_of_all = less(x[target], top), ZERO  # lse - x would lose log(sum) where top is large
+    if a > ZERO:
+        for j in range(len(x)):
+            sum_of_all += less(x[j], top)
+    total = _exp(x, top)
+    loss = np.log(total)  # lse - top
+    lse = loss + top
+    if z != ZERO:  # a factor of 0 would make NaN of what is too large
+        loss += z * lse * lse
+    if a < ONE:  # a factor of 0 would make NaN of a logit of -inf
+        loss -= (ONE - a) * hit
+    if a > ZERO:
+        loss -= a * (sum_of_all / len(x))
+    multiply(x, weight * (ONE + (ONE + ONE) * z * lse) / total, x)
+    x[target] -= weight * (ONE - a)
+    if a > ZERO:
+        for j in range(len(x)):
+            x[j] -= weight * a / len(x)
+    return loss
+
+
+@rowwise
+def _exp(x: Any, top: Any) -> Any:
+    """x = exp(x - top); their sum."""
+    total = ZERO
+    for j in range(len(x)):
+        e = exp2((x[j] - top) * LOG2_E)
+        x[j] = e
+        total += e
+    return total

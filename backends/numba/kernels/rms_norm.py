@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.compiled import FEW, rowwise
 from xformer.backends.numba.kernels.layout import (
     fresh_in,
     in_order,
@@ -23,7 +24,6 @@ from xformer.backends.numba.kernels.norms import (
     terms,
 )
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
-from xformer.backends.numba.rms_norm import rows_backward, rows_forward
 
 from xformer import ops
 from xformer.checks import number, require_axis, require_gradient
@@ -173,3 +173,35 @@ def backward(args: int, piece: int, pieces: int, memory: int) -> None:
         add(sums, few)
         if a[10]:
             add(dx, block(a[6], at, end, a[8]))
+
+
+@rowwise
+def rows_forward(x: Any, gain: Any, eps: Any, y: Any, rstd: Any) -> None:
+    n, width = x.shape
+    for i in range(n):
+        total = np.float32(0)
+        for j in range(width):
+            total += x[i, j] * x[i, j]
+        scale = np.float32(1) / math.sqrt(total / np.float32(width) + eps)
+        rstd[i] = scale
+        for j in range(width):
+            y[i, j] = x[i, j] * scale * gain[j]
+
+
+@rowwise
+def rows_backward(x: Any, gain: Any, rstd: Any, dy: Any, dx: Any, dw: Any) -> None:
+    n, width = x.shape
+    sums = np.zeros(width, x.dtype)
+    dw[:] = 0
+    for i in range(n):
+        scale, slope = rstd[i], np.float32(0)  # mean of dxhat * xhat
+        for j in range(width):
+            xhat = x[i, j] * scale
+            slope += dy[i, j] * gain[j] * xhat
+            sums[j] += dy[i, j] * xhat
+        slope /= np.float32(width)
+        for j in range(width):
+            dx[i, j] = scale * (dy[i, j] * gain[j] - x[i, j] * scale * slope)
+        if i % FEW == FEW - 1 or i == n - 1:
+            dw += sums
+            sums[:] = 0

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from xformer.backends.numba import tile
 from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.flash import FAR, tile_of
 from xformer.backends.numba.program.namespace import astype, copied
 from xformer.backends.numba.program.native import (
     SCRATCH,
@@ -19,7 +20,6 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.traced import Traced, constant
-from xformer.backends.numba.sdpa import FAR, tile_of
 
 from xformer import ops
 from xformer.ops._attention import Window, fold, forbid, unfold

@@ -42,7 +42,9 @@ def forward(args: int, piece: int, pieces: int, memory: int) -> None:
 
 
 @rowwise
-def _attend(query: Any, keys: Any, values: Any, sink: Any, runs: Any, scores: Any, ctx: Any) -> None:
+def _attend(
+    query: Any, keys: Any, values: Any, sink: Any, runs: Any, scores: Any, ctx: Any
+) -> None:
     """ctx (M,) of a head. query: times scale and log2 e, as sink. keys, values: (address, step)."""
     n, size = 0, (query.size,)
     for r in range(len(runs)):
@@ -79,7 +81,7 @@ def _find_runs(seen: int, step: int, low: int, high: int, runs: Any) -> int:
 
 @rowwise
 def _end_of(seen: int, step: int, first: int, high: int, value: bool) -> int:
-    """From `first` on the first column that is seen, or is not, as `value` is not; `high` of none."""
+    """The first column from `first` on that is seen where `value` is not, or the reverse."""
     eight, end = ALL_SEEN if value else 0, first
     while end < high and (uint8s(seen + end * step, 1)[0] != 0) == value:
         aligned = step == 1 and end + 8 <= high and (seen + end) % 8 == 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba import flash
 from xformer.backends.numba.compiled import LOG2_E, rowwise
+from xformer.backends.numba.flash import attend, attend_backward
 from xformer.backends.numba.flash_rows import LOWEST, ZERO
 from xformer.backends.numba.kernels.sdpa_given import N_INS, read
 from xformer.backends.numba.program.native import float32s, native, part, uint8s, words
-
-attend, attend_backward = rowwise(flash.attend), rowwise(flash.attend_backward)
 
 
 @native

@@ -31,7 +31,8 @@ class Recorded:
 
     donated: which inputs a run may write over. A result of the layout of one is in its memory, and
     is that array; all other results are new, or, where `lends`, in the arena, which no other run
-    has while they are referred to. numbers: which inputs stand for numbers of Python's.
+    has while they are referred to; where it `shares`, a result may be a view of an input or of
+    another result. numbers: which inputs stand for numbers of Python's.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Recorded:
         numbers: Collection[int] = (),
         *,
         lends: bool = False,
+        shares: bool = False,
     ) -> None:
         self.threads = threads
         program = Program(threads)
@@ -56,7 +58,9 @@ class Recorded:
         self._order = sorted(range(len(layouts)), key=lambda i: i not in set(donated))
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in layouts]
         self._sizes = np.array([sizes[i] for i in self._order], np.int64)
-        results = _own(program, fn(*inputs), [inputs[i] for i in self.donated])
+        results = list(fn(*inputs))
+        if not shares:
+            results = _own(program, results, [inputs[i] for i in self.donated])
         code = program.needed([x for x in results if not x.is_constant])
         places = placed_in(results, [inputs[i] for i in self.donated])
         self._given = {i: self.donated[j] for i, j in places.items()}  # results that are inputs
@@ -65,9 +69,16 @@ class Recorded:
         self.goes_round = [self._given.get(i) for i in range(len(donated))] == self.donated
         self.code = written_over(code, [(results[i], inputs[j]) for i, j in self._given.items()])
         self.results = results
+        if shares:  # an input comes back as the array that it is
+            self._given |= {
+                i: j
+                for i, x in enumerate(results)
+                for j, y in enumerate(inputs)
+                if x.buffer is y.buffer and x.offset == 0 and are_alike(x, y)
+            }
         self._inputs = [x.buffer for x in inputs if x.buffer is not None]
-        new = [x for i, x in enumerate(results) if i not in self._given]
-        ends = [x.buffer for x in new if x.buffer is not None]
+        new = [x.buffer for i, x in enumerate(results) if i not in self._given]
+        ends = [x for x in dict.fromkeys(new) if x is not None and x not in self._inputs]
         self._outputs = [] if lends else ends
         self.plan = plan(self.code, {*self._inputs, *self._outputs}, ends if lends else ())
         self._run = Code(self.code, self.plan.offsets, threads)

@@ -1,56 +1,21 @@
-"""`gelu`, each element once through all of its formula."""
+"""The two forms of `gelu` and their slopes, each element once through all of its formula."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from xformer.backends.numba.compiled import BLOCK, LOG2_E, elementwise, exp2
+from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2
 from xformer.backends.numpy.gelu import EXACT, TANH
-from xformer.backends.numpy.rows import flat
-from xformer.backends.numpy.threads import blocks
 
-from xformer.checks import require_gradient
 from xformer.ops.gelu import CUBIC, FAR, SCALE
-from xformer.typing import Array
 
 T0, T1 = map(np.float32, TANH)
 E0, E1, E2, E3, E4, E5, E6 = map(np.float32, EXACT)
 SLOPE0, SLOPE1 = np.float32(2 * SCALE), np.float32(6 * SCALE * CUBIC)
 FAR32, DENSITY = np.float32(FAR), np.float32(1 / math.sqrt(2 * math.pi))
 ONE, HALF = np.float32(1), np.float32(0.5)
-
-
-def not_float32(x: Array, *, approximate: str = "none") -> str | None:
-    """Why the kernel cannot run."""
-    if x.dtype != np.float32 or approximate not in ("none", "tanh"):
-        return "only float32, and the forms none and tanh"
-    return None
-
-
-def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
-    """y = x * Phi(x)."""
-    y, xs = np.empty(x.shape, x.dtype), flat(x)
-    ys, forward = y.reshape(-1), tanh_form if approximate == "tanh" else exact_form
-    blocks(lambda a, b: forward(xs[a:b], ys[a:b]), xs.size, BLOCK)
-    return y, GeluCache(x, approximate)
-
-
-class GeluCache(NamedTuple):
-    """What `gelu` keeps for its backward."""
-
-    x: Array
-    approximate: str
-
-    def backward(self, dy: Array) -> Array:
-        """dx = dy * (Phi + x * Phi')."""
-        require_gradient("gelu", "dy", dy, self.x)
-        dx = np.empty(dy.shape, dy.dtype)
-        xs, dys, dxs = flat(self.x), flat(dy), dx.reshape(-1)
-        backward = tanh_slope if self.approximate == "tanh" else exact_slope
-        blocks(lambda a, b: backward(xs[a:b], dys[a:b], dxs[a:b]), xs.size, BLOCK)
-        return dx
 
 
 @elementwise

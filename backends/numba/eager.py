@@ -1,0 +1,192 @@
+"""Calls of ops on NumPy's arrays, each as a program of that op, by the kernels of programs.
+
+A program is recorded for each kind of arguments: shapes, dtypes, strides and options. A call takes
+some 50 us of Python, so that few elements are left to NumPy's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from xformer.backends.numba.program.binding import layout_of
+from xformer.backends.numba.program.run import Recorded, placed
+from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
+from xformer.backends.numpy.threads import n_threads
+
+from xformer import tree
+from xformer.dispatch import Overridable, chosen_kernels, keeps_nothing
+from xformer.ops.random_bits import Key
+
+KEPT = 512  # programs
+LEAST = 1 << 14  # elements of all arguments
+
+_programs: dict[Any, _Program | str] = {}  # by kind, or why there is none
+_seen: set[Any] = set()  # kinds that were asked for once
+
+
+class Eager:
+    """A kernel of NumPy's arrays.
+
+    products: whether it is products of matrices above all. donates: arguments that a call with
+    donate=True may write over. varying: options whose numbers differ from call to call. second: whether a kind is recorded at its second call, since that
+    takes as long as some calls. least: how many elements all arguments have together, at least.
+    """
+
+    def __init__(
+        self,
+        op: Overridable,
+        *,
+        products: bool = False,
+        donates: Sequence[int] = (),
+        varying: Sequence[str] = (),
+        second: bool = False,
+        least: int = LEAST,
+    ) -> None:
+        self.op, self.__name__ = op, op.__name__
+        self.products, self.donates, self.varying = products, tuple(donates), tuple(varying)
+        self.second, self.least = second, least
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """As the op, where `unsupported` has no reason."""
+        call = self._call(args, options)
+        program = call.program()
+        assert not isinstance(program, str), program
+        results = program.run(call.inputs)
+        if not self.op.has_backward:
+            return _values(results)
+        y, cache = results
+        return _values(y), cache if cache is None or not hasattr(cache, "backward") else Saved(
+            cache
+        )
+
+    def unsupported(self, *args: Any, **options: Any) -> str | None:
+        """Why there is no program of these arguments, or NumPy's kernels are better."""
+        if self.products and chosen_kernels() == "mkl":
+            return "products of matrices are MKL's"
+        if options.get("past") is not None:
+            return "a text that grows has other shapes at each call"
+        call = self._call(args, options)
+        if not call.inputs or call.inputs[0].dtype != np.float32:
+            return "only float32"
+        if sum([x.size for x in call.inputs]) < self.least:
+            return f"fewer than {self.least} elements"
+        if self.second and call.is_first():
+            return "the first call of its kind: the second one is recorded"
+        program = call.program()
+        return program if isinstance(program, str) else program.python
+
+    def _call(self, args: Any, options: dict[str, Any]) -> _Call:
+        given = {k: _as_input(x, varies=k in self.varying) for k, x in options.items()}
+        donated = self.donates if options.get("donate", False) else ()
+        return _Call(self.op, (*args, given), donated)
+
+
+def _as_input(x: Any, *, varies: bool) -> Any:
+    """An option, as an array where each call has another number."""
+    if isinstance(x, Key):
+        return x._replace(step=np.asarray(x.step, np.int64))
+    return np.asarray(x, np.float64) if varies else x
+
+
+class Saved(NamedTuple):
+    """The cache of an op."""
+
+    cache: Any  # its kernel's, with arrays in the place of those of the program
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def backward(self, *dys: Any) -> Any:
+        """The gradients. One of 1, of a loss, is not multiplied with."""
+        known = (tree.Constant(1.0) if np.ndim(dy) == 0 and dy == 1 else dy for dy in dys)
+        call = _Call(_backward, (self.cache, *known, {}))
+        program = call.program()
+        if isinstance(program, str):
+            raise TypeError(f"backward: {program}")
+        return _values(program.run(call.inputs))
+
+
+def _backward(cache: Any, *dys: Any) -> Any:
+    one = constant(np.ones((), np.float32))
+    return cache.backward(*(one if isinstance(dy, tree.Constant) else dy for dy in dys))
+
+
+class _Program(NamedTuple):
+    recorded: Recorded
+    like: Any  # its results, as a tree of arrays without values, but for constants
+    python: str | None  # what of it would run as Python
+
+    def run(self, inputs: list[Any]) -> Any:
+        results = iter(self.recorded.run(inputs))
+        return tree.map(lambda x: next(results) if _is_result(x) else x, self.like)
+
+
+def _is_result(x: Any) -> bool:
+    return isinstance(x, Traced) and not x.is_constant
+
+
+def _values(results: Any) -> Any:
+    """The results, constants among them as arrays."""
+    return tree.map(lambda x: np.array(x) if isinstance(x, Traced) else x, results)
+
+
+class _Call:
+    """fn(*args, **options), of trees with arrays. args: the options are the last of them."""
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], donated: Sequence[int] = ()
+    ) -> None:
+        self.fn, self.args, self.donated = fn, args, list[int]()
+        self.inputs, kinds = list[Any](), [fn, donated, n_threads(), keeps_nothing()]
+        for i, arg in enumerate(args):
+            leaves, nodes = tree.parts(arg)
+            kinds.append(nodes)
+            for leaf in leaves:
+                x = tree.value(leaf)
+                if not isinstance(x, np.ndarray):
+                    kinds.append((type(leaf), leaf))
+                    continue
+                x = placed(x, writeable=i in donated)
+                if i in donated:
+                    self.donated.append(len(self.inputs))
+                self.inputs.append(x)
+                kinds.append((type(leaf), x.shape, x.dtype, x.strides))
+        self.kind = tuple(kinds)
+
+    def is_first(self) -> bool:
+        """Whether no call of its kind came before."""
+        if self.kind in _seen:
+            return False
+        if len(_seen) >= KEPT:
+            _seen.clear()
+        _seen.add(self.kind)
+        return True
+
+    def program(self) -> _Program | str:
+        """That of its kind, recorded where there is none; or why there is none."""
+        found = _programs.get(self.kind)
+        if found is None:
+            if len(_programs) >= KEPT:
+                _programs.clear()
+            found = _programs[self.kind] = self._recorded()
+        return found
+
+    def _recorded(self) -> _Program | str:
+        likes: list[Any] = []
+
+        def flat(*traced: Traced) -> list[Traced]:
+            rest = iter(traced)
+            args = tree.map(lambda x: next(rest) if isinstance(x, np.ndarray) else x, self.args)
+            *own, options = args
+            likes.append(self.fn(*own, **options))
+            return [x for x in map(tree.value, tree.parts(likes[0])[0]) if _is_result(x)]
+
+        layouts = [layout_of(x) for x in self.inputs]
+        try:
+            recorded = Recorded(flat, layouts, n_threads(), self.donated, shares=True)
+        except Unrecorded as error:
+            return f"not recorded: {error}"
+        is_native = all(native for native, _ in recorded.runs)
+        return _Program(recorded, likes[0], None if is_native else recorded.explain())
