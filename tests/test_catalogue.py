@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 from xformer import GPT, Transformer, backends, layers, models, ops
@@ -126,20 +125,24 @@ def test_check_of_compiled_kernels_is_in_float32(
 ) -> None:
     """They run; and a wrong backward, or a wrong value, is a failure."""
     pytest.importorskip("numba", reason="extra numba is not installed")
-    from xformer.backends.numba import gelu as kernel
+    from xformer.backends.numba import eager
 
     command = ["check", "--backend", "numba", "--only", "gelu: "]
     assert main(command) == 0
-    assert "compiled kernels that ran, in float32: gelu\n" in capsys.readouterr().out
-    wrong = {
-        "exact_slope": lambda x, dy, dx: np.multiply(dy, 0.9, out=dx),
-        "exact_form": lambda x, y: np.multiply(x, 0.9, out=y),
-    }
-    for name, what in (("exact_slope", "disagrees"), ("exact_form", "differ from the reference's")):
-        with monkeypatch.context() as patch:
-            patch.setattr(kernel, name, wrong[name])
-            assert main(command) == 1
-        assert what in capsys.readouterr().out
+    assert "compiled kernels that ran, in float32: gelu, quick_gelu\n" in capsys.readouterr().out
+    forward, backward = eager.Eager.__call__, eager.Saved.backward
+
+    def wrong_forward(self: Any, *args: Any, **options: Any) -> Any:
+        y, cache = forward(self, *args, **options)
+        return 0.9 * y, cache
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eager.Saved, "backward", lambda self, dy: 0.9 * backward(self, dy))
+        assert main(command) == 1
+    assert "disagrees" in capsys.readouterr().out
+    monkeypatch.setattr(eager.Eager, "__call__", wrong_forward)
+    assert main(command) == 1
+    assert "differ from the reference's" in capsys.readouterr().out
 
 
 def test_check_wants_a_case(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,56 +14,34 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from test_kernels import LAYOUTS, laid_out, parameters, require_exact
+from test_kernels import LAYOUTS, laid_out, require_exact
 from test_numpy_kernels import CASES, drawn, named, results
 from test_optim_kernels import CASES as UPDATES
 from test_optim_kernels import drawn as drawn_leaves
 from test_optim_kernels import flat, wide
 
-from xformer import backends, dispatch, ops, tree
-from xformer.catalogue import cases
-from xformer.dispatch import Kernel, Overridable
+from xformer import backends, dispatch, inference, ops
+from xformer.dispatch import Kernel
 from xformer.lock import locked
 from xformer.optim.adam import adam_update
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import KERNELS, adam, compiled, vectors
+from xformer.backends.numba import KERNELS, compiled, eager, vectors
+from xformer.backends.numba.eager import Eager
 
 NUMPY = backends.get("numpy")
-EVERY = [(op, Kernel(run, "numpy", unsupported)) for op, run, unsupported in KERNELS]
-# All of ELSEWHERE have tests of their own, here and in test_numba_{head,sdpa}.py.
-COMPILED = dict(EVERY)
-ELSEWHERE = (adam_update, ops.linear, ops.linear_cross_entropy, ops.sdpa)
-WITH_GRADIENT = [op for op in COMPILED if op not in ELSEWHERE]
+RECORDED = [op for op in dispatch.ops() if op.import_kernels("numba.kernels")]
+COMPILED = {op: Kernel(one := Eager(op, least=0), "numpy", one.unsupported) for op in RECORDED}
+ADAM = next(one for one in KERNELS if one.op is adam_update)
+ADAM = Eager(adam_update, donates=ADAM.donates, varying=ADAM.varying, least=0)
+COMPILED[adam_update] = Kernel(ADAM, "numpy", ADAM.unsupported)
 
 
 @pytest.fixture(autouse=True)
 def three_threads() -> Iterator[None]:
     with threadpoolctl.threadpool_limits(3, user_api="blas"):
         yield
-
-
-@pytest.mark.parametrize(("op", "kernel"), EVERY, ids=lambda x: getattr(x, "__name__", ""))
-def test_signature_is_the_references(op: Overridable, kernel: Kernel) -> None:
-    assert parameters(kernel.run) == parameters(op.reference)
-    assert kernel.unsupported is not None
-    assert parameters(kernel.unsupported) == parameters(op.reference)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("op", WITH_GRADIENT, ids=lambda op: op.__name__)
-def test_as_exact_as_the_reference(op: Overridable, layout: Callable[[Any], Any]) -> None:
-    """On the catalogue's cases, as tests/test_kernels.py does it of all other kernels."""
-    ran = 0
-    for case in (case for case in cases() if case.subject == op.__name__):
-        fn, args = case.build(NUMPY, "float32")
-        if fn.func is op:
-            args = tree.map(lambda x: laid_out(layout, x), args)
-            if not COMPILED[op].unsupported(*args, **fn.keywords):
-                require_exact(NUMPY, COMPILED[op], op, args, fn.keywords, layout)
-                ran += 1
-    assert ran
 
 
 def test_nowhere_to_keep_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +51,7 @@ def test_nowhere_to_keep_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("cannot cache function 'f': no locator available")
 
     monkeypatch.setattr(compiled.numba, "njit", njit)
-    for decorate in (compiled.elementwise, compiled.rowwise, compiled.rowwise_of("f4(f4)")):
+    for decorate in (compiled.elementwise, compiled.rowwise):
         with pytest.raises(backends.Unusable, match=r"no locator available\): .* NUMBA_CACHE_DIR"):
             decorate(lambda x: x)
 
@@ -124,8 +102,8 @@ def test_adam(layout: Callable[[Any], Any], donate: bool) -> None:
         got = flat(COMPILED[adam_update].run(*trees, **option, donate=donate))
         replaced = [x for i in (0, 2, 3) for x in trees[i]]
         if donate:
-            own = [x.flags.forc and x.flags.writeable for x in replaced]
-            assert [a is x for a, x in zip(got, replaced, strict=True)] == own
+            for a, x in zip(got, replaced, strict=True):
+                assert a is x or not (x.flags.forc and x.flags.writeable and x.size > 1)
         else:
             assert all(map(np.array_equal, flat(trees), before))
         for a, p, wanted in zip(got, plain, exact, strict=True):
@@ -139,16 +117,15 @@ def test_adam(layout: Callable[[Any], Any], donate: bool) -> None:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("n_threads", [2, 3, 7])
-def test_adam_on_threads(n_threads: int, donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adam_on_threads(n_threads: int, donate: bool) -> None:
     """Shares begin and end within leaves; more threads than numbers, too."""
     option = UPDATES[adam_update][2][0]
-    monkeypatch.setattr(adam, "BLOCK", 1)
     for trees in (drawn_leaves(4), [[np.ones((), np.float32)]] * 4):
         trees = [[x.copy() for x in leaves] for leaves in trees]
         with threadpoolctl.threadpool_limits(1, user_api="blas"):
-            wanted = flat(adam.adam_update(*trees, **option))
+            wanted = flat(ADAM(*trees, **option))
         with threadpoolctl.threadpool_limits(n_threads, user_api="blas"):
-            got = flat(adam.adam_update(*trees, **option, donate=donate))
+            got = flat(ADAM(*trees, **option, donate=donate))
         for a, b in zip(got, wanted, strict=True):
             assert np.allclose(a, b, rtol=1e-6, atol=1e-7)
 
@@ -163,7 +140,7 @@ def test_adam_step_after_step() -> None:
     def require_exact(grads: list[Array]) -> tuple[Any, ...]:
         assert COMPILED[adam_update].unsupported(p, grads, m, v, **option) is None
         wanted = flat(adam_update.reference(p, grads, m, v, **option))
-        got = adam.adam_update(p, grads, m, v, **option, donate=True)
+        got = ADAM(p, grads, m, v, **option, donate=True)
         for a, b in zip(flat(got), wanted, strict=True):
             assert np.allclose(a, b, rtol=1e-6, atol=1e-7)
         return got
@@ -185,42 +162,9 @@ def test_adam_step_after_step() -> None:
     got = require_exact(gradients())
     assert got[1][1] is not m[1] and np.array_equal(m[1], before)
     m[1].flags.writeable = True
-    why = COMPILED[adam_update].unsupported
-    assert why is not None
-    for i in range(len(shapes)):  # of which all but gradients are known
-        for other in (np.zeros(shapes[i]), np.zeros(shapes[i][:-1], np.float32)):
-            grads = gradients()
-            grads[i] = other
-            assert why(p, grads, m, v, **option), (i, other)
     before = [x.copy() for x in flat(trees)]
-    assert not set(map(id, flat(adam.adam_update(p, gradients(), m, v, **option)))) & {*map(id, p)}
+    assert not set(map(id, flat(ADAM(p, gradients(), m, v, **option)))) & {*map(id, p)}
     assert all(map(np.array_equal, flat(trees), before))  # without donate nothing is written over
-
-
-def test_ids_that_were_written_over_name_no_row() -> None:
-    """The caller's ids are copied; those of the cache, where loops write, are checked again."""
-    table, ids = np.ones((5, 3), np.float32), np.array([1, 4])
-    y, cache = COMPILED[ops.embedding].run(table, ids=ids)
-    ids[:] = 7
-    wanted = np.zeros_like(table)
-    wanted[[1, 4]] = 1
-    np.testing.assert_array_equal(cache.backward(y), wanted)
-    for wrong in (5, -1):
-        cache.ids[1] = wrong
-        with pytest.raises(ValueError, match=r"embedding: ids must lie in \[0, 5\)"):
-            cache.backward(y)
-
-
-def test_adam_of_other_leaves() -> None:
-    """The kernel reads memory, and must be told of no other than there is."""
-    p, option = np.ones(3, np.float32), UPDATES[adam_update][2][0]
-    why = COMPILED[adam_update].unsupported
-    assert why is not None and why([p], [p], [p], [p], **option) is None
-    for i in (1, 2, 3):
-        for other in (p.astype(np.float64), p[:1]):
-            leaves = [[p], [p], [p], [p]]
-            leaves[i] = [other]
-            assert why(*leaves, **option), (i, other)
 
 
 BLOCKS = [c for c in CASES if c[0] in COMPILED and c[0] is not ops.linear_cross_entropy]
@@ -258,31 +202,16 @@ def test_nan_and_infinity_stay(case: Any) -> None:
 
 
 def test_only_where_asked_for() -> None:
-    x = np.ones((3, 4), np.float32)
+    x = np.ones((300, 400), np.float32)
     assert backends.why_not("numba") is None
     assert "numba" not in dispatch.explain(ops.gelu, x)
     with backends.get("numba").active():
         said = dispatch.explain(ops.gelu, x)
-        assert said.startswith("gelu on numpy: xformer.backends.numba.gelu")
-        assert dispatch.explain(ops.gelu, x.astype("float64")).count("numba") == 1
-        assert type(ops.gelu(x)[1]).__module__ == "xformer.backends.numba.gelu"
-
-
-@pytest.mark.usefixtures("numba_kernels")
-def test_a_table_whose_columns_are_on_several_threads() -> None:
-    """Each sum in the order of the rows, however many threads there are; of any layout and kind."""
-    rng = np.random.default_rng(1)
-    table, ids = drawn(((503, 101),), "float32")[0], rng.integers(0, 500, (70, 101))
-    dy = rng.normal(size=(*ids.shape, 202)).astype(np.float32)[..., ::2]
-    _, cache = ops.embedding(table, ids=ids)
-    assert type(cache).__module__ == "xformer.backends.numba.embedding"
-    got, wanted = cache.backward(dy), np.zeros(table.shape)
-    np.add.at(wanted, ids, dy.astype(float))
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-    assert not got[500:].any()
-    with threadpoolctl.threadpool_limits(1, user_api="blas"):
-        np.testing.assert_array_equal(cache.backward(dy), got)
-    np.testing.assert_allclose(cache.backward(dy.astype(float)), wanted, rtol=1e-12, atol=1e-12)
-    for shape in ((0, 4), (4, 0)):
-        _, cache = ops.embedding(np.ones((5, shape[1]), np.float32), ids=np.zeros(shape[0], int))
-        assert cache.backward(np.ones(shape, np.float32)).shape == (5, shape[1])
+        assert said.startswith("gelu on numpy: xformer.backends.numba.eager.gelu")
+        assert "only float32" in dispatch.explain(ops.gelu, x.astype("float64"))
+        assert "fewer than" in dispatch.explain(ops.gelu, x[0])
+        assert type(ops.gelu(x)[1]) is eager.Saved
+        with inference():
+            dropped = ops.gelu(x)[1]
+    with pytest.raises(RuntimeError, match=r"within inference\(\)"):
+        dropped.backward(x)

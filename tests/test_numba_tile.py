@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import subprocess
@@ -14,12 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xformer import kernels
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
 from xformer.backends.numba import compiled, gemm, registers, tile, vectors
-from xformer.backends.numpy import products
 
 KNOWN = pytest.mark.skipif(not registers.USABLE, reason="tiles are for x86-64 with AVX2 or AVX-512")
 Layout = Callable[[Array], Array]
@@ -98,7 +97,9 @@ def run(scale: float, x: Array, w: Array, keep: bool, y: Array) -> None:
     memory = np.full(tile.SIZE + 64, np.nan, np.float32)  # what is not written is not read
     memory[tile.SIZE :] = 7
     own = y.ctypes.data, y.strides[0], *y.shape, x.shape[1]
-    gemm._from_c()(memory.ctypes.data, scale, *places, keep, *own)
+    whole, real = ctypes.c_int64, ctypes.c_float
+    multiply = ctypes.CFUNCTYPE(None, whole, real, *(whole,) * 12)(tile.compiled())
+    multiply(memory.ctypes.data, scale, *places, keep, *own)
     assert (memory[tile.SIZE :] == 7).all()
 
 
@@ -167,13 +168,15 @@ def test_other_vectors(features: str) -> None:
     code = """
 import itertools
 import numpy as np
-from test_numba_tile import LARGE, LAYOUTS, drawn, gemm, registers, require_product, run
+from test_numba_tile import LARGE, LAYOUTS, drawn, gemm, registers, require_product, run, tile
 known = registers.USABLE
 for n, m, k in itertools.product((1, 5, 6, 7, 14, 120), (3, 16, 19, 120), (1, 9, 120)):
     x, w, y = drawn(n, m, k)
     for a, b in itertools.product(LAYOUTS.values(), repeat=2):
         out = y.copy()
-        gemm.add_product(gemm.products(), np.float32(0.5), a(x), b(w), True, out)
+        memory = np.empty(tile.SIZE, np.float32)
+        by = gemm.sgemm(), tile.compiled() if known else 0, memory
+        gemm.add_product(by, np.float32(0.5), a(x), b(w), True, out)
         require_product(out, x, w, y, 0.5, True)
 for n, m, k in LARGE if known else ():
     x, w, y = drawn(n, m, k)
@@ -243,51 +246,7 @@ def test_products_of_loops(sizes: tuple[int, int, int], lies: tuple[str, str], k
     x, w, y = drawn(*sizes)
     out = y.copy()
     factors = LAYOUTS[lies[0]](x), LAYOUTS[lies[1]](w)
-    gemm.add_product(gemm.products(), np.float32(2), *factors, keep, out)
+    memory = np.empty(tile.SIZE, np.float32)
+    by = gemm.sgemm(), tile.compiled() if registers.USABLE else 0, memory
+    gemm.add_product(by, np.float32(2), *factors, keep, out)
     require_product(out, x, w, y, 2, keep)
-
-
-@KNOWN
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("out_lies", LAYOUTS)
-@pytest.mark.parametrize("w_lies", [*LAYOUTS, "every second"])
-@pytest.mark.parametrize("x_lies", LAYOUTS)
-def test_products_of_numpys_kernels(
-    x_lies: str, w_lies: str, out_lies: str, add: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Large ones by tiles, in any layout that BLAS can read; the others by NumPy."""
-    seen: list[str] = []
-    by_numpy, from_c = gemm.by_numpy, gemm._from_c()
-    monkeypatch.setattr(gemm, "by_numpy", lambda *a, **o: (seen.append("numpy"), by_numpy(*a, **o)))
-    monkeypatch.setattr(gemm, "_from_c", lambda: lambda *a: (seen.append("tiles"), from_c(*a)))
-    for sizes, who in (
-        ((130, 90, 110), "tiles"),
-        ((20, 30, 40), "numpy"),
-        ((2, 1200, 600), "numpy"),
-    ):
-        x, w, y = drawn(*sizes)
-        every_second = w_lies == "every second"
-        other = np.repeat(w, 2, axis=1)[:, ::2] if every_second else LAYOUTS[w_lies](w)
-        out = LAYOUTS[out_lies](y.copy())
-        gemm.multiply(LAYOUTS[x_lies](x), other, out, add=add)
-        require_product(np.asarray(out), x, w, y, 1, add)
-        assert seen.pop() == ("numpy" if every_second else who) and not seen
-
-
-@KNOWN
-def test_other_dtypes_are_numpys() -> None:
-    x, w, y = drawn(120, 100, 110)
-    for a, b in ((x.astype(np.float64), w), (x, w.astype(np.float64))):
-        out = np.empty(y.shape)
-        gemm.multiply(a, b, out)
-        require_product(out, x, w, y, 1, False)
-    out = np.empty((120, 110))
-    gemm.multiply(x.astype(np.float64), x.T.astype(np.float64)[:, :110], out)
-    assert np.array_equal(out, x.astype(np.float64) @ x.T.astype(np.float64)[:, :110])
-
-
-@KNOWN
-def test_kernels_multiply_by_tiles_where_numba_is_asked_for() -> None:
-    with kernels("numba"):
-        assert products.chosen() is gemm.multiply
-    assert products.chosen() is products.by_numpy
