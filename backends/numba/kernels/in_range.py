@@ -16,7 +16,7 @@ from xformer.dispatch import kernel
 @kernel(in_range, "numba.kernels")
 def _in_range(ids: Any, *, size: int) -> bool:
     """True; a run raises ValueError where it is not."""
-    if ids.is_constant:
+    if ids.is_constant or not ids.size:
         return bool(((ids.layout >= 0) & (ids.layout < size)).all())
 
     def check(ids: Any) -> None:
@@ -26,7 +26,7 @@ def _in_range(ids: Any, *, size: int) -> bool:
 
     recorder, own = program.of([ids]), None
     assert recorder is not None
-    if ids.dtype == np.int64 and ids.size:
+    if ids.dtype == np.int64:
         ids, own = contiguous(ids), Native(look, (*NOTHING, ids.size, size))
     recorder.emit(f"in_range {size}", check, [], [ids], own, checks=True)
     return True

@@ -27,14 +27,14 @@ CODES = {
         (
             *("add", "subtract", "multiply", "divide", "maximum", "minimum"),
             *("negative", "abs", "exp", "log", "sqrt", "square", "tanh", "copy"),
-            *("cos", "sin"),
+            *("cos", "sin", "pow"),
         )
     )
 }
 ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM, NEGATIVE, ABS, EXP, LOG, SQRT, SQUARE, TANH = (
     range(13)
 )
-COS, SIN = 14, 15
+COS, SIN, POW = 14, 15, 16
 LINE, BLOCK = 16, 1024  # elements
 NUMBERS = 1 + 4 * AXES  # of an instruction
 
@@ -217,6 +217,9 @@ def _block(code: int, y: Any, x: Any, z: Any) -> None:
     elif code == SIN:
         for j in range(n):
             y[j] = math.sin(x[j])
+    elif code == POW:
+        for j in range(n):
+            y[j] = math.pow(x[j], z[j])
     else:
         for j in range(n):
             y[j] = x[j]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.program import elementwise, reduce, typed
+from xformer.backends.numba.program import elementwise, indexed, reduce, typed
 from xformer.backends.numba.program.program import Program, Run, of
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
 from xformer.backends.numpy import xp
@@ -25,14 +25,13 @@ ELEMENTWISE = (
     *("cosh", "divide", "equal", "exp", "expm1", "floor", "floor_divide", "greater"),
     *("greater_equal", "isfinite", "isinf", "isnan", "less", "less_equal", "log", "log10"),
     *("log1p", "log2", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor"),
-    *("maximum", "minimum", "multiply", "negative", "not_equal", "pow", "remainder", "round"),
+    *("maximum", "minimum", "multiply", "negative", "not_equal", "remainder", "round"),
     *("sign", "sin", "sinh", "sqrt", "square", "subtract", "tan", "tanh", "trunc"),
 )
 REDUCING = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "std", "sum", "var")
 KEPT = {"axis", "keepdims", "dtype"}  # options of them that kernels know
 CALLED = (  # whose shapes are learnt by calling them
-    *("argsort", "clip", "cumulative_sum", "diff", "flip", "repeat", "roll", "searchsorted"),
-    *("sort", "take_along_axis", "tile", "tril", "triu"),
+    *("clip", "diff", "flip", "repeat", "roll", "searchsorted", "sort", "tril", "triu"),
 )
 VIEWS = (
     *("broadcast_to", "expand_dims", "matrix_transpose", "moveaxis", "permute_dims", "squeeze"),
@@ -104,6 +103,8 @@ def _elementwise(name: str) -> Callable[..., Traced]:
 
 def _emit(program: Program, name: str, run: Run, out: Traced, ins: Sequence[Any]) -> None:
     """An elementwise instruction, natively where it has a kernel."""
+    if name == "pow" and out.dtype.kind == "f":
+        ins = [astype(x, out.dtype) if isinstance(x, Traced) else x for x in ins]
     known = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
     own = elementwise.natively(program, name, out, known)
     own = own or typed.natively(program, name, out, known)
@@ -119,7 +120,7 @@ def _reducing(name: str) -> Callable[..., Traced]:
     ) -> Traced:
         options = {"axis": axis, "keepdims": keepdims} | options
         program = of([x])
-        if program is None:
+        if program is None or not x.size:
             return constant(fn(x.layout, **options))
         axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
         reduced = {i % x.ndim for i in axes}
@@ -127,12 +128,21 @@ def _reducing(name: str) -> Callable[..., Traced]:
         shape = [n for i, n in enumerate(sizes) if keepdims or i not in reduced]
         out = program.fresh(shape, fn(_dummy(x), **options).dtype)
         said = name if axis is None else f"{name} axis={axis}"
-        own = (
-            None
-            if options.get("dtype", out.dtype) != out.dtype or set(options) - KEPT
-            else reduce.natively(program, name, out, x, reduced)
-        )
-        program.emit(said, lambda out, x: np.copyto(out, fn(x, **options)), [out], [x], own)
+        known = options.get("dtype", out.dtype) == out.dtype and not set(options) - KEPT
+        if known and reduce.is_known(name, out, x):
+            own = reduce.natively(program, name, out, x, reduced)
+            if own is None:  # the reduced axes last, in C order
+                kept = [i for i in range(x.ndim) if i not in reduced]
+                x = contiguous(x.view(x.layout.transpose([*kept, *sorted(reduced)])))
+                options = options | {"axis": tuple(range(len(kept), x.ndim)), "keepdims": False}
+                own = reduce.natively(program, name, out, x, set(options["axis"]))
+        else:
+            own = None
+
+        def run(out: Any, x: Any) -> None:
+            out[...] = fn(x, **options).reshape(out.shape)
+
+        program.emit(said, run, [out], [x], own)
         return out
 
     recorded.__name__ = name
@@ -183,6 +193,9 @@ def _known(name: str) -> Any:
     return lambda *arguments, **options: constant(made(*arguments, **options))
 
 
+_argsort, _take_along_axis = _called("argsort"), _called("take_along_axis")
+_cumulative_sum, _broadcast_to = _called("cumulative_sum"), _view("broadcast_to")
+_pow, _square = _elementwise("pow"), _elementwise("square")
 for _names, _make in (
     (ELEMENTWISE, _elementwise),
     (REDUCING, _reducing),
@@ -316,7 +329,10 @@ def matmul(x1: Traced, x2: Traced, /) -> Traced:
     lead = np.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     shape = (*lead, x1.shape[-2], x2.shape[-1])
     out = program.fresh(shape, np.result_type(x1.dtype, x2.dtype))
-    program.emit("matmul", lambda out, a, b: np.matmul(a, b, out=out), [out], [x1, x2])
+    from xformer.backends.numba.kernels.matmul import emit_matmul  # which needs this module
+
+    if not emit_matmul(out, x1, x2):
+        program.emit("matmul", lambda out, a, b: np.matmul(a, b, out=out), [out], [x1, x2])
     return out
 
 
@@ -329,10 +345,83 @@ def take(x: Traced, ids: Traced, /, *, axis: int | None = None) -> Traced:
         return constant(xp.take(x.layout, ids.layout, axis=axis))
     at = axis % x.ndim
     out = program.fresh((*x.shape[:at], *ids.shape, *x.shape[at + 1 :]), x.dtype)
-    program.emit(
-        "take", lambda out, x, ids: np.copyto(out, xp.take(x, ids, axis=at)), [out], [x, ids]
-    )
+    if own := indexed.taken(program, out, x, ids, at):
+        x, ids = contiguous(x), contiguous(ids)
+
+    def run(out: Any, x: Any, ids: Any) -> None:
+        np.copyto(out, xp.take(x, ids, axis=at))
+
+    program.emit("take", run, [out], [x, ids], own)
     return out
+
+
+def take_along_axis(x: Traced, ids: Traced, /, *, axis: int = -1) -> Traced:
+    """Of each row along an axis the elements with its numbers."""
+    program = of([x, ids])
+    if program is None or axis % x.ndim != x.ndim - 1:
+        return _take_along_axis(x, ids, axis=axis)
+    out = program.fresh((*x.shape[:-1], *ids.shape[-1:]), x.dtype)
+    own = indexed.taken_along(program, out, x, ids)
+    if own is None:
+        return _take_along_axis(x, ids, axis=axis)
+
+    def run(out: Any, x: Any, ids: Any) -> None:
+        np.copyto(out, xp.take_along_axis(x, ids, axis=-1))
+
+    program.emit("take_along_axis", run, [out], [contiguous(x), contiguous(ids)], own)
+    return out
+
+
+def argsort(
+    x: Traced, /, *, axis: int = -1, descending: bool = False, stable: bool = True
+) -> Traced:
+    """The numbers that sort x along an axis; of equal elements the first comes first."""
+    options = {"axis": axis, "descending": descending, "stable": stable}
+    own = None
+    if not x.is_constant and axis % x.ndim == x.ndim - 1:
+        own = indexed.sorted_by(_program(x), x, descending=descending)
+    if own is None:
+        return _argsort(x, **options)
+
+    def run(out: Any, x: Any) -> None:
+        np.copyto(out, xp.argsort(x, **options))
+
+    out = _program(x).fresh(x.shape, np.int64)
+    _program(x).emit("argsort", run, [out], [contiguous(x)], own)
+    return out
+
+
+def cumulative_sum(x: Traced, /, *, axis: int | None = None, **options: Any) -> Traced:
+    """Sums of all elements up to each along an axis."""
+    own, at = None, 0 if axis is None else axis % x.ndim
+    if not x.is_constant and not options and (axis is not None or x.ndim == 1):
+        out = _program(x).fresh(x.shape, xp.cumulative_sum(_dummy(x), axis=at).dtype)
+        own = indexed.summed(_program(x), out, x, at)
+    if own is None:
+        return _cumulative_sum(x, axis=axis, **options)
+
+    def run(out: Any, x: Any) -> None:
+        np.copyto(out, xp.cumulative_sum(x, axis=at))
+
+    _program(x).emit("cumulative_sum", run, [out], [contiguous(x)], own)
+    return out
+
+
+def tile(x: Traced, repetitions: Sequence[int], /) -> Traced:
+    """x so many times along each axis."""
+    repeats = (1,) * (x.ndim - len(repetitions)) + tuple(repetitions)
+    sizes = (1,) * (len(repeats) - x.ndim) + x.shape
+    apart = reshape(x, [n for size in sizes for n in (1, size)])
+    pairs = list(zip(repeats, sizes, strict=True))
+    every = _broadcast_to(apart, [n for pair in pairs for n in pair])
+    return reshape(every, [times * size for times, size in pairs])
+
+
+def pow(x1: Any, x2: Any, /) -> Traced:
+    """x1 to the power of x2; a square is a product, as NumPy's is."""
+    if isinstance(x1, Traced) and x1.dtype.kind == "f" and isinstance(x2, int) and x2 == 2:
+        return _square(x1)
+    return _pow(x1, x2)
 
 
 def zeros_like(x: Traced, /, *, dtype: Any = None, device: Any = None) -> Traced:

@@ -30,7 +30,7 @@ def plan(
     Inputs lie elsewhere, and so may results.
     """
     lives = _lives(code, elsewhere)
-    lives |= {buffer: (lives[buffer][0], len(code)) for buffer in results}
+    lives |= {buffer: (lives[buffer][0], len(code)) for buffer in results if buffer in lives}
     order = sorted(lives, key=lambda buffer: -buffer.nbytes)
     first = np.array([lives[buffer][0] for buffer in order], np.int64)
     last = np.array([lives[buffer][1] for buffer in order], np.int64)

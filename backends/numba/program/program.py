@@ -92,6 +92,8 @@ class Program:
         wanted = {x.buffer for x in results}
         kept = []
         for one in reversed(self.code):
+            if one.outs and not any(out.size for out in one.outs):
+                continue  # it has nothing to compute
             if one.checks or any(out.buffer in wanted for out in one.outs):
                 kept.append(one)
                 wanted.update(x.buffer for x in one.ins if isinstance(x, Traced))

@@ -8,7 +8,6 @@ import numpy as np
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.program.native import Native, float32s, float64s, native, part, words
 from xformer.backends.numba.program.program import Program
-from xformer.backends.numba.program.strided import joined
 from xformer.backends.numba.program.traced import Traced
 
 SUM, MEAN, MAX, MIN = range(4)
@@ -16,22 +15,26 @@ CODES = {"sum": SUM, "mean": MEAN, "max": MAX, "min": MIN}
 LINE, BLOCK = 16, 256  # elements
 
 
+def is_known(name: str, out: Traced, x: Traced) -> bool:
+    """Whether there is a kernel for it where the reduced axes are the last ones, in C order."""
+    names = {"float32": CODES, "float64": CODES, "int64": {*CODES} - {"mean"}}
+    return name in names.get(x.dtype.name, ()) and x.dtype == out.dtype
+
+
 def natively(
     program: Program, name: str, out: Traced, x: Traced, reduced: set[int]
 ) -> Native | None:
-    """How `out` comes of x; None where NumPy computes it.
+    """How `out` comes of x; None where it does not: `is_known`, and x has elements, in C order.
 
-    The reduced axes are x's last ones, or its first ones, and x lies without gaps.
+    The reduced axes are x's last ones, or its first ones.
     """
+    if not is_known(name, out, x) or not x.layout.flags.c_contiguous:
+        return None
     kernels = {
         "float32": (rows32, columns32),
         "float64": (rows64, columns64),
-        "int64": (rows_whole, None) if name != "mean" else None,
-    }.get(x.dtype.name)
-    if kernels is None or name not in CODES or x.dtype != out.dtype or not x.size:
-        return None
-    if joined(x.shape, (x.strides,)) is None or not x.layout.flags.c_contiguous:
-        return None
+        "int64": (rows_whole, None),
+    }[x.dtype.name]
     sizes = [i in reduced for i, n in enumerate(x.shape) if n > 1]
     numbers = CODES[name], out.size, x.size // out.size
     if sizes == sorted(sizes):
