@@ -20,7 +20,7 @@ from xformer.backends.numba.program.run import Recorded, layout_of, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy import threads
 
-from xformer import backends, catalogue, reference_only, tree
+from xformer import backends, catalogue, optim, reference_only, tree
 from xformer.catalogue import Case
 
 CASES = catalogue.cases()
@@ -83,7 +83,7 @@ class Both:
             backend = building(lambda host: next(inputs), values, namespace)
             return whole(case, backend, dtype, arrays[n:])[:-1]
 
-        self.inputs = [placed(x) for x in (*hosts, *dy)]
+        self.fn, self.inputs = fn, [placed(x) for x in (*hosts, *dy)]
         self.recorded = Recorded(fn, [layout_of(x) for x in self.inputs], threads)
         # Gradients of what softmax does not depend on are rounding: of others' largest number.
         largest = max(float(abs(x).max(initial=0)) for x in self.wanted)
@@ -101,6 +101,27 @@ def test_a_run_gives_what_the_references_give(case: Case, dtype: str) -> None:
     both = Both(case, dtype)
     for _ in range(2):
         both.require(both.recorded(*both.inputs))
+    if dtype == "float32":
+        require_native(both.recorded)
+
+
+def require_native(recorded: Recorded) -> None:
+    """No instruction runs as Python."""
+    assert "; 0 run as Python" in recorded.explain(), recorded.explain()
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_no_step_of_a_model_runs_as_python(case: Case) -> None:
+    """A step of AdamW of all that it gives, gradients among them; recorded, and not run."""
+    both = Both(case, "float32")
+
+    def step(t: Traced, *arrays: Traced) -> list[Any]:
+        own = tuple(x for x in both.fn(*arrays) if not x.is_constant)
+        new, state = optim.adamw(own, own, optim.AdamState(t, own, own), lr=1e-3)
+        return [*new, *state.m, *state.v]
+
+    layouts = [layout_of(x) for x in (np.array(3), *both.inputs)]
+    require_native(Recorded(step, layouts, 2, numbers=[0]))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -23,10 +23,6 @@ from xformer.initial import Shapes
 from xformer.models import LanguageModel
 from xformer.ops import Key
 
-# What may run as Python: instructions on ids, masks, positions and counts, of a few numbers a token
-# at most.
-SMALL = 32
-
 
 def zeros(x: Any) -> Any:
     """A parameter that takes no memory until it is read."""
@@ -66,12 +62,7 @@ def test_no_model_of_the_benchmarks_runs_as_python(shape: Shape) -> None:
     arrays, masks = shape.batches(backends.get("numpy"))[0]
     state = optim.adamw_init(tree.map(zeros, tree.trained(params)))
     program, _ = Compiled(step_of(shape, model), (0, 1)).recorded(params, state, arrays, masks, 1)
-    slow = {
-        one.name.split()[0]
-        for one in program.code
-        if one.native is None and any(x.size > SMALL * shape.n_tokens for x in one.outs)
-    }
-    assert not slow
+    assert "; 0 run as Python" in program.explain(), program.explain()
 
 
 def step(params: Any, x: Any) -> Any:

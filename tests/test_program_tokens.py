@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba", reason="needs extra numba")
 
-from causal_models import causal
+from causal_models import NAMES, V, causal
 from programs import THREADS, names, native_against_numpy, record
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.compiled import Compiled
@@ -25,25 +25,29 @@ from xformer.layers.rotary import turns
 
 INTEGERS = np.array([[-5, 0, 7, 2**40], [3, 3, -(2**62), 1]])
 REALS = np.array([[np.nan, -np.inf, 0.0, 1.5], [np.inf, -0.0, 2.0, 3.0]])
+WRITTEN = [name for name in NAMES if name != "shaw"]  # which is not compiled
+PADDED = {*WRITTEN} - {"positions for q, k, v"}
+COPIED = "mixtral", "relative bias"  # ids of a row's first experts, and the bias of one query
 BOOLS = np.array([[True, False, True, True], [False, False, True, False]])
 
 
 def state_of(name: str, texts: int, masked: bool) -> tuple[Any, Any, Any, np.ndarray]:
     model, params = causal(name)
+    model = getattr(model, "network", model)
     params = tree.map(lambda p: p.astype(np.float32), params)
-    ids = np.random.default_rng(0).integers(0, model.embed.vocab_size, (texts, 4))
+    ids = np.random.default_rng(0).integers(0, V, (texts, 4))
     mask = np.ones((texts, 4), np.bool_)
     mask[0, 0] = not masked
     _, state = model.extend(params, ids, model.start(), mask=mask if masked else None)
     return model, params, state.in_columns(10), ids[:, :1]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("texts", [1, 3])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_nothing_runs_as_python(name: str, texts: int, greedy: bool) -> None:
     """Of padded texts, too; and each kernel gives what NumPy gives."""
-    model, params, state, ids = state_of(name, texts, masked=texts > 1)
+    model, params, state, ids = state_of(name, texts, masked=texts > 1 and name in PADDED)
 
     def token(params: Any, state: Any, ids: Any) -> Any:
         logits, state = model.extend(params, ids, state)
@@ -53,12 +57,13 @@ def test_nothing_runs_as_python(name: str, texts: int, greedy: bool) -> None:
     compiled = Compiled(token, (1,))
     wanted = token(params, state, ids)
     found = compiled(params, own, ids)
-    assert "0 run as Python" in compiled.explain(), compiled.explain()
+    assert "; 0 run as Python" in compiled.explain(), compiled.explain()
     for got, right in zip(*(tree.flatten(x).values() for x in (found, wanted)), strict=True):
-        np.testing.assert_allclose(got, right, rtol=0, atol=2e-5)
+        largest = float(np.abs(right).max(initial=1))
+        np.testing.assert_allclose(got, right, rtol=0, atol=2e-5 * largest)
     assert found[0].past[0].k is own.past[0].k
     (recorded, _), *_ = compiled.programs.values()
-    assert "copy" not in names(recorded)
+    assert name in COPIED or "copy" not in names(recorded)
 
 
 def test_rounds_are_calls() -> None:
