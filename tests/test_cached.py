@@ -108,22 +108,35 @@ def test_columns_become_more(library: Backend) -> None:
     assert fixed.columns == 20
 
 
-@pytest.mark.parametrize(
-    ("tokens", "options", "message"),
-    [
-        (2, {}, "extend: in fixed columns one token comes at a time, got 2"),
-        (1, {"mask": np.ones((3, 1), np.bool_)}, "extend: in fixed columns a mask is that of the"),
-    ],
-)
-def test_what_fixed_columns_do_not_take(tokens: int, options: Any, message: str) -> None:
+@only("numpy", "array-api-strict", "torch", "jax")
+@pytest.mark.parametrize(("name", "padded"), FIXED)
+def test_fixed_columns_of_several_tokens(library: Backend, name: str, padded: bool) -> None:
+    """Logits after each of them, also in the place of others that were read and forgotten."""
+    model, params = causal(name)
+    model, params = getattr(model, "network", model), tree.map(library.asarray, params)
+    tokens, keep = (library.asarray(a) for a in texts())
+    own = {"mask": keep[:, :8]} if padded else {}
+    _, state = model.extend(params, tokens[:, :8], model.start(), **own)
+    want, _ = model.extend(params, tokens[:, 8:14], state, every=True)
+    fixed = state.in_columns(T)
+    _, fixed = model.extend(params, tokens[:, 2:6], fixed)
+    fixed = model.rewind(fixed, 4)
+    got = []
+    for part in (slice(8, 11), slice(11, 12), slice(12, 14)):
+        logits, fixed = model.extend(params, tokens[:, part], fixed, every=True)
+        got.append(library.to_numpy(logits))
+    np.testing.assert_allclose(np.concatenate(got, axis=1), library.to_numpy(want), **EXACT)
+    assert (int(fixed.length), fixed.columns) == (14, T)
+
+
+def test_what_fixed_columns_do_not_take() -> None:
     model, params = causal("gpt2")
     _, state = model.extend(params, texts()[0], model.start())
-    with pytest.raises(ValueError, match=message):
-        model.extend(params, texts()[0][:, :tokens], state.in_columns(30), **options)
+    with pytest.raises(ValueError, match="extend: in fixed columns a mask is that of the"):
+        mask = np.ones((3, 1), np.bool_)
+        model.extend(params, texts()[0][:, :1], state.in_columns(30), mask=mask)
     with pytest.raises(ValueError, match="extend: at most 40 tokens fit the model's context"):
         model.extend(params, texts()[0][:, :1], state.in_columns(41))
-    with pytest.raises(ValueError, match="rewind: the columns of the state are fixed"):
-        model.rewind(state.in_columns(30), 1)
     for empty, n in ((model.start(), 5), (state, 18)):
         with pytest.raises(ValueError, match=r"n must be at least the \d+ tokens there"):
             empty.in_columns(n)
@@ -131,6 +144,31 @@ def test_what_fixed_columns_do_not_take(tokens: int, options: Any, message: str)
     _, state = model.extend(params, texts()[0], model.start())
     with pytest.raises(ValueError, match=r"fixed columns of a past want no params\.shaw"):
         model.extend(params, texts()[0][:, :1], state.in_columns(30))
+
+
+@pytest.mark.parametrize("name", T5_NAMES)
+@only("numpy", "array-api-strict", "torch", "jax")
+def test_targets_in_fixed_columns(library: Backend, name: str) -> None:
+    """And sources in more columns, which change nothing."""
+    model, params = seq2seq(name)
+    network, params = getattr(model, "network", model), tree.map(library.asarray, params)
+    tokens, keep = (library.asarray(a) for a in texts())
+    for mask in (None, keep):
+        state = network.start(params, tokens, src_mask=mask)
+        _, state = network.extend(params, tokens[:, :5], state)
+        want, _ = network.extend(params, tokens[:, 5:9], state, every=True)
+        fixed = state.in_columns(12).wider(T + 3)
+        _, fixed = network.extend(params, tokens[:, :2], fixed)
+        fixed, got = network.rewind(fixed, 2), []
+        for part in (slice(5, 6), slice(6, 9)):
+            logits, fixed = network.extend(params, tokens[:, part], fixed, every=True)
+            got.append(library.to_numpy(logits))
+        np.testing.assert_allclose(np.concatenate(got, axis=1), library.to_numpy(want), **EXACT)
+    with pytest.raises(ValueError, match=r"in_columns: n must be at least the 5 tokens there are"):
+        state.in_columns(4)
+    if network.context is not None:
+        with pytest.raises(ValueError, match=f"at most {network.context} tokens fit max_len"):
+            network.extend(params, tokens[:, :1], state.in_columns(network.context + 1))
 
 
 @pytest.mark.parametrize("name", T5_NAMES)

@@ -102,10 +102,11 @@ def test_a_check_that_fails_in_a_round() -> None:
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_append(threads: int) -> None:
+@pytest.mark.parametrize("new", [1, 4])
+def test_append(threads: int, new: int) -> None:
     """In the place of what is donated; a column that is not there is not written."""
     rng = np.random.default_rng(0)
-    k, v = (rng.normal(size=(3, 5, 1, n)).astype(np.float32) for n in (7, 4))
+    k, v = (rng.normal(size=(3, 5, new, n)).astype(np.float32) for n in (7, 4))
     old = [rng.normal(size=(3, 5, 11, n)).astype(np.float32) for n in (7, 4)]
 
     def fn(k: Any, v: Any, old_k: Any, old_v: Any, at: Any) -> Any:
@@ -122,9 +123,17 @@ def test_append(threads: int) -> None:
     for got, right, mine in zip(over(k, v, *own, np.array(6)), wanted, own, strict=True):
         assert got is mine
         np.testing.assert_array_equal(got, right)
-    for column in (-1, 11):
+    for column in (-new, 11, -(2**63), 2**63 - 1):
         for got, before in zip(run(*arrays[:-1], np.array(column)), old, strict=True):
             np.testing.assert_array_equal(got, before)
+    if new > 1:
+        for column in (-2, 9):
+            own = slice(max(column, 0), column + new)
+            part = slice(max(-column, 0), 11 - column)
+            found = run(*arrays[:-1], np.array(column))
+            for got, before, one in zip(found, old, (k, v), strict=True):
+                before[:, :, own] = one[:, :, part]
+                np.testing.assert_array_equal(got, before)
 
 
 @pytest.mark.parametrize("threads", THREADS)

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, device
 
 from xformer.checks import require_sizes
 from xformer.dispatch import overridable
+from xformer.ops._pointwise import clip
 from xformer.typing import Array
 
 Window = tuple[int | None, int | None]
@@ -18,7 +19,7 @@ class Past(NamedTuple):
     """Keys, normalised and rotated, and values of one layer's tokens so far; at first none.
 
     at: where columns are fixed, some of them for tokens to come, that of the next token. A mask
-    then hides those behind it.
+    then hides those behind each token.
     """
 
     k: Array | None = None  # (B, G, S, K)
@@ -72,11 +73,12 @@ class Past(NamedTuple):
         return Past(placed(self.k), placed(self.v))
 
     def within(self, mask: Array, n: int) -> Array:
-        """`mask` (..., S) of fixed columns, but for those more than `n` before the next token's."""
+        """`mask` (..., T, S) of fixed columns, but for those more than `n` before a token's own."""
         if self.at is None or n >= self.length:
             return mask
-        column = array_namespace(mask).arange(self.length, device=device(mask))
-        return mask & (column >= self.at - n)
+        xp = array_namespace(mask)
+        column = xp.arange(self.length, device=device(mask))
+        return mask & (column >= columns_of(self.at, mask.shape[-2]) - n)
 
     def without(self, n: int, *, needs: int) -> Past:
         """All but the last `n`. ValueError where a window has not left the `needs` before them."""
@@ -106,10 +108,11 @@ def require_rows(tokens: Array, n_rows: int) -> None:
         )
 
 
-def require_one(op: str, n_tokens: int) -> None:
-    """ValueError unless a text in fixed columns grows by one token."""
-    if n_tokens != 1:
-        raise ValueError(f"{op}: in fixed columns one token comes at a time, got {n_tokens}")
+def columns_of(at: Array, n: int) -> Array:
+    """The columns of `n` tokens from `at` on: (n, 1), or () of one token."""
+    if n == 1:
+        return at
+    return (at + array_namespace(at).arange(n, device=device(at)))[:, None]
 
 
 def rewound(
@@ -133,14 +136,18 @@ def rewound(
 def append(k: Array, v: Array, *, past: Past) -> Past:
     """`past` and after it k (B, G, T, K) and v (B, G, T, M). `past` itself stays what it was.
 
-    But with past.at: then T is 1, k and v come in that column, and a backend may write over the
-    past's own arrays. ValueError for more tokens.
+    But with past.at: then k and v come in the columns from there on, which there must be, and a
+    backend may write over the past's own arrays.
     """
     if past.k is None or past.v is None:
         return Past(k, v)
     xp = array_namespace(k)
     if past.at is not None:
-        require_one("append", k.shape[2])
-        is_new = xp.arange(past.length, device=device(k))[:, None] == past.at  # (S, 1)
+        column, n = xp.arange(past.length, device=device(k)), k.shape[2]
+        is_new = column[:, None] == past.at  # (S, 1)
+        if n > 1:
+            new = column - past.at  # which of k and v
+            is_new = ((new >= 0) & (new < n))[:, None]
+            k, v = (xp.take(a, clip(new, 0, n - 1), axis=2) for a in (k, v))  # (B, G, S, .)
         return past._replace(k=xp.where(is_new, k, past.k), v=xp.where(is_new, v, past.v))
     return Past(xp.concat([past.k, k], axis=2), xp.concat([past.v, v], axis=2))

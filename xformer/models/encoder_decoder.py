@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, device
 
 from xformer import backends, ops, tree
 from xformer.backends import Generator
@@ -30,6 +30,7 @@ from xformer.layers.stack import (
 )
 from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
+from xformer.models.state import State
 from xformer.shapes import require_array
 from xformer.typing import Array
 
@@ -292,6 +293,8 @@ class EncoderDecoder:
 
     def rewind(self, state: DecoderState, n: int) -> DecoderState:
         """`state` without the last `n` tokens of its target, as `LanguageModel.rewind`."""
+        if state.target.is_fixed:
+            return state._replace(length=state.target.shorter(n))
         windows = [config.window for config in self.decoder]
         past = rewound(state.past, windows, length=state.length, n=n)
         return state._replace(past=past, length=state.length - n)
@@ -309,12 +312,18 @@ class EncoderDecoder:
 
         Continues the target of `state`, which itself stays what it was. every: logits after each
         token, (B, T, V). There is no backward. ValueError where the tokens do not fit max_len.
+        Where the target's columns are fixed (`DecoderState.in_columns`) its arrays may be written
+        over, and whether columns are left is the caller's to know.
         """
         if self.head is None or self.target_embed is None:
             raise ValueError("extend: the model must have an embedding and a head")
         require_tokens("extend", "tokens", tokens)
         require_rows(tokens, state.memory[0].k.shape[0])
-        length = state.length + tokens.shape[1]
+        target = state.target
+        if target.is_fixed and self.context is not None and target.columns > self.context:
+            raise ValueError(
+                f"extend: at most {self.context} tokens fit max_len, got {target.columns} columns"
+            )
         own: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), _ = embed(own, ids=tokens, config=self.target_embed, start=state.length)
         x, past = advance(
@@ -324,13 +333,15 @@ class EncoderDecoder:
             None,
             pos,
             configs=self.decoder,
-            past=state.past,
+            past=target.in_place() if target.is_fixed else state.past,
             n_past=state.length,
             relative=self.decoder_relative,
+            mask=target.seen(tokens.shape[1])[:, None, :, :] if target.is_fixed else None,
             memory_mask=_keys("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
         )
         logits, _ = self.head.forward(x if every else x[:, -1:, :], params.head, own.table)
-        state = state._replace(past=past, length=length)
+        target = target.grown(past, None, tokens)
+        state = state._replace(past=target.past, length=target.length)
         return logits if every else logits[:, 0, :], state
 
     def loss(
@@ -370,10 +381,38 @@ class EncoderDecoderParams(NamedTuple):
 class DecoderState(NamedTuple):
     """A source and its target so far, as `extend` needs them."""
 
-    past: tuple[Past, ...]  # of each layer
+    past: Sequence[Past]  # of each layer
     memory: tuple[KeyValue, ...]  # of each layer
     src_mask: Array | None  # (B, S)
-    length: int = 0  # T, of the target
+    length: Any = 0  # T, of the target; an integer array () where columns are fixed, as of `State`
+
+    @property
+    def target(self) -> State:
+        """The target alone."""
+        return State(self.past, length=self.length)
+
+    @property
+    def columns(self) -> int:
+        """How many the target has."""
+        return self.target.columns
+
+    def in_columns(self, n: int) -> DecoderState:
+        """The same, the target in `n` columns that stay where they are, as `State.in_columns`."""
+        past, _, length, *_ = self.target.in_columns(n)
+        return self._replace(past=past, length=length)
+
+    def wider(self, n: int) -> DecoderState:
+        """The same, the source in `n` columns: behind its own come some that nothing attends to."""
+        first = self.memory[0].k
+        xp, (size, _, length, _) = array_namespace(first), first.shape
+        own = {id(kv): kv for kv in self.memory}  # one where layers share it
+        wide = {i: KeyValue(*Past(*kv).in_columns(n, length)[:2]) for i, kv in own.items()}
+        near = xp.arange(n, device=device(first)) < length
+        mask = xp.broadcast_to(near[None, :], (size, n))
+        if self.src_mask is not None:
+            rest = xp.zeros((size, n - length), dtype=xp.bool, device=device(first))
+            mask = xp.concat([self.src_mask, rest], axis=1)
+        return self._replace(memory=tuple(wide[id(kv)] for kv in self.memory), src_mask=mask)
 
     def rows(self, ids: Array) -> DecoderState:
         """These pairs of the batch, in this order: ids (B',)."""

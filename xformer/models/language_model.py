@@ -18,7 +18,7 @@ from xformer.initial import normal
 from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.past import Past, require_one, require_rows, rewound
+from xformer.layers.past import Past, require_rows, rewound
 from xformer.layers.stack import (
     StackParams,
     dropout_streams,
@@ -277,8 +277,8 @@ class LanguageModel:
         mask: as in `forward`, of these tokens; padding must stand on the left of a text. every:
         logits after each token, (B, T, V). length: tokens that the longest text of the batch will
         have after further calls; RoPE frequencies go by it. There is no backward. Where the state's
-        columns are fixed (`State.in_columns`) tokens are (B, 1), its arrays may be written over,
-        and whether a column is left is the caller's to know. ValueError for a model that is not
+        columns are fixed (`State.in_columns`) its arrays may be written over, and whether columns
+        are left is the caller's to know. ValueError for a model that is not
         causal, where the tokens do not fit the context, and for more fixed columns than RoPE
         frequencies stay the same for.
         """
@@ -315,7 +315,7 @@ class LanguageModel:
         if state.past[0].k is not None:
             require_rows(tokens, state.past[0].k.shape[0])
         n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
-        kept, positions = self._kept(tokens, state, mask)
+        kept, seen, positions = self._kept(tokens, state, mask)
         places = None if state.mask is None and mask is None else positions
         (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
         rotary = self.rotary and layers.rotary(
@@ -332,7 +332,7 @@ class LanguageModel:
             n_past=state.length,
             relative=self.relative,
             rotary=rotary,
-            mask=None if kept is None else kept[:, None, None, :],
+            mask=seen,
         )
         x = x if every else x[:, -1:, :]
         logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
@@ -341,12 +341,12 @@ class LanguageModel:
     def rewind(self, state: State, n: int) -> State:
         """`state` without its last `n` tokens, for which another text may follow.
 
-        ValueError for more tokens than there are, and where columns are fixed. Where layers have
-        windows also for more than the last `extend` added, if the windows have dropped what is
-        needed again.
+        ValueError for more tokens than there are. Where layers have windows also for more than the
+        last `extend` added, if the windows have dropped what is needed again. Where columns are
+        fixed, that these tokens have come since they are is the caller's to know.
         """
         if state.is_fixed:
-            raise ValueError("rewind: the columns of the state are fixed")
+            return state._replace(length=state.shorter(n))
         windows = [config.window for config in self.blocks]
         past = rewound(state.past, windows, length=state.length, n=n)
         length = state.length - n
@@ -379,15 +379,21 @@ class LanguageModel:
             return empty
         return self._extend(params, state.ids, empty, state.mask, every=False)[1]
 
-    def _kept(self, tokens: Array, state: State, mask: Array | None) -> tuple[Array | None, Array]:
-        """Which columns are seen, all where None, and the places of the tokens, as `_places`."""
+    def _kept(
+        self, tokens: Array, state: State, mask: Array | None
+    ) -> tuple[Array | None, Array | None, Array]:
+        """The mask of the state, what tokens see of it, and their places, as `_places`.
+
+        None of both where all columns are tokens, of which each sees those before it.
+        """
         if not state.is_fixed:
             kept = grown_mask(state.mask, mask, tokens, state.length)
-            return kept, self._places(tokens, kept, state.length)
-        require_one("extend", tokens.shape[1])
+            seen = None if kept is None else kept[:, None, None, :]
+            return kept, seen, self._places(tokens, kept, state.length)
         if mask is not None:
             raise ValueError("extend: in fixed columns a mask is that of the state")
-        return state.seen(), state.place()
+        n = tokens.shape[1]
+        return state.mask, state.seen(n)[:, None, :, :], state.place(n)
 
     def _places(self, tokens: Array, kept: Array | None, n_past: int) -> Array:
         """The place of each of the last tokens in its text."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.checks import as_indices, require_mask
-from xformer.layers.past import Past
+from xformer.layers.past import Past, columns_of
 from xformer.typing import Array
 
 
@@ -67,19 +67,24 @@ class State(NamedTuple):
         """The past, for the next token to be put where it belongs, where columns are fixed."""
         return tuple(own._replace(at=self.length) for own in self.past)
 
-    def seen(self) -> Array:
-        """(B or 1, S): of fixed columns those of tokens, and that of the next one."""
-        column = array_namespace(self.length).arange(self.columns, device=device(self.length))
-        seen = (column <= self.length)[None, :]
-        return seen if self.mask is None else seen & self.mask
+    def seen(self, n: int) -> Array:
+        """(B or 1, n, S): the fixed columns up to that of each of the next `n` tokens."""
+        xp = array_namespace(self.length)
+        column = xp.arange(self.columns, device=device(self.length))
+        seen = xp.reshape(column <= columns_of(self.length, n), (1, n, self.columns))
+        return seen if self.mask is None else seen & self.mask[:, None, :]
 
-    def place(self) -> Array:
-        """(B, 1) or (1,): the place of the next token in its text, where columns are fixed."""
+    def place(self, n: int) -> Array:
+        """(B, n) or (n,): the place of each of the next `n` tokens, where columns are fixed."""
         xp = array_namespace(self.length)
         if self.mask is None:
-            return xp.reshape(self.length, (1,))
-        tokens = xp.astype(self.seen(), self.length.dtype)
-        return xp.sum(tokens, axis=1, keepdims=True, dtype=self.length.dtype) - 1
+            return xp.reshape(columns_of(self.length, n), (n,))
+        tokens = xp.astype(self.seen(n), self.length.dtype)
+        return xp.sum(tokens, axis=2, dtype=self.length.dtype) - 1
+
+    def shorter(self, n: int) -> Array:
+        """The length without the last `n` tokens, where columns are fixed."""
+        return array_namespace(self.length).asarray(self.length - n, device=device(self.length))
 
     def grown(self, past: Sequence[Past], kept: Array | None, tokens: Array) -> State:
         """With `tokens` (B, T) more, whose mask is in kept, and the past that has them."""
