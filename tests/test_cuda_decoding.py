@@ -148,8 +148,8 @@ def test_columns_are_doubled(
     columns: list[int] = []
     made = on_host.CompiledTokens._open
 
-    def opened(self: Any, text: Any) -> None:
-        made(self, text)
+    def opened(self: Any, n: int) -> None:
+        made(self, n)
         columns.append(self._state.columns)
 
     monkeypatch.setattr(on_host, "LEAST", 4)

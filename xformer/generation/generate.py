@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.compiling import records
 from xformer.generation import samplers
-from xformer.generation.compiled import CompiledTokens, why_not_compiled
+from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
 from xformer.generation.prefix import (
     Prefix,
     checked,
@@ -26,8 +25,6 @@ from xformer.generation.prefix import (
 from xformer.generation.samplers import Filter, Ids, draw, likeliest, require_filter, require_finite
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
-
-PAYS = 24  # tokens: recording takes as long as 15 to 19 of single ops (Zen 4, two small models)
 
 
 def generate(
@@ -92,15 +89,9 @@ def stream(
     tokens, place = None, place_of(params)
     usual = max_new >= PAYS and records(params)
     if usual if compiled is None else compiled:
-        width = prompts.width if isinstance(prompts, Prefix) else max(map(len, prompts))
-        most = width + max(max_new - 1, 0)  # the last token needs no column
-        most = min(most, network.context or most)
-        why = why_not_compiled(network, place, most)
-        if why is None:
-            tokens = CompiledTokens(network, params, place, most, sampler is None)
-        elif compiled:
-            said = f"generate: tokens are not compiled: {why}"
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
+        most = width_of(network, prompts) + max(max_new - 1, 0)  # the last token needs no column
+        kind: Any = {"asked": compiled, "greedy": sampler is None}
+        tokens = compiled_tokens("generate", network, params, most, **kind)
     return _stream(network, params, prompts, max_new, sampler, stops, rngs, tokens, place)
 
 

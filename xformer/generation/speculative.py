@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from xformer.backends import Backend
 from xformer.checks import require_sizes
+from xformer.compiling import records
+from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
 from xformer.generation.prefix import fitting, network_of, opened, place_of, stop_ids
 from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
 
@@ -25,6 +26,7 @@ def speculative(
     sampler: Filter | None = None,
     stop: Collection[int] | None = (),
     seed: int = 0,
+    compiled: bool | None = None,
 ) -> Iterator[list[int]]:
     """The ids that continue a prompt, in rounds of 1 to k + 1 of them.
 
@@ -35,7 +37,10 @@ def speculative(
     model alone would give it (arXiv:2211.17192). sampler: as in `stream`, of both; without one the
     ids are those of greedy decoding. Where RoPE frequencies change with the length ("dynamic",
     "longrope") a round ends before the model's frequencies change. max_new, stop, seed: as in
-    `stream`. ValueError as there, and where the vocabularies differ.
+    `stream`. compiled: the draft reads a token, the model k + 1 of them, by one call of the library
+    (`xformer.compile`); where that cannot be, a RuntimeWarning says why. Unless given, of models
+    that numba's kernels compute, where max_new is at least `PAYS`. ValueError as in `stream`, and
+    where the vocabularies differ.
     """
     (k,) = require_sizes("speculative", 1, k=k)
     max_new, seed = require_sizes("speculative", 0, max_new=max_new, seed=seed)
@@ -43,9 +48,12 @@ def speculative(
     require_filter("speculative", sampler)
     readers = []
     for network, its in ((model, params), (draft, draft_params)):
-        network = network_of("speculative", network)
+        network, tokens = network_of("speculative", network), None
         fitting("speculative", network, [prompt], max_new)
-        readers.append(Reader(network, its, place_of(its)))
+        if max_new >= PAYS and records(its) if compiled is None else compiled:
+            most = width_of(network, [prompt]) + max(max_new - 1, 0)
+            tokens = compiled_tokens("speculative", network, its, most, asked=compiled)
+        readers.append(Reader(network, its, tokens))
     large, small = readers
     if large.vocab_size != small.vocab_size:
         raise ValueError(
@@ -56,12 +64,16 @@ def speculative(
     return _rounds(large, small, prompt, k, max_new, sampler, stops, seed)
 
 
-class Reader(NamedTuple):
-    """A model on one text."""
+class Reader:
+    """A model on one text, of which it has read the first `length` tokens.
 
-    network: Any
-    params: Any
-    place: Backend
+    tokens: calls that read them, in columns which they hold; without, states are kept.
+    """
+
+    def __init__(self, network: Any, params: Any, tokens: CompiledTokens | None) -> None:
+        self.network, self.params, self.place = network, params, place_of(params)
+        self.tokens, self.length = tokens, 0
+        self._states: list[Any] = []  # that after the last `keep`, and those after it
 
     @property
     def vocab_size(self) -> int:
@@ -77,21 +89,49 @@ class Reader(NamedTuple):
         now = rope.frequency_length(length)
         return max(i for i in range(n + 1) if rope.frequency_length(length + i) == now)
 
-    def begin(self, prompt: Sequence[int]) -> tuple[Any, list[int]]:
-        """The state in which all but the last id has been read, and the ids."""
+    def begin(self, prompt: Sequence[int]) -> list[int]:
+        """The ids, all but the last of which are then read."""
         with self.place.active():
             state, ((*ids,),) = opened(self.network, self.params, [prompt], self.place)
-        if ids[:-1]:
-            _, state = self.read(state, ids[:-1], every=False)
-        return state, ids
+            # Columns are those of a text with a token.
+            first = ids if self.tokens is not None and len(ids) == 1 else ids[:-1]
+            if first:
+                state = self._extended(state, first, every=False)[1]
+            if len(first) == len(ids):
+                state = self.network.rewind(state, 1)
+            self._states, self.length = [state], len(ids) - 1
+            if self.tokens is not None:
+                self.tokens.begin(self._states.pop())
+        return ids
 
-    def read(self, state: Any, ids: Sequence[int], *, every: bool = True) -> tuple[Any, Any]:
-        """Logits (T, V) after each of ids (T,), and the state."""
+    def read(self, ids: Sequence[int], n: int) -> Any:
+        """Logits (T, V) after each of the next ids; where compiled after the last of them, of which
+        n at a time are read."""
         with self.place.active():
-            tokens = self.place.asarray(np.asarray([ids], dtype=np.int64))
-            logits, state = self.network.extend(self.params, tokens, state, every=every)
-            logits = self.place.widened(logits[0, ...])
-        return logits, state
+            if self.tokens is not None:
+                logits = self.tokens.read(self.length, ids, n)
+            else:
+                logits, state = self._extended(self._states[-1], ids)
+                self._states.append(state)
+        self.length += len(ids)
+        return logits
+
+    def keep(self, length: int) -> None:
+        """Forget all but the first `length` tokens, those read before the last `keep` at least."""
+        n = max(0, self.length - length)
+        self.length -= n
+        with self.place.active():
+            if self.tokens is not None:
+                self.tokens.forget(n)
+                return
+            state = next(state for state in self._states if state.length >= self.length)
+            n = state.length - self.length
+            self._states = [self.network.rewind(state, n) if n else state]
+
+    def _extended(self, state: Any, ids: Sequence[int], *, every: bool = True) -> tuple[Any, Any]:
+        tokens = self.place.asarray(np.asarray([ids], dtype=np.int64))
+        logits, state = self.network.extend(self.params, tokens, state, every=every)
+        return self.place.widened(logits[0, ...]), state
 
     def probs(self, logits: Any, sampler: Filter, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Probabilities (T, V) of the token after each of the texts."""
@@ -110,41 +150,41 @@ def _rounds(
     seed: int,
 ) -> Iterator[list[int]]:
     rng = np.random.default_rng([seed, 0])
-    (state, ids), (small_state, _) = large.begin(prompt), small.begin(prompt)
-    while max_new:
-        n = large.steady(len(ids), min(k, max_new - 1))
-        guesses, q, small_states = _guessed(small, small_state, ids, n, sampler, rng)
-        logits, state = large.read(state, ids[state.length :] + guesses)
-        texts = [ids + guesses[:i] for i in range(n + 1)]
-        p = large.probs(logits[-(n + 1) :, :], sampler, texts)
-        new = _kept(guesses, q, p, rng)
-        unread = n + 1 - len(new)  # guesses that were refused
-        state = large.network.rewind(state, unread)
-        small_state = small_states[min(len(new), n)]
-        ended = [i + 1 for i, x in enumerate(new) if x in stops]
-        yield new[: min(ended, default=len(new))]
-        if ended:
-            return
-        ids += new
-        max_new -= len(new)
+    try:
+        ids, _ = large.begin(prompt), small.begin(prompt)
+        while max_new:
+            n = large.steady(len(ids), min(k, max_new - 1))
+            guesses, q = _guessed(small, ids, n, sampler, rng)
+            logits = large.read(ids[large.length :] + guesses, k + 1)
+            texts = [ids + guesses[:i] for i in range(n + 1)]
+            p = large.probs(logits[-(n + 1) :, :], sampler, texts)
+            new = _kept(guesses, q, p, rng)
+            for reader in (large, small):
+                reader.keep(len(ids) + len(new) - 1)
+            ended = [i + 1 for i, x in enumerate(new) if x in stops]
+            yield new[: min(ended, default=len(new))]
+            if ended:
+                return
+            ids += new
+            max_new -= len(new)
+    finally:
+        for tokens in (large.tokens, small.tokens):
+            if tokens is not None:
+                tokens.close()
 
 
 def _guessed(
-    small: Reader, state: Any, ids: list[int], n: int, sampler: Filter, rng: np.random.Generator
-) -> tuple[list[int], list[np.ndarray], list[Any]]:
-    """n proposals, the distribution that each was drawn from, and the states on the way.
-
-    The last of the states are those before the first proposal was made, before the second, ...
-    """
-    guesses, q, states = list[int](), list[np.ndarray](), [state]
+    small: Reader, ids: list[int], n: int, sampler: Filter, rng: np.random.Generator
+) -> tuple[list[int], list[np.ndarray]]:
+    """n proposals, and the distribution that each was drawn from."""
+    guesses, q = list[int](), list[np.ndarray]()
     for _ in range(n):
         text = ids + guesses
-        logits, state = small.read(state, text[state.length :])
+        logits = small.read(text[small.length :], 1)
         probs = small.probs(logits[-1:, :], sampler, [text])
         guesses += pick(probs, [rng.random()])
         q.append(probs[0])
-        states.append(state)
-    return guesses, q, states
+    return guesses, q
 
 
 def _kept(

@@ -1,0 +1,133 @@
+"""Compiled tokens of guesses and of targets: the ids of those made call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="needs extra numba")
+
+from causal_models import causal, seq2seq
+from test_speculative import layers
+from xformer.backends.numba.program.compiled import Compiled
+
+from xformer import tree
+from xformer.generation import compiled as compiling
+from xformer.generation import generate, prefill, speculative
+from xformer.generation.samplers import temperature, top_k
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture
+def calls() -> Iterator[list[Any]]:
+    """Compiled functions that are made meanwhile."""
+    compiling._compiled.cache_clear()
+    found: list[Any] = []
+    init = Compiled.__init__
+
+    def noted(self: Any, *given: Any, **options: Any) -> None:
+        init(self, *given, **options)
+        found.append(self)
+
+    with patch.object(Compiled, "__init__", noted):
+        yield found
+
+
+def in_float32(model: Any, params: Any) -> tuple[Any, Any]:
+    return getattr(model, "network", model), tree.map(lambda p: p.astype(np.float32), params)
+
+
+def programs(calls: list[Any]) -> int:
+    """How many were recorded; only T5's buckets of distances are looked up by Python."""
+    lines = "\n".join(call.explain() for call in calls).split("\n")
+    python = {line for line in lines if line.startswith("-")}
+    assert python <= {"- 1 x take of int64: there is no kernel"}
+    return sum(len(call.programs) for call in calls)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_guesses(name: str, calls: list[Any]) -> None:
+    """Of a draft that is refused often, and of one that is not; by two programs."""
+    model, params = in_float32(*causal(name))
+    options: dict[str, Any] = {"k": 3, "max_new": 22}
+    for sampler in (None, temperature(1.5)):
+        for draft in (layers(model, params, 1), (model, params)):
+            own = model, params, *draft, PROMPT
+            wanted = list(speculative(*own, sampler=sampler, **options))
+            assert list(speculative(*own, sampler=sampler, **options, compiled=True)) == wanted
+            assert list(speculative(*own, sampler=sampler, seed=1, **options, compiled=True))
+    # Of the model and its first layer: four and one token at a time, and the model as a draft.
+    assert programs(calls) == 3
+
+
+def test_guesses_across_columns() -> None:
+    """Columns are doubled, and used to the end of the context; one token is a prompt too."""
+    model, params = in_float32(*causal("gpt2"))
+    with patch.object(compiling, "LEAST", 8):
+        for prompt in (PROMPT, PROMPT[:1]):
+            n = model.context - len(prompt) + 1
+            own = model, params, *layers(model, params, 1), prompt
+            wanted = list(speculative(*own, k=4, max_new=n))
+            assert list(speculative(*own, k=4, max_new=n, compiled=True)) == wanted
+            stop = {wanted[2][-1]}
+            wanted = list(speculative(*own, k=4, max_new=n, stop=stop))
+            assert list(speculative(*own, k=4, max_new=n, stop=stop, compiled=True)) == wanted
+
+
+@pytest.mark.usefixtures("numba_kernels")
+def test_guesses_are_programs_by_themselves(calls: list[Any]) -> None:
+    model, params = in_float32(*causal("llama"))
+    own = model, params, *layers(model, params, 1), PROMPT
+    for n in (compiling.PAYS - 1, compiling.PAYS):
+        wanted = list(speculative(*own, k=3, max_new=n, compiled=False))
+        assert not calls
+        assert list(speculative(*own, k=3, max_new=n)) == wanted
+    assert programs(calls) == 2
+
+
+def test_why_guesses_are_not_compiled() -> None:
+    model, params = in_float32(*causal("shaw"))
+    why = "speculative: tokens are not compiled: Shaw's relative positions"
+    with pytest.warns(RuntimeWarning, match=why):
+        list(speculative(model, params, model, params, PROMPT, k=2, max_new=3, compiled=True))
+
+
+TARGETS = ["t5", "t5 1.1", "transformer", "shared memory"]
+SOURCES = [PROMPT, [2, 7], [1, 8, 2, 8, 1, 8, 2]]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets(name: str, calls: list[Any]) -> None:
+    """Of sources of other lengths, too; a prefix stays what it was."""
+    model, params = in_float32(*seq2seq(name))
+    for sampler in (None, top_k(3)):
+        for sources in (SOURCES[:1], SOURCES):
+            given = prefill(model, params, sources, start_id=1)
+            options: Any = {"max_new": 20, "sampler": sampler}
+            wanted = generate(model, params, given, **options)
+            for _ in range(2):
+                assert generate(model, params, given, **options, compiled=True) == wanted
+    assert programs(calls) == 4
+    for source in SOURCES:  # of as many columns
+        given = prefill(model, params, [source], start_id=1)
+        wanted = generate(model, params, given, max_new=9)
+        assert generate(model, params, given, max_new=9, compiled=True) == wanted
+    assert programs(calls) == 4
+
+
+@pytest.mark.usefixtures("numba_kernels")
+def test_targets_are_programs_by_themselves(calls: list[Any]) -> None:
+    """Their columns are doubled; their tokens may come as guesses."""
+    model, params = in_float32(*seq2seq("t5"))
+    with patch.object(compiling, "LEAST", 8):
+        wanted = generate(model, params, SOURCES, max_new=30, compiled=False)
+        assert generate(model, params, SOURCES, max_new=30) == wanted
+    assert programs(calls) > 1
+    own = model, params, *in_float32(*seq2seq("t5 1.1", seed=1)), SOURCES[0]
+    wanted_rounds = list(speculative(*own, k=3, max_new=24, compiled=False))
+    assert list(speculative(*own, k=3, max_new=24)) == wanted_rounds
