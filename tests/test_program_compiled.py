@@ -211,3 +211,12 @@ def test_what_is_lent() -> None:
         np.testing.assert_array_equal(more, x + i + 1)
     begins = {address(compiled(x)[0]) for _ in range(5)}
     assert len(begins) == 1
+
+
+def test_arrays_that_compute_otherwise_are_refused() -> None:
+    """A program would read their data, and not their mask."""
+    x = np.ones(3, np.float32)
+    compiled = Compiled(lambda x, y: x + y)
+    with pytest.raises(TypeError, match="arguments must hold arrays, got MaskedArray"):
+        compiled(x, np.ma.masked_array(x, mask=[True, False, False]))
+    assert compiled(x, x).tolist() == [2, 2, 2]

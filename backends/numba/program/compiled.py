@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from xformer.backends.arrays import refusal
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, placed
@@ -86,6 +87,8 @@ class Compiled:
             for leaf in leaves:
                 x = leaf.value if isinstance(leaf, tree.Frozen) else leaf
                 is_array = isinstance(x, np.ndarray)
+                if type(x) is not np.ndarray and (why := refusal(type(x))) is not None:
+                    raise TypeError(f"compile: arguments must hold arrays, got {why}")
                 if not is_array and not _is_input(x):
                     kinds.append((type(leaf), x))
                     continue
