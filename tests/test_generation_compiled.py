@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +18,9 @@ from xformer.backends.numba.program.compiled import Compiled
 
 from xformer import tree
 from xformer.generation import compiled as compiling
-from xformer.generation import generate, prefill, speculative
+from xformer.generation import generate, prefill, prompts, speculative
 from xformer.generation.samplers import temperature, top_k
+from xformer.layers import RopeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -43,10 +45,11 @@ def in_float32(model: Any, params: Any) -> tuple[Any, Any]:
 
 
 def programs(calls: list[Any]) -> int:
-    """How many were recorded; only T5's buckets of distances are looked up by Python."""
+    """How many were recorded; Python looks up T5's buckets of distances, and reads masks."""
     lines = "\n".join(call.explain() for call in calls).split("\n")
     python = {line for line in lines if line.startswith("-")}
-    assert python <= {"- 1 x take of int64: there is no kernel"}
+    small = "take of int64", "cumulative_sum of int64", "copy of bool"
+    assert python <= {f"- 1 x {what}: there is no kernel" for what in small}
     return sum(len(call.programs) for call in calls)
 
 
@@ -131,3 +134,66 @@ def test_targets_are_programs_by_themselves(calls: list[Any]) -> None:
     own = model, params, *in_float32(*seq2seq("t5 1.1", seed=1)), SOURCES[0]
     wanted_rounds = list(speculative(*own, k=3, max_new=24, compiled=False))
     assert list(speculative(*own, k=3, max_new=24)) == wanted_rounds
+
+
+RAGGED = [[1, 5, 2, 7, 3], [4, 6]]
+
+
+@pytest.mark.usefixtures("numba_kernels")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "alibi", "shaw", "mixtral"])
+def test_prompts(name: str) -> None:
+    """A program is recorded at the fifth one of a bucket, of whichever length; texts go on."""
+    prompts._prompts.cache_clear()
+    model, params = in_float32(*causal(name))
+    longest = min(20, model.context or 20)
+    for texts in ([PROMPT], RAGGED, [list(range(longest))]):
+        shorter = [text[:-1] for text in texts]
+        with patch.object(prompts, "TIMES", 1000):
+            wanted = [prefill(model, params, own) for own in (shorter, texts)]
+            ids = generate(model, params, texts, max_new=6)
+        prompts._prompts.cache_clear()
+        forward = prompts._prompts(model).forward
+        for i in range(2 * prompts.TIMES):
+            found, right = prefill(model, params, (shorter, texts)[i % 2]), wanted[i % 2]
+            assert ("instructions" in forward.compiled.explain()) == (i + 1 >= prompts.TIMES)
+            np.testing.assert_allclose(found.logits, right.logits, rtol=0, atol=1e-4)
+            assert (found.ids, found.width) == (right.ids, right.width)
+            assert (found.state.mask is None) == (right.state.mask is None)
+            assert found.state.length == right.state.length
+            assert [p.k.shape for p in found.state.past] == [p.k.shape for p in right.state.past]
+        if name in ("gpt2", "llama", "gemma2"):
+            assert programs([forward.compiled._call((params,))]) == 1
+        assert generate(model, params, texts, max_new=6) == ids
+        if name != "shaw":
+            assert generate(model, params, texts, max_new=6, compiled=True) == ids
+        after = prefill(model, params, texts, chunk=2)
+        np.testing.assert_allclose(after.logits, wanted[1].logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("numba_kernels")
+def test_prompts_that_are_read_anew(calls: list[Any]) -> None:
+    """The last tokens of a text that slides have one length."""
+    prompts._prompts.cache_clear()
+    model, params = in_float32(*causal("gpt2"))
+    text = list(np.random.default_rng(0).integers(0, 30, model.context))
+    options: dict[str, Any] = {"max_new": 12, "slide": True, "compiled": False}
+    with patch.object(prompts, "TIMES", 1000):
+        wanted = generate(model, params, [text], **options)
+    assert generate(model, params, [text], **options) == wanted
+    assert programs(calls) == 1
+
+
+@pytest.mark.usefixtures("numba_kernels")
+def test_prompts_whose_rope_frequencies_change(calls: list[Any]) -> None:
+    """Programs are for those that stay the same; texts go on into others."""
+    prompts._prompts.cache_clear()
+    model, params = in_float32(*causal("llama"))
+    model = replace(model, rotary=RopeConfig(4, scaling="dynamic", factor=2.0, max_len=20))
+    for length, recorded in ((12, 1), (18, 1)):  # the latter in 32 columns
+        text = [i % 7 for i in range(length)]
+        options: dict[str, Any] = {"max_new": 13, "compiled": False}
+        with patch.object(prompts, "TIMES", 1000):
+            wanted = generate(model, params, [text], **options)
+        for _ in range(prompts.TIMES):
+            assert generate(model, params, [text], **options) == wanted
+        assert sum(len(call.programs) for call in calls) == recorded

@@ -13,6 +13,7 @@ from xformer import backends, tree
 from xformer.backends import Backend
 from xformer.backends.arrays import refusal
 from xformer.checks import require_id, require_ids, require_sizes, whole
+from xformer.generation.prompts import read_by_program
 from xformer.generation.samplers import Ids
 from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
@@ -53,7 +54,9 @@ def prefill(
     Of an encoder-decoder they are the sources, and the target of each begins with start_id: that
     of the model's configuration unless given. after: what the prompts continue, one text each or
     all the same one; it is read again where longer texts have other RoPE frequencies. chunk: read
-    so many of the prompts' tokens at a time, to the same result in less memory.
+    so many of the prompts' tokens at a time, to the same result in less memory. Where numba's
+    kernels run, prompts of lengths that have come before are read by programs
+    (`prompts.read_by_program`), to the same result but for rounding.
     ValueError for a prompt without tokens, ids that the model has not, and more tokens than its
     context holds.
     """
@@ -92,11 +95,16 @@ def _read(
     more: dict[str, Any] = {}
     if isinstance(network, LanguageModel):
         more["length"] = max(map(len, ids))
-    for start in range(0, length, chunk or length):
-        part = slice(start, start + (chunk or length))
+    step, found = chunk or length, None
+    if after is None and step >= length:
+        found = read_by_program(network, params, tokens, mask)
+    for start in range(0, length, step) if found is None else ():
+        part = slice(start, start + step)
         if mask is not None:
             more["mask"] = mask[:, part]
         logits, state = network.extend(params, tokens[:, part], state, **more)
+    if found is not None:
+        logits, state = found
     return Prefix(ids, place.widened(logits), state, width + length)
 
 
