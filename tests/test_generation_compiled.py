@@ -142,58 +142,52 @@ RAGGED = [[1, 5, 2, 7, 3], [4, 6]]
 @pytest.mark.usefixtures("numba_kernels")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "alibi", "shaw", "mixtral"])
 def test_prompts(name: str) -> None:
-    """A program is recorded at the fifth one of a bucket, of whichever length; texts go on."""
-    prompts._prompts.cache_clear()
+    """One program for all lengths of a bucket; texts go on."""
     model, params = in_float32(*causal(name))
     longest = min(20, model.context or 20)
     for texts in ([PROMPT], RAGGED, [list(range(longest))]):
-        shorter = [text[:-1] for text in texts]
-        with patch.object(prompts, "TIMES", 1000):
-            wanted = [prefill(model, params, own) for own in (shorter, texts)]
-            ids = generate(model, params, texts, max_new=6)
-        prompts._prompts.cache_clear()
-        forward = prompts._prompts(model).forward
-        for i in range(2 * prompts.TIMES):
-            found, right = prefill(model, params, (shorter, texts)[i % 2]), wanted[i % 2]
-            assert ("instructions" in forward.compiled.explain()) == (i + 1 >= prompts.TIMES)
+        prompts._forward.cache_clear()
+        for own in ([text[:-1] for text in texts], texts):
+            right = prefill(model, params, own)
+            found = prefill(model, params, own, compiled=True)
             np.testing.assert_allclose(found.logits, right.logits, rtol=0, atol=1e-4)
             assert (found.ids, found.width) == (right.ids, right.width)
             assert (found.state.mask is None) == (right.state.mask is None)
             assert found.state.length == right.state.length
             assert [p.k.shape for p in found.state.past] == [p.k.shape for p in right.state.past]
+        forward = prompts._forward(model)
+        assert "instructions" in forward.compiled.explain()
         if name in ("gpt2", "llama", "gemma2"):
             assert programs([forward.compiled._call((params,))]) == 1
-        assert generate(model, params, texts, max_new=6) == ids
+        ids = generate(model, params, texts, max_new=6, compiled=False)
         if name != "shaw":
             assert generate(model, params, texts, max_new=6, compiled=True) == ids
-        after = prefill(model, params, texts, chunk=2)
-        np.testing.assert_allclose(after.logits, wanted[1].logits, rtol=0, atol=1e-4)
+        after = prefill(model, params, texts, chunk=2, compiled=True)
+        np.testing.assert_allclose(after.logits, right.logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.usefixtures("numba_kernels")
-def test_prompts_that_are_read_anew(calls: list[Any]) -> None:
-    """The last tokens of a text that slides have one length."""
-    prompts._prompts.cache_clear()
+def test_prompts_that_are_read_anew() -> None:
+    """The last tokens of a text that slides have one length: a program reads them."""
+    prompts._forward.cache_clear()
     model, params = in_float32(*causal("gpt2"))
     text = list(np.random.default_rng(0).integers(0, 30, model.context))
-    options: dict[str, Any] = {"max_new": 12, "slide": True, "compiled": False}
-    with patch.object(prompts, "TIMES", 1000):
-        wanted = generate(model, params, [text], **options)
-    assert generate(model, params, [text], **options) == wanted
-    assert programs(calls) == 1
+    options: dict[str, Any] = {"max_new": 12, "slide": True}
+    wanted = generate(model, params, [text], compiled=False, **options)
+    assert generate(model, params, [text], compiled=True, **options) == wanted
+    assert programs([prompts._forward(model).compiled._call((params,))]) == 1
 
 
 @pytest.mark.usefixtures("numba_kernels")
-def test_prompts_whose_rope_frequencies_change(calls: list[Any]) -> None:
+def test_prompts_whose_rope_frequencies_change() -> None:
     """Programs are for those that stay the same; texts go on into others."""
-    prompts._prompts.cache_clear()
     model, params = in_float32(*causal("llama"))
     model = replace(model, rotary=RopeConfig(4, scaling="dynamic", factor=2.0, max_len=20))
-    for length, recorded in ((12, 1), (18, 1)):  # the latter in 32 columns
+    for length, recorded in ((12, True), (18, False)):  # the latter in 32 columns
+        prompts._forward.cache_clear()
         text = [i % 7 for i in range(length)]
-        options: dict[str, Any] = {"max_new": 13, "compiled": False}
-        with patch.object(prompts, "TIMES", 1000):
-            wanted = generate(model, params, [text], **options)
-        for _ in range(prompts.TIMES):
-            assert generate(model, params, [text], **options) == wanted
-        assert sum(len(call.programs) for call in calls) == recorded
+        right = prefill(model, params, [text])
+        found = prefill(model, params, [text], compiled=True)
+        np.testing.assert_allclose(found.logits, right.logits, rtol=0, atol=1e-4)
+        calls = prompts._forward(model).compiled._calls
+        assert bool(calls) == recorded

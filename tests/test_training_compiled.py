@@ -16,7 +16,7 @@ from causal_models import causal
 from xformer.backends.numba.program import run as programs
 
 from xformer import GPT, backends, reference_only, tree
-from xformer.generation import generate, prompts, stream
+from xformer.generation import generate, stream
 from xformer.generation.compiled import _compiled
 from xformer.generation.samplers import top_k
 from xformer.training import Batch, Diverged, TrainConfig, Windows, loop, loss_of, start, train
@@ -190,7 +190,7 @@ def test_tokens_are_programs_by_themselves(made: list[Any]) -> None:
     model, params = causal("gpt2")
     params = tree.map(lambda p: p.astype(np.float32), params)
     n = model.context - len(PROMPTS[0]) + 1
-    with patch.object(generating, "PAYS", n), patch.object(prompts, "TIMES", 1000):
+    with patch.object(generating, "PAYS", n):
         found = generate(model, params, PROMPTS, max_new=n)
         assert len(made) == 1
         with reference_only():

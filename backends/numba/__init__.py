@@ -23,7 +23,7 @@ __all__ = ["KERNELS", "backend"]
 
 KERNELS = (
     Eager(adam_update, donates=(0, 2, 3), varying=("rate", "root", "keep")),
-    Eager(layers.blocks, products=True, second=True),
+    Eager(layers.blocks, products=True),
     Eager(ops.gelu),
     Eager(ops.glu),
     Eager(ops.layer_norm),

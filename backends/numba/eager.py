@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from xformer.backends.arrays import refusal
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
@@ -23,15 +24,14 @@ KEPT = 512  # programs
 LEAST = 1 << 14  # elements of all arguments
 
 _programs: dict[Any, _Program | str] = {}  # by kind, or why there is none
-_seen: set[Any] = set()  # kinds that were asked for once
 
 
 class Eager:
     """A kernel of NumPy's arrays.
 
     products: whether it is products of matrices above all. donates: arguments that a call with
-    donate=True may write over. varying: options whose numbers differ from call to call. second: whether a kind is recorded at its second call, since that
-    takes as long as some calls. least: how many elements all arguments have together, at least.
+    donate=True may write over. varying: options whose numbers differ from call to call. least: how
+    many elements all arguments have together, at least.
     """
 
     def __init__(
@@ -41,12 +41,11 @@ class Eager:
         products: bool = False,
         donates: Sequence[int] = (),
         varying: Sequence[str] = (),
-        second: bool = False,
         least: int = LEAST,
     ) -> None:
         self.op, self.__name__ = op, op.__name__
         self.products, self.donates, self.varying = products, tuple(donates), tuple(varying)
-        self.second, self.least = second, least
+        self.least = least
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """As the op, where `unsupported` has no reason."""
@@ -72,8 +71,6 @@ class Eager:
             return "only float32"
         if sum([x.size for x in call.inputs]) < self.least:
             return f"fewer than {self.least} elements"
-        if self.second and call.is_first():
-            return "the first call of its kind: the second one is recorded"
         program = call.program()
         return program if isinstance(program, str) else program.python
 
@@ -145,6 +142,10 @@ class _Call:
             kinds.append(nodes)
             for leaf in leaves:
                 x = tree.value(leaf)
+                if type(x) is not np.ndarray and (why := refusal(type(x))) is not None:
+                    raise TypeError(
+                        f"{fn.__name__}: an array must be of a library's own type, got {why}"
+                    )
                 if not isinstance(x, np.ndarray):
                     kinds.append((type(leaf), leaf))
                     continue
@@ -154,15 +155,6 @@ class _Call:
                 self.inputs.append(x)
                 kinds.append((type(leaf), x.shape, x.dtype, x.strides))
         self.kind = tuple(kinds)
-
-    def is_first(self) -> bool:
-        """Whether no call of its kind came before."""
-        if self.kind in _seen:
-            return False
-        if len(_seen) >= KEPT:
-            _seen.clear()
-        _seen.add(self.kind)
-        return True
 
     def program(self) -> _Program | str:
         """That of its kind, recorded where there is none; or why there is none."""

@@ -32,14 +32,14 @@ def compiled_tokens(
 ) -> CompiledTokens | None:
     """Calls for tokens of texts of at most `most` tokens; None where they cannot be.
 
-    asked: whether a RuntimeWarning then says why.
+    asked: whether a RuntimeWarning then says why, and prompts are compiled too.
     """
     most, place = min(most, network.context or most), place_of(params)
     why = why_not_compiled(network, place, most)
     if why is None and op == "speculative" and place.graphs:
         why = f"a graph of backend {place.name} reads one token at a time"
     if why is None:
-        return CompiledTokens(network, params, place, most, greedy)
+        return CompiledTokens(network, params, place, most, greedy, asked=bool(asked))
     if asked:
         warnings.warn(f"{op}: tokens are not compiled: {why}", RuntimeWarning, stacklevel=3)
     return None
@@ -83,8 +83,18 @@ class CompiledTokens:
     likeliest next ids, too.
     """
 
-    def __init__(self, network: Any, params: Any, place: Backend, most: int, greedy: bool) -> None:
+    def __init__(
+        self,
+        network: Any,
+        params: Any,
+        place: Backend,
+        most: int,
+        greedy: bool,
+        *,
+        asked: bool = False,
+    ) -> None:
         self.network, self.params, self.greedy, self.place = network, params, greedy, place
+        self.asked = asked
         limit = min(network.context or math.inf, _steady(network))
         self.limit = most if place.graphs else limit
         call = _compiled.__wrapped__ if place.graphs else _compiled

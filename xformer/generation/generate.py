@@ -70,7 +70,8 @@ def stream(
     it has such a thing (`xformer.compile`), or some likeliest ones are, with the parameters as they
     are at the first of them; where it cannot be, a RuntimeWarning says why. The ids are the same;
     logits that a sampler is given may be written over by the next ones. Unless given, tokens are
-    compiled where numba's kernels run and max_new is at least `PAYS`. ValueError where prompt and
+    compiled where numba's kernels run and max_new is at least `PAYS`; with True prompts are
+    compiled too (`prefill`). ValueError where prompt and
     max_new do not fit the context and slide is not given, for bad prompts (`prefill`), and for
     logits that are no numbers.
     """
@@ -106,8 +107,12 @@ def _stream(
     tokens: CompiledTokens | None,
     place: Backend,
 ) -> Iterator[list[int | None]]:
+    asked = tokens is not None and tokens.asked
     with place.active():
-        text = prompts if isinstance(prompts, Prefix) else _read(network, params, prompts)
+        if isinstance(prompts, Prefix):
+            text = prompts
+        else:
+            text = _read(network, params, prompts, compiled=asked)
     chosen: Array | None = None
     running, given = [True] * len(rngs), 0
     try:
@@ -149,17 +154,17 @@ def _grown(
     room = most if network.context is None else network.context - text.width
     if room <= 0:
         longer = [(*ids, i) for ids, i in zip(text.ids, new, strict=True)]
-        return _read(network, params, longer), None
+        return _read(network, params, longer, compiled=tokens is not None), None
     if tokens is not None:
         return tokens(text, new, min(most, room))
     return extended(network, params, text, new, place), None
 
 
-def _read(network: Any, params: Any, prompts: Ids) -> Prefix:
+def _read(network: Any, params: Any, prompts: Ids, *, compiled: bool) -> Prefix:
     """The prompts, or their ends where they do not fit the context."""
     if network.context is not None and isinstance(network, LanguageModel):
         prompts = [prompt[-network.context :] for prompt in prompts]
-    return prefill(network, params, prompts)
+    return prefill(network, params, prompts, compiled=compiled)
 
 
 def _choose(

@@ -48,15 +48,16 @@ def prefill(
     after: Prefix | None = None,
     start_id: int | None = None,
     chunk: int | None = None,
+    compiled: bool = False,
 ) -> Prefix:
     """Read prompts of any lengths, a list of ids each; shorter ones are padded on the left.
 
     Of an encoder-decoder they are the sources, and the target of each begins with start_id: that
     of the model's configuration unless given. after: what the prompts continue, one text each or
     all the same one; it is read again where longer texts have other RoPE frequencies. chunk: read
-    so many of the prompts' tokens at a time, to the same result in less memory. Where numba's
-    kernels run, prompts of lengths that have come before are read by programs
-    (`prompts.read_by_program`), to the same result but for rounding.
+    so many of the prompts' tokens at a time, to the same result in less memory. compiled: read them
+    by a program where numba's kernels run (`prompts.read_by_program`), to the same result but for
+    rounding; it is recorded for each of few lengths, which pays where some prompts have one.
     ValueError for a prompt without tokens, ids that the model has not, and more tokens than its
     context holds.
     """
@@ -68,7 +69,7 @@ def prefill(
         raise TypeError(f"prefill: after must be a Prefix, got {type(after).__name__}")
     place = place_of(params)
     with place.active():
-        return _read(network, params, rows, place, after, start_id, chunk)
+        return _read(network, params, rows, place, after, start_id, chunk, compiled=compiled)
 
 
 def _read(
@@ -79,6 +80,8 @@ def _read(
     after: Prefix | None,
     start_id: int | None,
     chunk: int | None,
+    *,
+    compiled: bool,
 ) -> Prefix:
     if after is None:
         state, rows = opened(network, params, rows, place, start_id)
@@ -96,7 +99,7 @@ def _read(
     if isinstance(network, LanguageModel):
         more["length"] = max(map(len, ids))
     step, found = chunk or length, None
-    if after is None and step >= length:
+    if compiled and after is None and step >= length:
         found = read_by_program(network, params, tokens, mask)
     for start in range(0, length, step) if found is None else ():
         part = slice(start, start + step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +14,6 @@ from xformer.models.state import State
 from xformer.typing import Array
 
 KEPT = 8  # models whose programs are kept
-# To record takes 1 to 11 times as long as a program saves of one prompt of 12 to 256 tokens: 4 to
-# 11 times of 0.3 million parameters, 1 to 11 times of 11 million (two threads of an AMD EPYC that
-# others used too).
-TIMES = 5
 
 
 def read_by_program(
@@ -27,40 +22,33 @@ def read_by_program(
     """As `LanguageModel.extend` of no text with tokens (B, T) and mask; None where no program does.
 
     Programs are for T in a few numbers (`bucket`); shorter prompts have padding in front, which is
-    then taken away. They are recorded where the backend `records`, when as many texts of one number
-    of columns come for the fifth time (`TIMES`). Logits differ from single ops' by rounding. Single
-    ops read sources of an encoder-decoder, and prompts after a prefix or in chunks.
+    then taken away. They are recorded where the backend `records`: to record takes 1 to 11 times as
+    long as a program saves of one prompt (12 to 256 tokens, 0.3 and 11 million parameters). Logits
+    differ from single ops' by rounding. Single ops read sources of an encoder-decoder, and prompts
+    after a prefix or in chunks.
     """
     if not isinstance(network, LanguageModel) or not records(params):
         return None
     size, length = tokens.shape
     columns = min(bucket(length), network.context or bucket(length))
     steady = math.inf if network.rotary is None else network.rotary.same_until
-    prompts = _prompts(network)
-    prompts.times[size, columns] += 1
-    if prompts.times[size, columns] < TIMES or columns > steady:
+    if columns > steady:
         return None
     xp, n = array_namespace(tokens), columns - length
     padding = xp.zeros((size, n), dtype=tokens.dtype)
     kept = xp.ones((size, length), dtype=xp.bool) if mask is None else mask
     seen = xp.concat([xp.zeros((size, n), dtype=xp.bool), kept], axis=1)
-    logits, state = prompts.forward(params, xp.concat([padding, tokens], axis=1), seen)
+    logits, state = _forward(network)(params, xp.concat([padding, tokens], axis=1), seen)
     state = state._replace(mask=seen).padded(length)
     return logits, state._replace(mask=mask)
 
 
-class _Prompts:
-    """Programs of a model, and how many prompts there were of each batch size and length."""
-
-    def __init__(self, network: LanguageModel) -> None:
-        def read(params: Any, tokens: Array, mask: Array) -> tuple[Array, State]:
-            logits, state = network.extend(params, tokens, network.start(), mask=mask)
-            return logits, state._replace(mask=None)  # what was given is no result
-
-        self.forward = Forward(read)
-        self.times: Counter[tuple[int, int]] = Counter()
-
-
 @lru_cache(KEPT)
-def _prompts(network: LanguageModel) -> _Prompts:
-    return _Prompts(network)
+def _forward(network: LanguageModel) -> Forward:
+    """The model's programs."""
+
+    def read(params: Any, tokens: Array, mask: Array) -> tuple[Array, State]:
+        logits, state = network.extend(params, tokens, network.start(), mask=mask)
+        return logits, state._replace(mask=None)  # what was given is no result
+
+    return Forward(read)

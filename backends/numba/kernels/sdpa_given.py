@@ -29,7 +29,7 @@ from xformer.typing import Array
 SCORES = 1 << 14  # of a tile of whole rows: two tiles and their keys fit in a core's L2 cache
 ROWS = 16, 128  # of such a tile, at least and at most
 N_INS, N_NUMBERS = 7, 43  # q k v bias sinks mask step; `Attention.numbers`
-ABSENT = np.zeros((1, 1, 1, 1), np.float32)  # in the place of an operand that is not given
+ABSENT = np.zeros((0, 0, 0, 0), np.float32)  # in the place of an operand that is not given
 
 
 class Operands(NamedTuple):
@@ -62,23 +62,24 @@ class Operands(NamedTuple):
 
     @property
     def has_bias(self) -> bool:
-        return not _is_absent(self.bias)
+        return not is_absent(self.bias)
 
     @property
     def has_sinks(self) -> bool:
-        return not _is_absent(self.sinks)
+        return not is_absent(self.sinks)
 
     @property
     def has_mask(self) -> bool:
-        return not _is_absent(self.mask)
+        return not is_absent(self.mask)
 
 
 def _absent() -> Traced:
     return constant(ABSENT)
 
 
-def _is_absent(x: Traced) -> bool:
-    return x.layout is ABSENT
+def is_absent(x: Any) -> bool:
+    """Whether an operand is not given."""
+    return bool(x.size == 0)
 
 
 def tokens(x: Any) -> Any:
@@ -155,8 +156,8 @@ class Attention(NamedTuple):
         """(ctx, cache) of the op's reference, of arrays of NumPy."""
         return ops.sdpa.reference(
             *(tokens(x) for x in (q, k, v)),
-            *(None if x is ABSENT else x for x in (bias, sinks)),
-            mask=None if mask is ABSENT else mask,
+            *(None if is_absent(x) else x for x in (bias, sinks)),
+            mask=None if is_absent(mask) else mask,
             causal=self.causal,
             window=self.window,
             softcap=self.softcap,
@@ -173,9 +174,9 @@ class Attention(NamedTuple):
         scores = unfold(fold(q, k) @ k.mT, q) * np.float32(self.scale)
         if self.softcap is not None:
             scores = self.softcap * np.tanh(scores / self.softcap)
-        scores = scores if bias is ABSENT else scores + bias
-        scores = forbid(scores, None if mask is ABSENT else mask, self.causal, self.window)
-        if sinks is not ABSENT:
+        scores = scores if is_absent(bias) else scores + bias
+        scores = forbid(scores, None if is_absent(mask) else mask, self.causal, self.window)
+        if not is_absent(sinks):
             sink = np.broadcast_to(sinks[:, None, None], (*q.shape[:3], 1))
             scores = np.concat([scores, sink], axis=3)
         highest = scores.max(axis=3)
