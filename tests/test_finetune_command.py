@@ -380,7 +380,7 @@ def test_the_best_model_is_kept(
     train = finetune.train
     monkeypatch.setattr(finetune, "train", steps)
     monkeypatch.setattr(cli_finetune, "EVERY", 1)
-    monkeypatch.setattr("xformer.training.loop.evaluate", lambda *_: next(losses))
+    monkeypatch.setattr("xformer.training.loop.evaluate", lambda *_, **__: next(losses))
     folder("causal")
     assert main(command("causal")) == 1
     err = capsys.readouterr().err

@@ -32,14 +32,15 @@ SOURCE = Windows(TEXT, MODEL.max_len, 3)
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Programs that are recorded meanwhile."""
+    """Programs that are recorded meanwhile, but for those of single ops."""
     loop._forward.cache_clear()
     found: list[Any] = []
     init = programs.Recorded.__init__
 
     def noted(self: Any, *given: Any, **options: Any) -> None:
         init(self, *given, **options)
-        found.append(self)
+        if not options.get("shares"):
+            found.append(self)
 
     monkeypatch.setattr(programs.Recorded, "__init__", noted)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,8 +19,7 @@ from xformer.backends.numba.kernels.gemm import (
     steps,
     sum_rows,
 )
-from xformer.backends.numba.kernels.layout import program_of
-from xformer.backends.numba.program import program
+from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native
 from xformer.backends.numba.program.program import Program
@@ -80,7 +80,9 @@ class LinearCache(NamedTuple):
 
     def gradients(self, dy: Array) -> tuple[Array | None, Array | None]:
         """Those of w and b."""
-        recorder = program_of(self.x, self.w, dy)
+        recorder = program.of([self.x, self.w, dy])
+        if recorder is None:  # then x is not kept, and dy is known
+            return None, namespace.sum(dy, axis=0) if self.has_b else None
         dw = None if self.x is None else weight_gradient(recorder, self.x, self.w, dy)
         return dw, column_sums(recorder, dy) if self.has_b else None
 
@@ -89,7 +91,11 @@ def input_gradient(caches: Sequence[LinearCache], dys: Sequence[Array]) -> Array
     """That of the one x of several maps, in one instruction."""
     pairs = [Pair(dy, cache.w.T) for cache, dy in zip(caches, dys, strict=True)]
     shape = dys[0].shape[0], caches[0].w.shape[0]
-    dx = program_of(caches[0].w, *dys).fresh(shape, np.float32)
+    recorder = program.of([x for pair in pairs for x in pair])
+    if recorder is None:
+        dx = functools.reduce(namespace.add, (namespace.matmul(dy, w) for dy, w in pairs))
+        return reshape(dx, caches[0].x_shape)
+    dx = recorder.fresh(shape, np.float32)
     emit_products("linear dx", dx, pairs)
     return reshape(dx, caches[0].x_shape)
 
