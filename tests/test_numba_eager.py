@@ -115,6 +115,16 @@ def test_adam_writes_over_what_is_donated() -> None:
     assert new["w"].ctypes.data == place and not np.allclose(new["w"], 1)
 
 
+def test_adam_of_leaves_that_share_memory() -> None:
+    """None is written over."""
+    leaf = np.ones((200, 100), np.float32)
+    params = {"one": leaf, "other": leaf[:]}
+    grads = {"one": leaf, "other": leaf}
+    new, _ = optim.adamw(params, grads, optim.adam_init(params), lr=0.1, donate=True)
+    np.testing.assert_array_equal(leaf, 1)
+    assert not np.shares_memory(new["one"], leaf)
+
+
 def test_threads_run_and_record_at_once() -> None:
     gpt = model()
     params = gpt.init(0)

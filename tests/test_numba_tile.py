@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
-from xformer.backends.numba import compiled, gemm, registers, tile, vectors
+from xformer.backends.numba import gemm, registers, tile, tuning, vectors
 
 KNOWN = pytest.mark.skipif(not registers.USABLE, reason="tiles are for x86-64 with AVX2 or AVX-512")
 Layout = Callable[[Array], Array]
@@ -197,13 +197,13 @@ print(known, registers.LANES)
 @KNOWN
 def test_other_cores(tmp_path: Path) -> None:
     """What is copied, and how many rows are read at once, where a core is AMD's, and where not."""
-    name = "graniterapids" if compiled.AMD else "znver4"
+    name = "graniterapids" if tuning.AMD else "znver4"
     code = f"""
 import itertools, numba
 import llvmlite.binding as binding
 own = binding.get_host_cpu_name
 binding.get_host_cpu_name = lambda: {name!r}
-from xformer.backends.numba import compiled
+from xformer.backends.numba import tuning
 binding.get_host_cpu_name = own  # loops are compiled for this machine
 import test_numba_tile as tests
 for n, m, k in tests.LARGE:
@@ -212,13 +212,13 @@ for n, m, k in tests.LARGE:
         tests.run(0.5, a(x), b(w), True, out := y.copy())
         tests.require_product(out, x, w, y, 0.5, True)
 tests.test_vectors()
-print(compiled.AMD, tests.tile.FEW_ROWS > 0)
+print(tuning.AMD, tests.tile.FEW_ROWS > 0)
 """
     folder = os.path.dirname(__file__)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])}
     env |= {"NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.stdout == f"{not compiled.AMD} {not compiled.AMD}\n", done.stderr[-2000:]
+    assert done.stdout == f"{not tuning.AMD} {not tuning.AMD}\n", done.stderr[-2000:]
 
 
 def test_vectors() -> None:

@@ -52,7 +52,13 @@ def test_the_pretrained_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_example_of_kernels_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("numba", reason="extra numba is not installed")
     model = xf.GPT(vocab_size=11, n_layers=1, d_model=6, n_heads=2, max_len=4)
-    names = {"xf": xf, "model": model, "params": model.init(), "tokens": np.array([[1, 2, 3]])}
+    names = {
+        "xf": xf,
+        "np": np,
+        "model": model,
+        "params": model.init(),
+        "tokens": np.array([[1, 2, 3]]),
+    }
     exec(EXAMPLES[3], names)
     (said,) = re.findall(r"# (gelu on numpy: .*)", EXAMPLES[3])
     assert capsys.readouterr().out.splitlines()[0] == said

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
 from numba.core import sigutils
@@ -23,8 +22,6 @@ from xformer.lock import locked
 # a b - c would not be 0 where c is a b, nor reciprocals in the place of quotients.
 ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
 FEW = 32  # rows that are summed one after the other: sums of such sums are more exact
-# Loops are cut for the cores of AMD (measured on Zen 4), or for others (Intel's Granite Rapids).
-AMD = llvmlite.binding.get_host_cpu_name().startswith("znver")
 LOG2_E = np.float32(math.log2(math.e))
 TO_WHOLE = np.float32(1.5 * 2**23 + 127)  # added, only whole numbers are left in float32
 

@@ -14,14 +14,15 @@ from xformer.backends.arrays import refusal
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
+from xformer.backends.numba.tuning import LEAST
+from xformer.backends.numpy.leaves import apart
 from xformer.backends.numpy.threads import n_threads
 
 from xformer import tree
-from xformer.dispatch import Overridable, chosen_kernels, keeps_nothing
+from xformer.dispatch import Overridable, chosen_kernels, is_reference_only, keeps_nothing
 from xformer.ops.random_bits import Key
 
 KEPT = 512  # programs
-LEAST = 1 << 14  # elements of all arguments
 
 _programs: dict[Any, _Program | str] = {}  # by kind, or why there is none
 
@@ -71,6 +72,8 @@ class Eager:
             return "only float32"
         if sum([x.size for x in call.inputs]) < self.least:
             return f"fewer than {self.least} elements"
+        if call.donated and not apart(call.inputs):
+            return "arrays that may be written over share memory"
         program = call.program()
         return program if isinstance(program, str) else program.python
 
@@ -136,7 +139,8 @@ class _Call:
         self, fn: Callable[..., Any], args: tuple[Any, ...], donated: Sequence[int] = ()
     ) -> None:
         self.fn, self.args, self.donated = fn, args, list[int]()
-        self.inputs, kinds = list[Any](), [fn, donated, n_threads(), keeps_nothing()]
+        contexts = n_threads(), keeps_nothing(), is_reference_only()
+        self.inputs, kinds = list[Any](), [fn, donated, contexts]
         for i, arg in enumerate(args):
             leaves, nodes = tree.parts(arg)
             kinds.append(nodes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.compiled import AMD, LOG2_E, rowwise
+from xformer.backends.numba.compiled import LOG2_E, rowwise
 from xformer.backends.numba.flash_rows import (
     LOWEST,
     ONE,
@@ -22,15 +22,9 @@ from xformer.backends.numba.flash_rows import (
     within,
 )
 from xformer.backends.numba.gemm import add_product
+from xformer.backends.numba.tuning import COLUMNS, LOW, NARROW, WIDE
 from xformer.backends.numpy.tiles import FEW, ROWS, TILE
 
-# Keys of a tile that, but for the first, not all of its queries see: queries that see none of them
-# skip it. 0: as many as of other tiles.
-NARROW = 0 if AMD else 96
-COLUMNS, WIDE = 256 if AMD else 384, 1024  # keys of a tile, and of one that has them all, at most
-# Queries of a tile where some see less than others: fewer in short texts, since half of a tile on
-# the diagonal is for nothing. Tiles of long texts are multiples of a product's, 12 by 32.
-LOW = 32, 128 if AMD else 288
 FAR = 1 << 40  # where no window ends
 
 

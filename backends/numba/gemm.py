@@ -11,11 +11,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from xformer.backends.numba.compiled import rowwise
+from xformer.backends.numba.tuning import SMALL
 from xformer.backends.numpy import products as numpys
 from xformer.backends.numpy.threads import libraries
 
 NAMES = ("scipy_cblas_sgemm64_", "cblas_sgemm64_", "scipy_cblas_sgemm", "cblas_sgemm")
-SMALL = 1_000_000  # multiplications: OpenBLAS has loops for these that copy neither factor
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = map(
     np.int32, (101, numpys.AS_IT_IS, numpys.TRANSPOSED)
 )  # of CBLAS

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
-from xformer.backends.numba.compiled import AMD
+from xformer.backends.numba.tuning import DEPTH
 
 
 def _lanes() -> int:
@@ -38,10 +38,6 @@ HIGH = 12 if LANES == 16 else 6
 ROWS = HIGH, HIGH // 3 * 2, HIGH // 3  # of a tile: as many as fit into registers, or what is left
 VECTORS = 2
 COLUMNS = VECTORS * LANES
-# Numbers of a row of a panel, at most. Half as many let w's panels stay in an L2 cache of 2 MB, and
-# one of each factor in an L1 cache of 48 KB: on Intel's cores products of several hundred rows take
-# 5 to 25 % less time.
-DEPTH = 512 if AMD else 256
 STEP = DEPTH + 16  # from row to row of one; not so that all rows are in one set of a cache
 
 REAL, WHOLE, PART = ir.FloatType(), ir.IntType(64), ir.IntType(32)

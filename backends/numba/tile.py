@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import types
 from xformer.backends.numba.atomic import floats
-from xformer.backends.numba.compiled import AMD, callable_from_c, rowwise
+from xformer.backends.numba.compiled import callable_from_c, rowwise
 from xformer.backends.numba.flash_rows import ZERO
 from xformer.backends.numba.registers import (
     COLUMNS,
@@ -32,17 +32,14 @@ from xformer.backends.numba.registers import (
     move,
     turn,
 )
+from xformer.backends.numba.tuning import FEW_COLUMNS, FEW_ROWS, GROUP, NEAR, SLOT
 from xformer.backends.numpy.threads import LINE
 
 WIDE = 1024  # columns at once
-SLOT = 16 if AMD else HIGH  # from row to row of a panel that is copied column by column
-# What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
-# A core that multiplies twice as many numbers a second waits for what is not side by side.
-NEAR, FEW_ROWS, FEW_COLUMNS = (1 << 19, 192, 192) if AMD else (0, 0, 64)
-GROUP = 1 if AMD else 8  # panels of w by rows that are copied at once, from long pieces of rows
+STRIDE = SLOT or HIGH  # from row to row of a panel that is copied column by column
 # Rows that go by a panel of w together: at most so many, of so many numbers, which stay near.
 MOST, NUMBERS = 384, 192 * DEPTH
-PANEL, EDGE = max(HIGH * STEP, DEPTH * SLOT), HIGH * COLUMNS
+PANEL, EDGE = max(HIGH * STEP, DEPTH * STRIDE), HIGH * COLUMNS
 PANELS = MOST // HIGH + 1  # of x: what is left of its rows may take two tiles
 SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
 LINES = max(1, 4 * COLUMNS // LINE)  # of a row of w's panels
@@ -145,7 +142,7 @@ def _placed(x: Any, first: bool) -> tuple[int, int]:
         return at, across
     if first:
         _pack_rows_of_columns(at, across, there, rows, k, panel)
-    return panel, 4 * SLOT
+    return panel, 4 * STRIDE
 
 
 @rowwise
@@ -248,12 +245,12 @@ def _pack_rows(x: int, down: int, rows: int, k: int, panel: int) -> None:
 
 @rowwise
 def _pack_rows_of_columns(x: int, across: int, there: int, rows: int, k: int, panel: int) -> None:
-    """Of contiguous columns, which have `there` numbers more: one every SLOT numbers."""
+    """Of contiguous columns, which have `there` numbers more: one every STRIDE numbers."""
     for p in range(k):
         if there >= LANES:
-            move(x + p * across, panel + 4 * p * SLOT)
+            move(x + p * across, panel + 4 * p * STRIDE)
         else:
-            _copy(x + p * across, 4, panel + 4 * p * SLOT, 4, rows)
+            _copy(x + p * across, 4, panel + 4 * p * STRIDE, 4, rows)
 
 
 @rowwise

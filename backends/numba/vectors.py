@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from xformer.backends.numba.atomic import floats
-from xformer.backends.numba.compiled import AMD, elementwise, rowwise, summing
+from xformer.backends.numba.compiled import elementwise, rowwise, summing
 from xformer.backends.numba.flash_rows import ZERO, dot
+from xformer.backends.numba.tuning import TOGETHER
 
-# Rows at once, for a sum and for as many sums; but AMD's cores read one by one twice as fast.
-ROWS, SUMS = 8, 4
+ROWS, SUMS = 8, 4  # rows at once, for a sum and for as many sums
 
 
 @rowwise
@@ -22,7 +22,7 @@ def vector_matrix(x: Any, w: int, step: int, out: Any) -> None:
     """out = x w, of w (I, O): the sum of what `ROWS` of its rows give, for exactness."""
     few = np.empty(len(out), np.float32)
     out[:] = ZERO
-    whole = 0 if AMD else len(x) // ROWS * ROWS
+    whole = len(x) // ROWS * ROWS if TOGETHER else 0
     for first in range(0, whole, ROWS):
         _add_together(x[first:], w + 4 * first * step, step, out)
     for first in range(whole, len(x), ROWS):
@@ -51,7 +51,7 @@ def _add_together(x: Any, w: int, step: int, out: Any) -> None:
 @rowwise
 def matrix_vector(w: int, step: int, x: Any, out: Any) -> None:
     """out = w x, of w (O, I)."""
-    whole = 0 if AMD else len(out) // SUMS * SUMS
+    whole = len(out) // SUMS * SUMS if TOGETHER else 0
     for j in range(0, whole, SUMS):
         _take_together(w + 4 * j * step, step, x, out[j : j + SUMS])
     for j in range(whole, len(out)):

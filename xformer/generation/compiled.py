@@ -175,8 +175,9 @@ class CompiledTokens:
         columns = int(min(self.limit, max(LEAST, 2 * n - 2, n)))
         self._state = self._state.in_columns(columns)
         self._call = self._make()
-        read = tree.nbytes((self.params, self._source, self._state.past))
-        self._most = max(1, min(MOST, READ // read))
+        if self.greedy and hasattr(self._call, "repeated"):
+            read = tree.nbytes((self.params, self._source, self._state.past))
+            self._most = max(1, min(MOST, READ // read))
 
 
 def _parted(state: Any) -> tuple[Any, Any]:

@@ -29,15 +29,11 @@ from xformer.backends.numba.program.native import (
 )
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.registers import COLUMNS, HIGH
+from xformer.backends.numba.tuning import ALONE, LARGE, SHARE, SHARES, SPEED, VECTORS
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
 
 from xformer.typing import Array
 
-VECTORS = 4  # rows at most that are multiplied one by one
-ALONE = 1 << 18  # multiplications: of more OpenBLAS makes a job for its own threads
-LARGE = 1 << 16  # weights that are worth to be cut by rows
-SHARE, SHARES = 1 << 14, 4  # weights of a piece that are worth it, and pieces for each thread
-SPEED = 16  # multiplications in the time of an element of a simple loop
 NOTHING, ROW, WHOLE = range(3)  # what is added to a product
 
 

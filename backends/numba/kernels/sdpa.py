@@ -18,8 +18,9 @@ from xformer.backends.numba.kernels import sdpa_any, sdpa_one, sdpa_plain
 from xformer.backends.numba.kernels.sdpa_given import Attention, Operands, tokens
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Kernel, Native
-from xformer.backends.numba.program.program import WORTH, Program, of
+from xformer.backends.numba.program.program import Program, of
 from xformer.backends.numba.program.traced import Traced
+from xformer.backends.numba.tuning import HEADS, WORTH
 from xformer.backends.numpy.tiles import FEW
 
 from xformer import ops
@@ -31,7 +32,6 @@ from xformer.ops.random_bits import Key
 from xformer.typing import Array
 
 ONE = 8 * WORTH  # multiplications of one query, few of whose columns may be seen
-PIECES = 4  # for each thread: heads and rows differ in what they see
 
 
 def unsupported(
@@ -161,7 +161,7 @@ def _native(
 ) -> Native:
     """In pieces, where there is work for threads."""
     size, is_one = given.q.size * given.k.shape[1], kernel is sdpa_one.forward
-    pieces = min(units, PIECES * program.threads) if size > (ONE if is_one else WORTH) else 1
+    pieces = min(units, HEADS * program.threads) if size > (ONE if is_one else WORTH) else 1
     return Native(kernel, numbers, pieces, blas=not is_one)
 
 

@@ -20,11 +20,10 @@ from xformer.backends.numba.atomic import count, give_way, pause, read
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.gemm import call, sgemm
 from xformer.backends.numba.registers import USABLE
+from xformer.backends.numba.tuning import GRACE, LONG
 from xformer.backends.numpy.threads import blas_alone, everywhere, scratch
 
 KERNEL, ARGS, PIECES, BARRIER, FIRST, CHECK, ANYONE = range(7)
-LONG = 1_000  # pauses: then the other thread may have no core
-GRACE = 4_000  # pauses before a piece is taken from its thread, which has its share of memory near
 
 
 def execute(code: Any, words: Any, threads: int, *, rounds: int = 1, blas: bool = True) -> None:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from xformer.backends.numba.program.native import Native
 from xformer.backends.numba.program.traced import Buffer, Shape, Traced, laid_out
+from xformer.backends.numba.tuning import WORTH
 
 Operand = Any  # a `Traced`, or an array or a number that is known
 Run = Callable[..., None]
 Places = Sequence[Sequence[int]]
-
-WORTH = 4096  # elements of one simple loop, about a microsecond
 
 
 class Instruction(NamedTuple):
