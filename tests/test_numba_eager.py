@@ -168,6 +168,48 @@ def test_arguments_may_lie_anyhow() -> None:
         assert cache.backward(own).shape == x.shape
 
 
+def test_gradients_are_new_arrays() -> None:
+    gpt = model()
+    params = gpt.init(0)
+    _, cache = gpt.loss(params, *tokens())
+    first = cache.backward()
+    wanted = tree.map(np.copy, first)
+    tree.map(lambda x: x.fill(0), first)
+    require_same(cache.backward(), wanted)
+
+
+def test_a_loss_times_a_number() -> None:
+    """A scalar of NumPy's is an array; a number of Python's is not, as on NumPy."""
+    gpt = model()
+    params = gpt.init(0)
+    _, cache = gpt.loss(params, *tokens())
+    half = tree.map(lambda g: g / 2, cache.backward(np.ones((), np.float32)))
+    for dloss in (np.float32(0.5), np.asarray(0.5, np.float32)):
+        require_same(cache.backward(dloss), half)
+    for wrong in (1.0, True, 2, np.asarray(1.0)):
+        with pytest.raises(TypeError, match=r"d(y|loss) must"):
+            cache.backward(wrong)
+
+
+def test_errors_are_numpys() -> None:
+    gpt = model(dropout=0.1)
+    params = gpt.init(0)
+    x, targets = tokens()
+    for call in (
+        lambda: gpt.loss(params, x, targets + 31),
+        lambda: gpt.loss(params, x, targets, dropout_key=Key(1, step=2**32)),
+    ):
+        with xf.kernels("numpy"), pytest.raises(ValueError) as wanted:
+            call()
+        with pytest.raises(ValueError) as found:
+            call()
+        assert str(found.value) == str(wanted.value)
+    y = np.ones((8, 64, 64), np.float32)
+    for step, error in ((2**32, ValueError), (-1, ValueError), (1.7, TypeError)):
+        with pytest.raises(error, match="step"):
+            ops.dropout(y, rate=0.5, key=Key(1, step=step))
+
+
 def test_what_is_not_float32_is_numpys() -> None:
     x = np.ones((300, 200))
     assert type(ops.gelu(x)[1]) is not eager.Saved

@@ -1,7 +1,7 @@
 """Calls of ops on NumPy's arrays, each as a program of that op, by the kernels of programs.
 
 A program is recorded for each kind of arguments: shapes, dtypes, strides and options. A call takes
-some 50 us of Python, so that few elements are left to NumPy's kernels.
+some 50 us of Python, so calls with fewer than `LEAST` elements use NumPy's kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xformer.backends.numpy.threads import n_threads
 
 from xformer import tree
 from xformer.dispatch import Overridable, chosen_kernels, is_reference_only, keeps_nothing
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import Key, require_key
 
 KEPT = 512  # programs
 
@@ -30,9 +30,9 @@ _programs: dict[Any, _Program | str] = {}  # by kind, or why there is none
 class Eager:
     """A kernel of NumPy's arrays.
 
-    products: whether it is products of matrices above all. donates: arguments that a call with
-    donate=True may write over. varying: options whose numbers differ from call to call. least: how
-    many elements all arguments have together, at least.
+    products: whether the op is mostly matmuls; with `kernels("mkl")` it is then left to MKL.
+    donates: arguments that a call with donate=True may write over. varying: options whose numbers
+    differ from call to call. least: how many elements all arguments have together, at least.
     """
 
     def __init__(
@@ -53,7 +53,11 @@ class Eager:
         call = self._call(args, options)
         program = call.program()
         assert not isinstance(program, str), program
-        results = program.run(call.inputs)
+        try:
+            results = program.run(call.inputs)
+        except ValueError:
+            self.op.reference(*args, **options)  # names the op, and which of its arguments is wrong
+            raise
         if not self.op.has_backward:
             return _values(results)
         y, cache = results
@@ -78,16 +82,16 @@ class Eager:
         return program if isinstance(program, str) else program.python
 
     def _call(self, args: Any, options: dict[str, Any]) -> _Call:
-        given = {k: _as_input(x, varies=k in self.varying) for k, x in options.items()}
+        given = {name: self._as_input(name, x) for name, x in options.items()}
         donated = self.donates if options.get("donate", False) else ()
         return _Call(self.op, (*args, given), donated)
 
-
-def _as_input(x: Any, *, varies: bool) -> Any:
-    """An option, as an array where each call has another number."""
-    if isinstance(x, Key):
-        return x._replace(step=np.asarray(x.step, np.int64))
-    return np.asarray(x, np.float64) if varies else x
+    def _as_input(self, name: str, x: Any) -> Any:
+        """An option, as an array where each call has another number."""
+        if isinstance(x, Key):
+            require_key(self.op.__name__, x, name)
+            return x._replace(step=np.asarray(x.step, np.int64))
+        return np.asarray(x, np.float64) if name in self.varying else x
 
 
 class Saved(NamedTuple):
@@ -99,13 +103,22 @@ class Saved(NamedTuple):
         return getattr(self.cache, name)
 
     def backward(self, *dys: Any) -> Any:
-        """The gradients. One of 1, of a loss, is not multiplied with."""
-        known = (tree.Constant(1.0) if np.ndim(dy) == 0 and dy == 1 else dy for dy in dys)
-        call = _Call(_backward, (self.cache, *known, {}))
+        """The gradients, in new arrays. A dy of 1, as for a loss, skips the multiplication."""
+        call = _Call(_backward, (self.cache, *map(_gradient, dys), {}), shares=False)
         program = call.program()
         if isinstance(program, str):
             raise TypeError(f"backward: {program}")
         return _values(program.run(call.inputs))
+
+
+def _gradient(dy: Any) -> Any:
+    """dy as an array; a constant where it is the 1 of a loss."""
+    if isinstance(dy, np.generic):
+        dy = np.asarray(dy)
+    if dy is not None and not isinstance(dy, np.ndarray):
+        raise TypeError(f"backward: dy must be an array of numpy, got {dy!r:.60}")
+    is_one = dy is not None and dy.ndim == 0 and dy.dtype == np.float32 and dy == 1
+    return tree.Constant(1.0) if is_one else dy
 
 
 def _backward(cache: Any, *dys: Any) -> Any:
@@ -136,9 +149,14 @@ class _Call:
     """fn(*args, **options), of trees with arrays. args: the options are the last of them."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], donated: Sequence[int] = ()
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        donated: Sequence[int] = (),
+        *,
+        shares: bool = True,
     ) -> None:
-        self.fn, self.args, self.donated = fn, args, list[int]()
+        self.fn, self.args, self.donated, self.shares = fn, args, list[int](), shares
         contexts = n_threads(), keeps_nothing(), is_reference_only()
         self.inputs, kinds = list[Any](), [fn, donated, contexts]
         for i, arg in enumerate(args):
@@ -147,9 +165,8 @@ class _Call:
             for leaf in leaves:
                 x = tree.value(leaf)
                 if type(x) is not np.ndarray and (why := refusal(type(x))) is not None:
-                    raise TypeError(
-                        f"{fn.__name__}: an array must be of a library's own type, got {why}"
-                    )
+                    name = fn.__name__.lstrip("_")
+                    raise TypeError(f"{name}: arguments must hold arrays, got {why}")
                 if not isinstance(x, np.ndarray):
                     kinds.append((type(leaf), leaf))
                     continue
@@ -181,7 +198,7 @@ class _Call:
 
         layouts = [layout_of(x) for x in self.inputs]
         try:
-            recorded = Recorded(flat, layouts, n_threads(), self.donated, shares=True)
+            recorded = Recorded(flat, layouts, n_threads(), self.donated, shares=self.shares)
         except Unrecorded as error:
             return f"not recorded: {error}"
         is_native = all(native for native, _ in recorded.runs)

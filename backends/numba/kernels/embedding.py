@@ -66,7 +66,8 @@ def take_rows(args: int, piece: int, pieces: int, memory: int) -> None:
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
         row = float32s(a[0] + 4 * i * width, (width,))
-        if 0 <= ids[i] < n_rows:
-            row[:] = float32s(a[1] + 4 * ids[i] * width, (width,))
+        number = ids[i]  # read once: it is this one that was looked at
+        if 0 <= number < n_rows:
+            row[:] = float32s(a[1] + 4 * number * width, (width,))
         else:
             row[:] = np.float32(0)

@@ -89,8 +89,9 @@ def add_rows(args: int, piece: int, pieces: int, memory: int) -> None:
             row[:] = np.float32(0)
     ids = words(at[2], n)
     for i in range(n):
-        if 0 <= ids[i] < n_rows:
-            row = float32s(at[0] + 4 * (ids[i] * width + start), size)
+        number = ids[i]  # read once: it is this one that was looked at
+        if 0 <= number < n_rows:
+            row = float32s(at[0] + 4 * (number * width + start), size)
             own = float32s(at[1] + 4 * (i * width + start), size)
             for j in range(stop - start):
                 row[j] += own[j]

@@ -53,7 +53,7 @@ class Native(NamedTuple):
     numbers: tuple[int, ...]
     pieces: int = 1
     blas: bool = False  # whether it may call BLAS
-    anyone: bool = False  # whoever is ready takes pieces: no thread has more of them near
+    anyone: bool = False  # any ready thread may take a piece: none has the data in its cache
 
 
 def native(fn: Callable[..., None]) -> Kernel:

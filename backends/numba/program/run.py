@@ -31,8 +31,8 @@ class Recorded:
 
     donated: which inputs a run may write over. A result of the layout of one is in its memory, and
     is that array; all other results are new, or, where `lends`, in the arena, which no other run
-    has while they are referred to; where it `shares`, a result may be a view of an input or of
-    another result. numbers: which inputs stand for numbers of Python's.
+    uses while a result is still referenced; where it `shares`, a result may be a view of an input
+    or of another result. numbers: which inputs stand for numbers of Python's.
     """
 
     def __init__(
