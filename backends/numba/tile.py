@@ -17,7 +17,6 @@ from xformer.backends.numba.compiled import callable_from_c, rowwise
 from xformer.backends.numba.flash_rows import ZERO
 from xformer.backends.numba.registers import (
     COLUMNS,
-    DEPTH,
     HIGH,
     LANES,
     ROWS,
@@ -32,7 +31,7 @@ from xformer.backends.numba.registers import (
     move,
     turn,
 )
-from xformer.backends.numba.tuning import FEW_COLUMNS, FEW_ROWS, GROUP, NEAR, SLOT
+from xformer.backends.numba.tuning import DEPTH, FEW_COLUMNS, FEW_ROWS, GROUP, NEAR, SLOT
 from xformer.backends.numpy.threads import LINE
 
 WIDE = 1024  # columns at once

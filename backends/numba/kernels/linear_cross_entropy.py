@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from xformer.backends.numba.gemm import no_products
-from xformer.backends.numba.kernels.gemm import SPEED, add_bias, factor, product, steps
+from xformer.backends.numba.kernels.gemm import add_bias, factor, product, steps
 from xformer.backends.numba.kernels.linear import column_sums, rows_of, weight_gradient
 from xformer.backends.numba.kernels.losses import (
     Options,
@@ -26,6 +26,7 @@ from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, numbers, part, words
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.registers import HIGH
+from xformer.backends.numba.tuning import SPEED
 
 from xformer import ops
 from xformer.checks import require_gradient
