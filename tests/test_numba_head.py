@@ -94,10 +94,16 @@ def test_one_thread_gives_nearly_the_same() -> None:
 
 
 def test_ignored_rows_are_left_out() -> None:
-    """However many they are: also all, and where there are no rows."""
+    """Whatever they hold, and however many they are: also all, and where there are no rows."""
     (x, w, b), targets = head()
     options = {"targets": targets, "ignore_index": 3}
     wanted = results(ops.linear_cross_entropy, (x, w, b), options)
+    spoiled = x.copy()
+    spoiled[targets == 3] = np.nan
+    got = results(HEAD, (spoiled, w, b), options)
+    exact = results(HEAD, (x, w, b), options)
+    for one, other in zip(got, exact, strict=True):
+        np.testing.assert_array_equal(one, other)
     assert not wanted[1][targets == 3].any() and wanted[1][targets != 3].any()
     options["targets"] = np.full_like(targets, 3)
     for given in ((x, options), (x[:0], {"targets": targets[:0]})):

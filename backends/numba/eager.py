@@ -72,7 +72,8 @@ class Eager:
         if options.get("past") is not None:
             return "a text that grows has other shapes at each call"
         call = self._call(args, options)
-        if not call.inputs or call.inputs[0].dtype != np.float32:
+        others = [x for x in call.inputs if x.dtype.kind == "f" and x.dtype != np.float32]
+        if not call.inputs or call.inputs[0].dtype != np.float32 or len(others) > len(self.varying):
             return "only float32"
         if sum([x.size for x in call.inputs]) < self.least:
             return f"fewer than {self.least} elements"

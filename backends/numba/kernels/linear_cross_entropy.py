@@ -21,7 +21,7 @@ from xformer.backends.numba.kernels.losses import (
     tokens_of,
     total,
 )
-from xformer.backends.numba.program import program
+from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, numbers, part, words
 from xformer.backends.numba.program.program import Program
@@ -79,7 +79,10 @@ def linear_cross_entropy(
     recorder = program.of([x, w, b, targets])
     assert recorder is not None  # else this were unsupported
     tokens = tokens_of(recorder, w, targets, options)
-    head = _Head(recorder, contiguous(rows_of(x)), factor(w), b, options)
+    rows = contiguous(rows_of(x))
+    if ignore_index is not None:  # 0 times NaN would be NaN in dw
+        rows = namespace.where(reshape(tokens.targets, (-1, 1)) >= 0, rows, 0.0)
+    head = _Head(recorder, rows, factor(w), b, options)
     back = not keeps_nothing()
     losses = recorder.fresh((head.x.shape[0],), np.float32)
     dx = recorder.fresh(head.x.shape if back else (0,), np.float32)
