@@ -136,7 +136,7 @@ class Backend:
         """`fn` as one call of the library; None where the library cannot do that.
 
         As `xformer.compile`, for arrays of this device. lends: the next call may write over all
-        results that do not replace donated arrays. Arrays of a closure stay those of the first
+        results except those that replace donated arrays. Arrays of a closure are those of the first
         call. The returned function has `explain()`. It may have `repeated(n, *arguments)`: n calls
         in one, where the first results of each call replace the donated arguments of the next.
         """

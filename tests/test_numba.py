@@ -189,7 +189,7 @@ def test_adam_step_after_step() -> None:
 
 
 def test_adam_of_other_leaves() -> None:
-    """The kernel reads memory: it takes no other dtype, and of another shape no more than there is."""
+    """It reads memory: no other dtype, and of another shape no more than there is."""
     p, option = np.ones(3, np.float32), UPDATES[adam_update][2][0]
     for i in (1, 2, 3):
         leaves = [[p], [p], [p], [p]]

@@ -53,9 +53,9 @@ class Captured:
     """`step` on arrays that stay where they are; the first call does the work, the second records.
 
     The arrays of the first state are the state from then on. An input on the device is read in
-    place while it is the same array. Once another array comes, the graph gets an array of its own
-    for it, and the work is recorded again. A call with arrays of other shapes, and every call where
-    recording fails, is made as it is, which is said once.
+    place while it is the same array. When another array is passed, the work is recorded again, with
+    a buffer that each further input is copied to. A call with arrays of other shapes, and every
+    call where recording fails, is made as it is, which is said once.
     """
 
     def __init__(self, step: Step, place: Backend) -> None:

@@ -61,9 +61,7 @@ class Eager:
         if not self.op.has_backward:
             return _values(results)
         y, cache = results
-        return _values(y), cache if cache is None or not hasattr(cache, "backward") else Saved(
-            cache
-        )
+        return _values(y), None if cache is None else Saved(cache)
 
     def unsupported(self, *args: Any, **options: Any) -> str | None:
         """Why there is no program of these arguments, or NumPy's kernels are better."""
@@ -98,7 +96,7 @@ class Eager:
 class Saved(NamedTuple):
     """The cache of an op."""
 
-    cache: Any  # its kernel's, with arrays in the place of those of the program
+    cache: Any  # that of its kernel, with NumPy's arrays instead of the program's
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
@@ -179,7 +177,7 @@ class _Call:
         self.kind = tuple(kinds)
 
     def program(self) -> _Program | str:
-        """That of its kind, recorded where there is none; or why there is none."""
+        """The program of this kind of call, recorded if it is new; or why there cannot be one."""
         found = _programs.get(self.kind)
         if found is None:
             if len(_programs) >= KEPT:

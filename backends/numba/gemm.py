@@ -57,9 +57,9 @@ def no_products() -> str | None:
 def add_product(by: Any, scale: Any, a: Any, b: Any, keep: bool, out: Any) -> None:
     """out = scale a b, or += that with keep, in float32.
 
-    by: BLAS's product, that of `tile` or 0, and memory of this thread. a: (N, K)   b: (K, M)
-    out: (N, M), of contiguous rows; a and b of contiguous rows or columns. Sizes are passed as 64
-    bits; a library of 32 reads the lower half.
+    by: addresses of BLAS's sgemm and of `tile`'s product (0: none), and scratch of this thread.
+    a: (N, K)   b: (K, M)   out: (N, M), of contiguous rows; a and b of contiguous rows or columns.
+    Sizes are passed as 64 bits; a library of 32 reads the lower half.
     """
     a_order, a_step = _layout(a)
     b_order, b_step = _layout(b)

@@ -133,8 +133,8 @@ class CompiledTokens:
     def read(self, length: int, ids: Sequence[int], n: int) -> Any:
         """Logits (T, V) after each of the last ids, which follow `length` tokens of one text.
 
-        n: ids of a call, at most; T are those of the last call. Behind fewer ids come others, which
-        are forgotten again: all calls are of one shape.
+        n: ids of a call, at most; T are those of the last call. Shorter calls are padded to n ids,
+        and the padding is rewound, so that all calls have one shape.
         """
         for start in range(0, len(ids), n):
             own = list(ids[start : start + n])
@@ -181,7 +181,7 @@ class CompiledTokens:
 
 
 def _parted(state: Any) -> tuple[Any, Any]:
-    """What no token changes of a state, in few shapes, and the rest; None where all of it is."""
+    """A state's source, padded to few lengths (None without one), and what each token changes."""
     if not isinstance(state, DecoderState):
         return None, state
     wide = state.wider(bucket(state.memory[0].k.shape[2]))

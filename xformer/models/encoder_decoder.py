@@ -402,7 +402,7 @@ class DecoderState(NamedTuple):
         return self._replace(past=past, length=length)
 
     def wider(self, n: int) -> DecoderState:
-        """The same, the source in `n` columns: behind its own come some that nothing attends to."""
+        """The same, the source padded on the right to `n` columns, which the mask hides."""
         first = self.memory[0].k
         xp, (size, _, length, _) = array_namespace(first), first.shape
         own = {id(kv): kv for kv in self.memory}  # one where layers share it

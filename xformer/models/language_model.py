@@ -277,8 +277,8 @@ class LanguageModel:
         mask: as in `forward`, of these tokens; padding must stand on the left of a text. every:
         logits after each token, (B, T, V). length: tokens that the longest text of the batch will
         have after further calls; RoPE frequencies go by it. There is no backward. Where the state's
-        columns are fixed (`State.in_columns`) its arrays may be written over, and whether columns
-        are left is the caller's to know. ValueError for a model that is not
+        columns are fixed (`State.in_columns`) its arrays may be written over, and the caller must
+        make sure that columns are left. ValueError for a model that is not
         causal, where the tokens do not fit the context, and for more fixed columns than RoPE
         frequencies stay the same for.
         """
@@ -343,7 +343,7 @@ class LanguageModel:
 
         ValueError for more tokens than there are. Where layers have windows also for more than the
         last `extend` added, if the windows have dropped what is needed again. Where columns are
-        fixed, that these tokens have come since they are is the caller's to know.
+        fixed, the caller must make sure that these tokens were added after that.
         """
         if state.is_fixed:
             return state._replace(length=state.shorter(n))

@@ -32,7 +32,7 @@ from xformer.ops.experts import experts as op
 from xformer.ops.experts import require_choice
 from xformer.typing import Array
 
-BLOCK = 2048  # elements of a row, of which seven arrays fit in a core's caches
+BLOCK = 2048  # elements of a row at once: seven arrays of them fit in a core's caches
 
 
 def unsupported(

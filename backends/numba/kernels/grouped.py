@@ -1,8 +1,8 @@
 """Products of rows that chose among E matrices: how many chose each is known only in a run.
 
-A choice is one of M = N C places of ids (N, C). `emit_order` sorts choices by expert; in that order
-their rows lie one behind the other, and those of expert e are from ends[e] to ends[e + 1]. Kernels
-read ends in each run, and stay within M rows whatever they find.
+A choice is one of the M = N C elements of ids (N, C). `emit_order` sorts the choices by expert:
+expert e has the sorted rows ends[e] to ends[e + 1]. Kernels read `ends` in each run, and stay
+within M rows whatever they find there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from xformer.typing import Array
 
 
 class Order(NamedTuple):
-    """Choices by expert, those of one in their order."""
+    """Choices sorted by expert; the sort is stable."""
 
     choices: Array  # (M,): numbers of choices
     rows: Array  # (M,): the row of each, from 0 to N
@@ -132,7 +132,7 @@ def emit_grouped(name: str, pairs: Sequence[Pair], order: Order) -> Array:
     pieces = program.pieces(y.size * sum(x.shape[1] for x, _ in pairs) // SPEED)
     for x, w in pairs:
         layouts += [x.shape[1], w.strides[0], *(steps(w[0]) or ())]
-    # Rows of few tokens are read as vectors, each of them a piece's where they are as many.
+    # A few rows are multiplied as vectors. Each piece gets whole rows if they divide evenly.
     by_rows = n >= m or (n <= VECTORS and n % pieces == 0)
     sizes = n, m, len(w), int(by_rows), len(pairs), *layouts
     ins = [order.ends, *(array for pair in pairs for array in pair)]

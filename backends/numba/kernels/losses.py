@@ -147,7 +147,7 @@ def differentiate_rows(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
 
 @rowwise
 def _loss(x: Any, target: int, numbers: Any) -> Any:
-    """That of a token's logits, which become their gradient."""
+    """The loss of one token's logits (V,), which are replaced by their gradient."""
     a, z, weight = numbers
     top = highest(x)
     hit, sum_of_all = less(x[target], top), ZERO  # lse - x would lose log(sum) where top is large

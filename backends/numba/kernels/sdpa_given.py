@@ -29,7 +29,7 @@ from xformer.typing import Array
 SCORES = 1 << 14  # of a tile of whole rows: two tiles and their keys fit in a core's L2 cache
 ROWS = 16, 128  # of such a tile, at least and at most
 N_INS, N_NUMBERS = 7, 43  # q k v bias sinks mask step; `Attention.numbers`
-ABSENT = np.zeros((0, 0, 0, 0), np.float32)  # in the place of an operand that is not given
+ABSENT = np.zeros((0, 0, 0, 0), np.float32)  # stands for an operand that is not given
 
 
 class Operands(NamedTuple):

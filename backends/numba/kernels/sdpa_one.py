@@ -71,7 +71,7 @@ def _find_runs(seen: int, step: int, low: int, high: int, runs: Any) -> int:
     seen: where the first column's byte is, and `step` to the next one.
     """
     n, first = 0, _end_of(seen, step, low, high, False)
-    while first < high and n < len(runs):  # whoever writes to the mask meanwhile adds no more
+    while first < high and n < len(runs):  # another thread may write to the mask meanwhile
         end = _end_of(seen, step, first, high, True)
         runs[n, 0], runs[n, 1] = first, end
         first = _end_of(seen, step, end, high, False)
