@@ -81,7 +81,8 @@ def linear_cross_entropy(
     tokens = tokens_of(recorder, w, targets, options)
     rows = contiguous(rows_of(x))
     if ignore_index is not None:  # 0 times NaN would be NaN in dw
-        rows = namespace.where(reshape(tokens.targets, (-1, 1)) >= 0, rows, 0.0)
+        counts: Array = reshape(tokens.targets, (-1, 1))
+        rows = namespace.where(counts >= 0, rows, 0.0)
     head = _Head(recorder, rows, factor(w), b, options)
     back = not keeps_nothing()
     losses = recorder.fresh((head.x.shape[0],), np.float32)
