@@ -3,7 +3,7 @@
     with xformer.kernels("numba"): ...
 
 There they are asked before the kernels of `xformer.backends.numpy`, which compute the rest: float64
-above all. Compiling takes half a minute once on a machine.
+above all. The first training run on a machine compiles kernels for one to two minutes.
 """
 
 from __future__ import annotations
