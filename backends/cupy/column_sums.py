@@ -12,7 +12,9 @@ SOURCE = Source(__file__, dtypes=EVERY)
 # Blocks of the first stage: a fixed number, so that every device makes the same sums. Each has rows
 # enough that the sums are few bytes beside the rows.
 PARTS, ROWS = 1024, 4
-ROW_PARTS = 64  # of a sum over rows, for each 32 columns
+ROW_PARTS = 64  # of a sum over rows, for each 32 columns, at most
+PART = 256  # rows that a part has at least
+EACH = 8  # rows of a warp, where that leaves more than one warp to a block
 SHARED = 48 << 10  # bytes that a block has on every device
 
 
@@ -28,17 +30,21 @@ def column_sums(parts: Array) -> Array:
 
 
 def row_sums(x: Array) -> Array:
-    """out (D,) = sum of x (N, D), contiguous, over N: both stages."""
+    """out (D,) = sum of x (N, D), contiguous, over N: both stages, or one where rows are few."""
     rows, width = x.shape
-    size = max(1, blocks(rows, ROW_PARTS))
-    parts = _summed(x, blocks(rows, size), size, rows, width)
+    size = max(PART, blocks(rows, ROW_PARTS))
+    parts = _summed(x, max(1, blocks(rows, size)), size, rows, width)
+    if parts.shape[0] == 1:
+        return parts[0, :]
     return column_sums(array_namespace(x).reshape(parts, (1, *parts.shape)))[0, :]
 
 
 def _summed(parts: Array, k: int, n_parts: int, total: int, width: int) -> Array:
     out = empty(parts, (k, width), working_dtype(parts))
     args = (parts, out, n_parts, total, width)
-    launch(SOURCE, "column_sums", parts, grid=(blocks(width, 32) * k,), block=(1024,), args=args)
+    warps = min(32, max(1, blocks(n_parts, EACH)))
+    grid, block = (blocks(width, 32) * k,), (32 * warps,)
+    launch(SOURCE, "column_sums", parts, grid=grid, block=block, args=args)
     return out
 
 
