@@ -103,6 +103,16 @@ def asked(lt: Any) -> list[str]:
     return found
 
 
+def asked_each_time(library: Backend, lt: Any) -> list[str]:
+    """As `asked`, of one run of what `devices.repeated` makes: on a GPU twice the same."""
+    found = asked(lt)
+    if is_stand_in(library):
+        return found
+    once = found[: len(found) // 2]
+    assert found == once + once
+    return once
+
+
 def several(lt: Any) -> list[int]:
     """How many products each is at once."""
     return [p.count if isinstance(lt, WatchedLt) else p.layouts[2].count for p in lt.products]

@@ -235,16 +235,16 @@ def test_its_memory_goes_with_it(library: Backend, graphs: list[Any]) -> None:
 
 
 def require_freed(library: Backend, graphs: list[Any]) -> None:
-    before = memories(library, graphs)
+    before = memories(library, graphs)()
     steps = stream(GPT, lively(library, GPT), EVEN, max_new=9, compiled=True)
     for _ in range(4):
         next(steps)
     held = memories(library, graphs)
-    assert held() > before()
+    assert held() > before
     steps.close()
     del steps
     graphs.clear()
-    assert held() == before()
+    assert held() == before
 
 
 # ---- What a graph is ----

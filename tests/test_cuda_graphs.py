@@ -293,18 +293,18 @@ def test_divergence_names_the_gradient(library: Backend, graphs: list[Any]) -> N
 
 
 def test_its_memory_goes_with_it(library: Backend, graphs: list[Any]) -> None:
-    before = memories(library, graphs)
+    before = memories(library, graphs)()
     state = start(tree.map(library.asarray, GPT.init(0)), CONFIG)
     source = Windows(TEXT, GPT.max_len, 2)
     steps = train(loss_of(GPT), state, source, CONFIG, library, donate=True, compiled=True)
     kept = [next(steps) for _ in range(2)][-1]
     held = memories(library, graphs)
-    assert held() > before()
+    assert held() > before
     steps.close()
     del steps
     graphs.clear()
     gc.collect()
-    assert held() == before()
+    assert held() == before
     assert np.isfinite(library.to_numpy(next(iter(tree.flatten(kept.params).values())))).all()
 
 

@@ -16,7 +16,15 @@ from causal_models import causal
 from cuda_shim.cublaslt_parts import Epilogue
 from devices import is_stand_in, placed
 from libraries import ON_DEVICE, only
-from nvidia import asked, by_cublas, calling_cublaslt, require_algorithm, several, why_by_cublas
+from nvidia import (
+    asked,
+    asked_each_time,
+    by_cublas,
+    calling_cublaslt,
+    require_algorithm,
+    several,
+    why_by_cublas,
+)
 from stored import DTYPES, in_both, normal, on, require_exact
 from xformer.backends import Backend
 from xformer.backends.cupy import cublaslt, linear_cross_entropy, lt_plan
@@ -43,12 +51,14 @@ def read(library: Backend, array: Any) -> np.ndarray:
 @in_both
 def test_linear_in_two_bytes(library: Backend, lt: Any, precision: str) -> None:
     """Each result is rounded once, the gradients of parameters not at all."""
-    x, w, b = normal(1, 200, 24), normal(2, 24, 33), normal(3, 33)
+    odd = is_stand_in(library)  # where cuBLASLt has no BIAS, which then is added to what is rounded
+    n = 33 if odd else 40
+    x, w, b = normal(1, 200, 24), normal(2, 24, n), normal(3, n)
     require_exact(library, precision, ops.linear, x, w, b, kinds="ssff")
-    assert asked(lt) == ["BIAS", "DEFAULT", "BGRADA"]
+    assert asked_each_time(library, lt) == ["BIAS", "DEFAULT", "BGRADA"]
     require_exact(library, precision, ops.linear, x, w, kinds="ssf-")
     require_exact(library, precision, ops.linear, x, w, kinds="ss--", fixed=True)
-    assert asked(lt) == ["DEFAULT"] * 5
+    assert asked(lt) == ["DEFAULT"] * (5 if is_stand_in(library) else 10)
     table = on(library, w.T.copy(), DTYPES[precision])
     y, cache = ops.linear(on(library, x, table.dtype), table.T, on(library, b, table.dtype))
     dw = cache.backward(y)[1]

@@ -389,7 +389,8 @@ def test_arrays_in_every_layout(library: Backend) -> None:
 
     def views(host: Host) -> list[Any]:
         wide = np.pad(host, [(0, 0)] * 3 + [(1, 3)])  # only its beginning is not aligned
-        wide, behind, turned = map(library.asarray, (wide, host[:, :, ::-1], host.T))
+        hosts = map(np.ascontiguousarray, (wide, host[:, :, ::-1], host.T))
+        wide, behind, turned = map(library.asarray, hosts)  # CuPy would keep the order of axes
         back = library.xp.permute_dims(turned, (3, 2, 1, 0))
         return [wide[..., 1:-3], behind[:, :, ::-1, :], back]
 

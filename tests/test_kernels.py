@@ -11,6 +11,7 @@ import cuda_shim  # registers CuPy's kernels for its own arrays too
 import numpy as np
 import pytest
 from array_api_compat import array_namespace, is_array_api_obj
+from devices import SLACK
 from judges import Values, douts, gradients, named
 from libraries import ON_DEVICE, STAND_IN
 from xformer.backends import Backend
@@ -183,8 +184,11 @@ def require_exact(
     for name, wanted in exact.items():
         assert got[name].shape == wanted.shape and got[name].dtype == plain[name].dtype, name
         off, off_plain = (np.max(np.abs(a[name] - wanted), initial=0) for a in (got, plain))
-        rounding = 2 * np.finfo(np.float32).eps * np.max(np.abs(wanted), initial=0)
-        assert off <= 2 * off_plain + rounding, f"{name}: {off:.1e}, reference {off_plain:.1e}"
+        # A GPU adds products that it has not rounded, so that of equal ones a rounding is left.
+        size = np.max(np.abs(wanted), initial=1 if library.name == "cupy" else 0)
+        allowed = 2 * off_plain + 2 * np.finfo(np.float32).eps * size
+        allowed = SLACK.get(library.name, 1) * allowed
+        assert off <= allowed, f"{name}: {off:.1e}, reference {off_plain:.1e}"
 
 
 @every(KERNELS)
