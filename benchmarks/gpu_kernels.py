@@ -304,6 +304,7 @@ def measured(
     """Seconds of a call in each turn of `repeats` calls."""
 
     def turn(run: Callable[[], Any]) -> list[float]:
+        run()  # a device that has slept is slow at first
         place.synchronize()
         start = time.perf_counter()
         for _ in range(repeats):

@@ -37,6 +37,7 @@ CORE += ("kernels", "ops", "gradients", "models", "optim", "optim_flat", "cached
 CORE += ("training",)
 TF32 = 2e-2  # error of a step whose products round to 11 bits
 ROUNDED = 5e-2  # of one whose weights and activations have 8
+DEEP = 1.5e-1  # the same of 24 layers, of which torch's own is 9e-2 on an H100
 LLAMA = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "vocab_size": 13}
 LLAMA |= {"num_attention_heads": 4}
 
@@ -91,8 +92,8 @@ def _whole(place: Backend) -> Plan:
     gpt, llama = replace(BY_NAME["gpt2"], **rows), replace(BY_NAME["llama"], batch=16, **rows)
     single = replace(gpt, batch=4)
     rounded: dict[str, Any] = {"precision": "bfloat16", "tolerance": ROUNDED}
-    model = pretrained.model(shapes.LLAMA_350M)
-    large = replace(llama, name="llama-bfloat16", model=model, length=1024, judged=2, **rounded)
+    model, deep = pretrained.model(shapes.LLAMA_350M), rounded | {"tolerance": DEEP}
+    large = replace(llama, name="llama-bfloat16", model=model, length=1024, judged=2, **deep)
     wide = PEER, COMPILED, OURS_ON_GPU, GRAPH, JITTED
     half = PEER, CUDNN, COMPILED, OURS_ON_GPU, GRAPH, DETERMINISTIC
     steps = (

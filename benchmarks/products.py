@@ -3,7 +3,8 @@
 Of every linear map the product forward, and two backward in training: of the weights, and of what
 came in; of a frozen one none of the weights. Projections of the same vectors are one product; of
 experts those that a token goes to. Of attention two products forward, four backward, over all keys,
-or half of them where it is causal; windows and padding are not deducted.
+or half of them where it is causal; windows and padding are not deducted. On a GPU without those of
+attention: one after the other they would write scores to memory, which no kernel of attention does.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from xformer import backends
 from xformer.layers import BlockConfig
 from xformer.models import Classifier, LanguageModel, LMHead
 
-# Scores at a time: what does not stay in cache would time the memory; on a GPU small products would
-# time their launches.
 DRAWN = 1 << 20  # numbers, of which the operands are made
-SCORES, CUDA_SCORES = 1 << 19, 1 << 26
+SCORES = 1 << 19  # at a time: what does not stay in cache would time the memory
 
 
 class Product(NamedTuple):
@@ -47,7 +46,7 @@ class Linear(NamedTuple):
     width_out: int
     frozen: bool = False
 
-    def products(self, training: bool, scores: int | None = None) -> Iterator[Product]:
+    def products(self, training: bool) -> Iterator[Product]:
         """y = x w; dx = dy w^T, dw = x^T dy."""
         n, i, o, frozen = self
         yield Product(n, i, o)
@@ -82,10 +81,10 @@ class Attention(NamedTuple):
     width: int  # K of queries and keys
     value_width: int  # M
 
-    def products(self, training: bool, scores: int | None = None) -> Iterator[Product]:
+    def products(self, training: bool) -> Iterator[Product]:
         """q k^T, p v; dp = dctx v^T, dv = p^T dctx, dq = ds k, dk = ds^T q: some rows at a time."""
         _, s, k, m = self
-        step = max((scores or SCORES) // s, 1)
+        step = max(SCORES // s, 1)
         for start in range(0, self.queries, step):
             n = min(step, self.queries - start)
             yield Product(n, k, s)
@@ -164,8 +163,10 @@ def _key_value(config: BlockConfig) -> tuple[int, int]:
 
 def products(shape: Shape) -> list[Product]:
     """All products of a step, or of a forward where the shape is not for training."""
-    scores = CUDA_SCORES if shape.device == "cuda" else None
-    return [p for part in parts(shape) for p in part.products(shape.training, scores)]
+    found = parts(shape)
+    if shape.device == "cuda":
+        found = (part for part in found if isinstance(part, Linear))
+    return [p for part in found for p in part.products(shape.training)]
 
 
 class Light:

@@ -293,6 +293,7 @@ def test_divergence_names_the_gradient(library: Backend, graphs: list[Any]) -> N
 
 
 def test_its_memory_goes_with_it(library: Backend, graphs: list[Any]) -> None:
+    gc.collect()
     before = memories(library, graphs)()
     state = start(tree.map(library.asarray, GPT.init(0)), CONFIG)
     source = Windows(TEXT, GPT.max_len, 2)
