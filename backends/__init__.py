@@ -12,10 +12,12 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
+from typing import Any
 
 from xformer.backends.base import Backend, Generator, Memory, Unusable
 
 from xformer.dispatch import chosen_kernels, library_of
+from xformer.renamed import new_name
 from xformer.typing import Array
 
 NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba", "mkl")
@@ -38,12 +40,16 @@ __all__ = [
     "Memory",
     "Unusable",
     "available",
+    "backend_of",
     "beside",
     "get",
-    "of",
     "require_kernels",
-    "why_not",
+    "unavailable_reason",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return globals()[new_name(__name__, name)]
 
 
 def get(name: str = "numpy", device: str | None = None) -> Backend:
@@ -56,7 +62,7 @@ def get(name: str = "numpy", device: str | None = None) -> Backend:
     return _open(name, device)[1]
 
 
-def of(array: Array) -> Backend:
+def backend_of(array: Array) -> Backend:
     """The backend that an array belongs to, on the library's default device.
 
     Of NumPy's arrays the one whose kernels run here: "numba" within `xformer.kernels("numba")`.
@@ -74,10 +80,10 @@ def of(array: Array) -> Backend:
 
 def available() -> tuple[str, ...]:
     """Names of the backends that can be used here, in the order of `NAMES`."""
-    return tuple(name for name in NAMES if why_not(name) is None)
+    return tuple(name for name in NAMES if unavailable_reason(name) is None)
 
 
-def why_not(name: str) -> str | None:
+def unavailable_reason(name: str) -> str | None:
     """Why backend `name` cannot be used here, or None where it can."""
     try:
         _open(name, None)

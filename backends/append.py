@@ -1,4 +1,4 @@
-"""`append` for libraries whose arrays can be written to: amortised, without copying the past."""
+"""`append` for libraries whose arrays can be written to: amortised, without copying the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from array_api_compat import array_namespace, device
 from xformer.backends.exclusive import Exclusive
 
-from xformer.layers.past import Past
+from xformer.layers.kv_cache import KVCache
 from xformer.typing import Array
 
 LEAST = 64  # tokens
@@ -18,92 +18,92 @@ _claims = Exclusive()
 
 def _forked() -> None:
     global _claims
-    _claims = Exclusive()  # whoever held the parent's lock is not in the child
+    _claims = Exclusive()  # a lock that another thread held is not released in the child
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class Room:
-    """Buffers longer than what they hold; only whoever holds all up to `end` appends in place."""
+class KVBuffer:
+    """Buffers with free slots behind slot `end`; only a view of all slots before it appends."""
 
-    def __init__(self, past: Past, k: Array, v: Array) -> None:
-        self.capacity = max(LEAST, 2 * (past.length + k.shape[2]))
+    def __init__(self, kv_cache: KVCache, k: Array, v: Array) -> None:
+        self.capacity = max(LEAST, 2 * (kv_cache.length + k.shape[2]))
         self.k, self.v = (_buffer(new, self.capacity) for new in (k, v))
-        self.end = past.length
-        if past.k is not None and past.v is not None:
-            self.k[:, :, : self.end, :] = past.k
-            self.v[:, :, : self.end, :] = past.v
+        self.end = kv_cache.length
+        if kv_cache.k is not None and kv_cache.v is not None:
+            self.k[:, :, : self.end, :] = kv_cache.k
+            self.v[:, :, : self.end, :] = kv_cache.v
 
 
-class Place:
-    """Where a past is kept: its k and v are columns of a room, of which `end` is the next one."""
+class KVBufferView:
+    """`KVCache.storage`: k and v are slots of a buffer, and `end` is the slot after them."""
 
-    __slots__ = ("end", "k", "room", "v")
+    __slots__ = ("buffer", "end", "k", "v")
 
-    def __init__(self, room: Room, end: int, k: Array, v: Array) -> None:
-        self.room, self.end, self.k, self.v = room, end, k, v
+    def __init__(self, buffer: KVBuffer, end: int, k: Array, v: Array) -> None:
+        self.buffer, self.end, self.k, self.v = buffer, end, k, v
 
-    def is_of(self, past: Past) -> bool:
-        """Whether the past has its arrays still, and has not been given others."""
-        return past.k is self.k and past.v is self.v
+    def is_of(self, kv_cache: KVCache) -> bool:
+        """Whether the cache's arrays are still those of this view."""
+        return kv_cache.k is self.k and kv_cache.v is self.v
 
-    def narrowed(self, past: Past, k: Array, v: Array) -> Place | None:
-        """That of the past's last columns k and v."""
-        return Place(self.room, self.end, k, v) if self.is_of(past) else None
+    def narrowed(self, kv_cache: KVCache, k: Array, v: Array) -> KVBufferView | None:
+        """The view of the cache's last slots k and v."""
+        return KVBufferView(self.buffer, self.end, k, v) if self.is_of(kv_cache) else None
 
 
-def columns_are_fixed(k: Array, v: Array, *, past: Past) -> str | None:
+def unsupported(k: Array, v: Array, *, kv_cache: KVCache) -> str | None:
     """Why `append` cannot run."""
-    return None if past.at is None else "columns are fixed"
+    return None if kv_cache.write_index is None else "the KV cache is static"
 
 
-def append(k: Array, v: Array, *, past: Past) -> Past:
-    """Write behind what is there; where somebody did so before, or it is full, to a new buffer."""
-    grown = reserved(k, v, past=past)
-    new = slice(past.length, None)
+def append(k: Array, v: Array, *, kv_cache: KVCache) -> KVCache:
+    """Write behind the stored tokens; to a new buffer if it is full or another cache did so."""
+    grown = reserved(k, v, kv_cache=kv_cache)
+    new = slice(kv_cache.length, None)
     grown.k[:, :, new, :], grown.v[:, :, new, :] = k, v
     return grown
 
 
-def reserved(k: Array, v: Array, *, past: Past) -> Any:
-    """The same `Past`, but k and v are of shapes alone: the caller writes the last columns."""
-    n, place = k.shape[2], past.place
-    if place is not None and _alike(place.room.k, k) and _alike(place.room.v, v):
-        grown = longer(past, n)
+def reserved(k: Array, v: Array, *, kv_cache: KVCache) -> Any:
+    """`kv_cache` with slots for k and v at its end, which the caller writes."""
+    n, view = k.shape[2], kv_cache.storage
+    if view is not None and _alike(view.buffer.k, k) and _alike(view.buffer.v, v):
+        grown = longer(kv_cache, n)
         if grown is not None:
             return grown
-    room = Room(past, k, v)
-    room.end += n
-    return last_columns(room, room.end, room.end)
+    buffer = KVBuffer(kv_cache, k, v)
+    buffer.end += n
+    return last_slots(buffer, buffer.end, buffer.end)
 
 
-def longer(past: Past, n: int) -> Any:
-    """`past` with n columns more, which nobody has written yet; None where there are none."""
-    place = past.place
-    if place is None or not place.is_of(past) or not claimed(place.room, place.end, n):
+def longer(kv_cache: KVCache, n: int) -> Any:
+    """`kv_cache` with `n` further slots that nobody has written; None if its buffer has none."""
+    view = kv_cache.storage
+    if view is None or not view.is_of(kv_cache) or not claimed(view.buffer, view.end, n):
         return None
-    return last_columns(place.room, place.end + n, past.length + n)
+    return last_slots(view.buffer, view.end + n, kv_cache.length + n)
 
 
-def claimed(room: Room, end: int, n: int) -> bool:
-    """Whether n columns behind `end` were free; then they are taken."""
-    return _claims.run(_claim, room, end, n)  # a text may be continued by two threads at once
+def claimed(buffer: KVBuffer, end: int, n: int) -> bool:
+    """Claim `n` slots behind `end`. False if they are not free."""
+    return _claims.run(_claim, buffer, end, n)  # two threads may continue one sequence at once
 
 
-def _claim(room: Room, end: int, n: int) -> bool:
-    if room.end != end or end + n > room.capacity:
+def _claim(buffer: KVBuffer, end: int, n: int) -> bool:
+    if buffer.end != end or end + n > buffer.capacity:
         return False
-    room.end = end + n
+    buffer.end = end + n
     return True
 
 
-def last_columns(room: Room, end: int, n: int) -> Past:
-    """The last n columns up to `end`."""
-    own = slice(end - n, end)
-    k, v = room.k[:, :, own, :], room.v[:, :, own, :]
-    return Past(k, v, Place(room, end, k, v))
+def last_slots(buffer: KVBuffer, end: int, n: int) -> KVCache:
+    """The last `n` slots before `end`."""
+    slots = slice(end - n, end)
+    k, v = buffer.k[:, :, slots, :], buffer.v[:, :, slots, :]
+    return KVCache(k, v, KVBufferView(buffer, end, k, v))
 
 
 def _alike(buffer: Array, new: Array) -> bool:

@@ -73,7 +73,7 @@ class Backend:
         """The values of an array as a NumPy array on the host."""
         return np.asarray(array)
 
-    def weights(self, params: Any, precision: str | None) -> Any:
+    def cast_params(self, params: Any, precision: str | None) -> Any:
         """The parameters as a model computes with them: rounded to one of `precisions`.
 
         Activations and their gradients are stored so too; sums, statistics, losses and gradients of
@@ -93,7 +93,7 @@ class Backend:
         return self._stored_as(tree.map(require, params), _stored(precision))
 
     def require_precision(self, precision: str) -> None:
-        """ValueError for one that the backend has not; ImportError as `weights`."""
+        """ValueError for one that the backend has not; ImportError as `cast_params`."""
         if precision not in self.precisions:
             able = " and ".join((*self.dtypes, *self.precisions))
             but = "; backend cupy does" if precision in STORED and not self.precisions else ""
@@ -104,7 +104,7 @@ class Backend:
         """Copies of parameters, of a backend that has `precisions`."""
         raise NotImplementedError
 
-    def widened(self, array: Array) -> Array:
+    def upcast(self, array: Array) -> Array:
         """An array in the dtype to compute in: float32 of what is stored in a precision."""
         dtype = working_dtype(array)
         return array if array.dtype == dtype else self.xp.astype(array, dtype)

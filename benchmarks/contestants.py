@@ -110,7 +110,7 @@ class Ours:
         return float(loss), tree.flatten(tree.map(self.backend.to_numpy, grads))
 
     def _loss(self) -> Any:
-        weights = self.backend.weights(self.params, self.shape.precision)
+        weights = self.backend.cast_params(self.params, self.shape.precision)
         arrays, options = self.feed.next()
         return self.shape.model.loss(weights, *arrays, **options)
 
@@ -225,7 +225,7 @@ def why_not(name: str) -> str | None:
     if lt is not None and not lt.isdigit():  # None without CuPy, which is named below
         return f"{name}: products by cuBLAS cannot be captured, and {lt}"
     library, _, how = name.rpartition(" ")
-    why = backends.why_not(library)
+    why = backends.unavailable_reason(library)
     arrays = "numba" if library in backends.ON_NUMPY else library
     if why is not None:
         return f"{name}: {why}"

@@ -29,7 +29,7 @@ def xformer(folder: str, how: str) -> Write:
     def write(prompt: Sequence[int], n: int) -> list[int]:
         compiled = False if kind == "ops" else None
         with backends.get(backend).active():
-            return generate(model, params, [prompt], max_new=n, compiled=compiled)[0]
+            return generate(model, params, [prompt], max_new_tokens=n, compiled=compiled)[0]
 
     return write
 

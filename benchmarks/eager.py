@@ -145,7 +145,7 @@ class EagerLanguageModel(nn.Module):
         self.norm = None if last is None else Norm(last, network.blocks[-1].norm_config)
         self.head = None if self.tied else Linear(params.head)
         if network.rotary is not None:
-            angles = _angles(network.source["max_position_embeddings"], network.rotary)
+            angles = _angles(network.hf_config["max_position_embeddings"], network.rotary)
             self.register_buffer("cos", angles.cos())
             self.register_buffer("sin", angles.sin())
         self.turns = network.rotary is not None

@@ -126,7 +126,7 @@ class Block(nn.Module):
     def __init__(self, params: BlockParams, config: BlockConfig, dropped: bool = False) -> None:
         super().__init__()
         self.dropout = config.dropout if dropped else 0.0
-        self.pre, norm = config.norm == "pre", config.norm_config
+        self.pre, norm = config.norm_placement == "pre", config.norm_config
         self.attn_norm = Norm(params.attn_norm, norm)
         self.attn = SelfAttention(params.attn, config, config.probs_dropout if dropped else 0.0)
         self.has_cross = params.cross is not None

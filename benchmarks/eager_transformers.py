@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from xformer import tree
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.models import EncoderDecoder
 from xformer.pretrained.loading import links_of
 
@@ -22,11 +22,11 @@ transformers.logging.set_verbosity_error()
 
 
 class Hugging(nn.Module):
-    """transformers' model of `model.source`, with these weights."""
+    """transformers' model of `model.hf_config`, with these weights."""
 
     def __init__(self, model: Any, params: Any) -> None:
         super().__init__()
-        config = dict(model.source)
+        config = dict(model.hf_config)
         kind = getattr(transformers, config["architectures"][0])
         own = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
         self.own: Any = kind(own).eval()  # no dropout

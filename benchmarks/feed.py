@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.shapes import Shape
 from xformer import backends
-from xformer.ops import Key
+from xformer.ops import RandomKey
 from xformer.typing import Array
 
 
@@ -26,6 +26,6 @@ class Feed:
         arrays, masks = self.batches[self.calls % len(self.batches)]
         options: dict[str, Any] = dict(masks)
         if self.dropout:
-            options["dropout_key"] = Key(0, self.calls)
+            options["dropout_key"] = RandomKey(0, self.calls)
         self.calls += 1
         return arrays, options

@@ -90,7 +90,7 @@ def measure(
 
 def ways(model: Any, params: Any, place: backends.Backend, story: list[int]) -> dict[str, Work]:
     """What is measured, by name."""
-    write = partial(generate, model, params, max_new=LENGTH)
+    write = partial(generate, model, params, max_new_tokens=LENGTH)
     stack = params.stack._replace(blocks=params.stack.blocks[:GUESSES])
     draft = replace(model, blocks=model.blocks[:GUESSES]), params._replace(stack=stack)
 
@@ -103,11 +103,11 @@ def ways(model: Any, params: Any, place: backends.Backend, story: list[int]) -> 
         return [ids[1:]]
 
     def searched() -> list[list[int]]:
-        found = beam_search(model, params, [[BOS]], n_beams=BEAMS, max_new=LENGTH)
+        found = beam_search(model, params, [[BOS]], n_beams=BEAMS, max_new_tokens=LENGTH)
         return [beam.ids for beam in found[0]]
 
     def guessed() -> list[list[int]]:
-        rounds = speculative(model, params, *draft, [BOS], k=4, max_new=LENGTH)
+        rounds = speculative(model, params, *draft, [BOS], k=4, max_new_tokens=LENGTH)
         return [[i for new in rounds for i in new]]
 
     def read() -> list[list[int]]:

@@ -79,8 +79,8 @@ class OfLength:
         hosts = [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)]
         truth = of_torch(hosts, device, "float32")
         self.wanted = truth.host(truth.whole())
-        q, k, v = place.weights([place.asarray(x) for x in hosts[:3]], DTYPE)
-        refusal = sdpa_cudnn.not_by_cudnn(q, k, v, causal=True)
+        q, k, v = place.cast_params([place.asarray(x) for x in hosts[:3]], DTYPE)
+        refusal = sdpa_cudnn.unsupported(q, k, v, causal=True)
         self.makers: dict[str, Callable[[], Attention]] = {
             "flash": partial(ours, place, hosts, flash.sdpa),
             "torch": partial(of_torch, hosts, device, DTYPE),
@@ -132,7 +132,7 @@ class OfLength:
 
 def ours(place: Backend, hosts: list[np.ndarray], sdpa: Callable[..., Any]) -> Attention:
     """A kernel of this library."""
-    q, k, v, dctx = place.weights([place.asarray(x) for x in hosts], DTYPE)
+    q, k, v, dctx = place.cast_params([place.asarray(x) for x in hosts], DTYPE)
 
     def whole() -> Any:
         ctx, cache = sdpa(q, k, v, causal=True)
@@ -141,7 +141,7 @@ def ours(place: Backend, hosts: list[np.ndarray], sdpa: Callable[..., Any]) -> A
     return Attention(
         lambda: sdpa(q, k, v, causal=True),
         whole,
-        lambda found: [place.to_numpy(place.widened(x)) for x in found],
+        lambda found: [place.to_numpy(place.upcast(x)) for x in found],
     )
 
 

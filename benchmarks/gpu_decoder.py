@@ -38,7 +38,7 @@ def ours(
     def write(firsts: list[int], n: int) -> list[list[int]]:
         steps, prompts = list[list[Any]](), [[first] for first in firsts]
         with capturing(shape.device) if compiled else nullcontext():
-            for step in stream(shape.model, params, prompts, max_new=n, compiled=compiled):
+            for step in stream(shape.model, params, prompts, max_new_tokens=n, compiled=compiled):
                 steps.append(step)
                 if len(steps) == n:  # a graph's memory goes with it
                     peaks.append(place.memory().peak)

@@ -21,10 +21,10 @@ from xformer.backends.cupy import deterministic, module, softmax, tf32
 
 from benchmarks import harness, machine
 from benchmarks.harness import Disagreement
-from xformer import Key, explain, ops, reference_only, tree
+from xformer import RandomKey, explain, ops, reference_only, tree
 from xformer.dispatch import Overridable
 from xformer.layers import NormConfig, NormParams, add_norm
-from xformer.layers.past import Past, append
+from xformer.layers.kv_cache import KVCache, append
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
 from xformer.typing import Array
@@ -32,7 +32,7 @@ from xformer.typing import Array
 TOLERANCE = 1e-5  # relative, in the norm of each result in float32
 ROUNDED = {"float16": 2e-3, "bfloat16": 1.6e-2}  # four roundings
 REAL, STORED = 4, 2  # bytes
-KEY = Key(1, 2, 3)
+KEY = RandomKey(1, 2, 3)
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "rate": 1e-3, "root": 1.0, "keep": 0.9}
 
 
@@ -102,7 +102,7 @@ def cases(place: Backend, s: Sizes) -> Iterator[Case]:
 
 def _rounded(place: Backend, s: Sizes, x: Array, up: Array, norm: NormParams) -> Iterator[Case]:
     """What bfloat16 has of its own: norms of sums, padded rows of logits, weights."""
-    rng, rounded = place.generator(5), partial(place.weights, precision="bfloat16")
+    rng, rounded = place.generator(5), partial(place.cast_params, precision="bfloat16")
     n, rest = s.rows * s.width * STORED, {"tolerance": ROUNDED["bfloat16"]}
     for kind, params in (("layer", norm), ("rms", norm._replace(b=None))):
         options: Any = {"config": NormConfig(kind)}
@@ -152,7 +152,7 @@ def _heads(place: Backend, s: Sizes) -> Iterator[Case]:
     flops = 2 * s.batch * s.heads * s.length * (s.length + 1) // 2 * width  # of one product
     floors = (4 * n, 2 * flops), (8 * n, 5 * flops)  # the scores are made again
     yield Case("sdpa, causal", ops.sdpa, (q, k, v), {"causal": True}, *floors)
-    halves = tuple(place.weights([q, k, v], "float16"))
+    halves = tuple(place.cast_params([q, k, v], "float16"))
     floors = (2 * n, 2 * flops), (4 * n, 5 * flops)
     rest: dict[str, Any] = {"tolerance": ROUNDED["float16"], "product": "product, float16"}
     yield Case("sdpa, causal, float16", ops.sdpa, halves, {"causal": True}, *floors, **rest)
@@ -165,7 +165,7 @@ def _heads(place: Backend, s: Sizes) -> Iterator[Case]:
     n = math.prod(k.shape) * REAL  # reading them outlasts the products with one query
     yield Case("sdpa, one query", ops.sdpa, (one, k, v), {}, (2 * n, 0), (4 * n, 0))
     n, last = math.prod(one.shape) * REAL, rng.integers((), low=s.keys - 1, high=s.keys)
-    options = {"past": Past(k, v, at=last)}
+    options = {"kv_cache": KVCache(k, v, write_index=last)}
     yield Case("append, in a column", append, (one, 2 * one), options, (4 * n, 0))
 
 
@@ -191,7 +191,7 @@ def rates(place: Backend, s: Sizes, rounds: int) -> dict[str, float]:
     a, b, out = (rng.normal((s.matrix, s.matrix)) for _ in range(3))
     turns: dict[str, Callable[[], Any]] = {"copy": x.copy, "kernel": lambda: -x}
     turns["product"] = lambda: a.dot(b, out)
-    low, other = place.weights([a, b], "float16")
+    low, other = place.cast_params([a, b], "float16")
     turns["product, float16"] = lambda: low.dot(other)
     if place.name == "cupy":  # the switch is CuPy's own
 
@@ -279,7 +279,7 @@ def _measured(
     error = _error(place, case)
     if not error <= case.tolerance:
         raise Disagreement(f"relative error {error:.1e}, allowed {case.tolerance:.0e}")
-    runs = place.weights.__qualname__
+    runs = place.cast_params.__qualname__
     if isinstance(case.op, Overridable):
         said = explain(case.op, *case.args, **case.options).partition("\n")[0]
         runs = said.partition(": ")[2]
@@ -325,7 +325,7 @@ def _like(place: Backend, y: Array | tuple[Array, ...]) -> tuple[Array, ...]:
     xp, results = place.xp, y if isinstance(y, tuple) else (y,)
 
     def some(out: Array) -> Array:
-        numbers = xp.arange(math.prod(out.shape), dtype=place.widened(out).dtype)
+        numbers = xp.arange(math.prod(out.shape), dtype=place.upcast(out).dtype)
         return xp.astype(xp.reshape(0.5 + xp.cos(numbers), out.shape), out.dtype)
 
     return tuple(map(some, results))
@@ -341,10 +341,10 @@ def _results(place: Backend, case: Case) -> list[Array]:
 
 def _error(place: Backend, case: Case) -> float:
     """The largest relative error of the results, against the reference's."""
-    got = [place.widened(a) for a in _results(place, case)]
-    judge = case._replace(args=tree.map(place.widened, case.args), op=case.reference or case.op)
+    got = [place.upcast(a) for a in _results(place, case)]
+    judge = case._replace(args=tree.map(place.upcast, case.args), op=case.reference or case.op)
     with reference_only():
-        wanted = [place.widened(a) for a in _results(place, judge)]
+        wanted = [place.upcast(a) for a in _results(place, judge)]
     return max(_off(place, *pair) for pair in zip(got, wanted, strict=True))
 
 

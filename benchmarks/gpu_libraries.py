@@ -45,7 +45,7 @@ def libraries(place: Backend) -> dict[str, Any]:
     found: dict[str, Any] = {"beside": backends.beside("cupy"), "runs": {}, "not": {}}
     for dtype in STORED:
         precision = None if dtype == "float32" else dtype
-        *qkv, a, m, v = place.weights([*heads, x, w, b], precision)
+        *qkv, a, m, v = place.cast_params([*heads, x, w, b], precision)
         calls: list[tuple[Any, Any, dict[str, Any]]] = [(ops.linear, (a, m, v), {})]
         calls.append((ops.sdpa, qkv, {"causal": True}))
         for op, args, options in calls:

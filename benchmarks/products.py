@@ -64,7 +64,7 @@ class Maps(NamedTuple):
     widths_out: tuple[int, ...]
     adapted: bool = True  # a head that is the embedding's table is not
 
-    def linears(self, rank: int | None) -> Iterator[Linear]:
+    def linear_many(self, rank: int | None) -> Iterator[Linear]:
         """One product for all; with adapters the frozen maps, one product in, and each one out."""
         n, i, widths, adapted = self
         yield Linear(n, i, sum(widths), frozen=rank is not None)
@@ -103,7 +103,7 @@ def parts(shape: Shape) -> Iterator[Linear | Attention]:
             if isinstance(part, Attention):
                 yield part
             else:
-                yield from part.linears(shape.lora_rank)
+                yield from part.linear_many(shape.lora_rank)
 
 
 def _parts(shape: Shape, length: int) -> Iterator[Maps | Attention]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.contestants import LR, Ours
 from xformer import inference, optim, tree
-from xformer.ops import Key
+from xformer.ops import RandomKey
 
 
 class Programs(Ours):
@@ -50,7 +50,7 @@ class Programs(Ours):
         return y
 
     def _differentiate(self, params: Any, arrays: Any, masks: Any, number: Any) -> Any:
-        key = {"dropout_key": Key(0, number)} if self.shape.dropout else {}
+        key = {"dropout_key": RandomKey(0, number)} if self.shape.dropout else {}
         loss, cache = self.shape.model.loss(params, *arrays, **masks, **key)
         return loss, cache.backward()
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from xformer import GPT, Transformer, backends, pretrained, tree
 from xformer.finetune import lora
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.layers import AttentionParams, LoRAParams
 from xformer.measure import blocks_of
 from xformer.models import Classifier, EncoderDecoder, LanguageModel
@@ -58,7 +58,7 @@ class Shape:
         """The model that a short configuration stands for."""
         return getattr(self.model, "network", self.model)
 
-    def weights(self) -> Any:
+    def cast_params(self) -> Any:
         """Initial weights in float32, all of them disturbed.
 
         A bias of zero or a norm's weight of one would hide a gradient that forgets it. T5 does not

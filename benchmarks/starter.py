@@ -22,7 +22,7 @@ def xformer(folder: str) -> Any:
     from xformer import pretrained
 
     model, params = pretrained.load(folder)
-    logits, _ = model.extend(params, np.asarray([PROMPT]), model.start())
+    logits, _ = model.decode(params, np.asarray([PROMPT]), model.init_state())
     return logits[0]
 
 

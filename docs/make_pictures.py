@@ -69,7 +69,7 @@ def attention() -> None:
 
 def flow() -> None:
     """Pre-LN and post-LN."""
-    command("flow", "--out", str(PICTURES / "flow.svg"))
+    command("signal-flow", "--out", str(PICTURES / "flow.svg"))
 
 
 def command(*words: str) -> None:

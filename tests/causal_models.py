@@ -10,7 +10,7 @@ import numpy as np
 from xformer.backends import Backend
 
 from xformer import pretrained, tree
-from xformer.layers import BlockConfig, EmbedConfig, Past, RelativeConfig
+from xformer.layers import BlockConfig, EmbedConfig, KVCache, RelativeConfig
 from xformer.models import GPT, LanguageModel, Transformer
 
 V = 37
@@ -91,7 +91,7 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
                 plain, blocks, relative=RelativeConfig(3, 8, 16, bidirectional=False)
             ),
             "shaw": lambda: LanguageModel(plain, (replace(blocks[0], shaw=2),) * 2),
-            "post-norm": lambda: GPT(**gpt, norm="post"),
+            "post-norm": lambda: GPT(**gpt, norm_placement="post"),
         }[name]()
     return model, lively(model, seed)
 
@@ -125,24 +125,24 @@ def require_other_arrays(library: Backend, name: str, change: str, dtype: str) -
     network = getattr(model, "network", model)
     params = tree.map(lambda p: library.asarray(p, dtype), params)
     tokens = np.random.default_rng(0).integers(0, V, (2, 9))
-    _, state = network.extend(params, library.asarray(tokens[:, :7]), network.start())
-    _, state = network.extend(params, library.asarray(tokens[:, 7:8]), state)
-    assert all(own.place is not None for own in state.past)
-    own = [[CHANGES[change](library.xp, a) for a in past[:2]] for past in state.past]
+    _, state = network.decode(params, library.asarray(tokens[:, :7]), network.init_state())
+    _, state = network.decode(params, library.asarray(tokens[:, 7:8]), state)
+    assert all(own.storage is not None for own in state.kv_cache)
+    own = [[CHANGES[change](library.xp, a) for a in kv_cache[:2]] for kv_cache in state.kv_cache]
     length = state.length - (change == "without the last token")
     new = library.asarray(tokens[: own[0][0].shape[0], 8:])
     got, wanted = (
-        network.extend(params, new, state._replace(past=past, length=length))
-        for past in (
-            tuple(p._replace(k=k, v=v) for p, (k, v) in zip(state.past, own, strict=True)),
-            tuple(Past(k, v) for k, v in own),
+        network.decode(params, new, state._replace(kv_cache=kv_cache, length=length))
+        for kv_cache in (
+            tuple(p._replace(k=k, v=v) for p, (k, v) in zip(state.kv_cache, own, strict=True)),
+            tuple(KVCache(k, v) for k, v in own),
         )
     )
     for one, other in [
         (got[0], wanted[0]),
         *(
             (getattr(a, kind), getattr(b, kind))
-            for a, b in zip(got[1].past, wanted[1].past, strict=True)
+            for a, b in zip(got[1].kv_cache, wanted[1].kv_cache, strict=True)
             for kind in "kv"
         ),
     ]:

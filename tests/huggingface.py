@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from xformer import pretrained, tree
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -138,7 +138,7 @@ def test_the_commands_that_commands_print_run(
     data, folder = tmp_path / "my data", tmp_path / "my run"
     assert main(["prepare", str(tmp_path / "text.txt"), str(data)]) == 0
     (said,) = re.findall(r"train on it: xformer (.*)", capsys.readouterr().out)
-    tiny = ["--preset", "tiny", "--layers", "1", "--context", "16", "--width", "16"]
+    tiny = ["--preset", "tiny", "--layers", "1", "--max-len", "16", "--d-model", "16"]
     assert main([*shlex.split(said), *tiny, "--steps", "1", "--out", str(folder)]) == 0
     with pytest.raises(PretrainedError, match="is of a run of xformer train") as raised:
         pretrained.load(folder)

@@ -80,7 +80,7 @@ def test_every_entry_of_trees(kind: str) -> None:
         lambda: optim.reduced({"a": X, **other}, lambda flat: flat),
         lambda: optim.LossScale().unscale(other, good),
         lambda: optim.sgd(good, good, optim.sgd_init(good), lr=OTHERS[kind](np.ones(()))),
-        lambda: backends.of(other["w"]),
+        lambda: backends.backend_of(other["w"]),
         lambda: backends.get().asarray(other["w"]),
         lambda: Windows(OTHERS[kind](np.arange(99)), 8, 2),
         lambda: Pairs([OTHERS[kind](IDS[0])], [[1]], bos_id=0, eos_id=1, batch_size=1),
@@ -100,18 +100,18 @@ def test_every_parameter_of_a_model(library: Backend) -> None:
         with pytest.raises(TypeError, match="got MaskedArray"):
             model.loss(bad, IDS, IDS)
         with pytest.raises(TypeError, match="got MaskedArray"):
-            generate(model, bad, IDS, max_new=2)
+            generate(model, bad, IDS, max_new_tokens=2)
     for tokens, targets in itertools.product((IDS, masked(IDS)), repeat=2):
         if tokens is not IDS or targets is not IDS:
             with pytest.raises(TypeError, match="got MaskedArray"):
                 model.loss(params, tokens, targets)
     for prompts in (masked(IDS), [masked(IDS[0])]):
         with raises(TypeError, f"prefill: prompt 0 must be a list of ids, got MaskedArray{GOT}"):
-            generate(model, params, prompts, max_new=2)
+            generate(model, params, prompts, max_new_tokens=2)
         with raises(TypeError, f"prefill: prompt 0 must be a list of ids, got MaskedArray{GOT}"):
-            beam_search(model, params, prompts, max_new=2, n_beams=2)
+            beam_search(model, params, prompts, max_new_tokens=2, n_beams=2)
     with pytest.raises(TypeError, match="got MaskedArray"):
-        speculative(model, params, model, params, masked(IDS[0]), k=2, max_new=2)
+        speculative(model, params, model, params, masked(IDS[0]), k=2, max_new_tokens=2)
 
 
 def test_subclasses_that_compute_as_their_base(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_available() -> None:
     assert {"numpy", "array-api-strict"} <= set(here)
     assert [name for name in backends.NAMES if name in here] == list(here)
     for name in backends.NAMES:
-        why_not = backends.why_not(name)
+        why_not = backends.unavailable_reason(name)
         assert (why_not is None) == (name in here)
         assert why_not is None or name in why_not
 
@@ -54,7 +54,7 @@ def test_unknown_name(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         backends.get(name)
     with pytest.raises(ValueError, match=r"^backend must be one of"):
-        backends.why_not(name)
+        backends.unavailable_reason(name)
 
 
 def test_numpy_is_the_default() -> None:
@@ -67,7 +67,7 @@ def test_missing_library_says_how_to_install_it(name: str, tmp_path: Path) -> No
 import sys
 sys.modules[{name.replace("-", "_")!r}] = None  # importing it raises ImportError
 import xformer.backends
-assert xformer.backends.why_not({name!r})
+assert xformer.backends.unavailable_reason({name!r})
 try:
     xformer.backends.get({name!r})
 except xformer.backends.Unusable as error:
@@ -122,7 +122,7 @@ def behind_fake(answer: str, use: str, folder: Path, version: str = "14.2.0") ->
 
 @pytest.mark.parametrize("answer", NO_DEVICE)
 def test_cupy_without_a_device(answer: str, tmp_path: Path) -> None:
-    use = "print(xformer.backends.why_not('cupy'))"
+    use = "print(xformer.backends.unavailable_reason('cupy'))"
     said = behind_fake(NO_DEVICE[answer], use, tmp_path)
     assert "backend cupy cannot be used: no CUDA device is visible" in said
     assert ("cudaErrorNoDevice" in said) == (answer == "driver")
@@ -145,7 +145,7 @@ for name in ("cuda:2", "cuda:", "cuda:x", "cuda:-1", "cpu"):
 
 
 def test_cupy_without_a_driver(tmp_path: Path) -> None:
-    said = behind_fake(NO_DRIVER, "print(xformer.backends.why_not('cupy'))", tmp_path)
+    said = behind_fake(NO_DRIVER, "print(xformer.backends.unavailable_reason('cupy'))", tmp_path)
     assert (
         "cupy cannot be used: there is no NVIDIA driver, or it is too old for CuPy's CUDA" in said
     )
@@ -159,7 +159,7 @@ def test_cupy_that_is_too_old(tmp_path: Path) -> None:
         if extra.startswith("cupy-")
     }
     assert oldest == {"14.2"}  # what device.OLDEST says below
-    use = "print(xformer.backends.why_not('cupy'))"
+    use = "print(xformer.backends.unavailable_reason('cupy'))"
     for version in ("13.6.0", "14.1.9", "9.0"):
         said = behind_fake("return 1", use, tmp_path, version)
         assert f"it needs CuPy 14.2 or newer, this is {version}. Install it with pip" in said
@@ -169,7 +169,7 @@ def test_cupy_that_is_too_old(tmp_path: Path) -> None:
 
 def test_cupy_that_is_demanded_must_be_there() -> None:
     """`pytest --backend cupy` does not skip the tests of CUDA's kernels."""
-    if backends.why_not("cupy") is None:
+    if backends.unavailable_reason("cupy") is None:
         pytest.skip("there is a CUDA device")
     names = {"kernels": "test_no_rows", "sdpa": "test_nothing", "models": "test_training_loop"}
     tests = [f"tests/test_cuda_{file}.py::{test}" for file, test in names.items()]
@@ -184,7 +184,7 @@ def test_cupy_on_a_device_with_too_little_shared_memory(tmp_path: Path) -> None:
 import cupy
 cupy.cuda.runtime.getDeviceProperties = lambda i: {"name": b"Tesla T4"}
 for cupy.cuda.Device.compute_capability in ("75", "80", "121"):
-    print(xformer.backends.why_not("cupy"))
+    print(xformer.backends.unavailable_reason("cupy"))
 """
     assert behind_fake("return 1", use, tmp_path).splitlines() == [
         "backend cupy cannot be used: its kernels need compute capability 8.0 or higher, "
@@ -241,7 +241,7 @@ except KeyError:
         assert line == (
             f"backend cupy: Out of memory allocating {size} bytes on device 1. Of the 80.00 GB of "
             "NVIDIA No. 1 (cuda:1) 1.00 GB are free, and 0.50 GB in pieces that are too small; "
-            "smaller batches, or checkpoint=True of the model, need less"
+            "smaller batches, or activation_checkpointing=True of the model, need less"
         )
     assert [said[1], *said[3:]] == ["[0]"] * 3
 

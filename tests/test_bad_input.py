@@ -29,7 +29,7 @@ from xformer.layers import (
 )
 from xformer.models import LanguageModel, LMHead
 
-KEY = xformer.Key(3, 1)
+KEY = xformer.RandomKey(3, 1)
 
 
 def few(library: Backend, cases: Any, n: int = 1) -> list[Any]:
@@ -570,7 +570,12 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("dropout", {"rate": None}, TypeError, "rate must be a number, got NoneType"),
     ("dropout", {"key": None}, TypeError, "key must be an xformer.Key, got None"),
     ("dropout", {"key": 7}, TypeError, "key must be an xformer.Key, got int"),
-    ("dropout", {"key": xformer.Key(-1)}, ValueError, "key.seed must lie in [0, 2^64), got -1"),
+    (
+        "dropout",
+        {"key": xformer.RandomKey(-1)},
+        ValueError,
+        "key.seed must lie in [0, 2^64), got -1",
+    ),
     ("sdpa", {"dropout_rate": 2}, ValueError, "dropout_rate must lie in [0, 1], got 2"),
     ("sdpa", {"dropout_rate": 0.1}, TypeError, "dropout_key must be an xformer.Key, got None"),
     ("sdpa", {"scale": "1"}, TypeError, "scale must be a number, got str"),
@@ -911,8 +916,8 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (BlockConfig, {"n_kv_heads": 3}, "block: n_kv_heads = 3 must divide 4 heads"),
     (
         BlockConfig,
-        {"norm": "both"},
-        'block: norm must be one of "pre", "post", "sandwich", "output", got \'both\'',
+        {"norm_placement": "both"},
+        'block: norm_placement must be one of "pre", "post", "sandwich", "output", got \'both\'',
     ),
     (BlockConfig, {"activation": "x"}, ACTIVATIONS),
     (BlockConfig, {"dropout": 1.5}, "block: dropout must lie in [0, 1], got 1.5"),
@@ -926,7 +931,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (
             BlockConfig,
-            {"shaw": 2, **other},
+            {"shaw_max_distance": 2, **other},
             "block: shaw does not go with sinks, window and softcap",
         )
         for other in ({"sinks": True}, {"window": (1, 0)}, {"softcap": 2.0})
@@ -946,9 +951,12 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (
             LanguageModel,
-            {"blocks": tuple(BlockConfig(8, 2, 5, experts=own) for own in experts), "balance": 0.1},
-            "LanguageModel: balance and router_z need layers with experts, all with one n_experts "
-            f"and one top_k, got {got}",
+            {
+                "blocks": tuple(BlockConfig(8, 2, 5, experts=own) for own in experts),
+                "load_balancing_weight": 0.1,
+            },
+            "LanguageModel: load_balancing_weight and router_z_weight need layers with experts, "
+            f"all with one n_experts and one top_k, got {got}",
         )
         for experts, got in (
             ((None,), "no experts"),
@@ -998,8 +1006,8 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (xformer.GPT, {"activation": "x"}, ACTIVATIONS),
     (
         xformer.GPT,
-        {"norm": None},
-        'block: norm must be one of "pre", "post", "sandwich", "output", got None',
+        {"norm_placement": None},
+        'block: norm_placement must be one of "pre", "post", "sandwich", "output", got None',
     ),
     (
         xformer.GPT,
@@ -1048,8 +1056,8 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (xformer.Transformer, {"d_head": 0}, "block: d_head must be an int of at least 1, got 0"),
     (
         xformer.Transformer,
-        {"norm": "x"},
-        'block: norm must be one of "pre", "post", "sandwich", "output", got \'x\'',
+        {"norm_placement": "x"},
+        'block: norm_placement must be one of "pre", "post", "sandwich", "output", got \'x\'',
     ),
     (xformer.Transformer, {"activation": "x"}, ACTIVATIONS),
     (xformer.Transformer, {"pad_id": -1}, "Transformer: pad_id must lie in [0, 11), got -1"),
@@ -1141,7 +1149,7 @@ def test_tokens(tokens: Any, error: Any, message: str) -> None:
     with raises(error, message.replace("src", "tgt")):
         network.forward(params, TOKENS, tokens)
     with raises(error, message.replace("Transformer", "generate")):
-        network.generate(params, tokens, start_id=1, end_id=2, max_new=3)
+        network.generate(params, tokens, start_id=1, end_id=2, max_new_tokens=3)
 
 
 def test_targets() -> None:
@@ -1181,14 +1189,16 @@ def test_sources_and_targets() -> None:
         ({"end_id": 13}, "end_id must lie in [0, 13), got 13"),
         ({"end_id": -1}, "end_id must lie in [0, 13), got -1"),
         ({"start_id": 1.0}, "start_id must lie in [0, 13), got 1.0"),
-        ({"max_new": -1}, "max_new must be an int of at least 0, got -1"),
-        ({"max_new": None}, "max_new must be an int of at least 0, got None"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be an int of at least 0, got -1"),
+        ({"max_new_tokens": None}, "max_new_tokens must be an int of at least 0, got None"),
     ],
 )
 def test_generate(options: dict[str, Any], message: str) -> None:
     model, params = transformer()
     with raises(ValueError, f"generate: {message}"):
-        model.generate(params, TOKENS, **({"start_id": 1, "end_id": 2, "max_new": 3} | options))
+        model.generate(
+            params, TOKENS, **({"start_id": 1, "end_id": 2, "max_new_tokens": 3} | options)
+        )
 
 
 def test_generate_nothing(library: Backend) -> None:
@@ -1196,13 +1206,13 @@ def test_generate_nothing(library: Backend) -> None:
     params = tree.map(library.asarray, params)
     options = {"start_id": 1, "end_id": 2}
     src = library.asarray(TOKENS)
-    assert tuple(model.generate(params, src, max_new=0, **options).shape) == (2, 0)
+    assert tuple(model.generate(params, src, max_new_tokens=0, **options).shape) == (2, 0)
     no_tokens, padding = np.zeros((2, 0), int), np.zeros((2, 3), int)
     for tokens in few(library, (no_tokens, padding, TOKENS[:0], TOKENS)):
-        new = model.generate(params, library.asarray(tokens), max_new=1, **options)
+        new = model.generate(params, library.asarray(tokens), max_new_tokens=1, **options)
         assert tuple(new.shape) == (len(tokens), 1)
     for tokens in few(library, (TOKENS, padding), 0):
-        new = model.generate(params, library.asarray(tokens), max_new=100, **options)
+        new = model.generate(params, library.asarray(tokens), max_new_tokens=100, **options)
         assert new.shape[1] <= model.max_len
 
 
@@ -1296,7 +1306,7 @@ def test_upstream_gradients_of_another_dtype() -> None:
 def test_parameters_of_another_model() -> None:
     one, two = (xformer.GPT(11, n, 6, 2, 7) for n in (1, 2))
     untied = xformer.GPT(11, 1, 6, 2, 7, tied=False)
-    post = xformer.GPT(11, 1, 6, 2, 7, norm="post")
+    post = xformer.GPT(11, 1, 6, 2, 7, norm_placement="post")
     ids = np.zeros((2, 3), dtype=np.int64)
     for model, params, message in (
         (two, one.init(), "LanguageModel: params must have blocks: 2 by config, got 1"),

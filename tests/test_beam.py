@@ -44,7 +44,7 @@ def test_with_beams_for_all_texts_it_finds_the_best(penalty: float, stop: int | 
         MODEL,
         PARAMS,
         [PROMPT],
-        max_new=length,
+        max_new_tokens=length,
         length_penalty=penalty,
         stop=() if stop is None else (stop,),
         **options,
@@ -58,16 +58,16 @@ def test_with_beams_for_all_texts_it_finds_the_best(penalty: float, stop: int | 
 def test_one_beam_is_greedy() -> None:
     model, params = causal("llama")
     prompts = [[1, 2, 3], [4]]
-    found = beam_search(model, params, prompts, n_beams=1, max_new=9)
-    assert [beams[0].ids for beams in found] == generate(model, params, prompts, max_new=9)
+    found = beam_search(model, params, prompts, n_beams=1, max_new_tokens=9)
+    assert [beams[0].ids for beams in found] == generate(model, params, prompts, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_prompts_of_a_batch_do_not_see_each_other(early_stopping: Any) -> None:
     model, params = causal("mixtral")
     prompts = [[1, 2, 3], [4], [5, 6]]
-    stop = {beams[0] for beams in generate(model, params, prompts, max_new=3)}
-    options: dict[str, Any] = {"n_beams": 3, "max_new": 8, "early_stopping": early_stopping}
+    stop = {beams[0] for beams in generate(model, params, prompts, max_new_tokens=3)}
+    options: dict[str, Any] = {"n_beams": 3, "max_new_tokens": 8, "early_stopping": early_stopping}
     together = beam_search(model, params, prompts, stop=stop, **options)
     for prompt, beams in zip(prompts, together, strict=True):
         (alone,) = beam_search(model, params, [prompt], stop=stop, **options)
@@ -79,9 +79,11 @@ def test_prompts_of_a_batch_do_not_see_each_other(early_stopping: Any) -> None:
 def test_a_prefix_is_searched_from() -> None:
     model, params = causal("gemma2")
     prompts = [[1, 2, 3, 4, 5, 6], [4]]
-    want = beam_search(model, params, prompts, n_beams=2, max_new=5)
+    want = beam_search(model, params, prompts, n_beams=2, max_new_tokens=5)
     prefix = prefill(model, params, prompts, chunk=2)
-    assert beam_ids(beam_search(model, params, prefix, n_beams=2, max_new=5)) == beam_ids(want)
+    assert beam_ids(beam_search(model, params, prefix, n_beams=2, max_new_tokens=5)) == beam_ids(
+        want
+    )
 
 
 @only("array-api-strict", "torch", "cupy")
@@ -89,8 +91,10 @@ def test_a_prefix_is_searched_from() -> None:
 def test_the_same_on_other_libraries(library: Backend, name: str) -> None:
     model, params = seq2seq(name) if name == "t5" else causal(name)
     prompts = [[1, 2, 3], [4]]
-    want = beam_search(model, params, prompts, n_beams=3, max_new=6)
-    found = beam_search(model, tree.map(library.asarray, params), prompts, n_beams=3, max_new=6)
+    want = beam_search(model, params, prompts, n_beams=3, max_new_tokens=6)
+    found = beam_search(
+        model, tree.map(library.asarray, params), prompts, n_beams=3, max_new_tokens=6
+    )
     assert beam_ids(found) == beam_ids(want)
 
 
@@ -108,22 +112,22 @@ def test_the_largest_and_of_equal_ones_the_first() -> None:
     ("options", "message"),
     [
         ({"n_beams": 0}, "n_beams must be an int of at least 1, got 0"),
-        ({"max_new": 0}, "max_new must be an int of at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1, got 0"),
         ({"length_penalty": float("nan")}, "length_penalty must lie"),
         ({"early_stopping": "always"}, "early_stopping must be True, False or .* got 'always'"),
-        ({"max_new": 9}, "context holds 9 tokens, and there are 2 of the prompt and 8 more"),
+        ({"max_new_tokens": 9}, "context holds 9 tokens, and there are 2 of the prompt and 8 more"),
     ],
 )
 def test_bad_requests_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        beam_search(MODEL, PARAMS, [PROMPT], **{"n_beams": 2, "max_new": 3} | options)
+        beam_search(MODEL, PARAMS, [PROMPT], **{"n_beams": 2, "max_new_tokens": 3} | options)
 
 
 def test_prompts_are_checked() -> None:
     with pytest.raises(ValueError, match="prompt 0 must hold at least one token"):
-        beam_search(MODEL, PARAMS, [[]], n_beams=2, max_new=3)
+        beam_search(MODEL, PARAMS, [[]], n_beams=2, max_new_tokens=3)
     with pytest.raises(TypeError, match="stop must hold ids, got 'x'"):
-        beam_search(MODEL, PARAMS, [[1]], n_beams=2, max_new=3, stop="x")
+        beam_search(MODEL, PARAMS, [[1]], n_beams=2, max_new_tokens=3, stop="x")
 
 
 @pytest.mark.parametrize("penalty", [1e6, -1e6, float("inf"), float("-inf")])
@@ -132,4 +136,4 @@ def test_penalties_that_leave_no_score_are_refused(penalty: float) -> None:
     with pytest.raises(
         ValueError, match=r"length_penalty must leave 3 \*\* length_penalty positive"
     ):
-        beam_search(model, model.init(), [[1]], n_beams=2, max_new=3, length_penalty=penalty)
+        beam_search(model, model.init(), [[1]], n_beams=2, max_new_tokens=3, length_penalty=penalty)

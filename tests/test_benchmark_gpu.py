@@ -778,7 +778,7 @@ def test_unknown_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
-    if backends.why_not("cupy") is None:
+    if backends.unavailable_reason("cupy") is None:
         pytest.skip("there is a CUDA device")
     with pytest.raises(backends.Unusable, match=r"^backend cupy cannot be used: "):
         gpu.main(["--section", "costs"])

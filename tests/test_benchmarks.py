@@ -336,7 +336,9 @@ def test_bad_arguments(
 def test_a_contestant_that_cannot_take_part_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(backends, "why_not", lambda name: f"backend {name} cannot be used: why")
+    monkeypatch.setattr(
+        backends, "unavailable_reason", lambda name: f"backend {name} cannot be used: why"
+    )
     with pytest.raises(SystemExit):
         main(["--contestant", "cupy kernel"])
     assert "--contestant: cupy kernel: backend cupy cannot be used: why" in capsys.readouterr().err

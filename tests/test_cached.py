@@ -36,10 +36,10 @@ def grown(
 ) -> list[Any]:
     """Logits of each piece."""
     logits, start = [], 0
-    state = model.start() if state is None else state
+    state = model.init_state() if state is None else state
     for end in pieces:
         own = {} if mask is None or start >= max(PADS) else {"mask": mask[:, start:end]}
-        part, state = model.extend(params, tokens[:, start:end], state, every=True, **own)
+        part, state = model.decode(params, tokens[:, start:end], state, all_logits=True, **own)
         logits.append(part)
         start = end
     assert state.length == T
@@ -81,16 +81,16 @@ def test_fixed_columns(library: Backend, name: str, padded: bool) -> None:
     model, params = getattr(model, "network", model), tree.map(library.asarray, params)
     tokens, keep = (library.asarray(a) for a in texts())
     own = {"mask": keep[:, :8]} if padded else {}
-    _, state = model.extend(params, tokens[:, :8], model.start(), **own)
+    _, state = model.decode(params, tokens[:, :8], model.init_state(), **own)
     for i in (8, 9):  # after which windows have dropped keys
-        _, state = model.extend(params, tokens[:, i : i + 1], state)
-    fixed = state.in_columns(T + 3)
+        _, state = model.decode(params, tokens[:, i : i + 1], state)
+    fixed = state.preallocate(T + 3)
     for end in range(10, T):
         token = tokens[:, end : end + 1]
-        want, state = model.extend(params, token, state)
-        got, fixed = model.extend(params, token, fixed)
+        want, state = model.decode(params, token, state)
+        got, fixed = model.decode(params, token, fixed)
         np.testing.assert_allclose(library.to_numpy(got), library.to_numpy(want), **EXACT)
-        assert (int(fixed.length), fixed.columns) == (end + 1, T + 3)
+        assert (int(fixed.length), fixed.capacity) == (end + 1, T + 3)
 
 
 @only("numpy")
@@ -98,14 +98,14 @@ def test_columns_become_more(library: Backend) -> None:
     """Of a text that fills them, or does not yet; that of before is no longer needed."""
     model, params = causal("mistral")
     tokens, keep = texts()
-    _, state = model.extend(params, tokens[:, :10], model.start(), mask=keep[:, :10])
-    fixed = state.in_columns(12)
+    _, state = model.decode(params, tokens[:, :10], model.init_state(), mask=keep[:, :10])
+    fixed = state.preallocate(12)
     for end in range(10, T):
-        fixed = fixed.in_columns(fixed.columns + 4) if end in (12, 14) else fixed
-        got, fixed = model.extend(params, tokens[:, end : end + 1], fixed)
-        want, state = model.extend(params, tokens[:, end : end + 1], state)
+        fixed = fixed.preallocate(fixed.capacity + 4) if end in (12, 14) else fixed
+        got, fixed = model.decode(params, tokens[:, end : end + 1], fixed)
+        want, state = model.decode(params, tokens[:, end : end + 1], state)
         np.testing.assert_allclose(got, want, **EXACT)
-    assert fixed.columns == 20
+    assert fixed.capacity == 20
 
 
 @only("numpy", "array-api-strict", "torch", "jax")
@@ -116,34 +116,34 @@ def test_fixed_columns_of_several_tokens(library: Backend, name: str, padded: bo
     model, params = getattr(model, "network", model), tree.map(library.asarray, params)
     tokens, keep = (library.asarray(a) for a in texts())
     own = {"mask": keep[:, :8]} if padded else {}
-    _, state = model.extend(params, tokens[:, :8], model.start(), **own)
-    want, _ = model.extend(params, tokens[:, 8:14], state, every=True)
-    fixed = state.in_columns(T)
-    _, fixed = model.extend(params, tokens[:, 2:6], fixed)
-    fixed = model.rewind(fixed, 4)
+    _, state = model.decode(params, tokens[:, :8], model.init_state(), **own)
+    want, _ = model.decode(params, tokens[:, 8:14], state, all_logits=True)
+    fixed = state.preallocate(T)
+    _, fixed = model.decode(params, tokens[:, 2:6], fixed)
+    fixed = model.truncate(fixed, 4)
     got = []
     for part in (slice(8, 11), slice(11, 12), slice(12, 14)):
-        logits, fixed = model.extend(params, tokens[:, part], fixed, every=True)
+        logits, fixed = model.decode(params, tokens[:, part], fixed, all_logits=True)
         got.append(library.to_numpy(logits))
     np.testing.assert_allclose(np.concatenate(got, axis=1), library.to_numpy(want), **EXACT)
-    assert (int(fixed.length), fixed.columns) == (14, T)
+    assert (int(fixed.length), fixed.capacity) == (14, T)
 
 
 def test_what_fixed_columns_do_not_take() -> None:
     model, params = causal("gpt2")
-    _, state = model.extend(params, texts()[0], model.start())
-    with pytest.raises(ValueError, match="extend: in fixed columns a mask is that of the"):
+    _, state = model.decode(params, texts()[0], model.init_state())
+    with pytest.raises(ValueError, match="decode: a static state has its own mask, got another"):
         mask = np.ones((3, 1), np.bool_)
-        model.extend(params, texts()[0][:, :1], state.in_columns(30), mask=mask)
-    with pytest.raises(ValueError, match="extend: at most 40 tokens fit the model's context"):
-        model.extend(params, texts()[0][:, :1], state.in_columns(41))
-    for empty, n in ((model.start(), 5), (state, 18)):
+        model.decode(params, texts()[0][:, :1], state.preallocate(30), mask=mask)
+    with pytest.raises(ValueError, match="decode: at most 40 tokens fit the model's context"):
+        model.decode(params, texts()[0][:, :1], state.preallocate(41))
+    for empty, n in ((model.init_state(), 5), (state, 18)):
         with pytest.raises(ValueError, match=r"n must be at least the \d+ tokens there"):
-            empty.in_columns(n)
+            empty.preallocate(n)
     model, params = causal("shaw")
-    _, state = model.extend(params, texts()[0], model.start())
-    with pytest.raises(ValueError, match=r"fixed columns of a past want no params\.shaw"):
-        model.extend(params, texts()[0][:, :1], state.in_columns(30))
+    _, state = model.decode(params, texts()[0], model.init_state())
+    with pytest.raises(ValueError, match=r"a static KV cache needs no params\.shaw"):
+        model.decode(params, texts()[0][:, :1], state.preallocate(30))
 
 
 @pytest.mark.parametrize("name", T5_NAMES)
@@ -154,21 +154,21 @@ def test_targets_in_fixed_columns(library: Backend, name: str) -> None:
     network, params = getattr(model, "network", model), tree.map(library.asarray, params)
     tokens, keep = (library.asarray(a) for a in texts())
     for mask in (None, keep):
-        state = network.start(params, tokens, src_mask=mask)
-        _, state = network.extend(params, tokens[:, :5], state)
-        want, _ = network.extend(params, tokens[:, 5:9], state, every=True)
-        fixed = state.in_columns(12).wider(T + 3)
-        _, fixed = network.extend(params, tokens[:, :2], fixed)
-        fixed, got = network.rewind(fixed, 2), []
+        state = network.init_state(params, tokens, src_mask=mask)
+        _, state = network.decode(params, tokens[:, :5], state)
+        want, _ = network.decode(params, tokens[:, 5:9], state, all_logits=True)
+        fixed = state.preallocate(12).wider(T + 3)
+        _, fixed = network.decode(params, tokens[:, :2], fixed)
+        fixed, got = network.truncate(fixed, 2), []
         for part in (slice(5, 6), slice(6, 9)):
-            logits, fixed = network.extend(params, tokens[:, part], fixed, every=True)
+            logits, fixed = network.decode(params, tokens[:, part], fixed, all_logits=True)
             got.append(library.to_numpy(logits))
         np.testing.assert_allclose(np.concatenate(got, axis=1), library.to_numpy(want), **EXACT)
-    with pytest.raises(ValueError, match=r"in_columns: n must be at least the 5 tokens there are"):
-        state.in_columns(4)
+    with pytest.raises(ValueError, match=r"preallocate: n must be at least the 5 tokens there are"):
+        state.preallocate(4)
     if network.context is not None:
         with pytest.raises(ValueError, match=f"at most {network.context} tokens fit max_len"):
-            network.extend(params, tokens[:, :1], state.in_columns(network.context + 1))
+            network.decode(params, tokens[:, :1], state.preallocate(network.context + 1))
 
 
 @pytest.mark.parametrize("name", T5_NAMES)
@@ -179,7 +179,7 @@ def test_encoder_decoders(name: str) -> None:
     mask = mask[:, ::-1].copy()  # sources are padded on the right
     tokens = np.random.default_rng(2).integers(1, V, (B, T))
     want, _ = network.forward(params, src, tokens, src_mask=mask)
-    state = network.start(params, src, src_mask=mask)
+    state = network.init_state(params, src, src_mask=mask)
     got = np.concatenate(grown(network, params, tokens, None, state), axis=1)
     np.testing.assert_allclose(got, want, **EXACT)
 
@@ -212,25 +212,25 @@ def test_a_state_is_rewound(name: str) -> None:
     network = getattr(model, "network", model)
     tokens, keep = texts()
     mask = {"mask": keep[:, :9]} if name in MASKED else {}
-    _, before = network.extend(params, tokens[:, :9], network.start(), **mask)
-    _, longer = network.extend(params, tokens[:, ::-1][:, :5].copy(), before)
+    _, before = network.decode(params, tokens[:, :9], network.init_state(), **mask)
+    _, longer = network.decode(params, tokens[:, ::-1][:, :5].copy(), before)
     for n in range(6):
-        state = network.rewind(longer, n)
+        state = network.truncate(longer, n)
         assert state.length == 14 - n
         shorter = tokens[:, ::-1][:, : 5 - n].copy()
-        _, want = network.extend(params, shorter, before) if n < 5 else (None, before)
-        got, after = (network.extend(params, tokens[:, 9:12], s)[0] for s in (state, want))
+        _, want = network.decode(params, shorter, before) if n < 5 else (None, before)
+        got, after = (network.decode(params, tokens[:, 9:12], s)[0] for s in (state, want))
         np.testing.assert_allclose(got, after, **EXACT)
 
 
 def test_a_target_is_rewound() -> None:
     model, params = seq2seq("t5")
     src, tgt = np.asarray([[5, 6, 7]]), np.asarray([[0, 3, 4, 5]])
-    state = model.start(params, src)
-    _, two = model.extend(params, tgt[:, :2], state)
-    _, four = model.extend(params, tgt[:, 2:], two)
-    again = model.rewind(four, 2)
-    got, want = (model.extend(params, tgt[:, 1:3], s)[0] for s in (again, two))
+    state = model.init_state(params, src)
+    _, two = model.decode(params, tgt[:, :2], state)
+    _, four = model.decode(params, tgt[:, 2:], two)
+    again = model.truncate(four, 2)
+    got, want = (model.decode(params, tgt[:, 1:3], s)[0] for s in (again, two))
     assert again.length == 2
     np.testing.assert_allclose(got, want, **EXACT)
 
@@ -240,33 +240,36 @@ def test_a_target_is_rewound() -> None:
     [
         (13, "n must be at most the 12 tokens there are, got 13"),
         (-1, "n must be an int of at least 0, got -1"),
-        (2, "rewind: by 2 tokens, 3 keys before them are needed, and a window has left 2"),
+        (
+            2,
+            "truncate: without the last 2 tokens 3 earlier keys are needed, and a window has lef",
+        ),
     ],
 )
 def test_what_cannot_be_rewound(n: int, message: str) -> None:
     model, params = causal("mistral")
     tokens, _ = texts()
-    state = model.start()
+    state = model.init_state()
     for start, end in pairwise((0, 10, 11, 12)):
-        _, state = model.extend(params, tokens[:, start:end], state)
-    assert model.rewind(state, 1).length == 11
+        _, state = model.decode(params, tokens[:, start:end], state)
+    assert model.truncate(state, 1).length == 11
     with pytest.raises(ValueError, match=message):
-        model.rewind(state, n)
+        model.truncate(state, n)
 
 
 def test_texts_that_are_not_those_of_the_state() -> None:
     model, params = causal("llama")
     tokens = np.asarray([[1, 2], [3, 4]])
-    states = [model.extend(params, tokens, model.start())[1]]
+    states = [model.decode(params, tokens, model.init_state())[1]]
     kept = np.asarray([[False, True], [True, True]])
-    states.append(model.extend(params, tokens, model.start(), mask=kept)[1])
+    states.append(model.decode(params, tokens, model.init_state(), mask=kept)[1])
     for state in states:
         for n in (1, 3):
             with pytest.raises(ValueError, match=f"the batch size of the state, 2, got {n}"):
-                model.extend(params, np.ones((n, 1), np.int64), state)
+                model.decode(params, np.ones((n, 1), np.int64), state)
     model, params = seq2seq("t5")
     with pytest.raises(ValueError, match="the batch size of the state, 2, got 3"):
-        model.extend(params, np.ones((3, 1), np.int64), model.start(params, tokens))
+        model.decode(params, np.ones((3, 1), np.int64), model.init_state(params, tokens))
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -274,12 +277,12 @@ def test_more_padding_and_less_change_nothing(name: str) -> None:
     model, params = causal(name)
     network = getattr(model, "network", model)
     tokens, keep = texts()
-    _, state = network.extend(params, tokens[:, :9], network.start(), mask=keep[:, :9])
-    want, _ = network.extend(params, tokens[:, 9:10], state)
+    _, state = network.decode(params, tokens[:, :9], network.init_state(), mask=keep[:, :9])
+    want, _ = network.decode(params, tokens[:, 9:10], state)
     wider = state.padded(20)
-    got, after = network.extend(params, tokens[:, 9:10], wider)
+    got, after = network.decode(params, tokens[:, 9:10], wider)
     assert (wider.length, after.length) == (20, 21)
     np.testing.assert_allclose(got, want, **EXACT)
-    got, after = network.extend(params, tokens[:, 9:10], wider.padded(9))
+    got, after = network.decode(params, tokens[:, 9:10], wider.padded(9))
     assert after.length == 10
     np.testing.assert_allclose(got, want, **EXACT)

@@ -29,11 +29,11 @@ def checkpointing(fn: partial[Any], on: bool) -> partial[Any]:
     """The function of a case with checkpointing or without."""
 
     def set_in(model: Any) -> Any:
-        is_model = dataclasses.is_dataclass(model) and hasattr(model, "checkpoint")
-        return dataclasses.replace(model, checkpoint=on) if is_model else model
+        is_model = dataclasses.is_dataclass(model) and hasattr(model, "activation_checkpointing")
+        return dataclasses.replace(model, activation_checkpointing=on) if is_model else model
 
     if fn.func is layers.stack:
-        return partial(fn.func, *fn.args, **fn.keywords | {"checkpoint": on})
+        return partial(fn.func, *fn.args, **fn.keywords | {"activation_checkpointing": on})
     function = fn.func
     if hasattr(function, "__self__"):
         function = getattr(set_in(function.__self__), function.__name__)
@@ -85,7 +85,9 @@ def test_adapters(name: str) -> None:
     model, params = made(name)
     off, on = (
         tree.flatten(
-            loss_of(name, dataclasses.replace(model, checkpoint=flag), params)[1].backward()
+            loss_of(name, dataclasses.replace(model, activation_checkpointing=flag), params)[
+                1
+            ].backward()
         )
         for flag in (False, True)
     )
@@ -94,9 +96,9 @@ def test_adapters(name: str) -> None:
 
 
 def test_a_backward_may_be_run_again() -> None:
-    model = GPT(n_layers=2, checkpoint=True, dropout=0.2, **SIZES)
+    model = GPT(n_layers=2, activation_checkpointing=True, dropout=0.2, **SIZES)
     params, tokens = model.init(seed=1), np.arange(20).reshape(2, 10)
-    _, cache = model.loss(params, tokens, tokens, dropout_key=ops.Key(3, step=2))
+    _, cache = model.loss(params, tokens, tokens, dropout_key=ops.RandomKey(3, step=2))
     require_equal(tree.flatten(cache.backward()), tree.flatten(cache.backward()))
 
 
@@ -104,31 +106,36 @@ def test_generation_goes_on_as_without() -> None:
     """A text that grows has no backward, and nothing to run again."""
     model = GPT(n_layers=2, **SIZES)
     params = model.init(seed=1)
-    again = dataclasses.replace(model, checkpoint=True)
+    again = dataclasses.replace(model, activation_checkpointing=True)
     prompts = [[1, 2, 3], [4, 5]]
-    plain, checked = (generate(m.network, params, prompts, max_new=8) for m in (model, again))
+    plain, checked = (
+        generate(m.network, params, prompts, max_new_tokens=8) for m in (model, again)
+    )
     assert [list(ids) for ids in plain] == [list(ids) for ids in checked]
 
 
 def test_a_past_goes_before_it() -> None:
     case = next(c for c in CASES if c.name == "stack: other windows, rotary")
     fn, (x, params, *rest) = case.build(NUMPY)
-    options = fn.keywords | {"past": (layers.Past(),) * 2}
+    options = fn.keywords | {"kv_cache": (layers.KVCache(),) * 2}
     (y, cache), (wanted, _) = (
-        layers.stack(x, params, *rest, **options, checkpoint=flag) for flag in (True, False)
+        layers.stack(x, params, *rest, **options, activation_checkpointing=flag)
+        for flag in (True, False)
     )
-    assert np.array_equal(y, wanted) and cache.layers.past[1].length == x.shape[1]
+    assert np.array_equal(y, wanted) and cache.layers.kv_cache[1].length == x.shape[1]
 
 
 # ---- What is kept ----
 
 
-def kept(n_layers: int, checkpoint: bool, **options: Any) -> int:
+def kept(n_layers: int, activation_checkpointing: bool, **options: Any) -> int:
     """Bytes that a loss keeps for its backward, parameters apart: (B, T) = (4, 64)."""
-    model = GPT(n_layers=n_layers, checkpoint=checkpoint, **SIZES | options)
+    model = GPT(
+        n_layers=n_layers, activation_checkpointing=activation_checkpointing, **SIZES | options
+    )
     params = model.init(seed=1)
     tokens = np.arange(256).reshape(4, 64) % 32
-    key = ops.Key(1) if options.get("dropout") else None
+    key = ops.RandomKey(1) if options.get("dropout") else None
     _, cache = model.loss(params, tokens, tokens, dropout_key=key)
     return tree.nbytes((params, cache)) - tree.nbytes(params)
 
@@ -155,7 +162,7 @@ def test_a_decoder_keeps_its_input_alone() -> None:
             n_decoder_layers=n,
             max_len=9,
             shared_memory=shared,
-            checkpoint=True,
+            activation_checkpointing=True,
         )
         params = model.init(seed=1)
         src, tgt = np.ones((3, 9), np.int64), np.ones((3, 8), np.int64)
@@ -179,7 +186,7 @@ def test_the_peak_of_a_step_falls() -> None:
     peaks = {}
     tokens = np.arange(256).reshape(4, 64) % 32
     for flag in (False, True):
-        model = GPT(n_layers=8, checkpoint=flag, **SIZES)
+        model = GPT(n_layers=8, activation_checkpointing=flag, **SIZES)
         params = model.init(seed=1)
         tracemalloc.start()
         _, cache = model.loss(params, tokens, tokens)
@@ -195,7 +202,7 @@ def test_the_peak_of_a_step_falls() -> None:
 
 def test_held_changes_nothing(library: Backend) -> None:
     x, dy = library.asarray([-0.0, 1.5, float("nan")], "float32"), library.asarray([0.0], "float32")
-    memory, key = layers.KeyValue(x, dy), ops.Key(1, step=2)
+    memory, key = layers.KeyValue(x, dy), ops.RandomKey(1, step=2)
     assert held(x, memory=memory, key=key, dy=dy) == (x, memory, key)
 
 
@@ -203,7 +210,7 @@ def jitted(model: Any, params: Any, tokens: Any, step: Any) -> Any:
     import jax
 
     def run(params: Any, tokens: Any, step: Any) -> Any:
-        loss, cache = model.loss(params, tokens, tokens, dropout_key=ops.Key(1, step=step))
+        loss, cache = model.loss(params, tokens, tokens, dropout_key=ops.RandomKey(1, step=step))
         return loss, cache.backward()
 
     return jax.jit(run).lower(params, tokens, step).compile()
@@ -218,7 +225,7 @@ def test_a_compiler_does_not_undo_it(library: Backend, dropout: float) -> None:
     tokens, step = jnp.arange(256).reshape(4, 64) % 32, jnp.asarray(3)
     found = {}
     for flag in (False, True):
-        model = GPT(n_layers=6, checkpoint=flag, dropout=dropout, **SIZES)
+        model = GPT(n_layers=6, activation_checkpointing=flag, dropout=dropout, **SIZES)
         params = tree.map(library.asarray, model.init(seed=1))
         compiled = jitted(model, params, tokens, step)
         memory = compiled.memory_analysis().temp_size_in_bytes
@@ -239,7 +246,7 @@ def test_held_under_jit(library: Backend) -> None:
 
     def run(x: Any, dy: Any, step: Any) -> Any:
         memory = layers.KeyValue(2 * x, None)
-        x, memory, key = held(x, memory=memory, key=ops.Key(1, step, 5), dy=dy)
+        x, memory, key = held(x, memory=memory, key=ops.RandomKey(1, step, 5), dy=dy)
         return x, memory, key.step
 
     for dy in (jnp.zeros((0, 3)), jnp.zeros(3), jnp.full((2, 3), jnp.nan)):
@@ -252,7 +259,7 @@ def test_held_under_jit(library: Backend) -> None:
 def test_it_is_what_the_option_makes() -> None:
     """Else all of the above would compare a model with itself."""
     for flag, kind in ((True, True), (False, False)):
-        model = GPT(n_layers=2, checkpoint=flag, **SIZES)
+        model = GPT(n_layers=2, activation_checkpointing=flag, **SIZES)
         tokens = np.zeros((1, 4), np.int64)
         _, cache = model.loss(model.init(), tokens, tokens)
         blocks = cache.model.hidden.stack.blocks

@@ -27,7 +27,7 @@ from xformer.training import train as trained
 X = np.ones((3000, 8), np.float32)
 MODEL = xf.GPT(256, n_layers=1, d_model=16, n_heads=2, max_len=8)
 numba_only = pytest.mark.skipif(
-    backends.why_not("numba") is not None, reason="extra numba is not installed"
+    backends.unavailable_reason("numba") is not None, reason="extra numba is not installed"
 )
 
 
@@ -35,7 +35,7 @@ def ran() -> str:
     """Whose GELU runs here, and what `explain` says."""
     (first, *_) = xf.explain(ops.gelu, X).splitlines()
     _, cache = ops.gelu(X)
-    if not isinstance(cache, dispatch.Dropped):  # within inference()
+    if not isinstance(cache, dispatch.NoCache):  # within inference()
         assert type(cache).__module__ in first
     return first.removeprefix("gelu on numpy: xformer.backends.").removesuffix(".gelu")
 
@@ -47,12 +47,12 @@ NUMBAS = "numba.eager"
 @numba_only
 def test_within_the_context_alone() -> None:
     place = backends.get("numba")
-    assert (ran(), chosen_kernels(), backends.of(X).name) == (NUMPYS, "numpy", "numpy")
+    assert (ran(), chosen_kernels(), backends.backend_of(X).name) == (NUMPYS, "numpy", "numpy")
     with xf.kernels("numba"):
         assert (ran(), chosen_kernels()) == (NUMBAS, "numba")
-        assert backends.of(X).name == place_of(MODEL.init()).name == "numba"
+        assert backends.backend_of(X).name == place_of(MODEL.init()).name == "numba"
         with xf.kernels("numpy"):
-            assert (ran(), backends.of(X).name) == (NUMPYS, "numpy")
+            assert (ran(), backends.backend_of(X).name) == (NUMPYS, "numpy")
         with backends.get().active():
             assert ran() == NUMPYS
         with xf.reference_only():
@@ -175,7 +175,7 @@ def test_a_text_has_those_of_its_call(name: str, wanted: str) -> None:
         return logits
 
     with xf.kernels(name):
-        text = stream(MODEL, MODEL.init(), [[1, 2]], max_new=3, sampler=sampler)
+        text = stream(MODEL, MODEL.init(), [[1, 2]], max_new_tokens=3, sampler=sampler)
     for _ in text:
         assert ran() == NUMPYS
     assert seen == [wanted] * 3

@@ -44,7 +44,15 @@ def test_train_then_generate(
     assert [row["step"] for row in log] == list(range(1, 13))
     assert log[-1]["loss"] < log[0]["loss"] and log[-1]["validation"] is not None
 
-    command = ["generate", "--checkpoint", "runs/gpt", "--prompt", "the quick", "--max-new", "20"]
+    command = [
+        "generate",
+        "--model",
+        "runs/gpt",
+        "--prompt",
+        "the quick",
+        "--max-new-tokens",
+        "20",
+    ]
     assert main(command) == 0
     first = capsys.readouterr().out
     assert first.startswith("the quick") and len(first) <= len("the quick") + 21
@@ -77,12 +85,15 @@ def test_a_used_folder_is_not_overwritten(text: Path, capsys: pytest.CaptureFixt
         (["train", "--validate-every", "0"], "--validate-every must be an int of at least 1"),
         (["train", "--validate-batches", "0"], "--validate-batches must be an int of at least 1"),
         (["train", "--sample-every", "0"], "--sample-every must be an int of at least 1, got 0"),
-        (["train", "--keep", "0"], "--keep must be an int of at least 1, got 0"),
-        (["train", "--context", "0"], "--context must be an int of at least 1, got 0"),
+        (
+            ["train", "--keep-checkpoints", "0"],
+            "--keep-checkpoints must be an int of at least 1, got 0",
+        ),
+        (["train", "--max-len", "0"], "--max-len must be an int of at least 1, got 0"),
         (["train", "--lr", "nan"], "--lr must lie in [0, inf], got nan"),
         (["train", "--clip", "-1"], "--clip must lie in [0, inf], got -1"),
         (
-            ["generate", "--checkpoint", "absent", "--prompt", "x"],
+            ["generate", "--model", "absent", "--prompt", "x"],
             "there is no folder or file absent",
         ),
     ],
@@ -101,9 +112,9 @@ PATHS = {
     "classify": ("--model", "--tokenizer", "--file"),
     "embed": ("--model", "--tokenizer", "--file"),
     "finetune": ("--model", "--data", "--out", "--tokenizer"),
-    "flow": ("--out",),
-    "generate": ("--model", "--checkpoint", "--tokenizer"),
-    "ledger": ("--model",),
+    "signal-flow": ("--out",),
+    "generate": ("--model", "--tokenizer"),
+    "memory": ("--model",),
     "plot": ("--out",),
     "summary": ("--model",),
     "train": ("--data", "--out", "--resume"),
@@ -139,7 +150,7 @@ def test_an_empty_place_is_not_this_folder(
     [
         (b"", "is empty, there is no text in it"),
         (b"x", "the training part of short.txt is empty: there must be text enough for both"),
-        (b"x" * 900, "129, got 90 (the validation part; --context makes it shorter)"),
+        (b"x" * 900, "129, got 90 (the validation part; --max-len makes it shorter)"),
         (b"caf\xe9" * 1000, "is not UTF-8 text: byte 0xe9 at offset 3"),
     ],
 )
@@ -152,7 +163,7 @@ def test_text_that_is_none_leaves_nothing_behind(
     assert not Path("runs").exists()
 
 
-TINY = ["train", "--preset", "tiny", "--layers", "1", "--context", "16", "--width", "16"]
+TINY = ["train", "--preset", "tiny", "--layers", "1", "--max-len", "16", "--d-model", "16"]
 
 
 def test_what_is_said_last_can_be_done(
@@ -161,12 +172,12 @@ def test_what_is_said_last_can_be_done(
     """Also of characters, of which there may be no "def", and where a text begins with a dash."""
     monkeypatch.setattr(train, "_sample", lambda *_, **__: None)
     text.write_text("-- 1 2 3 " * 300)
-    options = ["--vocabulary", "characters", "--clip", "0", "--out", "a run"]
+    options = ["--tokenizer", "characters", "--clip", "0", "--out", "a run"]
     assert main([*TINY, "--steps", "1", "--data", str(text), *options]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(Path("a run/run.json").read_text())["about"]["training"]["clip"] is None
     command = shlex.split(last.removeprefix("more: xformer "))
-    assert main([*command, "--max-new", "2"]) == 0
+    assert main([*command, "--max-new-tokens", "2"]) == 0
 
 
 def test_a_run_goes_on_with_both_its_parts_only(
@@ -184,11 +195,11 @@ def test_a_run_goes_on_with_both_its_parts_only(
 
 
 def test_damaged_tokens_are_not_trained_on(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", str(text), "tokens", "--share", "0"]) == 0
+    assert main(["prepare", str(text), "tokens", "--validation-fraction", "0"]) == 0
     capsys.readouterr()
     assert main([*TINY, "--data", "tokens"]) == 1
     said = capsys.readouterr().err
-    assert "the validation part of fox.txt is empty" in said and "--context" not in said
+    assert "the validation part of fox.txt is empty" in said and "--max-len" not in said
     assert main(["prepare", str(text), "others"]) == 0
     content = bytearray(Path("others/train.bin").read_bytes())
     content[100] ^= 1
@@ -206,7 +217,7 @@ def test_damaged_tokens_are_not_trained_on(text: Path, capsys: pytest.CaptureFix
         ({"preset": "nope"}, "notes: preset must be one of tiny, small, medium, got 'nope'"),
         ({"backend": "abacus"}, "notes: backend must be one of numpy, "),
         ({"steps": "x"}, "notes: steps must be an integer from 0 to"),
-        ({"width": None}, "notes: width is missing"),
+        ({"d_model": None}, "notes: d_model is missing"),
         ({"data": 5}, "notes: data must be a string, got 5"),
         ({"clip": "x"}, "notes: clip must be a number, got 'x'"),
         ({"patience": "x"}, "notes: patience must be an integer from 0 to"),
@@ -261,7 +272,7 @@ def test_a_folder_that_cannot_be_made(
 def test_an_empty_prompt_is_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--preset", "tiny", "--steps", "1", "--data", str(text), "--out", "a"])
     capsys.readouterr()
-    assert main(["generate", "--checkpoint", "a", "--prompt", ""]) == 1
+    assert main(["generate", "--model", "a", "--prompt", ""]) == 1
     assert "the prompt must hold at least one token" in capsys.readouterr().err
 
 

@@ -26,7 +26,7 @@ from xformer.backends.cupy import cudnn_plan, flash, sdpa_cudnn
 from xformer.backends.cupy.cudnn_plan import Layout
 
 import xformer
-from xformer import Key, explain, inference, ops, tree
+from xformer import RandomKey, explain, inference, ops, tree
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.training import TrainConfig, Windows, loss_of, start, train
 
@@ -450,7 +450,7 @@ def test_deterministic_by_capability(stand_in: Backend) -> None:
 
 
 def dropout(rate: float) -> dict[str, Any]:
-    return {"dropout_rate": rate, "dropout_key": Key(1, 2, 3)}
+    return {"dropout_rate": rate, "dropout_key": RandomKey(1, 2, 3)}
 
 
 def test_bad_arguments_are_the_references(library: Backend, cudnn: Any) -> None:

@@ -23,9 +23,9 @@ from xformer import backends, explain, ops, tree
 from xformer.cli import main
 from xformer.generation import compiled as on_host
 from xformer.generation import generate, prefill, stream
-from xformer.generation.samplers import likeliest
+from xformer.generation.samplers import greedy
 from xformer.layers.constant import constant
-from xformer.layers.past import Past, append
+from xformer.layers.kv_cache import KVCache, append
 from xformer.shapes import STORED
 
 pytestmark = only(*ON_DEVICE)
@@ -103,9 +103,9 @@ def test_every_kind_of_model(
         pytest.skip("positions of queries and keys go without padding")
     model, params = causal(name)
     params = on_device(library, params)
-    wanted = written(library, model, params, prompts, max_new=9)
+    wanted = written(library, model, params, prompts, max_new_tokens=9)
     assert not graphs
-    got = written(library, model, params, prompts, max_new=9, compiled=True)
+    got = written(library, model, params, prompts, max_new_tokens=9, compiled=True)
     assert launches(graphs) == [7]  # the first token is the prompt's, the second is made as it is
     assert got[0] == wanted[0]
     if name not in ROLLING:
@@ -120,11 +120,13 @@ def test_the_likeliest(library: Backend, graphs: list[Any], name: str) -> None:
     """They are chosen in the graph, and each text ends by itself."""
     model, params = causal(name)
     params = on_device(library, params)
-    free = generate(model, params, RAGGED, max_new=12)
+    free = generate(model, params, RAGGED, max_new_tokens=12)
     stop = {free[0][2], free[1][7]}
-    wanted = list(stream(model, params, RAGGED, max_new=12, stop=stop))
+    wanted = list(stream(model, params, RAGGED, max_new_tokens=12, stop=stop))
     assert len({tuple(i is None for i in step) for step in wanted}) > 1
-    assert list(stream(model, params, RAGGED, max_new=12, stop=stop, compiled=True)) == wanted
+    assert (
+        list(stream(model, params, RAGGED, max_new_tokens=12, stop=stop, compiled=True)) == wanted
+    )
     assert launches(graphs) == [len(wanted) - 2]
     if is_stand_in(library):
         assert {"isfinite", "argmax", "where"} <= {call.name for call in graphs[0].calls}
@@ -134,7 +136,7 @@ def test_the_likeliest(library: Backend, graphs: list[Any], name: str) -> None:
 def test_more_columns_and_splits(library: Backend, graphs: list[Any], length: int) -> None:
     """At 64 columns, then at 128 and 256: a graph each; keys are split from 128 on."""
     prompts = [[i % 37 for i in range(length)], [i % 31 for i in range(length - 50)]]
-    params, options = lively(library, GPT), {"max_new": 20}
+    params, options = lively(library, GPT), {"max_new_tokens": 20}
     wanted = written(library, GPT, params, prompts, **options)
     got = written(library, GPT, params, prompts, **options, compiled=True)
     assert got[0] == wanted[0]
@@ -150,28 +152,28 @@ def test_columns_are_doubled(
 
     def opened(self: Any, n: int) -> None:
         made(self, n)
-        columns.append(self._state.columns)
+        columns.append(self._state.capacity)
 
     monkeypatch.setattr(on_host, "LEAST", 4)
     monkeypatch.setattr(on_host.CompiledTokens, "_open", opened)
     params = lively(library, GPT)
-    wanted = written(library, GPT, params, RAGGED, max_new=40)
-    got = written(library, GPT, params, RAGGED, max_new=40, compiled=True)
+    wanted = written(library, GPT, params, RAGGED, max_new_tokens=40)
+    got = written(library, GPT, params, RAGGED, max_new_tokens=40, compiled=True)
     assert columns == [10, 20, 40, 44]
     assert launches(graphs) == [4, 9, 19, 3]
     assert got[0] == wanted[0]
     require_same_bits(library, got[1], wanted[1])
 
 
-@pytest.mark.parametrize("slide", [False, True])
-def test_the_contexts_end(library: Backend, graphs: list[Any], slide: bool) -> None:
+@pytest.mark.parametrize("sliding_context", [False, True])
+def test_the_contexts_end(library: Backend, graphs: list[Any], sliding_context: bool) -> None:
     """Up to it tokens are captured; beyond, the last ones are read anew for each."""
     model = xf.GPT(vocab_size=37, n_layers=1, d_model=8, n_heads=2, max_len=12)
-    params, n = lively(library, model), 12 if slide else 8
-    for greedy in (True, False):
+    params, n = lively(library, model), 12 if sliding_context else 8
+    for is_greedy in (True, False):
         graphs.clear()
-        options: Any = {"max_new": n, "slide": slide}
-        options |= {} if greedy else {"sampler": lambda logits, _: logits * 0.5}
+        options: Any = {"max_new_tokens": n, "sliding_context": sliding_context}
+        options |= {} if is_greedy else {"sampler": lambda logits, _: logits * 0.5}
         wanted = generate(model, params, [[1, 2, 3, 4, 5], [6]], **options)
         assert generate(model, params, [[1, 2, 3, 4, 5], [6]], **options, compiled=True) == wanted
         assert launches(graphs) == [6]
@@ -180,8 +182,8 @@ def test_the_contexts_end(library: Backend, graphs: list[Any], slide: bool) -> N
 def test_batches_one_after_the_other(library: Backend, graphs: list[Any]) -> None:
     """Two texts grow by turns, each in columns of its own."""
     params = lively(library, GPT)
-    wanted = [generate(GPT, params, p, max_new=8) for p in (RAGGED, EVEN)]
-    both = [stream(GPT, params, p, max_new=8, compiled=True) for p in (RAGGED, EVEN)]
+    wanted = [generate(GPT, params, p, max_new_tokens=8) for p in (RAGGED, EVEN)]
+    both = [stream(GPT, params, p, max_new_tokens=8, compiled=True) for p in (RAGGED, EVEN)]
     steps = list(zip(*both, strict=True))
     for i, ids in enumerate(wanted):
         assert [list(row) for row in zip(*(step[i] for step in steps), strict=True)] == ids
@@ -193,19 +195,19 @@ def test_a_prefix_stays_what_it_was(library: Backend, graphs: list[Any]) -> None
     text = prefill(GPT, params, RAGGED)
     more = prefill(GPT, params, [[1], [2, 3], [4]], after=text)  # whose padding stands in the midst
     for prefix in (text, more):
-        wanted = generate(GPT, params, prefix, max_new=6)
+        wanted = generate(GPT, params, prefix, max_new_tokens=6)
         for _ in range(2):
-            assert generate(GPT, params, prefix, max_new=6, compiled=True) == wanted
+            assert generate(GPT, params, prefix, max_new_tokens=6, compiled=True) == wanted
 
 
 @pytest.mark.parametrize("stored", STORED)
 def test_weights_in_two_bytes(library: Backend, graphs: list[Any], stored: str) -> None:
     pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
-    weights = library.weights(lively(library, GPT), stored)
+    weights = library.cast_params(lively(library, GPT), stored)
     for n in (1, 130):
         prompts = [[i % 37 for i in range(n)], [7]]
-        wanted = written(library, GPT, weights, prompts, max_new=5)
-        got = written(library, GPT, weights, prompts, max_new=5, compiled=True)
+        wanted = written(library, GPT, weights, prompts, max_new_tokens=5)
+        got = written(library, GPT, weights, prompts, max_new_tokens=5, compiled=True)
         assert got[0] == wanted[0]
         require_same_bits(library, got[1], wanted[1])
     assert launches(graphs) == [3, 3]
@@ -218,7 +220,7 @@ def test_logits_that_are_no_numbers(library: Backend, graphs: list[Any]) -> None
     table[6] = np.nan  # in the third token's own place
     params = params._replace(embed=params.embed._replace(positions=library.asarray(table)))
     for compiled in (False, True):
-        steps = stream(GPT, params, EVEN, max_new=9, compiled=compiled)
+        steps = stream(GPT, params, EVEN, max_new_tokens=9, compiled=compiled)
         assert [len(next(steps)) for _ in range(4)] == [2] * 4
         with pytest.raises(ValueError, match="generate: the largest logit of each row must be fin"):
             next(steps)
@@ -236,7 +238,7 @@ def test_its_memory_goes_with_it(library: Backend, graphs: list[Any]) -> None:
 
 def require_freed(library: Backend, graphs: list[Any]) -> None:
     before = memories(library, graphs)()
-    steps = stream(GPT, lively(library, GPT), EVEN, max_new=9, compiled=True)
+    steps = stream(GPT, lively(library, GPT), EVEN, max_new_tokens=9, compiled=True)
     for _ in range(4):
         next(steps)
     held = memories(library, graphs)
@@ -255,13 +257,15 @@ def test_a_graph_is_a_tokens_launches(
 ) -> None:
     """Kernels and products of `extend`; keys and values are written once, in place."""
     params = lively(library, GPT)
-    state = GPT.network.extend(params, library.asarray(np.asarray(EVEN)), GPT.network.start())[1]
+    state = GPT.network.decode(params, library.asarray(np.asarray(EVEN)), GPT.network.init_state())[
+        1
+    ]
     with calling(CublasLt()) as lt:
-        fixed = state.in_columns(10)
+        fixed = state.preallocate(10)
         launched.clear()
-        GPT.network.extend(params, library.asarray(np.asarray([[1], [2]])), fixed)
+        GPT.network.decode(params, library.asarray(np.asarray([[1], [2]])), fixed)
         wanted = [(name, grid) for name, grid, _ in launched], len(lt.products)
-    list(stream(GPT, params, EVEN, max_new=8, compiled=True))
+    list(stream(GPT, params, EVEN, max_new_tokens=8, compiled=True))
     (graph,) = notes
     own = {name for name, _ in wanted[0]}
     noted = [(call.name, call.arguments[0]) for call in graph.calls if call.name in own]
@@ -281,7 +285,7 @@ def test_what_the_host_does_for_a_token(
     to_numpy, from_host = kind.to_numpy, kind._from_host
     monkeypatch.setattr(kind, "to_numpy", lambda s, a: read.append(a.shape) or to_numpy(s, a))
     monkeypatch.setattr(kind, "_from_host", lambda s, a: brought.append(a.shape) or from_host(s, a))
-    steps = stream(GPT, lively(library, GPT), EVEN, max_new=9, compiled=True)
+    steps = stream(GPT, lively(library, GPT), EVEN, max_new_tokens=9, compiled=True)
     for _ in range(4):
         next(steps)
     read.clear(), brought.clear()
@@ -298,9 +302,9 @@ def test_what_cannot_be_captured(library: Backend, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(on_host, "LEAST", 4)
     params = lively(library, GPT)
     with by_cublas(library):
-        wanted = written(library, GPT, params, RAGGED, max_new=12)
+        wanted = written(library, GPT, params, RAGGED, max_new_tokens=12)
         with pytest.warns(RuntimeWarning) as said:
-            got = written(library, GPT, params, RAGGED, max_new=12, compiled=True)
+            got = written(library, GPT, params, RAGGED, max_new_tokens=12, compiled=True)
     assert got[0] == wanted[0]
     require_same_bits(library, got[1], wanted[1])
     messages = [str(each.message) for each in said]
@@ -315,9 +319,9 @@ def test_experts_cannot_be_captured(library: Backend, graphs: list[Any]) -> None
     """Theirs are products of more dimensions, which CuPy leaves to cuBLAS."""
     model, params = causal("mixtral")
     params = on_device(library, params)
-    wanted = generate(model, params, RAGGED, max_new=6)
+    wanted = generate(model, params, RAGGED, max_new_tokens=6)
     with pytest.warns(RuntimeWarning, match=r"xformer\.ops\.experts.*: .*cuBLAS"):
-        assert generate(model, params, RAGGED, max_new=6, compiled=True) == wanted
+        assert generate(model, params, RAGGED, max_new_tokens=6, compiled=True) == wanted
 
 
 def test_frequencies_that_go_by_the_length(library: Backend, graphs: list[Any]) -> None:
@@ -325,12 +329,12 @@ def test_frequencies_that_go_by_the_length(library: Backend, graphs: list[Any]) 
     model, params = causal("llama")
     rope = xf.layers.RopeConfig(4, scaling="dynamic", factor=2.0, max_len=10)
     model, params = _with_rotary(model, rope), on_device(library, params)
-    wanted = generate(model, params, RAGGED, max_new=8)
+    wanted = generate(model, params, RAGGED, max_new_tokens=8)
     with pytest.warns(RuntimeWarning, match="tokens are not compiled: RoPE frequencies change a"):
-        assert generate(model, params, RAGGED, max_new=8, compiled=True) == wanted
+        assert generate(model, params, RAGGED, max_new_tokens=8, compiled=True) == wanted
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        generate(model, params, RAGGED, max_new=6, compiled=True)  # 10 columns
+        generate(model, params, RAGGED, max_new_tokens=6, compiled=True)  # 10 columns
 
 
 def _with_rotary(model: Any, rope: Any) -> Any:
@@ -351,9 +355,9 @@ def test_tokens_that_are_made_as_ever(library: Backend, who: str, why: str) -> N
     model, params = seq2seq("t5") if who == "t5" else causal("gpt2" if who == "strict" else who)
     place = backends.get("array-api-strict") if who == "strict" else library
     params = on_device(place, params)
-    wanted = generate(model, params, EVEN, max_new=5)
+    wanted = generate(model, params, EVEN, max_new_tokens=5)
     with pytest.warns(RuntimeWarning, match=f"generate: tokens are not compiled: {why}"):
-        assert generate(model, params, EVEN, max_new=5, compiled=True) == wanted
+        assert generate(model, params, EVEN, max_new_tokens=5, compiled=True) == wanted
 
 
 def test_the_command_asks_for_it(
@@ -361,10 +365,10 @@ def test_the_command_asks_for_it(
 ) -> None:
     """One that has no such thing says so; nor is a search compiled."""
     (text := tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    sizes = "--layers 1 --width 8 --heads 1 --context 8 --batch 2 --steps 2 --data"
+    sizes = "--layers 1 --d-model 8 --heads 1 --max-len 8 --batch 2 --steps 2 --data"
     folder = str(tmp_path / "run")
     assert main(["train", *sizes.split(), str(text), "--out", folder]) == 0
-    asked = ["generate", "--model", folder, "--prompt", "the", "--max-new", "5"]
+    asked = ["generate", "--model", folder, "--prompt", "the", "--max-new-tokens", "5"]
     capsys.readouterr()
     assert main(asked) == 0
     wanted = capsys.readouterr().out
@@ -391,20 +395,20 @@ def test_a_column_is_written(library: Backend, dtype: str, at: int) -> None:
     def arrays(*hosts: np.ndarray) -> list[Any]:
         kind = "float64" if dtype == "float64" else "float32"
         made = [library.asarray(x.astype(kind)) for x in hosts]
-        return [library.weights(x, dtype) for x in made] if dtype in STORED else made
+        return [library.cast_params(x, dtype) for x in made] if dtype in STORED else made
 
     new, kept = arrays(k, v), arrays(*held)
     new = [library.xp.permute_dims(x, (0, 2, 1, 3)) for x in new]
-    past = Past(*kept, at=library.asarray(np.array(at)))
-    assert "append_at" in explain(append, *new, past=past).splitlines()[0]
-    wanted = [library.to_numpy(library.widened(x)).copy() for x in kept]
+    kv_cache = KVCache(*kept, write_index=library.asarray(np.array(at)))
+    assert "append_at" in explain(append, *new, kv_cache=kv_cache).splitlines()[0]
+    wanted = [library.to_numpy(library.upcast(x)).copy() for x in kept]
     for x, own in zip(new, wanted, strict=True):
         if 0 <= at < 7:
-            own[:, :, at] = library.to_numpy(library.widened(x))[:, :, 0]
-    grown = append(*new, past=past)
-    assert grown.k is past.k and grown.v is past.v
+            own[:, :, at] = library.to_numpy(library.upcast(x))[:, :, 0]
+    grown = append(*new, kv_cache=kv_cache)
+    assert grown.k is kv_cache.k and grown.v is kv_cache.v
     for x, own in zip((grown.k, grown.v), wanted, strict=True):
-        assert library.to_numpy(library.widened(x)).tobytes() == own.tobytes()
+        assert library.to_numpy(library.upcast(x)).tobytes() == own.tobytes()
 
 
 def test_a_past_that_the_kernel_does_not_take(library: Backend) -> None:
@@ -412,15 +416,24 @@ def test_a_past_that_the_kernel_does_not_take(library: Backend) -> None:
     held, at = library.asarray(np.ones((1, 2, 4, 3), np.float32)), np.array(1)
     turned = library.xp.permute_dims(held, (0, 2, 1, 3))
     double = library.xp.astype(held, np.float64)
-    for past, why in (
-        (Past(held, held), "columns are not fixed"),
-        (Past(held, held, at=library.asarray(at.astype(np.int32))), "past.at must be int64"),
-        (Past(double, double, at=library.asarray(at)), "keys and values must be of one dtype"),
-        (Past(turned, turned, at=library.asarray(at)), "the past is not contiguous"),
+    for kv_cache, why in (
+        (KVCache(held, held), "the KV cache is not static"),
+        (
+            KVCache(held, held, write_index=library.asarray(at.astype(np.int32))),
+            "kv_cache.write_index must be int64",
+        ),
+        (
+            KVCache(double, double, write_index=library.asarray(at)),
+            "keys and values must be of one dtype",
+        ),
+        (
+            KVCache(turned, turned, write_index=library.asarray(at)),
+            "the KV cache is not contiguous",
+        ),
     ):
-        assert why in explain(append, k, k, past=past)
-    with pytest.raises(ValueError, match="append: in fixed columns one token comes at a time"):
-        append(held, held, past=Past(held, held, at=library.asarray(at)))
+        assert why in explain(append, k, k, kv_cache=kv_cache)
+    with pytest.raises(ValueError, match="append: a static KV cache takes one token at a time"):
+        append(held, held, kv_cache=KVCache(held, held, write_index=library.asarray(at)))
 
 
 @pytest.mark.parametrize("n_queries", [1, 3])
@@ -498,12 +511,12 @@ def counted(n: int) -> list[float]:
 
 def test_the_likeliest_of_rows(library: Backend) -> None:
     logits = np.array([[1, 3, 2], [np.nan, 1, 2], [-np.inf] * 3, [5, 5, 1]], np.float32)
-    assert library.to_numpy(likeliest(library.asarray(logits))).tolist() == [1, -1, -1, 0]
+    assert library.to_numpy(greedy(library.asarray(logits))).tolist() == [1, -1, -1, 0]
 
 
 def test_numpy_alone_warns_about_nothing(library: Backend) -> None:
     """Without compiled=True nothing is said of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        generate(GPT, GPT.init(), EVEN, max_new=3)
+        generate(GPT, GPT.init(), EVEN, max_new_tokens=3)
     assert backends.get("array-api-strict").compiled(lambda: None, ()) is None

@@ -144,14 +144,14 @@ def composites(library: Backend) -> Any:
     params = layers.FeedForwardParams(layers.LinearParams(up, b), layers.LinearParams(down, None))
     y, cache = layers.feed_forward(x, params, activation="gelu_tanh")
     found = [y, *cache.backward(y)]
-    several = library.weights(
+    several = library.cast_params(
         tuple(layers.LinearParams(*(library.xp.astype(a, np.float32) for a in arrays(
             library, (8, 8), (8,)))) for _ in range(3)),
         "bfloat16",
     )  # fmt: skip
     with inference():
-        found.append(layers.linears(x, several)[0])
-    ys, cache = layers.linears(x, several)
+        found.append(layers.linear_many(x, several)[0])
+    ys, cache = layers.linear_many(x, several)
     found.append(cache.backward(*ys))
     ids = library.asarray(np.arange(40) % 16)
     loss, cache = ops.linear_cross_entropy(x, up, b, targets=ids)

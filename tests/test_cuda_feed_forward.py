@@ -14,7 +14,7 @@ from nvidia import asked, asked_each_time, calling_cublaslt
 from stored import DTYPES, normal, on, require_exact
 from xformer.backends import Backend
 
-from xformer import Key, explain, inference, layers, tree
+from xformer import RandomKey, explain, inference, layers, tree
 from xformer.dispatch import reference_only
 from xformer.layers import FeedForwardParams, LinearParams
 
@@ -132,14 +132,14 @@ def test_who_runs_and_why(library: Backend, lt: Any) -> None:
     )
     gated = params._replace(gate=params.up)
     lora = layers.LoRAParams(params.up, w, w, tree.Constant(1.0))
-    wide = tree.map(library.widened, params)
-    half = library.weights((wide, library.widened(x)), "float16")
+    wide = tree.map(library.upcast, params)
+    half = library.cast_params((wide, library.upcast(x)), "float16")
     for wanted, found in (
         ("only gelu_tanh, and no gate", why(activation="gelu")),
         ("only gelu_tanh, and no gate", why(gated, **fused)),
-        ("dropout of the hidden layer", why(dropout_rate=0.1, dropout_key=Key(1), **fused)),
+        ("dropout of the hidden layer", why(dropout_rate=0.1, dropout_key=RandomKey(1), **fused)),
         ("dropout of the hidden layer", why(dropout_rate=2.0, **fused)),
-        ("its GELU has too few digits for float32", why(wide, library.widened(x), **fused)),
+        ("its GELU has too few digits for float32", why(wide, library.upcast(x), **fused)),
         ("its GELU has too few digits for float16", why(half[0], half[1], **fused)),
         ("adapters or frozen parameters", why(params._replace(up=lora), **fused)),
         ("an array has no elements", why(x=x[:, :0, :], **fused)),
@@ -155,7 +155,7 @@ def test_bad_arguments_are_the_references(library: Backend, lt: Any) -> None:
             with pytest.raises(ValueError, match="linear: ") as caught:
                 if way is None:
                     with reference_only():
-                        mlp(*(library.widened(a) for a in wrong))
+                        mlp(*(library.upcast(a) for a in wrong))
                 else:
                     way(*wrong)
             said.append(str(caught.value))

@@ -21,13 +21,13 @@ from xformer.backends import Backend
 from xformer.backends.cupy.flash import TILES
 from xformer.backends.cupy.module import LAUNCHERS, Source
 
-from xformer import Key, explain, ops
+from xformer import RandomKey, explain, ops
 from xformer.layers.attention import merge_heads, split_heads
 
 pytestmark = only(*ON_DEVICE)
 
 MMA = Path(__file__).parent.parent / "backends" / "cupy" / "mma.cuh"
-KEY = Key(2**40 + 5, 2, 1)
+KEY = RandomKey(2**40 + 5, 2, 1)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from xformer.backends import Backend
 from xformer.backends.cupy.captured import Captured
 
 import xformer
-from xformer import Key, backends, explain, ops, tree
+from xformer import RandomKey, backends, explain, ops, tree
 from xformer.cli import main
 from xformer.shapes import STORED
 from xformer.training import Batch, TrainConfig, Windows, loss_of, start, train
@@ -312,7 +312,7 @@ def test_its_memory_goes_with_it(library: Backend, graphs: list[Any]) -> None:
 def test_the_command_asks_for_it(library: Backend, tmp_path: Any) -> None:
     """And a run may go on with it, or without; where there is no such thing, that is said."""
     (text := tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    sizes = "--layers 1 --width 8 --heads 1 --context 8 --batch 2 --steps 2 --data"
+    sizes = "--layers 1 --d-model 8 --heads 1 --max-len 8 --batch 2 --steps 2 --data"
     folder, other = str(tmp_path / "run"), str(tmp_path / "other")
     assert main(["train", *sizes.split(), str(text), "--out", folder]) == 0
     with pytest.warns(RuntimeWarning, match="train: steps are not compiled: backend array-api-s"):
@@ -327,8 +327,8 @@ def test_the_command_asks_for_it(library: Backend, tmp_path: Any) -> None:
 def test_kernels_read_the_step_of_a_key(library: Backend) -> None:
     """Those that draw: the same words as of a number of the host."""
     x = library.asarray(np.random.default_rng(0).normal(size=(1, 2, 20, 8)).astype("f4"))
-    at = Key(3, library.asarray(np.array(2**32 - 2)), 5)
-    key = Key(3, 2**32 - 2, 5)
+    at = RandomKey(3, library.asarray(np.array(2**32 - 2)), 5)
+    key = RandomKey(3, 2**32 - 2, 5)
     for op, args, name in (
         (ops.dropout, (x,), "key"),
         (ops.sdpa, (x, x, x), "dropout_key"),
@@ -348,10 +348,10 @@ def test_kernels_read_the_step_of_a_key(library: Backend) -> None:
 def test_a_step_that_kernels_do_not_read(library: Backend) -> None:
     x = library.asarray(np.ones((1, 2, 20, 8), np.float32))
     for step in (np.ones(1, np.int64), np.array(1, np.int32)):
-        said = explain(ops.dropout, x, rate=0.5, key=Key(3, library.asarray(step)))
+        said = explain(ops.dropout, x, rate=0.5, key=RandomKey(3, library.asarray(step)))
         assert "key.step must be an int, or int64 of shape ()" in said
     half = library.xp.astype(x, np.float16)
-    key = Key(3, library.asarray(np.array(1)))
+    key = RandomKey(3, library.asarray(np.array(1)))
     said = explain(ops.sdpa, half, half, half, dropout_rate=0.5, dropout_key=key)
     assert (
         "the step of dropout_key is an array" in said and "cupy.sdpa.sdpa" in said.splitlines()[0]

@@ -40,7 +40,17 @@ from xformer.backends.cupy.module import (
     wide,
 )
 
-from xformer import Key, backends, explain, inference, layers, ops, optim, reference_only, tree
+from xformer import (
+    RandomKey,
+    backends,
+    explain,
+    inference,
+    layers,
+    ops,
+    optim,
+    reference_only,
+    tree,
+)
 from xformer.layers import NormConfig
 from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
@@ -401,7 +411,7 @@ def test_rope_widths(library: Backend, width: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_dropout_is_the_same_to_the_bit(library: Backend, shape: Any, dtype: str) -> None:
     x = normal(*shape).astype(dtype)
-    for key in (Key(0), Key(2**64 - 1, 2**32 - 1, 2**32 - 1), Key(5, 6, 7)):
+    for key in (RandomKey(0), RandomKey(2**64 - 1, 2**32 - 1, 2**32 - 1), RandomKey(5, 6, 7)):
         for rate in (0.3, 1 - 2.0**-32, 2.0**-33):
             with reference_only():
                 wanted, _ = ops.dropout(x, rate=rate, key=key)
@@ -411,10 +421,10 @@ def test_dropout_is_the_same_to_the_bit(library: Backend, shape: Any, dtype: str
 
 
 def test_key_whose_step_is_on_the_device(library: Backend) -> None:
-    key = Key(3, library.asarray(np.array(4)), 5)
+    key = RandomKey(3, library.asarray(np.array(4)), 5)
     x = library.asarray(np.ones(9, np.float32))
     y, _ = ops.dropout(x, rate=0.5, key=key)
-    wanted, _ = ops.dropout(x, rate=0.5, key=Key(3, 4, 5))
+    wanted, _ = ops.dropout(x, rate=0.5, key=RandomKey(3, 4, 5))
     assert np.array_equal(library.to_numpy(y), library.to_numpy(wanted))
 
 
@@ -475,7 +485,7 @@ def in_dtype(library: Backend, x: Host, dtype: str) -> Any:
     """On the device, rounded to two bytes if that is the dtype."""
     if dtype not in STORED:
         return library.asarray(x, dtype)
-    return library.weights([library.asarray(x, "float32")], dtype)[0]
+    return library.cast_params([library.asarray(x, "float32")], dtype)[0]
 
 
 def float64(library: Backend, x: Any) -> Host:

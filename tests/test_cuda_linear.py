@@ -81,7 +81,7 @@ def test_several_maps_in_two_bytes(library: Backend, lt: Any, precision: str) ->
         LinearParams(*(on(library, normal(i, *s), x.dtype) for s in ((24, 8), (8,))))
         for i in (2, 3)
     )
-    ys, cache = layers.linears(x, params)
+    ys, cache = layers.linear_many(x, params)
     dx, dparams = cache.backward(*ys)
     assert asked(lt) == ["BIAS", "BIAS", "DEFAULT", "DEFAULT+", "BGRADA", "BGRADA"]
     exact = sum(read(library, y) @ read(library, p.w).T for y, p in zip(ys, params, strict=True))
@@ -94,13 +94,13 @@ def test_several_maps_in_two_bytes(library: Backend, lt: Any, precision: str) ->
 
 
 def maps_of(library: Backend, precision: str, widths: Sequence[int], *, bias: bool) -> Any:
-    """Packed, as `weights` does; the numbers as they are rounded."""
+    """Packed, as `cast_params` does; the numbers as they are rounded."""
     params = tuple(
         LinearParams(*(on(library, normal(i, *s), "f4") for s in ((24, n), (n,))))
         for i, n in enumerate(widths, 2)
     )
     params = params if bias else tuple(p._replace(b=None) for p in params)
-    return library.weights(params, precision)
+    return library.cast_params(params, precision)
 
 
 def require_near(library: Backend, got: Any, wanted: Any) -> None:
@@ -114,7 +114,7 @@ def require_near(library: Backend, got: Any, wanted: Any) -> None:
 def of_all(library: Backend, lt: Any, x: Any, params: Any) -> list[str]:
     """What is asked for of several maps; their numbers are those of one product of each."""
     with inference():
-        ys, _ = layers.linears(x, params)
+        ys, _ = layers.linear_many(x, params)
     found = asked(lt)
     for y, own in zip(ys, params, strict=True):
         require_near(library, y, ops.linear(x, *own)[0])
@@ -140,7 +140,7 @@ def test_queries_keys_and_values_at_once(
     params = maps_of(library, precision, widths, bias=bias)
     x = on(library, normal(1, 2, 5, 24), params[0].w.dtype)
     with inference():
-        ys, _ = layers.linears(x, params)
+        ys, _ = layers.linear_many(x, params)
     require_algorithm(lt)
     assert sorted(several(lt)) == counts
     assert asked(lt) == ["BIAS" if bias else "DEFAULT"] * len(counts)
@@ -166,9 +166,9 @@ def test_maps_that_are_not_at_once(library: Backend, lt: Any, precision: str) ->
     """For a backward that does not keep all, of weights that lie anywhere, without some bias."""
     q, k, v = maps_of(library, precision, (16, 16, 16), bias=True)
     x = on(library, normal(1, 5, 24), q.w.dtype)
-    layers.linears(x, (q, k, v))
+    layers.linear_many(x, (q, k, v))
     assert asked(lt) == ["BIAS"] * 3
-    layers.linears(x, (q, k, v), all_kept=True)
+    layers.linear_many(x, (q, k, v), all_kept=True)
     assert asked(lt) == ["BIAS"]
     apart = placed(library, library.to_numpy(k.w).copy())
     for others in (
@@ -192,7 +192,7 @@ def test_maps_by_columns_at_once(library: Backend, lt: Any, precision: str) -> N
         )
         for i in (2, 3)
     )
-    params = library.weights(params, precision)
+    params = library.cast_params(params, precision)
     assert all(p.w.flags.f_contiguous for p in params)
     x = on(library, normal(1, 5, 24), params[0].w.dtype)
     assert of_all(library, lt, x, params) == ["BIAS"]
@@ -237,7 +237,7 @@ def test_planted_distances(
     monkeypatch.setattr(lt_plan.Matrix, "several", planted)
     monkeypatch.setattr(cublaslt, "distance", further)
     with inference(), pytest.raises(cuda_shim.Fault, match=said):
-        layers.linears(x, params)
+        layers.linear_many(x, params)
 
 
 def test_maps_in_float32_are_not_at_once(library: Backend, lt: Any) -> None:
@@ -272,7 +272,7 @@ def test_packed(library: Backend, precision: str) -> None:
         "d": on(library, np.empty((0, 3)), "f4"),
         "e": placed(library, normal(4, 6, 8).astype("f4")[::2, ::2]),
     }
-    found = library.weights(tree_of, precision)
+    found = library.cast_params(tree_of, precision)
     assert isinstance(found["b"], tree.Frozen) and found["c"][1:] == tree_of["c"][1:]
     own = tree.flatten(tree.thaw(found))
     for name, leaf in tree.flatten(tree.thaw(tree_of)).items():
@@ -282,7 +282,7 @@ def test_packed(library: Backend, precision: str) -> None:
     at = [leaf.data.ptr for leaf in own.values() if leaf.size]
     assert own["b"].flags.f_contiguous and at == sorted(at)
     assert all((b - a) % 256 == 0 for a, b in itertools.pairwise(at))
-    assert library.weights({}, precision) == {}
+    assert library.cast_params({}, precision) == {}
 
 
 @in_both
@@ -345,7 +345,7 @@ def test_who_runs_and_why(library: Backend) -> None:
         for why, found in (
             ("by cuBLASLt are products of", explain(ops.linear, *wide(library, x, w))),
             ("an array has no elements", explain(ops.linear, x[:0, :], w)),
-            ("adapters or frozen", explain(layers.linears, x, (lora,))),
+            ("adapters or frozen", explain(layers.linear_many, x, (lora,))),
             ("there are fewer than 4096", explain(ops.linear_cross_entropy, x, w, targets=x[:, 0])),
         ):
             assert f": {why}" in found

@@ -49,7 +49,7 @@ def steps(backend: Backend, model: Any, params: Any, dtype: str) -> tuple[list[f
     for step in range(3):
         tokens = backend.asarray(rng.integers(0, V, (2, 7)))
         targets = backend.asarray(rng.integers(-1, V, (2, 7)))
-        options = {"dropout_key": ops.Key(3, step)} if hasattr(model, "dropout") else {}
+        options = {"dropout_key": ops.RandomKey(3, step)} if hasattr(model, "dropout") else {}
         loss, cache = model.loss(params, tokens, targets, ignore_index=-1, **options)
         grads, _ = optim.clip_by_global_norm(cache.backward(), max_norm=1.0)
         first = tree.map(backend.to_numpy, grads) if first is None else first
@@ -94,7 +94,7 @@ def test_sums_are_made_with_the_norm_behind_them(
     library: Backend, launched: list[Any], norm: str, kind: str, sums: list[bool], read: list[bool]
 ) -> None:
     """Those at the end of a block too, and their gradients: a launch for a norm and direction."""
-    config = layers.BlockConfig(6, 2, 11, norm=norm, norm_kind=kind)
+    config = layers.BlockConfig(6, 2, 11, norm_placement=norm, norm=kind)
     rng = library.generator(0)
     x, memory, dy = (rng.normal((2, 3, 6)) for _ in range(3))
     params = config.init(rng, cross=True)

@@ -17,7 +17,7 @@ from stored import DTYPES, in_both, normal, on, require_exact, rounded
 from xformer.backends import Backend
 from xformer.backends.cupy import deterministic
 
-from xformer import Key, layers, ops, tree
+from xformer import RandomKey, layers, ops, tree
 from xformer.layers import NormConfig
 from xformer.ops.sum_to import sum_to
 
@@ -119,7 +119,7 @@ def test_activations(library: Backend, precision: str, name: str, size: int) -> 
 @in_both
 @pytest.mark.parametrize("size", [3, 64, 1032])
 def test_dropout(library: Backend, precision: str, size: int) -> None:
-    options: Any = {"rate": 0.3, "key": Key(3, 1)}
+    options: Any = {"rate": 0.3, "key": RandomKey(3, 1)}
     require_exact(library, precision, ops.dropout, normal(1, size), kinds="ss", **options)
 
 
@@ -217,7 +217,7 @@ def test_sdpa(library: Backend, precision: str, queries: int, keys: int, width: 
     )
     options: Any = {"kinds": "ssss--", "roundings": 2, "causal": True}
     require_exact(library, precision, ops.sdpa, q, k, v, **options)
-    options |= {"softcap": 5.0, "window": (9, 0), "dropout_rate": 0.2, "dropout_key": Key(5)}
+    options |= {"softcap": 5.0, "window": (9, 0), "dropout_rate": 0.2, "dropout_key": RandomKey(5)}
     require_exact(library, precision, ops.sdpa, q, k, v, **options)
 
 

@@ -18,13 +18,13 @@ from xformer.backends.cupy import sdpa as kernel
 from xformer.backends.cupy.attention import packed
 from xformer.backends.cupy.module import LAUNCHERS
 
-from xformer import Key, explain, ops
+from xformer import RandomKey, explain, ops
 from xformer.layers.attention import merge_heads
 
 pytestmark = only(*ON_DEVICE)
 
 Host = np.ndarray
-KEY = Key(2**40 + 5, 2, 1)
+KEY = RandomKey(2**40 + 5, 2, 1)
 NAMES = ("ctx", "dq", "dk", "dv", "dbias", "dsinks")
 FINE = {"float32": 8 * np.finfo(np.float32).eps, "float64": 1e-13}  # of the largest number
 

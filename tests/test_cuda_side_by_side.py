@@ -194,7 +194,7 @@ def require(
         exact = step(None, tree.map(near, params), *args, config, shared)
     kind = DTYPES.get(precision, np.dtype("f4"))
     own = tree.map(lambda p: library.asarray(p, "float32"), params)
-    own = library.weights(own, precision) if precision in DTYPES else own
+    own = library.cast_params(own, precision) if precision in DTYPES else own
     config = {**config, "rotary": on_device(library, config.get("rotary"))}
     given = [on(library, a, kind) if a is not None else None for a in (*args, shared)]
     got = step(library, own, *given[:2], config, given[2])
@@ -219,7 +219,7 @@ def on_device(library: Backend, rotary: Any) -> Any:
 
 def rotary_of(t: int, width: int) -> Any:
     angles = normal(5, t, width // 2)
-    return layers.Rotary(np.cos(angles), np.sin(angles), False)
+    return layers.RopeTables(np.cos(angles), np.sin(angles), False)
 
 
 GPT = (4, 4)
@@ -353,7 +353,7 @@ def test_few_rows(library: Backend, lt: Any) -> None:
 
 @on_stand_in
 def test_adapters_and_frozen_parts(library: Backend, lt: Any) -> None:
-    """By the reference's `linears`, whose maps read slices of dq, dk and dv."""
+    """By the reference's `linear_many`, whose maps read slices of dq, dk and dv."""
     plain = params_of(32, GPT, 8, bias=True)
     kv = plain.kv
     assert kv is not None
@@ -389,7 +389,7 @@ def test_gate_and_up(library: Backend, lt: Any, precision: str) -> None:
     params = FeedForwardParams(up, down, gate)
     own = tree.map(lambda p: library.asarray(p, "float32"), params)
     x = on(library, normal(7, 2, 40, 16), DTYPES[precision])
-    _, cache = layers.feed_forward(x, library.weights(own, precision), activation="silu")
+    _, cache = layers.feed_forward(x, library.cast_params(own, precision), activation="silu")
     assert asked(lt) == ["DEFAULT x2", "DEFAULT"]
     cache.backward(x)
 
@@ -408,7 +408,7 @@ def test_dx_is_rounded_once(library: Backend, lt: Any) -> None:
         for p in (params.q, params.kv.k, params.kv.v)
     )
     x = on(library, normal(7, 2, 64, d), kind)
-    _, cache = layers.linears(x, three)
+    _, cache = layers.linear_many(x, three)
     held = on(library, normal(8, 2, 64, 3 * d), kind)
     slices = [held[:, :, i * d : (i + 1) * d] for i in range(3)]
     apart = [cuda_shim.Array(s.host.copy()) for s in slices]

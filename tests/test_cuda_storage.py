@@ -19,7 +19,7 @@ from xformer.backends import Backend
 from xformer.backends.cupy import packed
 from xformer.backends.cupy.module import EVERY, Source, launch
 
-from xformer import GPT, Key, backends, explain, layers, ops, reference_only, tree
+from xformer import GPT, RandomKey, backends, explain, layers, ops, reference_only, tree
 from xformer.layers import NormConfig
 
 pytestmark = only(*ON_DEVICE)
@@ -95,7 +95,7 @@ def test_weights_to_the_bit(library: Backend, launched: list[Any], precision: st
     }
     assert packs.size > packed.SHARE
     launched.clear()
-    found = tree.flatten(tree.thaw(library.weights(params, precision)))
+    found = tree.flatten(tree.thaw(library.cast_params(params, precision)))
     assert [name for name, _, _ in launched] == ["rounded"] * 3
     for name, leaf in tree.flatten(tree.thaw(params)).items():
         with np.errstate(over="ignore", invalid="ignore"):
@@ -112,7 +112,7 @@ def test_a_tied_weight_is_rounded_once(
     model = GPT(vocab_size=11, n_layers=1, d_model=8, n_heads=2, max_len=6)
     params = model.init_from(library.generator(0))
     launched.clear()
-    weights = library.weights(params, precision)
+    weights = library.cast_params(params, precision)
     leaves = [x for _, _, args in launched for x in args[0] if x is not None]
     assert len(leaves) == len(tree.flatten(params))
     assert sum(leaf.shape == (11, 8) for leaf in tree.flatten(weights).values()) == 1
@@ -121,7 +121,7 @@ def test_a_tied_weight_is_rounded_once(
 def test_weights_of_float64_are_refused(library: Backend) -> None:
     params = [library.asarray(np.ones(8, np.float32)), library.asarray(np.ones(8))]
     with pytest.raises(ValueError, match="precision bfloat16 is for float32 parameters"):
-        library.weights(params, "bfloat16")
+        library.cast_params(params, "bfloat16")
 
 
 # ---- What is refused, by name ----
@@ -140,7 +140,7 @@ def test_ops_without_a_kernel(library: Backend, precision: str) -> None:
     with pytest.raises(TypeError, match=f"index_add: x {said}"):
         ops.index_add(table, x, ids=library.asarray([1, 0, 1]))
     with pytest.raises(TypeError, match=f"pool: x {said}"):
-        layers.pool(x[None, :, :], how="first")
+        layers.pool(x[None, :, :], pooling="first")
     with pytest.raises(TypeError, match=f"layer_norm: w must be {precision} like x, got float32"):
         ops.layer_norm(x, library.asarray(np.ones(4, np.float32)))
     widened = layers.NormParams(library.asarray(np.ones(4, np.float32)), None)
@@ -181,7 +181,7 @@ def test_sources_without_a_form_for_it(library: Backend, precision: str) -> None
     with pytest.raises(
         TypeError, match=rf"random_bits\.cu is for float32, float64, got {precision}"
     ):
-        ops.random_bits(x, key=Key(1), size=4)
+        ops.random_bits(x, key=RandomKey(1), size=4)
 
 
 @in_both
@@ -221,10 +221,10 @@ def test_other_libraries_refuse_it(library: Backend, name: str) -> None:
     with pytest.raises(
         ValueError, match=rf"backend {name} stores numbers in float32 and float64, not"
     ):
-        place.weights({"w": place.asarray([1.0], "float32")}, "bfloat16")
+        place.cast_params({"w": place.asarray([1.0], "float32")}, "bfloat16")
     with pytest.raises(ValueError, match="float16, not float8"):
-        library.weights({"w": library.asarray([1.0], "float32")}, "float8")
+        library.cast_params({"w": library.asarray([1.0], "float32")}, "float8")
     with pytest.raises(ValueError, match="bfloat16 is for float32 parameters, got float64"):
-        library.weights({"w": library.asarray([1.0], "float64")}, "bfloat16")
+        library.cast_params({"w": library.asarray([1.0], "float64")}, "bfloat16")
     with pytest.raises(TypeError, match="glu: gate must be float32 or float64, got float16"):
         ops.glu(*[np.ones(3, np.float16)] * 2)

@@ -563,14 +563,14 @@ def test_a_huge_text_is_prepared_in_little_memory(tmp_path: Path) -> None:
 
 def test_prepare_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = documents(tmp_path), tmp_path / "out"
-    options = ["--vocabulary", "characters", "--share", "0.25"]
+    options = ["--tokenizer", "characters", "--validation-fraction", "0.25"]
     assert cli.main(["prepare", str(source), str(out), *options]) == 0
     printed = capsys.readouterr()
     assert "1,809 tokens to train on, 603 to validate on, of a vocabulary of 27" in printed.out
     assert f"xformer train --data {out}" in printed.out and printed.err == ""
     assert cli.main(["prepare", str(source), str(out)]) == 1
     assert capsys.readouterr().err == (f"xformer: error: {out} is in use; name a new folder\n")
-    assert cli.main(["prepare", str(source), str(tmp_path / "b"), "--vocabulary", str(out)]) == 0
+    assert cli.main(["prepare", str(source), str(tmp_path / "b"), "--tokenizer", str(out)]) == 0
     assert open_corpus(tmp_path / "b").vocabulary == open_corpus(out).vocabulary
 
 

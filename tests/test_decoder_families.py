@@ -286,7 +286,7 @@ def test_folders_of_version_4(name: str, key: str, tmp_path: Path) -> None:
     path = tmp_path / "5" / "config.json"
     path.write_text(json.dumps(version_4(read_json(path), key)))
     old, _ = pretrained.load(tmp_path / "5")
-    assert replace(old, source=None) == replace(new, source=None)
+    assert replace(old, hf_config=None) == replace(new, hf_config=None)
     pretrained.save(old, params, tmp_path / "4")
     with double_precision():
         want = judged(hf, inputs, "logits", keep)
@@ -310,7 +310,7 @@ def test_balancing_of_experts(padding: str, tmp_path: Path) -> None:
     targets = np.concatenate([labels[:, 1:], np.full((B, 1), -100)], axis=1)
 
     def loss(model: Any, params: Any) -> tuple[np.ndarray, Any]:
-        assert model.balance == 0.3
+        assert model.load_balancing_weight == 0.3
         mask = None if padding == "no mask" else keep
         return model.loss(params, ids, targets, mask=mask, ignore_index=-100)
 
@@ -338,7 +338,7 @@ def test_defaults(family: str) -> None:
 def resolved(model: Any) -> Any:
     """The model without its source and without defaults that mean the same."""
     blocks = (replace(b, d_head=b.head_width, n_kv_heads=b.kv_heads) for b in model.blocks)
-    return replace(model, blocks=tuple(blocks), source=None)
+    return replace(model, blocks=tuple(blocks), hf_config=None)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -357,6 +357,6 @@ def test_libraries(library: Backend, saved: Path) -> None:
     want, _ = model.forward(params, ids, mask=keep)
     model, params = pretrained.load(saved, backend=LIBRARIES[library.name], dtype="float64")
     leaf = next(iter(tree.flatten(params).values()))
-    assert backends.of(leaf).name == LIBRARIES[library.name]
+    assert backends.backend_of(leaf).name == LIBRARIES[library.name]
     got, _ = model.forward(params, library.asarray(ids), mask=library.asarray(keep))
     require_close("logits", library.to_numpy(got), want, 1e-12)

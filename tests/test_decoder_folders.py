@@ -151,7 +151,7 @@ def test_half_types_are_widened_as_torch_does(dtype: str, tmp_path: Path) -> Non
 def test_parameters_of_every_library_are_saved(library: Backend, tmp_path: Path) -> None:
     hf = written(tmp_path / "theirs", "Mixtral")
     model, params = pretrained.load(tmp_path / "theirs", LIBRARIES[library.name])
-    assert {backends.of(leaf).name for leaf in tree.flatten(params).values()} == {
+    assert {backends.backend_of(leaf).name for leaf in tree.flatten(params).values()} == {
         LIBRARIES[library.name]
     }
     require_back(model, params, hf, tmp_path / "ours")

@@ -13,7 +13,7 @@ from libraries import ON_DEVICE, only
 from xformer.backends import Backend
 
 import xformer
-from xformer import Key, backends, tree
+from xformer import RandomKey, backends, tree
 from xformer.cli import main
 from xformer.cli import train as train_command
 from xformer.shapes import STORED
@@ -37,10 +37,10 @@ def test_a_step(library: Backend, name: str, precision: str | None) -> None:
         pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is missing")
     model, params = MODELS[name]()
     params = tree.map(lambda p: library.asarray(p, "float32"), params)
-    weights = library.weights(params, precision)
+    weights = library.cast_params(params, precision)
     ids = np.random.default_rng(1).integers(0, 5, (2, 20))
     tokens, targets = library.asarray(ids), library.asarray(ids + 1)
-    options: Any = {"dropout_key": Key(3, 1)} if name == "gpt" else {}
+    options: Any = {"dropout_key": RandomKey(3, 1)} if name == "gpt" else {}
 
     def step() -> dict[str, bytes]:
         loss, cache = model.loss(weights, tokens, targets, **options)
@@ -94,7 +94,7 @@ def test_the_command_asks_for_it(
     monkeypatch.setattr(train_command, "train", watched)
     folder, text = str(tmp_path / "run"), tmp_path / "fox.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    sizes = "--layers 1 --width 8 --heads 1 --context 8 --batch 2 --steps 4 --data"
+    sizes = "--layers 1 --d-model 8 --heads 1 --max-len 8 --batch 2 --steps 4 --data"
     assert main(["train", *sizes.split(), str(text), "--out", folder]) == 0
     capsys.readouterr()
     other = folder + "-2"

@@ -307,7 +307,7 @@ for package in generation, layers, models, ops, optim:
         importlib.import_module(f"{package.__name__}.{file.name}")
 found = {}
 for library in ("numpy", "torch", "jax"):
-    if backends.why_not(library) is None:
+    if backends.unavailable_reason(library) is None:
         by_name = {op.__name__: len(op.import_kernels(library)) for op in dispatch.ops()}
         package = importlib.import_module(f"xformer.backends.{library}")
         for file in pkgutil.iter_modules(package.__path__):

@@ -50,7 +50,9 @@ def test_pooler(family: str, side: str | None, tmp_path: Path) -> None:
         build(getattr(transformers, f"{family}Model"), config),
         tmp_path,
         given,
-        lambda model, params: model.pooled(params, tokens, mask=keep, types=types, how="pooler"),
+        lambda model, params: model.pooled(
+            params, tokens, mask=keep, types=types, pooling="pooler"
+        ),
         output="pooler_output",
     )
 

@@ -102,7 +102,7 @@ def test_bare_models_without_a_pooler(family: str, tmp_path: Path) -> None:
     assert model.head is None
     require_equal(without, params._replace(head=None))
     with pytest.raises(ValueError, match='"pooler" needs a model with a Pooler'):
-        model.pooled(without, np.full((1, 2), 5), how="pooler")
+        model.pooled(without, np.full((1, 2), 5), pooling="pooler")
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
 def test_keys_that_change_nothing(family: str, changes: dict[str, Any]) -> None:
     config = described(family, MASKED, **changes)
     plain = pretrained.model(described(family, MASKED))
-    assert replace(pretrained.model(config), source=None) == replace(plain, source=None)
+    assert replace(pretrained.model(config), hf_config=None) == replace(plain, hf_config=None)
 
 
 @pytest.mark.parametrize("head", [MASKED, CLASSES, "Model"])

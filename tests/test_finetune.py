@@ -431,8 +431,8 @@ def test_a_new_head(config: dict[str, Any]) -> None:
     before, after = tree.flatten(params), tree.flatten(new)
     assert all(leaf is before[name] for name, leaf in after.items() if not name.startswith("head"))
     assert model.head.n_labels == 2
-    assert model.source["id2label"] == {"0": "x", "1": "y"}
-    assert model.source["pad_token_id"] == config.get("pad_token_id", 3)
+    assert model.hf_config["id2label"] == {"0": "x", "1": "y"}
+    assert model.hf_config["pad_token_id"] == config.get("pad_token_id", 3)
     again = finetune.with_classifier(body, params, ("x", "y"))[1]
     assert np.array_equal(again.head.out.w, new.head.out.w)
     logits, _ = model.forward(new, np.ones((2, 3), np.int64))

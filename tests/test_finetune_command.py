@@ -139,7 +139,7 @@ def test_a_new_classifier(capsys: pytest.CaptureFixture[str]) -> None:
     assert "they are merged, and not saved alone" in capsys.readouterr().out
     assert not Path("new/adapter").exists()
     model, params = pretrained.load("new")
-    assert model.source["id2label"] == {"0": "x", "1": "y", "2": "z"}
+    assert model.hf_config["id2label"] == {"0": "x", "1": "y", "2": "z"}
     from huggingface import transformers
 
     hf = transformers.AutoModelForSequenceClassification.from_pretrained("new")
@@ -170,7 +170,7 @@ def test_lines_of_text_and_no_validation(capsys: pytest.CaptureFixture[str]) -> 
     folder("masked")
     Path("data.txt").write_text("\n".join(r["text"] for r in records("masked", 20)))
     options = ["--model", "base", "--task", "masked", "--out", "new", "--steps", "2"]
-    assert main(["finetune", *options, "--data", "data.txt", "--validate", "0"]) == 0
+    assert main(["finetune", *options, "--data", "data.txt", "--validation-fraction", "0"]) == 0
     out = capsys.readouterr().out
     assert "examples: 20 to train on, 0 to validate on\n" in out and "validation loss" not in out
 
@@ -237,7 +237,7 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
     after, before = float(losses.split()[2]), float(losses.split()[4])
     assert before > 8 and after < 2
     model, params = pretrained.load("new")
-    assert model.source["model_type"] == "llama"
+    assert model.hf_config["model_type"] == "llama"
     assert tokenizer("new").decode(tokenizer(path.with_name("tok512.bin")).encode("ada")) == "ada"
     from huggingface import transformers
 
@@ -261,7 +261,7 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
         (["--task", "masked", "--data", "masked.jsonl"], "must be one with a MaskedLMHead"),
         (["--max-len", "1"], "max_len must be an int of at least 2, got 1"),
         (["--max-len", "33", "--model", "gpt"], "max_len must be at most the model's 32, got 33"),
-        (["--validate", "1"], "share must lie in [0, 1), got 1"),
+        (["--validation-fraction", "1"], "share must lie in [0, 1), got 1"),
         (["--steps", "0"], "--steps must be an int of at least 1, got 0"),
         (["--batch", "0"], "--batch must be an int of at least 1, got 0"),
         (["--lora", "0"], "attach: rank must be an int of at least 1, got 0"),

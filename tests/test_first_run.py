@@ -31,7 +31,7 @@ from xformer.backends.cupy import sdpa as tiles
 from xformer.backends.cupy.cublaslt import multiply
 
 import xformer
-from xformer import Key, explain, layers, ops, tree
+from xformer import RandomKey, explain, layers, ops, tree
 from xformer.generation import generate
 from xformer.layers import FeedForwardParams, LinearParams, NormConfig, NormParams
 from xformer.training import Batch, TrainConfig, loss_of, start, train
@@ -74,7 +74,7 @@ UNEVEN = Shape(Size((2, 1), 40, (483, 517)), Size((2, 1), 8, (19, 23)))
 TOKENS = Shape(Size((2, 2), 64, (3, 300)), Size((1, 1), 8, (3, 130)))
 BOUNDS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (40, 0)})
 CAPPED: dict[str, Any] = {"softcap": 5.0, "causal": True}
-DROPPED: dict[str, Any] = {"dropout_rate": 0.2, "dropout_key": Key(1, 2, 3), "causal": True}
+DROPPED: dict[str, Any] = {"dropout_rate": 0.2, "dropout_key": RandomKey(1, 2, 3), "causal": True}
 
 
 def require_attention(
@@ -271,7 +271,7 @@ def test_captured_texts(library: Backend) -> None:
     params = tree.map(library.asarray, model.init(0))
     with calling_cublaslt(library), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        options: Any = {"max_new": sized(library, 20, 4)}
+        options: Any = {"max_new_tokens": sized(library, 20, 4)}
         wanted = generate(model, params, [[5, 6], [7]], **options)
         assert generate(model, params, [[5, 6], [7]], **options, compiled=True) == wanted
 
@@ -313,7 +313,7 @@ def activations(library: Backend, require: Callable[..., None]) -> None:
         require(getattr(ops, name), 3 * x)
     require(ops.gelu, 3 * x, approximate="tanh")
     require(ops.glu, x, up)
-    require(ops.dropout, x, rate=0.3, key=Key(3, 1, 2))
+    require(ops.dropout, x, rate=0.3, key=RandomKey(3, 1, 2))
 
 
 def embeddings(library: Backend, require: Callable[..., None]) -> None:

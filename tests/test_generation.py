@@ -14,7 +14,7 @@ from xformer.backends import Backend
 
 import xformer as xf
 from xformer import pretrained, tree
-from xformer.generation import Prefix, beam_search, generate, prefill, sample, stream
+from xformer.generation import PrefilledPrompt, beam_search, generate, prefill, sample, stream
 from xformer.generation.samplers import compose, temperature, top_k, top_p
 from xformer.models import Classifier, LanguageModel
 
@@ -38,16 +38,16 @@ def greedy(model: Any, params: Any, prompt: list[int], n: int) -> list[int]:
 def test_prompts_of_any_lengths(name: str) -> None:
     model, params = causal(name)
     want = [greedy(model, params, prompt, 9) for prompt in PROMPTS]
-    assert generate(model, params, PROMPTS, max_new=9) == want
+    assert generate(model, params, PROMPTS, max_new_tokens=9) == want
 
 
 def test_positions_for_queries_and_keys_want_prompts_of_one_length() -> None:
     model, params = causal("positions for q, k, v")
     prompts = [[5, 6], [7, 8]]
     want = [greedy(model, params, prompt, 9) for prompt in prompts]
-    assert generate(model, params, prompts, max_new=9) == want
+    assert generate(model, params, prompts, max_new_tokens=9) == want
     with pytest.raises(ValueError, match='go with positions in mode "add", got'):
-        generate(model, params, PROMPTS, max_new=9)
+        generate(model, params, PROMPTS, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("name", T5_NAMES)
@@ -62,17 +62,17 @@ def test_sources_of_any_lengths(name: str) -> None:
             target.append(int(np.argmax(logits[0, -1])))
         want.append(target[1:])
     prefix = prefill(model, params, PROMPTS, start_id=2)
-    assert generate(model, params, prefix, max_new=9) == want
+    assert generate(model, params, prefix, max_new_tokens=9) == want
 
 
 def test_the_start_of_a_target_is_the_configurations() -> None:
     model, params = seq2seq("t5")
-    given = generate(model, params, prefill(model, params, PROMPTS, start_id=0), max_new=5)
-    assert generate(model, params, PROMPTS, max_new=5) == given
-    bare = {k: v for k, v in model.source.items() if k != "decoder_start_token_id"}
+    given = generate(model, params, prefill(model, params, PROMPTS, start_id=0), max_new_tokens=5)
+    assert generate(model, params, PROMPTS, max_new_tokens=5) == given
+    bare = {k: v for k, v in model.hf_config.items() if k != "decoder_start_token_id"}
     assert prefill(pretrained.model(bare | {"pad_token_id": 3}), params, PROMPTS).ids[0] == (3,)
     with pytest.raises(ValueError, match="start_id, the token that targets begin with, must be"):
-        generate(*seq2seq("Transformer"), PROMPTS, max_new=5)
+        generate(*seq2seq("Transformer"), PROMPTS, max_new_tokens=5)
     with pytest.raises(ValueError, match=r"start_id must lie in \[0, 37\), got 37"):
         prefill(model, params, PROMPTS, start_id=V)
 
@@ -82,19 +82,19 @@ def test_the_start_of_a_target_is_the_configurations() -> None:
 
 def test_each_row_ends_by_itself() -> None:
     model, params = causal("mixtral")
-    free = generate(model, params, PROMPTS, max_new=12)
+    free = generate(model, params, PROMPTS, max_new_tokens=12)
     stop = {free[0][2], free[1][7]}
     ends = [next((i for i, x in enumerate(row) if x in stop), 11) + 1 for row in free]
     want = [row[:end] for row, end in zip(free, ends, strict=True)]
     assert len({len(row) for row in want}) > 1
-    assert generate(model, params, PROMPTS, max_new=12, stop=stop) == want
-    steps = list(stream(model, params, PROMPTS, max_new=12, stop=stop))
+    assert generate(model, params, PROMPTS, max_new_tokens=12, stop=stop) == want
+    steps = list(stream(model, params, PROMPTS, max_new_tokens=12, stop=stop))
     assert len(steps) == max(ends)  # not a step more
     assert [[s[i] for s in steps if s[i] is not None] for i in range(3)] == want
 
 
 def test_nothing_new() -> None:
-    assert generate(GPT, PARAMS, [[1], [2, 3]], max_new=0) == [[], []]
+    assert generate(GPT, PARAMS, [[1], [2, 3]], max_new_tokens=0) == [[], []]
 
 
 # Draws
@@ -112,7 +112,7 @@ def test_draws_follow_the_distribution(t: float, k: int | None) -> None:
     probs = np.exp(logits - logits.max())
     probs /= probs.sum()
     n = 2000
-    options: dict[str, Any] = {"max_new": 1, "temperature": t, "top_k": k}
+    options: dict[str, Any] = {"max_new_tokens": 1, "temperature": t, "top_k": k}
     drawn = Counter(next(sample(GPT, PARAMS, [2, 4], seed=i, **options)) for i in range(n))
     shares = np.array([drawn[i] / n for i in range(7)])
     assert (shares[probs == 0] == 0).all()
@@ -122,14 +122,15 @@ def test_draws_follow_the_distribution(t: float, k: int | None) -> None:
 def test_a_seed_gives_the_same_tokens_and_another_one_others() -> None:
     model, params = causal("llama")
     runs = [
-        generate(model, params, PROMPTS, max_new=9, sampler=WARM, seed=seed) for seed in (5, 5, 6)
+        generate(model, params, PROMPTS, max_new_tokens=9, sampler=WARM, seed=seed)
+        for seed in (5, 5, 6)
     ]
     assert runs[0] == runs[1] != runs[2]
 
 
 def test_the_first_text_of_a_batch_is_that_of_its_prompt_alone() -> None:
     model, params = causal("llama")
-    options: dict[str, Any] = {"max_new": 9, "sampler": WARM, "seed": 3}
+    options: dict[str, Any] = {"max_new_tokens": 9, "sampler": WARM, "seed": 3}
     alone = generate(model, params, PROMPTS[:1], **options)
     assert generate(model, params, PROMPTS, **options)[:1] == alone
     twice = generate(model, params, PROMPTS[:1] * 2, **options)
@@ -141,7 +142,7 @@ def test_the_first_text_of_a_batch_is_that_of_its_prompt_alone() -> None:
 def test_a_seed_gives_the_same_text_on_other_libraries(library: Backend, name: str) -> None:
     model, params = seq2seq(name) if name == "t5" else causal(name)
     sampler = compose(temperature(1.5), top_k(9))
-    options: dict[str, Any] = {"max_new": 6, "sampler": sampler, "seed": 1}
+    options: dict[str, Any] = {"max_new_tokens": 6, "sampler": sampler, "seed": 1}
     want = generate(model, params, PROMPTS, **options)
     params = tree.map(library.asarray, params)
     assert generate(model, params, PROMPTS, **options) == want
@@ -158,14 +159,14 @@ def test_padded_states_of_libraries_that_compile(
     model = xf.GPT(vocab_size=V, n_layers=1, d_model=8, n_heads=2, max_len=7)
     params = lively(model, 0)
     prompts = [[1, 2, 3], [4]]
-    want = generate(model, params, prompts, max_new=5)
-    assert generate(model, tree.map(library.asarray, params), prompts, max_new=5) == want
+    want = generate(model, params, prompts, max_new_tokens=5)
+    assert generate(model, tree.map(library.asarray, params), prompts, max_new_tokens=5) == want
 
 
 def test_frozen_parameters_generate_too() -> None:
     model, params = causal("gpt2")
-    want = generate(model, params, PROMPTS, max_new=5)
-    assert generate(model, tree.freeze(params), PROMPTS, max_new=5) == want
+    want = generate(model, params, PROMPTS, max_new_tokens=5)
+    assert generate(model, tree.freeze(params), PROMPTS, max_new_tokens=5) == want
 
 
 # Prefixes
@@ -179,7 +180,9 @@ def test_a_prompt_is_read_in_chunks(name: str, chunk: int) -> None:
     parts = prefill(model, params, PROMPTS, chunk=chunk)
     np.testing.assert_allclose(parts.logits, whole.logits, rtol=1e-9, atol=1e-9)
     assert parts.ids == whole.ids == tuple(map(tuple, PROMPTS))
-    assert generate(model, params, parts, max_new=5) == generate(model, params, whole, max_new=5)
+    assert generate(model, params, parts, max_new_tokens=5) == generate(
+        model, params, whole, max_new_tokens=5
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -191,8 +194,10 @@ def test_a_prefix_is_continued_many_times(name: str) -> None:
         text = prefill(model, params, [more], after=prefix)
         assert text.ids == ((4, 5, 6, *more),)
         want = greedy(model, params, [4, 5, 6, *more], 5)
-        assert generate(model, params, text, max_new=5) == [want]
-    assert generate(model, params, prefix, max_new=5) == [greedy(model, params, [4, 5, 6], 5)]
+        assert generate(model, params, text, max_new_tokens=5) == [want]
+    assert generate(model, params, prefix, max_new_tokens=5) == [
+        greedy(model, params, [4, 5, 6], 5)
+    ]
     np.testing.assert_array_equal(prefix.logits, before)
 
 
@@ -210,15 +215,15 @@ def test_a_prefix_for_many_prompts(name: str) -> None:
             continue
         text = prefill(model, params, prompts, after=prefix)
         want = [greedy(model, params, [4, 5, 6, *more], 5) for more in prompts]
-        assert generate(model, params, text, max_new=5) == want
+        assert generate(model, params, text, max_new_tokens=5) == want
 
 
 def test_a_target_is_continued() -> None:
     model, params = seq2seq("t5")
     prefix = prefill(model, params, PROMPTS)
-    free = generate(model, params, prefix, max_new=6)
+    free = generate(model, params, prefix, max_new_tokens=6)
     more = prefill(model, params, [row[:2] for row in free], after=prefix)
-    assert generate(model, params, more, max_new=4) == [row[2:] for row in free]
+    assert generate(model, params, more, max_new_tokens=4) == [row[2:] for row in free]
     with pytest.raises(ValueError, match="prompts of one length at a time"):
         prefill(model, params, [[1], [2, 3], [4]], after=prefix)
 
@@ -226,8 +231,12 @@ def test_a_target_is_continued() -> None:
 def test_rows_of_a_prefix() -> None:
     model, params = causal("qwen3")
     prefix = prefill(model, params, PROMPTS)
-    free = generate(model, params, prefix, max_new=6)
-    assert generate(model, params, prefix.rows([2, 0, 2]), max_new=6) == [free[2], free[0], free[2]]
+    free = generate(model, params, prefix, max_new_tokens=6)
+    assert generate(model, params, prefix.rows([2, 0, 2]), max_new_tokens=6) == [
+        free[2],
+        free[0],
+        free[2],
+    ]
 
 
 def test_a_prefix_of_other_texts() -> None:
@@ -243,17 +252,17 @@ def test_the_context_is_filled_to_its_end() -> None:
     model = xf.GPT(vocab_size=V, n_layers=1, d_model=8, n_heads=2, max_len=6)
     params = lively(model, 0)
     for prompts, most in (([[1, 2, 3], [4]], 4), ([[1] * 6], 1)):
-        assert len(generate(model, params, prompts, max_new=most)[0]) == most
+        assert len(generate(model, params, prompts, max_new_tokens=most)[0]) == most
         longest = len(prompts[0])
         message = f"holds 6 tokens, and there are {longest} of the prompt and {most} more"
         for start in (prompts, prefill(model, params, prompts)):
             with pytest.raises(ValueError, match=message):
-                stream(model, params, start, max_new=most + 1)  # before the first step
+                stream(model, params, start, max_new_tokens=most + 1)  # before the first step
 
 
 def test_a_prompt_longer_than_the_context() -> None:
     with pytest.raises(ValueError, match=r"the model's context holds 5 tokens, and there are 6$"):
-        generate(GPT, PARAMS, [[1] * 6], max_new=1)
+        generate(GPT, PARAMS, [[1] * 6], max_new_tokens=1)
     with pytest.raises(ValueError, match="prefill: the model's context holds 5 tokens"):
         prefill(GPT, PARAMS, [[1, 2]], after=prefill(GPT, PARAMS, [[1] * 4]))
 
@@ -262,17 +271,19 @@ def test_a_text_slides_past_the_context() -> None:
     """Each token then comes after the last max_len tokens alone, as a forward pass gives it."""
     for prompt in ([3, 1], [0, 1, 2, 3, 4, 5, 6]):
         tokens = list(prompt)
-        for token in sample(GPT, PARAMS, prompt, backend=NUMPY, max_new=12, temperature=0):
+        for token in sample(GPT, PARAMS, prompt, backend=NUMPY, max_new_tokens=12, temperature=0):
             assert token == int(np.argmax(last_logits(tokens)))
             tokens.append(token)
         assert len(tokens) == len(prompt) + 12
-    rows = generate(GPT, PARAMS, [[3, 1], [0, 1, 2, 3, 4, 5, 6]], max_new=12, slide=True)
+    rows = generate(
+        GPT, PARAMS, [[3, 1], [0, 1, 2, 3, 4, 5, 6]], max_new_tokens=12, sliding_context=True
+    )
     assert rows[1] == tokens[7:]
 
 
 def test_models_without_limit_go_on() -> None:
     model, params = causal("alibi")
-    assert len(generate(model, params, [[1]], max_new=100)[0]) == 100
+    assert len(generate(model, params, [[1]], max_new_tokens=100)[0]) == 100
 
 
 # Bad requests
@@ -290,7 +301,12 @@ def test_models_without_limit_go_on() -> None:
         ([[0.5]], {}, TypeError, r"prompt 0 must be a list of ids, got \[0.5\]"),
         ([[7]], {}, ValueError, r"ids must lie in \[0, 7\), got ids from 7 to 7"),
         ([[-1]], {}, ValueError, r"ids must lie in \[0, 7\), got ids from -1 to -1"),
-        ([[1]], {"max_new": -1}, ValueError, "max_new must be an int of at least 0, got -1"),
+        (
+            [[1]],
+            {"max_new_tokens": -1},
+            ValueError,
+            "max_new_tokens must be an int of at least 0, got -1",
+        ),
         ([[1]], {"seed": -1}, ValueError, "seed must be an int of at least 0, got -1"),
         ([[1]], {"stop": "."}, TypeError, "stop must hold ids, got '.'"),
         ([[1]], {"stop": 3}, TypeError, "stop must hold ids, got 3"),
@@ -308,26 +324,26 @@ def test_bad_requests_are_refused(
     prompts: Any, options: dict[str, Any], error: type, message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        generate(GPT, PARAMS, prompts, **{"max_new": 1} | options)
+        generate(GPT, PARAMS, prompts, **{"max_new_tokens": 1} | options)
 
 
 @pytest.mark.parametrize("write", [generate, partial(beam_search, n_beams=2)])
 def test_stops_may_be_anything_that_holds_ids(write: Any) -> None:
     """None is no stop, and what can be read only once is read once."""
-    free = write(GPT, PARAMS, [[1]], max_new=4)
+    free = write(GPT, PARAMS, [[1]], max_new_tokens=4)
     stop = (free[0] if write is generate else free[0][0].ids)[1]
-    ended = write(GPT, PARAMS, [[1]], max_new=4, stop=[stop])
+    ended = write(GPT, PARAMS, [[1]], max_new_tokens=4, stop=[stop])
     assert ended != free
-    assert write(GPT, PARAMS, [[1]], max_new=4, stop=None) == free
+    assert write(GPT, PARAMS, [[1]], max_new_tokens=4, stop=None) == free
     for one in (iter([stop]), (i for i in [stop]), {stop}, np.array([stop], np.uint8), {stop: 1}):
-        assert write(GPT, PARAMS, [[1]], max_new=4, stop=one) == ended
+        assert write(GPT, PARAMS, [[1]], max_new_tokens=4, stop=one) == ended
 
 
 def test_what_is_no_model_of_these_parameters() -> None:
     for params in (None, (), {}):
         with pytest.raises(TypeError, match="params must be the model's parameters, got"):
-            generate(GPT, params, [[1]], max_new=1)
-    with pytest.raises(TypeError, match="prefill: after must be a Prefix, got int"):
+            generate(GPT, params, [[1]], max_new_tokens=1)
+    with pytest.raises(TypeError, match="prefill: after must be a PrefilledPrompt, got int"):
         prefill(GPT, PARAMS, [[1]], after=5)
     with pytest.raises(TypeError, match="compose: a filter must be a function, got None"):
         compose(top_k(3), None)
@@ -343,7 +359,7 @@ def test_what_is_no_model_of_these_parameters() -> None:
 )
 def test_bad_samples_are_refused(prompt: list[int], options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sample(GPT, PARAMS, prompt, **{"max_new": 1} | options)
+        sample(GPT, PARAMS, prompt, **{"max_new_tokens": 1} | options)
 
 
 def test_bad_chunks_are_refused() -> None:
@@ -358,25 +374,25 @@ def test_models_that_write_nothing_are_refused(change: dict[str, Any]) -> None:
     network = GPT.network
     model = LanguageModel(**{"embed": network.embed, "blocks": network.blocks} | change)
     with pytest.raises(ValueError, match="must be a causal LanguageModel or an EncoderDecoder"):
-        generate(model, model.init(), [[1]], max_new=1)
+        generate(model, model.init(), [[1]], max_new_tokens=1)
 
 
 @pytest.mark.parametrize("write", [generate, partial(beam_search, n_beams=2)])
 def test_a_broken_model_writes_nothing(write: Any) -> None:
     broken = tree.map(lambda a: a * np.nan, PARAMS)
     with pytest.raises(ValueError, match="largest logit of each row must be finite, got nan"):
-        write(GPT, broken, [[1, 2]], max_new=2)
+        write(GPT, broken, [[1, 2]], max_new_tokens=2)
 
 
 def test_an_encoder_decoder_does_not_slide() -> None:
     with pytest.raises(ValueError, match="slide goes with a LanguageModel"):
-        stream(*seq2seq("t5"), PROMPTS, max_new=1, slide=True)
+        stream(*seq2seq("t5"), PROMPTS, max_new_tokens=1, sliding_context=True)
 
 
 def test_not_a_model() -> None:
     with pytest.raises(ValueError, match=r"generate: model must be a causal .*, got 3"):
-        generate(3, PARAMS, [[1]], max_new=1)
+        generate(3, PARAMS, [[1]], max_new_tokens=1)
 
 
 def test_prefixes_are_values() -> None:
-    assert issubclass(Prefix, tuple)
+    assert issubclass(PrefilledPrompt, tuple)

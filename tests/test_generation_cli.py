@@ -62,16 +62,18 @@ def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
 def test_a_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = stories(tmp_path, "tok512.bin")
     greedy = ("--model", path, "--temperature", 0)
-    out, err = run(capsys, *greedy, "--prompt", "", "--max-new", 200)
+    out, err = run(capsys, *greedy, "--prompt", "", "--max-new-tokens", 200)
     assert out.encode() == published("stories260K_greedy_200_tokens.txt").read_bytes() + b"\n"
     assert re.fullmatch(r"1 tokens read in \d+\.\d\d s, 200 written, \d+\.\d tokens/s\n", err)
 
     out, _ = run(capsys, *greedy, "--prompt", PROMPT, "--stop", "xyz", "--stop", "girl")
     assert out == "Once upon a time, there was a little \n"
-    whole, _ = run(capsys, *greedy, "--prompt", PROMPT, "--max-new", 30)
-    at_once, _ = run(capsys, *greedy, "--prompt", PROMPT, "--max-new", 30, "--no-stream")
+    whole, _ = run(capsys, *greedy, "--prompt", PROMPT, "--max-new-tokens", 30)
+    at_once, _ = run(capsys, *greedy, "--prompt", PROMPT, "--max-new-tokens", 30, "--no-stream")
     assert whole == at_once
-    float64, _ = run(capsys, *greedy, "--prompt", PROMPT, "--max-new", 30, "--dtype", "float64")
+    float64, _ = run(
+        capsys, *greedy, "--prompt", PROMPT, "--max-new-tokens", 30, "--dtype", "float64"
+    )
     assert whole == float64
 
 
@@ -82,7 +84,7 @@ def test_it_is_printed_as_it_comes(
     monkeypatch.setattr(command, "write", lambda pieces, _: written.append(len(list(pieces))))
     path = stories(tmp_path, "tok512.bin")
     for option in ("--stream", "--no-stream"):
-        run(capsys, "--model", path, "--prompt", PROMPT, "--max-new", 20, option)
+        run(capsys, "--model", path, "--prompt", PROMPT, "--max-new-tokens", 20, option)
     assert written[0] > 15 and written[1] == 1
 
 
@@ -98,7 +100,7 @@ def test_without_temperature_nothing_is_drawn(
         return own(*args, **options)
 
     monkeypatch.setattr(command, "stream", stream)
-    start = ("--model", stories(tmp_path, "tok512.bin"), "--prompt", PROMPT, "--max-new", 3)
+    start = ("--model", stories(tmp_path, "tok512.bin"), "--prompt", PROMPT, "--max-new-tokens", 3)
     for option in ((), ("--temperature", 0), ("--temperature", 0, "--repetition-penalty", 2)):
         run(capsys, *start, *option)
     assert drawn == [True, False, True]
@@ -106,7 +108,7 @@ def test_without_temperature_nothing_is_drawn(
 
 def test_sampling_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = stories(tmp_path, "tok512.bin")
-    start = ("--model", path, "--prompt", PROMPT, "--max-new", 40)
+    start = ("--model", path, "--prompt", PROMPT, "--max-new-tokens", 40)
     drawn, _ = run(capsys, *start, "--seed", 1)
     assert run(capsys, *start, "--seed", 1)[0] == drawn != run(capsys, *start, "--seed", 2)[0]
     greedy, _ = run(capsys, *start, "--temperature", 0)
@@ -127,15 +129,19 @@ def test_without_a_length_the_context_is_the_limit(
     _, err = run(capsys, *long)
     n_read, n_written = (int(n) for n in re.findall(r"(\d+) (?:tokens read|written)", err))
     assert n_read > 512 - command.MAX_NEW and 0 < n_written <= 513 - n_read
-    assert "the model's context holds 512" in refused(capsys, *long, "--max-new", command.MAX_NEW)
+    assert "the model's context holds 512" in refused(
+        capsys, *long, "--max-new-tokens", command.MAX_NEW
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_folders(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folder(tmp_path, family)
-    out, _ = run(capsys, "--model", folder, "--prompt", PROMPT, "--max-new", 5)
+    out, _ = run(capsys, "--model", folder, "--prompt", PROMPT, "--max-new-tokens", 5)
     assert out.startswith(PROMPT) == (family != "t5")
-    searched, _ = run(capsys, "--model", folder, "--prompt", PROMPT, "--max-new", 5, "--beams", 2)
+    searched, _ = run(
+        capsys, "--model", folder, "--prompt", PROMPT, "--max-new-tokens", 5, "--beams", 2
+    )
     assert searched.startswith(PROMPT) == (family != "t5")
 
 
@@ -145,7 +151,9 @@ def test_the_tokenizer_of_as_many_tokens_is_chosen(
     path = stories(tmp_path, "tok512.bin")
     data = published("tok512.bin").read_bytes()
     (tmp_path / "tok400.bin").write_bytes(cut(data, 400))
-    out, _ = run(capsys, "--model", path, "--prompt", PROMPT, "--temperature", 0, "--max-new", 9)
+    out, _ = run(
+        capsys, "--model", path, "--prompt", PROMPT, "--temperature", 0, "--max-new-tokens", 9
+    )
     assert out.startswith("Once upon a time, there was")
     (tmp_path / "tok512.bin").unlink()
     err = refused(capsys, "--model", path, "--prompt", PROMPT)
@@ -153,7 +161,7 @@ def test_the_tokenizer_of_as_many_tokens_is_chosen(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "tok512.bin").write_bytes(data)
     for place in ("elsewhere", "elsewhere/tok512.bin"):
-        options = ("--tokenizer", tmp_path / place, "--temperature", 0, "--max-new", 9)
+        options = ("--tokenizer", tmp_path / place, "--temperature", 0, "--max-new-tokens", 9)
         assert run(capsys, "--model", path, "--prompt", PROMPT, *options)[0] == out
 
 
@@ -172,7 +180,7 @@ def test_a_folder_without_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in ("tokenizer.json", "vocab.json with merges.txt", "vocab.txt", "--tokenizer PATH"):
         assert name in err
     given = published("tok512.bin")
-    options = ("--tokenizer", given, "--max-new", 3)
+    options = ("--tokenizer", given, "--max-new-tokens", 3)
     assert run(capsys, "--model", folder, "--prompt", PROMPT, *options)[0].startswith(PROMPT)
 
 
@@ -183,8 +191,8 @@ def test_a_folder_without_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--temperature", -1), "temperature: t must lie in [0, inf], got -1.0"),
         (("--beams", 2, "--top-p", 0.5), "--beams draws nothing, and goes without --top-p"),
         (("--beams", 0), "n_beams must be an int of at least 1, got 0"),
-        (("--max-new", 600), "holds 512 tokens, and there are 5 of the prompt and 599 more"),
-        (("--max-new", -1), "max_new must be an int of at least 0, got -1"),
+        (("--max-new-tokens", 600), "holds 512 tokens, and there are 5 of the prompt and 599 more"),
+        (("--max-new-tokens", -1), "max_new_tokens must be an int of at least 0, got -1"),
         (("--seed", -1), "seed must be an int of at least 0, got -1"),
         (("--stop", ""), "a string that ends the text must not be empty"),
         (("--prompt", PROMPT * 300), "the model's context holds 512 tokens, and there are"),
@@ -224,7 +232,7 @@ def test_precision(
 ) -> None:
     """What is written in bfloat16 is what the model in that precision writes; NumPy has none."""
     path = model_folder(tmp_path, family)
-    asked = "--model", path, "--prompt", "Lily", "--temperature", 0, "--max-new", 3
+    asked = "--model", path, "--prompt", "Lily", "--temperature", 0, "--max-new-tokens", 3
     why = "stores numbers in float32 and float64, not bfloat16; backend cupy does"
     assert why in refused(capsys, *asked, "--precision", "bfloat16")
     why = "is no model"  # which is looked for later than what cannot be
@@ -234,10 +242,10 @@ def test_precision(
     assert why in refused(capsys, *asked, "--precision", "bfloat16", "--dtype", "float64")
     written, _ = run(capsys, *asked, "--precision", "bfloat16")
     model, params = pretrained.load(path)
-    low = library.weights(params, "bfloat16")
+    low = library.cast_params(params, "bfloat16")
     words = tokenizer(path)
     ids = words.encode("Lily")
-    (new,) = generate(model, low, [ids], max_new=3)
+    (new,) = generate(model, low, [ids], max_new_tokens=3)
     assert written == words.decode([*ids, *new]) + "\n"
     assert all(p.dtype.name == "bfloat16" for p in tree.flatten(low).values())
 
@@ -256,18 +264,17 @@ def test_a_precision_that_is_not_for_a_model(
 
 
 def test_a_trained_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By either name of the option; its text slides past the context; bytes are its tokens."""
+    """Its text slides past the context; bytes are its tokens."""
     (tmp_path / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     train = ["train", "--preset", "tiny", "--steps", "3", "--data", str(tmp_path / "fox.txt")]
     folder = str(tmp_path / "gpt")
     assert main([*train, "--out", folder]) == 0
     capsys.readouterr()
-    for prompt, options in ((PROMPT, ("--max-new", 70)), ("the fox " * 20, ("--max-new", 5))):
-        outs = {
-            run(capsys, option, folder, "--prompt", prompt, *options)[0]
-            for option in ("--model", "--checkpoint")
-        }
-        (out,) = outs
+    for prompt, options in (
+        (PROMPT, ("--max-new-tokens", 70)),
+        ("the fox " * 20, ("--max-new-tokens", 5)),
+    ):
+        out, _ = run(capsys, "--model", folder, "--prompt", prompt, *options)
         assert out.startswith(prompt) and len(out) > len(prompt) + 1
     float64, _ = run(capsys, "--model", folder, "--prompt", "the", "--dtype", "float64")
     assert float64 == run(capsys, "--model", folder, "--prompt", "the")[0]

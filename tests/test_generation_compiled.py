@@ -57,7 +57,7 @@ def programs(calls: list[Any]) -> int:
 def test_guesses(name: str, calls: list[Any]) -> None:
     """Of a draft that is refused often, and of one that is not; by two programs."""
     model, params = in_float32(*causal(name))
-    options: dict[str, Any] = {"k": 3, "max_new": 22}
+    options: dict[str, Any] = {"k": 3, "max_new_tokens": 22}
     for sampler in (None, temperature(1.5)):
         for draft in (layers(model, params, 1), (model, params)):
             own = model, params, *draft, PROMPT
@@ -75,11 +75,13 @@ def test_guesses_across_columns() -> None:
         for prompt in (PROMPT, PROMPT[:1]):
             n = model.context - len(prompt) + 1
             own = model, params, *layers(model, params, 1), prompt
-            wanted = list(speculative(*own, k=4, max_new=n))
-            assert list(speculative(*own, k=4, max_new=n, compiled=True)) == wanted
+            wanted = list(speculative(*own, k=4, max_new_tokens=n))
+            assert list(speculative(*own, k=4, max_new_tokens=n, compiled=True)) == wanted
             stop = {wanted[2][-1]}
-            wanted = list(speculative(*own, k=4, max_new=n, stop=stop))
-            assert list(speculative(*own, k=4, max_new=n, stop=stop, compiled=True)) == wanted
+            wanted = list(speculative(*own, k=4, max_new_tokens=n, stop=stop))
+            assert (
+                list(speculative(*own, k=4, max_new_tokens=n, stop=stop, compiled=True)) == wanted
+            )
 
 
 @pytest.mark.usefixtures("numba_kernels")
@@ -87,9 +89,9 @@ def test_guesses_are_programs_by_themselves(calls: list[Any]) -> None:
     model, params = in_float32(*causal("llama"))
     own = model, params, *layers(model, params, 1), PROMPT
     for n in (compiling.PAYS - 1, compiling.PAYS):
-        wanted = list(speculative(*own, k=3, max_new=n, compiled=False))
+        wanted = list(speculative(*own, k=3, max_new_tokens=n, compiled=False))
         assert not calls
-        assert list(speculative(*own, k=3, max_new=n)) == wanted
+        assert list(speculative(*own, k=3, max_new_tokens=n)) == wanted
     assert programs(calls) == 2
 
 
@@ -97,7 +99,9 @@ def test_why_guesses_are_not_compiled() -> None:
     model, params = in_float32(*causal("shaw"))
     why = "speculative: tokens are not compiled: Shaw's relative positions"
     with pytest.warns(RuntimeWarning, match=why):
-        list(speculative(model, params, model, params, PROMPT, k=2, max_new=3, compiled=True))
+        list(
+            speculative(model, params, model, params, PROMPT, k=2, max_new_tokens=3, compiled=True)
+        )
 
 
 TARGETS = ["t5", "t5 1.1", "transformer", "shared memory"]
@@ -111,15 +115,15 @@ def test_targets(name: str, calls: list[Any]) -> None:
     for sampler in (None, top_k(3)):
         for sources in (SOURCES[:1], SOURCES):
             given = prefill(model, params, sources, start_id=1)
-            options: Any = {"max_new": 20, "sampler": sampler}
+            options: Any = {"max_new_tokens": 20, "sampler": sampler}
             wanted = generate(model, params, given, **options)
             for _ in range(2):
                 assert generate(model, params, given, **options, compiled=True) == wanted
     assert programs(calls) == 4
     for source in SOURCES:  # of as many columns
         given = prefill(model, params, [source], start_id=1)
-        wanted = generate(model, params, given, max_new=9)
-        assert generate(model, params, given, max_new=9, compiled=True) == wanted
+        wanted = generate(model, params, given, max_new_tokens=9)
+        assert generate(model, params, given, max_new_tokens=9, compiled=True) == wanted
     assert programs(calls) == 4
 
 
@@ -128,12 +132,12 @@ def test_targets_are_programs_by_themselves(calls: list[Any]) -> None:
     """Their columns are doubled; their tokens may come as guesses."""
     model, params = in_float32(*seq2seq("t5"))
     with patch.object(compiling, "LEAST", 8):
-        wanted = generate(model, params, SOURCES, max_new=30, compiled=False)
-        assert generate(model, params, SOURCES, max_new=30) == wanted
+        wanted = generate(model, params, SOURCES, max_new_tokens=30, compiled=False)
+        assert generate(model, params, SOURCES, max_new_tokens=30) == wanted
     assert programs(calls) > 1
     own = model, params, *in_float32(*seq2seq("t5 1.1", seed=1)), SOURCES[0]
-    wanted_rounds = list(speculative(*own, k=3, max_new=24, compiled=False))
-    assert list(speculative(*own, k=3, max_new=24)) == wanted_rounds
+    wanted_rounds = list(speculative(*own, k=3, max_new_tokens=24, compiled=False))
+    assert list(speculative(*own, k=3, max_new_tokens=24)) == wanted_rounds
 
 
 RAGGED = [[1, 5, 2, 7, 3], [4, 6]]
@@ -154,14 +158,16 @@ def test_prompts(name: str) -> None:
             assert (found.ids, found.width) == (right.ids, right.width)
             assert (found.state.mask is None) == (right.state.mask is None)
             assert found.state.length == right.state.length
-            assert [p.k.shape for p in found.state.past] == [p.k.shape for p in right.state.past]
+            assert [p.k.shape for p in found.state.kv_cache] == [
+                p.k.shape for p in right.state.kv_cache
+            ]
         forward = prompts._forward(model)
         assert "instructions" in forward.compiled.explain()
         if name in ("gpt2", "llama", "gemma2"):
             assert programs([forward.compiled._call((params,))]) == 1
-        ids = generate(model, params, texts, max_new=6, compiled=False)
+        ids = generate(model, params, texts, max_new_tokens=6, compiled=False)
         if name != "shaw":
-            assert generate(model, params, texts, max_new=6, compiled=True) == ids
+            assert generate(model, params, texts, max_new_tokens=6, compiled=True) == ids
         after = prefill(model, params, texts, chunk=2, compiled=True)
         np.testing.assert_allclose(after.logits, right.logits, rtol=0, atol=1e-4)
 
@@ -172,7 +178,7 @@ def test_prompts_that_are_read_anew() -> None:
     prompts._forward.cache_clear()
     model, params = in_float32(*causal("gpt2"))
     text = list(np.random.default_rng(0).integers(0, 30, model.context))
-    options: dict[str, Any] = {"max_new": 12, "slide": True}
+    options: dict[str, Any] = {"max_new_tokens": 12, "sliding_context": True}
     wanted = generate(model, params, [text], compiled=False, **options)
     assert generate(model, params, [text], compiled=True, **options) == wanted
     assert programs([prompts._forward(model).compiled._call((params,))]) == 1

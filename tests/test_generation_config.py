@@ -146,7 +146,7 @@ def test_the_command_writes_what_transformers_writes(
     assert said.startswith("generation_config.json: ")
     choosing = {"repetition_penalty", "no_repeat_ngram_size", "num_beams", "max_length"}
     if not choosing & keys.keys():  # which are the caller's in Python
-        options: dict[str, Any] = {"max_new": keys["max_new_tokens"]}
+        options: dict[str, Any] = {"max_new_tokens": keys["max_new_tokens"]}
         pieces = stream_text(*pretrained.load(folder), codec, "ab", **options)
         assert "".join(pieces) == got
 
@@ -175,7 +175,10 @@ def test_stop_strings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert want.endswith(stop) and len(want) < len(text)
         assert ours(folder, capsys, prompt=prompt)[0] == want.removesuffix(stop)
         model, params = pretrained.load(folder)
-        assert "".join(stream_text(model, params, codec, prompt, max_new=MAX_NEW)) + stop == want
+        assert (
+            "".join(stream_text(model, params, codec, prompt, max_new_tokens=MAX_NEW)) + stop
+            == want
+        )
 
 
 def test_special_tokens_as_stop_strings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,10 +201,18 @@ def test_special_tokens_as_stop_strings(folder: Path, capsys: pytest.CaptureFixt
         assert (stop in whole) == (len(ids) < MAX_NEW)
         want = whole.partition(stop)[0].replace(end, "").removesuffix(end[:2])
         got = ours(
-            folder, capsys, "--stop", stop, "--temperature", "0", "--max-new", "9", prompt=prompt
+            folder,
+            capsys,
+            "--stop",
+            stop,
+            "--temperature",
+            "0",
+            "--max-new-tokens",
+            "9",
+            prompt=prompt,
         )
         assert got[0] == want
-        pieces = stream_text(model, params, codec, prompt, max_new=MAX_NEW, stop=[stop])
+        pieces = stream_text(model, params, codec, prompt, max_new_tokens=MAX_NEW, stop=[stop])
         assert "".join(pieces) == want
         seen.add(want)
     assert len(seen) > 2
@@ -225,14 +236,15 @@ def test_stop_ids(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt, options = "the quick", {"do_sample": False, "max_new_tokens": MAX_NEW}
     free = theirs(folder, prompt, **options)
     codec = tokenizer(folder)
-    greedy = ("--temperature", "0", "--max-new", "9")
+    greedy = ("--temperature", "0", "--max-new-tokens", "9")
     for stop in ([free[4]], [free[5], free[2]]):
         want = codec.decode(ended(theirs(folder, prompt, eos_token_id=stop, **options), *stop))
         ids = [text for i in stop for text in ("--stop-id", str(i))]
         got, said = ours(folder, capsys, *ids, *greedy, prompt=prompt)
         assert got == want and f" {min(map(free.index, stop))} written" in said
         assert (
-            ours(folder, capsys, *ids, "--max-new", "9", "--beams", "1", prompt=prompt)[0] == want
+            ours(folder, capsys, *ids, "--max-new-tokens", "9", "--beams", "1", prompt=prompt)[0]
+            == want
         )
     for wrong in ("-1", "9999"):
         assert main(["generate", "--model", str(folder), "--prompt", "a", "--stop-id", wrong]) == 1
@@ -301,7 +313,7 @@ def test_options_come_before_the_file(folder: Path, capsys: pytest.CaptureFixtur
     _, said = ours(folder, capsys)
     line = "generation_config.json: do_sample true, repetition_penalty 1.1, temperature 0.6, "
     assert said.startswith(line + "top_p 0.9, max_length 9\n") and " 7 written" in said
-    _, said = ours(folder, capsys, "--temperature", "2", "--top-p", "0.5", "--max-new", "3")
+    _, said = ours(folder, capsys, "--temperature", "2", "--top-p", "0.5", "--max-new-tokens", "3")
     assert said.startswith("generation_config.json: repetition_penalty 1.1\n")
     assert " 3 written" in said
     write(folder, num_beams=2, max_new_tokens=4)
@@ -310,11 +322,11 @@ def test_options_come_before_the_file(folder: Path, capsys: pytest.CaptureFixtur
     for options in (("--temperature", "0"), ("--beams", "1")):
         assert "num_beams" not in ours(folder, capsys, *options)[1]
     write(folder, suppress_tokens=list(range(100)))
-    _, said = ours(folder, capsys, "--max-new", "2")
+    _, said = ours(folder, capsys, "--max-new-tokens", "2")
     first, _ = said.splitlines()
     assert first.startswith("generation_config.json: suppress_tokens [0, 1") and len(first) < 110
     write(folder, eos_token_id=3)  # nothing that says how tokens are chosen, or how many
-    assert ours(folder, capsys, "--max-new", "2")[1].startswith("2 tokens read")
+    assert ours(folder, capsys, "--max-new-tokens", "2")[1].startswith("2 tokens read")
 
 
 SAMPLING = [
@@ -356,12 +368,12 @@ def test_tokens_have_the_distribution_of_transformers(
 def test_what_is_not_followed_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(folder, do_sample=True, typical_p=0.9, guidance_scale=1.5, epsilon_cutoff=0.0)
     with pytest.warns(UserWarning, match=r"generation_config\.json: not followed: guid.*, typ"):
-        ours(folder, capsys, "--max-new", "1")
+        ours(folder, capsys, "--max-new-tokens", "1")
     write(folder, do_sample=True, num_beams=2)
     with pytest.warns(UserWarning, match="not followed: do_sample"):
-        ours(folder, capsys, "--max-new", "1")
+        ours(folder, capsys, "--max-new-tokens", "1")
     write(folder, user_token_id=3, chat_format="chatml", use_cache=True)  # nor by transformers
-    ours(folder, capsys, "--max-new", "1")
+    ours(folder, capsys, "--max-new-tokens", "1")
 
 
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
@@ -369,8 +381,11 @@ def test_a_prompt_beyond_max_length(folder: Path, capsys: pytest.CaptureFixture[
     write(folder, max_length=2)
     assert main(["generate", "--model", str(folder), "--prompt", "abc"]) == 1
     err = capsys.readouterr().err
-    assert "generation_config.json: max_length is 2, and the prompt has 3 tokens: --max-new" in err
-    assert " 2 written" in ours(folder, capsys, "--max-new", "2", prompt="abc")[1]
+    assert (
+        "generation_config.json: max_length is 2, and the prompt has 3 tokens: --max-new-tokens"
+        in err
+    )
+    assert " 2 written" in ours(folder, capsys, "--max-new-tokens", "2", prompt="abc")[1]
 
 
 WRONG: dict[str, list[Any]] = {

@@ -99,7 +99,7 @@ def up_to(ids: list[int], stop: tuple[int, ...]) -> list[int]:
 
 def stops(both: Pair) -> list[tuple[int, ...]]:
     """No stop id, one, and two, which greedy texts meet at different places."""
-    texts = generate(both.model, both.params, both.prompts, max_new=MAX_NEW)
+    texts = generate(both.model, both.params, both.prompts, max_new_tokens=MAX_NEW)
     return [(), (texts[0][3],), (texts[1][8], texts[2][5])]
 
 
@@ -109,7 +109,7 @@ def test_greedy(family: str, folder: Path) -> None:
     lengths = set()
     for stop in stops(both):
         want, _ = both.theirs(stop)
-        got = generate(both.model, both.params, both.prompts, max_new=MAX_NEW, stop=stop)
+        got = generate(both.model, both.params, both.prompts, max_new_tokens=MAX_NEW, stop=stop)
         assert got == want
         lengths.update(map(len, got))
     assert len(lengths) > 2  # they do stop
@@ -125,7 +125,7 @@ def test_greedy_with_a_repetition_penalty(family: str, folder: Path) -> None:
         if len(one.prompts[0]) < max(LENGTHS) and not both.is_t5:
             continue
         want, _ = one.theirs((), repetition_penalty=3.0)
-        got = generate(one.model, one.params, one.prompts, max_new=MAX_NEW, sampler=sampler)
+        got = generate(one.model, one.params, one.prompts, max_new_tokens=MAX_NEW, sampler=sampler)
         assert got == want
 
 
@@ -134,7 +134,7 @@ def test_rope_frequencies_that_change_with_the_length(name: str, folder: Path) -
     """As without a cache there: with one, transformers keeps keys rotated for shorter texts."""
     both = pair(name, folder)
     want, _ = both.theirs((), use_cache=False)
-    assert generate(both.model, both.params, both.prompts, max_new=MAX_NEW) == want
+    assert generate(both.model, both.params, both.prompts, max_new_tokens=MAX_NEW) == want
     options: Any = {"early_stopping": False, "length_penalty": 1.0}
     want, scores = both.theirs(
         (), use_cache=False, num_beams=N_BEAMS, num_return_sequences=N_BEAMS, **options
@@ -169,7 +169,7 @@ def beams(both: Pair, stop: tuple[int, ...], **options: Any) -> list[Beam]:
         both.params,
         both.prompts,
         n_beams=N_BEAMS,
-        max_new=MAX_NEW,
+        max_new_tokens=MAX_NEW,
         stop=stop,
         **options,
     )

@@ -55,7 +55,7 @@ def short(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     monkeypatch.setattr(benchmark, "LENGTH", 12)
     monkeypatch.setattr(benchmark, "LIBRARIES", ("numpy",))
     monkeypatch.setattr(machine, "share_threads", lambda: {"cpus": 1})
-    (ids,) = generate(*load(folder / benchmark.MODEL), [[benchmark.BOS]], max_new=12)
+    (ids,) = generate(*load(folder / benchmark.MODEL), [[benchmark.BOS]], max_new_tokens=12)
     text = benchmark.tokenizer(folder / benchmark.WORDS).decode(ids)
     (folder / benchmark.STORY).write_text(text)
     return ["--data", str(folder), "--rounds", "1", "--out", str(folder / "a.json")]

@@ -169,11 +169,11 @@ def test_stops_of_other_kinds() -> None:
     params = tree.map(lambda p: p * 20, model.init(seed=1))
 
     def text(stop: Any, prompt: Any = "ab") -> str:
-        return "".join(stream_text(model, params, Bytes(), prompt, max_new=8, stop=stop))
+        return "".join(stream_text(model, params, Bytes(), prompt, max_new_tokens=8, stop=stop))
 
     free = text(())
     assert text(None) == free
-    ids = generate(model, params, [list(b"ab")], max_new=8)[0]
+    ids = generate(model, params, [list(b"ab")], max_new_tokens=8)[0]
     for stop in (ids[3], free[2]):
         assert text(iter([stop])) == text([stop]) != free
     for bad, got in (
@@ -198,7 +198,7 @@ def test_an_empty_stop_string() -> None:
 
 def test_one_stop_string_is_no_list() -> None:
     with pytest.raises(TypeError, match="stop must be a list of strings and ids, got 'abc'"):
-        stream_text(GPT, PARAMS, Bytes(), "a", max_new=1, stop="abc")
+        stream_text(GPT, PARAMS, Bytes(), "a", max_new_tokens=1, stop="abc")
 
 
 # Models
@@ -209,15 +209,15 @@ PARAMS = tree.map(lambda p: p * 4, GPT.init(seed=3))
 
 
 def test_a_text_of_bytes() -> None:
-    options: dict[str, Any] = {"sampler": temperature(0.7), "seed": 2, "slide": True}
-    ids = generate(GPT, PARAMS, [list(b"caf\xc3\xa9")], max_new=60, **options)[0]
-    text = "".join(stream_text(GPT, PARAMS, Bytes(), "café", max_new=60, **options))
+    options: dict[str, Any] = {"sampler": temperature(0.7), "seed": 2, "sliding_context": True}
+    ids = generate(GPT, PARAMS, [list(b"caf\xc3\xa9")], max_new_tokens=60, **options)[0]
+    text = "".join(stream_text(GPT, PARAMS, Bytes(), "café", max_new_tokens=60, **options))
     assert text == bytes(ids).decode(errors="replace")
 
 
 def test_a_stop_string_that_tokens_cut() -> None:
     """Every three letters of a text end it, however many tokens they come from."""
-    options: dict[str, Any] = {"max_new": 25, "sampler": temperature(1.0)}
+    options: dict[str, Any] = {"max_new_tokens": 25, "sampler": temperature(1.0)}
     text = "".join(stream_text(GPT, PARAMS, Bytes(), "a", **options))
     for start in range(len(text) - 3):
         stop = text[start : start + 3]
@@ -226,7 +226,7 @@ def test_a_stop_string_that_tokens_cut() -> None:
 
 
 def test_a_stop_id_is_no_part_of_the_text() -> None:
-    options: dict[str, Any] = {"max_new": 25, "sampler": temperature(1.0)}
+    options: dict[str, Any] = {"max_new_tokens": 25, "sampler": temperature(1.0)}
     (ids,) = generate(GPT, PARAMS, [[97]], **options)
     got = "".join(stream_text(GPT, PARAMS, Bytes(), "a", stop=[ids[5], "\ufffd" * 9], **options))
     assert got == bytes(ids[: ids.index(ids[5])]).decode(errors="replace")
@@ -247,8 +247,8 @@ class Words:
 
 def test_a_target_stands_alone() -> None:
     model, params = seq2seq("t5")
-    (ids,) = generate(model, params, [[5, 6]], max_new=9)
-    got = "".join(stream_text(model, params, Words(), "5 6", max_new=9))
+    (ids,) = generate(model, params, [[5, 6]], max_new_tokens=9)
+    got = "".join(stream_text(model, params, Words(), "5 6", max_new_tokens=9))
     assert got.split() == [str(i) for i in ids[: (*ids, 1).index(1)]]
 
 
@@ -258,33 +258,33 @@ def test_what_ends_a_text() -> None:
     assert ends_of(Bytes(), GPT) == frozenset()
     assert ends_of(Words(), GPT) == {1}
     for told, ends in ((7, {7}), ([7, 8], {7, 8}), (None, {1}), ([99], {1}), ([99, 7], {7})):
-        own = pretrained.model(dict(model.source) | {"eos_token_id": told})
+        own = pretrained.model(dict(model.hf_config) | {"eos_token_id": told})
         assert ends_of(Words(), own) == ends
         assert end_of(Words(), own) == min(ends)
     guessing = Words()
     guessing.guessed = {"eos_token"}
     assert ends_of(guessing, GPT) == frozenset() and end_of(guessing, GPT) is None
-    own = pretrained.model(dict(model.source) | {"eos_token_id": [7, 1]})
+    own = pretrained.model(dict(model.hf_config) | {"eos_token_id": [7, 1]})
     assert ends_of(guessing, own) == {7, 1} and end_of(guessing, own) == 1
 
 
 def test_an_empty_prompt_is_the_token_that_begins_texts() -> None:
     assert prompt_ids(Words(), GPT, "") == [0]
-    own = pretrained.model(dict(seq2seq("t5")[0].source) | {"bos_token_id": 7})
+    own = pretrained.model(dict(seq2seq("t5")[0].hf_config) | {"bos_token_id": 7})
     assert prompt_ids(Words(), own, "") == [7]
     with pytest.raises(ValueError, match="the prompt must hold at least one token: the tokenizer"):
-        stream_text(GPT, PARAMS, Bytes(), "", max_new=3)
+        stream_text(GPT, PARAMS, Bytes(), "", max_new_tokens=3)
 
 
 def test_half_a_letter_is_no_prompt() -> None:
     with pytest.raises(UnicodeEncodeError):
-        stream_text(GPT, PARAMS, Bytes(), "\ud800", max_new=3)
+        stream_text(GPT, PARAMS, Bytes(), "\ud800", max_new_tokens=3)
 
 
 def test_unknown_tokens_are_refused() -> None:
     """A tokenizer of another model gives ids that this one has not."""
     with pytest.raises(ValueError, match=r"ids must lie in \[0, 256\), got ids from 5 to 256"):
-        list(stream_text(GPT, PARAMS, Words(), "5 256", max_new=3))
+        list(stream_text(GPT, PARAMS, Words(), "5 256", max_new_tokens=3))
     assert np.all(np.isfinite(PARAMS.embed.table))
 
 

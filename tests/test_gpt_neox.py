@@ -13,7 +13,7 @@ import pytest
 from huggingface import Values, build, proof, transformers
 
 from xformer import pretrained, tree
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.layers import RopeConfig
 from xformer.pretrained.reading import PretrainedError
 
@@ -150,7 +150,7 @@ def test_defaults() -> None:
     """What is absent is as transformers has it; all that its configuration may hold is known."""
     full = transformers.GPTNeoXConfig(architectures=CONFIG["architectures"]).to_dict()
     sparse = {name: full[name] for name in ("architectures", "model_type")}
-    first, second = (replace(pretrained.model(each), source=None) for each in (full, sparse))
+    first, second = (replace(pretrained.model(each), hf_config=None) for each in (full, sparse))
     assert first == second
 
 

@@ -41,7 +41,7 @@ def on_jax() -> Iterator[Any]:
 @every_case
 def test_gradient_is_the_derivative(case: Case) -> None:
     # On NumPy: of the other libraries all numbers are compared with NumPy's, far more closely.
-    # `xformer check` does this on each of them.
+    # `xformer gradcheck` does this on each of them.
     small = case.room == "ops"
     case.check(NUMPY, alone=True, elementwise=64 if small else 0).require()
 

@@ -11,7 +11,7 @@ from hostile import refused_at_most
 from hub_configs import HUB
 
 from xformer import pretrained, tree
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.layers import RopeConfig
 from xformer.pretrained import PretrainedError
 
@@ -45,10 +45,12 @@ def test_what_they_describe() -> None:
     assert {block.window for block in described("Mistral-7B-v0.1").blocks} == {(4095, None)}
     assert {block.window for block in described("Mistral-7B-v0.3").blocks} == {None}
     mixtral = described("Mixtral-8x7B-v0.1")
-    assert (mixtral.balance, mixtral.blocks[0].experts.top_k) == (0.0, 2)
-    assert described("Mixtral-8x7B-v0.1", output_router_logits=True).balance == 0.02
+    assert (mixtral.load_balancing_weight, mixtral.blocks[0].experts.top_k) == (0.0, 2)
+    assert described("Mixtral-8x7B-v0.1", output_router_logits=True).load_balancing_weight == 0.02
     other = {"output_router_logits": True, "architectures": ["MixtralForSequenceClassification"]}
-    assert described("Mixtral-8x7B-v0.1", **other).balance == 0.0  # as transformers has it
+    assert (
+        described("Mixtral-8x7B-v0.1", **other).load_balancing_weight == 0.0
+    )  # as transformers has it
     for name in ("Qwen2-0.5B", "Qwen3-0.6B"):
         assert {block.window for block in described(name).blocks} == {None}
     assert described("Qwen3-0.6B").blocks[0].qk_norm == "head"
@@ -164,13 +166,15 @@ def test_a_key_that_nothing_reads_is_named(name: str, changes: dict[str, Any]) -
     listed = ", ".join(f"'{key}'" for key in sorted(changes))
     with pytest.warns(UserWarning, match=f"transformers does not read are left out: {listed}$"):
         found = described(name, **changes)
-    assert replace(found, source=None) == replace(described(name), source=None)
-    assert found.source.items() >= changes.items()  # and is saved again
+    assert replace(found, hf_config=None) == replace(described(name), hf_config=None)
+    assert found.hf_config.items() >= changes.items()  # and is saved again
 
 
 @pytest.mark.parametrize(("name", "changes"), SILENT)
 def test_keys_at_values_that_change_nothing(name: str, changes: dict[str, Any]) -> None:
-    assert replace(described(name, **changes), source=None) == replace(described(name), source=None)
+    assert replace(described(name, **changes), hf_config=None) == replace(
+        described(name), hf_config=None
+    )
 
 
 def test_a_key_of_a_rotary_embedding_that_nothing_reads_is_named() -> None:

@@ -31,7 +31,7 @@ from xformer import (
     tree,
 )
 from xformer.catalogue import Case, cases
-from xformer.dispatch import Dropped, keeps_nothing
+from xformer.dispatch import NoCache, is_inference
 from xformer.layers import BlockConfig, EmbedConfig, NormConfig
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.pretrained.tokenizer import tokenizer
@@ -41,7 +41,7 @@ from xformer.training import Batch
 NUMPY = backends.get("numpy")
 SAYS = r"made within inference\(\), which keeps nothing$"
 # What composites hold themselves: for generation, for the routers' losses; weights of a mean.
-LITTLE = ("past.k", "past.v", "router_logits", "ids", "weights", "value")
+LITTLE = ("kv_cache.k", "kv_cache.v", "router_logits", "ids", "weights", "value")
 TOKENS = np.random.default_rng(0).integers(1, 13, (3, 7))
 
 
@@ -60,12 +60,12 @@ def require_nothing(case: Case, library: Backend) -> None:
         assert np.array_equal(library.to_numpy(got), library.to_numpy(want))
     if case.room == "ops":
         cache = getattr(cache, "cache", cache)  # less the gradients that there are not
-        assert isinstance(cache, Dropped), cache
+        assert isinstance(cache, NoCache), cache
     own = {id(a) for a in tree.flatten((args, fn.keywords)).values()}
     for name, leaf in tree.flatten(cache).items():
         if hasattr(leaf, "dtype"):
             assert name.endswith(LITTLE) or id(leaf) in own, name
-        elif "past.place" not in name:  # to append in place, which JAX has not
+        elif "kv_cache.storage" not in name:  # to append in place, which JAX has not
             is_number = isinstance(leaf, int | float)  # as a compiled function may return
             assert is_number and case.room != "models", name
     with pytest.raises(RuntimeError, match=f"^backward: the cache was {SAYS}"):
@@ -75,8 +75,8 @@ def require_nothing(case: Case, library: Backend) -> None:
 def deepest(cache: Any) -> Any:
     """The first op's cache inside a composite's; one that has none stands for itself."""
     found: list[Any] = []
-    tree.map_nodes(lambda _, node: found.append(node), cache, Dropped)
-    return found[0] if found else Dropped()
+    tree.map_nodes(lambda _, node: found.append(node), cache, NoCache)
+    return found[0] if found else NoCache()
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -125,8 +125,8 @@ def test_each_part_of_a_model_drops_its_cache() -> None:
     model = Transformer(13, 13, 8, 2, 1, 1, 16).network
     params = model.init()
     (memory, pos), encoded = within(lambda: model.encode(params, TOKENS))
-    _, decoded = within(lambda: model.decode(params, memory, pos, TOKENS))
-    assert isinstance(encoded, Dropped) and isinstance(decoded, Dropped)
+    _, decoded = within(lambda: model.decode_target(params, memory, pos, TOKENS))
+    assert isinstance(encoded, NoCache) and isinstance(decoded, NoCache)
 
 
 def test_a_backward_says_why_there_is_none() -> None:
@@ -153,37 +153,41 @@ def test_it_ends() -> None:
     """Within itself, and where something is raised."""
 
     def kept() -> bool:
-        return not isinstance(ops.tanh(np.ones(3))[1], Dropped)
+        return not isinstance(ops.tanh(np.ones(3))[1], NoCache)
 
     with inference():
         with inference():
-            assert keeps_nothing()
-        assert keeps_nothing() and not kept()
-    assert not keeps_nothing() and kept()
+            assert is_inference()
+        assert is_inference() and not kept()
+    assert not is_inference() and kept()
     with pytest.raises(ZeroDivisionError), inference():
         raise ZeroDivisionError
-    assert not keeps_nothing() and kept()
+    assert not is_inference() and kept()
 
 
 def test_it_goes_with_reference_only() -> None:
     x = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
     with inference(), xf.reference_only():
         y, cache = ops.gelu(x)
-        assert isinstance(cache, Dropped)
+        assert isinstance(cache, NoCache)
     with xf.reference_only():
         assert np.array_equal(y, ops.gelu(x)[0])
 
 
 def test_what_returns_no_cache_is_left_alone() -> None:
-    key = xf.Key(1)
+    key = xf.RandomKey(1)
     x = np.zeros(1)
     bits = ops.random_bits(x, key=key, size=2)  # two, as if they were y and a cache
-    past = xf.layers.past.append(*np.ones((2, 1, 1, 2, 3)), past=xf.layers.past.Past())
+    kv_cache = xf.layers.kv_cache.append(
+        *np.ones((2, 1, 1, 2, 3)), kv_cache=xf.layers.kv_cache.KVCache()
+    )
     with inference():
         assert np.array_equal(ops.random_bits(x, key=key, size=2), bits)
         assert xf.checks.in_range(np.arange(3), size=3) is True
-        again = xf.layers.past.append(*np.ones((2, 1, 1, 2, 3)), past=xf.layers.past.Past())
-        assert np.array_equal(again.k, past.k) and again.length == 2
+        again = xf.layers.kv_cache.append(
+            *np.ones((2, 1, 1, 2, 3)), kv_cache=xf.layers.kv_cache.KVCache()
+        )
+        assert np.array_equal(again.k, kv_cache.k) and again.length == 2
         assert xf.layers.checkpoint.held(x, memory=x, key=key, dy=x) == (x, x, key)
 
 
@@ -201,11 +205,17 @@ def test_an_op_says_whether_it_returns_one() -> None:
 # ---- Memory ----
 
 
-def encoder(checkpoint: bool = False) -> tuple[LanguageModel, Any]:
+def encoder(activation_checkpointing: bool = False) -> tuple[LanguageModel, Any]:
     """Of the kind of MiniLM."""
-    block = BlockConfig(64, 4, 256, norm="post", activation="gelu")
+    block = BlockConfig(64, 4, 256, norm_placement="post", activation="gelu")
     embed = EmbedConfig(300, 64, 64, 64, positions="learned", norm=NormConfig())
-    model = LanguageModel(embed, (block,) * 6, causal=False, head=None, checkpoint=checkpoint)
+    model = LanguageModel(
+        embed,
+        (block,) * 6,
+        causal=False,
+        head=None,
+        activation_checkpointing=activation_checkpointing,
+    )
     return model, model.init()
 
 
@@ -220,9 +230,9 @@ def most(run: Any) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_a_forward_takes_the_memory_of_a_layer(checkpoint: bool) -> None:
-    model, params = encoder(checkpoint)
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_a_forward_takes_the_memory_of_a_layer(activation_checkpointing: bool) -> None:
+    model, params = encoder(activation_checkpointing)
     tokens = np.random.default_rng(0).integers(0, 300, (16, 64))
 
     def forward() -> Any:
@@ -232,7 +242,7 @@ def test_a_forward_takes_the_memory_of_a_layer(checkpoint: bool) -> None:
     x = 16 * 64 * 64 * 4
     # x, what the layer adds to it, and the hidden layer of its feed-forward network, twice.
     assert spare < 13 * x
-    if not checkpoint:
+    if not activation_checkpointing:
         assert plain > 6 * 12 * x > 5 * spare
     _, cache = within(forward)
     assert tree.nbytes(cache) < x / 30
@@ -251,7 +261,7 @@ class Watched:
 
     def _noting(self, method: Any) -> Any:
         def noting(*args: Any, **options: Any) -> Any:
-            self.seen.append(keeps_nothing())
+            self.seen.append(is_inference())
             return method(*args, **options)
 
         return noting
@@ -263,13 +273,15 @@ def test_generation(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     params, watched = gpt.init(), Watched(monkeypatch, LanguageModel, "_embedded")
     prompt = [1, 2, 3]
     if how == "speculative":
-        rounds: Any = generation.speculative(gpt, params, gpt, params, prompt, k=2, max_new=5)
+        rounds: Any = generation.speculative(
+            gpt, params, gpt, params, prompt, k=2, max_new_tokens=5
+        )
     elif how == "beam_search":
-        rounds = generation.beam_search(gpt, params, [prompt], n_beams=2, max_new=5)
+        rounds = generation.beam_search(gpt, params, [prompt], n_beams=2, max_new_tokens=5)
     else:
-        rounds = generation.stream(gpt, params, [prompt], max_new=5)
+        rounds = generation.stream(gpt, params, [prompt], max_new_tokens=5)
     for _ in rounds:
-        assert not keeps_nothing()  # here, while a generator waits
+        assert not is_inference()  # here, while a generator waits
     assert len(watched.seen) > 4 and all(watched.seen)
 
 
@@ -277,11 +289,11 @@ def test_generation_of_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> No
     model = Transformer(13, 13, 8, 2, 1, 1, 16)
     params = model.init()
     watched = Watched(monkeypatch, EncoderDecoder, "encode", "_decode")
-    own = model.generate(params, TOKENS, start_id=1, end_id=2, max_new=4)
-    state = model.network.start(params, TOKENS)
-    assert len(watched.seen) > 2 and all(watched.seen) and not keeps_nothing()
-    logits, state = model.network.extend(params, own[:, :1] * 0 + 1, state)
-    assert state.past[0].k.shape[2] == 1 and logits.shape == (3, 13)
+    own = model.generate(params, TOKENS, start_id=1, end_id=2, max_new_tokens=4)
+    state = model.network.init_state(params, TOKENS)
+    assert len(watched.seen) > 2 and all(watched.seen) and not is_inference()
+    logits, state = model.network.decode(params, own[:, :1] * 0 + 1, state)
+    assert state.kv_cache[0].k.shape[2] == 1 and logits.shape == (3, 13)
 
 
 def test_validation() -> None:
@@ -289,18 +301,18 @@ def test_validation() -> None:
     seen: list[bool] = []
 
     def loss(*args: Any) -> tuple[Any, Any]:
-        seen.append(keeps_nothing())
+        seen.append(is_inference())
         return training.loss_of(gpt)(*args)
 
     def batches() -> Iterator[Batch]:
         for _ in range(2):
-            assert not keeps_nothing()
+            assert not is_inference()
             yield Batch((TOKENS, TOKENS), {}, TOKENS.size, TOKENS.size)
 
     params = gpt.init()
     found = training.evaluate(loss, params, batches(), NUMPY)
     assert found == pytest.approx(float(gpt.loss(params, TOKENS, TOKENS)[0]))
-    assert seen == [True, True] and not keeps_nothing()
+    assert seen == [True, True] and not is_inference()
 
 
 def test_sentences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -311,4 +323,4 @@ def test_sentences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         folder = sentences.write_model(tmp_path / name, config)
         run(*pretrained.load(folder), tokenizer(folder), sentences.TEXTS)
-    assert len(watched.seen) > 1 and all(watched.seen) and not keeps_nothing()
+    assert len(watched.seen) > 1 and all(watched.seen) and not is_inference()

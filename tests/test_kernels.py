@@ -15,21 +15,21 @@ from devices import SLACK
 from judges import Values, douts, gradients, named
 from libraries import ON_DEVICE, STAND_IN
 from xformer.backends import Backend
-from xformer.backends.cupy import feed_forward_lt, flash, linear_lt, linears_lt, sdpa_cudnn
+from xformer.backends.cupy import feed_forward_lt, flash, linear_lt, linear_many_lt, sdpa_cudnn
 from xformer.backends.cupy.cublaslt import RUNTIMES
 from xformer.backends.cupy.runtimes import runtime_of
 
-from xformer import Key, backends, dispatch, reference_only, tree
+from xformer import RandomKey, backends, dispatch, reference_only, tree
 from xformer.catalogue import cases
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
-from xformer.generation.samplers import likeliest
+from xformer.generation.samplers import greedy
 from xformer.layers import blocks
 from xformer.layers.advance import advance
 from xformer.layers.checkpoint import held
 from xformer.layers.constant import constant
-from xformer.layers.past import append
-from xformer.layers.rotary import turns
+from xformer.layers.kv_cache import append
+from xformer.layers.rope_tables import cos_sin
 from xformer.ops import embedding, index_add, random_bits, rope
 from xformer.ops.sum_to import sum_to
 from xformer.optim.adam import adam_update
@@ -39,13 +39,13 @@ from xformer.optim.ema import ema_leaves
 assert cuda_shim.NAME == STAND_IN
 OPS = [op for op in dispatch.ops() if op.__module__.startswith("xformer.")]  # not those of tests
 for name in backends.NAMES:
-    if backends.why_not(name) is None:
+    if backends.unavailable_reason(name) is None:
         for op in OPS:
             op.import_kernels(name)
 # For what is stored in two bytes alone: test_cuda_flash.py, test_cuda_cudnn.py,
 # test_cuda_feed_forward.py
 STORED_ALONE = (flash.sdpa, sdpa_cudnn.sdpa, feed_forward_lt.feed_forward)
-BY_CUBLASLT = (linear_lt.linear, linears_lt.linears, linear_lt.linear_cross_entropy)
+BY_CUBLASLT = (linear_lt.linear, linear_many_lt.linear_many, linear_lt.linear_cross_entropy)
 KERNELS = [
     (library, op, kernel)
     for op in OPS
@@ -58,8 +58,8 @@ UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
 # append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
 # test_cuda_precision.py, turns: test_rotary.py
-WITHOUT_GRADIENT = (random_bits, in_range, likeliest, append, constant, held, advance, sum_to)
-WITHOUT_GRADIENT += (*UPDATES, turns)
+WITHOUT_GRADIENT = (random_bits, in_range, greedy, append, constant, held, advance, sum_to)
+WITHOUT_GRADIENT += (*UPDATES, cos_sin)
 # Of many ops, whose rounding adds up either way: test_numpy_blocks.py
 IN_FLOAT64 = (blocks,)
 IN_ANY_ORDER = (embedding, index_add)  # sums at repeated ids
@@ -209,7 +209,11 @@ def parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
 def bits(library: Backend) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
     """Arguments, options, and the answer: here, what the reference says on NumPy."""
     like = library.generator(0).full((1,), 0.0)
-    for key in (Key(0), Key(2**64 - 1, 2**32 - 1, 2**32 - 1), Key(2**40 + 3, 5, 7)):
+    for key in (
+        RandomKey(0),
+        RandomKey(2**64 - 1, 2**32 - 1, 2**32 - 1),
+        RandomKey(2**40 + 3, 5, 7),
+    ):
         for size in (0, 1, 7, 1000):
             options = {"key": key, "size": size}
             yield (like,), options, random_bits.reference(np.zeros(1), **options)
@@ -239,7 +243,7 @@ def largest(library: Backend) -> Iterator[tuple[tuple[Any, ...], dict[str, Any],
 @every([k for k in KERNELS if k[1] in WITHOUT_GRADIENT[:3]] + REFERENCES)
 def test_same_answers_as_the_reference(library: Backend, op: Overridable, kernel: Kernel) -> None:
     ran = 0
-    for args, options, wanted in {random_bits: bits, in_range: ranges, likeliest: largest}[op](
+    for args, options, wanted in {random_bits: bits, in_range: ranges, greedy: largest}[op](
         library
     ):
         if kernel.unsupported is None or not kernel.unsupported(*args, **options):

@@ -53,10 +53,10 @@ def test_another_name_is_an_attribute_error(package: ModuleType) -> None:
 def test_a_file_may_be_imported_before_what_has_its_name(tmp_path: Path) -> None:
     code = """
 import json, xformer.ops.gelu, xformer.layers.norm
-from xformer.layers import rotary
+from xformer.layers import rope_tables
 from xformer.models import heads
 import xformer as xf
-names = xf.ops.gelu, xf.layers.norm, rotary, xf.gradcheck, xf.tree, heads, xf.models.Pooler
+names = xf.ops.gelu, xf.layers.norm, rope_tables, xf.gradcheck, xf.tree, heads, xf.models.Pooler
 print(json.dumps([type(name).__name__ for name in names]))
 """
     kinds = ["Overridable", "function", "function", "function", "module", "module", "type"]
@@ -70,7 +70,7 @@ alone = sorted(name for name in sys.modules if name.startswith(("xformer", "nump
 from xformer import pretrained
 sizes = {"vocab_size": 11, "n_embd": 4, "n_head": 2, "n_layer": 1, "n_positions": 8}
 model = pretrained.model({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes})
-model.extend(model.init(0), xformer.backends.get("numpy").asarray([[1, 2]]), model.start())
+model.decode(model.init(0), xformer.backends.get("numpy").asarray([[1, 2]]), model.init_state())
 unused = "layers.rotary", "layers.experts", "models.heads", "ops.cross_entropy", "optim"
 print(json.dumps([alone, [name for name in unused if f"xformer.{name}" in sys.modules]]))
 """
@@ -89,7 +89,7 @@ def test_types_of_fields_can_be_asked_for(kind: type) -> None:
 def test_annotations_of_functions_too() -> None:
     hints = [get_type_hints(fn) for fn in (pretrained.inspect, decoder_head, layers.attention)]
     assert hints[1]["return"] == models.LMHead | models.Classifier | None
-    assert hints[2]["rotary"] == layers.Rotary | None
+    assert hints[2]["rotary"] == layers.RopeTables | None
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -49,10 +49,12 @@ def test_with_a_past_nothing_is_kept(library: Backend) -> None:
     rng = library.generator(0, "float64")
     config = layers.BlockConfig(d_model=6, n_heads=2, d_ff=11)
     params = layers.StackParams.init(rng, (config,) * 2).blocks
-    x, past = rng.normal((2, 5, 6)), (layers.Past(),) * 2
-    y, cache = layers.blocks(x, params, configs=(config,) * 2, past=past)
-    assert [own.length for own in cache.past] == [5, 5] and not cache.blocks
-    with pytest.raises(ValueError, match=r"^blocks: with a past nothing is kept for a backward$"):
+    x, kv_cache = rng.normal((2, 5, 6)), (layers.KVCache(),) * 2
+    y, cache = layers.blocks(x, params, configs=(config,) * 2, kv_cache=kv_cache)
+    assert [own.length for own in cache.kv_cache] == [5, 5] and not cache.blocks
+    with pytest.raises(
+        ValueError, match=r"^blocks: with a KV cache nothing is saved for a backward$"
+    ):
         cache.backward(y)
 
 

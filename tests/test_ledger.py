@@ -15,12 +15,12 @@ from xformer.backends.numpy.threads import forget_scratch
 
 from xformer import GPT, Transformer, backends, training, tree
 from xformer.cli import main
-from xformer.cli.ledger import alike
+from xformer.cli.memory import alike
 from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig
 from xformer.ledger import STEPS, Same, ledger, measured_peak
 from xformer.measure import arguments, measured, saved_by_part
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, LMHead
-from xformer.ops import Key
+from xformer.ops import RandomKey
 from xformer.training import TrainConfig
 from xformer.training.loop import start, train
 from xformer.training.loss import loss_of
@@ -29,7 +29,7 @@ NUMPY = backends.get("numpy")
 SIZES: dict[str, Any] = {"vocab_size": 256, "n_layers": 3, "d_model": 64, "n_heads": 4}
 BLOCK: dict[str, Any] = {"d_model": 64, "n_heads": 4, "d_ff": 96}
 PLAIN = EmbedConfig(300, 64, 64, positions="none")
-T5 = BlockConfig(**BLOCK, norm_kind="rms", bias=False, dropout=0.1)
+T5 = BlockConfig(**BLOCK, norm="rms", bias=False, dropout=0.1)
 EXPERTS = BlockConfig(**BLOCK, experts=ExpertsConfig(n_experts=4, top_k=2, d_ff=48))
 SOURCE = EmbedConfig(300, 64, 64, max_len=64)
 
@@ -40,20 +40,23 @@ MODELS = {
     "in chunks": GPT(**SIZES | {"vocab_size": 12_000, "n_layers": 2}, max_len=64),
     "in chunks, untied": GPT(**SIZES | {"vocab_size": 6_000}, max_len=64, tied=False),
     "deep": GPT(**SIZES | {"n_layers": 8}, max_len=64),
-    "checkpoint": GPT(**SIZES | {"n_layers": 8}, max_len=64, checkpoint=True),
+    "checkpoint": GPT(**SIZES | {"n_layers": 8}, max_len=64, activation_checkpointing=True),
     "two kinds of layers": LanguageModel(
         PLAIN,
         (
-            BlockConfig(**BLOCK, n_kv_heads=2, gated=True, activation="silu", norm_kind="rms"),
+            BlockConfig(**BLOCK, n_kv_heads=2, gated=True, activation="silu", norm="rms"),
             BlockConfig(**BLOCK, window=(8, None)),
         )
         * 2,
         rotary=RopeConfig(16),
     ),
     "experts": LanguageModel(
-        PLAIN, (EXPERTS, BlockConfig(**BLOCK), EXPERTS), balance=0.01, router_z=0.01
+        PLAIN,
+        (EXPERTS, BlockConfig(**BLOCK), EXPERTS),
+        load_balancing_weight=0.01,
+        router_z_weight=0.01,
     ),
-    "shared": LanguageModel(PLAIN, (BlockConfig(**BLOCK),) * 4, n_groups=2),
+    "shared": LanguageModel(PLAIN, (BlockConfig(**BLOCK),) * 4, n_shared_layer_groups=2),
     "classes": LanguageModel(SOURCE, (BlockConfig(**BLOCK),) * 3, causal=False, head=Classifier(5)),
     "T5": EncoderDecoder(
         (T5,) * 2,
@@ -136,7 +139,7 @@ def test_a_layer_is_charged_what_its_cache_holds() -> None:
     """Each array once, of no parameter: x, which two caches of a layer hold, is one array."""
     model = MODELS["GPT"].network
     params, tokens = model.init(), np.zeros((BATCH, LENGTH), np.int64)
-    _, cache = model.loss(params, tokens, tokens, dropout_key=Key(0))
+    _, cache = model.loss(params, tokens, tokens, dropout_key=RandomKey(0))
     own = {id(leaf) for leaf in tree.flatten(params).values()}
     found = ledger(model, batch=BATCH, length=LENGTH).saved
     assert list(found) == [
@@ -157,7 +160,7 @@ def test_a_layer_is_charged_what_its_cache_holds() -> None:
 
 def test_checkpointing_leaves_a_layer_its_input() -> None:
     plain, spare = (
-        ledger(GPT(**SIZES, max_len=64, checkpoint=c), batch=BATCH, length=LENGTH)
+        ledger(GPT(**SIZES, max_len=64, activation_checkpointing=c), batch=BATCH, length=LENGTH)
         for c in (False, True)
     )
     assert spare.saved["layer 1"] == BATCH * LENGTH * 64 * 4
@@ -187,7 +190,7 @@ def test_of_a_large_model_only_a_layer_is_made() -> None:
         (GPT(20_000, 2, 64, 4, 128), 16, 128),
         (GPT(5000, 4, 512, 8, 64), 1, 32),
         (GPT(65, 6, 384, 6, 256), 4, 256),
-        (GPT(65, 6, 384, 6, 256, checkpoint=True), 4, 256),
+        (GPT(65, 6, 384, 6, 256, activation_checkpointing=True), 4, 256),
         (Transformer(2000, 2000, 256, 4, 3, 3, 64, dropout=0.1), 16, 32),
     ],
     ids=[
@@ -207,7 +210,7 @@ def test_the_command_prints_the_accounts(
 ) -> None:
     model = MODELS["GPT"]
     training.save(tmp_path / "gpt", model, model.init(), NUMPY)
-    command = ["ledger", "--model", str(tmp_path / "gpt"), "--batch", "16", "--length", "64"]
+    command = ["memory", "--model", str(tmp_path / "gpt"), "--batch", "16", "--length", "64"]
     assert main([*command, "--measure"]) == 0
     printed, said = capsys.readouterr()
     assert "layers 0-2" in printed and "each" in printed and "peak" in printed
@@ -216,9 +219,9 @@ def test_the_command_prints_the_accounts(
         row = r"^  measured +[\d.]+ MB  (\d+)\.\d% of it is accounted for$"
         (share,) = re.findall(row, printed, re.MULTILINE)
         assert 90 < int(share) < 105
-    assert main([*command, "--checkpoint-activations", "--optimiser", "lion", "--json"]) == 0
+    assert main([*command, "--activation-checkpointing", "--optimiser", "lion", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    spare = GPT(**SIZES, max_len=64, checkpoint=True)
+    spare = GPT(**SIZES, max_len=64, activation_checkpointing=True)
     wanted = ledger(spare, batch=16, length=64, optimiser="lion")
     assert found["saved"] == wanted.saved and found["optimiser"] == "lion"
     assert found["peak"] == pytest.approx(wanted.peak, rel=0.01)

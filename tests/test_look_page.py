@@ -31,7 +31,11 @@ def test_the_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]
         *re.findall(r"^xformer (.*)$", PAGE, re.MULTILINE),
         *re.findall(r"`xformer (.*?)`", PAGE),
     ]
-    assert {"plot", "attention", "flow", "ledger"} <= {line.split()[0] for line in lines} <= names
+    assert (
+        {"plot", "attention", "signal-flow", "memory"}
+        <= {line.split()[0] for line in lines}
+        <= names
+    )
     for line in lines:
         with pytest.raises(SystemExit):
             main([line.split()[0], "--help"])

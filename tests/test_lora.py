@@ -81,7 +81,7 @@ def loss_of(name: str, model: Any, params: Any, place: Backend = NUMPY) -> tuple
 def test_at_first_nothing_changes(library: Backend) -> None:
     """b is 0; a is PEFT's draw, the same everywhere; all else is frozen and the very same array."""
     model = pretrained.model(LLAMA)
-    base = model.init(0, backends.of(library.asarray(0.0)).name)
+    base = model.init(0, backends.backend_of(library.asarray(0.0)).name)
     base = tree.map(lambda a: library.asarray(library.to_numpy(a)), base)
     params = lora.attach(base, rank=4, alpha=6)
     found = lora.adapters(params)

@@ -29,7 +29,7 @@ from xformer.models import (
     Pooler,
     Transformer,
 )
-from xformer.ops import Key
+from xformer.ops import RandomKey
 from xformer.ops._attention import forbid
 
 
@@ -42,7 +42,7 @@ def embed(width: int = 12, **options: Any) -> EmbedConfig:
 
 
 LLAMA: dict[str, Any] = {
-    "norm_kind": "rms",
+    "norm": "rms",
     "bias": False,
     "gated": True,
     "activation": "silu",
@@ -53,28 +53,34 @@ PLAIN = embed(positions="none", max_len=None)
 TURNED: dict[str, Any] = {"rotary": RopeConfig(4), "head": LMHead(tied=False)}
 BERT: dict[str, Any] = {
     "embed": embed(positions="learned", norm=NormConfig(), n_types=3, dropout=0.1),
-    "blocks": blocks(norm="post", activation="gelu", dropout=0.1),
+    "blocks": blocks(norm_placement="post", activation="gelu", dropout=0.1),
     "causal": False,
 }
 EXPERTS = ExpertsConfig(n_experts=5, top_k=2, d_ff=11)
-T5 = blocks(norm_kind="rms", bias=False, scale=1.0, dropout=0.1, hidden_dropout=0.1)
+T5 = blocks(norm="rms", bias=False, scale=1.0, dropout=0.1, hidden_dropout=0.1)
 RELATIVE = RelativeConfig(4, n_buckets=8, max_distance=6)
 
 MODELS = {
     "GPT": GPT(vocab_size=19, n_layers=2, d_model=12, n_heads=4, max_len=64, dropout=0.1),
     "GPT, large vocabulary": GPT(5003, 1, 12, 4, 64),
-    "GPT, untied, post-norm": GPT(19, 1, 12, 4, 64, tied=False, norm="post", position_mode="qkv"),
+    "GPT, untied, post-norm": GPT(
+        19, 1, 12, 4, 64, tied=False, norm_placement="post", position_mode="qkv"
+    ),
     "Llama, windows": LanguageModel(
         PLAIN, blocks(1, **LLAMA) + blocks(1, window=(3, None), **LLAMA), **TURNED
     ),
     "Gemma 2": LanguageModel(
         PLAIN,
-        blocks(norm="sandwich", norm_offset=1.0, softcap=5.0, qk_norm="head", **LLAMA),
+        blocks(norm_placement="sandwich", norm_offset=1.0, softcap=5.0, qk_norm="head", **LLAMA),
         rotary=RopeConfig(4),
         head=LMHead(softcap=3.0),
     ),
     "experts": LanguageModel(
-        PLAIN, blocks(experts=EXPERTS, **LLAMA), balance=0.1, router_z=0.1, **TURNED
+        PLAIN,
+        blocks(experts=EXPERTS, **LLAMA),
+        load_balancing_weight=0.1,
+        router_z_weight=0.1,
+        **TURNED,
     ),
     "parallel, alibi": LanguageModel(PLAIN, blocks(parallel=True, sinks=True), alibi=True),
     "BERT": LanguageModel(head=MaskedLMHead(), **BERT),
@@ -88,7 +94,7 @@ MODELS = {
     "BERT, pooler": LanguageModel(head=Pooler(), **BERT),
     "ALBERT": LanguageModel(
         **BERT | {"embed": embed(5, positions="learned", project_bias=True)},
-        n_groups=1,
+        n_shared_layer_groups=1,
         head=MaskedLMHead(),
     ),
     "vectors": LanguageModel(None, blocks(), causal=False, head=None),
@@ -147,7 +153,7 @@ def test_bytes_are_those_of_real_caches(name: str, batch: int, length: int) -> N
     forward = model.forward(params, *given)
     saved, known = forward[1], given
     for example in examples:
-        (_, saved), known = model.loss(params, *example, dropout_key=Key(5)), example
+        (_, saved), known = model.loss(params, *example, dropout_key=RandomKey(5)), example
     found = measured(model, batch, length, "float32")
     assert found.forward == new_bytes(forward, params, given)
     assert found.saved == new_bytes(saved, params, known)

@@ -48,7 +48,7 @@ def batch(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 def test_similarities(dtype: str, folder: Path, batch: Any) -> None:
     model, params = pretrained.load(folder, dtype=dtype)
     ids, mask = batch
-    y, _ = model.pooled(params, ids, mask=mask, how="mean", normalize=True)  # (3, 384)
+    y, _ = model.pooled(params, ids, mask=mask, pooling="mean", normalize=True)  # (3, 384)
     first, second = np.triu_indices(3, 1)
     assert np.round((y @ y.T)[first, second], 4).tolist() == pytest.approx(SIMILARITIES, abs=1e-6)
 

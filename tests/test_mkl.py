@@ -17,7 +17,7 @@ import xformer as xf
 from xformer import backends, tree
 
 pytest.importorskip("numba", reason="extra mkl is not installed: it brings numba")
-if why := backends.why_not("mkl"):
+if why := backends.unavailable_reason("mkl"):
     pytest.skip(f"extra mkl is not installed: {why}", allow_module_level=True)
 from xformer.backends.mkl import gemm
 
@@ -156,7 +156,7 @@ import importlib.metadata
 def files(name): raise importlib.metadata.PackageNotFoundError(name)
 importlib.metadata.files = files
 import xformer
-print(xformer.backends.why_not("mkl"))
+print(xformer.backends.unavailable_reason("mkl"))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "the package mkl is not installed" in said.stdout
@@ -185,7 +185,7 @@ class Missing:
     name = "mkl_rt.so"
     def locate(self): return "nowhere/mkl_rt.so"
 importlib.metadata.files = lambda name: {listed}
-print(xformer.backends.why_not("mkl"), "mkl" in xformer.backends.available())
+print(xformer.backends.unavailable_reason("mkl"), "mkl" in xformer.backends.available())
 """)
     assert said.startswith("backend mkl cannot be used: ") and message in said
     assert "pip install 'xformer-array[mkl]' False" in said

@@ -14,7 +14,7 @@ from judges import (
 from libraries import only
 from xformer.backends import Backend
 
-from xformer import GPT, Key, Transformer, tree
+from xformer import GPT, RandomKey, Transformer, tree
 from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 
@@ -105,7 +105,7 @@ def test_a_mask_is_refused_where_positions_cannot_follow_it() -> None:
 
 def test_groups_have_the_parameters_of_their_layers() -> None:
     wide = BlockConfig(8, 2, 19)
-    model = LanguageModel(BARE, (BLOCK, BLOCK, wide, wide), n_groups=2)
+    model = LanguageModel(BARE, (BLOCK, BLOCK, wide, wide), n_shared_layer_groups=2)
     params = model.init()
     assert [block.ffn.up.w.shape for block in params.stack.blocks] == [(8, 11), (8, 19)]
     model.forward(params, TOKENS)
@@ -121,7 +121,7 @@ def test_runs_under_jit(library: Backend) -> None:
     tokens = library.asarray([[1, 2, 3, 4], [4, 3, 2, 1]])
 
     def step(params: Any, tokens: Any) -> Any:
-        loss, cache = model.loss(params, tokens, tokens, dropout_key=Key(1))
+        loss, cache = model.loss(params, tokens, tokens, dropout_key=RandomKey(1))
         return loss, cache.backward()
 
     wanted = tree.flatten(step(params, tokens))

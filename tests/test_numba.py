@@ -238,7 +238,7 @@ def test_nan_and_infinity_stay(case: Any) -> None:
 
 def test_only_where_asked_for() -> None:
     x = np.ones((300, 400), np.float32)
-    assert backends.why_not("numba") is None
+    assert backends.unavailable_reason("numba") is None
     assert "numba" not in dispatch.explain(ops.gelu, x)
     with backends.get("numba").active():
         said = dispatch.explain(ops.gelu, x)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import xformer as xf
-from xformer import GPT, Key, finetune, layers, ops, optim, tree
+from xformer import GPT, RandomKey, finetune, layers, ops, optim, tree
 from xformer.typing import Array
 
 pytest.importorskip("numba", reason="extra numba is not installed")
@@ -50,9 +50,9 @@ def require_same(one: Any, other: Any) -> None:
     "options",
     [
         {},
-        {"norm": "post"},
+        {"norm_placement": "post"},
         {"positions": "sinusoidal"},
-        {"checkpoint": True},
+        {"activation_checkpointing": True},
         {"activation": "relu"},
     ],
     ids=str,
@@ -74,7 +74,7 @@ def test_dropout_masks_are_numpys_at_each_step() -> None:
     params = gpt.init(0)
     kept: list[int] = []
     for n in range(5):
-        key = Key(7, step=n)
+        key = RandomKey(7, step=n)
         with xf.kernels("numpy"):
             wanted = step(gpt, params, dropout_key=key)
         require_same(step(gpt, params, dropout_key=key), wanted)
@@ -197,7 +197,7 @@ def test_errors_are_numpys() -> None:
     x, targets = tokens()
     for call in (
         lambda: gpt.loss(params, x, targets + 31),
-        lambda: gpt.loss(params, x, targets, dropout_key=Key(1, step=2**32)),
+        lambda: gpt.loss(params, x, targets, dropout_key=RandomKey(1, step=2**32)),
     ):
         with xf.kernels("numpy"), pytest.raises(ValueError) as wanted:
             call()
@@ -207,7 +207,7 @@ def test_errors_are_numpys() -> None:
     y = np.ones((8, 64, 64), np.float32)
     for step, error in ((2**32, ValueError), (-1, ValueError), (1.7, TypeError)):
         with pytest.raises(error, match="step"):
-            ops.dropout(y, rate=0.5, key=Key(1, step=step))
+            ops.dropout(y, rate=0.5, key=RandomKey(1, step=step))
 
 
 def test_what_is_not_float32_is_numpys() -> None:

@@ -24,13 +24,13 @@ from xformer.models import LanguageModel
 
 LEFT = {"gpt_neox", "mixtral", "qwen3", "gemma2", "positions for q, k, v", "alibi", "shaw"}
 LEFT |= {"relative bias", "post-norm"}
-WIDE = BlockConfig(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm_kind="rms", norm_offset=1.0)
+WIDE = BlockConfig(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm="rms", norm_offset=1.0)
 FORMS = {
     "gelu_tanh, window": {"activation": "gelu_tanh", "window": (3, None)},
     "gated silu, no biases": {"activation": "silu", "gated": True, "bias": False},
-    "gated gelu, sandwich": {"activation": "gelu", "gated": True, "norm": "sandwich"},
-    "output norms, scale": {"norm": "output", "scale": 0.3},
-    "layer norms": {"norm_kind": "layer", "norm_offset": 0.0},
+    "gated gelu, sandwich": {"activation": "gelu", "gated": True, "norm_placement": "sandwich"},
+    "output norms, scale": {"norm_placement": "output", "scale": 0.3},
+    "layer norms": {"norm": "layer", "norm_offset": 0.0},
 }
 
 
@@ -39,7 +39,7 @@ def own(form: str, *, interleaved: bool = False, dtype: str = "float64") -> tupl
     blocks = (replace(WIDE, **FORMS[form]),) * 3
     rotary = RopeConfig(6, interleaved=interleaved)
     embed = EmbedConfig(V, 24, 24, positions="none")
-    model = LanguageModel(embed, blocks, rotary=rotary, n_groups=1)
+    model = LanguageModel(embed, blocks, rotary=rotary, n_shared_layer_groups=1)
     rng = np.random.default_rng(3)
     params = tree.map(lambda p: p + rng.normal(0, 0.3, p.shape), model.init(1, dtype="float64"))
     return model, tree.map(lambda p: p.astype(dtype), params)
@@ -48,12 +48,12 @@ def own(form: str, *, interleaved: bool = False, dtype: str = "float64") -> tupl
 def continued(model: Any, params: Any, n_texts: int) -> list[Any]:
     """Logits after each of nine tokens, five of them read one by one, and the state at the end."""
     ids = np.random.default_rng(4).integers(0, V, (n_texts, 9))
-    _, state = model.extend(params, ids[:, :4], model.start())
+    _, state = model.decode(params, ids[:, :4], model.init_state())
     steps = []
     for i in range(4, 9):
-        logits, state = model.extend(params, ids[:, i : i + 1], state)
+        logits, state = model.decode(params, ids[:, i : i + 1], state)
         steps.append(logits)
-    return [*steps, *(array for past in state.past for array in (past.k, past.v))]
+    return [*steps, *(array for kv_cache in state.kv_cache for array in (kv_cache.k, kv_cache.v))]
 
 
 def require_same(model: Any, params: Any, n_texts: int = 1, rtol: float = 1e-11) -> None:
@@ -189,11 +189,11 @@ def test_adapters_are_left_to_the_reference(ran: list[int]) -> None:
 def test_why_not() -> None:
     model, params = own("layer norms")
     x = np.ones((1, 1, 24))
-    _, state = model.extend(params, np.ones((1, 3), int), model.start())
-    options: Any = {"configs": model.blocks, "past": state.past, "n_past": 3}
+    _, state = model.decode(params, np.ones((1, 3), int), model.init_state())
+    options: Any = {"configs": model.blocks, "kv_cache": state.kv_cache, "n_cached": 3}
     said = dispatch.explain(advance, x, params.stack, **options)
     assert said.startswith("advance on numpy: xformer.backends.numpy.advance.advance")
     mask = np.ones((1, 1, 1, 4), bool)
     assert "padding" in dispatch.explain(advance, x, params.stack, mask=mask, **options)
-    first = options | {"past": model.start().past}
+    first = options | {"kv_cache": model.init_state().kv_cache}
     assert "not one token" in dispatch.explain(advance, x, params.stack, **first)

@@ -19,7 +19,7 @@ from xformer.backends.numpy.threads import blas_alone, n_threads
 import xformer as xf
 from xformer import dispatch, inference, layers, reference_only, tree
 from xformer.catalogue import Case, cases
-from xformer.layers import BlockConfig, ExpertsConfig, KeyValue, Rotary
+from xformer.layers import BlockConfig, ExpertsConfig, KeyValue, RopeTables
 from xformer.models import LanguageModel
 
 CASES = [case for case in cases() if case.subject == "blocks"]
@@ -63,7 +63,7 @@ def gradients(run: Any, args: Any, options: Any) -> dict[str, Any]:
 
 
 def require_same(args: Any, options: Any) -> None:
-    assert kernel.unshared(*args, **options) is None
+    assert kernel.unsupported(*args, **options) is None
     got = gradients(layers.blocks, args, options)
     wanted = gradients(layers.blocks.reference, args, options)
     assert got.keys() == wanted.keys()
@@ -84,7 +84,7 @@ def test_the_catalogue(
     if fn.keywords.get("dropout_key") is None:
         require_same(args, fn.keywords)
     else:
-        assert "dropout" in str(kernel.unshared(*args, **fn.keywords))
+        assert "dropout" in str(kernel.unsupported(*args, **fn.keywords))
 
 
 @pytest.mark.parametrize("n", [3, 9, 17, 26])
@@ -107,10 +107,10 @@ def test_layers_that_share_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 1 and not made[0]._early
 
 
-def turned(n: int, length: int = 10) -> Rotary:
+def turned(n: int, length: int = 10) -> RopeTables:
     """Tables for neighbouring columns, of n sequences."""
     angles = RNG.normal(size=(n, length, 4))
-    return Rotary(np.cos(angles), np.sin(angles), interleaved=True)
+    return RopeTables(np.cos(angles), np.sin(angles), interleaved=True)
 
 
 def ready(args: Any, options: dict[str, Any], memory: Any) -> Arguments:
@@ -145,9 +145,9 @@ def test_a_memory_for_each_layer(kind: Any) -> None:
 
 def test_checkpointing_keeps_the_inputs_of_the_layers() -> None:
     args, options = arguments()
-    require_same(args, options | {"checkpoint": True})
+    require_same(args, options | {"activation_checkpointing": True})
     kept = [
-        tree.nbytes(layers.blocks(*args, **options, checkpoint=again)[1].caches)
+        tree.nbytes(layers.blocks(*args, **options, activation_checkpointing=again)[1].caches)
         for again in (False, True)
     ]
     assert kept[1] < kept[0] / 3
@@ -321,7 +321,7 @@ def test_errors_of_the_backward() -> None:
 )
 def test_when_the_batch_is_left_whole(n: int, changes: dict[str, Any], why: str) -> None:
     args, options = arguments(n, **changes)
-    options["dropout_key"] = xf.Key(1)
+    options["dropout_key"] = xf.RandomKey(1)
     assert why in dispatch.explain(layers.blocks, *args, **options)
     y, _ = layers.blocks(*args, **options)
     wanted, _ = layers.blocks.reference(*args, **options)
@@ -331,23 +331,24 @@ def test_when_the_batch_is_left_whole(n: int, changes: dict[str, Any], why: str)
 def test_it_says_why_else() -> None:
     args, options = arguments()
     assert (
-        kernel.unshared(args[0][0], *args[1:], **options) == "x or memory is no batch of sequences"
+        kernel.unsupported(args[0][0], *args[1:], **options)
+        == "x or memory is no batch of sequences"
     )
     short = (*args[:2], args[2][:8], *args[3:])
-    assert kernel.unshared(*short, **options) == "x or memory is no batch of sequences"
-    past = (layers.Past(),) * 3
-    assert kernel.unshared(*args, past=past, **options) == "a text that grows"
+    assert kernel.unsupported(*short, **options) == "x or memory is no batch of sequences"
+    kv_cache = (layers.KVCache(),) * 3
+    assert kernel.unsupported(*args, kv_cache=kv_cache, **options) == "a text that grows"
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
-        assert kernel.unshared(*args, **options) == "one thread"
+        assert kernel.unsupported(*args, **options) == "one thread"
     kept, _ = arguments(9, 5)
-    assert kernel.unshared(*kept, **options) is None  # 15 tokens
+    assert kernel.unsupported(*kept, **options) is None  # 15 tokens
     with inference():  # there is nothing to add
-        assert kernel.unshared(*arguments(9, 2)[0], **options) is None
+        assert kernel.unsupported(*arguments(9, 2)[0], **options) is None
 
 
 @pytest.mark.parametrize("how", ["pre", "post"])
 def test_a_model_learns_the_same(how: str) -> None:
-    block = replace(CONFIG, norm=how)
+    block = replace(CONFIG, norm_placement=how)
     model = LanguageModel(layers.EmbedConfig(31, 16, 16, 32), (block,) * 2)
     params = model.init(0, dtype="float64")
     ids = np.random.default_rng(0).integers(0, 31, (6, 11))

@@ -21,12 +21,12 @@ from xformer.backends.numpy import linear_cross_entropy
 from xformer.backends.numpy.rows import BLOCK
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 
-from xformer import Key, backends, explain, inference, ops, reference_only
-from xformer.dispatch import keeps_nothing
+from xformer import RandomKey, backends, explain, inference, ops, reference_only
+from xformer.dispatch import is_inference
 from xformer.typing import Array
 
 NUMPY = backends.get("numpy")
-KEY = Key(2**40 + 3, 5, 7)
+KEY = RandomKey(2**40 + 3, 5, 7)
 LEAD, WIDTH = (3, 241), 211  # primes
 SHAPE = (*LEAD, WIDTH)
 W = (WIDTH,)
@@ -193,7 +193,7 @@ def test_exact_gelu_against_erf() -> None:
 def test_a_gradient_that_is_not_finite_stays_where_it_is() -> None:
     x = np.asarray([-1.0, 1.0, -1.0, 1.0], np.float32)
     dy = np.asarray([np.inf, np.nan, np.nan, -np.inf], np.float32)
-    options: Any = {"rate": 0.5, "key": Key(1)}
+    options: Any = {"rate": 0.5, "key": RandomKey(1)}
     _, cache = ops.dropout(x, **options)
     with reference_only():
         _, judge = ops.dropout(x, **options)
@@ -298,7 +298,7 @@ def held(x: Array, w: Array, options: Any, context: Any) -> tuple[int, int]:
         with context:
             loss, cache = ops.linear_cross_entropy(x, w, **options)
             kept = tracemalloc.get_traced_memory()[0] - scratch_nbytes()
-            if not keeps_nothing():
+            if not is_inference():
                 cache.backward(np.ones_like(loss))
         return tracemalloc.get_traced_memory()[1], kept
     finally:

@@ -17,11 +17,11 @@ import threadpoolctl
 from xformer.backends.numpy import flash, tiles
 from xformer.backends.numpy import sdpa as kernel
 
-from xformer import Key, ops
+from xformer import RandomKey, ops
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.typing import Array
 
-KEY = Key(2**40 + 5, 2, 1)
+KEY = RandomKey(2**40 + 5, 2, 1)
 NAMES = ("ctx", "dq", "dk", "dv", "dbias", "dsinks")
 
 

@@ -16,7 +16,7 @@ from xformer.backends.numpy import threads as kernels
 from xformer.backends.numpy.threads import blas_alone, blocks, n_threads, scratch
 
 from xformer import ops
-from xformer.layers.past import Past, append
+from xformer.layers.kv_cache import KVCache, append
 from xformer.optim.ema import ema_leaves
 from xformer.typing import Array
 
@@ -504,11 +504,11 @@ def test_a_signal_handler_that_uses_the_threads() -> None:
 
 def test_a_signal_handler_that_goes_on_with_the_same_text() -> None:
     new = X[:, :, :1]
-    before = append(X, X, past=append(X, X, past=Past()))
+    before = append(X, X, kv_cache=append(X, X, kv_cache=KVCache()))
     kept: list[Any] = []
     got = interrupted(
-        lambda: append(new, new, past=before),
-        lambda: kept.append(append(new + 1, new + 1, past=before)),
+        lambda: append(new, new, kv_cache=before),
+        lambda: kept.append(append(new + 1, new + 1, kv_cache=before)),
     )
     for grown, last in ((got, new), *((other, new + 1) for other in kept)):
         np.testing.assert_array_equal(grown.k, np.concatenate((X, X, last), axis=2))

@@ -71,7 +71,7 @@ def test_several_products_at_once_are_watched(library: Backend) -> None:
     own = tree.map(lambda p: library.asarray(p, "float32"), params)
     x = on(library, normal(4, 5, 8), DTYPES["bfloat16"])
     with calling(CublasLt()), _watched_lt(()) as lt, inference():
-        layers.linears(x, library.weights(own, "bfloat16"))
+        layers.linear_many(x, library.cast_params(own, "bfloat16"))
         assert several(lt) == [3] and asked(lt) == ["BIAS"]
 
 

@@ -11,7 +11,7 @@ from judges import by_hand
 from libraries import LIBRARIES, STAND_IN, only
 from xformer.backends import Backend, Generator
 
-from xformer import Key, ops, tree
+from xformer import RandomKey, ops, tree
 from xformer.catalogue import Case, cases
 
 EVERYWHERE = only(*LIBRARIES, STAND_IN)
@@ -239,7 +239,7 @@ def test_large_inputs_stay_finite(case: Case, library: Backend) -> None:
 
 
 def test_dropout_drops_the_same_everywhere(library: Backend) -> None:
-    key, shape = Key(seed=2**40 + 1, step=5, site=3), (7, 11, 13)
+    key, shape = RandomKey(seed=2**40 + 1, step=5, site=3), (7, 11, 13)
     options = {"rate": 0.3, "key": key}
     y, _ = ops.dropout(library.generator(0, "float64").full(shape, 1.0), **options)
     host, _ = ops.dropout(np.ones(shape), **options)

@@ -170,7 +170,7 @@ def test_pairs_of_texts() -> None:
 def test_one_micro_batch_is_itself_bit_for_bit() -> None:
     params = GPT_SMALL.init(seed=1)
     tokens, targets = text(1, 0.0)
-    key = ops.Key(1, step=2)
+    key = ops.RandomKey(1, step=2)
     loss, cache = GPT_SMALL.loss(params, tokens, targets, dropout_key=key)
     mean, grads = optim.accumulate(
         lambda params, i: GPT_SMALL.loss(params, tokens, targets, dropout_key=key),

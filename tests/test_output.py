@@ -19,9 +19,20 @@ from xformer.cli.output import Output, printing
 
 TEXT = "Die schönen Füchse – 日本 „springen“ über den faulen Hund. "
 TRAIN = [
-    *("train", "--preset", "tiny", "--layers", "1", "--width", "16", "--heads", "2"),
-    *("--context", "16", "--batch", "2", "--steps", "4", "--validate-every", "2", "--every", "2"),
-    *("--vocabulary", "characters"),
+    *("train", "--preset", "tiny", "--layers", "1", "--d-model", "16", "--heads", "2"),
+    *(
+        "--max-len",
+        "16",
+        "--batch",
+        "2",
+        "--steps",
+        "4",
+        "--validate-every",
+        "2",
+        "--checkpoint-every",
+        "2",
+    ),
+    *("--tokenizer", "characters"),
 ]
 SAMPLES = ["--sample-every", "2"]
 COMMAND = [sys.executable, "-m", "xformer"]
@@ -32,7 +43,7 @@ SHELL = os.name == "posix"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with an umlaut, and a text in it. Samples are short."""
     real = train._sample
-    monkeypatch.setattr(train, "_sample", lambda job, params, max_new: real(job, params, 9))
+    monkeypatch.setattr(train, "_sample", lambda job, params, max_new_tokens: real(job, params, 9))
     monkeypatch.chdir(tmp_path)
     Path("für").mkdir()
     Path("für/bücher.txt").write_text(TEXT * 200, encoding="utf-8")
@@ -62,7 +73,10 @@ def test_letters_that_a_console_has_not_end_nothing(
     assert rows(folder / "läuft") == rows(folder / "usual")
     weights = [Path(folder, run, "model.safetensors").read_bytes() for run in ("usual", "läuft")]
     assert weights[0] == weights[1]
-    assert main(["generate", "--model", "für/läuft", "--prompt", "日本", "--max-new", "20"]) == 0
+    assert (
+        main(["generate", "--model", "für/läuft", "--prompt", "日本", "--max-new-tokens", "20"])
+        == 0
+    )
     assert main(["prepare", "für/bücher.txt", "für/tokens"]) == 0
     out = said(found)
     assert "\\u65e5\\u672c" in out and "--- step 2" in out and "--- step 4" in out

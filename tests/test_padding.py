@@ -10,7 +10,7 @@ import pytest
 from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 
-BLOCK = BlockConfig(8, 2, 11, d_head=4, norm_kind="rms", bias=False)
+BLOCK = BlockConfig(8, 2, 11, d_head=4, norm="rms", bias=False)
 BARE = EmbedConfig(vocab_size=13, width=8, d_model=8, positions="none")
 HALVES = {"factor": 2.0, "short_factor": (1.0, 2.0), "long_factor": (3.0, 4.0)}
 ROTARY = {

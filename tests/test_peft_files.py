@@ -265,4 +265,4 @@ def test_a_frozen_model_is_loaded_into(written: tuple[Any, Any, Path]) -> None:
         "a",
         "b",
     }
-    assert LLAMA["model_type"] == model.source["model_type"]
+    assert LLAMA["model_type"] == model.hf_config["model_type"]

@@ -285,7 +285,8 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "command", [["plot", "nothing"], ["attention", "a", "--model", "no"], ["flow", "--layers", "0"]]
+    "command",
+    [["plot", "nothing"], ["attention", "a", "--model", "no"], ["signal-flow", "--layers", "0"]],
 )
 def test_a_command_says_so_before_any_work(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -335,7 +336,7 @@ def embed(**options: Any) -> EmbedConfig:
 DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({}, {}),
     "bidirectional": ({}, {"causal": False}),
-    "post": ({"norm": "post"}, {}),
+    "post": ({"norm_placement": "post"}, {}),
     "window": ({"window": (2, None)}, {}),
     "window on both sides": ({"window": (1, 2)}, {"causal": False}),
     "softcap": ({"softcap": 0.7}, {}),
@@ -347,7 +348,7 @@ DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rotary, norms": ({"qk_norm": "head", "d_head": 4}, {"rotary": RopeConfig(4)}),
     "parallel": ({"parallel": True}, {}),
     "shaw": ({"shaw": 2}, {}),
-    "checkpoint": ({}, {"checkpoint": True}),
+    "checkpoint": ({}, {"activation_checkpointing": True}),
 }
 
 
@@ -395,7 +396,7 @@ def test_maps_are_what_the_definition_says(name: str) -> None:
     found = attention_maps(model, params, tokens)["self"]
     assert len(found) == 2
     with xf.reference_only():  # which keeps the queries and keys by these names
-        _, cache = replace(model, checkpoint=False).forward(params, tokens)
+        _, cache = replace(model, activation_checkpointing=False).forward(params, tokens)
     for layer, (probs, kept) in enumerate(zip(found, cache.hidden.stack.blocks, strict=True)):
         attn = kept.both.first if own.get("parallel") else kept.attn.sublayer
         options: dict[str, Any] = {
@@ -594,7 +595,7 @@ def test_the_commands_take_an_encoder_decoder_of_ones_own(
     assert main(command) == 0 and out.read_bytes().startswith(SVG)
     assert drawn["keys"][-1] == drawn["queries"][-1] == "</s>"  # a source ends as in training
     assert drawn["labels"] == ("token written", "token of the source")
-    command = ["generate", "--model", str(translator), "--prompt", "fox", "--max-new", "2"]
+    command = ["generate", "--model", str(translator), "--prompt", "fox", "--max-new-tokens", "2"]
     assert main(command) == 0
     read = len(drawn["keys"])
     assert f"{read} tokens read" in capsys.readouterr().err
@@ -618,7 +619,7 @@ def test_a_model_without_its_words_is_refused(
 @pytest.mark.parametrize("norm", ["pre", "post", "sandwich", "output"])
 def test_flow_is_what_layers_give(norm: str) -> None:
     """Outputs by models cut after each layer, gradients by the whole backward."""
-    model = LanguageModel(embed(), (block(norm=norm),) * 3, head=LMHead(tied=False))
+    model = LanguageModel(embed(), (block(norm_placement=norm),) * 3, head=LMHead(tied=False))
     params = perturbed(model.init(dtype="float64"))
     tokens, targets = np.random.default_rng(0).integers(0, 17, (2, 2, 7))
     found = flow(model, params, tokens, targets, "own")
@@ -636,11 +637,11 @@ def test_flow_is_what_layers_give(norm: str) -> None:
 
 def test_parallel_blocks_and_checkpointing_flow_too() -> None:
     tokens, targets = np.random.default_rng(0).integers(0, 17, (2, 2, 7))
-    for own, around in (({"parallel": True}, {}), ({}, {"checkpoint": True})):
+    for own, around in (({"parallel": True}, {}), ({}, {"activation_checkpointing": True})):
         model = LanguageModel(embed(), (block(**own),) * 2, **around)
         found = flow(model, model.init(dtype="float64"), tokens, targets)
         assert np.all(found.activations > 0) and np.all(found.gradients > 0)
-    shared = replace(model, n_groups=1)
+    shared = replace(model, n_shared_layer_groups=1)
     with pytest.raises(TypeError, match="whose layers share nothing"):
         flow(shared, shared.init(), tokens, targets)
 
@@ -663,8 +664,8 @@ def test_post_norm_outputs_have_size_one() -> None:
 
 def test_flows_are_drawn(drawing: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "flow.svg"
-    small_ones = ["--layers", "2", "3", "--width", "8", "--heads", "2", "--out", str(out)]
-    assert main(["flow", *small_ones, "--norms", "pre", "sandwich"]) == 0
+    small_ones = ["--layers", "2", "3", "--d-model", "8", "--heads", "2", "--out", str(out)]
+    assert main(["signal-flow", *small_ones, "--norms", "pre", "sandwich"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 5 and printed[0].startswith("pre, 2 layers: norm of the gradient ")
     assert out.read_bytes().startswith(SVG)
@@ -675,5 +676,5 @@ def test_flows_are_drawn(drawing: None, tmp_path: Path, capsys: pytest.CaptureFi
     assert _apart(range(1, 13)) == [1, 2, 3, 4, 5, 7, 9, 12] and _apart([4]) == [4]
     with pytest.raises(ValueError, match="there are no flows"):
         flow_picture([])
-    assert main(["flow", "--layers", "0"]) == 1
+    assert main(["signal-flow", "--layers", "0"]) == 1
     assert "n_layers must be an int of at least 1, got 0" in capsys.readouterr().err

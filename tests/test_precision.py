@@ -35,7 +35,7 @@ pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is miss
 V, CONTEXT = 29, 8
 GPT = xformer.GPT(V, n_layers=2, d_model=16, n_heads=2, max_len=CONTEXT, dropout=0.1)
 BLOCK = BlockConfig(
-    16, n_heads=4, n_kv_heads=2, d_ff=24, activation="silu", gated=True, norm_kind="rms", bias=False
+    16, n_heads=4, n_kv_heads=2, d_ff=24, activation="silu", gated=True, norm="rms", bias=False
 )
 LLAMA = LanguageModel(
     EmbedConfig(V, 16, 16, positions="none"), (BLOCK, BLOCK), rotary=RopeConfig(4)
@@ -83,7 +83,7 @@ def test_losses_are_near_those_of_float32(library: Backend, name: str) -> None:
         got, last = losses(library, model, config(precision, ema=0.5))
         assert got == pytest.approx(wanted, rel=WITHIN[precision])
         assert got != pytest.approx(wanted, rel=1e-5)  # it is not float32 that ran
-        weights = library.weights(last.state.averaged, precision)
+        weights = library.cast_params(last.state.averaged, precision)
         held_out = list(source().held_out(1))
         assert last.validation == evaluate(loss_of(model), weights, held_out, library)
         kept = tree.flatten((last.state.params, last.state.optimiser, last.state.ema))
@@ -109,7 +109,7 @@ def test_what_is_stored_in_it(
     monkeypatch.setitem(LAUNCHERS, arrays, noted)
     model = MODELS[name]
     params = tree.map(library.asarray, model.init(0))
-    weights = library.weights(params, precision)
+    weights = library.cast_params(params, precision)
     assert {w.dtype.name for w in tree.flatten(weights).values()} == {precision}
     tokens = library.asarray(np.arange(12).reshape(2, 6))
     loss, cache = model.loss(weights, tokens, tokens)
@@ -216,9 +216,9 @@ def test_generation(library: Backend, precision: str, name: str) -> None:
     """The likeliest ids of a model whose logits lie apart are those of float32."""
     model = MODELS[name]
     params = tree.map(lambda p: np.float32(3) * p if p.ndim > 1 else p, model.init(0))
-    wanted = generate(model, params, [[1, 2, 3], [5]], max_new=4)
-    weights = library.weights(tree.map(library.asarray, params), precision)
-    assert generate(model, weights, [[1, 2, 3], [5]], max_new=4) == wanted
+    wanted = generate(model, params, [[1, 2, 3], [5]], max_new_tokens=4)
+    weights = library.cast_params(tree.map(library.asarray, params), precision)
+    assert generate(model, weights, [[1, 2, 3], [5]], max_new_tokens=4) == wanted
 
 
 @on_device
@@ -226,7 +226,7 @@ def test_validation_is_in_the_precision_of_the_weights(library: Backend) -> None
     params = tree.map(library.asarray, GPT.init(0))
     held_out = list(source().held_out(1))
     exact = evaluate(loss_of(GPT), params, held_out, library)
-    found = evaluate(loss_of(GPT), library.weights(params, "bfloat16"), held_out, library)
+    found = evaluate(loss_of(GPT), library.cast_params(params, "bfloat16"), held_out, library)
     assert found == pytest.approx(exact, rel=WITHIN["bfloat16"])
     assert found != exact
 
@@ -245,20 +245,22 @@ def test_the_command(
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
     monkeypatch.setattr(backends, "get", lambda *_: library)
     real, sample = train_command.train, train_command.stream_text
-    shortly = partial(sample, max_new=3)
+    shortly = partial(sample, max_new_tokens=3)
     monkeypatch.setattr(
-        train_command, "stream_text", lambda *a, max_new, **options: shortly(*a, **options)
+        train_command, "stream_text", lambda *a, max_new_tokens, **options: shortly(*a, **options)
     )
     with monkeypatch.context() as patch:
         patch.setattr(train_command, "train", lambda *a, **o: islice(real(*a, **o), 2))
-        sizes = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 4 --validate-every 2"
+        sizes = (
+            "--layers 1 --d-model 16 --heads 2 --max-len 8 --batch 2 --steps 4 --validate-every 2"
+        )
         given = ["--data", str(text), "--out", folder, "--precision", precision]
         assert main(["train", *sizes.split(), *given]) == 0
     assert main(["train", "--resume", folder]) == 0
     assert "going on after step 2" in capsys.readouterr().out
     _, params = load(folder, library)
     assert {p.dtype.name for p in tree.flatten(params).values()} == {"float32"}
-    assert main(["generate", "--model", folder, "--prompt", "the ", "--max-new", "3"]) == 0
+    assert main(["generate", "--model", folder, "--prompt", "the ", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("the ")
 
 
@@ -281,7 +283,7 @@ def test_without_the_dtype_of_bfloat16(library: Backend, monkeypatch: pytest.Mon
     with pytest.raises(ImportError, match=said):
         start(params, config("bfloat16"))
     with pytest.raises(ImportError, match=said):
-        library.weights(params, "bfloat16")
+        library.cast_params(params, "bfloat16")
 
 
 def test_the_command_refuses_it_where_there_is_none(

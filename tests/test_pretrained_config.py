@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xformer.layers import RopeConfig
-from xformer.layers.rotary import frequencies
+from xformer.layers.rope_tables import frequencies
 from xformer.pretrained.config import HARMLESS, NEUTRAL, Config
 from xformer.pretrained.reading import PretrainedError, read_json
 from xformer.pretrained.rope import rope

@@ -112,7 +112,7 @@ def test_an_architecture_that_is_missing_is_told_from_the_tensors(
     # A bare model and a tied head have the same tensors: then it is the model with the head.
     is_same = hf.config.tie_word_embeddings and FAMILIES[kind].heads[name] == "hidden"
     wanted = architecture(kind) if is_same and kind not in ENCODERS else name
-    assert again.source == {**data, "architectures": [wanted]}
+    assert again.hf_config == {**data, "architectures": [wanted]}
     require_equal(same, params)
     (tmp_path / "lines.txt").write_text("plain text\n")
     task = "masked" if FAMILIES[kind].heads[name] == "masked-lm" else "causal"

@@ -34,7 +34,7 @@ def batch(length: int = 7, rows: int = 3, seed: int = 1) -> tuple[np.ndarray, np
 
 
 def gradients(params: Any, tokens: Any, targets: Any, number: Any) -> tuple[Any, Any]:
-    loss, cache = MODEL.loss(params, tokens, targets, dropout_key=ops.Key(5, step=number))
+    loss, cache = MODEL.loss(params, tokens, targets, dropout_key=ops.RandomKey(5, step=number))
     return loss, cache.backward()
 
 

@@ -15,7 +15,7 @@ from programs import THREADS, judged, names, native_against_numpy, record
 from xformer.backends.numba.kernels.gemm import steps
 
 from xformer import ops, tree
-from xformer.layers import LinearParams, linears
+from xformer.layers import LinearParams, linear_many
 from xformer.tree import Frozen
 
 SIZES = [(1, 7, 5), (1, 300, 301), (3, 513, 130), (37, 24, 65), (130, 65, 33), (401, 96, 130)]
@@ -102,7 +102,7 @@ def joined(frozen: bool) -> Callable[..., list[Any]]:
     def fn(x: Any, *arrays: Any) -> list[Any]:
         (w0, b0, w1, w2, b2), dys = arrays[:5], arrays[5:]
         last = LinearParams(Frozen(w2), Frozen(b2)) if frozen else LinearParams(w2, b2)
-        ys, cache = linears(x, (LinearParams(w0, b0), LinearParams(w1, None), last))
+        ys, cache = linear_many(x, (LinearParams(w0, b0), LinearParams(w1, None), last))
         return [*ys, *tree.flatten({"": cache.backward(*dys)}).values()]
 
     return fn

@@ -95,7 +95,7 @@ def blocks(draw: Callable[..., Any], shared: dict[str, Any], biased: bool) -> Bl
             "d_value": maybe(st.integers(1, 7)),
         }.items()
     }
-    if shared["norm_kind"] == "rms":
+    if shared["norm"] == "rms":
         options["norm_offset"] = draw(st.sampled_from([0.0, 1.0]))
     if draw(st.integers(0, 5)) == 0 and not biased:
         options["shaw"] = draw(st.integers(0, 3))
@@ -107,7 +107,7 @@ def blocks(draw: Callable[..., Any], shared: dict[str, Any], biased: bool) -> Bl
         options["experts"] = ExpertsConfig(4, draw(st.integers(1, 4)), 5)
     else:
         options["hidden_dropout"] = draw(rates)
-    if shared["norm"] == "pre" and draw(flags):
+    if shared["norm_placement"] == "pre" and draw(flags):
         options |= {"parallel": True, "shared_norm": draw(flags)}
     return BlockConfig(**shared, **options)
 
@@ -122,8 +122,8 @@ def samples(draw: Callable[..., Any]) -> Sample:
         "n_heads": groups * per_group,
         "n_kv_heads": groups,
         "d_head": width,
-        "norm": draw(st.sampled_from(NORMS)),
-        "norm_kind": draw(st.sampled_from(["layer", "rms"])),
+        "norm_placement": draw(st.sampled_from(NORMS)),
+        "norm": draw(st.sampled_from(["layer", "rms"])),
         "eps": 0.1,  # of few channels a norm may have next to no variance to divide by
     }
     own = blocks(shared, kind in ("alibi", "relative"))
@@ -159,7 +159,7 @@ def training(sample: Sample) -> Callable[..., Any]:
     unseen = {} if isinstance(sample.model.head, Classifier) else {"ignore_index": IGNORED}
 
     def step(params: Any, state: Any, tokens: Any, targets: Any, masks: Any, number: Any) -> Any:
-        key = ops.Key(5, step=number)
+        key = ops.RandomKey(5, step=number)
         loss, cache = sample.model.loss(params, tokens, targets, dropout_key=key, **masks, **unseen)
         grads = cache.backward()
         new, state = optim.adamw(params, grads, state, lr=0.05, eps=EPS)

@@ -14,13 +14,13 @@ pytest.importorskip("numba", reason="needs extra numba")
 from array_api_compat import array_namespace
 from programs import THREADS, judged, names, native_against_numpy, record
 
-from xformer import Key, ops, reference_only, tree
+from xformer import RandomKey, ops, reference_only, tree
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.layers.norm import NormConfig, NormParams, add_norm
 from xformer.ops.activation import ACTIVATIONS
 from xformer.tree import Frozen
 
-KEY = Key(2**63 + 2**40 + 3, 5, 7)
+KEY = RandomKey(2**63 + 2**40 + 3, 5, 7)
 X = (3, 41, 101)  # 12,423 elements: worth several threads, and no multiple of anything
 W = X[-1:]
 HEADS = (3, 5, 37, 26)  # (B, H, T, K)
@@ -292,12 +292,12 @@ def test_a_step_that_differs_from_run_to_run(dtype: str) -> None:
     (x,) = drawn(X)
 
     def fn(x: Any, step: Any) -> list[Any]:
-        return [ops.dropout(x, rate=0.1, key=Key(2, step, 9))[0]]
+        return [ops.dropout(x, rate=0.1, key=RandomKey(2, step, 9))[0]]
 
     run = record(fn, [x, np.array(0, dtype)])
     for step in (0, 1, 2**31 - 1):
         (got,) = run(x, np.array(step, dtype))
-        wanted, _ = ops.dropout.reference(x, rate=0.1, key=Key(2, step, 9))
+        wanted, _ = ops.dropout.reference(x, rate=0.1, key=RandomKey(2, step, 9))
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -306,7 +306,7 @@ def test_a_step_for_each_row_is_left_to_the_reference() -> None:
     x, steps = np.ones((2, 4), np.float32), np.array([3])
 
     def fn(x: Any, steps: Any) -> list[Any]:
-        return [ops.dropout(x, rate=0.5, key=Key(1, steps))[0]]
+        return [ops.dropout(x, rate=0.5, key=RandomKey(1, steps))[0]]
 
     run = record(fn, [x, steps])
     assert "dropout" not in names(run)

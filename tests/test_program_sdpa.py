@@ -18,9 +18,9 @@ from xformer.backends.numba.program import engine
 from xformer.backends.numba.program.traced import constant
 from xformer.backends.numpy.threads import libraries
 
-from xformer import Key, dispatch, ops, reference_only
+from xformer import RandomKey, dispatch, ops, reference_only
 
-KEY = Key(2**63 + 5, 2, 1)
+KEY = RandomKey(2**63 + 5, 2, 1)
 LENGTHS = ((70, 130), (130, 70), (17, 90), (3, 300), (1, 200))
 
 
@@ -220,13 +220,15 @@ def test_the_mask_of_dropout_is_the_references() -> None:
     v = np.broadcast_to(np.eye(20, dtype=np.float32), (2, 3, 20, 20)).copy()  # ctx: dropped probs
 
     def fn(q: Any, k: Any, v: Any, step: Any) -> list[Any]:
-        key = Key(2**63 + 9, step, 4)
+        key = RandomKey(2**63 + 9, step, 4)
         return [ops.sdpa(q, k, v, dropout_rate=0.4, dropout_key=key)[0]]
 
     run = record(fn, [q, k, v, np.array(0)])
     for step in (0, 7, 2**32 - 1):
         with reference_only():
-            wanted = ops.sdpa(q, k, v, dropout_rate=0.4, dropout_key=Key(2**63 + 9, step, 4))[0]
+            wanted = ops.sdpa(q, k, v, dropout_rate=0.4, dropout_key=RandomKey(2**63 + 9, step, 4))[
+                0
+            ]
         got = run(q, k, v, np.array(step))[0]
         np.testing.assert_array_equal(got == 0, wanted == 0)
         np.testing.assert_allclose(got, wanted, rtol=1e-5)

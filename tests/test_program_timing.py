@@ -19,9 +19,9 @@ from benchmarks.gate_shapes import ALL
 from benchmarks.shapes import Shape
 from xformer import Transformer, backends, optim, tree
 from xformer.finetune import lora
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.models import LanguageModel
-from xformer.ops import Key
+from xformer.ops import RandomKey
 
 
 def zeros(x: Any) -> Any:
@@ -44,7 +44,7 @@ def step_of(shape: Shape, model: Any) -> Any:
         if not shape.training:
             with xf.inference():
                 return model.pooled(params, *arrays, **masks)[0]
-        key = {"dropout_key": Key(0, number)} if shape.dropout else {}
+        key = {"dropout_key": RandomKey(0, number)} if shape.dropout else {}
         loss, cache = model.loss(params, *arrays, **masks, **key)
         new, state = optim.adamw(tree.trained(params), cache.backward(), state, lr=1e-3)
         return new, state, loss

@@ -18,10 +18,10 @@ from xformer.backends.numba.program.run import Recorded, layout_of
 from xformer.backends.numba.program.traced import address
 
 from xformer import tree
-from xformer.generation.samplers import likeliest
-from xformer.layers.past import Past, append
+from xformer.generation.samplers import greedy
+from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.rope_config import RopeConfig
-from xformer.layers.rotary import turns
+from xformer.layers.rope_tables import turns
 
 INTEGERS = np.array([[-5, 0, 7, 2**40], [3, 3, -(2**62), 1]])
 REALS = np.array([[np.nan, -np.inf, 0.0, 1.5], [np.inf, -0.0, 2.0, 3.0]])
@@ -38,20 +38,20 @@ def state_of(name: str, texts: int, masked: bool) -> tuple[Any, Any, Any, np.nda
     ids = np.random.default_rng(0).integers(0, V, (texts, 4))
     mask = np.ones((texts, 4), np.bool_)
     mask[0, 0] = not masked
-    _, state = model.extend(params, ids, model.start(), mask=mask if masked else None)
-    return model, params, state.in_columns(10), ids[:, :1]
+    _, state = model.decode(params, ids, model.init_state(), mask=mask if masked else None)
+    return model, params, state.preallocate(10), ids[:, :1]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("texts", [1, 3])
-@pytest.mark.parametrize("greedy", [True, False])
-def test_nothing_runs_as_python(name: str, texts: int, greedy: bool) -> None:
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_nothing_runs_as_python(name: str, texts: int, is_greedy: bool) -> None:
     """Of padded texts, too; and each kernel gives what NumPy gives."""
     model, params, state, ids = state_of(name, texts, masked=texts > 1 and name in PADDED)
 
     def token(params: Any, state: Any, ids: Any) -> Any:
-        logits, state = model.extend(params, ids, state)
-        return state, logits, likeliest(logits) if greedy else None
+        logits, state = model.decode(params, ids, state)
+        return state, logits, greedy(logits) if is_greedy else None
 
     own = tree.map(np.array, state)
     compiled = Compiled(token, (1,))
@@ -61,7 +61,7 @@ def test_nothing_runs_as_python(name: str, texts: int, greedy: bool) -> None:
     for got, right in zip(*(tree.flatten(x).values() for x in (found, wanted)), strict=True):
         largest = float(np.abs(right).max(initial=1))
         np.testing.assert_allclose(got, right, rtol=0, atol=2e-5 * largest)
-    assert found[0].past[0].k is own.past[0].k
+    assert found[0].kv_cache[0].k is own.kv_cache[0].k
     (recorded, _), *_ = compiled.programs.values()
     assert name in COPIED or "copy" not in names(recorded)
 
@@ -110,8 +110,8 @@ def test_append(threads: int, new: int) -> None:
     old = [rng.normal(size=(3, 5, 11, n)).astype(np.float32) for n in (7, 4)]
 
     def fn(k: Any, v: Any, old_k: Any, old_v: Any, at: Any) -> Any:
-        past = append(k, v, past=Past(old_k, old_v, at=at))
-        return [past.k, past.v]
+        kv_cache = append(k, v, kv_cache=KVCache(old_k, old_v, write_index=at))
+        return [kv_cache.k, kv_cache.v]
 
     arrays = k, v, *old, np.array(6)
     run = record(fn, arrays, threads)
@@ -143,10 +143,10 @@ def test_likeliest(threads: int) -> None:
     logits[1, [40, 200]] = 9.0
     logits[2, 3], logits[3, 300], logits[4] = np.nan, np.inf, -np.inf
     logits[5, 0] = -np.inf
-    run = record(lambda x: [likeliest(x)], [logits], threads)
-    assert names(run) == ["likeliest"]
+    run = record(lambda x: [greedy(x)], [logits], threads)
+    assert names(run) == ["greedy"]
     got = run(logits)[0]
-    np.testing.assert_array_equal(got, likeliest(logits))
+    np.testing.assert_array_equal(got, greedy(logits))
     assert got[1] == 40 and (got[2:5] == -1).all()
 
 
@@ -159,7 +159,7 @@ def test_turns(shape: tuple[int, ...]) -> None:
         return turns(positions, config=config, length=1, dtype=np.float32)
 
     run = record(fn, [positions], 3)
-    assert names(run) == ["turns"]
+    assert names(run) == ["cos_sin"]
     for got, wanted in zip(run(positions), fn(positions), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-7)
 

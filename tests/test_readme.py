@@ -46,7 +46,7 @@ def test_the_pretrained_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     exec(EXAMPLES[2], names)
     assert xf.tree.flatten(names["grads"]).keys() == xf.tree.flatten(names["params"]).keys()
-    assert xf.pretrained.load("copy")[0].source["n_embd"] == 6
+    assert xf.pretrained.load("copy")[0].hf_config["n_embd"] == 6
 
 
 def test_the_example_of_kernels_runs(capsys: pytest.CaptureFixture[str]) -> None:

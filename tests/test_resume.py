@@ -201,8 +201,20 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 COMMAND = [
-    *("train", "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2"),
-    *("--preset", "tiny", "--steps", "40", "--validate-every", "10", "--every", "5"),
+    *(
+        "train",
+        "--layers",
+        "1",
+        "--d-model",
+        "16",
+        "--heads",
+        "2",
+        "--max-len",
+        "16",
+        "--batch",
+        "2",
+    ),
+    *("--preset", "tiny", "--steps", "40", "--validate-every", "10", "--checkpoint-every", "5"),
     *("--dropout", "0.1", "--accumulate", "2", "--ema", "0.9", "--data", "fox.txt"),
 ]
 
@@ -265,10 +277,16 @@ def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--resume", "run", "--out", "new"], "--out names a new folder, and goes without"),
         (["--resume", "run", "--data", "other.txt"], "of another run: data.training is"),
         (["--resume", "run", "--steps", "39"], "--steps: the run in run has 40, and may have more"),
-        (["--resume", "run", "--steps", "50", "--at", "3"], "run has no checkpoint of step 3"),
+        (
+            ["--resume", "run", "--steps", "50", "--resume-step", "3"],
+            "run has no checkpoint of step 3",
+        ),
         (["--resume", "run", "--steps", "50", "--data", "other.txt"], "of another run: data.train"),
-        (["--resume", "run", "--at", "3"], "run has no checkpoint of step 3; there are those of 5"),
-        (["--at", "3"], "--at goes with --resume"),
+        (
+            ["--resume", "run", "--resume-step", "3"],
+            "run has no checkpoint of step 3; there are those of 5",
+        ),
+        (["--resume-step", "3"], "--resume-step goes with --resume"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -293,9 +311,11 @@ def test_a_damaged_checkpoint_and_the_one_before(
     newest.write_bytes(newest.read_bytes()[:-8])
     assert main(["train", "--resume", stopped]) == 1
     err = capsys.readouterr().err
-    assert "step-00000007.safetensors is damaged" in err and "--at 5 goes on from it" in err
+    assert (
+        "step-00000007.safetensors is damaged" in err and "--resume-step 5 goes on from it" in err
+    )
     with pytest.warns(UserWarning, match=r"the log as it was is kept: log\.jsonl\.aside"):
-        assert main(["train", "--resume", stopped, "--at", "5"]) == 0
+        assert main(["train", "--resume", stopped, "--resume-step", "5"]) == 0
     assert [row["step"] for row in rows(Path(stopped))] == list(range(1, 41))
 
 
@@ -303,7 +323,7 @@ def test_what_may_change_when_a_run_goes_on(stopped: str, text: Path) -> None:
     from xformer.cli import main
 
     text.rename("moved.txt")
-    options = ["--data", "moved.txt", "--every", "10", "--keep", "1"]
+    options = ["--data", "moved.txt", "--checkpoint-every", "10", "--keep-checkpoints", "1"]
     assert main(["train", "--resume", stopped, *options]) == 0
     assert sorted(p.name for p in Path(stopped, "checkpoints").iterdir()) == [
         "step-00000040.safetensors"
@@ -370,13 +390,13 @@ def test_a_finished_run_trains_on(quiet: None, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "to go on: xformer train --resume run --steps 40" in out
     made = json.loads(Path("run/run.json").read_text())
-    assert main(["train", "--resume", "run", "--steps", "40", "--keep", "3"]) == 0
+    assert main(["train", "--resume", "run", "--steps", "40", "--keep-checkpoints", "3"]) == 0
     out = capsys.readouterr().out
     assert "going on after step 20" in out and "saved to run after 40 steps" in out
     runs.require_alike(Path("run"), Path("never"))
     content = json.loads(Path("run/run.json").read_text())
     made["about"]["training"]["steps"] = made["notes"]["steps"] = 40
-    assert content == made  # nothing else, such as --keep, is another from now on
+    assert content == made  # nothing else, such as --keep-checkpoints, is another from now on
     log = Path("run/log.jsonl").read_bytes()
     assert main(["train", "--resume", "run"]) == 0  # of forty
     assert Path("run/log.jsonl").read_bytes() == log
@@ -434,7 +454,7 @@ def test_training_that_diverges_names_its_checkpoint(
     from xformer.cli import main
 
     with np.errstate(all="ignore"):
-        options = ["--lr", "1e30", "--clip", "1e30", "--warmup", "0", "--every", "1"]
+        options = ["--lr", "1e30", "--clip", "1e30", "--warmup", "0", "--checkpoint-every", "1"]
         assert main([*COMMAND, *options, "--out", "run"]) == 1
     err = capsys.readouterr().err.splitlines()[-1]
     assert "the loss of step 2 is" in err
@@ -446,7 +466,7 @@ def test_a_run_on_prepared_text_goes_on(
 ) -> None:
     from xformer.cli import main, train
 
-    assert main(["prepare", "fox.txt", "tokens", "--vocabulary", "characters"]) == 0
+    assert main(["prepare", "fox.txt", "tokens", "--tokenizer", "characters"]) == 0
     command = [*COMMAND, "--data", "tokens", "--steps", "12"]
     assert main([*command, "--out", "never"]) == 0
     real = train.train
@@ -466,12 +486,12 @@ def test_a_run_has_its_vocabulary(
 
     if vocabulary != "characters":
         pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    options = ["--vocabulary", vocabulary, "--steps", "2", "--sample-every", "2"]
+    options = ["--tokenizer", vocabulary, "--steps", "2", "--sample-every", "2"]
     assert main([*COMMAND, *options, "--out", "run"]) == 0
     out = capsys.readouterr().out
     unit = "character" if vocabulary == "characters" else "token"
     assert f"nats per {unit}" in out and "--- step 2" in out and "a sample, continuing 'the " in out
-    command = ["generate", "--checkpoint", "run", "--prompt", "the fox", "--max-new", "5"]
+    command = ["generate", "--model", "run", "--prompt", "the fox", "--max-new-tokens", "5"]
     assert main(command) == 0
     assert capsys.readouterr().out.startswith("the fox")
     assert main(["train", "--resume", "run"]) == 0
@@ -481,7 +501,7 @@ def test_a_run_has_its_vocabulary(
 
 def test_a_warning_is_one_line(stopped: str) -> None:
     program = "import sys; from xformer.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "train", "--resume", stopped, "--at", "5"]
+    command = [sys.executable, "-c", program, "train", "--resume", stopped, "--resume-step", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stderr.splitlines() if "log.jsonl" in line]
     assert line.startswith("xformer: warning: ") and line.endswith("is kept: log.jsonl.aside")

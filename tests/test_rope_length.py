@@ -68,11 +68,11 @@ def test_pieces_give_the_logits_of_the_whole(library: Backend, name: str) -> Non
     model, params = scaled(name)
     tokens = np.random.default_rng(1).integers(1, V, (2, T))
     params = tree.map(library.asarray, params)
-    state = model.start()
+    state = model.init_state()
     ends = (6, 10, T) if library.name == "jax" else (3, 8, 9, 10, 15, T)
     for start, end in zip((0, *ends), ends, strict=False):
         text = library.asarray(tokens[:, :end])
-        got, state = model.extend(params, text[:, start:], state, every=True)
+        got, state = model.decode(params, text[:, start:], state, all_logits=True)
         want, _ = model.forward(params, text)
         np.testing.assert_allclose(
             library.to_numpy(got), library.to_numpy(want[:, start:, :]), **EXACT
@@ -109,7 +109,7 @@ def test_greedy_texts(library: Backend, name: str) -> None:
     model, params = scaled(name)
     want = greedy(model, params, PROMPTS, 7)
     params = tree.map(library.asarray, params)
-    assert generate(model, params, PROMPTS, max_new=7) == want
+    assert generate(model, params, PROMPTS, max_new_tokens=7) == want
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STEADY])
@@ -120,9 +120,9 @@ def test_guesses(name: str) -> None:
     first = replace(model, blocks=model.blocks[:1])
     of_first = params._replace(stack=params.stack._replace(blocks=params.stack.blocks[:1]))
     for draft in ((model, params), (first, of_first), scaled("dynamic"), causal("qwen3", seed=1)):
-        rounds = list(speculative(model, params, *draft, PROMPTS[0], k=4, max_new=14))
+        rounds = list(speculative(model, params, *draft, PROMPTS[0], k=4, max_new_tokens=14))
         assert [i for new in rounds for i in new] == want
-    rounds = list(speculative(model, params, model, params, PROMPTS[0], k=4, max_new=14))
+    rounds = list(speculative(model, params, model, params, PROMPTS[0], k=4, max_new_tokens=14))
     sizes = {"dynamic": [3, *[1] * 11], "longrope": [3, 5, 5, 1]}  # from 6 tokens to 8, and on
     assert [len(new) for new in rounds] == sizes.get(name, [5, 5, 4])
 
@@ -132,7 +132,7 @@ def test_beams_are_those_of_the_whole_texts(name: str) -> None:
     """The score is the sum of log probabilities, each by a forward pass over the whole text."""
     model, params = scaled(name)
     for prompt, found in zip(
-        PROMPTS, beam_search(model, params, PROMPTS, n_beams=3, max_new=6), strict=True
+        PROMPTS, beam_search(model, params, PROMPTS, n_beams=3, max_new_tokens=6), strict=True
     ):
         for ids, score in found:
             total = 0.0
@@ -151,11 +151,11 @@ def test_beams_are_those_of_the_whole_texts(name: str) -> None:
 def test_a_state_is_rewound_across_the_change(name: str) -> None:
     model, params = scaled(name)
     tokens = np.random.default_rng(3).integers(1, V, (2, T))
-    _, state = model.extend(params, tokens[:, :12], model.start())
+    _, state = model.decode(params, tokens[:, :12], model.init_state())
     for left in (0, 5, 8, 9, 11):
-        rewound = model.rewind(state, 12 - left)
+        rewound = model.truncate(state, 12 - left)
         text = np.concatenate((tokens[:, :left], tokens[:, -2:]), axis=1)
-        got, _ = model.extend(params, text[:, left:], rewound)
+        got, _ = model.decode(params, text[:, left:], rewound)
         np.testing.assert_allclose(got, model.forward(params, text)[0][:, -1], **EXACT)
 
 
@@ -165,10 +165,10 @@ def test_rows_padding_and_ids_that_are_written_over(name: str) -> None:
     model, params = scaled(name)
     tokens = np.random.default_rng(4).integers(1, V, (3, 11))
     buffer = tokens[:, :6].copy()
-    _, state = model.extend(params, buffer, model.start())
+    _, state = model.decode(params, buffer, model.init_state())
     buffer[:] = 0
     kept = state.rows(np.array([2, 0])).padded(13).padded(8)
-    got, _ = model.extend(params, tokens[[2, 0], 6:], kept)
+    got, _ = model.decode(params, tokens[[2, 0], 6:], kept)
     np.testing.assert_allclose(got, model.forward(params, tokens[[2, 0]])[0][:, -1], **EXACT)
 
 
@@ -176,17 +176,17 @@ def test_rows_padding_and_ids_that_are_written_over(name: str) -> None:
 def test_fixed_columns_up_to_the_change(name: str) -> None:
     model, params = scaled(name)
     tokens = np.random.default_rng(5).integers(1, V, (1, 12))
-    _, state = model.extend(params, tokens[:, :6], model.start())
-    fixed = state.in_columns(TRAINED)
+    _, state = model.decode(params, tokens[:, :6], model.init_state())
+    fixed = state.preallocate(TRAINED)
     for end in (7, 8):
-        got, fixed = model.extend(params, tokens[:, end - 1 : end], fixed)
+        got, fixed = model.decode(params, tokens[:, end - 1 : end], fixed)
         want, _ = model.forward(params, tokens[:, :end])
         np.testing.assert_allclose(got, want[:, -1], **EXACT)
-    with pytest.raises(ValueError, match=r"^extend: at most 8 fixed columns go with RoPE freq"):
-        model.extend(params, tokens[:, 6:7], state.in_columns(TRAINED + 1))
-    _, state = model.extend(params, tokens[:, 6:], state)
-    with pytest.raises(ValueError, match=r"^in_columns: 12 tokens are more than RoPE frequencies"):
-        state.in_columns(20)
+    with pytest.raises(ValueError, match=r"^decode: at most 8 slots go with RoPE freq"):
+        model.decode(params, tokens[:, 6:7], state.preallocate(TRAINED + 1))
+    _, state = model.decode(params, tokens[:, 6:], state)
+    with pytest.raises(ValueError, match=r"^preallocate: 12 tokens are more than RoPE frequencies"):
+        state.preallocate(20)
 
 
 def test_what_the_frequencies_go_by() -> None:
@@ -210,8 +210,8 @@ def test_numba_reads_ahead_up_to_the_change() -> None:
         rows = np.random.default_rng(6).integers(1, V, (1, 12)).tolist()
         with place.active():
             got = prefill(model, params, rows, chunk=1).logits
-            texts = generate(model, params, [rows[0][:3]], max_new=14)
+            texts = generate(model, params, [rows[0][:3]], max_new_tokens=14)
             with dispatch.reference_only():
                 want = prefill(model, params, rows).logits
-                assert generate(model, params, [rows[0][:3]], max_new=14) == texts
+                assert generate(model, params, [rows[0][:3]], max_new_tokens=14) == texts
         np.testing.assert_allclose(got, want, atol=2e-3)  # three layers blow up roundings

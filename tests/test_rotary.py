@@ -11,8 +11,8 @@ from libraries import only
 from xformer.backends import Backend
 
 from xformer import explain, inference
-from xformer.layers import RopeConfig, rotary
-from xformer.layers.rotary import frequencies, turns
+from xformer.layers import RopeConfig, rope_tables
+from xformer.layers.rope_tables import cos_sin, frequencies
 from xformer.ops import rope
 
 LONG = {
@@ -120,7 +120,7 @@ def test_tables_are_those_of_transformers(note: str, length: int) -> None:
     theirs = llamas.LlamaRotaryEmbedding(llama(ours, ours.width))
     positions = np.array([np.arange(length), np.maximum(np.arange(length) - 3, 0)])  # padding left
     cos, sin = theirs(torch.ones(1), torch.tensor(positions))
-    got = rotary(ours, like=np.ones(1), length=length, positions=positions)
+    got = rope_tables(ours, like=np.ones(1), length=length, positions=positions)
     half = ours.width // 2
     # Their angles, up to 150, are float32: 2^-17 off.
     assert np.allclose(got.cos, cos[..., :half].numpy(), rtol=0, atol=2e-5)
@@ -130,17 +130,17 @@ def test_tables_are_those_of_transformers(note: str, length: int) -> None:
 def test_llama3_is_a_ramp_over_turns() -> None:
     ours = config("llama3, wide", width=32)
     powers = 1e4 ** -np.linspace(0, 1, 16, endpoint=False)
-    turns = 256 * powers / (2 * np.pi)
-    assert {0, 1, 2} == set(np.digitize(turns, [1, 30]))  # all three kinds are there
-    wanted = powers * np.interp(turns, [1, 30], [1 / 8, 1])
+    cos_sin = 256 * powers / (2 * np.pi)
+    assert {0, 1, 2} == set(np.digitize(cos_sin, [1, 30]))  # all three kinds are there
+    wanted = powers * np.interp(cos_sin, [1, 30], [1 / 8, 1])
     assert np.allclose(frequencies(ours, 5)[0], wanted, rtol=1e-14)
 
 
 def test_yarn_is_a_ramp_over_pairs() -> None:
     ours = config("yarn, betas", width=32, factor=10.0)
     powers = 1e4 ** -np.linspace(0, 1, 16, endpoint=False)
-    turns = 4096 * powers / (2 * np.pi)
-    last_fast, first_slow = (turns >= 8).sum() - 1, 16 - (turns <= 2).sum()
+    cos_sin = 4096 * powers / (2 * np.pi)
+    last_fast, first_slow = (cos_sin >= 8).sum() - 1, 16 - (cos_sin <= 2).sum()
     assert 0 < last_fast < first_slow - 1 < 15
     wanted = powers * np.interp(np.arange(16), [last_fast, first_slow], [1, 1 / 10])
     got, factor = frequencies(ours, 5)
@@ -163,7 +163,7 @@ def test_tables_are_cos_and_sin_to_rounding(library: Backend, note: str, dtype: 
     ours = config(note, interleaved=True)
     positions = [0, 1, 149, 8191, 131071]
     like = library.asarray(np.ones(1), dtype)
-    got = rotary(ours, like=like, length=150, positions=library.asarray(positions))
+    got = rope_tables(ours, like=like, length=150, positions=library.asarray(positions))
     f, factor = frequencies(ours, 150)
     angles = np.array(positions)[:, None] * np.array(f)
     for table, wanted in ((got.cos, np.cos(angles)), (got.sin, np.sin(angles))):
@@ -178,10 +178,10 @@ def test_without_float64_angles_are_float32(library: Backend) -> None:
     import jax
 
     with jax.enable_x64(False):  # warnings are errors
-        got = rotary(config("yarn"), like=library.xp.ones(1), length=150)
+        got = rope_tables(config("yarn"), like=library.xp.ones(1), length=150)
         cos, sin = np.asarray(got.cos), np.asarray(got.sin)
     assert cos.dtype == "float32"
-    wanted = rotary(config("yarn"), like=np.ones(1), length=150)
+    wanted = rope_tables(config("yarn"), like=np.ones(1), length=150)
     assert np.allclose(cos, wanted.cos, rtol=0, atol=2e-5)
     assert np.allclose(sin, wanted.sin, rtol=0, atol=2e-5)
 
@@ -195,32 +195,32 @@ def test_the_next_position_is_a_row_of_a_table(library: Backend, note: str, dtyp
     with inference():
         for place in (0, 1, 255, 256, 63, 131071, -1):
             positions = np.array([place])
-            assert explain(turns, positions, **given).startswith(
-                "turns on numpy: xformer.backends.numpy.turns.turns"
+            assert explain(cos_sin, positions, **given).startswith(
+                "cos_sin on numpy: xformer.backends.numpy.cos_sin.cos_sin"
             )
-            found = turns(positions, **given)
-            for table, wanted in zip(found, turns.reference(positions, **given), strict=True):
+            found = cos_sin(positions, **given)
+            for table, wanted in zip(found, cos_sin.reference(positions, **given), strict=True):
                 assert table.dtype == dtype and table.shape == (1, 8)
                 assert np.array_equal(table, wanted)
                 with pytest.raises(ValueError, match="read-only"):
                     table[0, 0] = 2
-        assert turns(positions, **given)[0].base is turns(positions, **given)[0].base
+        assert cos_sin(positions, **given)[0].base is cos_sin(positions, **given)[0].base
         others = (
-            explain(turns, positions, **given | {"length": 900}),
-            explain(turns, np.array([3, 4]), **given),
+            explain(cos_sin, positions, **given | {"length": 900}),
+            explain(cos_sin, np.array([3, 4]), **given),
         )
-    for said in (*others, explain(turns, positions, **given)):
+    for said in (*others, explain(cos_sin, positions, **given)):
         assert ": the reference" in said and "not one position within inference()" in said
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
 def test_positions_are_rows(library: Backend, dtype: str) -> None:
     like = library.asarray(np.ones(1))
-    plain = rotary(config("yarn"), like=like, length=9)
+    plain = rope_tables(config("yarn"), like=like, length=9)
     host = np.array([[8, 0, 0, 3], [5, 6, 7, 8]])
     positions = library.asarray(host, dtype)
     for chosen, rows in ((positions, host), (positions[0, :], host[0])):
-        got = rotary(config("yarn"), like=like, length=9, positions=chosen)
+        got = rope_tables(config("yarn"), like=like, length=9, positions=chosen)
         for table, all_rows in ((got.cos, plain.cos), (got.sin, plain.sin)):
             assert np.array_equal(library.to_numpy(table), library.to_numpy(all_rows)[rows])
 
@@ -234,7 +234,7 @@ def test_scores_depend_on_distance_alone(library: Backend, note: str, interleave
     scores = []
     for start in (0, 1000):
         positions = library.asarray(np.arange(6) + start)
-        tables = rotary(ours, like=q, length=6, positions=positions)._asdict()
+        tables = rope_tables(ours, like=q, length=6, positions=positions)._asdict()
         scores.append(library.to_numpy(rope(q, **tables)[0] @ rope(k, **tables)[0].mT)[0, 0])
     assert np.allclose(*scores, rtol=1e-11, atol=1e-11)
     assert np.allclose(scores[0][1:, 1:], scores[0][:-1, :-1], rtol=1e-13, atol=1e-13)
@@ -243,7 +243,7 @@ def test_scores_depend_on_distance_alone(library: Backend, note: str, interleave
 
 def test_the_attention_factor_scales_what_is_turned(library: Backend) -> None:
     x = library.asarray(np.random.default_rng(19).normal(size=(2, 3, 5, 19)))
-    tables = rotary(config("yarn, attention"), like=x, length=5)
+    tables = rope_tables(config("yarn, attention"), like=x, length=5)
     y, x = library.to_numpy(rope(x, **tables._asdict())[0]), library.to_numpy(x)
     norm = np.linalg.norm
     assert np.allclose(norm(y[..., :16], axis=-1), 1.25 * norm(x[..., :16], axis=-1), rtol=1e-13)
@@ -251,7 +251,7 @@ def test_the_attention_factor_scales_what_is_turned(library: Backend) -> None:
 
 
 def test_no_positions(library: Backend) -> None:
-    got = rotary(config("longrope"), like=library.asarray(np.ones(1)), length=0)
+    got = rope_tables(config("longrope"), like=library.asarray(np.ones(1)), length=0)
     assert tuple(got.cos.shape) == tuple(got.sin.shape) == (0, 8)
 
 
@@ -377,4 +377,4 @@ def test_bad_configurations(options: Any, error: Any, message: str) -> None:
 )
 def test_bad_input(options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=f"^rotary: {re.escape(message)}$"):
-        rotary(RopeConfig(width=4), **{"like": np.ones(1), "length": 3} | options)
+        rope_tables(RopeConfig(width=4), **{"like": np.ones(1), "length": 3} | options)

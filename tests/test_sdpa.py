@@ -12,9 +12,9 @@ import pytest
 from libraries import only
 from xformer.backends import Backend
 
-from xformer import Key, ops, reference_only
+from xformer import RandomKey, ops, reference_only
 
-KEY = Key(5, 2)
+KEY = RandomKey(5, 2)
 
 
 def inputs(

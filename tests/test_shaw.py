@@ -11,10 +11,10 @@ import pytest
 from libraries import only
 from xformer.backends import Backend
 
-from xformer import Key, backends, ops
+from xformer import RandomKey, backends, ops
 from xformer.ops.shaw import gather, spread
 
-KEY = Key(5, 2)
+KEY = RandomKey(5, 2)
 NUMPY = backends.get("numpy")
 
 

@@ -33,10 +33,10 @@ def test_greedy_texts_are_those_of_the_model(name: str, k: int) -> None:
     """Whatever the draft: the model itself, its first layer, one that knows nothing."""
     model, params = causal(name)
     network = getattr(model, "network", model)
-    (want,) = generate(model, params, [PROMPT], max_new=17)
+    (want,) = generate(model, params, [PROMPT], max_new_tokens=17)
     other = causal("qwen3" if name != "qwen3" else "llama", seed=1)
     for draft in ((model, params), layers(network, params, 1), other):
-        rounds = list(speculative(model, params, *draft, PROMPT, k=k, max_new=17))
+        rounds = list(speculative(model, params, *draft, PROMPT, k=k, max_new_tokens=17))
         assert [i for new in rounds for i in new] == want
         assert all(1 <= len(new) <= k + 1 for new in rounds)
         if draft[1] is params:  # nothing is refused
@@ -46,37 +46,41 @@ def test_greedy_texts_are_those_of_the_model(name: str, k: int) -> None:
 def test_targets() -> None:
     model, params = seq2seq("t5")
     draft = seq2seq("t5 1.1", seed=1)
-    (want,) = generate(model, params, [PROMPT], max_new=12)
+    (want,) = generate(model, params, [PROMPT], max_new_tokens=12)
     for one in (draft, (model, params)):
-        rounds = speculative(model, params, *one, PROMPT, k=3, max_new=12)
+        rounds = speculative(model, params, *one, PROMPT, k=3, max_new_tokens=12)
         assert [i for new in rounds for i in new] == want
 
 
 @only("array-api-strict", "torch", "cupy")
 def test_on_other_libraries(library: Backend) -> None:
     model, params = causal("mistral")
-    want = list(speculative(model, params, *layers(model, params, 1), PROMPT, k=3, max_new=9))
+    want = list(
+        speculative(model, params, *layers(model, params, 1), PROMPT, k=3, max_new_tokens=9)
+    )
     params = tree.map(library.asarray, params)
     draft = layers(model, params, 1)
-    assert list(speculative(model, params, *draft, PROMPT, k=3, max_new=9)) == want
+    assert list(speculative(model, params, *draft, PROMPT, k=3, max_new_tokens=9)) == want
 
 
 def test_a_stop_ends_a_round() -> None:
     model, params = causal("llama")
-    (text,) = generate(model, params, [PROMPT], max_new=17)
+    (text,) = generate(model, params, [PROMPT], max_new_tokens=17)
     for stop in ({text[6]}, {text[0]}, {text[9], text[4]}):
-        (want,) = generate(model, params, [PROMPT], max_new=17, stop=stop)
-        rounds = speculative(model, params, model, params, PROMPT, k=4, max_new=17, stop=stop)
+        (want,) = generate(model, params, [PROMPT], max_new_tokens=17, stop=stop)
+        rounds = speculative(
+            model, params, model, params, PROMPT, k=4, max_new_tokens=17, stop=stop
+        )
         assert [i for new in rounds for i in new] == want
 
 
 def test_the_context_is_filled_to_its_end() -> None:
     model = xf.GPT(vocab_size=V, n_layers=1, d_model=8, n_heads=2, max_len=9)
     params = lively(model, 0)
-    (want,) = generate(model, params, [PROMPT], max_new=5)
-    rounds = speculative(model, params, model, params, PROMPT, k=9, max_new=5)
+    (want,) = generate(model, params, [PROMPT], max_new_tokens=5)
+    rounds = speculative(model, params, model, params, PROMPT, k=9, max_new_tokens=5)
     assert [i for new in rounds for i in new] == want
-    assert list(speculative(model, params, model, params, PROMPT, k=9, max_new=0)) == []
+    assert list(speculative(model, params, model, params, PROMPT, k=9, max_new_tokens=0)) == []
 
 
 # Drawn texts
@@ -119,7 +123,7 @@ def test_drawn_texts_have_the_models_distribution(k: int, sampler: Any) -> None:
     assert min(want.values()) * N > 1  # or chi-square would not be what it is called
     assert chi_square({ids: p * N for ids, p in wrong.items()}, want) > 541
     drawn: Counter[tuple[int, ...]] = Counter()
-    options: dict[str, Any] = {"k": k, "max_new": LENGTH, "sampler": sampler}
+    options: dict[str, Any] = {"k": k, "max_new_tokens": LENGTH, "sampler": sampler}
     n_rounds = 0
     for seed in range(N):
         rounds = list(speculative(TINY, params, TINY, draft, [1, 2], seed=seed, **options))
@@ -135,7 +139,7 @@ def chi_square(counts: Any, want: dict[tuple[int, ...], float]) -> float:
 
 def test_a_seed_gives_the_same_text() -> None:
     model, params = causal("llama")
-    options: dict[str, Any] = {"k": 3, "max_new": 12, "sampler": temperature(1.5)}
+    options: dict[str, Any] = {"k": 3, "max_new_tokens": 12, "sampler": temperature(1.5)}
     draft = layers(model, params, 1)
     runs = [list(speculative(model, params, *draft, PROMPT, seed=s, **options)) for s in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
@@ -145,19 +149,23 @@ def test_a_seed_gives_the_same_text() -> None:
     ("prompt", "options", "message"),
     [
         (PROMPT, {"k": 0}, "k must be an int of at least 1, got 0"),
-        (PROMPT, {"max_new": -1}, "max_new must be an int of at least 0, got -1"),
+        (PROMPT, {"max_new_tokens": -1}, "max_new_tokens must be an int of at least 0, got -1"),
         ([], {}, "prompt 0 must hold at least one token"),
-        ([1] * 6, {"max_new": 2}, "context holds 6 tokens, and there are 6 of the prompt and 1"),
+        (
+            [1] * 6,
+            {"max_new_tokens": 2},
+            "context holds 6 tokens, and there are 6 of the prompt and 1",
+        ),
         ([1], {"seed": -1}, "seed must be an int of at least 0"),
     ],
 )
 def test_bad_requests_are_refused(prompt: Any, options: dict[str, Any], message: str) -> None:
     params = TINY.init()
     with pytest.raises(ValueError, match=message):
-        speculative(TINY, params, TINY, params, prompt, **{"k": 2, "max_new": 1} | options)
+        speculative(TINY, params, TINY, params, prompt, **{"k": 2, "max_new_tokens": 1} | options)
 
 
 def test_vocabularies_that_differ() -> None:
     model, params = causal("llama")
     with pytest.raises(ValueError, match="the draft must have the model's 37 tokens, got 3"):
-        speculative(model, params, TINY, TINY.init(), PROMPT, k=2, max_new=1)
+        speculative(model, params, TINY, TINY.init(), PROMPT, k=2, max_new_tokens=1)

@@ -14,7 +14,7 @@ import pytest
 from xformer import backends, optim, pretrained, training, tree
 from xformer.cli import main
 from xformer.cli.summary import scaled
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig
 from xformer.models import GPT, LanguageModel
 from xformer.pretrained import files

@@ -103,7 +103,7 @@ def test_commands_name_the_key(
     ):
         path = folder(tmp_path / name, config, **{name: value})
         prompt = "" if name == "bos_token_id" else "Once"
-        assert main(["generate", "--model", path, "--prompt", prompt, "--max-new", "2"]) == 1
+        assert main(["generate", "--model", path, "--prompt", prompt, "--max-new-tokens", "2"]) == 1
         said = capsys.readouterr()
         assert said.err.count("\n") == 1 and said.out == ""
         assert f"config.json: {name} must be " in said.err and f"got {value!r}" in said.err
@@ -127,7 +127,7 @@ def test_ends_are_checked_when_they_are_asked_for() -> None:
     model = pretrained.model(GPT2 | {"eos_token_id": "2", "vocab_size": own.size})
     for ask in (
         lambda: ends_of(own, model),
-        lambda: stream_text(model, model.init(), own, "a", max_new=1),
+        lambda: stream_text(model, model.init(), own, "a", max_new_tokens=1),
     ):
         with pytest.raises(PretrainedError, match="eos_token_id must be an id"):
             ask()
@@ -166,7 +166,7 @@ def theirs(path: str, config: dict[str, Any], prompt: list[int], **options: Any)
 
 def written(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """What the command writes of a prompt of two letters, greedily."""
-    greedy = ["--prompt", "ab", "--temperature", "0", "--max-new", "8"]
+    greedy = ["--prompt", "ab", "--temperature", "0", "--max-new-tokens", "8"]
     assert main(["generate", "--model", path, *greedy, *options]) == 0
     return capsys.readouterr().out.removesuffix("\n")
 
@@ -189,7 +189,9 @@ def test_a_token_that_begins_texts_ends_none(
     before = "" if "t5" in config["model_type"] else "ab"
     assert written(path, capsys) == before + codec.decode(want[:-1])
     model, params = pretrained.load(path)
-    assert "".join(stream_text(model, params, codec, "ab", max_new=8)) == codec.decode(want[:-1])
+    assert "".join(stream_text(model, params, codec, "ab", max_new_tokens=8)) == codec.decode(
+        want[:-1]
+    )
 
 
 @pytest.mark.parametrize("name", ["</s>", "<|endoftext|>"])

@@ -11,7 +11,7 @@ import pytest
 from judges import require_close
 
 from xformer import pretrained, tree
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.pretrained.reading import PretrainedError
 
 torch = pytest.importorskip("torch")
@@ -158,7 +158,9 @@ def test_what_a_configuration_leaves_out_is_as_in_torch(tmp_path: Path) -> None:
     for config in (*model.encoder, *model.decoder):
         assert config.n_heads == module.nhead and config.eps == layer.norm1.eps
         assert config.dropout == config.hidden_dropout == layer.dropout.p
-        assert config.activation == "relu" and config.norm == "post" and not layer.norm_first
+        assert (
+            config.activation == "relu" and config.norm_placement == "post" and not layer.norm_first
+        )
 
 
 def zeros(model: Any) -> Any:

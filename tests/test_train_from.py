@@ -21,7 +21,16 @@ NUMPY = get("numpy")
 TEXT = "the quick brown fox jumps over the lazy dog. "
 TRAIN = [
     *("train", "--data", "fox.txt", "--preset", "tiny", "--batch", "3", "--steps", "6"),
-    *("--validate-every", "3", "--validate-batches", "2", "--every", "2", "--warmup", "2"),
+    *(
+        "--validate-every",
+        "3",
+        "--validate-batches",
+        "2",
+        "--checkpoint-every",
+        "2",
+        "--warmup",
+        "2",
+    ),
 ]
 KINDS = {"llama": (LLAMA, "llama"), "gpt2": (GPT2, "gpt"), "bert": (BERT, "bert"), "t5": (T5, "t5")}
 
@@ -40,7 +49,7 @@ def folder(kind: str) -> None:
 
 
 def own(*options: str) -> int:
-    sizes = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16")
+    sizes = ("--layers", "1", "--d-model", "16", "--heads", "2", "--max-len", "16")
     return main([*TRAIN, *sizes, "--out", "own", *options])
 
 
@@ -104,7 +113,7 @@ def test_its_learning_rate_is_low_unless_given() -> None:
 
 def test_a_run_of_our_own(measured: list[tuple[Any, float]]) -> None:
     """Its weights alone: the counts and the optimiser are new."""
-    assert own("--vocabulary", "characters", "--dropout", "0.1") == 0
+    assert own("--tokenizer", "characters", "--dropout", "0.1") == 0
     best = min(row["validation"] for row in rows(Path("own")) if row["validation"])
     assert main([*TRAIN, "--from", "own", "--out", "run", "--lr", "0", "--seed", "1"]) == 0
     ((job, before),) = measured
@@ -187,7 +196,7 @@ def test_what_it_made_is_a_base_again(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_prepared_text_has_the_vocabulary_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     folder("gpt2")
-    assert main(["prepare", "fox.txt", "tokens", "--vocabulary", "gpt2"]) == 0
+    assert main(["prepare", "fox.txt", "tokens", "--tokenizer", "gpt2"]) == 0
     assert main(["prepare", "fox.txt", "bytes"]) == 0
     options = ["--from", "gpt2", "--steps", "2"]
     assert main([*TRAIN, *options, "--data", "tokens", "--out", "run"]) == 0
@@ -209,8 +218,8 @@ def test_prepared_text_has_the_vocabulary_of_the_model(capsys: pytest.CaptureFix
             "--layers goes without --from: the model in gpt2",
         ),
         (["--from", "gpt2", "--dropout", "0"], "--dropout goes without --from"),
-        (["--from", "gpt2", "--vocabulary", "bytes"], "--vocabulary goes without --from"),
-        (["--from", "gpt2", "--context", "33"], "--context must be at most the 32 of the model"),
+        (["--from", "gpt2", "--tokenizer", "bytes"], "--tokenizer goes without --from"),
+        (["--from", "gpt2", "--max-len", "33"], "--max-len must be at most the 32 of the model"),
         (["--from", "gpt2", "--resume", "own"], "--from begins a new run, and goes without"),
         (["--from", "longer"], "longer: the id of the EOS token must be below "),
         (["--from", "bare"], "bare is no file of a tokenizer, and no folder with one"),

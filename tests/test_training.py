@@ -133,7 +133,7 @@ def test_accumulating_is_the_big_batch(shares: tuple[int, ...]) -> None:
 
 
 def test_every_batch_has_a_dropout_mask_of_its_own() -> None:
-    seen: list[xf.Key] = []
+    seen: list[xf.RandomKey] = []
 
     def loss(params: Any, batch: Any, place: Any, key: Any = None) -> Any:
         if key is not None:
@@ -144,7 +144,7 @@ def test_every_batch_has_a_dropout_mask_of_its_own() -> None:
     state = training.start(GPT.init(0), config)
     source = training.Windows(corpus().train, 8, 2, 7)
     list(training.train(loss, state, source, config, NUMPY))
-    assert seen == [xf.Key(7, step=i) for i in range(1, 7)]
+    assert seen == [xf.RandomKey(7, step=i) for i in range(1, 7)]
 
 
 def test_what_is_frozen_stays() -> None:
@@ -501,7 +501,7 @@ PAIR = EncoderDecoder(
     shared_embed=True,
     encoder_relative=RelativeConfig(2),
     head=LMHead(),
-    source={"eos_token_id": [1, 2]},
+    hf_config={"eos_token_id": [1, 2]},
 )
 
 

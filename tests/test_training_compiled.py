@@ -167,7 +167,7 @@ def test_tokens(name: str, prompts: Any, made: list[Any]) -> None:
     model, params = causal(name)
     params = tree.map(lambda p: p.astype(np.float32), params)
     for sampler in (None, top_k(3)):
-        options: Any = {"max_new": 9, "sampler": sampler}
+        options: Any = {"max_new_tokens": 9, "sampler": sampler}
         wanted = generate(model, params, prompts, **options)
         assert generate(model, params, prompts, **options, compiled=True) == wanted
         n = len(made)
@@ -179,8 +179,8 @@ def test_two_texts_in_turn() -> None:
     """Neither writes over the other's keys."""
     model, params = causal("gpt2")
     params = tree.map(lambda p: p.astype(np.float32), params)
-    wanted = [list(stream(model, params, [p], max_new=12)) for p in PROMPTS]
-    both = [stream(model, params, [p], max_new=12, compiled=True) for p in PROMPTS]
+    wanted = [list(stream(model, params, [p], max_new_tokens=12)) for p in PROMPTS]
+    both = [stream(model, params, [p], max_new_tokens=12, compiled=True) for p in PROMPTS]
     assert [list(row) for row in zip(*zip(*both, strict=True), strict=True)] == wanted
 
 
@@ -192,16 +192,18 @@ def test_tokens_are_programs_by_themselves(made: list[Any]) -> None:
     params = tree.map(lambda p: p.astype(np.float32), params)
     n = model.context - len(PROMPTS[0]) + 1
     with patch.object(generating, "PAYS", n):
-        found = generate(model, params, PROMPTS, max_new=n)
+        found = generate(model, params, PROMPTS, max_new_tokens=n)
         assert len(made) == 1
         with reference_only():
-            assert generate(model, params, PROMPTS, max_new=n) == found
+            assert generate(model, params, PROMPTS, max_new_tokens=n) == found
         assert len(made) == 1
-        assert generate(model, params, PROMPTS, max_new=n, compiled=False) == found
-        assert generate(model, params, PROMPTS, max_new=n - 1) == [ids[: n - 1] for ids in found]
+        assert generate(model, params, PROMPTS, max_new_tokens=n, compiled=False) == found
+        assert generate(model, params, PROMPTS, max_new_tokens=n - 1) == [
+            ids[: n - 1] for ids in found
+        ]
         stop = {found[0][2], found[1][4]}
-        wanted = generate(model, params, PROMPTS, max_new=n, stop=stop, compiled=False)
-        assert generate(model, params, PROMPTS, max_new=n, stop=stop) == wanted
+        wanted = generate(model, params, PROMPTS, max_new_tokens=n, stop=stop, compiled=False)
+        assert generate(model, params, PROMPTS, max_new_tokens=n, stop=stop) == wanted
     assert len(made) == 1
 
 
@@ -209,4 +211,4 @@ def test_a_model_that_has_no_likeliest_token() -> None:
     model, params = causal("gpt2")
     params = tree.map(lambda p: np.full(p.shape, np.nan, np.float32), params)
     with pytest.raises(ValueError, match="the largest logit of each row must be finite"):
-        generate(model, params, PROMPTS[:1], max_new=5, compiled=True)
+        generate(model, params, PROMPTS[:1], max_new_tokens=5, compiled=True)

@@ -30,5 +30,5 @@ def test_the_options_are_those_of_the_command(capsys: pytest.CaptureFixture[str]
         main(["train", "--help"])
     known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     page = PAGE.replace("--folder DIR --kills 500", "").replace('--prompt "Once"', "")
-    named = set(re.findall(r"--[a-z][a-z-]+", page)) - {"--checkpoint"}  # of xformer generate
+    named = set(re.findall(r"--[a-z][a-z-]+", page)) - {"--model"}  # of xformer generate
     assert named <= known

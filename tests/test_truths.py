@@ -20,7 +20,7 @@ from truths import published
 
 import xformer as xf
 from xformer import training, tree
-from xformer.ops import Key
+from xformer.ops import RandomKey
 from xformer.plots import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,7 +112,7 @@ def test_the_gradients_of_digits_are_right() -> None:
     params = tree.map(lambda p: p.astype(np.float64), digits.initial(seed=1))
     rng = np.random.default_rng(0)
     patches, classes = rng.normal(size=(3, 4, 16)), np.array([1, 0, 7])
-    key = Key(0, step=1)
+    key = RandomKey(0, step=1)
 
     def value(params: object) -> float:
         return float(digits.loss(params, patches, classes, key)[0])

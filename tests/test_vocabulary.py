@@ -72,7 +72,7 @@ def test_a_saved_vocabulary_comes_back(kind: str, tmp_path: Path) -> None:
 def test_a_model_writes_with_it(kind: str) -> None:
     words = some(kind)
     model = xf.GPT(words.size, 1, 8, 2, 16)
-    text = "".join(stream_text(model, model.init(0), words, "the ", max_new=8))
+    text = "".join(stream_text(model, model.init(0), words, "the ", max_new_tokens=8))
     assert text and isinstance(text, str)
 
 

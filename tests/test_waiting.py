@@ -127,7 +127,7 @@ def test_a_training_step(unread: Unread, name: str, donate: bool) -> None:
     state, average = optim.adamw_init(params), tree.map(lambda p: p + 0, params)
     ids, targets = (place.asarray(TOKENS[i : i + 14].reshape(2, 7)) for i in (0, 1))
     mask = place.asarray(np.tri(2, 7, 5, dtype=bool))
-    options = {"dropout_key": ops.Key(3, 1)} if name == "gpt" else {}
+    options = {"dropout_key": ops.RandomKey(3, 1)} if name == "gpt" else {}
     options |= {"mask": mask, "ignore_index": 3, "label_smoothing": 0.1, "z_loss": 1e-4}
     loss, cache = model.loss(params, ids, targets, **options)
     grads, norm = optim.clip_by_global_norm(cache.backward(), max_norm=1.0, donate=donate)
@@ -156,12 +156,12 @@ def test_texts_read_once_a_token(unread: Unread, name: str, prompts: Any) -> Non
     """The likeliest ids; or the logits, from which the host draws."""
     model, rows = MODELS[name](), len(prompts)
     params = unread.params(model)
-    assert [len(new) for new in generate(model, params, prompts, max_new=5)] == [5] * rows
+    assert [len(new) for new in generate(model, params, prompts, max_new_tokens=5)] == [5] * rows
     assert unread.reads == [(rows,)] * 5
     unread.reads.clear()
     filters = (samplers.repetition_penalty(1.1), samplers.temperature(0.8), samplers.top_k(9))
     sampler = samplers.compose(*filters, samplers.top_p(0.9), samplers.min_p(0.05))
-    generate(model, params, prompts, max_new=5, sampler=sampler)
+    generate(model, params, prompts, max_new_tokens=5, sampler=sampler)
     assert unread.reads == [(rows, V)] * 5
 
 
@@ -195,7 +195,7 @@ def test_ids_of_a_batch(unread: Unread, name: str) -> None:
         with pytest.raises(
             ValueError, match=rf"^prefill: ids must lie in \[0, {V}\), got ids from"
         ):
-            generate(model, params, prompts, max_new=1)
+            generate(model, params, prompts, max_new_tokens=1)
     assert not unread.reads
 
 
@@ -208,7 +208,7 @@ def test_ids_of_an_encoder_decoder(unread: Unread) -> None:
         with pytest.raises(ValueError, match=f"^loss: ids of array {n} of the batch must lie in"):
             loss_of(model)(params, given, place)
     with pytest.raises(ValueError, match=rf"^prefill: ids must lie in \[0, {V}\)"):
-        generate(model, params, [[V]], max_new=1)
+        generate(model, params, [[V]], max_new_tokens=1)
     assert not unread.reads
 
 
@@ -268,10 +268,10 @@ def test_texts_are_on_the_device(watched: list[str]) -> None:
     params = model.init(0)
     sampler = samplers.top_p(0.9)
     for make in (
-        lambda: generate(model, params, [[1, 2], [3]], max_new=2),
-        lambda: generate(model, params, [[1, 2], [3]], max_new=2, sampler=sampler),
-        lambda: beam_search(model, params, [[1, 2], [3]], n_beams=2, max_new=2),
-        lambda: list(speculative(model, params, model, params, [1, 2], k=2, max_new=3)),
+        lambda: generate(model, params, [[1, 2], [3]], max_new_tokens=2),
+        lambda: generate(model, params, [[1, 2], [3]], max_new_tokens=2, sampler=sampler),
+        lambda: beam_search(model, params, [[1, 2], [3]], n_beams=2, max_new_tokens=2),
+        lambda: list(speculative(model, params, model, params, [1, 2], k=2, max_new_tokens=3)),
         lambda: prefill(model, params, [[3]], after=prefill(model, params, [[1], [2]]).rows([1])),
     ):
         watched.clear()

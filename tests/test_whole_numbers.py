@@ -57,8 +57,8 @@ def test_a_number_is_the_int(kind: Any) -> None:
     assert type(wide.network.encoder[0].d_ff) is int
     ids = np.array([[1, 3]])
     params = wide.init(seed=kind(3))
-    new = wide.generate(params, ids, start_id=kind(1), end_id=kind(2), max_new=kind(4))
-    assert np.array_equal(new, wide.generate(params, ids, start_id=1, end_id=2, max_new=4))
+    new = wide.generate(params, ids, start_id=kind(1), end_id=kind(2), max_new_tokens=kind(4))
+    assert np.array_equal(new, wide.generate(params, ids, start_id=1, end_id=2, max_new_tokens=4))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,16 +70,20 @@ def test_texts_and_data(kind: Any) -> None:
         assert np.array_equal(a, b)
     prompts, long = [[1, 2, 3]], [list(range(10)) * 6]
     options = {"sampler": samplers.top_k(kind(3)), "seed": kind(5)}
-    drawn = generate(model, params, prompts, max_new=kind(4), **options)
-    assert drawn == generate(model, params, prompts, max_new=4, sampler=samplers.top_k(3), seed=5)
-    with pytest.raises(ValueError, match="holds 100 tokens, and there are 60 of the prompt and 99"):
-        generate(model, params, long, max_new=kind(100))
-    assert beam_search(model, params, prompts, n_beams=kind(2), max_new=kind(3)) == beam_search(
-        model, params, prompts, n_beams=2, max_new=3
+    drawn = generate(model, params, prompts, max_new_tokens=kind(4), **options)
+    assert drawn == generate(
+        model, params, prompts, max_new_tokens=4, sampler=samplers.top_k(3), seed=5
     )
+    with pytest.raises(ValueError, match="holds 100 tokens, and there are 60 of the prompt and 99"):
+        generate(model, params, long, max_new_tokens=kind(100))
+    assert beam_search(
+        model, params, prompts, n_beams=kind(2), max_new_tokens=kind(3)
+    ) == beam_search(model, params, prompts, n_beams=2, max_new_tokens=3)
     assert prefill(model, params, long, chunk=kind(50)).width == 60
-    guessed = speculative(model, params, model, params, [1, 2], k=kind(2), max_new=kind(4))
-    assert [i for row in guessed for i in row] == generate(model, params, [[1, 2]], max_new=4)[0]
+    guessed = speculative(model, params, model, params, [1, 2], k=kind(2), max_new_tokens=kind(4))
+    assert [i for row in guessed for i in row] == generate(
+        model, params, [[1, 2]], max_new_tokens=4
+    )[0]
 
     tokens = np.arange(900)
     one, two = (Windows(tokens, n(100), n(2), n(7)) for n in (kind, int))
@@ -102,10 +106,10 @@ def test_texts_and_data(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [np.int8, np.uint64, np.int32])
 def test_keys_and_ignored_targets(kind: Any) -> None:
     x = np.ones((3, 5), np.float32)
-    key = xformer.Key(kind(100), kind(3), kind(1))
-    assert key == xformer.Key(100, 3, 1) and all(type(part) is int for part in key)
+    key = xformer.RandomKey(kind(100), kind(3), kind(1))
+    assert key == xformer.RandomKey(100, 3, 1) and all(type(part) is int for part in key)
     dropped, _ = ops.dropout(x, rate=0.5, key=key)
-    assert np.array_equal(dropped, ops.dropout(x, rate=0.5, key=xformer.Key(100, 3, 1))[0])
+    assert np.array_equal(dropped, ops.dropout(x, rate=0.5, key=xformer.RandomKey(100, 3, 1))[0])
     targets = np.array([1, 4, 2])
     loss, _ = ops.cross_entropy(x, targets=targets, ignore_index=kind(4))
     assert loss == ops.cross_entropy(x, targets=targets, ignore_index=4)[0]
@@ -140,13 +144,13 @@ def test_what_is_no_integer(bad: Any) -> None:
     with pytest.raises(ValueError, match="generator: seed must be an int of at least 0, got"):
         model.init(seed=bad)
     params = model.init()
-    for name in ("max_new", "seed"):
+    for name in ("max_new_tokens", "seed"):
         with pytest.raises(ValueError, match=rf"^generate: {name} must be an int of at least 0"):
-            generate(model, params, [[1]], **{"max_new": 2, name: bad})
+            generate(model, params, [[1]], **{"max_new_tokens": 2, name: bad})
     with pytest.raises(ValueError, match="k must be an int of at least 1, got"):
         samplers.top_k(bad)
     with pytest.raises(TypeError, match=r"key\.seed must be an int, got"):
-        ops.dropout(np.ones(3), rate=0.5, key=xformer.Key(bad))
+        ops.dropout(np.ones(3), rate=0.5, key=xformer.RandomKey(bad))
     if bad is not None:
         with pytest.raises(TypeError, match="ignore_index must be an int, got"):
             ops.cross_entropy(np.ones((1, 3)), targets=np.array([1]), ignore_index=bad)

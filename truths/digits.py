@@ -18,7 +18,7 @@ import numpy as np
 from needed import require_package
 
 from xformer import backends, ops, optim
-from xformer.initial import xavier_uniform
+from xformer.initializers import xavier_uniform
 from xformer.layers import BlockConfig, StackParams, pool, stack
 from xformer.layers.linear import LinearParams, linear
 
@@ -101,7 +101,7 @@ def initial(seed: int) -> Params:
 
 
 def logits_of(
-    params: Params, patches: np.ndarray, key: ops.Key | None = None
+    params: Params, patches: np.ndarray, key: ops.RandomKey | None = None
 ) -> tuple[np.ndarray, tuple[Any, ...]]:
     """patches: (B, 4, 16)   logits: (B, 10)."""
     x, patch_cache = linear(patches, params.patches)
@@ -112,7 +112,7 @@ def logits_of(
 
 
 def loss(
-    params: Params, patches: np.ndarray, classes: np.ndarray, key: ops.Key
+    params: Params, patches: np.ndarray, classes: np.ndarray, key: ops.RandomKey
 ) -> tuple[np.ndarray, Cache]:
     """Mean cross-entropy in nats."""
     logits, caches = logits_of(params, patches, key)
@@ -136,7 +136,7 @@ def train(patches: np.ndarray, classes: np.ndarray, epochs: int, seed: int) -> I
         order = rng.permutation(len(patches))[: per_epoch * BATCH]
         for rows in order.reshape(per_epoch, BATCH):
             step += 1
-            _, cache = loss(params, patches[rows], classes[rows], ops.Key(seed, step=step))
+            _, cache = loss(params, patches[rows], classes[rows], ops.RandomKey(seed, step=step))
             grads, _ = optim.clip_by_global_norm(cache.backward(), max_norm=1.0)
             params, state = optimiser.step(params, grads, state, lr=schedule(step))
         yield params

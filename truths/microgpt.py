@@ -64,7 +64,7 @@ def replay(text: str) -> tuple[list[float], list[str]]:
 
 def microgpt(vocab_size: int) -> LanguageModel:
     """One layer, RMSNorm before each sublayer and after the embedding, none at the end."""
-    block = BlockConfig(WIDTH, N_HEADS, 4 * WIDTH, norm_kind="rms", bias=False)
+    block = BlockConfig(WIDTH, N_HEADS, 4 * WIDTH, norm="rms", bias=False)
     norm = NormConfig("rms")
     embed = EmbedConfig(vocab_size, WIDTH, WIDTH, CONTEXT, positions="learned", norm=norm)
     return LanguageModel(embed, (block,), final_norm=False, head=LMHead(tied=False))
@@ -120,9 +120,9 @@ def train(
 def sample(model: LanguageModel, params: Any, letters: list[str], rng: random.Random) -> str:
     """A name: letters drawn one after another, until one that ends it."""
     bos = len(letters)
-    state, token, name = model.start(), bos, ""
+    state, token, name = model.init_state(), bos, ""
     for _ in range(CONTEXT):
-        logits, state = model.extend(params, np.array([[token]], np.int64), state)
+        logits, state = model.decode(params, np.array([[token]], np.int64), state)
         scores = logits[0] / TEMPERATURE
         exps = np.exp(scores - scores.max())
         (token,) = rng.choices(range(bos + 1), weights=list(exps / exps.sum()))

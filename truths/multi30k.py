@@ -194,7 +194,7 @@ def translate(
     """The translations of texts, those of about one length together."""
     rows, found = source_ids(words, texts), [""] * len(texts)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    options: Any = {"max_new": MAX_NEW, "stop": (words.eos_id,)}
+    options: Any = {"max_new_tokens": MAX_NEW, "stop": (words.eos_id,)}
     for first in each(range(0, len(order), BATCH), f"translating, {named(n_beams)}", "batches"):
         part = order[first : first + BATCH]
         prefix = prefill(model, params, [rows[i] for i in part], start_id=words.bos_id)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from xformer.later import later
 
 if TYPE_CHECKING:
-    from xformer import backends, initial, layers, models, ops, optim, pretrained, tree
+    from xformer import backends, initializers, layers, models, ops, optim, pretrained, tree
     from xformer.compiling import compile
     from xformer.dispatch import (
         explain,
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     )
     from xformer.gradcheck import GradientError, gradcheck
     from xformer.models import GPT, Transformer
-    from xformer.ops import Key
+    from xformer.ops import RandomKey
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GPT",
     "GradientError",
-    "Key",
+    "RandomKey",
     "Transformer",
     "__version__",
     "backends",
@@ -38,7 +38,7 @@ __all__ = [
     "explain",
     "gradcheck",
     "inference",
-    "initial",
+    "initializers",
     "kernel",
     "kernels",
     "layers",
@@ -57,10 +57,10 @@ later(
     compiling="compile",
     dispatch="explain inference kernel kernels overridable reference_only",
     gradcheck="GradientError gradcheck",
-    initial="initial",
+    initializers="initializers",
     layers="layers",
     models="GPT Transformer models",
-    ops="Key ops",
+    ops="RandomKey ops",
     optim="optim",
     pretrained="pretrained",
     tree="tree",

@@ -76,7 +76,7 @@ class Compiled:
             raise ValueError("compile: an argument must hold an array, got none")
         where = type(first), device(first)
         if where not in self._calls:
-            place = replace(backends.of(first), device=device(first))
+            place = replace(backends.backend_of(first), device=device(first))
             self._calls[where] = place.compiled(self.fn, self.donate) or _Plain(self.fn, place)
         return self._calls[where]
 
@@ -110,7 +110,7 @@ class Forward:
 def records(params: Any) -> bool:
     """Whether `Forward` compiles functions of these parameters, by their backend and dtype."""
     first = _first([params])
-    return first is not None and backends.of(first).records(first.dtype)
+    return first is not None and backends.backend_of(first).records(first.dtype)
 
 
 def bucket(length: int) -> int:

@@ -40,7 +40,9 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]
     library: str
     unsupported: Unsupported | None  # same arguments -> why it cannot run, or None
-    stores: tuple[str, ...] = ()  # dtypes of arrays that it reads and no reference computes in
+    storage_dtypes: tuple[
+        str, ...
+    ] = ()  # dtypes of arrays that it reads and no reference computes in
 
 
 class Refused(TypeError):
@@ -51,7 +53,7 @@ class Refused(TypeError):
         self.got = got
 
 
-class Dropped(NamedTuple):
+class NoCache(NamedTuple):
     """What an op or a model gives in the place of its cache within `inference()`."""
 
     def backward(self, *dy: Any) -> Any:
@@ -110,7 +112,7 @@ class Overridable:
             run = self.reference
         if self.drops and _inference.get():
             y, _ = run(*args, **kwargs)
-            return y, Dropped()
+            return y, NoCache()
         return run(*args, **kwargs)
 
     def import_kernels(self, library: str) -> list[Kernel]:
@@ -129,15 +131,15 @@ class Overridable:
 
     def stored_by(self, library: str) -> set[str]:
         """Dtypes that a kernel of a library stores arrays in, beside those of references."""
-        return {name for kernel in self.import_kernels(library) for name in kernel.stores}
+        return {name for kernel in self.import_kernels(library) for name in kernel.storage_dtypes}
 
     def _refusal(self, kernels: list[Kernel], args: Any, kwargs: Any) -> str | None:
         """Why the reference cannot take what kernels alone read; None where it can."""
         for kernel in reversed(kernels):  # the most general one first
-            if not kernel.stores:
+            if not kernel.storage_dtypes:
                 continue
             dtypes = {str(getattr(array, "dtype", None)) for array in (*args, *kwargs.values())}
-            for dtype in dtypes & set(kernel.stores):
+            for dtype in dtypes & set(kernel.storage_dtypes):
                 why = kernel.unsupported and kernel.unsupported(*args, **kwargs)
                 why = why or "reference_only() is active"
                 return f"{self.__name__}: no kernel runs in {dtype}: {why}"
@@ -195,20 +197,23 @@ def kernel(
     library: str,
     *,
     unsupported: Unsupported | None = None,
-    stores: tuple[str, ...] = (),
+    storage_dtypes: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as `op` for arrays of `library`.
 
     `unsupported(same arguments)` returns a sentence saying why the kernel cannot run, or None.
-    stores: dtypes beside float32 and float64 that it can read; references never see such arrays.
-    Of several kernels for one library the last registered is asked first, and those of this
+    storage_dtypes: dtypes beside float32 and float64 that it can read; references never see such
+    arrays. Of several kernels for one library the last registered is asked first, and those of this
     library's backends after all others, whenever they are imported. For "numba" it is one of those
     that `kernels("numba")` asks. A kernel's cache is its own class with a `backward`, or the
     reference's cache, whose backward then runs.
     """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        made, known = Kernel(run, library, unsupported, stores), op.kernels.setdefault(library, [])
+        made, known = (
+            Kernel(run, library, unsupported, storage_dtypes),
+            op.kernels.setdefault(library, []),
+        )
         others = [kernel for kernel in known if not _is_of_backend(kernel)]
         known.insert(len(others) if _is_of_backend(made) else 0, made)
         return run
@@ -327,14 +332,14 @@ def inference() -> Iterator[None]:
         _inference.reset(token)
 
 
-def keeps_nothing() -> bool:
+def is_inference() -> bool:
     """Whether `inference` is active: then what only a backward needs can be left out."""
     return _inference.get()
 
 
-def or_dropped(cache: Any) -> Any:
+def saved(cache: Any) -> Any:
     """`cache`, of which only a backward makes use; within `inference` nothing of it."""
-    return Dropped() if _inference.get() else cache
+    return NoCache() if _inference.get() else cache
 
 
 def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:

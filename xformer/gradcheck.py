@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, is_array_api_obj
 
 from xformer import tree
-from xformer.ops.random_bits import Key, random_bits
+from xformer.ops.random_bits import RandomKey, random_bits
 from xformer.typing import Array
 
 # A long step drowns rounding, a short one stays clear of curvature and kinks nearby. They are tried
@@ -264,7 +264,7 @@ def _random_like(arrays: tuple[Array, ...], seed: int) -> tuple[Array, ...]:
         xp = array_namespace(like)
         n = math.prod(like.shape)
         # Powers of two only: JAX compiles anew for every size.
-        bits = random_bits(like, key=Key(seed, 0, site), size=1 << n.bit_length())
+        bits = random_bits(like, key=RandomKey(seed, 0, site), size=1 << n.bit_length())
         numbers = (xp.astype(bits, like.dtype) + 0.5) / 2**31 - 1
         out.append(xp.reshape(numbers[:n], like.shape))
     return tuple(out)

@@ -28,7 +28,9 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._file_of:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            from xformer.renamed import new_name
+
+            return getattr(self, new_name(self.__name__, name))
         file = importlib.import_module(f"{self.__name__}.{self._file_of[name]}")
         found = _in(file, name) if name == self._file_of[name] else getattr(file, name)
         vars(self)[name] = found

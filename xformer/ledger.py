@@ -27,11 +27,11 @@ from xformer import backends, optim, tree
 from xformer.backends.numpy.stand_in import Tally, stand_in
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 from xformer.checks import require_sizes
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.measure import arguments, saved_by_part
 from xformer.models import EncoderDecoder
 from xformer.models.loss import one
-from xformer.ops import Key
+from xformer.ops import RandomKey
 from xformer.optim import Optimiser
 from xformer.shapes import FLOATING
 from xformer.training.batch import Batch
@@ -131,7 +131,7 @@ def measured_peak(
     """
     network = getattr(model, "network", model)
     batch, length = sizes_of(network, batch, length, dtype, optimiser)
-    network = replace(network, source=None)
+    network = replace(network, hf_config=None)
     task = pickle.dumps((network, batch, length, dtype, optimiser))
     command = [sys.executable, "-m", "xformer.ledger"]
     done = subprocess.run(command, input=task, env=os.environ | MALLOC, capture_output=True)
@@ -165,17 +165,21 @@ def _one_layer_of_each(network: Any) -> Iterator[Any]:
             yield replace(network, encoder=(encoder,), decoder=(decoder,))
     else:
         for config in dict.fromkeys(network.blocks):
-            routed = {} if config.experts else {"balance": 0.0, "router_z": 0.0}
-            yield replace(network, blocks=(config,), n_groups=None, **routed)
+            routed = (
+                {} if config.experts else {"load_balancing_weight": 0.0, "router_z_weight": 0.0}
+            )
+            yield replace(network, blocks=(config,), n_shared_layer_groups=None, **routed)
 
 
 def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[int, int, int]:
     """What `Ledger` calls loss_work, layer_work and early, of a model of one layer."""
     params = network.init(0, "numpy", dtype)
     _, examples = arguments(network, batch, length, dtype)
-    network.loss(params, *examples, dropout_key=Key(0))[1].backward()  # makes the scratch memory
+    network.loss(params, *examples, dropout_key=RandomKey(0))[
+        1
+    ].backward()  # makes the scratch memory
     with _traced():
-        loss, cache = network.loss(params, *examples, dropout_key=Key(0))
+        loss, cache = network.loss(params, *examples, dropout_key=RandomKey(0))
         own = getattr(cache, "tokens", cache).model  # the losses of routers take next to nothing
         top, at_loss = _peak(getattr(own, "decode", own).head.backward, one(loss))
         grads, at_layer = _peak(_above(own, top).backward, one(loss))
@@ -209,7 +213,9 @@ def _shortened(network: Any, times: int) -> Any:
     if isinstance(network, EncoderDecoder):
         kinds = [tuple(dict.fromkeys(getattr(network, name))) * times for name in STACKS]
         return replace(network, encoder=kinds[0], decoder=kinds[1])
-    return replace(network, blocks=tuple(dict.fromkeys(network.blocks)) * times, n_groups=None)
+    return replace(
+        network, blocks=tuple(dict.fromkeys(network.blocks)) * times, n_shared_layer_groups=None
+    )
 
 
 @contextmanager

@@ -18,10 +18,10 @@ import numpy as np
 
 from xformer import tree
 from xformer.backends.numpy.stand_in import Tally, is_stand_in, is_unmade, stand_in
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.layers import BlockConfig
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, Pooler, Transformer
-from xformer.ops import Key
+from xformer.ops import RandomKey
 
 BLOCK = re.compile(r"(\w+)\.stack\.layers\.blocks\.(\d+)\.")
 
@@ -53,7 +53,7 @@ def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, 
     def measure(b: int, t: int) -> list[int]:
         params, _, examples = _stood_in(model, b, t, dtype, Tally())
         with np.errstate(all="ignore"):
-            _, saved = model.loss(params, *examples, dropout_key=Key(0))
+            _, saved = model.loss(params, *examples, dropout_key=RandomKey(0))
         found = _by_part(saved, examples)
         names[:] = found
         return list(found.values())
@@ -123,7 +123,7 @@ def _run(model: Any, batch: int, length: int, dtype: str) -> Measured:
         given = model.forward(params, *inputs)
         flops, saved = tally.flops, given[1]
         if examples is not None:
-            _, saved = model.loss(params, *examples, dropout_key=Key(0))
+            _, saved = model.loss(params, *examples, dropout_key=RandomKey(0))
     return Measured(_nbytes(given, inputs), _nbytes(saved, examples or inputs), flops)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from xformer import backends, tree
 from xformer.backends.numpy.stand_in import Tally, stand_in
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.ledger import Same, sizes_of
 from xformer.measure import arguments
 from xformer.training.compiled import CompiledSteps
@@ -52,7 +52,7 @@ def program_ledger(
     are not made. Other arguments and errors as of `ledger`; Unusable without numba, TypeError for a
     step that cannot be recorded.
     """
-    if (why := backends.why_not("numba")) is not None:
+    if (why := backends.unavailable_reason("numba")) is not None:
         raise backends.Unusable(why)
     network = getattr(model, "network", model)
     batch, length = sizes_of(network, batch, length, dtype, optimiser)

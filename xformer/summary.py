@@ -13,7 +13,7 @@ import numpy as np
 
 from xformer import tree
 from xformer.checks import require_sizes
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.layers import BlockConfig, BlockParams, StackParams
 from xformer.measure import attention_flops, key_values, measured
 from xformer.models import GPT, EncoderDecoder, LanguageModel, Transformer
@@ -163,7 +163,7 @@ def context(model: Any) -> int | None:
     """The longest sequence that a model is made for; None where it does not say."""
     network = _network(model)
     limit = _positions(network)
-    told = (network.source or {}).get("max_position_embeddings")
+    told = (network.hf_config or {}).get("max_position_embeddings")
     return told if limit is None and isinstance(told, int) else limit
 
 

@@ -17,12 +17,12 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "
 BLOCK = 256  # threads, each with a pack of elements
 
 
-def no_such_form(x: Array, *, approximate: str = "none") -> str | None:
+def unsupported(x: Array, *, approximate: str = "none") -> str | None:
     """Why the kernel cannot run."""
     return None if approximate in ("none", "tanh") else f"there is no form {approximate!r}"
 
 
-@kernel(ops.gelu, "cupy", unsupported=no_such_form, stores=STORED)
+@kernel(ops.gelu, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache]:
     """y = x * Phi(x)."""
     return activation(x, "gelu" if approximate == "none" else "gelu_tanh")
@@ -35,7 +35,7 @@ def _register(op: Overridable) -> None:
         return activation(x, name)
 
     run.__name__ = name
-    kernel(op, "cupy", stores=STORED)(run)
+    kernel(op, "cupy", storage_dtypes=STORED)(run)
 
 
 for _op in (ops.erf, ops.quick_gelu, ops.relu, ops.relu_squared, ops.sigmoid, ops.silu, ops.tanh):

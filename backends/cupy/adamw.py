@@ -19,7 +19,7 @@ SOURCE = Source(__file__, WIDE=(0, 1), LEAVES=(LEAVES,))
 SHARE = 1 << 12  # elements of a block
 
 
-def of_several_kinds(
+def unsupported(
     params: Sequence[Array],
     grads: Sequence[Array],
     m: Sequence[Array],
@@ -40,7 +40,7 @@ def of_several_kinds(
     return not_alike(params)
 
 
-@kernel(reference, "cupy", unsupported=of_several_kinds)
+@kernel(reference, "cupy", unsupported=unsupported)
 def adam_update(
     params: Sequence[Array],
     grads: Sequence[Array],

@@ -16,15 +16,13 @@ from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
-def rms_with_bias(
-    x: Array, r: Array | None, params: NormParams, *, config: NormConfig
-) -> str | None:
+def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormConfig) -> str | None:
     """Why the kernel cannot run."""
     has_b = config.kind == "rms" and params.b is not None
     return 'kind "rms" has no bias, got params.b' if has_b else None
 
 
-@kernel(reference, "cupy", unsupported=rms_with_bias, stores=STORED)
+@kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def add_norm(
     x: Array, r: Array | None, params: NormParams, *, config: NormConfig
 ) -> tuple[tuple[Array, Array], AddNormCache]:

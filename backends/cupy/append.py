@@ -5,42 +5,42 @@ from __future__ import annotations
 from typing import Any
 
 from xformer.backends.append import append as in_place
-from xformer.backends.append import columns_are_fixed
+from xformer.backends.append import unsupported
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
 
 from xformer.dispatch import kernel
-from xformer.layers.past import Past
-from xformer.layers.past import append as reference
+from xformer.layers.kv_cache import KVCache
+from xformer.layers.kv_cache import append as reference
 from xformer.shapes import STORED
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads, each with an element
 
-append = kernel(reference, "cupy", unsupported=columns_are_fixed)(in_place)
+append = kernel(reference, "cupy", unsupported=unsupported)(in_place)
 
 
-def no_column(k: Array, v: Array, *, past: Past) -> str | None:
+def static_unsupported(k: Array, v: Array, *, kv_cache: KVCache) -> str | None:
     """Why `append_at` cannot run."""
-    keys, values, _, at = past
+    keys, values, _, at = kv_cache
     if at is None or keys is None or values is None:
-        return "columns are not fixed"
+        return "the KV cache is not static"
     if any(type(x) is not type(k) for x in (v, keys, values, at)) or at.dtype.name != "int64":
-        return "past.at must be int64, and all arrays of one library"
+        return "kv_cache.write_index must be int64, and all arrays of one library"
     if not all(x.dtype == k.dtype for x in (v, keys, values)):
-        return "keys and values must be of one dtype, that of the past"
+        return "keys and values must be of one dtype, that of the KV cache"
     if not (keys.flags.c_contiguous and values.flags.c_contiguous):
-        return "the past is not contiguous"
+        return "the KV cache is not contiguous"
     return None
 
 
-@kernel(reference, "cupy", unsupported=no_column, stores=STORED)
-def append_at(k: Array, v: Array, *, past: Past) -> Past:
-    """In the past's own arrays, which are written over."""
+@kernel(reference, "cupy", unsupported=static_unsupported, storage_dtypes=STORED)
+def append_at(k: Array, v: Array, *, kv_cache: KVCache) -> KVCache:
+    """Written into the KV cache's own arrays."""
     if k.shape[2] != 1:
-        raise ValueError(f"append: in fixed columns one token comes at a time, got {k.shape[2]}")
+        raise ValueError(f"append: a static KV cache takes one token at a time, got {k.shape[2]}")
     k, v = contiguous(k), contiguous(v)
-    keys: Any = past.k
+    keys: Any = kv_cache.k
     n_batch, n_groups, columns, width = keys.shape
     rows, value_width = n_batch * n_groups, v.shape[3]
     launch(
@@ -49,6 +49,6 @@ def append_at(k: Array, v: Array, *, past: Past) -> Past:
         k,
         grid=(blocks(rows * (width + value_width), BLOCK),),
         block=(BLOCK,),
-        args=(k, v, keys, past.v, past.at, rows, columns, width, value_width),
+        args=(k, v, keys, kv_cache.v, kv_cache.write_index, rows, columns, width, value_width),
     )
-    return past
+    return kv_cache

@@ -8,7 +8,7 @@ from array_api_compat import array_namespace
 from xformer.backends.cupy.module import contiguous, real_size
 from xformer.backends.cupy.random_bits import words
 
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
 WIDTHS = (32, 64, 128, 256)  # of the heads, rounded up
@@ -47,7 +47,7 @@ def attention(
     softcap: float | None,
     scale: float,
     rate: float,
-    key: Key | None,
+    key: RandomKey | None,
 ) -> Attention:
     """Of q, k, v, bias, sinks, mask and the options, which have been checked."""
     q, k, v, bias, sinks, mask = arrays

@@ -26,14 +26,14 @@ def keeping(constants: Constants) -> Iterator[None]:
         _kept.reset(token)
 
 
-def not_kept(
+def unsupported(
     like: Array, *, of: Callable[..., Any], args: tuple[Any, ...], dtype: Any = None
 ) -> str | None:
     """Why the kernel cannot run."""
     return "no step is captured" if _kept.get() is None else None
 
 
-@kernel(reference, "cupy", unsupported=not_kept)
+@kernel(reference, "cupy", unsupported=unsupported)
 def constant(
     like: Array, *, of: Callable[..., Any], args: tuple[Any, ...], dtype: Any = None
 ) -> Array:

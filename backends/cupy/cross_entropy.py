@@ -18,7 +18,7 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 MAX_THREADS = 1024
 
 
-@kernel(reference, "cupy", stores=STORED)
+@kernel(reference, "cupy", storage_dtypes=STORED)
 def cross_entropy(
     logits: Array,
     *,

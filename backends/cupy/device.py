@@ -78,7 +78,8 @@ class CupyBackend(Backend):
         return (
             f"backend cupy: {error} Of the {total / 1e9:,.2f} GB of {self.device_name()} "
             f"(cuda:{self.device.id}) {free / 1e9:,.2f} GB are free, and {pieces / 1e9:,.2f} GB in "
-            "pieces that are too small; smaller batches, or checkpoint=True of the model, need less"
+            "pieces that are too small; smaller batches, or activation_checkpointing=True of the "
+            "model, need less"
         )
 
     def _from_host(self, host: np.ndarray) -> Array:

@@ -12,7 +12,7 @@ from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.shapes import STORED
 from xformer.typing import Array
 
@@ -20,13 +20,13 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads, of four elements each
 
 
-def no_step(x: Array, *, rate: float, key: Key | None) -> str | None:
+def unsupported(x: Array, *, rate: float, key: RandomKey | None) -> str | None:
     """Why the kernel cannot run."""
     return not_a_step(key, x)
 
 
-@kernel(reference, "cupy", unsupported=no_step, stores=STORED)
-def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCache]:
+@kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
+def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
     """y = x * keep / (1 - rate)."""
     rate = require_rate("dropout", "rate", rate, "key", key)
     return _drop(x, rate, key), DropoutCache(rate, key, x.shape)
@@ -36,7 +36,7 @@ class DropoutCache(NamedTuple):
     """What `dropout` keeps for its backward: no array."""
 
     rate: float
-    key: Key | None
+    key: RandomKey | None
     shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> Array:
@@ -45,7 +45,7 @@ class DropoutCache(NamedTuple):
         return _drop(dy, self.rate, self.key)
 
 
-def _drop(x: Array, rate: float, key: Key | None) -> Array:
+def _drop(x: Array, rate: float, key: RandomKey | None) -> Array:
     lowest = round(rate * 2**32)  # of the 2^32 words the lowest that keeps
     if rate == 0 or key is None:
         return x

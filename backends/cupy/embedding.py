@@ -18,7 +18,7 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 BLOCK = 256  # threads, each with a pack of elements
 
 
-@kernel(reference, "cupy", stores=STORED)
+@kernel(reference, "cupy", storage_dtypes=STORED)
 def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     """y = table[ids], NaN where an id is out of range."""
     ids = contiguous(require_ids("embedding", "ids", ids, table.shape[0], table))

@@ -15,7 +15,7 @@ from xformer.backends.cupy.module import contiguous, empty
 
 from xformer import ops
 from xformer.checks import require_gradient
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.feed_forward import feed_forward as reference
 from xformer.layers.linear import LinearParams
@@ -23,13 +23,13 @@ from xformer.shapes import dtype_name
 from xformer.typing import Array
 
 
-def not_fused(
+def unsupported(
     x: Array,
     params: FeedForwardParams,
     *,
     activation: str = "relu",
     dropout_rate: float = 0.0,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
     if activation != "gelu_tanh" or params.gate is not None:
@@ -45,14 +45,14 @@ def not_fused(
     return why_not(x, params.up.w) or why_not(x, params.down.w)
 
 
-@kernel(reference, "cupy", unsupported=not_fused)
+@kernel(reference, "cupy", unsupported=unsupported)
 def feed_forward(
     x: Array,
     params: FeedForwardParams,
     *,
     activation: str = "relu",
     dropout_rate: float = 0.0,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, FeedForwardCache]:
     """y = hidden w_down + b_down, hidden = gelu(before), before = x w_up + b_up."""
     (w, b), (w_down, b_down) = params.up, params.down
@@ -60,7 +60,7 @@ def feed_forward(
     check((x, w, b), {}, ops.linear)
     rows, w = PRODUCTS.rows(x), PRODUCTS.matrix(w)
     hidden = empty(x, (rows.shape[0], w.shape[1]))
-    before = None if keeps_nothing() else empty(x, hidden.shape)
+    before = None if is_inference() else empty(x, hidden.shape)
     multiply_gelu(rows, w, hidden, None if b is None else contiguous(b), before)
     check((hidden, w_down, b_down), {}, ops.linear)
     w_down = PRODUCTS.matrix(w_down)

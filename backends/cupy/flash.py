@@ -13,7 +13,7 @@ from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, dtype_name, working_dtype
 from xformer.typing import Array
@@ -23,7 +23,7 @@ SOURCE = Source(__file__, dtypes=STORED, WIDTH=WIDTHS)
 TILES = {32: (128, 64), 64: (128, 64), 128: (128, 32)}
 
 
-def not_for_tensor_cores(
+def unsupported(
     q: Array,
     k: Array,
     v: Array,
@@ -36,7 +36,7 @@ def not_for_tensor_cores(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
     if dtype_name(q) not in STORED:
@@ -53,7 +53,7 @@ def not_for_tensor_cores(
     return None
 
 
-@kernel(reference, "cupy", unsupported=not_for_tensor_cores, stores=STORED)
+@kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def sdpa(
     q: Array,
     k: Array,
@@ -67,7 +67,7 @@ def sdpa(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> tuple[Array, FlashCache]:
     """In one launch; probabilities are rounded to two bytes before their product with v."""
     require_heads("sdpa", q, k, mask)

@@ -16,14 +16,12 @@ SHARE = 1 << 14  # elements of a block that sums: a fixed number, so that all de
 SCALED = 1 << 12  # of one that multiplies
 
 
-def of_several_kinds(
-    grads: Sequence[Array], *, max_norm: float, donate: bool = False
-) -> str | None:
+def unsupported(grads: Sequence[Array], *, max_norm: float, donate: bool = False) -> str | None:
     """All leaves must be as the first."""
     return not_alike(grads)
 
 
-@kernel(reference, "cupy", unsupported=of_several_kinds)
+@kernel(reference, "cupy", unsupported=unsupported)
 def clip_leaves(
     grads: Sequence[Array], *, max_norm: float, donate: bool = False
 ) -> tuple[Sequence[Array], Array]:

@@ -17,7 +17,7 @@ from xformer.typing import Array
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATIONS))
 
 
-@kernel(reference, "cupy", stores=STORED)
+@kernel(reference, "cupy", storage_dtypes=STORED)
 def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
     """y = act(gate) * up, elementwise."""
     require_activation("glu", activation)

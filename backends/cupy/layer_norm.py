@@ -26,7 +26,7 @@ from xformer.typing import Array
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 
 
-@kernel(reference, "cupy", stores=STORED)
+@kernel(reference, "cupy", storage_dtypes=STORED)
 def layer_norm(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
 ) -> tuple[Array, LayerNormCache]:

@@ -13,7 +13,7 @@ from xformer.shapes import STORED
 from xformer.typing import Array
 
 
-@kernel(reference, "cupy", stores=STORED)
+@kernel(reference, "cupy", storage_dtypes=STORED)
 def linear(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> tuple[Array, LinearCache]:

@@ -20,7 +20,7 @@ from xformer.backends.cupy.module import blocks, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products
 
 from xformer.checks import finite, number, require_gradient
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.ops.cross_entropy import require_options
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.shapes import STORED, working_dtype
@@ -32,7 +32,7 @@ COLUMNS = 64  # of a row of logits a multiple, if that is little more
 LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
 
 
-def too_small(
+def unsupported(
     x: Array,
     w: Array,
     b: Array | None = None,
@@ -50,7 +50,7 @@ def too_small(
     return 'reduction "none" has a dloss for each token' if reduction == "none" else None
 
 
-@kernel(reference, "cupy", unsupported=too_small, stores=STORED)
+@kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def linear_cross_entropy(
     x: Array,
     w: Array,
@@ -93,7 +93,7 @@ def forward(
     w = products.matrix(w) if width == n_classes else padded(w, width)
     b = b if b is None or width == n_classes else padded(b, width)
     loss = empty(xs, (n,), working_dtype(xs))
-    dx, grads = None if keeps_nothing() else empty(xs), NONE
+    dx, grads = None if is_inference() else empty(xs), NONE
     size = chunk_rows(n, width * xs.dtype.itemsize)
     buffer = empty(xs, (size, width))
     for start in range(0, max(n, 1), size):  # once where there is no row

@@ -1,7 +1,7 @@
 """`linear` and `linear_cross_entropy` by cuBLASLt, which fuses what cuBLAS leaves over.
 
 Forward the bias; backward its gradient, the float32 gradient of a weight in two bytes, and sums of
-products: of dw over chunks of rows. Several maps of one x are in `linears_lt`.
+products: of dw over chunks of rows. Several maps of one x are in `linear_many_lt`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ class FusedProducts(Products):
 PRODUCTS = FusedProducts()
 
 
-def not_linear(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) -> str | None:
+def linear_unsupported(
+    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+) -> str | None:
     """Why the kernel cannot run."""
     return why_not(x, w)
 
 
-@kernel(ops.linear, "cupy", unsupported=not_linear, stores=STORED)
+@kernel(ops.linear, "cupy", unsupported=linear_unsupported, storage_dtypes=STORED)
 def linear(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> tuple[Array, by_cublas.LinearCache]:
@@ -77,7 +79,7 @@ def linear(
 # ---- The head ----
 
 
-def not_head(
+def head_unsupported(
     x: Array,
     w: Array,
     b: Array | None = None,
@@ -90,10 +92,10 @@ def not_head(
     fixed: bool = False,
 ) -> str | None:
     """Why the kernel cannot run."""
-    return why_not(x, w) or head.too_small(x, w, targets=targets, reduction=reduction)
+    return why_not(x, w) or head.unsupported(x, w, targets=targets, reduction=reduction)
 
 
-@kernel(ops.linear_cross_entropy, "cupy", unsupported=not_head, stores=STORED)
+@kernel(ops.linear_cross_entropy, "cupy", unsupported=head_unsupported, storage_dtypes=STORED)
 def linear_cross_entropy(
     x: Array,
     w: Array,

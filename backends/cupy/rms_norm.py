@@ -26,14 +26,14 @@ from xformer.typing import Array
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 
 
-def no_gain(
+def unsupported(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> str | None:
     """Why the kernel cannot run."""
     return "there is no w to add the offset to" if w is None and offset != 0 else None
 
 
-@kernel(reference, "cupy", unsupported=no_gain, stores=STORED)
+@kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> tuple[Array, RmsNormCache]:

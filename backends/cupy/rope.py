@@ -18,7 +18,7 @@ SOURCE = Source(__file__, dtypes=EVERY)
 BLOCK = 256  # threads
 
 
-@kernel(reference, "cupy", stores=STORED)
+@kernel(reference, "cupy", storage_dtypes=STORED)
 def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
     """(a, b) -> (a cos - b sin, b cos + a sin) for pairs of channels."""
     require_tables(x, cos, sin)

@@ -27,7 +27,7 @@ from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
 from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array
@@ -39,7 +39,7 @@ FEW = MIN_OWN  # queries, at most, that are few
 SPLIT, MAX_SPLITS = 128, 64  # the latter as in sdpa.cu
 
 
-def too_wide(
+def unsupported(
     q: Array,
     k: Array,
     v: Array,
@@ -52,7 +52,7 @@ def too_wide(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
     width = max(q.shape[3], v.shape[3])
@@ -63,7 +63,7 @@ def too_wide(
     return not_a_step(dropout_key, q)
 
 
-@kernel(reference, "cupy", unsupported=too_wide, stores=STORED)
+@kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def sdpa(
     q: Array,
     k: Array,
@@ -77,7 +77,7 @@ def sdpa(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> tuple[Array, SdpaCache]:
     """In one launch, or in two where queries are few and keys many."""
     require_heads("sdpa", q, k, mask)

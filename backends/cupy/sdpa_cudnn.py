@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
+from xformer.backends.cupy import cudnn_support
 from xformer.backends.cupy.attention import heads_first
 from xformer.backends.cupy.cudnn import RUNTIMES, plan_of, ran
 from xformer.backends.cupy.cudnn_plan import (
@@ -24,16 +25,15 @@ from xformer.backends.cupy.cudnn_plan import (
     V,
     by_rows,
 )
-from xformer.backends.cupy.cudnn_support import unsupported
 from xformer.backends.cupy.index_add import deterministic, is_deterministic
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.runtimes import runtime_of
 from xformer.backends.cupy.side_by_side import heads_beside, joined
 
 from xformer.checks import require_gradient
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.ops._attention import require_heads, scale_of, window_of
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, dtype_name, working_dtype
 from xformer.typing import Array
@@ -42,7 +42,7 @@ MULTIPLE = 64  # of lengths: texts of every length would each need plans, which 
 LAYOUTS = 4096  # that are remembered
 
 
-def not_by_cudnn(
+def unsupported(
     q: Array,
     k: Array,
     v: Array,
@@ -55,7 +55,7 @@ def not_by_cudnn(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
     own = runtime_of(RUNTIMES, type(q))
@@ -82,9 +82,9 @@ def not_by_cudnn(
         return "there may be queries that see no key"
     capability, version = own.place([q]).capability, library.backend_version()
     widths = q.shape[3], v.shape[3]
-    for backward in (False,) if keeps_nothing() else (False, True):
+    for backward in (False,) if is_inference() else (False, True):
         wanted = {"backward": backward, "deterministic": kind.deterministic}
-        if why := unsupported(capability, version, widths, **wanted):
+        if why := cudnn_support.unsupported(capability, version, widths, **wanted):
             return why
         plan = plan_of(q, kind._replace(backward=backward))
         if isinstance(plan, str):
@@ -92,7 +92,7 @@ def not_by_cudnn(
     return None
 
 
-@kernel(reference, "cupy", unsupported=not_by_cudnn, stores=STORED)
+@kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def sdpa(
     q: Array,
     k: Array,
@@ -106,7 +106,7 @@ def sdpa(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> tuple[Array, Any]:
     """In one call of cuDNN; where it fails, by the next kernel, whose cache then comes back."""
     kind = _kind(q, k, v, causal, window, scale)

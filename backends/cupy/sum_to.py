@@ -14,7 +14,7 @@ from xformer.shapes import STORED
 from xformer.typing import Array
 
 
-def not_of_rows(x: Array, *, shape: tuple[int, ...]) -> str | None:
+def unsupported(x: Array, *, shape: tuple[int, ...]) -> str | None:
     """Why the kernel cannot run."""
     if x.dtype.name not in STORED:
         return f"CuPy's own sums are right in {x.dtype.name}"
@@ -23,7 +23,7 @@ def not_of_rows(x: Array, *, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-@kernel(reference, "cupy", unsupported=not_of_rows, stores=STORED)
+@kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def sum_to(x: Array, *, shape: tuple[int, ...]) -> Array:
     """In a fixed order; float32, as gradients of parameters are."""
     xp = array_namespace(x)

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from xformer import tree
 from xformer.dispatch import kernel
 from xformer.layers.checkpoint import held as reference
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
 
 @kernel(reference, "jax")
-def held(x: Array, *, memory: Any, key: Key | None, dy: Array) -> tuple[Any, ...]:
+def held(x: Array, *, memory: Any, key: RandomKey | None, dy: Array) -> tuple[Any, ...]:
     """The same values, unless an element of dy is at once NaN and 0."""
     if not isinstance(dy, jax.core.Tracer):
         return x, memory, key

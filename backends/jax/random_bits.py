@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from xformer.checks import require_sizes
 from xformer.dispatch import kernel
-from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, Key, require_key
+from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, RandomKey, require_key
 from xformer.ops.random_bits import random_bits as reference
 from xformer.typing import Array
 
 
 @kernel(reference, "jax")
-def random_bits(like: Array, *, key: Key, size: int) -> Array:
+def random_bits(like: Array, *, key: RandomKey, size: int) -> Array:
     """Philox4x32-10 on words that wrap by themselves; blocks are counted in 32 bits."""
     require_key("random_bits", key)
     require_sizes("random_bits", 0, size=size)

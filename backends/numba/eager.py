@@ -19,8 +19,8 @@ from xformer.backends.numpy.leaves import apart
 from xformer.backends.numpy.threads import n_threads
 
 from xformer import tree
-from xformer.dispatch import Overridable, chosen_kernels, is_reference_only, keeps_nothing
-from xformer.ops.random_bits import Key, require_key
+from xformer.dispatch import Overridable, chosen_kernels, is_inference, is_reference_only
+from xformer.ops.random_bits import RandomKey, require_key
 
 KEPT = 512  # programs
 
@@ -67,7 +67,7 @@ class Eager:
         """Why there is no program of these arguments, or NumPy's kernels are better."""
         if self.products and chosen_kernels() == "mkl":
             return "products of matrices are MKL's"
-        if options.get("past") is not None:
+        if options.get("kv_cache") is not None:
             return "a text that grows has other shapes at each call"
         call = self._call(args, options)
         others = [x for x in call.inputs if x.dtype.kind == "f" and x.dtype != np.float32]
@@ -87,7 +87,7 @@ class Eager:
 
     def _as_input(self, name: str, x: Any) -> Any:
         """An option, as an array where each call has another number."""
-        if isinstance(x, Key):
+        if isinstance(x, RandomKey):
             require_key(self.op.__name__, x, name)
             return x._replace(step=np.asarray(x.step, np.int64))
         return np.asarray(x, np.float64) if name in self.varying else x
@@ -156,7 +156,7 @@ class _Call:
         shares: bool = True,
     ) -> None:
         self.fn, self.args, self.donated, self.shares = fn, args, list[int](), shares
-        contexts = n_threads(), keeps_nothing(), is_reference_only()
+        contexts = n_threads(), is_inference(), is_reference_only()
         self.inputs, kinds = list[Any](), [fn, donated, contexts]
         for i, arg in enumerate(args):
             leaves, nodes = tree.parts(arg)

@@ -14,7 +14,7 @@ from xformer.optim.adam import adam_update as reference
 from xformer.typing import Array
 
 
-def of_several_kinds(
+def unsupported(
     params: Sequence[Array],
     grads: Sequence[Array],
     m: Sequence[Array],
@@ -31,7 +31,7 @@ def of_several_kinds(
     return unlike(params)
 
 
-@kernel(reference, "numpy", unsupported=of_several_kinds)
+@kernel(reference, "numpy", unsupported=unsupported)
 def adam_update(
     params: Sequence[Array],
     grads: Sequence[Array],

@@ -17,9 +17,9 @@ from xformer.layers.attention import AttentionParams, KeyValue
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import order_of
 from xformer.layers.feed_forward import FeedForwardParams
+from xformer.layers.kv_cache import KVCache
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormParams
-from xformer.layers.past import Past
 from xformer.layers.stack import StackParams
 from xformer.ops.activation import ACTIVATIONS
 from xformer.ops.gelu import CUBIC, SCALE
@@ -35,15 +35,15 @@ def unsupported(
     pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    past: Sequence[Past],
-    n_past: int,
+    kv_cache: Sequence[KVCache],
+    n_cached: int,
     relative: layers.RelativeConfig | None = None,
-    rotary: layers.Rotary | None = None,
+    rotary: layers.RopeTables | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
-    if x.shape[1] != 1 or past[0].k is None or past[0].at is not None:
+    if x.shape[1] != 1 or kv_cache[0].k is None or kv_cache[0].write_index is not None:
         return "not one token after others"
     if not (memory is bias is pos is relative is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
@@ -52,7 +52,7 @@ def unsupported(
 
 def other_model(params: StackParams, configs: Sequence[BlockConfig]) -> str | None:
     """What of `unsupported` is the same for every token."""
-    if any(c.norm == "post" for c in configs):
+    if any(c.norm_placement == "post" for c in configs):
         return "post-LN"
     if not (params.memory is params.relative is None):
         return "a shared memory or a relative bias"
@@ -84,37 +84,47 @@ def advance(
     pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    past: Sequence[Past],
-    n_past: int,
+    kv_cache: Sequence[KVCache],
+    n_cached: int,
     relative: layers.RelativeConfig | None = None,
-    rotary: layers.Rotary | None = None,
+    rotary: layers.RopeTables | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
-) -> tuple[Array, tuple[Past, ...]]:
+) -> tuple[Array, tuple[KVCache, ...]]:
     """Its vector (B, D) through all layers."""
     grown, y, order = [], x[:, 0], order_of(params.blocks, configs)
     with blas_alone(), np.errstate(over="ignore"):  # of silu, where its sigmoid is 0
         for i, config in enumerate(configs):
             own = params.blocks[order[i]]
-            y, after = _block(y, own, config, rotary, past[i])
+            y, after = _block(y, own, config, rotary, kv_cache[i])
             grown.append(after)
         y = _norm(y, params.norm, configs[-1])
     return y[:, None], tuple(grown)
 
 
 def _block(
-    x: Array, params: BlockParams, config: BlockConfig, rotary: layers.Rotary | None, past: Past
-) -> tuple[Array, Past]:
-    branch, past = _attend(_norm(x, params.attn_norm, config), params.attn, config, rotary, past)
+    x: Array,
+    params: BlockParams,
+    config: BlockConfig,
+    rotary: layers.RopeTables | None,
+    kv_cache: KVCache,
+) -> tuple[Array, KVCache]:
+    branch, kv_cache = _attend(
+        _norm(x, params.attn_norm, config), params.attn, config, rotary, kv_cache
+    )
     x = x + _norm(branch, params.attn_out_norm, config)
     branch = _feed(_norm(x, params.ffn_norm, config), params.ffn, config)
     x += _norm(branch, params.ffn_out_norm, config)
-    return x, past
+    return x, kv_cache
 
 
 def _attend(
-    x: Array, params: AttentionParams, config: BlockConfig, rotary: layers.Rotary | None, past: Past
-) -> tuple[Array, Past]:
+    x: Array,
+    params: AttentionParams,
+    config: BlockConfig,
+    rotary: layers.RopeTables | None,
+    kv_cache: KVCache,
+) -> tuple[Array, KVCache]:
     n, n_heads, n_groups = len(x), config.n_heads, config.kv_heads
     projections: Any = params.kv
     q, k = _linear(x, params.q), _linear(x, projections.k)
@@ -126,19 +136,19 @@ def _attend(
         both = _turned(both, rotary)
         q, k = both[:, :n_heads], both[:, n_heads:]
     if config.window is not None and config.window[0] is not None:
-        past = past.last(config.window[0])
-    past = append(k, v, past=past)
-    keys: Any = past.k
+        kv_cache = kv_cache.last(config.window[0])
+    kv_cache = append(k, v, kv_cache=kv_cache)
+    keys: Any = kv_cache.k
     q = q.reshape(n, n_groups, n_heads // n_groups, -1)
     q *= k.shape[-1] ** -0.5 if config.scale is None else config.scale
     scores = q @ keys.mT  # (B, G, H / G, S)
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     probs = np.exp(scores, out=scores)
     probs /= np.add.reduce(probs, axis=-1, keepdims=True)
-    return _linear((probs @ past.v).reshape(n, -1), params.o), past
+    return _linear((probs @ kv_cache.v).reshape(n, -1), params.o), kv_cache
 
 
-def _turned(x: Array, rotary: layers.Rotary) -> Array:
+def _turned(x: Array, rotary: layers.RopeTables) -> Array:
     """`ops.rope`."""
     cos, sin, interleaved = rotary
     if cos.ndim == 3:
@@ -176,7 +186,7 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
     if params is None:
         return x
     w, b, width = value(params.w), value(params.b), x.shape[-1]
-    if config.norm_kind == "rms":
+    if config.norm == "rms":
         y = x * (w + config.norm_offset if config.norm_offset else w)
         y /= np.sqrt(np.vecdot(x, x) / width + config.eps)[:, None]
         return y

@@ -18,19 +18,19 @@ from xformer.backends.numpy.threads import run as on_threads
 
 from xformer import layers, ops, tree
 from xformer.checks import require_shape
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import BlocksCache, add
 from xformer.layers.blocks import blocks as reference
-from xformer.layers.past import Past
+from xformer.layers.kv_cache import KVCache
 from xformer.typing import Array
 
 ROWS = 128  # tokens of a share, for each other one: the gradients of all shares must be added
 UNEVEN = 9 / 8  # the largest share over the mean, at most
 
 
-def unshared(
+def unsupported(
     x: Array,
     params: tuple[BlockParams, ...],
     memory: Array | KeyValue | Sequence[KeyValue] | None = None,
@@ -39,16 +39,16 @@ def unshared(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: layers.Rotary | None = None,
-    past: Sequence[Past] | None = None,
+    rotary: layers.RopeTables | None = None,
+    kv_cache: Sequence[KVCache] | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
-    dropout_key: ops.Key | None = None,
-    checkpoint: bool = False,
+    dropout_key: ops.RandomKey | None = None,
+    activation_checkpointing: bool = False,
 ) -> str | None:
     """Why the kernel cannot run."""
-    if past is not None:
+    if kv_cache is not None:
         return "a text that grows"
     is_batch, kept = _is_array(x) and x.ndim == 3, tree.flatten((memory,)).values()
     if not is_batch or not all(_is_array(a) and a.shape[:1] == x.shape[:1] for a in kept):
@@ -76,12 +76,12 @@ def unparted(n: int, length: int) -> str | None:
         return "one thread"
     if size * threads > UNEVEN * n:
         return f"{n} sequences do not part evenly among {threads} threads"
-    if size * length < ROWS * (1 if keeps_nothing() else threads - 1):
+    if size * length < ROWS * (1 if is_inference() else threads - 1):
         return f"{size} sequences of {length} tokens are too little for a thread"
     return None
 
 
-@kernel(reference, "numpy", unsupported=unshared)
+@kernel(reference, "numpy", unsupported=unsupported)
 def blocks(
     x: Array,
     params: tuple[BlockParams, ...],
@@ -91,16 +91,20 @@ def blocks(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: layers.Rotary | None = None,
-    past: Sequence[Past] | None = None,
+    rotary: layers.RopeTables | None = None,
+    kv_cache: Sequence[KVCache] | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
-    dropout_key: ops.Key | None = None,
-    checkpoint: bool = False,
+    dropout_key: ops.RandomKey | None = None,
+    activation_checkpointing: bool = False,
 ) -> tuple[Array, SharesCache | BlocksCache]:
     """Shares of x, of memory, and of what else each sequence has its own of."""
-    how: Any = {"configs": configs, "causal": causal, "checkpoint": checkpoint}
+    how: Any = {
+        "configs": configs,
+        "causal": causal,
+        "activation_checkpointing": activation_checkpointing,
+    }
     n, y = len(x), np.empty(x.shape, x.dtype)
     shares = _shares(n)
     caches: list[Any] = [None] * len(shares)
@@ -110,7 +114,7 @@ def blocks(
         options: Any = {"mask": own(mask, 4), "memory_mask": own(memory_mask, 4)}
         if rotary is not None:
             tables = own(rotary.cos, 3), own(rotary.sin, 3)
-            options["rotary"] = layers.Rotary(*tables, rotary.interleaved)
+            options["rotary"] = layers.RopeTables(*tables, rotary.interleaved)
         its = tree.map(lambda a: a[shares[i]], memory)
         given = x[shares[i]], params, its, own(bias, 4), pos, memory_pos
         y[shares[i]], caches[i] = reference.reference(*given, **how, **options)

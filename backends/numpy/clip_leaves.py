@@ -13,14 +13,12 @@ from xformer.optim.clip import clip_leaves as reference
 from xformer.typing import Array
 
 
-def of_several_kinds(
-    grads: Sequence[Array], *, max_norm: float, donate: bool = False
-) -> str | None:
+def unsupported(grads: Sequence[Array], *, max_norm: float, donate: bool = False) -> str | None:
     """All leaves must be as the first."""
     return unlike(grads)
 
 
-@kernel(reference, "numpy", unsupported=of_several_kinds)
+@kernel(reference, "numpy", unsupported=unsupported)
 def clip_leaves(
     grads: Sequence[Array], *, max_norm: float, donate: bool = False
 ) -> tuple[Sequence[Array], Array]:

@@ -12,19 +12,19 @@ from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
 
-def all_or_none(x: Array, *, rate: Any, key: Key | None) -> str | None:
+def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:
     """Why the kernel cannot run."""
     if isinstance(rate, float) and 0 < rate < 1 - 2**-32:
         return None
     return "nothing is drawn at a rate of 0 or 1"
 
 
-@kernel(reference, "numpy", unsupported=all_or_none)
-def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCache]:
+@kernel(reference, "numpy", unsupported=unsupported)
+def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
     """Draw the words of a block of rows, keep a bit of each, and apply them."""
     rate = require_rate("dropout", "rate", rate, "key", key)
     lowest = np.uint32(round(rate * 2**32))  # of the 2^32 words the lowest that keeps
@@ -34,7 +34,7 @@ def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCa
 
     def piece(start: int, stop: int) -> None:
         first = np.array([start * width])
-        keep = words(cast(Key, key), first, (stop - start) * width)[0] >= lowest
+        keep = words(cast(RandomKey, key), first, (stop - start) * width)[0] >= lowest
         keep = keep.reshape(-1, width)
         bits[start:stop] = np.packbits(keep, axis=-1)
         _drop(xs[start:stop], rate, keep, ys[start:stop])

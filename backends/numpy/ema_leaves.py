@@ -13,14 +13,14 @@ from xformer.optim.ema import ema_leaves as reference
 from xformer.typing import Array
 
 
-def of_several_kinds(
+def unsupported(
     average: Sequence[Array], params: Sequence[Array], *, share: float, donate: bool = False
 ) -> str | None:
     """All leaves must be as the first."""
     return unlike(average)
 
 
-@kernel(reference, "numpy", unsupported=of_several_kinds)
+@kernel(reference, "numpy", unsupported=unsupported)
 def ema_leaves(
     average: Sequence[Array], params: Sequence[Array], *, share: float, donate: bool = False
 ) -> Sequence[Array]:

@@ -33,14 +33,14 @@ EXACT = (
 )
 
 
-def too_exact(x: Array, *, approximate: str = "none") -> str | None:
+def unsupported(x: Array, *, approximate: str = "none") -> str | None:
     """Why the kernel cannot run."""
     if approximate == "tanh" or (approximate == "none" and x.dtype == np.float32):
         return None
     return "only float32 or the tanh form"
 
 
-@kernel(reference, "numpy", unsupported=too_exact)
+@kernel(reference, "numpy", unsupported=unsupported)
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
     """y = x * Phi(x), in place of the arrays of x's size that the reference makes."""
     p = TANH if approximate == "tanh" else EXACT

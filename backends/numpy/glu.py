@@ -18,12 +18,12 @@ from xformer.typing import Array
 SILU = (-LOG2_E,)
 
 
-def not_silu(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
+def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
     """Why the kernel cannot run."""
     return None if activation == "silu" else "only silu"
 
 
-@kernel(reference, "numpy", unsupported=not_silu)
+@kernel(reference, "numpy", unsupported=unsupported)
 def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
     """y = gate / (1 + exp(-gate)) * up."""
     y = np.empty(gate.shape, gate.dtype)

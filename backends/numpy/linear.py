@@ -17,7 +17,7 @@ from xformer.backends.numpy.products import product
 from xformer.backends.numpy.threads import blas_alone, lined, run
 
 from xformer.checks import require_gradient
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.ops.linear import linear as reference
 from xformer.typing import Array
 
@@ -52,7 +52,7 @@ def mapped(x: Array, maps: Sequence[Map]) -> list[Array]:
     """x w + b by each of the maps."""
     rows = _rows(x)
     ys = [lined((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
-    if keeps_nothing() and len(rows) <= products.FEW:
+    if is_inference() and len(rows) <= products.FEW:
         _few_rows(rows, maps, ys)
     else:
         todo = (product(rows, w, y, b) for (w, b), y in zip(maps, ys, strict=True))

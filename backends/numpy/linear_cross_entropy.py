@@ -18,7 +18,7 @@ from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
 
 from xformer.checks import finite, number, require_gradient
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.ops.cross_entropy import require_options, split_ignored
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.typing import Array
@@ -31,7 +31,7 @@ STEP = 1024  # rows or columns of a piece of a product, however many threads the
 Differentiate = Callable[[Array, slice], None]
 
 
-def too_small(
+def unsupported(
     x: Array,
     w: Array,
     b: Array | None = None,
@@ -49,7 +49,7 @@ def too_small(
     return 'reduction "none" has a dloss for each token' if reduction == "none" else None
 
 
-@kernel(reference, "numpy", unsupported=too_small)
+@kernel(reference, "numpy", unsupported=unsupported)
 def linear_cross_entropy(
     x: Array,
     w: Array,
@@ -68,7 +68,7 @@ def linear_cross_entropy(
     require_options(ignore_index, reduction)
     xs, targets, chosen = kept_rows(x, w, private(targets), ignore_index)
     weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0
-    tokens, back = Tokens.of(targets, x.dtype, a, z), not keeps_nothing()
+    tokens, back = Tokens.of(targets, x.dtype, a, z), not is_inference()
 
     def differentiate(logits: Array, at: slice) -> None:
         tokens.read(logits, at, logits)

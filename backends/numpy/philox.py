@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, Key
+from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, RandomKey
 from xformer.typing import Array
 
 BLOCK = 1 << 14  # counters; what they go through fits in a core's L2 cache
 _LOW, _HIGH = np.uint64(MASK), np.uint64(32)
 
 
-def words(key: Key, starts: Array, width: int) -> Array:
+def words(key: RandomKey, starts: Array, width: int) -> Array:
     """Elements start, ..., start + width - 1 of a stream, for starts (N,): uint32 (N, width).
 
     Rows that begin at a multiple of 4 cost least.
@@ -28,7 +28,7 @@ def words(key: Key, starts: Array, width: int) -> Array:
     return out[:, :width]
 
 
-def _philox(counters: Array, key: Key, out: Array) -> None:
+def _philox(counters: Array, key: RandomKey, out: Array) -> None:
     """`xformer.ops.random_bits.philox`, with products of 64 bits and in place."""
     c0, c1 = counters & _LOW, counters >> _HIGH
     c2, c3 = np.full_like(c0, key.site), np.full_like(c0, int(key.step))

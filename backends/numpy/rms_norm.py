@@ -14,14 +14,14 @@ from xformer.ops.rms_norm import rms_norm as reference
 from xformer.typing import Array
 
 
-def no_gain(
+def unsupported(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> str | None:
     """Why the kernel cannot run."""
     return "w is None" if w is None else None
 
 
-@kernel(reference, "numpy", unsupported=no_gain)
+@kernel(reference, "numpy", unsupported=unsupported)
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> tuple[Array, RmsNormCache]:

@@ -16,12 +16,12 @@ from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
 from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.ops.sdpa import sdpa as reference
 from xformer.typing import Array
 
 
-def no_queries(
+def unsupported(
     q: Array,
     k: Array,
     v: Array,
@@ -34,13 +34,13 @@ def no_queries(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
     return "there are no queries" if 0 in q.shape[:3] else None
 
 
-@kernel(reference, "numpy", unsupported=no_queries)
+@kernel(reference, "numpy", unsupported=unsupported)
 def sdpa(
     q: Array,
     k: Array,
@@ -54,7 +54,7 @@ def sdpa(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> tuple[Array, SdpaCache]:
     """In parts that need no more memory than their queries, keys and values."""
     require_heads("sdpa", q, k, mask)

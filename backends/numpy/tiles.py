@@ -10,7 +10,7 @@ import numpy as np
 from xformer.backends.numpy.philox import words
 from xformer.backends.numpy.threads import blocks, n_threads, scratch
 
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
 ROWS = (64, 256)  # queries of a tile: fewer do less beyond a diagonal, more read keys less often
@@ -58,7 +58,7 @@ class Scores(NamedTuple):
     softcap: float | None
     scale: float
     rate: float
-    key: Key | None
+    key: RandomKey | None
 
     def run(self, fn: Callable[[Part], None], width: int, apart: tuple[bool, bool]) -> None:
         """fn(part) for all batch elements and groups; on threads, where K + M = `width` pays.
@@ -187,7 +187,7 @@ class Scores(NamedTuple):
         (n_heads, n_queries), n_keys = self.q.shape[1:3], self.k.shape[2]
         b, h, i = np.ogrid[part.b, part.h, t]
         starts = ((b * n_heads + h) * n_queries + i) * n_keys + s.start
-        drawn = words(cast(Key, self.key), starts.reshape(-1), s.stop - s.start)
+        drawn = words(cast(RandomKey, self.key), starts.reshape(-1), s.stop - s.start)
         kept = drawn >= round(self.rate * 2**32)
         return kept.reshape(*starts.shape, -1).astype(self.q.dtype)
 

@@ -7,12 +7,12 @@ from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-def on_the_host(ids: Array, *, size: int) -> str | None:
+def unsupported(ids: Array, *, size: int) -> str | None:
     """Why this kernel, which looks at nothing, must not answer for these ids."""
     return "the ids have values to look at" if ids.device.type == "cpu" else None
 
 
-@kernel(reference, "torch", unsupported=on_the_host)
+@kernel(reference, "torch", unsupported=unsupported)
 def in_range(ids: Array, *, size: int) -> bool:
     """Nothing is known to be out of range; on CUDA torch itself reports an id that is, later."""
     return True

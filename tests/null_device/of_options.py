@@ -22,11 +22,11 @@ BY_CUBLAS = ("muon", "grouped")
 
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dropout": (GPT(**SIZES, dropout=0.1), {}),
-    "activation checkpointing": (GPT(**SIZES, checkpoint=True), {}),
+    "activation checkpointing": (GPT(**SIZES, activation_checkpointing=True), {}),
     "gelu": (GPT(**SIZES, activation="gelu"), {}),
     "relu": (GPT(**SIZES, activation="relu"), {}),
     "silu": (GPT(**SIZES, activation="silu"), {}),
-    "post-norm": (GPT(**SIZES, norm="post"), {}),
+    "post-norm": (GPT(**SIZES, norm_placement="post"), {}),
     "untied": (GPT(**SIZES, tied=False), {}),
     "two batches a step": (SMALL, {"accumulate": 2}),
     "moving average": (SMALL, {"ema": 0.99}),

@@ -57,7 +57,7 @@ def greedy() -> None:
     model = seq2seq("Transformer")[0]
     params, source = work.parameters(model), work.PLACE.asarray(work.ids(37, 2, 7)[0])
     with stand_ins.using(), counting() as seen:
-        model.generate(params, source, start_id=1, end_id=2, max_new=5)
+        model.generate(params, source, start_id=1, end_id=2, max_new_tokens=5)
     assert seen.calls("D2H") == seen.calls("wait") == 1
 
 

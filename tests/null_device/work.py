@@ -14,7 +14,7 @@ from null_device import device, table
 from null_device.device import cupy
 from xformer import backends, optim, tree
 from xformer.generation import prefill, stream
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.training import Batch, TrainConfig, loss_of, start, train
 
 PLACE = backends.get("cupy")
@@ -44,7 +44,7 @@ class Steps:
         self.state = optim.adamw_init(self.params)
 
     def __call__(self) -> None:
-        weights = PLACE.weights(self.params, self.precision)
+        weights = PLACE.cast_params(self.params, self.precision)
         _, cache = self.model.loss(weights, *self.arrays, **self.options)
         grads = cache.backward()
         self.params, self.state = optim.adamw(self.params, grads, self.state, lr=3e-4, donate=True)
@@ -87,10 +87,10 @@ class Texts:
         start_id: int | None = None,
         **options: Any,
     ) -> None:
-        params = PLACE.weights(parameters(model), precision)
+        params = PLACE.cast_params(parameters(model), precision)
         if start_id is not None:
             prompts = prefill(model, params, prompts, start_id=start_id)
-        self._tokens = stream(model, params, prompts, max_new=16, **options)
+        self._tokens = stream(model, params, prompts, max_new_tokens=16, **options)
 
     def __call__(self) -> None:
         next(self._tokens)

@@ -3,8 +3,8 @@
     for case in xformer.catalogue.cases():
         case.check(backends.get("torch")).require()
 
-`xformer check` and the tests run them. Sizes are different primes where they may be, so that no two
-axes can be taken for each other; gains and biases are random, never ones and zeros.
+`xformer gradcheck` and the tests run them. Sizes are different primes where they may be, so that no
+two axes can be taken for each other; gains and biases are random, never ones and zeros.
 """
 
 from __future__ import annotations

@@ -205,8 +205,10 @@ def _blocks(
 
 def _block() -> Iterator[Case]:
     for norm in ("pre", "post"):
-        yield _blocks(f"block: encoder, {norm}", config={"norm": norm, "d_value": 2})
-        yield _blocks(f"block: decoder, {norm}", cross="memory", causal=True, config={"norm": norm})
+        yield _blocks(f"block: encoder, {norm}", config={"norm_placement": norm, "d_value": 2})
+        yield _blocks(
+            f"block: decoder, {norm}", cross="memory", causal=True, config={"norm_placement": norm}
+        )
     yield _blocks("block: ready keys and values", cross="shared", config={"d_value": 2})
     wide: Options = {"d_head": 5, "d_value": 2, "eps": 0.1}
     yield _blocks("block: heads of other widths, eps", cross="memory", config=wide)
@@ -221,7 +223,7 @@ def _block() -> Iterator[Case]:
 
 def _modern_block() -> Iterator[Case]:
     llama: Options = {
-        "norm_kind": "rms",
+        "norm": "rms",
         "bias": False,
         "gated": True,
         "activation": "silu",
@@ -232,9 +234,14 @@ def _modern_block() -> Iterator[Case]:
     yield _blocks("block: Llama", config=llama, **turned)
     qwen: Options = {"qkv_bias": True, "qk_norm": "head", "window": (1, 0)}
     yield _blocks("block: Qwen", config=llama | qwen, **turned)
-    gemma: Options = {"norm": "sandwich", "norm_offset": 1.0, "softcap": 2.0, "scale": 0.3}
+    gemma: Options = {
+        "norm_placement": "sandwich",
+        "norm_offset": 1.0,
+        "softcap": 2.0,
+        "scale": 0.3,
+    }
     yield _blocks("block: Gemma 2", config=llama | gemma, **turned)
-    olmo: Options = {"norm": "output", "qk_norm": "all"}
+    olmo: Options = {"norm_placement": "output", "qk_norm": "all"}
     yield _blocks("block: OLMo 2", config=llama | olmo, **turned)
     experts = layers.ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
     yield _blocks("block: Mixtral", config=llama | {"experts": experts}, **turned)
@@ -245,10 +252,10 @@ def _modern_block() -> Iterator[Case]:
     shared: Options = {"parallel": True, "shared_norm": True, "dropout": 0.3}
     yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)
     for norm in ("sandwich", "output"):
-        yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm": norm})
-    yield _blocks("block: Shaw", config={"shaw": 2, "d_value": 2})
-    before: Options = {"past": lambda rng, _: layers.Past(*_heads(rng)), "causal": True}
-    yield _blocks("block: after a past", **before)
+        yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm_placement": norm})
+    yield _blocks("block: Shaw", config={"shaw_max_distance": 2, "d_value": 2})
+    before: Options = {"kv_cache": lambda rng, _: layers.KVCache(*_heads(rng)), "causal": True}
+    yield _blocks("block: after a KV cache", **before)
     rates: Options = {"dropout": 0.1, "attn_dropout": 0.3, "hidden_dropout": 0.2}
     yield _blocks("block: three rates of dropout", config=rates, dropout_key=KEY)
 
@@ -257,18 +264,18 @@ def _heads(rng: Generator) -> tuple[Array, Array]:
     return rng.normal((5, 2, 3, 3)), rng.normal((5, 2, 3, 3))
 
 
-def _turning_each(rng: Generator, _: Backend) -> layers.Rotary:
+def _turning_each(rng: Generator, _: Backend) -> layers.RopeTables:
     """Tables of a rotary embedding, for positions of each sequence's own."""
     config, positions = layers.RopeConfig(2), rng.integers((5, 4), high=7)
-    return layers.rotary(config, like=rng.full((1,), 0.0), length=7, positions=positions)
+    return layers.rope_tables(config, like=rng.full((1,), 0.0), length=7, positions=positions)
 
 
 def _several() -> Iterator[Case]:
-    yield _blocks("blocks: encoder", config={"norm": "post", "d_value": 2})
+    yield _blocks("blocks: encoder", config={"norm_placement": "post", "d_value": 2})
     yield _blocks("blocks: one for both layers", n_blocks=1, **TURNED)
     each: Options = {"rotary": _turning_each, "bias": (5, 1, 4, 4), "causal": True}
     yield _blocks("blocks: bias and rotary of each sequence", second={"window": (1, 1)}, **each)
-    again: Options = {"checkpoint": True, "bias": (2, 1, 4), "pos": True}
+    again: Options = {"activation_checkpointing": True, "bias": (2, 1, 4), "pos": True}
     yield _blocks("blocks: memory, masks, checkpointing", cross="memory", **again, **BLOCK_MASKS)
     yield _blocks("blocks: ready keys and values", cross="shared", config={"d_value": 2})
     yield _blocks("blocks: ready keys and values of each layer", cross="each")
@@ -278,13 +285,13 @@ def _several() -> Iterator[Case]:
 
 def _stack() -> Iterator[Case]:
     for norm in ("pre", "post"):
-        yield _blocks(f"stack: encoder, {norm}", config={"norm": norm, "d_value": 2})
+        yield _blocks(f"stack: encoder, {norm}", config={"norm_placement": norm, "d_value": 2})
     yield _blocks("stack: decoder", cross="memory", causal=True)
     yield _blocks("stack: bias and positions", cross="memory", bias=(2, 1, 4), pos=True)
     yield _blocks("stack: shared memory", cross="shared", config={"d_value": 2})
     yield _blocks("stack: shared memory, positions", cross="shared", pos=True)
     for kind in ("layer", "rms"):
-        normed: Options = {"qk_norm": "head", "norm_kind": kind, "eps": 0.1}
+        normed: Options = {"qk_norm": "head", "norm": kind, "eps": 0.1}
         yield _blocks(f"stack: shared memory, {kind} norm of keys", cross="shared", config=normed)
     yield _blocks("stack: masks", cross="memory", **BLOCK_MASKS)
     yield _blocks("stack: dropout", config={"dropout": 0.3}, dropout_rate=0.2, dropout_key=KEY)
@@ -293,9 +300,14 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: relative bias", relative=relative)
     yield _blocks("stack: relative bias and bias", relative=relative, bias=(5, 1, 4, 4))
     yield _blocks("stack: other windows, rotary", second={"window": (1, 1)}, **TURNED)
-    again: Options = {"checkpoint": True, "relative": relative, "bias": (5, 1, 4, 4), "pos": True}
+    again: Options = {
+        "activation_checkpointing": True,
+        "relative": relative,
+        "bias": (5, 1, 4, 4),
+        "pos": True,
+    }
     yield _blocks("stack: checkpointing", cross="memory", **again, **BLOCK_MASKS)
-    again = {"checkpoint": True, "config": {"parallel": True, "dropout": 0.3}}
+    again = {"activation_checkpointing": True, "config": {"parallel": True, "dropout": 0.3}}
     yield _blocks("stack: checkpointing, parallel, dropout", dropout_key=KEY, **again)
 
 
@@ -351,7 +363,7 @@ def _pool() -> Iterator[Case]:
             def make(
                 rng: Generator, backend: Backend, how: str = how, given: Options = given
             ) -> tuple[Function, tuple[Any, ...]]:
-                fn = partial(layers.pool, how=how, **drawn(rng, backend, given))
+                fn = partial(layers.pool, pooling=how, **drawn(rng, backend, given))
                 return fn, (rng.normal((5, 4, 6)),)
 
             yield Case("layers", f"pool: {how}{', mask' if given else ''}", make)

@@ -13,7 +13,7 @@ from xformer import backends, tree
 from xformer.backends import Backend, Generator
 from xformer.dispatch import reference_only
 from xformer.gradcheck import SMALLEST, Report, Row, gradcheck
-from xformer.ops import Key
+from xformer.ops import RandomKey
 from xformer.typing import Array
 
 Function = Callable[..., tuple[Any, Any]]
@@ -22,7 +22,7 @@ Draw = Callable[[Generator, Backend], Array]
 Options = dict[str, Any]
 
 FLOAT32 = 1e-3  # relative error of a gradient of many float32 operations
-KEY = Key(seed=7, step=3)
+KEY = RandomKey(seed=7, step=3)
 DEAD_QUERY = (..., 2, slice(None))  # one that may attend to nothing
 DEAD_BATCH = (1,)
 

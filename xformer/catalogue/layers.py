@@ -76,9 +76,9 @@ def _linears() -> Iterator[Case]:
             maps = tuple(
                 linear_params(rng, 6, o, b) for o, b in zip((11, 3, 7), biased, strict=False)
             )
-            return partial(layers.linears, **options), (rng.normal((*lead, 6)), maps)
+            return partial(layers.linear_many, **options), (rng.normal((*lead, 6)), maps)
 
-        return _layer(f"linears: {note}", make)
+        return _layer(f"linear_many: {note}", make)
 
     yield case("two", True, True)
     yield case("three, one without bias", True, False, True)
@@ -164,8 +164,8 @@ def _attention() -> Iterator[Case]:
     yield case("self, all that is modern", k=4, groups=1, sinks=True, softcap=2.0, **modern)
     yield case("self, Shaw", shaw="kv", m=2, causal=True)
     yield case("memory, Shaw, keys alone", shaw="k", memory="array")
-    before: Options = {"past": _past((5, 1, 2, 4)), "causal": True}
-    yield case("self, after a past", k=4, m=4, groups=1, window=(3, None), **before)
+    before: Options = {"kv_cache": _past((5, 1, 2, 4)), "causal": True}
+    yield case("self, after a KV cache", k=4, m=4, groups=1, window=(3, None), **before)
     yield case("dropout and scale", scale=0.3, dropout_rate=0.3, dropout_key=KEY)
     yield case(
         "all options",
@@ -226,13 +226,13 @@ def _feed_forward() -> Iterator[Case]:
 
 def _past(shape: tuple[int, ...]) -> Draw:
     """Keys and values of tokens before, which are constants."""
-    return lambda rng, _: layers.Past(rng.normal(shape), rng.normal(shape))
+    return lambda rng, _: layers.KVCache(rng.normal(shape), rng.normal(shape))
 
 
 def turning(length: int, width: int = 4) -> Draw:
     """Tables of the rotary embedding."""
     config = layers.RopeConfig(width)
-    return lambda rng, backend: layers.rotary(config, like=rng.full((1,), 0.0), length=length)
+    return lambda rng, backend: layers.rope_tables(config, like=rng.full((1,), 0.0), length=length)
 
 
 def _mixture_and_logits(x: Array, params: layers.ExpertsParams, **options: Any) -> tuple[Any, Any]:
@@ -280,5 +280,5 @@ def _relative_bias() -> Iterator[Case]:
     yield case("T > S", 7, 4)
     yield case("backwards only", bidirectional=False)
     yield case("distances beyond the last bucket", max_distance=3)
-    yield case("in fixed columns", 1, 7, at=3)
+    yield case("in a static KV cache", 1, 7, at=3)
     yield case("as T5 has it", n_buckets=32, max_distance=128)

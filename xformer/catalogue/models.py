@@ -48,7 +48,7 @@ def _gpt() -> Iterator[Case]:
         return Case("models", f"GPT: {note}", make)
 
     yield case("as it is")
-    yield case("two layers, untied, post-norm", n_layers=2, tied=False, norm="post")
+    yield case("two layers, untied, post-norm", n_layers=2, tied=False, norm_placement="post")
     yield case("one key head, no biases", n_kv_heads=1, bias=False)
     yield case("silu, eps", activation="silu", eps=0.1)
     yield case("positions: none", positions="none")
@@ -56,7 +56,7 @@ def _gpt() -> Iterator[Case]:
     yield case("positions: learned, for q, k, v", position_mode="qkv", n_layers=2)
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3, "ignore_index": 2}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
-    again: Options = {"checkpoint": True, "n_layers": 2}
+    again: Options = {"activation_checkpointing": True, "n_layers": 2}
     yield case("checkpointing, dropout", {"dropout_key": KEY}, dropout=0.3, **again)
 
 
@@ -75,7 +75,7 @@ def _transformer() -> Iterator[Case]:
         return Case("models", f"Transformer: {note}", make)
 
     yield case("as it is")
-    yield case("pre-norm, tied", norm="pre", tied=True)
+    yield case("pre-norm, tied", norm_placement="pre", tied=True)
     yield case("two layers each", n_encoder_layers=2, n_decoder_layers=2)
     yield case("two layers each, shared memory", shared_memory=True, n_decoder_layers=2)
     yield case("free widths, no biases", d_head=5, d_value=2, src_width=5, tgt_width=9, bias=False)
@@ -90,12 +90,16 @@ def _transformer() -> Iterator[Case]:
     yield case("positions: sinusoidal, for q, k, v", position_mode="qkv")
     options: Options = {"label_smoothing": 0.1, "z_loss": 0.3}
     yield case("dropout and loss options", {"dropout_key": KEY, **options}, dropout=0.3)
-    again: Options = {"checkpoint": True, "shared_memory": True, "n_decoder_layers": 2}
+    again: Options = {
+        "activation_checkpointing": True,
+        "shared_memory": True,
+        "n_decoder_layers": 2,
+    }
     yield case("checkpointing, dropout", {"dropout_key": KEY}, dropout=0.3, **again)
 
 
 LLAMA: Options = {
-    "norm_kind": "rms",
+    "norm": "rms",
     "bias": False,
     "gated": True,
     "activation": "silu",
@@ -144,13 +148,13 @@ def _language_model() -> Iterator[Case]:
     yield case("rotary", llama, rotary=ROPE, head=LMHead(tied=False))
     yield case("rotary, padding", llama, given=PADDED, rotary=ROPE)
     softcap = LMHead(softcap=2.0, scale=0.5)
-    yield case("softcap", _blocks(norm="sandwich", **LLAMA), rotary=ROPE, head=softcap)
+    yield case("softcap", _blocks(norm_placement="sandwich", **LLAMA), rotary=ROPE, head=softcap)
     positions: Options = {"positions": lambda rng, _: rng.integers((4,), high=7)}
     yield case("given positions", llama, given=positions, rotary=ROPE)
     experts = _blocks(2, experts=ExpertsConfig(n_experts=3, top_k=2, d_ff=11), **LLAMA)
-    losses: Options = {"balance": 0.3, "router_z": 0.1}
+    losses: Options = {"load_balancing_weight": 0.3, "router_z_weight": 0.1}
     yield case("experts", (*experts, *llama), given=PADDED, rotary=ROPE, **losses)
-    again: Options = {"rotary": ROPE, "checkpoint": True, **losses}
+    again: Options = {"rotary": ROPE, "activation_checkpointing": True, **losses}
     yield case("experts, checkpointing", (*experts, *llama), given=PADDED, **again)
     yield case("alibi", _blocks(), alibi=True, head=LMHead(tied=False, bias=True))
     yield case(
@@ -160,14 +164,14 @@ def _language_model() -> Iterator[Case]:
 
 
 def _encoders(case: Any) -> Iterator[Case]:
-    blocks = _blocks(norm="post")
+    blocks = _blocks(norm_placement="post")
     embed: Options = {"positions": "learned", "norm": NormConfig(), "n_types": 3}
     bert: Options = {"embed": _embed_config(**embed), "causal": False}
     types: Options = {"types": lambda rng, _: rng.integers((5, 4), high=3)}
     yield case("masked LM", blocks, given=PADDED | types, head=MaskedLMHead(), **bert)
     untied = MaskedLMHead("relu", eps=0.1, tied=False)
     narrow = bert | {"embed": _embed_config(5, project_bias=True, **embed)}
-    yield case("masked LM, groups", blocks * 2, n_groups=1, head=untied, **narrow)
+    yield case("masked LM, groups", blocks * 2, n_shared_layer_groups=1, head=untied, **narrow)
     dropped: Options = {"dropout_key": KEY}
     head = Classifier(3, dense_dropout=0.3, dropout=0.2)
     yield case("classifier", blocks, given=dropped, labels=3, head=head, **bert)
@@ -176,7 +180,7 @@ def _encoders(case: Any) -> Iterator[Case]:
     hidden: Options = {"head": None, "out_dropout": 0.3, "final_norm": True}
     yield case("hidden states", blocks, "forward", dropped, **hidden, **bert)
     yield case("hidden states, pooler", blocks, "forward", head=Pooler(), **bert)
-    yield case("pooler", blocks, "pooled", {"how": "pooler"}, head=Pooler(), **bert)
+    yield case("pooler", blocks, "pooled", {"pooling": "pooler"}, head=Pooler(), **bert)
     sentence: Options = {"normalize": True, "mask": mask((5, 4))}
     yield case("mean, normalised", blocks, "pooled", sentence, head=Pooler(), **bert)
     relative = RelativeConfig(2, n_buckets=8, max_distance=6)
@@ -201,7 +205,7 @@ def _encoder_decoder() -> Iterator[Case]:
 
         return Case("models", f"EncoderDecoder: {note}", make)
 
-    t5: Options = {"norm_kind": "rms", "bias": False, "activation": "relu", "scale": 1.0}
+    t5: Options = {"norm": "rms", "bias": False, "activation": "relu", "scale": 1.0}
     tables: Options = {
         "encoder_relative": RelativeConfig(2, n_buckets=8, max_distance=6),
         "decoder_relative": RelativeConfig(2, n_buckets=8, max_distance=6, bidirectional=False),
@@ -212,7 +216,10 @@ def _encoder_decoder() -> Iterator[Case]:
     masks: Options = {"src_mask": mask((5, 7), DEAD_BATCH), "tgt_mask": mask((5, 4))}
     untied: Options = {"head": LMHead(tied=False), "out_dropout": 0.3}
     yield case("T5, untied, padding, dropout", {"dropout_key": KEY, **masks}, **untied, **t5_like)
-    post: Options = {"encoder": _blocks(norm="post"), "decoder": _blocks(norm="post")}
+    post: Options = {
+        "encoder": _blocks(norm_placement="post"),
+        "decoder": _blocks(norm_placement="post"),
+    }
     yield case("vectors", masks, encoder_norm=True, decoder_norm=True, **post)
     own: Options = {
         "src_embed": _embed_config(),

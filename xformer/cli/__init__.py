@@ -15,21 +15,22 @@ from typing import Any
 import xformer
 from xformer.cli import (
     attention,
-    check,
     classify,
     embed,
     finetune,
-    flow,
     generate,
+    gradcheck,
     info,
-    ledger,
+    memory,
     plot,
     prepare,
+    signal_flow,
     summary,
     train,
 )
 from xformer.cli.models import kernels_of
 from xformer.cli.output import printing
+from xformer.renamed import command_line
 
 COMMANDS = (
     prepare,
@@ -40,10 +41,10 @@ COMMANDS = (
     classify,
     finetune,
     attention,
-    flow,
-    check,
+    signal_flow,
+    gradcheck,
     summary,
-    ledger,
+    memory,
     info,
 )
 DESCRIPTION = "The transformer, forward and backward, on any array library."
@@ -71,9 +72,9 @@ def _run(argv: Sequence[str] | None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
-    args = parser.parse_args(argv)
     usual, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
+        args = parser.parse_args(command_line(sys.argv[1:] if argv is None else argv))
         with kernels_of(getattr(args, "backend", None)):
             status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:

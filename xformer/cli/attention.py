@@ -112,7 +112,7 @@ def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
         prefix = prefill(found.model, found.params, [tokens], start_id=start)
         own = constraints(settings_of(found.model), ends, prefix.width, MOST)
         options: Any = {"sampler": constrained(own, None), "stop": ends}
-        (written,) = generate(found.model, found.params, prefix, max_new=MOST, **options)
+        (written,) = generate(found.model, found.params, prefix, max_new_tokens=MOST, **options)
     else:
         written = prompt_ids(found.tokenizer, found.model, args.target, "target")
         end = end_of(found.tokenizer, found.model)

@@ -62,6 +62,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(names: list[str], probs: np.ndarray, top: int) -> list[str]:
-    likeliest = [int(i) for i in np.argsort(-probs, kind="stable")[:top]]
-    width = max(len(shown(names[i])) for i in likeliest)
-    return [f"  {shown(names[i]):{width}}  {probs[i]:.4f}" for i in likeliest]
+    ranked = [int(i) for i in np.argsort(-probs, kind="stable")[:top]]
+    width = max(len(shown(names[i])) for i in ranked)
+    return [f"  {shown(names[i]):{width}}  {probs[i]:.4f}" for i in ranked]

@@ -81,7 +81,13 @@ def add_parser(subparsers: Any) -> None:
     rise = "after a rise of a tenth of the steps (default: cosine)"
     add("--schedule", choices=SCHEDULES, default="cosine", help=rise)
     add("--max-len", type=int, metavar="N", help="tokens of a text; unless given at most 512")
-    add("--validate", type=float, default=0.1, metavar="SHARE", help="default: 0.1; 0: none")
+    add(
+        "--validation-fraction",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="default: 0.1; 0: none",
+    )
     add("--seed", type=int, default=0)
     add("--backend", default="numpy", choices=backends.NAMES)
     add("--device", help="of the backend, such as cuda:1; its default one unless given")
@@ -99,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         args.task = finetune.suited(args.data, args.model)
         print(f"task: {args.task}")
     records = finetune.read(args.data, finetune.TASKS[args.task].fields)
-    training, held_out = finetune.split(records, args.validate, args.seed)
+    training, held_out = finetune.split(records, args.validation_fraction, args.seed)
     model, params, words, is_new = _opened(args, records)
     place = backends.get(args.backend, args.device)  # float64 of JAX is there by now
     task = _task(args, model, words)
@@ -176,7 +182,7 @@ def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, A
     """The model, its parameters, its tokenizer, and whether its head is new."""
     words: Any  # more than what generating asks for
     model, params, words, *_ = opened(args)
-    if model.source["model_type"] == "llama2.c":
+    if model.hf_config["model_type"] == "llama2.c":
         model, params = as_llama(model, params)
     if args.task != "classify" or finetune.is_classifier(model):
         return model, params, words, False
@@ -208,7 +214,7 @@ def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
 
 
 def _introduce(model: Any, params: Any, place: Backend) -> None:
-    kind = model.source.get("architectures", [type(model).__name__])[0]
+    kind = model.hf_config.get("architectures", [type(model).__name__])[0]
     own = sum(_size((node.a, node.b)) for node in lora.adapters(params).values())
     trained = _size(tree.trained(params))
     adapters = f" and adapters of {own:,}" if own else ""

@@ -15,7 +15,7 @@ from xformer.cli.models import Found, opened, start_id
 from xformer.cli.output import is_lost
 from xformer.cli.paths import nonempty
 from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
-from xformer.generation import Prefix, beam_search, decoded, prefill, stream, until
+from xformer.generation import PrefilledPrompt, beam_search, decoded, prefill, stream, until
 from xformer.generation.constraints import constraints
 from xformer.generation.prefix import network_of
 from xformer.generation.settings import Settings, settings_of
@@ -38,7 +38,6 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add(
         "--model",
-        "--checkpoint",
         metavar="PATH",
         type=nonempty,
         required=True,
@@ -47,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
     add("--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model")
     add("--prompt", required=True, help="the text to continue; of an encoder-decoder the source")
     most = f"tokens to generate (default: of the model's files, or {MAX_NEW}, within its context)"
-    add("--max-new", type=int, metavar="N", help=most)
+    add("--max-new-tokens", type=int, metavar="N", help=most)
     add("--temperature", type=float, help=f"0 takes the likeliest (default: {TEMPERATURE})")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
     add("--top-p", type=float, metavar="P", help="from those that together have probability P")
@@ -126,7 +125,7 @@ def _require_precision(args: argparse.Namespace) -> None:
 def _rounded(found: Found, args: argparse.Namespace) -> Found:
     """The model with its parameters in --precision."""
     place = backends.get(args.backend, args.device)
-    return found._replace(params=place.weights(found.params, args.precision))
+    return found._replace(params=place.cast_params(found.params, args.precision))
 
 
 def write(pieces: Iterable[str], prompt: str) -> None:
@@ -150,41 +149,43 @@ def _new_ids(
     args: argparse.Namespace,
     found: Found,
     network: Any,
-    text: Prefix,
+    text: PrefilledPrompt,
     chosen: Choice,
     settings: Settings,
     stops: frozenset[int],
 ) -> Iterator[int]:
     """The ids that come, with the one of `stops` that ends the text."""
-    max_new = _max_new(args, found, network, text, settings)
+    max_new_tokens = _max_new(args, found, network, text, settings)
     ends = ends_of(found.tokenizer, network)
-    filters = chosen.filters(constraints(settings, ends, text.width, max_new))
+    filters = chosen.filters(constraints(settings, ends, text.width, max_new_tokens))
     if chosen.beams is None:
-        options: Any = {"sampler": filters, "seed": args.seed, "slide": found.slides}
+        options: Any = {"sampler": filters, "seed": args.seed, "sliding_context": found.slides}
         options["compiled"] = args.compile
-        steps = stream(network, found.params, text, max_new=max_new, stop=stops, **options)
+        steps = stream(
+            network, found.params, text, max_new_tokens=max_new_tokens, stop=stops, **options
+        )
         return (i for (i,) in steps if i is not None)
     if args.compile:
         warnings.warn("--compile: a search is not compiled", RuntimeWarning, stacklevel=2)
-    options = {"n_beams": chosen.beams, "max_new": max_new, "stop": stops}
+    options = {"n_beams": chosen.beams, "max_new_tokens": max_new_tokens, "stop": stops}
     options |= {"filters": filters, **chosen.search}
     ((best, *_),) = beam_search(network, found.params, text, **options)
     return iter(best.ids)
 
 
 def _max_new(
-    args: argparse.Namespace, found: Found, network: Any, text: Prefix, settings: Settings
+    args: argparse.Namespace, found: Found, network: Any, text: PrefilledPrompt, settings: Settings
 ) -> int:
     """How many tokens may come. ValueError where the prompt leaves no room for one."""
-    if args.max_new is not None:
-        return int(args.max_new)
+    if args.max_new_tokens is not None:
+        return int(args.max_new_tokens)
     most = MAX_NEW if settings.max_new_tokens is None else settings.max_new_tokens
     if settings.max_new_tokens is None and settings.max_length is not None:
         most = settings.max_length - text.width
         if most < 1:
             raise ValueError(
                 f"{settings.where}: max_length is {settings.max_length}, and the prompt has "
-                f"{text.width} tokens: --max-new says how many may follow it"
+                f"{text.width} tokens: --max-new-tokens says how many may follow it"
             )
     fits = network.context is not None and not found.slides
     return min(most, network.context - text.width + 1) if fits else most

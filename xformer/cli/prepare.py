@@ -18,21 +18,21 @@ def add_parser(subparsers: Any) -> None:
     add("text", metavar="TEXT", type=nonempty, help="UTF-8 file, folder of such, or .jsonl")
     add("folder", metavar="FOLDER", type=nonempty, help="a new folder, for xformer train --data")
     add(
-        "--vocabulary",
+        "--tokenizer",
         metavar="NAME",
         default="bytes",
         help="bytes, characters, bpe:SIZE, or a folder with a tokenizer (default: bytes)",
     )
     add("--field", default="text", help="of a .jsonl's objects (default: text)")
     most = "part of the documents, or of a single one, that is held out (default: 0.1)"
-    add("--share", type=float, default=0.1, help=most)
+    add("--validation-fraction", type=float, default=0.1, help=most)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder, and say what is in it."""
-    words = named_vocabulary(args.vocabulary)
-    options = {"field": args.field, "share": args.share}
+    words = named_vocabulary(args.tokenizer)
+    options = {"field": args.field, "share": args.validation_fraction}
     with progress() as report:
         corpus = prepare(args.text, args.folder, words, **options, progress=report)
     print(_text(corpus))

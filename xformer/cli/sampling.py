@@ -107,7 +107,7 @@ def _drawn_by_default(told: dict[str, Any]) -> dict[str, Any]:
 def announce(args: argparse.Namespace, settings: Settings, chosen: Choice) -> None:
     """Print what is done as the model's files say, and warn of what is not. On stderr."""
     keys = [*chosen.keys, *KEPT]
-    if args.max_new is None:
+    if args.max_new_tokens is None:
         keys.append("max_length" if settings.max_new_tokens is None else "max_new_tokens")
     values = {key: v for key in keys if (v := getattr(settings, key)) not in (None, ())}
     if values:

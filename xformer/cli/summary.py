@@ -97,8 +97,8 @@ def _data(model: Any, stored: dict[str, int], found: Summary) -> dict[str, Any]:
 
 
 def _title(model: Any) -> str:
-    names = (getattr(model, "source", None) or {}).get("architectures")
-    kind = (getattr(model, "source", None) or {}).get("model_type")
+    names = (getattr(model, "hf_config", None) or {}).get("architectures")
+    kind = (getattr(model, "hf_config", None) or {}).get("model_type")
     return str(names[0] if names else kind or type(model).__name__)
 
 

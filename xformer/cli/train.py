@@ -54,7 +54,11 @@ def _run(options: argparse.Namespace) -> int:
             "validation": job.validation.fingerprint(),
         },
     }
-    noted = {"every": options.every, "keep": options.keep, "notes": train_options.kept(options)}
+    noted = {
+        "every": options.checkpoint_every,
+        "keep": options.keep_checkpoints,
+        "notes": train_options.kept(options),
+    }
     noted["free"] = train_options.ABOUT_ENDS
     with Run(folder, job.place, about, model=job.model, **noted) as run:
         train_from.save_vocabulary(job.corpus.vocabulary, options, folder)
@@ -70,7 +74,7 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
         params = job.model.init_from(job.place.generator(options.seed, options.dtype))
     else:
         params = train_from.first_params(options)
-    state = run.begin(start(params, job.config), options.at)
+    state = run.begin(start(params, job.config), options.resume_step)
     _introduce(job, state, options)
     if options.origin is not None and not state.step:
         run.save(state)  # from now on the run needs no other folder
@@ -80,7 +84,7 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
 
 def _measured(job: Job, state: State) -> float:
     with job.place.active():
-        weights = job.place.weights(state.averaged, job.config.precision)
+        weights = job.place.cast_params(state.averaged, job.config.precision)
     found = evaluate(job.loss, weights, job.held_out, job.place)
     assert found is not None  # there are --validate-batches of them, at least one
     return found
@@ -128,7 +132,7 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
             if options.sample_every is not None and step.step % options.sample_every == 0:
                 with tqdm.external_write_mode():
                     print(f"--- step {step.step}")
-                    _sample(job, state.averaged, max_new=100)
+                    _sample(job, state.averaged, max_new_tokens=100)
     if state.step < n_steps:
         why = "stopped early" if stopping() else "validation has not improved"
         print(f"{why}, after step {state.step}", file=sys.stderr)
@@ -156,18 +160,21 @@ def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace)
         ends += f" --patience {2 * state.stale}"
     print(f"to go on: xformer train --resume {shlex.quote(str(folder))}{ends}")
     print(f"\na sample, continuing {job.prompt!r}:\n")
-    _sample(job, opened(train_from.in_folder(folder, options)).params, max_new=300)
+    _sample(job, opened(train_from.in_folder(folder, options)).params, max_new_tokens=300)
     more = f"--checkpoint {shlex.quote(str(folder))} --prompt={shlex.quote(job.prompt)}"
     print(f"\nmore: xformer generate {more}")
 
 
-def _sample(job: Job, params: Any, max_new: int) -> None:
-    options: Any = {"sampler": temperature(0.8), "seed": job.config.seed, "slide": True}
+def _sample(job: Job, params: Any, max_new_tokens: int) -> None:
+    options: Any = {"sampler": temperature(0.8), "seed": job.config.seed, "sliding_context": True}
     words = job.corpus.vocabulary
     with job.place.active():
-        weights = job.place.weights(params, job.config.precision)
+        weights = job.place.cast_params(params, job.config.precision)
     write(
-        stream_text(job.model, weights, words, job.prompt, max_new=max_new, **options), job.prompt
+        stream_text(
+            job.model, weights, words, job.prompt, max_new_tokens=max_new_tokens, **options
+        ),
+        job.prompt,
     )
 
 

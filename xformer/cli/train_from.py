@@ -17,6 +17,7 @@ from xformer.finetune.base import LONGEST
 from xformer.finetune.saving import copy_beside
 from xformer.models import GPT, LanguageModel, LMHead
 from xformer.pretrained.tokenizer import tokenizer
+from xformer.renamed import fields
 from xformer.summary import context
 from xformer.training import Subwords, Vocabulary, load_vocabulary
 from xformer.training.run import RUN, read_run
@@ -44,10 +45,10 @@ def origin_of(path: str) -> Origin:
     network = getattr(model, "network", model)
     is_causal = isinstance(network, LanguageModel) and network.causal
     if not is_causal or not isinstance(network.head, LMHead):
-        names = (getattr(model, "source", None) or {}).get("architectures")
+        names = (getattr(model, "hf_config", None) or {}).get("architectures")
         kind = names[0] if names else type(model).__name__
         command = f"xformer finetune --model {shlex.quote(path)}"
-        where = command if getattr(model, "source", None) else "Python alone"
+        where = command if getattr(model, "hf_config", None) else "Python alone"
         raise ValueError(f"--from: must be a causal language model, got {kind}; {where} trains it")
     is_own = isinstance(model, GPT)
     words = vocabulary_of(root) if is_own else Subwords(tokenizer(root))
@@ -78,10 +79,10 @@ def usual(path: str) -> Usual:
     block, most, told = network.blocks[0], network.context, context(model)
     options = {
         "layers": len(network.blocks),
-        "width": network.d_model,
+        "d_model": network.d_model,
         "heads": block.n_heads,
         "dropout": block.dropout,
-        "context": min(told or LONGEST, LONGEST),
+        "max_len": min(told or LONGEST, LONGEST),
         **({} if isinstance(model, GPT) else {"lr": LR}),
     }
     return Usual(options, math.inf if most is None else most)
@@ -103,19 +104,19 @@ def origin(options: argparse.Namespace) -> Origin:
 
 
 def _noted(name: str, **about: Any) -> Any:
-    return GPT(**about) if name == "GPT" else pretrained.model(about["source"])
+    return GPT(**fields("GPT", about)) if name == "GPT" else pretrained.model(about["source"])
 
 
 def about_of(model: Any) -> dict[str, Any]:
     """What a run notes of its model, for `origin`."""
     if isinstance(model, GPT):
         return {"name": "GPT", **dataclasses.asdict(model)}
-    return {"name": name_of(model), "source": dict(model.source)}
+    return {"name": name_of(model), "source": dict(model.hf_config)}
 
 
 def name_of(model: Any) -> str:
     """What a model is called."""
-    return "GPT" if isinstance(model, GPT) else str(model.source["architectures"][0])
+    return "GPT" if isinstance(model, GPT) else str(model.hf_config["architectures"][0])
 
 
 def first_params(options: argparse.Namespace) -> Any:

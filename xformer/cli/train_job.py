@@ -78,14 +78,16 @@ def job_of(options: argparse.Namespace) -> Job:
         corpus = load_corpus(options.data, words, progress=report)
         source, validation = (_windows(corpus, i, options) for i in (0, 1))
         baseline = unigram_loss(corpus, report)  # which finds damaged tokens, before any folder
-    sizes = (options.layers, options.width, options.heads, options.context)
+    sizes = (options.layers, options.d_model, options.heads, options.max_len)
     model: Any = None if found is None else found.model
     if model is None:
         model = GPT(corpus.vocabulary.size, *sizes, dropout=options.dropout)
     prompt = PROMPT
     if options.data is not None:
         prompt = corpus.vocabulary.decode(corpus.validation[:PROMPT_LENGTH].tolist())
-    loss = loss_of(dataclasses.replace(model, checkpoint=options.checkpoint_activations))
+    loss = loss_of(
+        dataclasses.replace(model, activation_checkpointing=options.activation_checkpointing)
+    )
     held_out = Held(list(validation.held_out(config.eval_batches)))
     rest = (held_out, config, place, prompt, baseline)
     return Job(model, loss, corpus, source, validation, *rest)
@@ -93,14 +95,14 @@ def job_of(options: argparse.Namespace) -> Job:
 
 def _words(options: argparse.Namespace) -> Any:
     """The vocabulary that is named, as a run that goes on has it; None: the usual one."""
-    if options.vocabulary is None:
+    if options.tokenizer is None:
         return None
     if options.resume is not None:
         try:
             return load_vocabulary(options.resume)
         except FileNotFoundError:  # stopped before it was there
             pass
-    return named_vocabulary(options.vocabulary)
+    return named_vocabulary(options.tokenizer)
 
 
 def _windows(corpus: Corpus, i: int, options: argparse.Namespace) -> Windows:
@@ -109,12 +111,12 @@ def _windows(corpus: Corpus, i: int, options: argparse.Namespace) -> Windows:
     if not len(tokens):
         raise ValueError(
             f"the {name} part of {corpus.description} is empty: there must be text enough for "
-            "both parts, and where it was prepared a --share above 0"
+            "both parts, and where it was prepared a --validation-fraction above 0"
         )
     sha256 = None if corpus.sha256 is None else corpus.sha256[i]
     try:
-        return Windows(tokens, options.context, options.batch, options.seed, sha256)
+        return Windows(tokens, options.max_len, options.batch, options.seed, sha256)
     except ValueError as error:
-        if len(tokens) > options.context:
+        if len(tokens) > options.max_len:
             raise
-        raise ValueError(f"{error} (the {name} part; --context makes it shorter)") from error
+        raise ValueError(f"{error} (the {name} part; --max-len makes it shorter)") from error

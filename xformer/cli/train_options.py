@@ -16,6 +16,7 @@ from xformer.cli import train_from
 from xformer.cli.paths import nonempty
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
+from xformer.renamed import fields
 from xformer.shapes import STORED
 from xformer.training import TrainConfig
 from xformer.training.config import NOAM, SCHEDULES
@@ -26,9 +27,9 @@ class Preset(NamedTuple):
     """Sizes of a model and of its training."""
 
     layers: int
-    width: int
+    d_model: int
     heads: int
-    context: int
+    max_len: int
     batch: int
     steps: int
     lr: float
@@ -43,7 +44,7 @@ PRESETS = {
 DEFAULTS: dict[str, Any] = {
     "origin": None,
     "data": None,
-    "vocabulary": None,
+    "tokenizer": None,
     "preset": "small",
     "dropout": 0.0,
     "accumulate": 1,
@@ -61,18 +62,18 @@ DEFAULTS: dict[str, Any] = {
     "precision": None,
     "backend": "numpy",
     "device": None,
-    "checkpoint_activations": False,
+    "activation_checkpointing": False,
     "deterministic": False,
     "compile": None,
-    "every": 100,
-    "keep": 2,
+    "checkpoint_every": 100,
+    "keep_checkpoints": 2,
     "sample_every": None,
 }
 # Of which older runs have no note; they went by the usual value.
 ADDED = ("origin", "precision", "deterministic", "compile")
 # Of what has no usual value, its type.
 TYPES: dict[str, type] = {
-    **dict.fromkeys(("origin", "data", "vocabulary", "device", "precision"), str),
+    **dict.fromkeys(("origin", "data", "tokenizer", "device", "precision"), str),
     **dict.fromkeys(("weight_decay", "ema"), float),
     **dict.fromkeys(("patience", "sample_every"), int),
     "compile": bool,
@@ -82,11 +83,11 @@ FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches":
 DTYPES = ("float32", "float64")
 # What may be another when a run goes on: where and how often, but not what is computed.
 FREE = (
-    *("data", "backend", "device", "checkpoint_activations", "deterministic", "compile"),
-    *("every", "keep", "sample_every"),
+    *("data", "backend", "device", "activation_checkpointing", "deterministic", "compile"),
+    *("checkpoint_every", "keep_checkpoints", "sample_every"),
 )
 # What the model of --from has.
-OWN = ("vocabulary", "layers", "width", "heads", "dropout")
+OWN = ("tokenizer", "layers", "d_model", "heads", "dropout")
 # What ends a run, and may be another when it goes on.
 ENDS = ("steps", "patience")
 ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
@@ -105,19 +106,19 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     what = "UTF-8 file, folder of such, .jsonl, or a folder made by xformer prepare"
     add("--data", metavar="PATH", type=nonempty, help=f"{what}; Python's own source unless given")
     kinds = "bytes, characters, bpe:SIZE, or a folder with a tokenizer"
-    add("--vocabulary", metavar="NAME", help=f"{kinds} (default: bytes, or the prepared folder's)")
+    add("--tokenizer", metavar="NAME", help=f"{kinds} (default: bytes, or the prepared folder's)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--preset", choices=PRESETS, help="sizes, where none are given (default: small)")
     add("--layers", type=int, metavar="N")
-    add("--width", type=int, metavar="N", help="of the hidden states")
+    add("--d-model", type=int, metavar="N", help="of the hidden states")
     add("--heads", type=int, metavar="N")
-    add("--context", type=int, metavar="N", help="tokens that the model sees")
+    add("--max-len", type=int, metavar="N", help="tokens that the model sees")
     add("--dropout", type=float, metavar="RATE", help="default: 0")
     add(
-        "--checkpoint-activations",
+        "--activation-checkpointing",
         action="store_true",
         default=None,
         help="keep less for the backward pass, compute it again: the same numbers, less memory",
@@ -168,9 +169,19 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     start = "begin with this model: a run, or a folder of Hugging Face's format"
     add("--from", dest="origin", metavar="FOLDER", type=nonempty, help=start)
-    add("--at", type=int, metavar="STEP", help="with --resume: from the checkpoint of that step")
-    add("--every", type=int, metavar="STEPS", help="between checkpoints (default: 100)")
-    add("--keep", type=int, metavar="N", help="checkpoints beside the best one (default: 2)")
+    add(
+        "--resume-step",
+        type=int,
+        metavar="STEP",
+        help="with --resume: from the checkpoint of that step",
+    )
+    add("--checkpoint-every", type=int, metavar="STEPS", help="between checkpoints (default: 100)")
+    add(
+        "--keep-checkpoints",
+        type=int,
+        metavar="N",
+        help="checkpoints beside the best one (default: 2)",
+    )
     add("--sample-every", type=int, metavar="STEPS", help="print what the model writes by then")
 
 
@@ -180,8 +191,8 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
     ValueError for options that a run cannot change when it goes on, and for impossible ones.
     """
     if args.resume is None:
-        if args.at is not None:
-            raise ValueError("--at goes with --resume")
+        if args.resume_step is not None:
+            raise ValueError("--resume-step goes with --resume")
         before: dict[str, Any] = {}
     elif args.origin is not None:
         raise ValueError("--from begins a new run, and goes without --resume")
@@ -202,7 +213,7 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
             )
     if args.origin is not None:
         before = _of_origin(args.origin, given)
-    options = DEFAULTS | {"resume": None, "at": None, "out": None} | before | given
+    options = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | given
     sizes = PRESETS[options["preset"]]._asdict()
     options = sizes | options
     if options["precision"] is not None and options["dtype"] != "float32":
@@ -210,7 +221,7 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
     for name in ("data", "origin"):
         if options[name] is not None:
             options[name] = str(Path(options[name]).absolute())
-    for name in ("context", "every", "keep", "sample_every"):
+    for name in ("max_len", "checkpoint_every", "keep_checkpoints", "sample_every"):
         if options[name] is not None:
             require_sizes("train", 1, **{f"--{_dashed(name)}": options[name]})
     return argparse.Namespace(**options)
@@ -261,10 +272,10 @@ def _of_origin(folder: str, given: dict[str, Any]) -> dict[str, Any]:
         if name in given:
             raise ValueError(f"--{name} goes without --from: the model in {folder} has its own")
     found = train_from.usual(folder)
-    if given.get("context", 0) > found.most:
+    if given.get("max_len", 0) > found.most:
         raise ValueError(
-            f"--context must be at most the {found.most} of the model in {folder}, "
-            f"got {given['context']}"
+            f"--max-len must be at most the {found.most} of the model in {folder}, "
+            f"got {given['max_len']}"
         )
     return found.options
 
@@ -274,8 +285,7 @@ def _of_run(folder: str) -> dict[str, Any]:
     found = read_run(folder).get("notes")
     names = {*DEFAULTS, *Preset._fields}
     if isinstance(found, dict):
-        found = {name: DEFAULTS[name] for name in ADDED} | found
-        found.pop("graph", None)  # what `compile` was called
+        found = {name: DEFAULTS[name] for name in ADDED} | fields("notes", found)
     if not isinstance(found, dict) or found.keys() != names:
         raise ValueError(f"{folder} is not a run of xformer train, and goes on from Python only")
     usual = PRESETS["small"]._asdict() | DEFAULTS

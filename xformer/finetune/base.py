@@ -57,12 +57,12 @@ class Task:
         return Batch((tokens, targets), {"mask": mask}, n_targets, int(mask.sum()))
 
     def loss(
-        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
+        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None
     ) -> tuple[Array, Any]:
         """The mean loss of a batch, in nats, and the cache whose backward follows."""
         return self.of(params, on(batch, place), dropout_key)
 
-    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+    def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """The loss of the arrays and masks of a batch, and the cache: a function of arrays."""
         arrays, masks = inputs
         loss, cache = self.model.loss(
@@ -111,7 +111,7 @@ class TaskLoss(ArrayLoss):
 
     task: Task
 
-    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+    def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """`Task.of`."""
         return self.task.of(params, inputs, dropout_key)
 

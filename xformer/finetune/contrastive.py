@@ -19,7 +19,7 @@ def contrastive_loss(
     mask: Array | None = None,
     pooling: str | None = None,
     scale: float = 20.0,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, ContrastiveCache]:
     """`ops.info_nce` of normalised vectors: tokens (2 B, T) are B anchors, then their B partners.
 
@@ -31,7 +31,7 @@ def contrastive_loss(
         raise ValueError(f"contrastive_loss: tokens must be 2 B texts, got {tokens.shape[0]}")
     how = pooling or ("last" if model.causal else "mean")
     y, pooled = model.pooled(
-        params, tokens, mask=mask, how=how, normalize=True, dropout_key=dropout_key
+        params, tokens, mask=mask, pooling=how, normalize=True, dropout_key=dropout_key
     )
     loss, cache = ops.info_nce(y[:n, :], y[n:, :], scale=scale)
     return loss, ContrastiveCache(cache, pooled, loss)

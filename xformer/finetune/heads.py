@@ -10,7 +10,7 @@ from array_api_compat import array_namespace
 
 from xformer import backends, pretrained, tree
 from xformer.finetune.data import LABEL, Record
-from xformer.initial import normal
+from xformer.initializers import normal
 from xformer.models import Classifier, LanguageModel, Pooler
 from xformer.pretrained.families import FAMILIES
 from xformer.pretrained.loading import links_of
@@ -48,7 +48,7 @@ def with_classifier(
     """
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f"with_classifier: labels must be two or more, all different: {labels}")
-    source = getattr(model, "source", None) or {}
+    source = getattr(model, "hf_config", None) or {}
     family = FAMILIES.get(source.get("model_type", ""))
     names = [
         name for name, head in (family.heads if family else {}).items() if head == "classifier"
@@ -69,7 +69,7 @@ def with_classifier(
     new = pretrained.model(config)
     table = value(params.embed.table)
     dtype = "float64" if table.dtype == array_namespace(table).float64 else "float32"
-    rng = backends.of(table).generator(seed, dtype)
+    rng = backends.backend_of(table).generator(seed, dtype)
     head = new.head.init(rng, new.d_model, new.embed, draw=partial(normal, std=0.02))
     params = tree.thaw(params)
     if _has_pooler(model, new):

@@ -29,7 +29,7 @@ class Causal(Task):
         return [Example(piece[:-1], piece[1:]) for piece in pieces]
 
 
-class Prefix(Causal):
+class Completion(Causal):
     """The tokens of a completion, given a prompt, for which there is no loss."""
 
     fields = ("prompt", "completion")

@@ -116,7 +116,7 @@ def _instead(params: Any, target: str) -> str:
 
 def _generator(like: Array, seed: int) -> Generator:
     dtype = "float64" if like.dtype == array_namespace(like).float64 else "float32"
-    return backends.of(like).generator(seed, dtype)
+    return backends.backend_of(like).generator(seed, dtype)
 
 
 def _drawn(rng: Generator, w: Array, rank: int) -> tuple[Array, Array]:

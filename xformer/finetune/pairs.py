@@ -29,7 +29,7 @@ class Classify(Task):
         super().__post_init__()
         require(self.model, "one with a Classifier", is_classifier(self.model))
         require(self.model, "one with 2 classes or more", self.model.head.n_labels > 1)
-        kind = (self.model.source or {}).get("problem_type")
+        kind = (self.model.hf_config or {}).get("problem_type")
         if kind not in (None, KINDS[0]):
             raise ValueError(f"the model's problem_type must be {KINDS[0]}, got {kind!r:.60}")
 
@@ -122,7 +122,7 @@ class Contrastive(Task):
         tokens, mask = padded(rows)
         return Batch((tokens,), {"mask": mask}, len(examples), int(mask.sum()))
 
-    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+    def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """`contrastive_loss` of the pairs."""
         arrays, masks = inputs
         return contrastive_loss(

@@ -127,7 +127,7 @@ def _weight(leaves: Mapping[str, Any], name: str) -> Array:
 
 
 def _host(node: LoRAParams) -> Adapter:
-    a, b = (backends.of(value(x)).to_numpy(value(x)) for x in (node.a, node.b))
+    a, b = (backends.backend_of(value(x)).to_numpy(value(x)) for x in (node.a, node.b))
     return Adapter(a, b, node.scale.value)
 
 

@@ -35,7 +35,7 @@ def replaced(model: Any, params: Any, tensors: Mapping[str, Tensor], path: Path)
         for link in links_of(model, in_memory=in_memory)
         if len(link.theirs) == 1
     }
-    tied = FAMILIES[model.source["model_type"]].tied
+    tied = FAMILIES[model.hf_config["model_type"]].tied
     if unknown := tensors.keys() - links.keys() - tied.keys():
         raise PretrainedError(f"{path}: not supported: {listed(unknown)}")
     params = tree.thaw(params)
@@ -70,7 +70,7 @@ def _require_ties(
     """
     if not getattr(model.head, "tied", False):
         return
-    tied = FAMILIES[model.source["model_type"]].tied
+    tied = FAMILIES[model.hf_config["model_type"]].tied
     for table in sorted({of for of in tied.values() if of in links}):
         stored = [name for name, of in tied.items() if of == table and name in tensors]
         stored += [table] if table in tensors else []
@@ -88,7 +88,7 @@ def _require_ties(
 
 def like(host: np.ndarray, array: Array) -> Array:
     """A host array as one of the library and on the device of another array."""
-    return to_device(backends.of(array).asarray(np.ascontiguousarray(host)), device(array))
+    return to_device(backends.backend_of(array).asarray(np.ascontiguousarray(host)), device(array))
 
 
 def dtype_of(array: Array) -> str:

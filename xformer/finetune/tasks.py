@@ -14,7 +14,7 @@ from typing import Any
 from xformer import pretrained
 from xformer.finetune.base import LONGEST, Example, Task, context_of
 from xformer.finetune.data import Record, first_fields
-from xformer.finetune.language import Causal, Masked, Prefix
+from xformer.finetune.language import Causal, Completion, Masked
 from xformer.finetune.pairs import Classify, Contrastive, Seq2Seq
 from xformer.pretrained.files import CONFIG
 from xformer.pretrained.foreign import require_model
@@ -22,7 +22,7 @@ from xformer.pretrained.reading import read_json
 
 TASKS: dict[str, type[Task]] = {
     "causal": Causal,
-    "prefix": Prefix,
+    "prefix": Completion,
     "masked": Masked,
     "classify": Classify,
     "seq2seq": Seq2Seq,
@@ -35,7 +35,7 @@ def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **op
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
     if max_len is None:
-        trained = (getattr(model, "source", None) or {}).get("max_position_embeddings")
+        trained = (getattr(model, "hf_config", None) or {}).get("max_position_embeddings")
         limits = (LONGEST, context_of(model), trained)
         max_len = min(n for n in limits if n is not None)
     return TASKS[name](model, tokenizer, max_len, **options)
@@ -56,7 +56,7 @@ def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
         require_model(place)  # which names what it is instead
     kinds = read_json(place / CONFIG).get("architectures") if place.is_dir() else []
     if kinds is None:  # then the tensors tell
-        kinds = pretrained.inspect(place)[0].source.get("architectures")
+        kinds = pretrained.inspect(place)[0].hf_config.get("architectures")
     is_masked = isinstance(kinds, list) and any("MaskedLM" in str(kind) for kind in kinds)
     return "masked" if is_masked else "causal"
 

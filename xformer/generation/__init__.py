@@ -1,26 +1,29 @@
 """Generating text with a model that has been trained or loaded.
 
-    ids = generate(model, params, prompts, max_new=50, stop=(tokenizer.eos_id,))
-    for piece in stream_text(model, params, tokenizer, "Once upon a time", max_new=50):
+    ids = generate(model, params, prompts, max_new_tokens=50, stop=(tokenizer.eos_id,))
+    for piece in stream_text(model, params, tokenizer, "Once upon a time", max_new_tokens=50):
         print(piece, end="", flush=True)
 
 `samplers` draws instead of taking the likeliest token; `prefill` reads a prompt once, for several
 continuations; `beam_search` and `speculative` are other ways to the tokens.
 """
 
+from typing import Any
+
 from xformer.generation import samplers
 from xformer.generation.beam import Beam, beam_search
 from xformer.generation.generate import generate, sample, stream
-from xformer.generation.prefix import Prefix, prefill
+from xformer.generation.prefix import PrefilledPrompt, prefill
 from xformer.generation.speculative import speculative
 from xformer.generation.text import decoded, stream_text, until
 from xformer.generation.vocabulary import Bytes, Characters
+from xformer.renamed import new_name
 
 __all__ = [
     "Beam",
     "Bytes",
     "Characters",
-    "Prefix",
+    "PrefilledPrompt",
     "beam_search",
     "decoded",
     "generate",
@@ -32,3 +35,7 @@ __all__ = [
     "stream_text",
     "until",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return globals()[new_name(__name__, name)]

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer import ops
+from xformer import ops, renamed
 from xformer.backends import Backend
 from xformer.checks import number, require_sizes
 from xformer.generation.prefix import (
-    Prefix,
+    PrefilledPrompt,
     extended,
     fitting,
     network_of,
@@ -33,13 +33,14 @@ class Beam(NamedTuple):
     score: float
 
 
+@renamed.arguments(max_new="max_new_tokens")
 def beam_search(
     model: Any,
     params: Any,
-    prompts: Ids | Prefix,
+    prompts: Ids | PrefilledPrompt,
     *,
     n_beams: int,
-    max_new: int,
+    max_new_tokens: int,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     stop: Collection[int] | None = (),
@@ -47,50 +48,58 @@ def beam_search(
 ) -> list[list[Beam]]:
     """Of each prompt the n_beams best continuations that were found, the best one first.
 
-    prompts, max_new, stop: as in `stream`. At each step the n_beams likeliest texts that have not
-    ended go on. length_penalty: above 0 longer ones score higher. A prompt is done with n_beams
-    texts that have ended, early_stopping: at once (True); when the best that goes on scores lower
-    than all of them (False); when it would even at its greatest length ("never"). filters: changes
-    the log probabilities of each next token, as a sampler of `stream` changes logits. The tokens
-    are those of transformers' generate(num_beams=n_beams, do_sample=False). ValueError as `stream`.
+    prompts, max_new_tokens, stop: as in `stream`. At each step the n_beams likeliest texts that
+    have not ended go on. length_penalty: above 0 longer ones score higher. A prompt is done with
+    n_beams texts that have ended, early_stopping: at once (True); when the best that goes on scores
+    lower than all of them (False); when it would even at its greatest length ("never"). filters:
+    changes the log probabilities of each next token, as a sampler of `stream` changes logits. The
+    tokens are those of transformers' generate(num_beams=n_beams, do_sample=False). ValueError as
+    `stream`.
     """
     network = network_of("beam_search", model)
-    n_beams, max_new = require_sizes("beam_search", 1, n_beams=n_beams, max_new=max_new)
-    penalty = _usable_penalty(length_penalty, max_new)
+    n_beams, max_new_tokens = require_sizes(
+        "beam_search", 1, n_beams=n_beams, max_new_tokens=max_new_tokens
+    )
+    penalty = _usable_penalty(length_penalty, max_new_tokens)
     if early_stopping not in (True, False, "never"):
         raise ValueError(
             f'beam_search: early_stopping must be True, False or "never", got {early_stopping!r}'
         )
     stops = stop_ids("beam_search", stop)
-    start = fitting("beam_search", network, prompts, max_new)
-    rule = Rule(n_beams, max_new, penalty, early_stopping, stops)
+    start = fitting("beam_search", network, prompts, max_new_tokens)
+    rule = Rule(n_beams, max_new_tokens, penalty, early_stopping, stops)
     place = place_of(params)
     with place.active():
-        text = start if isinstance(start, Prefix) else prefill(network, params, start)
+        text = start if isinstance(start, PrefilledPrompt) else prefill(network, params, start)
         searches = _searched(network, params, text, rule, place, filters)
     return [search.ended for search in searches]
 
 
-def _usable_penalty(length_penalty: float, max_new: int) -> float:
+def _usable_penalty(length_penalty: float, max_new_tokens: int) -> float:
     """length_penalty as a float. ValueError where scores over length^penalty are no numbers."""
     penalty = number("beam_search", "length_penalty", length_penalty)
     with suppress(OverflowError):
-        if 0 < float(max_new) ** penalty < math.inf:
+        if 0 < float(max_new_tokens) ** penalty < math.inf:
             return penalty
     raise ValueError(
-        f"beam_search: length_penalty must leave {max_new} ** length_penalty positive and finite, "
-        f"got {length_penalty}"
+        f"beam_search: length_penalty must leave {max_new_tokens} ** length_penalty positive and "
+        f"finite, got {length_penalty}"
     )
 
 
 def _searched(
-    network: Any, params: Any, text: Prefix, rule: Rule, place: Backend, filters: Filter | None
+    network: Any,
+    params: Any,
+    text: PrefilledPrompt,
+    rule: Rule,
+    place: Backend,
+    filters: Filter | None,
 ) -> list[Search]:
     """The search of each of the texts, when all are done."""
     n_beams = rule.n_beams
     searches = [Search(rule) for _ in text.ids]
     text = text.rows([i for i in range(len(searches)) for _ in range(n_beams)])
-    for n in range(rule.max_new):
+    for n in range(rule.max_new_tokens):
         if n:
             rows = [i * n_beams + row for i, s in enumerate(searches) for row in s.rows]
             if rows != list(range(len(rows))):
@@ -111,7 +120,7 @@ class Rule(NamedTuple):
     """What all searches of a batch go by."""
 
     n_beams: int
-    max_new: int
+    max_new_tokens: int
     length_penalty: float
     early_stopping: bool | str
     stops: frozenset[int]
@@ -140,7 +149,7 @@ class Search:
         n_best = max(2, 1 + len(rule.stops)) * rule.n_beams
         best = [divmod(int(i), scores.shape[1]) for i in _largest(scores.ravel(), n_best)]
         length = len(self.open[0].ids) + 1
-        ends = [length == rule.max_new or i in rule.stops for _, i in best]
+        ends = [length == rule.max_new_tokens or i in rule.stops for _, i in best]
         grown = [Beam([*self.open[row].ids, i], float(scores[row, i])) for row, i in best]
         if not self.done:
             late = [b for b, end in zip(grown[: rule.n_beams], ends, strict=False) if end]
@@ -163,7 +172,7 @@ class Search:
         if rule.early_stopping is True:
             return True
         if rule.early_stopping == "never" and rule.length_penalty > 0:
-            length = rule.max_new
+            length = rule.max_new_tokens
         return self.open[0].score / length**rule.length_penalty <= self.ended[-1].score
 
 

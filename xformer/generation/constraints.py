@@ -19,12 +19,12 @@ Row = Sequence[int]
 
 
 def constraints(
-    settings: Settings, ends: Collection[int], n_prompt: int, max_new: int
+    settings: Settings, ends: Collection[int], n_prompt: int, max_new_tokens: int
 ) -> Filter | None:
     """What a model's files forbid and force; None where they do neither.
 
     ends: the ids that end a text; min_length and min_new_tokens put them off. n_prompt: tokens of
-    the prompt, or of the start of a target. max_new: the most tokens that follow it.
+    the prompt, or of the start of a target. max_new_tokens: the most tokens that follow it.
     """
     s, begin = settings, n_prompt
     if n_prompt == 1 and s.forced_bos_token_id is not None:
@@ -38,7 +38,7 @@ def constraints(
     if s.forced_bos_token_id is not None:
         chosen.append(force([s.forced_bos_token_id], 1))
     if s.forced_eos_token_id:
-        chosen.append(force(s.forced_eos_token_id, n_prompt + max_new - 1))
+        chosen.append(force(s.forced_eos_token_id, n_prompt + max_new_tokens - 1))
     if s.suppress_tokens:
         chosen.append(suppress(s.suppress_tokens))
     if s.begin_suppress_tokens:

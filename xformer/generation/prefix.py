@@ -22,7 +22,7 @@ from xformer.typing import Array
 COLUMNS = 64  # a state has a multiple of them, on libraries that compile for every shape
 
 
-class Prefix(NamedTuple):
+class PrefilledPrompt(NamedTuple):
     """What `prefill` has read. A value: it may be continued many times, and stays what it was."""
 
     ids: tuple[tuple[int, ...], ...]  # of each text, without padding; of a target, not its source
@@ -30,14 +30,14 @@ class Prefix(NamedTuple):
     state: Any  # of the model
     width: int  # columns of the batch, but for padding in front of all texts
 
-    def rows(self, rows: Sequence[int]) -> Prefix:
+    def rows(self, rows: Sequence[int]) -> PrefilledPrompt:
         """These texts, in this order; one may come several times."""
         place = beside(self.logits)
         ids = tuple(self.ids[i] for i in rows)
         with place.active():
             taken = place.asarray(np.asarray(rows, dtype=np.int64))
             logits = place.xp.take(self.logits, taken, axis=0)
-            return Prefix(ids, logits, self.state.rows(taken), self.width)
+            return PrefilledPrompt(ids, logits, self.state.rows(taken), self.width)
 
 
 def prefill(
@@ -45,11 +45,11 @@ def prefill(
     params: Any,
     prompts: Ids,
     *,
-    after: Prefix | None = None,
+    after: PrefilledPrompt | None = None,
     start_id: int | None = None,
     chunk: int | None = None,
     compiled: bool = False,
-) -> Prefix:
+) -> PrefilledPrompt:
     """Read prompts of any lengths, a list of ids each; shorter ones are padded on the left.
 
     Of an encoder-decoder they are the sources, and the target of each begins with start_id: that
@@ -65,8 +65,8 @@ def prefill(
     rows = checked(prompts)
     if chunk is not None:
         (chunk,) = require_sizes("prefill", 1, chunk=chunk)
-    if after is not None and not isinstance(after, Prefix):
-        raise TypeError(f"prefill: after must be a Prefix, got {type(after).__name__}")
+    if after is not None and not isinstance(after, PrefilledPrompt):
+        raise TypeError(f"prefill: after must be a PrefilledPrompt, got {type(after).__name__}")
     place = place_of(params)
     with place.active():
         return _read(network, params, rows, place, after, start_id, chunk, compiled=compiled)
@@ -77,12 +77,12 @@ def _read(
     params: Any,
     rows: Ids,
     place: Backend,
-    after: Prefix | None,
+    after: PrefilledPrompt | None,
     start_id: int | None,
     chunk: int | None,
     *,
     compiled: bool,
-) -> Prefix:
+) -> PrefilledPrompt:
     if after is None:
         state, rows = opened(network, params, rows, place, start_id)
         before: Ids = ((),) * len(rows)
@@ -105,10 +105,10 @@ def _read(
         part = slice(start, start + step)
         if mask is not None:
             more["mask"] = mask[:, part]
-        logits, state = network.extend(params, tokens[:, part], state, **more)
+        logits, state = network.decode(params, tokens[:, part], state, **more)
     if found is not None:
         logits, state = found
-    return Prefix(ids, place.widened(logits), state, width + length)
+    return PrefilledPrompt(ids, place.upcast(logits), state, width + length)
 
 
 def opened(
@@ -117,20 +117,20 @@ def opened(
     """The state before any token, and those to read: the prompts, or the beginnings of targets."""
     if not isinstance(network, EncoderDecoder):
         _require_known(prompts, network.embed)
-        return network.start(), prompts
+        return network.init_state(), prompts
     _require_known(prompts, network.src_embed)
     sources, kept = _padded(prompts, place, left=False)
-    state = network.start(params, sources, src_mask=kept)
+    state = network.init_state(params, sources, src_mask=kept)
     return state, ((_start_id(network, start_id),),) * len(prompts)
 
 
 def extended(
     network: Any,
     params: Any,
-    prefix: Prefix,
+    prefix: PrefilledPrompt,
     new: Sequence[int],
     place: Backend,
-) -> Prefix:
+) -> PrefilledPrompt:
     """`prefix`, whose arrays are in a place, and one token more of each text."""
     tokens = place.asarray(np.asarray(new, dtype=np.int64)[:, None])
     state, width = prefix.state, prefix.width
@@ -138,8 +138,8 @@ def extended(
         length = width + COLUMNS - width % COLUMNS
         state = state.padded(min(length, network.context or length) - 1)
     ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
-    logits, state = network.extend(params, tokens, state)
-    return Prefix(ids, place.widened(logits), state, width + 1)
+    logits, state = network.decode(params, tokens, state)
+    return PrefilledPrompt(ids, place.upcast(logits), state, width + 1)
 
 
 def network_of(op: str, model: Any) -> Any:
@@ -166,18 +166,20 @@ def place_of(params: Any) -> Backend:
 
 def beside(array: Array) -> Backend:
     """The backend and the device of an array."""
-    return replace(backends.of(array), device=device(array))
+    return replace(backends.backend_of(array), device=device(array))
 
 
-def fitting(op: str, network: Any, prompts: Ids | Prefix, max_new: int) -> Ids | Prefix:
-    """The prompts, checked. ValueError where they and max_new tokens do not fit the context."""
-    if isinstance(prompts, Prefix):
+def fitting(
+    op: str, network: Any, prompts: Ids | PrefilledPrompt, max_new_tokens: int
+) -> Ids | PrefilledPrompt:
+    """The checked prompts. ValueError if they and max_new_tokens do not fit the context."""
+    if isinstance(prompts, PrefilledPrompt):
         length = prompts.width
     else:
         prompts = checked(prompts)
         length = 1 if isinstance(network, EncoderDecoder) else max(map(len, prompts))
     # Nothing is asked of the last new token any more, so that it needs no place.
-    _require_room(op, network, length, max(max_new - 1, 0))
+    _require_room(op, network, length, max(max_new_tokens - 1, 0))
     return prompts
 
 
@@ -245,7 +247,7 @@ def _padded(rows: Ids, place: Backend, *, left: bool = True) -> tuple[Array, Arr
     return place.asarray(ids), None if mask.all() else place.asarray(mask)
 
 
-def _aligned(after: Prefix, rows: Ids, network: Any) -> Prefix:
+def _aligned(after: PrefilledPrompt, rows: Ids, network: Any) -> PrefilledPrompt:
     """`after` with a text for each of the rows that are to continue it."""
     n_texts, n_rows = len(after.ids), len(rows)
     if n_texts not in (1, n_rows):
@@ -262,7 +264,10 @@ def _bridges(network: Any) -> bool:
     """Whether padding inside a text leaves no trace: no layer goes by distances in the batch."""
     if isinstance(network, EncoderDecoder):
         return False  # its targets are not padded
-    near = any(config.window is not None or config.shaw is not None for config in network.blocks)
+    near = any(
+        config.window is not None or config.shaw_max_distance is not None
+        for config in network.blocks
+    )
     return not near and not network.alibi and network.relative is None
 
 

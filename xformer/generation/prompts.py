@@ -10,7 +10,7 @@ from array_api_compat import array_namespace
 
 from xformer.compiling import Forward, bucket, records
 from xformer.models import LanguageModel
-from xformer.models.state import State
+from xformer.models.state import DecodeState
 from xformer.typing import Array
 
 KEPT = 8  # models whose programs are kept
@@ -18,8 +18,8 @@ KEPT = 8  # models whose programs are kept
 
 def read_by_program(
     network: Any, params: Any, tokens: Array, mask: Array | None
-) -> tuple[Array, State] | None:
-    """As `LanguageModel.extend` of no text with tokens (B, T) and mask; None where no program does.
+) -> tuple[Array, DecodeState] | None:
+    """As `LanguageModel.decode` of no text with tokens (B, T) and mask; None where no program does.
 
     Programs are for T in a few numbers (`bucket`); shorter prompts have padding in front, which is
     then taken away. They are recorded where the backend `records`: to record takes 1 to 11 times as
@@ -31,7 +31,7 @@ def read_by_program(
         return None
     size, length = tokens.shape
     columns = min(bucket(length), network.context or bucket(length))
-    steady = math.inf if network.rotary is None else network.rotary.same_until
+    steady = math.inf if network.rotary is None else network.rotary.max_unscaled_len
     if columns > steady:
         return None
     xp, n = array_namespace(tokens), columns - length
@@ -47,8 +47,8 @@ def read_by_program(
 def _forward(network: LanguageModel) -> Forward:
     """The model's programs."""
 
-    def read(params: Any, tokens: Array, mask: Array) -> tuple[Array, State]:
-        logits, state = network.extend(params, tokens, network.start(), mask=mask)
+    def read(params: Any, tokens: Array, mask: Array) -> tuple[Array, DecodeState]:
+        logits, state = network.decode(params, tokens, network.init_state(), mask=mask)
         return logits, state._replace(mask=None)  # what was given is no result
 
     return Forward(read)

@@ -138,7 +138,7 @@ def repetition_penalty(penalty: float) -> Filter:
 
 
 @overridable(backward=False)
-def likeliest(logits: Array) -> Array:
+def greedy(logits: Array) -> Array:
     """The token of the largest logit of each row of logits (B, V), -1 where that is not finite.
 
     (B,), one array, so that a device is waited for once.

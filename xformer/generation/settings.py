@@ -87,7 +87,7 @@ def settings_of(model: Any) -> Settings:
     config = getattr(network, "generation_config", None)
     if config is not None:
         return _settings(Config(config, GENERATION), n_tokens(network))
-    source: Mapping[str, Any] = getattr(network, "source", None) or {}
+    source: Mapping[str, Any] = getattr(network, "hf_config", None) or {}
     said = {key: value for key, value in source.items() if value != DEFAULTS.get(key)}
     return _settings(Config(said, CONFIG), n_tokens(network))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from xformer import renamed
 from xformer.checks import require_sizes
 from xformer.compiling import records
 from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
@@ -14,6 +15,7 @@ from xformer.generation.prefix import fitting, network_of, opened, place_of, sto
 from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
 
 
+@renamed.arguments(max_new="max_new_tokens")
 def speculative(
     model: Any,
     params: Any,
@@ -22,7 +24,7 @@ def speculative(
     prompt: Sequence[int],
     *,
     k: int,
-    max_new: int,
+    max_new_tokens: int,
     sampler: Filter | None = None,
     stop: Collection[int] | None = (),
     seed: int = 0,
@@ -36,22 +38,22 @@ def speculative(
     from max(p - q, 0), after the last that is one from p: every token has the distribution that the
     model alone would give it (arXiv:2211.17192). sampler: as in `stream`, of both; without one the
     ids are those of greedy decoding. Where RoPE frequencies change with the length ("dynamic",
-    "longrope") a round ends before the model's frequencies change. max_new, stop, seed: as in
-    `stream`. compiled: the draft reads a token, the model k + 1 of them, by one call of the library
-    (`xformer.compile`); where that cannot be, a RuntimeWarning says why. Unless given, of models
-    that numba's kernels compute, where max_new is at least `PAYS`. ValueError as in `stream`, and
-    where the vocabularies differ.
+    "longrope") a round ends before the model's frequencies change. max_new_tokens, stop, seed: as
+    in `stream`. compiled: the draft reads a token, the model k + 1 of them, by one call of the
+    library (`xformer.compile`); where that cannot be, a RuntimeWarning says why. Unless given, of
+    models that numba's kernels compute, where max_new_tokens is at least `PAYS`. ValueError as in
+    `stream`, and where the vocabularies differ.
     """
     (k,) = require_sizes("speculative", 1, k=k)
-    max_new, seed = require_sizes("speculative", 0, max_new=max_new, seed=seed)
+    max_new_tokens, seed = require_sizes("speculative", 0, max_new_tokens=max_new_tokens, seed=seed)
     stops = stop_ids("speculative", stop)
     require_filter("speculative", sampler)
     readers = []
     for network, its in ((model, params), (draft, draft_params)):
         network, tokens = network_of("speculative", network), None
-        fitting("speculative", network, [prompt], max_new)
-        if max_new >= PAYS and records(its) if compiled is None else compiled:
-            most = width_of(network, [prompt]) + max(max_new - 1, 0)
+        fitting("speculative", network, [prompt], max_new_tokens)
+        if max_new_tokens >= PAYS and records(its) if compiled is None else compiled:
+            most = width_of(network, [prompt]) + max(max_new_tokens - 1, 0)
             tokens = compiled_tokens("speculative", network, its, most, asked=compiled)
         readers.append(Reader(network, its, tokens))
     large, small = readers
@@ -61,7 +63,7 @@ def speculative(
             f"{small.vocab_size}"
         )
     sampler = temperature(0) if sampler is None else sampler
-    return _rounds(large, small, prompt, k, max_new, sampler, stops, seed)
+    return _rounds(large, small, prompt, k, max_new_tokens, sampler, stops, seed)
 
 
 class Reader:
@@ -96,9 +98,9 @@ class Reader:
             # Columns are those of a text with a token.
             first = ids if self.tokens is not None and len(ids) == 1 else ids[:-1]
             if first:
-                state = self._extended(state, first, every=False)[1]
+                state = self._decoded(state, first, all_logits=False)[1]
             if len(first) == len(ids):
-                state = self.network.rewind(state, 1)
+                state = self.network.truncate(state, 1)
             self._states, self.length = [state], len(ids) - 1
             if self.tokens is not None:
                 self.tokens.begin(self._states.pop())
@@ -111,7 +113,7 @@ class Reader:
             if self.tokens is not None:
                 logits = self.tokens.read(self.length, ids, n)
             else:
-                logits, state = self._extended(self._states[-1], ids)
+                logits, state = self._decoded(self._states[-1], ids)
                 self._states.append(state)
         self.length += len(ids)
         return logits
@@ -126,12 +128,14 @@ class Reader:
                 return
             state = next(state for state in self._states if state.length >= self.length)
             n = state.length - self.length
-            self._states = [self.network.rewind(state, n) if n else state]
+            self._states = [self.network.truncate(state, n) if n else state]
 
-    def _extended(self, state: Any, ids: Sequence[int], *, every: bool = True) -> tuple[Any, Any]:
+    def _decoded(
+        self, state: Any, ids: Sequence[int], *, all_logits: bool = True
+    ) -> tuple[Any, Any]:
         tokens = self.place.asarray(np.asarray([ids], dtype=np.int64))
-        logits, state = self.network.extend(self.params, tokens, state, every=every)
-        return self.place.widened(logits[0, ...]), state
+        logits, state = self.network.decode(self.params, tokens, state, all_logits=all_logits)
+        return self.place.upcast(logits[0, ...]), state
 
     def probs(self, logits: Any, sampler: Filter, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Probabilities (T, V) of the token after each of the texts."""
@@ -144,7 +148,7 @@ def _rounds(
     small: Reader,
     prompt: Sequence[int],
     k: int,
-    max_new: int,
+    max_new_tokens: int,
     sampler: Filter,
     stops: frozenset[int],
     seed: int,
@@ -152,8 +156,8 @@ def _rounds(
     rng = np.random.default_rng([seed, 0])
     try:
         ids, _ = large.begin(prompt), small.begin(prompt)
-        while max_new:
-            n = large.steady(len(ids), min(k, max_new - 1))
+        while max_new_tokens:
+            n = large.steady(len(ids), min(k, max_new_tokens - 1))
             guesses, q = _guessed(small, ids, n, sampler, rng)
             logits = large.read(ids[large.length :] + guesses, k + 1)
             texts = [ids + guesses[:i] for i in range(n + 1)]
@@ -166,7 +170,7 @@ def _rounds(
             if ended:
                 return
             ids += new
-            max_new -= len(new)
+            max_new_tokens -= len(new)
     finally:
         for tokens in (large.tokens, small.tokens):
             if tokens is not None:

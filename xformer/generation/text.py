@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import Any, Protocol
 
+from xformer import renamed
 from xformer.generation.constraints import constrained, constraints
 from xformer.generation.generate import stream
 from xformer.generation.prefix import is_iterable, network_of, stop_ids
@@ -43,13 +44,14 @@ class Codec(Protocol):
         """The text of ids."""
 
 
+@renamed.arguments(max_new="max_new_tokens", slide="sliding_context")
 def stream_text(
     model: Any,
     params: Any,
     tokenizer: Codec,
     prompt: str,
     *,
-    max_new: int,
+    max_new_tokens: int,
     stop: Collection[str | int] | None = (),
     sampler: Filter | None = None,
     **options: Any,
@@ -59,7 +61,7 @@ def stream_text(
     stop: strings and ids that end the text and are no part of it. They are added to the ids of
     `ends_of` and to the stop_strings of the model's generation_config.json. A string may hold
     special tokens as the tokenizer spells them, which are not shown. No piece runs ahead into a
-    stop string, however the tokens cut it. max_new, sampler, options: as in `stream`. The
+    stop string, however the tokens cut it. max_new_tokens, sampler, options: as in `stream`. The
     `constraints` of the model's generation_config.json come before the sampler. An empty prompt
     is the token of `prompt_ids`. ValueError where there is none, and as `stream`.
     """
@@ -70,10 +72,10 @@ def stream_text(
     ids = prompt_ids(tokenizer, network, prompt)
     settings, ends = settings_of(network), ends_of(tokenizer, network)
     before = () if isinstance(network, EncoderDecoder) else ids
-    own = constraints(settings, ends, len(before) or 1, max_new)
+    own = constraints(settings, ends, len(before) or 1, max_new_tokens)
     ends |= stop_ids("stream_text", [i for i in stop if not isinstance(i, str)])
     options |= {"sampler": constrained(own, sampler), "stop": ends}
-    steps = stream(model, params, [ids], max_new=max_new, **options)
+    steps = stream(model, params, [ids], max_new_tokens=max_new_tokens, **options)
     new = (i for (i,) in steps if i is not None)
     strings = [*settings.stop_strings, *(s for s in stop if isinstance(s, str))]
     return until(decoded(tokenizer, new, before, hidden=hidden_ids(tokenizer, ends)), strings)

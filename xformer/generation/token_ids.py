@@ -67,7 +67,7 @@ def n_tokens(model: Any) -> int:
 
 def _said(model: Any, name: str) -> tuple[str, Any]:
     """The value of a key, and the file that has it."""
-    for where, field in ((GENERATION, "generation_config"), (CONFIG, "source")):
+    for where, field in ((GENERATION, "generation_config"), (CONFIG, "hf_config")):
         value = (getattr(model, field, None) or {}).get(name)
         if value is not None:
             return where, value

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from xformer.layers.embed import EmbedConfig, EmbedParams, embed
     from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
     from xformer.layers.feed_forward import FeedForwardParams, feed_forward
-    from xformer.layers.linear import LinearParams, LoRAParams, linear, linears
+    from xformer.layers.kv_cache import KVCache
+    from xformer.layers.linear import LinearParams, LoRAParams, linear, linear_many
     from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
-    from xformer.layers.past import Past
     from xformer.layers.pooling import pool
     from xformer.layers.positions import alibi, sinusoidal
     from xformer.layers.relative import RelativeConfig, relative_bias
     from xformer.layers.residual import parallel, residual
     from xformer.layers.rope_config import RopeConfig
-    from xformer.layers.rotary import Rotary, rotary
+    from xformer.layers.rope_tables import RopeTables, rope_tables
     from xformer.layers.stack import StackParams, stack
 
 __all__ = [
@@ -38,16 +38,16 @@ __all__ = [
     "ExpertsConfig",
     "ExpertsParams",
     "FeedForwardParams",
+    "KVCache",
     "KeyValue",
     "KeyValueParams",
     "LinearParams",
     "LoRAParams",
     "NormConfig",
     "NormParams",
-    "Past",
     "RelativeConfig",
     "RopeConfig",
-    "Rotary",
+    "RopeTables",
     "ShawParams",
     "StackParams",
     "add_norm",
@@ -59,14 +59,14 @@ __all__ = [
     "feed_forward",
     "key_value",
     "linear",
-    "linears",
+    "linear_many",
     "mixture",
     "norm",
     "parallel",
     "pool",
     "relative_bias",
     "residual",
-    "rotary",
+    "rope_tables",
     "sinusoidal",
     "stack",
 ]
@@ -81,14 +81,14 @@ later(
     embed="EmbedConfig EmbedParams embed",
     experts="ExpertsConfig ExpertsParams mixture",
     feed_forward="FeedForwardParams feed_forward",
-    linear="LinearParams LoRAParams linear linears",
+    linear="LinearParams LoRAParams linear linear_many",
     norm="NormConfig NormParams add_norm norm",
-    past="Past",
+    kv_cache="KVCache",
     pooling="pool",
     positions="alibi sinusoidal",
     relative="RelativeConfig relative_bias",
     residual="parallel residual",
     rope_config="RopeConfig",
-    rotary="Rotary rotary",
+    rope_tables="RopeTables rope_tables",
     stack="StackParams stack",
 )

@@ -1,4 +1,4 @@
-"""A stack of blocks that goes on with a text: what comes after each token, and the grown past."""
+"""A stack of blocks on new tokens: their outputs, and the KV cache with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xformer import layers
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig
-from xformer.layers.past import Past
+from xformer.layers.kv_cache import KVCache
 from xformer.layers.stack import StackParams, stack
 from xformer.typing import Array
 
@@ -22,18 +22,18 @@ def advance(
     pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    past: Sequence[Past],
-    n_past: int | Array,
+    kv_cache: Sequence[KVCache],
+    n_cached: int | Array,
     relative: layers.RelativeConfig | None = None,
-    rotary: layers.Rotary | None = None,
+    rotary: layers.RopeTables | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
-) -> tuple[Array, tuple[Past, ...]]:
+) -> tuple[Array, tuple[KVCache, ...]]:
     """`layers.stack`, causal, for a text that grows; nothing is kept for a backward.
 
-    x, y: (B, T, D), of the new tokens. past: of each layer; n_past, the tokens so far, of which
-    windows may have dropped some, an integer array () in fixed columns (`Past.at`). memory: as
-    `memory_of` makes it, once for all steps.
+    x, y: (B, T, D), of the new tokens. kv_cache: of each layer; n_cached, the tokens so far, of
+    which windows may have dropped some, an integer array () in fixed columns
+    (`KVCache.write_index`). memory: as `memory_of` makes it, once for all steps.
     """
     y, cache = stack(
         x,
@@ -42,12 +42,12 @@ def advance(
         bias,
         pos,
         configs=configs,
-        past=past,
-        n_past=n_past,
+        kv_cache=kv_cache,
+        n_cached=n_cached,
         relative=relative,
         rotary=rotary,
         mask=mask,
         causal=True,
         memory_mask=memory_mask,
     )
-    return y, cache.layers.past
+    return y, cache.layers.kv_cache

@@ -9,9 +9,9 @@ from array_api_compat import array_namespace
 
 from xformer import layers, ops
 from xformer.checks import require_sizes
-from xformer.layers.linear import LinearParams, linear, linears
+from xformer.layers.kv_cache import KVCache, append
+from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
-from xformer.layers.past import Past, append
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_like
 from xformer.tree import Frozen, value
@@ -61,16 +61,16 @@ def attention(
     *,
     n_heads: int,
     n_kv_heads: int | None = None,
-    rotary: layers.Rotary | None = None,
+    rotary: layers.RopeTables | None = None,
     qk_norm: NormConfig | None = None,
-    past: Past | None = None,
+    kv_cache: KVCache | None = None,
     mask: Array | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, AttentionCache]:
     """y = concat(heads) w_o + b_o, heads = sdpa(x w_q, memory w_k, memory w_v) (arXiv:1706.03762).
 
@@ -79,37 +79,37 @@ def attention(
     scale, dropout: as in `ops.sdpa`. pos, memory_pos: (T, K), (S, K), added to the queries, and to
     the keys and values, of every head; memory_pos is pos where memory is x. Queries and keys are
     normalised where params hold q_norm and k_norm, by qk_norm (RMSNorm unless given), then rotated
-    by rotary, which goes with memory None. past: keys and values before those of x, which are
-    constants here; S counts them too, and the cache's `past` has all of them; with past.at, of
-    which there is no backward, mask hides the columns behind it. ValueError where shapes do not
-    fit.
+    by rotary, which goes with memory None. kv_cache: keys and values of earlier tokens, which are
+    constants here; S counts them too, and the cache's `kv_cache` has all of them; with
+    kv_cache.write_index, of which there is no backward, mask hides the columns behind it.
+    ValueError where shapes do not fit.
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-    _require_memory(memory, memory_pos, rotary, past, params)
+    _require_memory(memory, memory_pos, rotary, kv_cache, params)
     around: Any = {"rotary": rotary, "config": qk_norm}
     own: Any = params.kv
     of_x = (params.q, own.k, own.v) if memory is None else (params.q,)
     as_made = _is_kept(params.q_norm, pos, rotary) and _is_kept(own and own.k_norm, pos, rotary)
-    mapped, maps = linears(x, of_x, all_kept=as_made)
+    mapped, maps = linear_many(x, of_x, all_kept=as_made)
     q, q_cache = _heads(mapped[0], pos, n_heads, "q", params.q_norm, **around)
     kv: Any = memory
-    kv_cache: Any = None
+    kv_saved: Any = None
     if memory is None:
-        kv, kv_cache = _key_value(mapped[1:], own, pos, n_kv_heads, **around)
+        kv, kv_saved = _key_value(mapped[1:], own, pos, n_kv_heads, **around)
     elif own is not None:
-        kv, kv_cache = key_value(memory, own, memory_pos, n_kv_heads=n_kv_heads, k_norm=qk_norm)
+        kv, kv_saved = key_value(memory, own, memory_pos, n_kv_heads=n_kv_heads, k_norm=qk_norm)
     n_new = kv.k.shape[2]
-    if past is not None and past.at is not None:
+    if kv_cache is not None and kv_cache.write_index is not None:
         _require_mask(mask, params)
-        past = append(*kv, past=past)
-        kv = KeyValue(past.k, past.v)
+        kv_cache = append(*kv, kv_cache=kv_cache)
+        kv = KeyValue(kv_cache.k, kv_cache.v)
         if window is not None and window[0] is not None:
-            mask, window = past.within(mask, window[0]), None
-    elif past is not None:
+            mask, window = kv_cache.window_mask(mask, window[0]), None
+    elif kv_cache is not None:
         if window is not None and window[0] is not None:
-            past = past.last(window[0])
-        past = append(*kv, past=past)
-        kv = KeyValue(past.k, past.v)
+            kv_cache = kv_cache.last(window[0])
+        kv_cache = append(*kv, kv_cache=kv_cache)
+        kv = KeyValue(kv_cache.k, kv_cache.v)
         mask, bias = (_last_keys(a, kv.k.shape[2]) for a in (mask, bias))
     options: Any = {
         "mask": mask,
@@ -130,8 +130,8 @@ def attention(
         y, o_cache = linear(y, params.o)
     tables = (params.sinks,) if params.shaw is None else params.shaw
     fixed = tuple(isinstance(table, Frozen) for table in tables)
-    caches = (maps, q_cache, kv_cache, core, o_cache)
-    return y, AttentionCache(*caches, fixed, past, n_new)
+    caches = (maps, q_cache, kv_saved, core, o_cache)
+    return y, AttentionCache(*caches, fixed, kv_cache, n_new)
 
 
 class AttentionCache(NamedTuple):
@@ -139,12 +139,12 @@ class AttentionCache(NamedTuple):
 
     maps: Any  # of x: to the queries, and of a self-attention to keys and values too
     q: HeadsCache
-    kv: KeyValueHeadsCache | KeyValueCache | None
+    kv: KeyValueHeadsCache | KeyValueSaved | None
     core: Any  # of `ops.sdpa` or `ops.shaw`
     o: Any
     fixed: tuple[bool, ...]  # whether the sinks, or both tables of Shaw's, are frozen
-    past: Past | None  # with the keys and values of x
-    n_new: int  # keys that are not of the past
+    kv_cache: KVCache | None  # with the keys and values of x
+    n_new: int  # keys that are not of the KV cache
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
@@ -153,9 +153,9 @@ class AttentionCache(NamedTuple):
             dy, do = self.o.backward(dy)
         dq, dk, dv, *dtables = self.core.backward(split_heads(dy, self.q.n_heads))
         dq, dq_norm, dpos = self.q.backward(dq)
-        n_past = dk.shape[2] - self.n_new
-        if n_past:
-            dk, dv = dk[:, :, n_past:, :], dv[:, :, n_past:, :]
+        n_cached = dk.shape[2] - self.n_new
+        if n_cached:
+            dk, dv = dk[:, :, n_cached:, :], dv[:, :, n_cached:, :]
         dkv = dmemory_pos = None
         dmemory: Any = KeyValue(dk, dv)
         if isinstance(self.kv, KeyValueHeadsCache):
@@ -185,21 +185,21 @@ def key_value(
     pos: Array | None = None,
     *,
     n_kv_heads: int,
-    rotary: layers.Rotary | None = None,
+    rotary: layers.RopeTables | None = None,
     k_norm: NormConfig | None = None,
-) -> tuple[KeyValue, KeyValueCache]:
+) -> tuple[KeyValue, KeyValueSaved]:
     """Keys and values of a sequence: x w_k + b_k, x w_v + b_v, split into heads, plus pos.
 
     x: (B, S, D)   pos: (S, K)   k: (B, G, S, K)   v: (B, G, S, M), M = K where pos is given. Keys
     are normalised where params.k_norm is, by k_norm (RMSNorm unless given), then rotated by rotary.
     """
     as_made = _is_kept(params.k_norm, pos, rotary)
-    pair, maps = linears(x, (params.k, params.v), all_kept=as_made)
+    pair, maps = linear_many(x, (params.k, params.v), all_kept=as_made)
     kv, heads = _key_value(pair, params, pos, n_kv_heads, rotary=rotary, config=k_norm)
-    return kv, KeyValueCache(maps, heads)
+    return kv, KeyValueSaved(maps, heads)
 
 
-class KeyValueCache(NamedTuple):
+class KeyValueSaved(NamedTuple):
     """What `key_value` keeps for its backward."""
 
     maps: Any
@@ -218,7 +218,7 @@ def _key_value(
     pos: Array | None,
     n_kv_heads: int,
     *,
-    rotary: layers.Rotary | None,
+    rotary: layers.RopeTables | None,
     config: NormConfig | None,
 ) -> tuple[KeyValue, KeyValueHeadsCache]:
     """Heads of x w_k + b_k and x w_v + b_v, which are the pair."""
@@ -251,7 +251,7 @@ def _heads(
     name: str,
     norm_params: NormParams | None = None,
     *,
-    rotary: layers.Rotary | None = None,
+    rotary: layers.RopeTables | None = None,
     config: NormConfig | None = None,
 ) -> tuple[Array, HeadsCache]:
     """rope(norm(split_heads(y) + pos)). y: (B, T, H * K)."""
@@ -315,7 +315,7 @@ def _require_no(what: str, extras: dict[str, Any]) -> None:
 def _require_mask(mask: Array | None, params: AttentionParams) -> None:
     if mask is None or params.shaw is not None:
         what = "a mask" if mask is None else "no params.shaw, which go by the number of keys"
-        raise ValueError(f"attention: fixed columns of a past want {what}")
+        raise ValueError(f"attention: a static KV cache needs {what}")
 
 
 def _last_keys(x: Array | None, n: int) -> Array | None:
@@ -328,16 +328,16 @@ def _last_keys(x: Array | None, n: int) -> Array | None:
 def _require_memory(
     memory: Any,
     memory_pos: Array | None,
-    rotary: layers.Rotary | None,
-    past: Past | None,
+    rotary: layers.RopeTables | None,
+    kv_cache: KVCache | None,
     params: AttentionParams,
 ) -> None:
     if isinstance(memory, KeyValue) != (params.kv is None):
         raise ValueError("attention: either memory is a KeyValue or params.kv projects it")
     if memory_pos is not None and (memory is None or params.kv is None):
         raise ValueError("attention: memory_pos goes with a memory (B, S, D), and there is none")
-    if memory is not None and not (rotary is None and past is None):
-        raise ValueError("attention: rotary and past go with self-attention, there is a memory")
+    if memory is not None and not (rotary is None and kv_cache is None):
+        raise ValueError("attention: rotary and kv_cache go with self-attention, there is a memory")
 
 
 def _require_positions(name: str, pos: Array, heads: Array) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xformer import layers, ops
+from xformer import layers, ops, renamed
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_cap, require_sizes
-from xformer.initial import Draw, xavier_uniform
+from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import (
     AttentionParams,
     KeyValue,
@@ -17,9 +17,9 @@ from xformer.layers.attention import (
     attention,
 )
 from xformer.layers.feed_forward import FeedForwardParams, feed_forward
+from xformer.layers.kv_cache import KVCache
 from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormConfig, NormParams
-from xformer.layers.past import Past
 from xformer.layers.residual import (
     Branch,
     BranchCache,
@@ -37,11 +37,12 @@ SITES = 6  # places in a block where dropout draws
 NORMS = ("pre", "post", "sandwich", "output")
 
 
+@renamed.arguments(norm_kind="norm", shaw="shaw_max_distance")
 @dataclass(frozen=True)
 class BlockConfig:
     """Sizes and choices of a block. ValueError for ones that do not fit together.
 
-    norm: where the norms stand, "pre" x + f(norm(x)), "post" norm(x + f(x)), "sandwich"
+    norm_placement: "pre" x + f(norm(x)), "post" norm(x + f(x)), "sandwich"
     x + norm'(f(norm(x))) or "output" x + norm(f(x)). parallel: attention and feed-forward side by
     side, x + attn(norm(x)) + ffn(norm'(x)), with shared_norm both of one norm(x).
     """
@@ -55,8 +56,8 @@ class BlockConfig:
     activation: str = "relu"
     gated: bool = False
     experts: layers.ExpertsConfig | None = None  # in the place of the feed-forward network
-    norm: str = "pre"
-    norm_kind: str = "layer"  # or "rms"
+    norm_placement: str = "pre"
+    norm: str = "layer"  # or "rms"
     norm_offset: float = 0.0  # added to the weight of "rms"
     eps: float = 1e-5
     parallel: bool = False
@@ -70,7 +71,9 @@ class BlockConfig:
     window: tuple[int | None, int | None] | None = None  # of the self-attention, as in `ops.sdpa`
     softcap: float | None = None  # of the scores
     sinks: bool = False  # a learned one for each head of the self-attention
-    shaw: int | None = None  # L of relative positions in the self-attention (arXiv:1803.02155)
+    shaw_max_distance: int | None = (
+        None  # L of relative positions in the self-attention (arXiv:1803.02155)
+    )
     dropout: float = 0.0
     attn_dropout: float | None = None  # of the attention's probabilities; dropout unless given
     hidden_dropout: float = 0.0  # inside the feed-forward network
@@ -98,8 +101,8 @@ class BlockConfig:
         window_of("block", self.window)
         if self.softcap is not None:
             require_cap("block", self.softcap)
-        if self.shaw is not None:
-            require_sizes("block", 0, shaw=self.shaw)
+        if self.shaw_max_distance is not None:
+            require_sizes("block", 0, shaw_max_distance=self.shaw_max_distance)
             if self.sinks or (self.window, self.softcap) != (None, None):
                 raise ValueError("block: shaw does not go with sinks, window and softcap")
         if self.experts is not None and self.hidden_dropout:
@@ -108,11 +111,15 @@ class BlockConfig:
             raise ValueError(
                 f"block: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"
             )
-        if self.norm not in NORMS:
+        if self.norm_placement not in NORMS:
             names = ", ".join(f'"{name}"' for name in NORMS)
-            raise ValueError(f"block: norm must be one of {names}, got {self.norm!r}")
-        if self.parallel and self.norm != "pre":
-            raise ValueError(f'block: parallel goes with norm "pre", got {self.norm!r}')
+            raise ValueError(
+                f"block: norm_placement must be one of {names}, got {self.norm_placement!r}"
+            )
+        if self.parallel and self.norm_placement != "pre":
+            raise ValueError(
+                f'block: parallel goes with norm_placement "pre", got {self.norm_placement!r}'
+            )
         if self.shared_norm and not self.parallel:
             raise ValueError("block: shared_norm goes with parallel")
         if self.qk_norm not in (None, "head", "all"):
@@ -143,7 +150,7 @@ class BlockConfig:
     @property
     def norm_config(self) -> NormConfig:
         """The configuration of every norm of the block."""
-        return NormConfig(self.norm_kind, self.eps, self.norm_offset)
+        return NormConfig(self.norm, self.eps, self.norm_offset)
 
     def init(
         self,
@@ -161,14 +168,17 @@ class BlockConfig:
         attn = self._attention_init(rng, True, draw, out_scale)
         if self.sinks:
             attn = attn._replace(sinks=rng.full((self.n_heads,), 0.0))
-        if self.shaw is not None:
+        if self.shaw_max_distance is not None:
             widths = (self.head_width, self.value_width)
-            tables = (draw(rng, (2 * self.shaw + 1, width)) for width in widths)
+            tables = (draw(rng, (2 * self.shaw_max_distance + 1, width)) for width in widths)
             attn = attn._replace(shaw=ShawParams(*tables))
         crossing = None
         if cross:
             crossing = self._attention_init(rng, not shared_memory, draw, out_scale)
-        inner, outer = self.norm != "output", self.norm in ("sandwich", "output")
+        inner, outer = (
+            self.norm_placement != "output",
+            self.norm_placement in ("sandwich", "output"),
+        )
         return BlockParams(
             self._norm_init(rng) if inner else None,
             attn,
@@ -254,18 +264,18 @@ def block(
     memory_pos: Array | None = None,
     *,
     config: BlockConfig,
-    rotary: layers.Rotary | None = None,
-    past: Past | None = None,
+    rotary: layers.RopeTables | None = None,
+    kv_cache: KVCache | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, BlockCache | ParallelBlockCache]:
     """y = ffn(cross(attn(x), memory)), each with residual, norm and dropout (`layers.residual`).
 
     x, y: (B, T, D)   memory: (B, S, D), or a KeyValue shared by several layers; wanted where
-    params.cross is. rotary, past, bias, mask, causal: of the self-attention; memory_mask: of the
-    other. pos, memory_pos: added to queries, keys and values (`layers.attention`). dropout_key
+    params.cross is. rotary, kv_cache, bias, mask, causal: of the self-attention; memory_mask: of
+    the other. pos, memory_pos: added to queries, keys and values (`layers.attention`). dropout_key
     None: no dropout. With config.parallel attention and feed-forward stand side by side
     (`layers.parallel`). ValueError where shapes do not fit.
     """
@@ -278,7 +288,7 @@ def block(
         memory_pos,
         config=config,
         rotary=rotary,
-        past=past,
+        kv_cache=kv_cache,
         mask=mask,
         causal=causal,
         memory_mask=memory_mask,
@@ -297,12 +307,12 @@ def block_terms(
     *,
     r: Array | None = None,
     config: BlockConfig,
-    rotary: layers.Rotary | None = None,
-    past: Past | None = None,
+    rotary: layers.RopeTables | None = None,
+    kv_cache: KVCache | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Terms, BlockCache | ParallelBlockCache]:
     """`block` of x + r; its y is the sum of both results, which the next block makes.
 
@@ -325,7 +335,7 @@ def block_terms(
 
     def attend(x: Array) -> tuple[Array, Any]:
         own: Any = {"mask": mask, "causal": causal, "window": config.window}
-        own |= {"rotary": rotary, "past": past, "dropout_key": keys[0]}
+        own |= {"rotary": rotary, "kv_cache": kv_cache, "dropout_key": keys[0]}
         return attention(x, params.attn, None, bias, pos, **own, **heads)
 
     def attend_memory(x: Array) -> tuple[Array, Any]:
@@ -350,7 +360,7 @@ def block_terms(
     if params.cross is not None:
         branches.append(Branch(attend_memory, params.cross_norm, params.cross_out_norm, keys[3]))
     branches.append(Branch(feed, params.ffn_norm, params.ffn_out_norm, keys[4]))
-    place = "post" if config.norm == "post" else "pre"
+    place = "post" if config.norm_placement == "post" else "pre"
     terms, chain = residuals(x, branches, r, place=place, **around)
     return terms, BlockCache(chain)
 
@@ -376,10 +386,10 @@ class BlockCache(NamedTuple):
         return self.chain.branches[-1].sublayer
 
     @property
-    def past(self) -> Past:
+    def kv_cache(self) -> KVCache:
         """Keys and values of the self-attention so far."""
-        past: Past = self.attn.sublayer.past
-        return past
+        kv_cache: KVCache = self.attn.sublayer.kv_cache
+        return kv_cache
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
@@ -410,9 +420,9 @@ class ParallelBlockCache(NamedTuple):
         return self.both.second
 
     @property
-    def past(self) -> Past:
+    def kv_cache(self) -> KVCache:
         """Keys and values of the self-attention so far."""
-        return self.both.first.past
+        return self.both.first.kv_cache
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """As `BlockCache.backward`; there is no memory."""

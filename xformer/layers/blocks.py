@@ -9,7 +9,7 @@ from xformer import layers, ops, tree
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block_terms
-from xformer.layers.past import Past
+from xformer.layers.kv_cache import KVCache
 from xformer.layers.residual import summed
 from xformer.typing import Array
 
@@ -24,20 +24,20 @@ def blocks(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    rotary: layers.Rotary | None = None,
-    past: Sequence[Past] | None = None,
+    rotary: layers.RopeTables | None = None,
+    kv_cache: Sequence[KVCache] | None = None,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
-    dropout_key: ops.Key | None = None,
-    checkpoint: bool = False,
+    dropout_key: ops.RandomKey | None = None,
+    activation_checkpointing: bool = False,
 ) -> tuple[Array, BlocksCache]:
     """y = block_n(... block_1(x)); every block sees bias, positions and masks.
 
     x, y: (B, T, D). configs: one for each layer. Where there are fewer blocks than layers, equal
     runs of layers share one, in order. memory: one for all layers, or a sequence of a KeyValue for
-    each, whose gradient is a tuple. past: of each layer; then nothing is kept for a backward. The
-    rest as in `layers.block` and `layers.stack`. ValueError where the numbers do not fit.
+    each, whose gradient is a tuple. kv_cache: of each layer; then nothing is saved for a backward.
+    The rest as in `layers.block` and `layers.stack`. ValueError where the numbers do not fit.
     """
     order = order_of(params, configs)
     own_memory = isinstance(memory, Sequence) and not isinstance(memory, KeyValue)
@@ -49,7 +49,7 @@ def blocks(
         )
     caches: list[Any] = []
     run: Any = block_terms
-    if checkpoint and past is None:
+    if activation_checkpointing and kv_cache is None:
         from xformer.layers.checkpoint import checkpointed as run
     r = None  # what is still to be added to x
     for i, config in enumerate(configs):
@@ -63,15 +63,15 @@ def blocks(
             r=r,
             config=config,
             rotary=rotary,
-            past=None if past is None else past[i],
+            kv_cache=None if kv_cache is None else kv_cache[i],
             mask=mask,
             causal=causal,
             memory_mask=memory_mask,
             dropout_key=None if dropout_key is None else dropout_key.at(SITES * i),
         )
-        caches.append(cache if past is None else cache.past)
+        caches.append(cache if kv_cache is None else cache.kv_cache)
     y = summed(x, r)
-    if past is None:
+    if kv_cache is None:
         return y, BlocksCache(tuple(caches), order, own_memory, ())
     return y, BlocksCache((), order, own_memory, tuple(caches))
 
@@ -82,15 +82,15 @@ class BlocksCache(NamedTuple):
     blocks: tuple[Any, ...]
     order: tuple[int, ...]  # of each layer, the block whose parameters it has
     own_memory: bool  # whether each layer has its own
-    past: tuple[Past, ...]  # of each layer, where a past was given: then there is no backward
+    kv_cache: tuple[KVCache, ...]  # of each layer, if it was given: then there is no backward
 
     def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
         drouter_logits: for each layer the gradient of an auxiliary loss on its router, or None.
         """
-        if self.past:
-            raise ValueError("blocks: with a past nothing is kept for a backward")
+        if self.kv_cache:
+            raise ValueError("blocks: with a KV cache nothing is saved for a backward")
         dx = dy
         dparams: list[Any] = [None] * (max(self.order) + 1)
         shared: Any = None

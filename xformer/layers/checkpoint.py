@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from xformer import ops
-from xformer.dispatch import keeps_nothing, overridable
+from xformer.dispatch import is_inference, overridable
 from xformer.layers.block import BlockConfig, block, block_terms
 from xformer.layers.residual import Terms
 from xformer.typing import Array
@@ -14,7 +14,7 @@ from xformer.typing import Array
 def checkpointed(
     *args: Any,
     config: BlockConfig,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
     r: Array | None = None,
     **options: Any,
 ) -> tuple[Terms, Any]:
@@ -24,7 +24,7 @@ def checkpointed(
     draws the same bits, so that gradients are the same, bit for bit where a library's arithmetic
     is repeatable. It costs about a third of the time of a step.
     """
-    if keeps_nothing():  # a cache of nothing holds less than the arguments
+    if is_inference():  # a cache of nothing holds less than the arguments
         return block_terms(*args, r=r, config=config, dropout_key=dropout_key, **options)
     y, cache = block(*args, config=config, dropout_key=dropout_key, **options)  # one array to keep
     router = None
@@ -45,7 +45,7 @@ class CheckpointCache(NamedTuple):
 
     args: tuple[Any, ...]  # x, params, memory, bias, pos, memory_pos
     config: BlockConfig
-    dropout_key: ops.Key | None
+    dropout_key: ops.RandomKey | None
     options: dict[str, Any]
     router: RouterCache | None
 
@@ -60,7 +60,7 @@ class CheckpointCache(NamedTuple):
 
 
 @overridable(backward=False)
-def held(x: Array, *, memory: Any, key: ops.Key | None, dy: Array) -> tuple[Any, ...]:
+def held(x: Array, *, memory: Any, key: ops.RandomKey | None, dy: Array) -> tuple[Any, ...]:
     """x, memory and key as they are, for a second forward that must wait for dy.
 
     A compiler would see it to be the first one, keep that, and undo what checkpointing is for: a

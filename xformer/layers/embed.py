@@ -17,8 +17,8 @@ from xformer.checks import (
     require_sizes,
     require_tokens,
 )
-from xformer.dispatch import or_dropped
-from xformer.initial import Draw, normal
+from xformer.dispatch import saved
+from xformer.initializers import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import sinusoidal
@@ -147,7 +147,7 @@ def embed(
     positions: Array | None = None,
     types: Array | None = None,
     start: int | Array = 0,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> tuple[tuple[Array, Array | None], EmbedCache]:
     """x = project(dropout(norm(scale * table[ids] + p + type))); or p concatenated, or as pos.
 
@@ -185,7 +185,7 @@ def embed(
     fixed = tuple(isinstance(a, Frozen) for a in (params.table, params.positions, params.types))
     caches = (table_cache, positions_cache, types_cache, norm_cache, project_cache, drop_cache)
     pos_shape = None if pos is None else tuple(pos.shape)
-    cache = or_dropped(EmbedCache(*caches, config, pos_shape, fixed, start))
+    cache = saved(EmbedCache(*caches, config, pos_shape, fixed, start))
     return (x, pos if config.mode == "qkv" else None), cache
 
 

@@ -10,7 +10,7 @@ from array_api_compat import array_namespace, device
 from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import plain_numbers, require_gradient, require_sizes
-from xformer.initial import Draw, normal
+from xformer.initializers import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.ops.activation import require_activation
 from xformer.shapes import require_array

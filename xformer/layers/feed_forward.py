@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.dispatch import overridable
-from xformer.layers.linear import LinearParams, linear, linears
+from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.typing import Array
 
@@ -26,7 +26,7 @@ def feed_forward(
     *,
     activation: str = "relu",
     dropout_rate: float = 0.0,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, FeedForwardCache]:
     """y = dropout(act(x w_up + b_up)) w_down + b_down (arXiv:1706.03762, eq. 2).
 
@@ -39,7 +39,7 @@ def feed_forward(
         hidden, up = linear(x, params.up)  # (..., F)
         hidden, act = ACTIVATIONS[activation](hidden)
     else:
-        (hidden, opened), up = linears(x, (params.up, params.gate), all_kept=True)
+        (hidden, opened), up = linear_many(x, (params.up, params.gate), all_kept=True)
         hidden, act = ops.glu(opened, hidden, activation=activation)
     hidden, drop = ops.dropout(hidden, rate=dropout_rate, key=dropout_key)
     y, down = linear(hidden, params.down)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from xformer import ops
 from xformer.backends import Generator
 from xformer.dispatch import overridable
-from xformer.initial import Draw
+from xformer.initializers import Draw
 from xformer.tree import Constant, Frozen, value
 from xformer.typing import Array
 
@@ -76,7 +76,7 @@ class LoRACache(NamedTuple):
 
 
 @overridable
-def linears(
+def linear_many(
     x: Array, params: tuple[LinearParams | LoRAParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], LinearsCache]:
     """`linear` of the same x by several params, as to queries, keys and values. x: (..., I).
@@ -88,7 +88,7 @@ def linears(
 
 
 class LinearsCache(NamedTuple):
-    """What `linears` keeps for its backward."""
+    """What `linear_many` keeps for its backward."""
 
     maps: tuple[LinearCache | LoRACache, ...]
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from xformer import renamed
 from xformer.checks import require_gradient, require_mask
 from xformer.shapes import STORED, dtype_name, require_array
 from xformer.typing import Array
@@ -13,15 +14,16 @@ from xformer.typing import Array
 POOLINGS = ("mean", "first", "last")
 
 
-def pool(x: Array, *, how: str = "mean", mask: Array | None = None) -> tuple[Array, PoolCache]:
+@renamed.arguments(how="pooling")
+def pool(x: Array, *, pooling: str = "mean", mask: Array | None = None) -> tuple[Array, PoolCache]:
     """y = sum_t weights_t x_t: the mean of the kept tokens, or the first or last one.
 
     x: (B, T, D)   mask: (B, T), True = keep, all unless given   y: (B, D). A row with nothing to
-    keep gives 0. ValueError for another `how` or shapes that do not fit, TypeError for x in a
+    keep gives 0. ValueError for another `pooling` or shapes that do not fit, TypeError for x in a
     precision of two bytes.
     """
-    if how not in POOLINGS:
-        raise ValueError(f"pool: how must be one of {', '.join(POOLINGS)}, got {how!r}")
+    if pooling not in POOLINGS:
+        raise ValueError(f"pool: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
     require_array("pool", "x", x)
     if dtype_name(x) in STORED:
         raise TypeError(f"pool: x must be float32 or float64, got {dtype_name(x)}")
@@ -33,7 +35,7 @@ def pool(x: Array, *, how: str = "mean", mask: Array | None = None) -> tuple[Arr
             raise ValueError(
                 f"pool: mask must be (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
             )
-    weights = _weights(x, how, mask)
+    weights = _weights(x, pooling, mask)
     y = (weights @ x)[:, 0, :]
     return y, PoolCache(weights)
 
@@ -49,17 +51,17 @@ class PoolCache(NamedTuple):
         return self.weights.mT * dy[:, None, :]
 
 
-def _weights(x: Array, how: str, mask: Array | None) -> Array:
+def _weights(x: Array, pooling: str, mask: Array | None) -> Array:
     """(B, 1, T), rows summing to 1, or 0 where nothing is kept."""
     xp = array_namespace(x)
     if mask is None:
         mask = xp.ones(x.shape[:2], dtype=xp.bool, device=device(x))
     kept = xp.astype(mask, x.dtype)  # (B, T)
-    if how == "mean":
+    if pooling == "mean":
         total = xp.sum(kept, axis=-1, keepdims=True)
         weights = kept / xp.where(total == 0, 1.0, total)
     else:
         seen = xp.cumulative_sum(kept, axis=-1)
-        at = seen if how == "first" else seen[:, -1:] - seen + 1.0
+        at = seen if pooling == "first" else seen[:, -1:] - seen + 1.0
         weights = xp.where(mask & (at == 1.0), 1.0, xp.zeros_like(kept))
     return weights[:, None, :]

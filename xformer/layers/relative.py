@@ -13,7 +13,7 @@ from array_api_compat import array_namespace
 from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import plain_numbers, require_shape, require_sizes
-from xformer.initial import Draw, normal
+from xformer.initializers import Draw, normal
 from xformer.layers.constant import constant
 from xformer.ops._attention import aligned
 from xformer.ops._pointwise import clip

@@ -19,7 +19,7 @@ class Branch(NamedTuple):
     sublayer: Sublayer
     norm: NormParams | None  # before it, or behind its sum
     out_norm: NormParams | None = None  # of its output
-    dropout_key: ops.Key | None = None
+    dropout_key: ops.RandomKey | None = None
 
 
 def residual(
@@ -31,7 +31,7 @@ def residual(
     place: str = "pre",
     config: NormConfig | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: ops.Key | None = None,
+    dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, ResidualCache]:
     """place="pre": y = x + f(norm(x)). place="post": y = norm(x + f(x)). (arXiv:2002.04745)
 
@@ -174,7 +174,7 @@ def parallel(
     *,
     config: NormConfig | None = None,
     dropout_rate: float = 0.0,
-    dropout_keys: tuple[ops.Key | None, ops.Key | None] = (None, None),
+    dropout_keys: tuple[ops.RandomKey | None, ops.RandomKey | None] = (None, None),
 ) -> tuple[Array, ParallelCache]:
     """y = x + f(norm(x)) + g(norm'(x)) (GPT-NeoX, arXiv:2204.06745, eq. 1).
 
@@ -203,7 +203,7 @@ def parallels(
     *,
     config: NormConfig | None = None,
     dropout_rate: float = 0.0,
-    dropout_keys: tuple[ops.Key | None, ops.Key | None] = (None, None),
+    dropout_keys: tuple[ops.RandomKey | None, ops.RandomKey | None] = (None, None),
 ) -> tuple[Terms, ParallelCache]:
     """`parallel` of x + r, its last sum left to the norm that follows, as in `residuals`."""
     config = NormConfig() if config is None else config

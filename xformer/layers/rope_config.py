@@ -68,7 +68,7 @@ class RopeConfig:
         _require_order(self)
 
     @property
-    def same_until(self) -> float:
+    def max_unscaled_len(self) -> float:
         """The longest text whose length does not change the frequencies."""
         if self.scaling == "dynamic" and self.max_len is not None:
             return self.max_len
@@ -80,11 +80,11 @@ class RopeConfig:
         """The length that the frequencies of a text of `length` tokens go by.
 
         Two texts have the same frequencies if and only if this number is the same. It is 0 up to
-        `same_until`; beyond it "dynamic" goes by every length, "longrope" has one other set.
+        `max_unscaled_len`; beyond it "dynamic" goes by every length, "longrope" has one other set.
         """
-        if length <= self.same_until:
+        if length <= self.max_unscaled_len:
             return 0
-        return length if self.scaling == "dynamic" else int(self.same_until) + 1
+        return length if self.scaling == "dynamic" else int(self.max_unscaled_len) + 1
 
     @property
     def stretch(self) -> float:

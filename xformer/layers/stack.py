@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from xformer import layers, ops
 from xformer.backends import Generator
-from xformer.initial import Draw, xavier_uniform
+from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
 from xformer.layers.block import SITES, BlockConfig, BlockParams
 from xformer.layers.blocks import blocks, order_of
+from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormParams, norm
-from xformer.layers.past import Past
 from xformer.ops.sum_to import sum_to
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -49,7 +49,7 @@ class StackParams(NamedTuple):
         )
         config = configs[0]
         ending = None
-        if config.norm != "post" if final_norm is None else final_norm:
+        if config.norm_placement != "post" if final_norm is None else final_norm:
             ending = config.norm_config.init(rng, config.d_model, bias=config.bias)
         shared = config.key_value_init(rng, draw=draw) if shared_memory else None
         table = None if relative is None else relative.init(rng, draw=draw)
@@ -66,28 +66,29 @@ def stack(
     *,
     configs: Sequence[BlockConfig],
     relative: layers.RelativeConfig | None = None,
-    rotary: layers.Rotary | None = None,
-    past: Sequence[Past] | None = None,
-    n_past: int | Array = 0,
+    rotary: layers.RopeTables | None = None,
+    kv_cache: Sequence[KVCache] | None = None,
+    n_cached: int | Array = 0,
     mask: Array | None = None,
     causal: bool = False,
     memory_mask: Array | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: ops.Key | None = None,
-    checkpoint: bool = False,
+    dropout_key: ops.RandomKey | None = None,
+    activation_checkpointing: bool = False,
 ) -> tuple[Array, StackCache]:
     """y = dropout(norm(block_n(... block_1(x)))); every block sees memory, bias and positions.
 
     x, y: (B, T, D). configs: one for each layer. Where params hold fewer blocks than there are
     layers, equal runs of layers share one, in order (ALBERT, arXiv:1909.11942). With
     params.memory the keys and values of the memory are projected once, for all blocks; with
-    params.relative a relative bias by `relative` is added to bias. dropout_rate: of y. checkpoint:
-    of each block only its arguments are kept, and its backward runs it again; the gradients are
-    the same. The rest as in `layers.block`. ValueError where the numbers do not fit.
+    params.relative a relative bias by `relative` is added to bias. dropout_rate: of y.
+    activation_checkpointing: of each block only its arguments are kept, and its backward runs it
+    again; the gradients are the same. The rest as in `layers.block`. ValueError where the numbers
+    do not fit.
 
-    For a text that grows: past, of each layer, and n_past, the tokens so far, of which windows may
+    For decoding: kv_cache, of each layer, and n_cached, the tokens so far, of which windows may
     have dropped some, an integer array () in fixed columns; memory: as `memory_of` makes it, once
-    for all steps. The cache then holds `past` with the new tokens, and nothing for a backward.
+    for all steps. The cache then holds `kv_cache` with the new tokens, and nothing for a backward.
     """
     require_configs("stack", configs)
     memory_cache = relative_cache = None
@@ -103,7 +104,7 @@ def stack(
     if (params.relative is None) != (relative is None):
         raise ValueError("stack: params.relative and relative go together, got only one of them")
     if relative is not None:
-        sizes = _sizes(x.shape[1], past, n_past)
+        sizes = _sizes(x.shape[1], kv_cache, n_cached)
         table = value(params.relative)
         more, relative_cache = layers.relative_bias(table, config=relative, **sizes)
         bias = more if bias is None else bias + more
@@ -116,12 +117,12 @@ def stack(
         memory_pos,
         configs=configs,
         rotary=rotary,
-        past=past,
+        kv_cache=kv_cache,
         mask=mask,
         causal=causal,
         memory_mask=memory_mask,
         dropout_key=dropout_key,
-        checkpoint=checkpoint,
+        activation_checkpointing=activation_checkpointing,
     )
     norm_cache = None
     if params.norm is not None:
@@ -191,12 +192,14 @@ def memory_of(
     return tuple(own(params.blocks[order[i]].cross, c) for i, c in enumerate(configs))
 
 
-def _sizes(n_queries: int, past: Sequence[Past] | None, n_past: int | Array) -> dict[str, Any]:
+def _sizes(
+    n_queries: int, kv_cache: Sequence[KVCache] | None, n_cached: int | Array
+) -> dict[str, Any]:
     """How many queries and keys a relative bias is for, and where the first query stands."""
-    if isinstance(n_past, int):
-        return {"n_queries": n_queries, "n_keys": n_past + n_queries}
-    columns = past[0].length if past else 0
-    return {"n_queries": n_queries, "n_keys": columns, "at": n_past}
+    if isinstance(n_cached, int):
+        return {"n_queries": n_queries, "n_keys": n_cached + n_queries}
+    columns = kv_cache[0].length if kv_cache else 0
+    return {"n_queries": n_queries, "n_keys": columns, "at": n_cached}
 
 
 def _memory_heads(config: BlockConfig) -> dict[str, Any]:
@@ -212,7 +215,9 @@ def _without_memory(params: StackParams) -> StackParams:
     return params._replace(blocks=tuple(ready), memory=None)
 
 
-def dropout_streams(key: ops.Key | None, n_layers: int) -> tuple[ops.Key | None, ops.Key | None]:
+def dropout_streams(
+    key: ops.RandomKey | None, n_layers: int
+) -> tuple[ops.RandomKey | None, ops.RandomKey | None]:
     """Keys of an embedding and of the stack after it, none of whose sites meet; None for None."""
     return (None, None) if key is None else (key.at(SITES * n_layers), key)
 
@@ -221,7 +226,7 @@ def require_configs(op: str, configs: Sequence[BlockConfig]) -> None:
     """ValueError unless there is at least one, all for one width, all with one place of norms."""
     if not configs:
         raise ValueError(f"{op}: configs must hold at least one BlockConfig, got none")
-    for name in ("d_model", "norm"):
+    for name in ("d_model", "norm_placement"):
         if len(values := sorted({getattr(config, name) for config in configs})) > 1:
             raise ValueError(f"{op}: all configs must have one {name}, got {values}")
 

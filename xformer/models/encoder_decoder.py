@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer import backends, ops, tree
+from xformer import backends, ops, renamed, tree
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_mask, require_tokens
-from xformer.dispatch import inference, or_dropped
-from xformer.initial import normal, xavier_uniform
+from xformer.dispatch import inference, saved
+from xformer.initializers import normal, xavier_uniform
 from xformer.layers.advance import advance
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.past import Past, require_rows, rewound
+from xformer.layers.kv_cache import KVCache, require_rows, truncated
 from xformer.layers.relative import RelativeConfig
 from xformer.layers.stack import (
     StackParams,
@@ -30,13 +30,14 @@ from xformer.layers.stack import (
 )
 from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
-from xformer.models.state import State
+from xformer.models.state import DecodeState
 from xformer.shapes import require_array
 from xformer.typing import Array
 
 Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, table) -> (y, cache)
 
 
+@renamed.arguments(checkpoint="activation_checkpointing", source="hf_config")
 @dataclass(frozen=True)
 class EncoderDecoder:
     """Two sequences to logits, or to hidden states where head is None.
@@ -58,9 +59,11 @@ class EncoderDecoder:
     shared_memory: bool = False
     head: LMHead | None = None
     out_dropout: float = 0.0  # of the encoder's and of the decoder's output
-    checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
+    activation_checkpointing: bool = (
+        False  # each block runs again in its backward, and keeps its input alone
+    )
     # its config.json, if any
-    source: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    hf_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     # its generation_config.json, if any
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
@@ -88,6 +91,10 @@ class EncoderDecoder:
                     f"= {width}, any head needs its vocabulary, got {got}"
                 )
         number("EncoderDecoder", "out_dropout", self.out_dropout, low=0, high=1)
+
+    start = renamed.method("start", "init_state")
+    extend = renamed.method("extend", "decode", every="all_logits")
+    rewind = renamed.method("rewind", "truncate")
 
     @property
     def target_embed(self) -> EmbedConfig | None:
@@ -140,7 +147,7 @@ class EncoderDecoder:
         src: Array,
         *,
         src_mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[tuple[Array, Array | None], EncodeCache]:
         """The encoder's output for a source: src (B, S) -> memory (B, S, D), and its positions."""
         n_layers = len(self.encoder)
@@ -156,11 +163,11 @@ class EncoderDecoder:
             mask=_keys("src_mask", src_mask, src),
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
-            checkpoint=self.checkpoint,
+            activation_checkpointing=self.activation_checkpointing,
         )
-        return (memory, pos), or_dropped(EncodeCache(embed_cache, stack_cache))
+        return (memory, pos), saved(EncodeCache(embed_cache, stack_cache))
 
-    def decode(
+    def decode_target(
         self,
         params: EncoderDecoderParams,
         memory: Array,
@@ -169,11 +176,11 @@ class EncoderDecoder:
         *,
         src_mask: Array | None = None,
         tgt_mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, DecodeCache]:
         """Logits of the token after each of tgt (B, T), given the encoded source: (B, T, V)."""
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
-        return self._decode(
+        return self._decode_target(
             self._logits, params, memory, memory_pos, tgt, dropout_key=dropout_key, **masks
         )
 
@@ -184,7 +191,7 @@ class EncoderDecoder:
             return x, None
         return self.head.forward(x, params, table)
 
-    def _decode(
+    def _decode_target(
         self,
         top: Top,
         params: EncoderDecoderParams,
@@ -194,9 +201,9 @@ class EncoderDecoder:
         *,
         src_mask: Array | None,
         tgt_mask: Array | None,
-        dropout_key: ops.Key | None,
+        dropout_key: ops.RandomKey | None,
     ) -> tuple[Array, DecodeCache]:
-        """As `decode`, with `top` of hidden states, the head's parameters and the table on it."""
+        """As `decode_target`, with `top` in place of the head."""
         n_layers = len(self.decoder)
         require_stack("decoder", params.decoder, self.decoder, self.decoder_norm, n_layers)
         keys = dropout_streams(dropout_key, n_layers)
@@ -216,10 +223,10 @@ class EncoderDecoder:
             memory_mask=_keys("src_mask", src_mask, memory),
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
-            checkpoint=self.checkpoint,
+            activation_checkpointing=self.activation_checkpointing,
         )
         y, head_cache = top(x, params.head, None if own is None else own.table)
-        return y, or_dropped(DecodeCache(embed_cache, stack_cache, head_cache))
+        return y, saved(DecodeCache(embed_cache, stack_cache, head_cache))
 
     def forward(
         self,
@@ -229,7 +236,7 @@ class EncoderDecoder:
         *,
         src_mask: Array | None = None,
         tgt_mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, EncoderDecoderCache]:
         """Logits (B, T, V) of the token after each of tgt, or hidden states (B, T, D).
 
@@ -249,9 +256,9 @@ class EncoderDecoder:
         *,
         src_mask: Array | None,
         tgt_mask: Array | None,
-        dropout_key: ops.Key | None,
+        dropout_key: ops.RandomKey | None,
     ) -> tuple[Array, EncoderDecoderCache]:
-        """As `forward`, with `top` on the decoder as in `_decode`."""
+        """As `forward`, with `top` on the decoder as in `_decode_target`."""
         require_array("EncoderDecoder", "src", src)
         require_array("EncoderDecoder", "tgt", tgt)
         if src.shape[:1] != tgt.shape[:1]:
@@ -264,7 +271,7 @@ class EncoderDecoder:
         )
         # Past the encoder's blocks, its embedding and its output.
         decode_key = dropout_key and dropout_key.at(SITES * len(self.encoder) + 2)
-        y, decode_cache = self._decode(
+        y, decode_cache = self._decode_target(
             top,
             params,
             memory,
@@ -274,16 +281,16 @@ class EncoderDecoder:
             tgt_mask=tgt_mask,
             dropout_key=decode_key,
         )
-        return y, or_dropped(EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed))
+        return y, saved(EncoderDecoderCache(encode_cache, decode_cache, self.shared_embed))
 
     @inference()
-    def start(
+    def init_state(
         self, params: EncoderDecoderParams, src: Array, *, src_mask: Array | None = None
-    ) -> DecoderState:
-        """No target yet, for `extend`: the encoded source as keys and values of all layers."""
+    ) -> EncoderDecoderState:
+        """No target yet, for `decode`: the encoded source as keys and values of all layers."""
         (memory, memory_pos), _ = self.encode(params, src, src_mask=src_mask)
         sources = memory_of(params.decoder, memory, memory_pos, configs=self.decoder)
-        return DecoderState((Past(),) * len(self.decoder), sources, src_mask)
+        return EncoderDecoderState((KVCache(),) * len(self.decoder), sources, src_mask)
 
     @property
     def context(self) -> int | None:
@@ -291,58 +298,58 @@ class EncoderDecoder:
         config = self.target_embed
         return None if config is None or config.max_len is None else config.max_len - config.offset
 
-    def rewind(self, state: DecoderState, n: int) -> DecoderState:
-        """`state` without the last `n` tokens of its target, as `LanguageModel.rewind`."""
-        if state.target.is_fixed:
-            return state._replace(length=state.target.shorter(n))
+    def truncate(self, state: EncoderDecoderState, n: int) -> EncoderDecoderState:
+        """`state` without the last `n` tokens of its target, as `LanguageModel.truncate`."""
+        if state.target.is_static:
+            return state._replace(length=state.target.truncated_length(n))
         windows = [config.window for config in self.decoder]
-        past = rewound(state.past, windows, length=state.length, n=n)
-        return state._replace(past=past, length=state.length - n)
+        kv_cache = truncated(state.kv_cache, windows, length=state.length, n=n)
+        return state._replace(kv_cache=kv_cache, length=state.length - n)
 
     @inference()
-    def extend(
+    def decode(
         self,
         params: EncoderDecoderParams,
         tokens: Array,
-        state: DecoderState,
+        state: EncoderDecoderState,
         *,
-        every: bool = False,
-    ) -> tuple[Array, DecoderState]:
+        all_logits: bool = False,
+    ) -> tuple[Array, EncoderDecoderState]:
         """Logits after the last token, (B, V), and the state with `tokens` (B, T) in it.
 
         Continues the target of `state`, which itself stays what it was. every: logits after each
         token, (B, T, V). There is no backward. ValueError where the tokens do not fit max_len.
-        Where the target's columns are fixed (`DecoderState.in_columns`) its arrays may be written
-        over, and whether columns are left is the caller's to know.
+        Where the target's columns are fixed (`EncoderDecoderState.preallocate`) its arrays may be
+        written over, and whether columns are left is the caller's to know.
         """
         if self.head is None or self.target_embed is None:
-            raise ValueError("extend: the model must have an embedding and a head")
-        require_tokens("extend", "tokens", tokens)
+            raise ValueError("decode: the model must have an embedding and a head")
+        require_tokens("decode", "tokens", tokens)
         require_rows(tokens, state.memory[0].k.shape[0])
         target = state.target
-        if target.is_fixed and self.context is not None and target.columns > self.context:
+        if target.is_static and self.context is not None and target.capacity > self.context:
             raise ValueError(
-                f"extend: at most {self.context} tokens fit max_len, got {target.columns} columns"
+                f"decode: at most {self.context} tokens fit max_len, got {target.capacity} columns"
             )
         own: Any = params.src_embed if self.shared_embed else params.tgt_embed
         (x, pos), _ = embed(own, ids=tokens, config=self.target_embed, start=state.length)
-        x, past = advance(
+        x, kv_cache = advance(
             x,
             params.decoder,
             state.memory,
             None,
             pos,
             configs=self.decoder,
-            past=target.in_place() if target.is_fixed else state.past,
-            n_past=state.length,
+            kv_cache=target.static_kv_cache() if target.is_static else state.kv_cache,
+            n_cached=state.length,
             relative=self.decoder_relative,
-            mask=target.seen(tokens.shape[1])[:, None, :, :] if target.is_fixed else None,
+            mask=target.key_mask(tokens.shape[1])[:, None, :, :] if target.is_static else None,
             memory_mask=_keys("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
         )
-        logits, _ = self.head.forward(x if every else x[:, -1:, :], params.head, own.table)
-        target = target.grown(past, None, tokens)
-        state = state._replace(past=target.past, length=target.length)
-        return logits if every else logits[:, 0, :], state
+        logits, _ = self.head.forward(x if all_logits else x[:, -1:, :], params.head, own.table)
+        target = target.appended(kv_cache, None, tokens)
+        state = state._replace(kv_cache=target.kv_cache, length=target.length)
+        return logits if all_logits else logits[:, 0, :], state
 
     def loss(
         self,
@@ -353,7 +360,7 @@ class EncoderDecoder:
         *,
         src_mask: Array | None = None,
         tgt_mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, LossCache]:
         """Mean cross-entropy in nats of targets (B, T), the token after each of tgt.
@@ -378,35 +385,37 @@ class EncoderDecoderParams(NamedTuple):
     head: Any  # (D, V); None: tied to the target's embedding
 
 
-class DecoderState(NamedTuple):
-    """A source and its target so far, as `extend` needs them."""
+class EncoderDecoderState(NamedTuple):
+    """A source and its target so far, as `decode` needs them."""
 
-    past: Sequence[Past]  # of each layer
+    kv_cache: Sequence[KVCache]  # of each layer
     memory: tuple[KeyValue, ...]  # of each layer
     src_mask: Array | None  # (B, S)
-    length: Any = 0  # T, of the target; an integer array () where columns are fixed, as of `State`
+    length: Any = (
+        0  # T, of the target; an integer array () where columns are fixed, as of `DecodeState`
+    )
 
     @property
-    def target(self) -> State:
+    def target(self) -> DecodeState:
         """The target alone."""
-        return State(self.past, length=self.length)
+        return DecodeState(self.kv_cache, length=self.length)
 
     @property
-    def columns(self) -> int:
+    def capacity(self) -> int:
         """How many the target has."""
-        return self.target.columns
+        return self.target.capacity
 
-    def in_columns(self, n: int) -> DecoderState:
-        """The same, the target in `n` columns that stay where they are, as `State.in_columns`."""
-        past, _, length, *_ = self.target.in_columns(n)
-        return self._replace(past=past, length=length)
+    def preallocate(self, n: int) -> EncoderDecoderState:
+        """A copy with a preallocated KV cache of `n` slots for the target."""
+        kv_cache, _, length, *_ = self.target.preallocate(n)
+        return self._replace(kv_cache=kv_cache, length=length)
 
-    def wider(self, n: int) -> DecoderState:
+    def wider(self, n: int) -> EncoderDecoderState:
         """The same, the source padded on the right to `n` columns, which the mask hides."""
         first = self.memory[0].k
         xp, (size, _, length, _) = array_namespace(first), first.shape
         own = {id(kv): kv for kv in self.memory}  # one where layers share it
-        wide = {i: KeyValue(*Past(*kv).in_columns(n, length)[:2]) for i, kv in own.items()}
+        wide = {i: KeyValue(*KVCache(*kv).preallocate(n, length)[:2]) for i, kv in own.items()}
         near = xp.arange(n, device=device(first)) < length
         mask = xp.broadcast_to(near[None, :], (size, n))
         if self.src_mask is not None:
@@ -414,7 +423,7 @@ class DecoderState(NamedTuple):
             mask = xp.concat([self.src_mask, rest], axis=1)
         return self._replace(memory=tuple(wide[id(kv)] for kv in self.memory), src_mask=mask)
 
-    def rows(self, ids: Array) -> DecoderState:
+    def rows(self, ids: Array) -> EncoderDecoderState:
         """These pairs of the batch, in this order: ids (B',)."""
 
         def taken(a: Array) -> Array:
@@ -422,8 +431,8 @@ class DecoderState(NamedTuple):
 
         memory = tuple(KeyValue(taken(kv.k), taken(kv.v)) for kv in self.memory)
         mask = None if self.src_mask is None else taken(self.src_mask)
-        past = tuple(past.rows(ids) for past in self.past)
-        return DecoderState(past, memory, mask, self.length)
+        kv_cache = tuple(kv_cache.rows(ids) for kv_cache in self.kv_cache)
+        return EncoderDecoderState(kv_cache, memory, mask, self.length)
 
 
 class EncodeCache(NamedTuple):
@@ -442,7 +451,7 @@ class EncodeCache(NamedTuple):
 
 
 class DecodeCache(NamedTuple):
-    """What `EncoderDecoder.decode` keeps for its backward, or a loss, of which dy is dloss."""
+    """Saved by `decode_target` for backward. For a loss, dy is the gradient of the scalar loss."""
 
     embed: Any
     stack: Any
@@ -487,7 +496,7 @@ def _embedded(
     params: EmbedParams | None,
     config: EmbedConfig | None,
     x: Array,
-    key: ops.Key | None,
+    key: ops.RandomKey | None,
 ) -> tuple[tuple[Array, Array | None], Any]:
     """The embedding of a sequence; vectors are their own."""
     require_present("EncoderDecoder", f"params.{name}_embed", params, config is not None)

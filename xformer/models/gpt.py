@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from xformer import backends, ops
+from xformer import backends, ops, renamed
 from xformer.backends import Generator
 from xformer.checks import plain_numbers, require_layers, require_sizes
 from xformer.layers.block import BlockConfig
@@ -20,6 +20,7 @@ from xformer.models.lm_head import LMHead
 from xformer.typing import Array
 
 
+@renamed.arguments(norm="norm_placement", checkpoint="activation_checkpointing")
 @dataclass(frozen=True)
 class GPT:
     """Sizes and choices; parameters are data, made by `init`. ValueError where they do not fit.
@@ -38,14 +39,16 @@ class GPT:
     d_ff: int | None = None  # 4 * d_model unless given
     n_kv_heads: int | None = None  # n_heads unless given
     activation: str = "gelu_tanh"
-    norm: str = "pre"
+    norm_placement: str = "pre"
     eps: float = 1e-5
     bias: bool = True
     positions: str = "learned"
     position_mode: str = "add"
     tied: bool = True  # the embedding is the output head too
     dropout: float = 0.0
-    checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
+    activation_checkpointing: bool = (
+        False  # each block runs again in its backward, and keeps its input alone
+    )
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -64,7 +67,7 @@ class GPT:
             d_ff=4 * d_model if self.d_ff is None else self.d_ff,
             n_kv_heads=self.n_kv_heads,
             activation=self.activation,
-            norm=self.norm,
+            norm_placement=self.norm_placement,
             eps=self.eps,
             bias=self.bias,
             dropout=self.dropout,
@@ -83,7 +86,7 @@ class GPT:
             embed,
             (block,) * self.n_layers,
             head=LMHead(tied=self.tied),
-            checkpoint=self.checkpoint,
+            activation_checkpointing=self.activation_checkpointing,
         )
 
     def init(
@@ -105,7 +108,7 @@ class GPT:
         tokens: Array,
         *,
         mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, LanguageModelCache]:
         """Logits of the next token at every position.
 
@@ -122,7 +125,7 @@ class GPT:
         targets: Array,
         *,
         mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, Any]:
         """Mean cross-entropy in nats of targets (B, T), the token after each of tokens.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_sizes
-from xformer.initial import Draw, normal
+from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.layers.norm import NormConfig, NormParams, norm
@@ -73,7 +73,7 @@ class MaskedLMHead:
         *,
         targets: Array,
         mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, MaskedLMHeadCache]:
         """Cross-entropy of targets (B, T); options: those of `ops.cross_entropy`."""
@@ -161,11 +161,11 @@ class Classifier:
         table: Array,
         *,
         mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, ClassifierCache]:
         """x: (B, T, D)   mask: (B, T), True = a token, not padding   logits: (B, n_labels)."""
         require_present("Classifier", "params.head.dense", params.dense, self.dense is not None)
-        x, pooled = pool(x, how=self.token, mask=mask)  # (B, D)
+        x, pooled = pool(x, pooling=self.token, mask=mask)  # (B, D)
         dense = act = before = None
         if self.dense is not None and params.dense is not None:
             rate = 0.0 if dropout_key is None else self.dense_dropout
@@ -185,7 +185,7 @@ class Classifier:
         *,
         targets: Array,
         mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, Any]:
         """Cross-entropy of targets (B,); options: those of `ops.cross_entropy`."""

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer import backends, layers, models, ops
+from xformer import backends, layers, models, ops, renamed
 from xformer.backends import Generator
 from xformer.checks import as_indices, number, plain_numbers, require_tokens
-from xformer.dispatch import inference, or_dropped
-from xformer.initial import normal
+from xformer.dispatch import inference, saved
+from xformer.initializers import normal
 from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
-from xformer.layers.past import Past, require_rows, rewound
+from xformer.layers.kv_cache import KVCache, require_rows, truncated
 from xformer.layers.stack import (
     StackParams,
     dropout_streams,
@@ -28,11 +28,18 @@ from xformer.layers.stack import (
 )
 from xformer.models.lm_head import LMHead, require_present, zeros_of
 from xformer.models.loss import LossCache, one
-from xformer.models.state import State, counted, grown_mask, require_keep
+from xformer.models.state import DecodeState, appended_mask, position_ids, require_padding_mask
 from xformer.shapes import require_array
 from xformer.typing import Array
 
 
+@renamed.arguments(
+    n_groups="n_shared_layer_groups",
+    balance="load_balancing_weight",
+    router_z="router_z_weight",
+    checkpoint="activation_checkpointing",
+    source="hf_config",
+)
 @dataclass(frozen=True)
 class LanguageModel:
     """Tokens to logits, or to hidden states where head is None. ValueError where parts do not fit.
@@ -41,8 +48,8 @@ class LanguageModel:
     Parameters are data, made by `init`, or loaded by `xformer.pretrained.load`. Positions come in
     by the embedding, by rotary, alibi or relative.
 
-    A mixture of experts adds to the loss `balance` times `ops.load_balancing` and `router_z` times
-    `ops.router_z_loss`, of the routers of all its layers together.
+    A mixture of experts adds to the loss `load_balancing_weight` times `ops.load_balancing` and
+    `router_z_weight` times `ops.router_z_loss`, of the routers of all its layers together.
     """
 
     embed: EmbedConfig | None
@@ -52,14 +59,18 @@ class LanguageModel:
     alibi: bool = False
     relative: layers.RelativeConfig | None = None
     final_norm: bool | None = None  # unless the blocks are post-LN, if not given
-    n_groups: int | None = None  # of layers with shared parameters (ALBERT); None: none are shared
+    n_shared_layer_groups: int | None = (
+        None  # of layers with shared parameters (ALBERT); None: none are shared
+    )
     head: models.Head | None = LMHead()  # noqa: RUF009 - frozen
     out_dropout: float = 0.0  # of the hidden states
-    balance: float = 0.0
-    router_z: float = 0.0
-    checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
+    load_balancing_weight: float = 0.0
+    router_z_weight: float = 0.0
+    activation_checkpointing: bool = (
+        False  # each block runs again in its backward, and keeps its input alone
+    )
     # its config.json, and its generation_config.json, if any
-    source: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    hf_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
@@ -79,22 +90,29 @@ class LanguageModel:
                 f"LanguageModel: a tied head needs embed.width = d_model = {width}, "
                 f"got {self.embed.width}"
             )
-        if self.n_groups is not None and (self.n_groups < 1 or len(self.blocks) % self.n_groups):
+        if self.n_shared_layer_groups is not None and (
+            self.n_shared_layer_groups < 1 or len(self.blocks) % self.n_shared_layer_groups
+        ):
             raise ValueError(
                 f"LanguageModel: n_groups must divide {len(self.blocks)} layers, "
-                f"got {self.n_groups}"
+                f"got {self.n_shared_layer_groups}"
             )
         if self.alibi and not self.causal:
             raise ValueError("LanguageModel: alibi goes with causal: it favours keys ahead")
         number("LanguageModel", "out_dropout", self.out_dropout, low=0, high=1)
-        for name in ("balance", "router_z"):
+        for name in ("load_balancing_weight", "router_z_weight"):
             number("LanguageModel", name, getattr(self, name), low=0)
         routers = {(b.experts.n_experts, b.experts.top_k) for b in self.blocks if b.experts}
-        if (self.balance or self.router_z) and len(routers) != 1:
+        if (self.load_balancing_weight or self.router_z_weight) and len(routers) != 1:
             raise ValueError(
-                "LanguageModel: balance and router_z need layers with experts, all with one "
-                f"n_experts and one top_k, got {sorted(routers) or 'no experts'}"
+                "LanguageModel: load_balancing_weight and router_z_weight need layers with "
+                f"experts, all with one n_experts and one top_k, "
+                f"got {sorted(routers) or 'no experts'}"
             )
+
+    start = renamed.method("start", "init_state")
+    extend = renamed.method("extend", "decode", every="all_logits")
+    rewind = renamed.method("rewind", "truncate")
 
     @property
     def d_model(self) -> int:
@@ -115,7 +133,7 @@ class LanguageModel:
         n_layers, width = len(self.blocks), self.d_model
         draw = partial(normal, std=width**-0.5)
         embedding = None if self.embed is None else self.embed.init(rng, draw=draw)
-        run = 1 if self.n_groups is None else n_layers // self.n_groups
+        run = 1 if self.n_shared_layer_groups is None else n_layers // self.n_shared_layer_groups
         own = self.blocks[::run]  # the first of each group
         blocks = StackParams.init(
             rng,
@@ -138,7 +156,7 @@ class LanguageModel:
         mask: Array | None = None,
         positions: Array | None = None,
         types: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, LanguageModelCache]:
         """Logits (B, T, V), or (B, n_labels) of a Classifier, or hidden states (B, T, D).
 
@@ -162,10 +180,10 @@ class LanguageModel:
         else:
             around = self._around_head(params, mask, dropout_key)
             x, head_cache = self.head.forward(x, params.head, **around)
-        return x, or_dropped(LanguageModelCache(hidden, head_cache))
+        return x, saved(LanguageModelCache(hidden, head_cache))
 
     def _around_head(
-        self, params: LanguageModelParams, mask: Array | None, dropout_key: ops.Key | None
+        self, params: LanguageModelParams, mask: Array | None, dropout_key: ops.RandomKey | None
     ) -> dict[str, Any]:
         """What a head gets beside hidden states and its parameters."""
         key = dropout_key and dropout_key.at(SITES * len(self.blocks) + 2)
@@ -180,19 +198,21 @@ class LanguageModel:
         mask: Array | None = None,
         positions: Array | None = None,
         types: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, HiddenCache]:
         """Hidden states (B, T, D), below the head; arguments as in `forward`."""
         require_array("LanguageModel", "tokens", tokens)
-        n_blocks = len(self.blocks) if self.n_groups is None else self.n_groups
+        n_blocks = (
+            len(self.blocks) if self.n_shared_layer_groups is None else self.n_shared_layer_groups
+        )
         require_stack("LanguageModel", params.stack, self.blocks, self.final_norm, n_blocks)
         keys = dropout_streams(dropout_key, len(self.blocks))
         given = positions is not None
         if given:
             self._require_places()
         if mask is not None:
-            require_keep(mask, tokens)
-            positions = counted(mask) if positions is None else positions
+            require_padding_mask(mask, tokens)
+            positions = position_ids(mask) if positions is None else positions
         (x, pos), embed_cache = self._embedded(params, tokens, positions, types=types, key=keys[0])
         length = x.shape[1]
         y, stack_cache = stack(
@@ -208,7 +228,7 @@ class LanguageModel:
             causal=self.causal,
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
-            checkpoint=self.checkpoint,
+            activation_checkpointing=self.activation_checkpointing,
         )
         return y, HiddenCache(embed_cache, stack_cache)
 
@@ -220,7 +240,7 @@ class LanguageModel:
         *,
         types: Array | None = None,
         start: int | Array = 0,
-        key: ops.Key | None = None,
+        key: ops.RandomKey | None = None,
     ) -> tuple[tuple[Array, Array | None], Any]:
         """The embedding of tokens; vectors are their own."""
         require_present("LanguageModel", "params.embed", params.embed, self.embed is not None)
@@ -253,22 +273,22 @@ class LanguageModel:
         size = None if self.embed is None else self.embed.vocab_size
         return size, getattr(self.head, "n_labels", size)
 
-    def start(self) -> State:
-        """No text yet, for `extend`."""
-        changes = self.rotary is not None and self.rotary.same_until < math.inf
-        return State((Past(),) * len(self.blocks), rope_length=0 if changes else None)
+    def init_state(self) -> DecodeState:
+        """No text yet, for `decode`."""
+        changes = self.rotary is not None and self.rotary.max_unscaled_len < math.inf
+        return DecodeState((KVCache(),) * len(self.blocks), rope_length=0 if changes else None)
 
     @inference()
-    def extend(
+    def decode(
         self,
         params: LanguageModelParams,
         tokens: Array,
-        state: State,
+        state: DecodeState,
         *,
         mask: Array | None = None,
-        every: bool = False,
+        all_logits: bool = False,
         length: int | None = None,
-    ) -> tuple[Array, State]:
+    ) -> tuple[Array, DecodeState]:
         """Logits after the last token, (B, V), and the state with `tokens` (B, T) in it.
 
         Continues the text of `state`, which itself stays what it was. Its keys and values are not
@@ -277,22 +297,22 @@ class LanguageModel:
         mask: as in `forward`, of these tokens; padding must stand on the left of a text. every:
         logits after each token, (B, T, V). length: tokens that the longest text of the batch will
         have after further calls; RoPE frequencies go by it. There is no backward. Where the state's
-        columns are fixed (`State.in_columns`) its arrays may be written over, and the caller must
-        make sure that columns are left. ValueError for a model that is not
-        causal, where the tokens do not fit the context, and for more fixed columns than RoPE
-        frequencies stay the same for.
+        columns are fixed (`DecodeState.preallocate`) its arrays may be written over, and the caller
+        must make sure that columns are left. ValueError for a model that is not causal, where the
+        tokens do not fit the context, and for more fixed columns than RoPE frequencies stay the
+        same for.
         """
         if not self.causal or not isinstance(self.head, LMHead):
-            raise ValueError("extend: the model must be causal and have an LMHead")
-        require_tokens("extend", "tokens", tokens)
-        n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
+            raise ValueError("decode: the model must be causal and have an LMHead")
+        require_tokens("decode", "tokens", tokens)
+        n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
         if self.context is not None and n_keys > self.context:
             raise ValueError(
-                f"extend: at most {self.context} tokens fit the model's context, got {n_keys}"
+                f"decode: at most {self.context} tokens fit the model's context, got {n_keys}"
             )
-        if state.is_fixed and self.rotary is not None and n_keys > self.rotary.same_until:
+        if state.is_static and self.rotary is not None and n_keys > self.rotary.max_unscaled_len:
             raise ValueError(
-                f"extend: at most {self.rotary.same_until} fixed columns go with RoPE frequencies "
+                f"decode: at most {self.rotary.max_unscaled_len} slots go with RoPE frequencies "
                 f"that change with the length, got {n_keys}"
             )
         if state.rope_length is not None:
@@ -300,72 +320,74 @@ class LanguageModel:
                 require_rows(tokens, state.ids.shape[0])
             length = max(length or 0, self._longest(tokens, mask, state))
             state = self._rotated_for(length, params, state)
-        return self._extend(params, tokens, state, mask, every=every)
+        return self._decode(params, tokens, state, mask, all_logits=all_logits)
 
-    def _extend(
+    def _decode(
         self,
         params: LanguageModelParams,
         tokens: Array,
-        state: State,
+        state: DecodeState,
         mask: Array | None,
         *,
-        every: bool,
-    ) -> tuple[Array, State]:
-        """As `extend`, of tokens that fit the context, with the RoPE frequencies of the state."""
-        if state.past[0].k is not None:
-            require_rows(tokens, state.past[0].k.shape[0])
-        n_keys = state.columns if state.is_fixed else state.length + tokens.shape[1]
+        all_logits: bool,
+    ) -> tuple[Array, DecodeState]:
+        """As `decode`, of tokens that fit the context, with the RoPE frequencies of the state."""
+        if state.kv_cache[0].k is not None:
+            require_rows(tokens, state.kv_cache[0].k.shape[0])
+        n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
         kept, seen, positions = self._kept(tokens, state, mask)
         places = None if state.mask is None and mask is None else positions
         (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
-        rotary = self.rotary and layers.rotary(
+        rotary = self.rotary and layers.rope_tables(
             self.rotary, like=x, length=state.rope_length or 0, positions=positions
         )
-        x, past = advance(
+        x, kv_cache = advance(
             x,
             params.stack,
             None,
-            self._alibi(x, n_keys, state.at),
+            self._alibi(x, n_keys, state.write_index),
             pos,
             configs=self.blocks,
-            past=state.in_place() if state.is_fixed else state.past,
-            n_past=state.length,
+            kv_cache=state.static_kv_cache() if state.is_static else state.kv_cache,
+            n_cached=state.length,
             relative=self.relative,
             rotary=rotary,
             mask=seen,
         )
-        x = x if every else x[:, -1:, :]
+        x = x if all_logits else x[:, -1:, :]
         logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
-        return logits if every else logits[:, 0, :], state.grown(past, kept, tokens)
+        return logits if all_logits else logits[:, 0, :], state.appended(kv_cache, kept, tokens)
 
-    def rewind(self, state: State, n: int) -> State:
+    def truncate(self, state: DecodeState, n: int) -> DecodeState:
         """`state` without its last `n` tokens, for which another text may follow.
 
         ValueError for more tokens than there are. Where layers have windows also for more than the
-        last `extend` added, if the windows have dropped what is needed again. Where columns are
+        last `decode` added, if the windows have dropped what is needed again. Where columns are
         fixed, the caller must make sure that these tokens were added after that.
         """
-        if state.is_fixed:
-            return state._replace(length=state.shorter(n))
+        if state.is_static:
+            return state._replace(length=state.truncated_length(n))
         windows = [config.window for config in self.blocks]
-        past = rewound(state.past, windows, length=state.length, n=n)
+        kv_cache = truncated(state.kv_cache, windows, length=state.length, n=n)
         length = state.length - n
         mask = None if state.mask is None else state.mask[:, :length]
         ids = None if state.ids is None else state.ids[:, :length]
-        return state._replace(past=past, mask=mask, length=length, ids=ids)
+        return state._replace(kv_cache=kv_cache, mask=mask, length=length, ids=ids)
 
-    def _longest(self, tokens: Array, mask: Array | None, state: State) -> int:
+    def _longest(self, tokens: Array, mask: Array | None, state: DecodeState) -> int:
         """Tokens of the longest text with `tokens`, or a bound below which it makes no difference.
 
         Padding is left out, as in `_rotary`.
         """
         length: int = state.length + tokens.shape[1]
-        kept = grown_mask(state.mask, mask, tokens, state.length)
-        if kept is None or self.rotary is None or length <= self.rotary.same_until:
+        kept = appended_mask(state.mask, mask, tokens, state.length)
+        if kept is None or self.rotary is None or length <= self.rotary.max_unscaled_len:
             return length
-        return int(array_namespace(kept).max(counted(kept))) + 1
+        return int(array_namespace(kept).max(position_ids(kept))) + 1
 
-    def _rotated_for(self, length: int, params: LanguageModelParams, state: State) -> State:
+    def _rotated_for(
+        self, length: int, params: LanguageModelParams, state: DecodeState
+    ) -> DecodeState:
         """`state` with the RoPE frequencies of `length`; they changed: its text is read again.
 
         Rotating the keys alone would not do: behind the first layer they come from hidden states
@@ -374,34 +396,34 @@ class LanguageModel:
         rope_length = self.rotary.frequency_length(length)  # type: ignore[union-attr]
         if rope_length == state.rope_length:
             return state
-        empty = self.start()._replace(rope_length=rope_length)
+        empty = self.init_state()._replace(rope_length=rope_length)
         if state.length == 0:
             return empty
-        return self._extend(params, state.ids, empty, state.mask, every=False)[1]
+        return self._decode(params, state.ids, empty, state.mask, all_logits=False)[1]
 
     def _kept(
-        self, tokens: Array, state: State, mask: Array | None
+        self, tokens: Array, state: DecodeState, mask: Array | None
     ) -> tuple[Array | None, Array | None, Array]:
         """The mask of the state, what tokens see of it, and their places, as `_places`.
 
         None of both where all columns are tokens, of which each sees those before it.
         """
-        if not state.is_fixed:
-            kept = grown_mask(state.mask, mask, tokens, state.length)
+        if not state.is_static:
+            kept = appended_mask(state.mask, mask, tokens, state.length)
             seen = None if kept is None else kept[:, None, None, :]
             return kept, seen, self._places(tokens, kept, state.length)
         if mask is not None:
-            raise ValueError("extend: in fixed columns a mask is that of the state")
+            raise ValueError("decode: a static state has its own mask, got another")
         n = tokens.shape[1]
-        return state.mask, state.seen(n)[:, None, :, :], state.place(n)
+        return state.mask, state.key_mask(n)[:, None, :, :], state.position_ids(n)
 
-    def _places(self, tokens: Array, kept: Array | None, n_past: int) -> Array:
+    def _places(self, tokens: Array, kept: Array | None, n_cached: int) -> Array:
         """The place of each of the last tokens in its text."""
         if kept is not None:
-            return counted(kept)[:, n_past:]
+            return position_ids(kept)[:, n_cached:]
         xp = array_namespace(tokens)
         dtype = as_indices(tokens).dtype
-        return xp.arange(n_past, n_past + tokens.shape[1], dtype=dtype, device=device(tokens))
+        return xp.arange(n_cached, n_cached + tokens.shape[1], dtype=dtype, device=device(tokens))
 
     def _require_places(self) -> None:
         """ValueError where positions that are given would be ignored."""
@@ -413,14 +435,14 @@ class LanguageModel:
 
     def _rotary(
         self, x: Array, length: int, positions: Array | None, at_most: float
-    ) -> layers.Rotary | None:
+    ) -> layers.RopeTables | None:
         """The tables for a text of `length`; positions lie below at_most, so far as is known."""
         if self.rotary is None:
             return None
-        if positions is not None and at_most > self.rotary.same_until:
+        if positions is not None and at_most > self.rotary.max_unscaled_len:
             # The frequencies go by the largest position: of the longest text, without its padding.
             length = int(array_namespace(positions).max(positions)) + 1
-        return layers.rotary(self.rotary, like=x, length=length, positions=positions)
+        return layers.rope_tables(self.rotary, like=x, length=length, positions=positions)
 
     def _alibi(self, x: Array, n_keys: int, at: Array | None = None) -> Array | None:
         if not self.alibi:
@@ -437,7 +459,7 @@ class LanguageModel:
         mask: Array | None = None,
         positions: Array | None = None,
         types: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, LossCache | BalancedLossCache]:
         """Mean cross-entropy in nats of targets: (B, T) of an LM head, (B,) of a Classifier.
@@ -451,43 +473,44 @@ class LanguageModel:
         x, hidden = self.hidden(params, tokens, mask=mask, dropout_key=dropout_key, **places)
         around = self._around_head(params, mask, dropout_key)
         loss, top = self.head.loss(x, params.head, targets=targets, **around, **options)
-        cache = LossCache(or_dropped(LanguageModelCache(hidden, top)), loss)
-        if not (self.balance or self.router_z):
+        cache = LossCache(saved(LanguageModelCache(hidden, top)), loss)
+        if not (self.load_balancing_weight or self.router_z_weight):
             return loss, cache
         more, routers = self._router_loss(hidden.stack, mask)
         return loss + more, BalancedLossCache(cache, routers)
 
+    @renamed.arguments(how="pooling")
     def pooled(
         self,
         params: LanguageModelParams,
         tokens: Array,
         *,
         mask: Array | None = None,
-        how: str = "mean",
+        pooling: str = "mean",
         normalize: bool = False,
         types: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, PooledCache]:
         """One vector (B, D) for each sequence: the "mean", "first" or "last" of its hidden states.
 
-        how "pooler": BERT's, of a model with that head. normalize: to length 1.
+        pooling "pooler": BERT's, of a model with that head. normalize: to length 1.
         """
         from xformer.layers.pooling import POOLINGS, pool
 
-        if how not in (*POOLINGS, "pooler"):
+        if pooling not in (*POOLINGS, "pooler"):
             raise ValueError(
-                f"pooled: how must be one of {', '.join(POOLINGS)}, pooler, got {how!r}"
+                f"pooled: pooling must be one of {', '.join(POOLINGS)}, pooler, got {pooling!r}"
             )
-        if how == "pooler" and not hasattr(self.head, "pooled"):
-            raise ValueError('pooled: how "pooler" needs a model with a Pooler')
+        if pooling == "pooler" and not hasattr(self.head, "pooled"):
+            raise ValueError('pooled: pooling "pooler" needs a model with a Pooler')
         x, hidden = self.hidden(params, tokens, mask=mask, types=types, dropout_key=dropout_key)
         pooler = norm = None
-        y, pool_cache = pool(x, how="first" if how == "pooler" else how, mask=mask)
-        if how == "pooler" and self.head is not None and hasattr(self.head, "pooled"):
+        y, pool_cache = pool(x, pooling="first" if pooling == "pooler" else pooling, mask=mask)
+        if pooling == "pooler" and self.head is not None and hasattr(self.head, "pooled"):
             y, pooler = self.head.pooled(y, params.head)
         if normalize:
             y, norm = ops.l2_normalize(y)
-        return y, or_dropped(PooledCache(hidden, pool_cache, pooler, norm, params.head))
+        return y, saved(PooledCache(hidden, pool_cache, pooler, norm, params.head))
 
     def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, RouterLossCache]:
         """The auxiliary losses of all routers together."""
@@ -500,8 +523,8 @@ class LanguageModel:
         kept = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(mixed),))
         balance, balance_cache = ops.load_balancing(logits, ids=ids, mask=kept)
         z, z_cache = ops.router_z_loss(logits, mask=kept)
-        weights = self.balance, self.router_z
-        return weights[0] * balance + weights[1] * z, or_dropped(
+        weights = self.load_balancing_weight, self.router_z_weight
+        return weights[0] * balance + weights[1] * z, saved(
             RouterLossCache(balance_cache, z_cache, weights, tuple(mixed), len(self.blocks))
         )
 

@@ -12,7 +12,7 @@ from array_api_compat import array_namespace
 from xformer import ops, tree
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_cap
-from xformer.initial import Draw, normal
+from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.models.loss import cross_entropy_of, linear_loss
@@ -66,7 +66,7 @@ class LMHead:
         *,
         targets: Array,
         mask: Array | None = None,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, Any]:
         """Cross-entropy of targets (B, T); options: those of `ops.cross_entropy`."""

@@ -1,4 +1,4 @@
-"""A text so far, and which of its columns are tokens."""
+"""The state of decoding: the KV cache of each layer, and which of its slots hold tokens."""
 
 from __future__ import annotations
 
@@ -9,128 +9,135 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device
 
 from xformer.checks import as_indices, require_mask
-from xformer.layers.past import Past, columns_of
+from xformer.layers.kv_cache import KVCache, write_indices
 from xformer.typing import Array
 
 
-class State(NamedTuple):
-    """A text so far, as `LanguageModel.extend` needs it."""
+class DecodeState(NamedTuple):
+    """The sequences so far, as `LanguageModel.decode` needs them.
 
-    past: Sequence[Past]  # of each layer
-    mask: Array | None = None  # (B, S), True = a token, not padding; None: all are tokens
-    length: Any = 0  # S; an integer array () where columns are fixed: how many have their token
-    # Of a model whose RoPE frequencies change with the length; None otherwise:
+    A static state (`preallocate`) has a KV cache of a fixed number of slots. Its length is an
+    integer array (), so that every step does the same work on arrays of the same shapes.
+    """
+
+    kv_cache: Sequence[KVCache]  # of each layer
+    mask: Array | None = None  # (B, S), True = a token, False = padding; None: no padding
+    length: Any = 0  # S; if the state is static, an integer array (): the number of written slots
+    # For a model whose RoPE frequencies change with the length; None otherwise:
     rope_length: int | None = None  # by which the keys are rotated (`RopeConfig.frequency_length`)
-    ids: Array | None = None  # (B, S), to read the text again
+    ids: Array | None = None  # (B, S), to compute the keys again
 
     @property
-    def is_fixed(self) -> bool:
-        """Whether columns are fixed, as `in_columns` makes them."""
+    def is_static(self) -> bool:
+        """Whether the KV cache is preallocated, as by `preallocate`."""
         return not isinstance(self.length, int)
 
     @property
-    def at(self) -> Array | None:
-        """Where columns are fixed, that of the next token."""
-        return self.length if self.is_fixed else None
+    def write_index(self) -> Array | None:
+        """The slot of the next token if the state is static, else None."""
+        return self.length if self.is_static else None
 
     @property
-    def columns(self) -> int:
-        """How many there are."""
-        return self.past[0].length
+    def capacity(self) -> int:
+        """The number of slots."""
+        return self.kv_cache[0].length
 
-    def in_columns(self, n: int) -> State:
-        """The same texts in `n` columns that stay where they are, some of them for tokens to come.
+    def preallocate(self, n: int) -> DecodeState:
+        """A static copy with a preallocated KV cache of `n` slots.
 
-        The length is then an array, so that each further token is the same work on the same arrays,
-        as `Backend.compiled` wants it. A copy. ValueError for a state without a text, for fewer
-        columns than it has tokens, and where its RoPE frequencies change with its length.
+        `Backend.compiled` needs it. ValueError for a state without tokens, for fewer slots than
+        tokens, and if its RoPE frequencies change with its length.
         """
         length = int(self.length)
-        if self.past[0].k is None or n < length:
+        if self.kv_cache[0].k is None or n < length:
             raise ValueError(
-                f"in_columns: n must be at least the {length} tokens there are, got {n}"
+                f"preallocate: n must be at least the {length} tokens there are, got {n}"
             )
         if self.rope_length:
             raise ValueError(
-                f"in_columns: {length} tokens are more than RoPE frequencies stay the same for"
+                f"preallocate: the RoPE frequencies of {length} tokens change with the length"
             )
-        k, mask = self.past[0].k, self.mask
-        xp, place = array_namespace(k), device(k)
+        k, mask = self.kv_cache[0].k, self.mask
+        xp, where = array_namespace(k), device(k)
         if mask is not None:
-            ones = xp.ones((mask.shape[0], n - length), dtype=xp.bool, device=place)
+            ones = xp.ones((mask.shape[0], n - length), dtype=xp.bool, device=where)
             mask = xp.concat([mask[:, :length], ones], axis=1)
-        kind = xp.__array_namespace_info__().default_dtypes(device=place)["indexing"]
-        past = tuple(own.in_columns(n, length) for own in self.past)
-        return State(past, mask, xp.asarray(length, dtype=kind, device=place))
+        dtype = xp.__array_namespace_info__().default_dtypes(device=where)["indexing"]
+        kv_cache = tuple(layer.preallocate(n, length) for layer in self.kv_cache)
+        return DecodeState(kv_cache, mask, xp.asarray(length, dtype=dtype, device=where))
 
-    def in_place(self) -> tuple[Past, ...]:
-        """The past, for the next token to be put where it belongs, where columns are fixed."""
-        return tuple(own._replace(at=self.length) for own in self.past)
+    def static_kv_cache(self) -> tuple[KVCache, ...]:
+        """The KV cache of each layer with the `write_index` of the next token."""
+        return tuple(layer._replace(write_index=self.length) for layer in self.kv_cache)
 
-    def seen(self, n: int) -> Array:
-        """(B or 1, n, S): the fixed columns up to that of each of the next `n` tokens."""
+    def key_mask(self, n: int) -> Array:
+        """(B or 1, n, S): the slots that each of the next `n` tokens of a static state attends."""
         xp = array_namespace(self.length)
-        column = xp.arange(self.columns, device=device(self.length))
-        seen = xp.reshape(column <= columns_of(self.length, n), (1, n, self.columns))
-        return seen if self.mask is None else seen & self.mask[:, None, :]
+        slot = xp.arange(self.capacity, device=device(self.length))
+        written = xp.reshape(slot <= write_indices(self.length, n), (1, n, self.capacity))
+        return written if self.mask is None else written & self.mask[:, None, :]
 
-    def place(self, n: int) -> Array:
-        """(B, n) or (n,): the place of each of the next `n` tokens, where columns are fixed."""
+    def position_ids(self, n: int) -> Array:
+        """(B, n) or (n,): the positions of the next `n` tokens of a static state."""
         xp = array_namespace(self.length)
         if self.mask is None:
-            return xp.reshape(columns_of(self.length, n), (n,))
-        tokens = xp.astype(self.seen(n), self.length.dtype)
+            return xp.reshape(write_indices(self.length, n), (n,))
+        tokens = xp.astype(self.key_mask(n), self.length.dtype)
         return xp.sum(tokens, axis=2, dtype=self.length.dtype) - 1
 
-    def shorter(self, n: int) -> Array:
-        """The length without the last `n` tokens, where columns are fixed."""
+    def truncated_length(self, n: int) -> Array:
+        """The length of a static state without its last `n` tokens."""
         return array_namespace(self.length).asarray(self.length - n, device=device(self.length))
 
-    def grown(self, past: Sequence[Past], kept: Array | None, tokens: Array) -> State:
-        """With `tokens` (B, T) more, whose mask is in kept, and the past that has them."""
-        if self.is_fixed:
-            past, kept = tuple(own._replace(at=None) for own in past), self.mask
+    def appended(
+        self, kv_cache: Sequence[KVCache], mask: Array | None, tokens: Array
+    ) -> DecodeState:
+        """The state after `tokens` (B, T), with their KV cache and the mask of all slots."""
+        if self.is_static:
+            kv_cache = tuple(layer._replace(write_index=None) for layer in kv_cache)
+            mask = self.mask
         ids = self.ids
         if self.rope_length is not None:
             # A copy, even of the first tokens: a caller may write over an array of ids.
-            read = tokens[:, :0] if ids is None else ids
-            ids = array_namespace(tokens).concat([read, tokens], axis=1)
-        return self._replace(past=past, mask=kept, length=self.length + tokens.shape[1], ids=ids)
+            before = tokens[:, :0] if ids is None else ids
+            ids = array_namespace(tokens).concat([before, tokens], axis=1)
+        length = self.length + tokens.shape[1]
+        return self._replace(kv_cache=kv_cache, mask=mask, length=length, ids=ids)
 
-    def rows(self, ids: Array) -> State:
-        """These texts of the batch, in this order: ids (B',)."""
-        past = tuple(past.rows(ids) for past in self.past)
-        mask, own = (
+    def rows(self, ids: Array) -> DecodeState:
+        """The sequences `ids` (B',) of the batch, in this order."""
+        kv_cache = tuple(layer.rows(ids) for layer in self.kv_cache)
+        mask, tokens = (
             None if a is None else array_namespace(a).take(a, ids, axis=0)
             for a in (self.mask, self.ids)
         )
-        return self._replace(past=past, mask=mask, ids=own)
+        return self._replace(kv_cache=kv_cache, mask=mask, ids=tokens)
 
-    def padded(self, length: int) -> State:
-        """The same texts in `length` columns, by more padding on their left or by less of it.
+    def padded(self, length: int) -> DecodeState:
+        """The same sequences with more or less padding on the left, `length` slots in all.
 
-        For libraries that compile anew for every shape. Padding only may be taken away.
+        For libraries that compile anew for every shape. Only padding may be removed.
         """
         n = length - self.length
-        k = next((past.k for past in self.past if past.k is not None), None)
+        k = next((layer.k for layer in self.kv_cache if layer.k is not None), None)
         if n == 0 or k is None:
             return self
         xp = array_namespace(k)
-        where: Any = {"dtype": xp.bool, "device": device(k)}
-        ones, zeros = (partial(fill, **where) for fill in (xp.ones, xp.zeros))
+        options: Any = {"dtype": xp.bool, "device": device(k)}
+        ones, zeros = (partial(fill, **options) for fill in (xp.ones, xp.zeros))
         mask = ones((k.shape[0], self.length)) if self.mask is None else self.mask
         mask = mask[:, -n:] if n < 0 else xp.concat([zeros((k.shape[0], n)), mask], axis=1)
         ids = self.ids
         if ids is not None:
             before = xp.zeros((k.shape[0], max(n, 0)), dtype=ids.dtype, device=device(ids))
             ids = xp.concat([before, ids[:, max(-n, 0) :]], axis=1)
-        # A window that has dropped keys keeps what it has.
-        past = [p if p.length < self.length else p.widened(n) for p in self.past]
-        return self._replace(past=tuple(past), mask=mask, length=length, ids=ids)
+        # A layer whose window has dropped keys has no padding to add to or remove.
+        kv_cache = [p if p.length < self.length else p.padded(n) for p in self.kv_cache]
+        return self._replace(kv_cache=tuple(kv_cache), mask=mask, length=length, ids=ids)
 
 
-def require_keep(mask: Array, tokens: Array) -> None:
-    """TypeError, ValueError unless `mask` says of each of tokens (B, T) whether it is one."""
+def require_padding_mask(mask: Array, tokens: Array) -> None:
+    """TypeError or ValueError unless `mask` is boolean and has the shape (B, T) of tokens."""
     require_mask("LanguageModel", "mask", mask, tokens)
     if tuple(mask.shape) != tuple(tokens.shape[:2]):
         raise ValueError(
@@ -139,12 +146,12 @@ def require_keep(mask: Array, tokens: Array) -> None:
         )
 
 
-def grown_mask(
-    before: Array | None, mask: Array | None, tokens: Array, n_past: int
+def appended_mask(
+    before: Array | None, mask: Array | None, tokens: Array, n_cached: int
 ) -> Array | None:
-    """The mask of a text and of the tokens after it; None where all are tokens."""
+    """The mask of the cached tokens and of `tokens` after them; None if there is no padding."""
     if mask is not None:
-        require_keep(mask, tokens)
+        require_padding_mask(mask, tokens)
     if before is None and mask is None:
         return None
     xp = array_namespace(tokens)
@@ -152,12 +159,12 @@ def grown_mask(
     def ones(n: int) -> Array:
         return xp.ones((tokens.shape[0], n), dtype=xp.bool, device=device(tokens))
 
-    before = ones(n_past) if before is None else before
+    before = ones(n_cached) if before is None else before
     return xp.concat([before, ones(tokens.shape[1]) if mask is None else mask], axis=1)
 
 
-def counted(mask: Array) -> Array:
-    """The place of each token among those that mask keeps; 0 for padding before the first."""
+def position_ids(mask: Array) -> Array:
+    """(B, S): the position of each token, counted without padding; 0 for padding on the left."""
     xp = array_namespace(mask)
-    seen = xp.cumulative_sum(as_indices(xp.astype(mask, xp.uint8)), axis=-1)
-    return xp.maximum(seen - 1, xp.zeros_like(seen))
+    count = xp.cumulative_sum(as_indices(xp.astype(mask, xp.uint8)), axis=-1)
+    return xp.maximum(count - 1, xp.zeros_like(count))

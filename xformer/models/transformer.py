@@ -8,7 +8,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from xformer import backends, ops
+from xformer import backends, ops, renamed
 from xformer.backends import Generator
 from xformer.checks import (
     as_indices,
@@ -31,6 +31,7 @@ from xformer.models.loss import LossCache
 from xformer.typing import Array
 
 
+@renamed.arguments(norm="norm_placement", checkpoint="activation_checkpointing")
 @dataclass(frozen=True)
 class Transformer:
     """Sizes and choices; parameters are data, made by `init`. ValueError where they do not fit.
@@ -55,7 +56,7 @@ class Transformer:
     src_width: int | None = None  # of the source's embeddings; d_model unless given
     tgt_width: int | None = None  # of the target's
     activation: str = "relu"
-    norm: str = "post"
+    norm_placement: str = "post"
     eps: float = 1e-5
     bias: bool = True
     positions: str = "sinusoidal"
@@ -64,7 +65,9 @@ class Transformer:
     shared_memory: bool = False  # one key/value projection of the encoder's output for all layers
     tied: bool = False  # the target's embedding is the output head too
     dropout: float = 0.0
-    checkpoint: bool = False  # each block runs again in its backward, and keeps its input alone
+    activation_checkpointing: bool = (
+        False  # each block runs again in its backward, and keeps its input alone
+    )
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -94,7 +97,7 @@ class Transformer:
             d_head=self.d_head,
             d_value=self.d_value,
             activation=self.activation,
-            norm=self.norm,
+            norm_placement=self.norm_placement,
             eps=self.eps,
             bias=self.bias,
             dropout=self.dropout,
@@ -120,7 +123,7 @@ class Transformer:
             tgt_embed=embed(self.tgt_vocab_size, self.tgt_width),
             shared_memory=self.shared_memory,
             head=LMHead(tied=self.tied, bias=self.bias and not self.tied),
-            checkpoint=self.checkpoint,
+            activation_checkpointing=self.activation_checkpointing,
         )
 
     def init(
@@ -139,7 +142,7 @@ class Transformer:
         src: Array,
         tgt: Array,
         *,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, EncoderDecoderCache]:
         """Logits of the token after each of tgt.
 
@@ -155,7 +158,7 @@ class Transformer:
         src: Array,
         tgt: Array,
         *,
-        dropout_key: ops.Key | None = None,
+        dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, LossCache]:
         """Mean cross-entropy in nats of tgt[:, 1:] after tgt[:, :-1]; padding does not count.
@@ -170,17 +173,24 @@ class Transformer:
         return self.network.loss(params, src, tgt[:, :-1], tgt[:, 1:], **options)
 
     @inference()
+    @renamed.arguments(max_new="max_new_tokens")
     def generate(
-        self, params: EncoderDecoderParams, src: Array, *, start_id: int, end_id: int, max_new: int
+        self,
+        params: EncoderDecoderParams,
+        src: Array,
+        *,
+        start_id: int,
+        end_id: int,
+        max_new_tokens: int,
     ) -> Array:
-        """Greedy decoding: (B, up to max_new) ids, each row up to its end token, then padding.
+        """Greedy decoding: ids (B, at most max_new_tokens), after the end token padding.
 
         ValueError where start_id or end_id is not in the target's vocabulary. Looks at the ids
         after each step, to stop early: not for use under `jax.jit`.
         """
         ids = {"start_id": start_id, "end_id": end_id}
         start_id, end_id = require_id("generate", self.tgt_vocab_size, **ids)
-        (max_new,) = require_sizes("generate", 0, max_new=max_new)
+        (max_new_tokens,) = require_sizes("generate", 0, max_new_tokens=max_new_tokens)
         require_tokens("generate", "src", src)
         xp = array_namespace(src)
         kept = self._kept(src)
@@ -189,8 +199,8 @@ class Transformer:
         tgt = xp.full((src.shape[0], 1), start_id, dtype=src.dtype, device=device(src))
         done = xp.zeros_like(tgt[:, 0], dtype=xp.bool)
         is_pad = xp.arange(self.tgt_vocab_size, device=device(src)) == self.pad_id  # (V,)
-        for _ in range(min(max_new, self.max_len)):
-            logits, _ = self.network.decode(
+        for _ in range(min(max_new_tokens, self.max_len)):
+            logits, _ = self.network.decode_target(
                 params, memory, memory_pos, tgt, src_mask=kept, tgt_mask=self._kept(tgt)
             )
             scores = xp.where(is_pad, -xp.inf, logits[:, -1, :])

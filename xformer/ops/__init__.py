@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xformer.ops.log_softmax import log_softmax
     from xformer.ops.mse import mse
     from xformer.ops.quick_gelu import quick_gelu
-    from xformer.ops.random_bits import Key, random_bits
+    from xformer.ops.random_bits import RandomKey, random_bits
     from xformer.ops.relu import relu
     from xformer.ops.relu_squared import relu_squared
     from xformer.ops.rms_norm import rms_norm
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from xformer.ops.tanh import tanh
 
 __all__ = [
-    "Key",
+    "RandomKey",
     "cross_entropy",
     "dropout",
     "embedding",
@@ -90,7 +90,7 @@ later(
     log_softmax="log_softmax",
     mse="mse",
     quick_gelu="quick_gelu",
-    random_bits="Key random_bits",
+    random_bits="RandomKey random_bits",
     relu="relu",
     relu_squared="relu_squared",
     rms_norm="rms_norm",

@@ -9,14 +9,14 @@ from array_api_compat import array_namespace, device
 
 from xformer.checks import number, require_shape
 from xformer.dispatch import overridable
-from xformer.ops.random_bits import Key, random_bits, require_key
+from xformer.ops.random_bits import RandomKey, random_bits, require_key
 from xformer.shapes import shapes
 from xformer.typing import Array
 
 
 @overridable
 @shapes("x (...)")
-def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCache]:
+def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
     """y = x * keep / (1 - rate), keep zero with probability `rate` (arXiv:1207.0580, inverted).
 
     The bits of `key` decide: the same key gives the same mask on every backend. rate 0 gives x,
@@ -33,7 +33,7 @@ class DropoutCache(NamedTuple):
     """What `dropout` keeps for its backward: no array."""
 
     rate: float
-    key: Key | None
+    key: RandomKey | None
     shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> Array:
@@ -42,7 +42,9 @@ class DropoutCache(NamedTuple):
         return _drop(dy, self.rate, self.key)
 
 
-def require_rate(op: str, rate_name: str, rate: float, key_name: str, key: Key | None) -> float:
+def require_rate(
+    op: str, rate_name: str, rate: float, key_name: str, key: RandomKey | None
+) -> float:
     """The rate, in [0, 1]; TypeError where it is not 0 and `key` is no Key."""
     rate = number(op, rate_name, rate, low=0, high=1)
     if rate != 0:
@@ -50,7 +52,7 @@ def require_rate(op: str, rate_name: str, rate: float, key_name: str, key: Key |
     return rate
 
 
-def _drop(x: Array, rate: float, key: Key | None) -> Array:
+def _drop(x: Array, rate: float, key: RandomKey | None) -> Array:
     if rate == 0:
         return x
     xp = array_namespace(x)

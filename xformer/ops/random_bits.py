@@ -24,16 +24,16 @@ class _Parts(NamedTuple):
     site: int = 0  # 32 bits
 
 
-class Key(_Parts):
+class RandomKey(_Parts):
     """Names one stream of random bits: a run's seed, a training step, a site in the model."""
 
     __slots__ = ()
 
-    def __new__(cls, seed: int, step: Any = 0, site: int = 0) -> Key:
+    def __new__(cls, seed: int, step: Any = 0, site: int = 0) -> RandomKey:
         """NumPy's integers become int: they would overflow where 64 bits are cut in two."""
         return super().__new__(cls, _plain(seed), _plain(step), _plain(site))
 
-    def at(self, site: int) -> Key:
+    def at(self, site: int) -> RandomKey:
         """The stream of another site, counted from this one's."""
         return self._replace(site=self.site + site)
 
@@ -46,7 +46,7 @@ def _plain(part: Any) -> Any:
 
 
 @overridable(backward=False)
-def random_bits(like: Array, *, key: Key, size: int) -> Array:
+def random_bits(like: Array, *, key: RandomKey, size: int) -> Array:
     """`size` random words in [0, 2^32) by Philox4x32-10 (Salmon et al., SC 2011), on like's device.
 
     Element i is word i mod 4 of block i // 4, whose counter is (block low, block high, site, step)
@@ -67,10 +67,10 @@ def random_bits(like: Array, *, key: Key, size: int) -> Array:
 
 def require_key(op: str, key: Any, name: str = "key") -> None:
     """TypeError unless `key` is a Key of ints, ValueError unless they are in range."""
-    if not isinstance(key, Key):
+    if not isinstance(key, RandomKey):
         got = "None" if key is None else type(key).__name__
         raise TypeError(f"{op}: {name} must be an xformer.Key, got {got}")
-    for part, value, bits in zip(Key._fields, key, (64, 32, 32), strict=True):
+    for part, value, bits in zip(RandomKey._fields, key, (64, 32, 32), strict=True):
         if part == "step" and is_array_api_obj(value):
             continue
         if not isinstance(value, int) or isinstance(value, bool):

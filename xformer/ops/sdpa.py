@@ -19,7 +19,7 @@ from xformer.ops._attention import (
     window_of,
 )
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import shapes
 from xformer.typing import Array
@@ -40,7 +40,7 @@ def sdpa(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> tuple[Array, SdpaCache]:
     """ctx = dropout(softmax(scale * q k^T + bias)) v, over allowed keys (arXiv:1706.03762, eq. 1).
 

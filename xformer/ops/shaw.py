@@ -20,7 +20,7 @@ from xformer.ops._attention import (
 )
 from xformer.ops._pointwise import clip
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.shapes import shapes
 from xformer.typing import Array
 
@@ -38,7 +38,7 @@ def shaw(
     causal: bool = False,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> tuple[Array, ShawCache]:
     """Attention to k_j + rel_k[c], of v_j + rel_v[c], c = L + the clipped distance from i to j.
 

@@ -1,6 +1,6 @@
 """Optimisers: pure functions, `params, state = adamw(params, grads, state, lr=...)`."""
 
-from xformer.initial import normal, xavier_normal, xavier_uniform
+from xformer.initializers import normal, xavier_normal, xavier_uniform
 from xformer.optim import schedules
 from xformer.optim.accumulate import accumulate
 from xformer.optim.adafactor import AdafactorState, adafactor, adafactor_init

@@ -40,11 +40,11 @@ def flow(model: LanguageModel, params: Any, tokens: Array, targets: Array, name:
 
     tokens, targets: as in `LanguageModel.loss`.
     """
-    if not isinstance(model, LanguageModel) or model.n_groups is not None:
+    if not isinstance(model, LanguageModel) or model.n_shared_layer_groups is not None:
         raise TypeError(
             f"flow: model must be a LanguageModel whose layers share nothing, got {model!r:.60}"
         )
-    model = replace(model, checkpoint=False)  # or its caches would hold inputs only
+    model = replace(model, activation_checkpointing=False)  # or its caches would hold inputs only
     with reference_only():  # its caches hold what comes into each op, which a kernel may not keep
         loss, cache = model.loss(params, tokens, targets)
         grads = cache.backward(one(loss))
@@ -64,7 +64,7 @@ def at_initialisation(
     norm: where the norms stand, as in `layers.BlockConfig`. Random tokens, float64.
     """
     (n_layers,) = require_sizes("flow", 1, n_layers=n_layers)
-    block = BlockConfig(d_model, n_heads, 4 * d_model, norm=norm)
+    block = BlockConfig(d_model, n_heads, 4 * d_model, norm_placement=norm)
     embed = EmbedConfig(VOCABULARY, d_model, d_model, LENGTH)
     model = LanguageModel(embed, (block,) * n_layers, head=LMHead(tied=False))
     rng = backends.get("numpy").generator(seed, "float64")
@@ -143,5 +143,5 @@ def _rms(x: Array) -> float:
 def _norm(arrays: Any) -> float:
     """Over all arrays of a tree."""
     leaves = tree.flatten(arrays).values()
-    hosts = [backends.of(a).to_numpy(a).astype(np.float64) for a in leaves]
+    hosts = [backends.backend_of(a).to_numpy(a).astype(np.float64) for a in leaves]
     return math.sqrt(sum(float(np.sum(a**2)) for a in hosts))

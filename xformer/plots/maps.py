@@ -31,7 +31,9 @@ def attention_maps(
     if (target is not None) != isinstance(network, EncoderDecoder):
         needs = "needs a target" if target is None else "has no target"
         raise ValueError(f"attention_maps: {type(network).__name__} {needs}")
-    network = replace(network, checkpoint=False)  # or its caches would hold inputs only
+    network = replace(
+        network, activation_checkpointing=False
+    )  # or its caches would hold inputs only
     # The reference's caches hold the probabilities, which a kernel may not keep.
     with place_of(params).active(), reference_only():
         if isinstance(network, LanguageModel):
@@ -54,4 +56,4 @@ def _self_attention(block: Any) -> Any:
 def _on_host(caches: list[Any]) -> tuple[np.ndarray, ...]:
     """The probabilities of the caches of `layers.attention`."""
     probs = [cache.core.probs for cache in caches]
-    return tuple(backends.of(p).to_numpy(p) for p in probs)
+    return tuple(backends.backend_of(p).to_numpy(p) for p in probs)

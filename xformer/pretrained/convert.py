@@ -20,7 +20,7 @@ def as_llama(model: Any, params: Any) -> tuple[Any, Any]:
     The columns of queries and keys change places; everything else stays. ValueError for a model
     that is none of llama2.c's.
     """
-    source = model.source or {}
+    source = model.hf_config or {}
     if source.get("model_type") != llama2c.MODEL_TYPE:
         raise ValueError(
             f"as_llama: the model must be one of llama2.c, got {source.get('model_type')}"

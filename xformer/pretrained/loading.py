@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from xformer import backends, tree
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.pretrained import families, files
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family
@@ -56,7 +56,7 @@ def _described(
         raise PretrainedError(f"{where}: {error}") from error
     unread = unread_keys(c) if family.heads else []
     c.finish()  # a family without architectures is not transformers', and reads all of its keys
-    return replace(found, source=copy.deepcopy(dict(config))), unread
+    return replace(found, hf_config=copy.deepcopy(dict(config))), unread
 
 
 def load(
@@ -158,11 +158,11 @@ def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
     are not the model's.
     """
     arrays = tensors_of(model, params)
-    if model.source["model_type"] == families.llama2c.MODEL_TYPE:
-        families.llama2c.write_file(folder, model.source, arrays)
+    if model.hf_config["model_type"] == families.llama2c.MODEL_TYPE:
+        families.llama2c.write_file(folder, model.hf_config, arrays)
         return
     dtypes = sorted({str(a.dtype) for a in arrays.values()})
-    config = {key: value for key, value in model.source.items() if key != "torch_dtype"}
+    config = {key: value for key, value in model.hf_config.items() if key != "torch_dtype"}
     generation = model.generation_config
     more = {} if generation is None else {files.GENERATION: generation}
     files.write(folder, arrays, config | {"dtype": dtypes[0]}, more=more)
@@ -194,19 +194,19 @@ def links_of(model: Any, *, in_memory: bool = False) -> list[Link]:
 
     in_memory: by the names that transformers has in memory, not in files.
     """
-    if getattr(model, "source", None) is None:
+    if getattr(model, "hf_config", None) is None:
         raise ValueError(
-            "save: the model must have a configuration of its family (model.source); "
+            "save: the model must have a configuration of its family (model.hf_config); "
             "make it with xformer.pretrained.model(config)"
         )
-    family = _family(model.source, "save")
-    bare = head_of(family, model.source, "save") == "hidden"
+    family = _family(model.hf_config, "save")
+    bare = head_of(family, model.hf_config, "save") == "hidden"
     return list(links_for(family, model, shapes_of(model), bare, lambda name: in_memory))
 
 
 def host_of(leaf: Any) -> np.ndarray:
     """A parameter as an array of NumPy."""
-    return leaf if isinstance(leaf, np.ndarray) else backends.of(leaf).to_numpy(leaf)
+    return leaf if isinstance(leaf, np.ndarray) else backends.backend_of(leaf).to_numpy(leaf)
 
 
 def _family(config: Mapping[str, Any], where: str) -> Family:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from xformer import tree
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.pretrained import families, files
 from xformer.pretrained.family import Family
 from xformer.pretrained.names import Link
@@ -69,7 +69,7 @@ def matched_links(
 ) -> list[tuple[Link, list[str]]]:
     """The links, each with its names in the files; PretrainedError that lists what does not fit."""
     n_layers = sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
-    if getattr(model, "n_groups", None) is None and n_layers > len(tensors):
+    if getattr(model, "n_shared_layer_groups", None) is None and n_layers > len(tensors):
         raise PretrainedError(
             f"{where}: config.json describes {n_layers} layers, and the files hold "
             f"{len(tensors)} tensors"
@@ -78,7 +78,7 @@ def matched_links(
     names = _Names(family, tensors, where)
     matched: list[tuple[Link, list[str]]] = []
     missing, misshapen = [], []
-    bare = head_of(family, model.source, where) == "hidden"
+    bare = head_of(family, model.hf_config, where) == "hidden"
     for link in links_for(family, model, like, bare, names.is_there):
         found = {name: names.find(name) for name in link.theirs}
         for name, shape in link.shapes(like).items():

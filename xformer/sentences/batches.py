@@ -56,7 +56,7 @@ def by_batch(
     encoded = _encoded(what, tokenizer, texts, prompt, limit)
     _require_known(what, encoded, model.embed.vocab_size)
     table = value(params.embed.table)
-    place = replace(backends.of(table), device=device(table))
+    place = replace(backends.backend_of(table), device=device(table))
     y = np.empty((len(texts), width), place.to_numpy(table[:0, :]).dtype)
     lengths = [len(ids) for ids in encoded]
     if records(params):

@@ -34,7 +34,7 @@ def classify(
     ValueError also for a model that is no classifier, or that predicts numbers ("regression").
     """
     head = _head(model)
-    source = model.source or {}
+    source = model.hf_config or {}
     kind = source.get("problem_type") or KINDS[0]
     if kind not in KINDS:
         raise ValueError(f"classify: problem_type must be {' or '.join(KINDS)}, got {kind!r:.100}")
@@ -72,7 +72,7 @@ def labels(model: Any) -> list[str]:
     Several classes may have one name. ValueError for another model, or names that are no strings.
     """
     head = _head(model)
-    names = (model.source or {}).get("id2label") or {}
+    names = (model.hf_config or {}).get("id2label") or {}
     by_number = {str(key): name for key, name in names.items()}
     numbers = range(head.n_labels)
     found = [by_number[str(i)] if names else f"LABEL_{i}" for i in numbers]

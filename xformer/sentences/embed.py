@@ -69,7 +69,7 @@ def _vectors(model: Any, how: str, normalize: bool) -> Forward:
     """(B, D) of tokens (B, T) and their mask."""
 
     def vectors(params: Any, tokens: Array, mask: Array) -> Array:
-        return model.pooled(params, tokens, mask=mask, how=how, normalize=normalize)[0]
+        return model.pooled(params, tokens, mask=mask, pooling=how, normalize=normalize)[0]
 
     return Forward(vectors)
 

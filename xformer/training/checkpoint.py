@@ -19,9 +19,9 @@ import numpy as np
 import safetensors
 from safetensors.numpy import load_file, save_file
 
-from xformer import backends, models, tree
+from xformer import backends, models, renamed, tree
 from xformer.files import replacing
-from xformer.initial import Shapes
+from xformer.initializers import Shapes
 from xformer.training.storable import on_host, require_storable
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -125,7 +125,8 @@ def _model(text: str | None, path: Path) -> Any:
 def _made(kind: Any, fields: Any) -> Any:
     """A configuration of its fields as JSON has them, which knows neither such nor tuples."""
     hints = get_type_hints(kind)
-    return kind(**{name: _value(hints.get(name), value) for name, value in dict(fields).items()})
+    fields = renamed.fields(kind.__name__, dict(fields))
+    return kind(**{name: _value(hints.get(name), value) for name, value in fields.items()})
 
 
 def _value(hint: Any, value: Any) -> Any:

@@ -85,10 +85,10 @@ class CompiledSteps:
     def _step(self, params: Any, own: Any, average: Any, inputs: Any) -> Any:
         """Forward, backward, clipping, optimiser and average: a function of arrays."""
         config = self.config
-        weights = self.place.weights(params, config.precision)
+        weights = self.place.cast_params(params, config.precision)
 
         def one(weights: Any, i: int) -> tuple[Array, Any]:
-            key = ops.Key(config.seed, step=inputs["numbers"][i])
+            key = ops.RandomKey(config.seed, step=inputs["numbers"][i])
             return self.loss.of(weights, inputs["batches"][i], key)
 
         value, grads = weighted(one, weights, inputs["shares"])

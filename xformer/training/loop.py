@@ -149,7 +149,7 @@ def train(
         validation = None
         if state.step % config.eval_every == 0 or state.step == config.steps:
             with place.active():
-                weights = place.weights(state.averaged, config.precision)
+                weights = place.cast_params(state.averaged, config.precision)
             validation = evaluate(loss, weights, held_out, place, compiled=compiled)
             del weights
             state = _judged(state, validation)
@@ -265,7 +265,7 @@ def _gradients(
 
     Of gradients that overflow the next batches take the place, with a lower scale.
     """
-    weights = place.weights(state.params, config.precision)
+    weights = place.cast_params(state.params, config.precision)
     while True:
         state, value, grads = _accumulated(loss, state, weights, source, config, place)
         if reduce is not None:  # before it is asked whether they are finite: all then go on alike
@@ -294,7 +294,7 @@ def _accumulated(
 
     def one(params: Any, i: int) -> tuple[Array, Any]:
         # A dropout mask for each batch of the run, whichever step it falls in.
-        key = ops.Key(config.seed, step=numbers[i] + 1)
+        key = ops.RandomKey(config.seed, step=numbers[i] + 1)
         value, cache = loss(params, batches[i], place, key)
         return value, cache if scale is None else Scaled(cache, scale.scale)
 

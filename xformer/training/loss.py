@@ -19,7 +19,7 @@ class Loss(Protocol):
     """What is trained: loss(params, batch, backend, key) -> mean loss in nats, and its cache."""
 
     def __call__(
-        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None, /
+        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None, /
     ) -> tuple[Array, Any]:
         """The loss and what its backward(dloss) needs."""
 
@@ -37,7 +37,7 @@ class ArrayLoss:
     """A `Loss` in two parts: `inputs` on the host, and `of`, a function of arrays."""
 
     def __call__(
-        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.Key | None = None
+        self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None
     ) -> tuple[Array, Any]:
         """The loss and what its backward(dloss) needs."""
         return self.of(params, tree.map(place.asarray, self.inputs(batch)), dropout_key)
@@ -46,7 +46,7 @@ class ArrayLoss:
         """Arrays and masks of a batch."""
         return batch.arrays, batch.masks
 
-    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+    def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """The loss of `inputs` where they are on the device, and its cache."""
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class ModelLoss(ArrayLoss):
         _require_known(batch, sizes, self.options.get("ignore_index"))
         return batch.arrays, batch.masks
 
-    def of(self, params: Any, inputs: Any, dropout_key: ops.Key | None) -> tuple[Array, Any]:
+    def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
         """The loss of `inputs` where they are on the device, and its cache."""
         arrays, masks = inputs
         found: tuple[Array, Any] = self.model.loss(

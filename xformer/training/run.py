@@ -226,7 +226,7 @@ class Run:
         return state
 
     def _write_model(self, params: Any, place: Backend) -> None:
-        if getattr(self.model, "source", None) is None:
+        if getattr(self.model, "hf_config", None) is None:
             checkpoint.save(self.folder, self.model, params, place)
         else:
             pretrained.save(self.model, params, self.folder)
@@ -241,7 +241,7 @@ class Run:
                     read_state(found[n])
                 except CheckpointError:
                     continue
-                hint = f"that of step {n} is whole, and --at {n} goes on from it"
+                hint = f"that of step {n} is whole, and --resume-step {n} goes on from it"
                 raise CheckpointError(f"{error}; {hint}") from error
             raise CheckpointError(f"{error}; there is no older one that is whole") from error
 

@@ -1,4 +1,4 @@
-"""`append` in fixed columns: new ones are written where the others are, or all are copied."""
+"""`append` to a static KV cache: in place, or to a copy."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
 
 from xformer.dispatch import kernel
-from xformer.layers.past import Past
-from xformer.layers.past import append as op
+from xformer.layers.kv_cache import KVCache
+from xformer.layers.kv_cache import append as op
 from xformer.typing import Array
 
 
-def unsupported(k: Array, v: Array, *, past: Past) -> str | None:
+def unsupported(k: Array, v: Array, *, kv_cache: KVCache) -> str | None:
     """Why the kernel cannot run."""
-    if past.at is None or past.k is None or past.v is None:
-        return "no fixed columns"
-    if past.at.dtype != np.int64 or past.at.shape:
-        return "the column is no int64"
-    fits = (*k.shape[:2], k.shape[3]) == (*past.k.shape[:2], past.k.shape[3])
-    fits &= v.shape == (*k.shape[:3], past.v.shape[3])
-    return unrecordable(k, v, past.k, past.v) if fits else "the reference says what is wrong"
+    if kv_cache.write_index is None or kv_cache.k is None or kv_cache.v is None:
+        return "the KV cache is not static"
+    if kv_cache.write_index.dtype != np.int64 or kv_cache.write_index.shape:
+        return "write_index is no int64"
+    fits = (*k.shape[:2], k.shape[3]) == (*kv_cache.k.shape[:2], kv_cache.k.shape[3])
+    fits &= v.shape == (*k.shape[:3], kv_cache.v.shape[3])
+    return (
+        unrecordable(k, v, kv_cache.k, kv_cache.v) if fits else "the reference says what is wrong"
+    )
 
 
 @kernel(op, "numba.kernels", unsupported=unsupported)
-def append(k: Array, v: Array, *, past: Past) -> Past:
-    """k (B, G, T, K) and v (B, G, T, M) in the columns from `past.at` on, by one instruction.
+def append(k: Array, v: Array, *, kv_cache: KVCache) -> KVCache:
+    """One instruction writes k (B, G, T, K) and v (B, G, T, M) at `kv_cache.write_index`.
 
-    A program writes results over what is donated, where it can (`donate`): the kernel then finds
-    the other columns in their places.
+    If the old arrays are donated, a program writes the results into them (`donate`), and only the
+    new slots are written.
     """
-    old: Any = past.k, past.v
-    program, (b, g, s, width) = program_of(k, v, *old, past.at), old[0].shape
+    old: Any = kv_cache.k, kv_cache.v
+    program, (b, g, s, width) = program_of(k, v, *old, kv_cache.write_index), old[0].shape
     outs = [program.fresh(x.shape, np.float32) for x in old]
 
     def run(new_k: Any, new_v: Any, at: Any, *ins: Any) -> None:
-        found = op.reference(*ins[:2], past=Past(ins[2], ins[3], at=at))
+        found = op.reference(*ins[:2], kv_cache=KVCache(ins[2], ins[3], write_index=at))
         np.copyto(new_k, found.k)
         np.copyto(new_v, found.v)
 
     numbers = b * g, s, width, v.shape[3], k.shape[2]
-    ins = [past.at, *map(contiguous, (k, v, *old))]
+    ins = [kv_cache.write_index, *map(contiguous, (k, v, *old))]
     pieces = program.pieces(k.size + v.size)  # which is all there is to do in place
     own = Native(write, numbers, pieces)
     program.emit("append", run, outs, ins, own, in_place=[(3,), (4,)])
-    return past._replace(k=outs[0], v=outs[1])
+    return kv_cache._replace(k=outs[0], v=outs[1])
 
 
 @native

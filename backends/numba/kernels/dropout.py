@@ -25,13 +25,13 @@ from xformer import ops
 from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import MASK, Key
+from xformer.ops.random_bits import MASK, RandomKey
 from xformer.typing import Array
 
 BLOCKS = 64  # of four words, made at once
 
 
-def unsupported(x: Array, *, rate: Any, key: Key | None) -> str | None:
+def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:
     """Why the kernel cannot run."""
     if not isinstance(rate, float) or not 0 < rate < 1 - 2**-32:
         return "nothing is drawn at a rate of 0 or 1"
@@ -42,7 +42,7 @@ def unsupported(x: Array, *, rate: Any, key: Key | None) -> str | None:
 
 
 @kernel(ops.dropout, "numba.kernels", unsupported=unsupported)
-def dropout(x: Array, *, rate: float, key: Key | None) -> tuple[Array, DropoutCache]:
+def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
     """y = x * keep / (1 - rate)."""
     rate = require_rate("dropout", "rate", rate, "key", key)
     assert key is not None
@@ -53,7 +53,7 @@ class DropoutCache(NamedTuple):
     """What `dropout` keeps for its backward: no array."""
 
     rate: float
-    key: Key
+    key: RandomKey
     shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> Array:
@@ -62,7 +62,7 @@ class DropoutCache(NamedTuple):
         return _drop("dropout backward", dy, self.rate, self.key)
 
 
-def _drop(name: str, x: Array, rate: float, key: Key) -> Array:
+def _drop(name: str, x: Array, rate: float, key: RandomKey) -> Array:
     program, x, step = program_of(x, key.step), contiguous(x), key.step
     step = step if isinstance(step, Traced) else constant(np.array(step, np.int64))
     y = program.fresh(x.shape, x.dtype)

@@ -30,7 +30,7 @@ from xformer.backends.numba.tuning import SPEED
 
 from xformer import ops
 from xformer.checks import require_gradient
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.typing import Array
 
 CHUNK = 1 << 24  # logits at once, to the nearest number of chunks: 64 MB
@@ -84,7 +84,7 @@ def linear_cross_entropy(
         counts: Array = reshape(tokens.targets, (-1, 1))
         rows = namespace.where(counts >= 0, rows, 0.0)
     head = _Head(recorder, rows, factor(w), b, options)
-    back = not keeps_nothing()
+    back = not is_inference()
     losses = recorder.fresh((head.x.shape[0],), np.float32)
     dx = recorder.fresh(head.x.shape if back else (0,), np.float32)
     dw = db = None

@@ -28,7 +28,7 @@ from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
 from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import Key
+from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
 ONE = 8 * WORTH  # multiplications of one query, few of whose columns may be seen
@@ -47,7 +47,7 @@ def unsupported(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> str | None:
     """Why the kernel cannot run."""
     arrays = [x for x in (q, k, v, bias, sinks) if x is not None]
@@ -79,7 +79,7 @@ def sdpa(
     softcap: float | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Key | None = None,
+    dropout_key: RandomKey | None = None,
 ) -> tuple[Array, SdpaCache]:
     """ctx = dropout(softmax(scale * q k^T + bias)) v, over allowed keys."""
     require_heads("sdpa", q, k, mask)

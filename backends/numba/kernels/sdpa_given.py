@@ -23,7 +23,7 @@ from xformer.backends.numba.program.traced import Traced, constant
 
 from xformer import ops
 from xformer.ops._attention import Window, fold, forbid, unfold
-from xformer.ops.random_bits import MASK, Key
+from xformer.ops.random_bits import MASK, RandomKey
 from xformer.typing import Array
 
 SCORES = 1 << 14  # of a tile of whole rows: two tiles and their keys fit in a core's L2 cache
@@ -119,7 +119,7 @@ class Attention(NamedTuple):
     softcap: float | None
     scale: float
     rate: float
-    key: Key | None  # None without dropout
+    key: RandomKey | None  # None without dropout
 
     def numbers(self, given: Operands) -> tuple[int, ...]:
         """Of an instruction, as `read` reads them."""
@@ -127,7 +127,7 @@ class Attention(NamedTuple):
         (b, t, h, width), (s, g), m = q.shape, k.shape[1:3], v.shape[3]
         left, right = self.reach(t, s)
         drawn = round(self.rate * 2**32), bits(1 / (1 - self.rate))
-        key = self.key or Key(0)
+        key = self.key or RandomKey(0)
         return (
             *(b, t, h, width, s, g, m, left, right, bits(self.scale), bits(self.softcap or 0)),
             *(*q.strides[:3], *k.strides[:3], *v.strides[:3]),

@@ -35,14 +35,14 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     groups = c.integer("num_hidden_groups", low=1, default=1)
     if len(model.blocks) % groups:
         raise c.refused("num_hidden_groups", f"a divisor of {len(model.blocks)} layers")
-    return replace(model, n_groups=groups)
+    return replace(model, n_shared_layer_groups=groups)
 
 
 def links(model: LanguageModel) -> Links:
     """Names."""
     yield from bert.embed_links("albert.embeddings")
     yield from linear("albert.encoder.embedding_hidden_mapping_in", "embed.project")
-    for i in range(model.n_groups or 0):
+    for i in range(model.n_shared_layer_groups or 0):
         group = f"albert.encoder.albert_layer_groups.{i}"
         theirs, ours = f"{group}.albert_layers.0", f"stack.blocks.{i}"
         yield from attention(

@@ -41,7 +41,7 @@ def block(
         n_heads=c.integer("num_attention_heads", low=1, default=heads),
         d_ff=c.integer("intermediate_size", low=1, default=hidden),
         activation=activation(c, "hidden_act", act),
-        norm="post",
+        norm_placement="post",
         eps=c.number("layer_norm_eps", low=0, default=1e-12),
         dropout=rate(c, "hidden_dropout_prob", dropout),
         attn_dropout=rate(c, "attention_probs_dropout_prob", dropout),

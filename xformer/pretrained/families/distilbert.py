@@ -26,7 +26,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         n_heads=c.integer("n_heads", low=1, default=12),
         d_ff=c.integer("hidden_dim", low=1, default=3072),
         activation=activation(c, "activation", "gelu"),
-        norm="post",
+        norm_placement="post",
         eps=EPS,
         dropout=rate(c, "dropout", 0.1),
         attn_dropout=rate(c, "attention_dropout", 0.1),

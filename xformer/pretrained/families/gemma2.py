@@ -29,7 +29,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         c,
         kv_heads=4,
         d_head=256,
-        norm="sandwich",
+        norm_placement="sandwich",
         norm_offset=1.0,
         activation=activation(c, "hidden_activation", "gelu_pytorch_tanh"),
         qkv_bias=bias,

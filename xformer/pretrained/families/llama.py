@@ -44,7 +44,7 @@ def block(
         "d_head": c.integer("head_dim", low=1, default=d_head),
         "d_ff": c.integer("intermediate_size", low=1),
         "gated": True,
-        "norm_kind": "rms",
+        "norm": "rms",
         "eps": c.number("rms_norm_eps", low=0, default=eps),
         "bias": False,
         "attn_dropout": rate(c, "attention_dropout", 0.0),
@@ -94,7 +94,7 @@ def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -
     slides = default if kinds is None else tuple(kind == choices[1] for kind in kinds)
     if any(slides) and sliding is None:
         raise c.refused("layer_types", "full_attention where there is no sliding window")
-    return tuple(sliding if slide else None for slide in slides)
+    return tuple(sliding if is_sliding else None for is_sliding in slides)
 
 
 def links(model: LanguageModel) -> Links:

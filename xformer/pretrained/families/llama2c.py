@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.layers import BlockConfig, EmbedConfig, RopeConfig, rotary
+from xformer.layers import BlockConfig, EmbedConfig, RopeConfig, rope_tables
 from xformer.models import LanguageModel, LMHead
 from xformer.pretrained import llama2c
 from xformer.pretrained.config import Config
@@ -42,7 +42,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         d_ff=c.integer("d_ff", low=1),
         activation="silu",
         gated=True,
-        norm_kind="rms",
+        norm="rms",
         bias=False,
     )
     embed = EmbedConfig(
@@ -135,6 +135,6 @@ def write_file(
     for name in (*MAPS, *NORMS):
         arrays[name] = np.stack([tensors[f"{name}.{i}"] for i in range(header.n_layers)])
     width = header.d_model // header.n_heads
-    turned = rotary(RopeConfig(width), like=arrays["rms_final"], length=header.max_len)
+    turned = rope_tables(RopeConfig(width), like=arrays["rms_final"], length=header.max_len)
     arrays |= dict(zip(TABLES, (turned.cos, turned.sin), strict=True))
     llama2c.write(path, header, arrays)

@@ -33,7 +33,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         (own,) * layers(c),
         max_len=131072,
         theta=1e6,
-        balance=weight if balances else 0.0,
+        load_balancing_weight=weight if balances else 0.0,
     )
 
 

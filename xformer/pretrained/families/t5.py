@@ -68,7 +68,7 @@ def block(c: Config) -> BlockConfig:
         d_ff=c.integer("d_ff", low=1, default=2048),
         activation=ACTIVATIONS[act],
         gated=bool(gate),
-        norm_kind="rms",
+        norm="rms",
         eps=c.number("layer_norm_epsilon", low=0, default=1e-6),
         bias=False,
         scale=1.0,

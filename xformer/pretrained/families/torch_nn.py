@@ -44,7 +44,7 @@ def block(c: Config) -> BlockConfig:
         n_heads=c.integer("nhead", low=1, default=8),
         d_ff=c.integer("dim_feedforward", low=1, default=2048),
         activation=c.text("activation", choices=("relu", "gelu"), default="relu"),
-        norm="pre" if c.flag("norm_first", default=False) else "post",
+        norm_placement="pre" if c.flag("norm_first", default=False) else "post",
         eps=c.number("layer_norm_eps", low=0, default=1e-5),
         bias=c.flag("bias", default=True),
         dropout=dropout,

@@ -1,19 +1,20 @@
-"""`linears`: the products of one x side by side, and its gradient, to which all add, at once."""
+"""`linear_many`: several linear maps of one x, and the sum of their gradients for x."""
 
 from __future__ import annotations
 
 from xformer.backends.numba.kernels.gemm import emit_sums
-from xformer.backends.numba.kernels.linear import begun, input_gradient, unsupported
+from xformer.backends.numba.kernels.linear import begun, input_gradient
+from xformer.backends.numba.kernels.linear import unsupported as linear_unsupported
 from xformer.backends.numba.program.traced import Traced
 
 from xformer.dispatch import kernel
 from xformer.layers.linear import LinearCache, LinearParams, LinearsCache, LoRAParams
-from xformer.layers.linear import linears as op
+from xformer.layers.linear import linear_many as op
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
-def other(
+def unsupported(
     x: Array, params: tuple[LinearParams | LoRAParams, ...], *, all_kept: bool = False
 ) -> str | None:
     """Why the kernel cannot run."""
@@ -24,7 +25,7 @@ def other(
         arrays = [x, w] if b is None else [x, w, b]
         if not all(isinstance(array, Traced) for array in arrays) or not _fit(x, w, b):
             return "the reference says what is wrong"
-        if why := unsupported(x, w, b):
+        if why := linear_unsupported(x, w, b):
             return why
     return None if params else "there is no map"
 
@@ -34,8 +35,8 @@ def _fit(x: Array, w: Array, b: Array | None) -> bool:
     return own and (b is None or b.shape == w.shape[1:])
 
 
-@kernel(op, "numba.kernels", unsupported=other)
-def linears(
+@kernel(op, "numba.kernels", unsupported=unsupported)
+def linear_many(
     x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], JoinedCache]:
     """Each y = x w + b."""
@@ -49,7 +50,7 @@ def linears(
 
 
 class JoinedCache(LinearsCache):
-    """What `linears` keeps for its backward."""
+    """What `linear_many` keeps for its backward."""
 
     def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams | LoRAParams, ...]]:
         """Gradients of x, to which all maps add, and of params."""

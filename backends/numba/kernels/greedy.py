@@ -1,4 +1,4 @@
-"""`likeliest`, each row of logits once."""
+"""`greedy`, each row of logits once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
 
 from xformer.dispatch import kernel
-from xformer.generation.samplers import likeliest as op
+from xformer.generation.samplers import greedy as op
 from xformer.typing import Array
 
 
@@ -23,7 +23,7 @@ def unsupported(logits: Array) -> str | None:
 
 
 @kernel(op, "numba.kernels", unsupported=unsupported)
-def likeliest(logits: Array) -> Array:
+def greedy(logits: Array) -> Array:
     """The first of the largest, -1 where that is no number, or one of them is none."""
     program, (n_rows, size) = program_of(logits), logits.shape
     chosen = program.fresh((n_rows,), np.int64)
@@ -32,7 +32,7 @@ def likeliest(logits: Array) -> Array:
         np.copyto(chosen, op.reference(logits))
 
     own = Native(first_largest, (n_rows, size), program.threads if n_rows > 1 else 1)
-    program.emit("likeliest", run, [chosen], [contiguous(logits)], own)
+    program.emit("greedy", run, [chosen], [contiguous(logits)], own)
     return chosen
 
 

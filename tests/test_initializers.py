@@ -12,8 +12,8 @@ from libraries import only
 from xformer.backends import Backend
 
 import xformer
-from xformer import backends, initial, tree
-from xformer.initial import normal, xavier_normal, xavier_uniform
+from xformer import backends, initializers, tree
+from xformer.initializers import normal, xavier_normal, xavier_uniform
 
 SHAPE = (300, 500)  # 150,000 draws
 
@@ -101,7 +101,7 @@ def test_bad_numbers() -> None:
     rng = backends.get().generator(0)
     for std in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=r"^normal: std must lie in \[0, inf\], got"):
-            initial.normal(rng, (2, 2), std=std)
+            initializers.normal(rng, (2, 2), std=std)
     for fn in (xavier_normal, xavier_uniform):
         with pytest.raises(
             ValueError, match=rf"^{fn.__name__}: gain must lie in \[0, inf\], got -1"

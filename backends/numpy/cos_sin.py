@@ -1,4 +1,4 @@
-"""`turns` of a text that grows: rows of tables that are kept."""
+"""`cos_sin` of a text that grows: rows of tables that are kept."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.layers.rope_config import RopeConfig
-from xformer.layers.rotary import turns as reference
+from xformer.layers.rope_tables import cos_sin as reference
 from xformer.typing import Array
 
 ROWS = 256  # of a table
 
 
-def several(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> str | None:
+def unsupported(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> str | None:
     """Why the kernel cannot run."""
-    if positions.shape != (1,) or length or not keeps_nothing():
+    if positions.shape != (1,) or length or not is_inference():
         return "not one position within inference(), or frequencies that go by it"
     return None
 
 
-@kernel(reference, "numpy", unsupported=several)
-def turns(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> tuple[Array, Array]:
+@kernel(reference, "numpy", unsupported=unsupported)
+def cos_sin(
+    positions: Array, *, config: RopeConfig, length: int, dtype: Any
+) -> tuple[Array, Array]:
     """A row of a table."""
     table, row = divmod(int(positions[0]), ROWS)
     cos, sin = _table(table, config, length, dtype)

@@ -1,4 +1,4 @@
-"""`xformer flow`: sizes of activations and gradients by layer, before any training."""
+"""`xformer signal-flow`: sizes of activations and gradients by layer, before any training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from xformer.plots.style import require_drawable, save
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `xformer flow`."""
+    """Add `xformer signal-flow`."""
     parser = subparsers.add_parser(
-        "flow",
+        "signal-flow",
         help="draw how large activations and gradients are, layer by layer",
         description="Of decoders of random weights that differ in where their norms stand.",
     )
@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     depths = (3, 6, 12, 24)
     what = f"of one model or several (default: {' '.join(map(str, depths))})"
     add("--layers", type=int, nargs="+", default=depths, metavar="N", help=what)
-    add("--width", type=int, default=128, metavar="D", help="default: 128")
+    add("--d-model", type=int, default=128, metavar="D", help="default: 128")
     add("--heads", type=int, default=4, metavar="H", help="default: 4")
     add("--norms", nargs="+", choices=NORMS, default=("pre", "post"), help="default: pre post")
     add("--seed", type=int, default=0, help="of the weights (default: 0)")
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     flows = []
     for norm in dict.fromkeys(args.norms):
         for depth in sorted(set(args.layers)):
-            found = at_initialisation(norm, depth, args.width, args.heads, args.seed)
+            found = at_initialisation(norm, depth, args.d_model, args.heads, args.seed)
             first, last = found.gradients[0], found.gradients[-1]
             sizes = f"{first:.3g} in the first, {last:.3g} in the last"
             print(f"{norm}, {depth} layers: norm of the gradient {sizes}", flush=True)

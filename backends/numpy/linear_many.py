@@ -1,4 +1,4 @@
-"""`linears`: the pieces of all maps in one job, so that threads are woken and waited for once."""
+"""`linear_many`: the pieces of all maps are one job, so that threads synchronise once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.layers.linear import LinearParams
-from xformer.layers.linear import linears as reference
+from xformer.layers.linear import linear_many as reference
 from xformer.typing import Array
 
 
-def adapted(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
+def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
     """Why the kernel cannot run."""
     for own in params:
         leaves = own if isinstance(own, LinearParams) else (own,)
@@ -24,8 +24,8 @@ def adapted(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str
     return None
 
 
-@kernel(reference, "numpy", unsupported=adapted)
-def linears(
+@kernel(reference, "numpy", unsupported=unsupported)
+def linear_many(
     x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], LinearsCache]:
     """Pieces of each y."""
@@ -35,7 +35,7 @@ def linears(
 
 
 class LinearsCache(NamedTuple):
-    """What `linears` keeps for its backward."""
+    """What `linear_many` keeps for its backward."""
 
     x: Array  # (..., I)
     params: tuple[LinearParams, ...]

@@ -1,4 +1,4 @@
-"""`xformer check`: every gradient against differences, on every array library that is here.
+"""`xformer gradcheck`: every gradient against differences, on every array library that is here.
 
 In float64; on backends whose kernels are for float32, in float32 against differences in float64.
 """
@@ -24,8 +24,8 @@ IN_FLOAT32 = ("numba", "mkl")  # whose compiled kernels leave float64 to NumPy's
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `xformer check`."""
-    parser = subparsers.add_parser("check", help="check every gradient on every array library")
+    """Add `xformer gradcheck`."""
+    parser = subparsers.add_parser("gradcheck", help="check every gradient on every array library")
     parser.add_argument(
         "--backend",
         nargs="+",
@@ -90,7 +90,7 @@ def _check(case: Case, backend: Backend) -> Report:
 def _recorded() -> Iterator[set[str]]:
     """The names of ops whose compiled kernel has run: of any size here."""
     ran = set[str]()
-    if backends.why_not("numba") is not None:
+    if backends.unavailable_reason("numba") is not None:
         yield ran
         return
     from xformer.backends.numba.eager import Eager

@@ -19,7 +19,7 @@ from xformer.typing import Array
 Frequencies = tuple[tuple[float, ...], float]
 
 
-class Rotary(NamedTuple):
+class RopeTables(NamedTuple):
     """What `ops.rope` takes beside x: `ops.rope(x, **rotary._asdict())`."""
 
     cos: Array  # (T, R/2) or (B, T, R/2)
@@ -27,9 +27,9 @@ class Rotary(NamedTuple):
     interleaved: bool
 
 
-def rotary(
+def rope_tables(
     config: RopeConfig, *, like: Array, length: int, positions: Array | None = None
-) -> Rotary:
+) -> RopeTables:
     """cos(p f_i) and sin(p f_i), times the attention factor, for positions p and frequencies f_i.
 
     positions: integers (T,) or (B, T); 0, 1, ..., length - 1 where they are not given.
@@ -51,12 +51,14 @@ def rotary(
                 f"rotary: positions must be (T,) or (B, T), got shape {tuple(positions.shape)}"
             )
     length = config.frequency_length(length)
-    cos, sin = turns(positions, config=config, length=length, dtype=working_dtype(like))
-    return Rotary(cos, sin, config.interleaved)
+    cos, sin = cos_sin(positions, config=config, length=length, dtype=working_dtype(like))
+    return RopeTables(cos, sin, config.interleaved)
 
 
 @overridable(backward=False)
-def turns(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> tuple[Array, Array]:
+def cos_sin(
+    positions: Array, *, config: RopeConfig, length: int, dtype: Any
+) -> tuple[Array, Array]:
     """cos and sin of `rotary`; length: one that has the frequencies of the text."""
     xp, place = array_namespace(positions), device(positions)
     # At position 8192 a float32 angle is off by up to 2^-11, and so are its cos and sin. JAX knows

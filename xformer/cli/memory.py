@@ -1,4 +1,4 @@
-"""`xformer ledger`: what a training step holds in memory, account by account."""
+"""`xformer memory`: what a training step holds in memory, account by account."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ABOUT = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `xformer ledger`."""
+    """Add `xformer memory`."""
     parser = subparsers.add_parser(
-        "ledger",
+        "memory",
         help="show what a training step holds in memory, and what it really takes",
         description=ABOUT,
     )
@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     add("--dtype", default="float32", choices=FLOATING, help="computed in; float32 unless given")
     add("--optimiser", default="adamw", choices=OPTIMISERS, help="adamw unless given")
     add(
-        "--checkpoint-activations",
+        "--activation-checkpointing",
         action="store_true",
         help="keep the input of each layer alone, and compute the rest again",
     )
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table, or the JSON. The weights are not read."""
     model, _ = inspected(Path(args.model))
     network = getattr(model, "network", model)
-    network = dataclasses.replace(network, checkpoint=args.checkpoint_activations)
+    network = dataclasses.replace(network, activation_checkpointing=args.activation_checkpointing)
     length = min(LENGTH, context(network) or LENGTH) if args.length is None else args.length
     options: Any = {
         "batch": args.batch,

@@ -1,4 +1,4 @@
-"""`linears` by cuBLASLt: several maps of one x in one product, forward and for dx.
+"""`linear_many` by cuBLASLt: several maps of one x in one product, forward and for dx.
 
 Forward in a strided batch, where the weights lie as `packed` places them. dx is one product of
 gradients that lie side by side, as attention makes them, and of a copy of the weights side by side.
@@ -17,13 +17,13 @@ from xformer.backends.cupy.side_by_side import beside, whole
 
 from xformer import ops
 from xformer.checks import require_gradient
-from xformer.dispatch import keeps_nothing, kernel
+from xformer.dispatch import is_inference, kernel
 from xformer.layers.linear import LinearParams
-from xformer.layers.linear import linears as reference
+from xformer.layers.linear import linear_many as reference
 from xformer.typing import Array
 
 
-def not_linears(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
+def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
     """Why the kernel cannot run."""
     for own in params:
         leaves = own if isinstance(own, LinearParams) else (own,)
@@ -34,14 +34,14 @@ def not_linears(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) ->
     return None
 
 
-@kernel(reference, "cupy", unsupported=not_linears)  # what is in two bytes the reference takes too
-def linears(
+@kernel(reference, "cupy", unsupported=unsupported)  # what is in two bytes the reference takes too
+def linear_many(
     x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], LinearsCache]:
     """Each y = x w + b."""
     for w, b in params:
         ops.linear.reference.check((x, w, b), {}, ops.linear)  # type: ignore[attr-defined]
-    ys = _at_once(x, params) if all_kept or keeps_nothing() else None
+    ys = _at_once(x, params) if all_kept or is_inference() else None
     ys = tuple(linear(x, w, b)[0] for w, b in params) if ys is None else ys
     maps = tuple(Map(PRODUCTS.matrix(w), b is not None) for w, b in params)
     return ys, LinearsCache(x, maps)
@@ -74,7 +74,7 @@ class Map(NamedTuple):
 
 
 class LinearsCache(NamedTuple):
-    """What `linears` keeps for its backward."""
+    """What `linear_many` keeps for its backward."""
 
     x: Array  # (..., I)
     maps: tuple[Map, ...]

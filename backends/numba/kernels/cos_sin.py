@@ -1,4 +1,4 @@
-"""`turns`: cosines and sines of positions times frequencies, all of their formula at once."""
+"""`cos_sin`: cosines and sines of positions times frequencies, all of their formula at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from xformer.backends.numba.program.native import (
 
 from xformer.dispatch import kernel
 from xformer.layers.rope_config import RopeConfig
-from xformer.layers.rotary import frequencies as frequencies_of
-from xformer.layers.rotary import turns as op
+from xformer.layers.rope_tables import cos_sin as op
+from xformer.layers.rope_tables import frequencies as frequencies_of
 from xformer.typing import Array
 
 COSTS = 16  # elements of a simple loop in the time of an angle
@@ -38,7 +38,9 @@ def unsupported(positions: Array, *, config: RopeConfig, length: int, dtype: Any
 
 
 @kernel(op, "numba.kernels", unsupported=unsupported)
-def turns(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> tuple[Array, Array]:
+def cos_sin(
+    positions: Array, *, config: RopeConfig, length: int, dtype: Any
+) -> tuple[Array, Array]:
     """cos and sin (..., R/2) in float32, of angles in float64."""
     found, factor = frequencies_of(config, length)
     program, frequencies = program_of(positions), np.array(found, np.float64)
@@ -51,7 +53,7 @@ def turns(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> t
 
     numbers = positions.size, len(found), bits(factor)
     own = Native(turn, numbers, program.pieces(COSTS * outs[0].size))
-    program.emit("turns", run, outs, [contiguous(positions), frequencies], own)
+    program.emit("cos_sin", run, outs, [contiguous(positions), frequencies], own)
     return outs[0], outs[1]
 
 

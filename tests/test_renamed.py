@@ -1,0 +1,118 @@
+"""Old names work for one release, and say the new ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+
+import xformer
+from xformer import renamed, training
+from xformer.cli import main
+from xformer.layers import BlockConfig
+from xformer.models import EncoderDecoder, LanguageModel
+
+GPT = xformer.GPT(11, 1, 8, 2, max_len=8)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [(module, old, new) for module, names in renamed.NAMES.items() for old, new in names.items()],
+)
+def test_names_of_modules(module: str, old: str, new: str) -> None:
+    package = pytest.importorskip(module)
+    with pytest.warns(DeprecationWarning, match=rf"^{module}\.{old} is called {module}\.{new};"):
+        assert getattr(package, old) is getattr(package, new)
+    assert old not in dir(package)
+
+
+def test_methods_and_arguments() -> None:
+    network, params, tokens = GPT.network, GPT.init(0), np.array([[1, 2, 3]])
+    wanted, state = network.decode(params, tokens, network.init_state(), all_logits=True)
+    with pytest.warns(DeprecationWarning, match=r"^LanguageModel\.start is called "):
+        state = network.start()
+    with pytest.warns(DeprecationWarning, match=r"^LanguageModel\.extend is called "):
+        got, state = network.extend(params, tokens, state, every=True)
+    assert np.array_equal(got, wanted)
+    with pytest.warns(DeprecationWarning, match=r"^LanguageModel\.rewind is called "):
+        assert network.rewind(state, 1).length == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "value", "given"),
+    [
+        (BlockConfig, "norm_kind", "norm", "rms", (8, 2, 5)),
+        (BlockConfig, "shaw", "shaw_max_distance", 3, (8, 2, 5)),
+        (xformer.GPT, "norm", "norm_placement", "post", (11, 1, 8, 2, 8)),
+        (xformer.GPT, "checkpoint", "activation_checkpointing", True, (11, 1, 8, 2, 8)),
+        (LanguageModel, "source", "hf_config", {"a": 1}, (None, (BlockConfig(8, 2, 5),))),
+    ],
+)
+def test_fields(kind: Any, old: str, new: str, value: Any, given: tuple[Any, ...]) -> None:
+    options = {} if kind is not LanguageModel else {"head": None}
+    with pytest.warns(DeprecationWarning, match=rf"^{kind.__name__}\({old}=\) is called "):
+        got = kind(*given, **{old: value}, **options)
+    assert getattr(got, new) == value
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        kind(*given, **{f"{old}_": value}, **options)
+
+
+def test_models_that_were_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EncoderDecoder(
+        (BlockConfig(8, 2, 5, norm="rms", norm_placement="post"),), (BlockConfig(8, 2, 5),)
+    )
+    training.save(tmp_path, model, model.init(0), xformer.backends.get())
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    config = json.loads(header["__metadata__"]["xformer"])
+    sizes = config["config"]
+    for block in (*sizes["encoder"], *sizes["decoder"]):
+        block["norm_kind"], block["norm"] = block.pop("norm"), block.pop("norm_placement")
+        block["shaw"] = block.pop("shaw_max_distance")
+    sizes["checkpoint"] = sizes.pop("activation_checkpointing")
+    header["__metadata__"]["xformer"] = json.dumps(config)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    assert training.inspect(tmp_path) == model
+
+
+def test_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a line on stderr for each."""
+    assert renamed.command_line([]) == []
+    assert renamed.command_line(["train", "--max-len", "8"]) == ["train", "--max-len", "8"]
+    with pytest.warns(FutureWarning, match="^--context is called --max-len;"):
+        got = renamed.command_line(["train", "--context=8", "--steps", "3"])
+    assert got == ["train", "--max-len=8", "--steps", "3"]
+    with pytest.warns(FutureWarning, match="^xformer check is called xformer gradcheck;"):
+        assert main(["check", "--only", "no such case"]) == 1
+    assert "no case has 'no such case'" in capsys.readouterr().err
+
+
+def test_every_new_option_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, options in renamed.OPTIONS.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        said = capsys.readouterr().out
+        assert all(new in said for new in options.values())
+        assert not any(f"{old} " in said for old in options)
+
+
+def test_runs_that_were_begun_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    sizes = "--layers 1 --d-model 8 --heads 2 --max-len 8 --batch 2 --steps 2 --preset tiny"
+    assert main(["train", *sizes.split(), "--data", "fox.txt", "--out", "run"]) == 0
+    path = Path("run/run.json")
+    found = json.loads(path.read_text())
+    olds = {new: old for old, new in renamed.FIELDS["notes"].items() if old != "graph"}
+    for name in [name for name in found["notes"] if name in olds]:
+        found["notes"][olds[name]] = found["notes"].pop(name)
+    path.write_text(json.dumps(found))
+    assert main(["train", "--resume", "run", "--steps", "4"]) == 0
+    assert runs.rows(Path("run"))[-1]["step"] == 4
