@@ -20,11 +20,11 @@ def cost(run: Callable[[], Any]) -> dict[str, float]:
     Each op is called again with the arguments of its first call, with an implementation that does
     nothing: what remains are the checks of arguments, and the questions to kernels.
     """
-    calls: Counter[Overridable] = Counter()
-    first: dict[Overridable, tuple[Any, Any]] = {}
+    calls: Counter[Overridable[..., Any]] = Counter()
+    first: dict[Overridable[..., Any], tuple[Any, Any]] = {}
     call = Overridable.__call__
 
-    def recorded(op: Overridable, *args: Any, **kwargs: Any) -> Any:
+    def recorded(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls[op] += 1
         first.setdefault(op, (args, kwargs))
         return call(op, *args, **kwargs)
@@ -35,7 +35,7 @@ def cost(run: Callable[[], Any]) -> dict[str, float]:
     return {"calls": calls.total(), "seconds": seconds}
 
 
-def _one(op: Overridable, args: Any, kwargs: Any) -> float:
+def _one(op: Overridable[..., Any], args: Any, kwargs: Any) -> float:
     """Seconds of a call, less those of a plain call of a function."""
     with _idle(op):
         whole = _best(lambda: op(*args, **kwargs))
@@ -47,7 +47,7 @@ def _best(fn: Callable[[], Any]) -> float:
 
 
 @contextmanager
-def _idle(op: Overridable) -> Iterator[None]:
+def _idle(op: Overridable[..., Any]) -> Iterator[None]:
     """Within this context all that could run in the op does nothing."""
     idle = {
         library: [Kernel(_nothing, library, kernel.unsupported) for kernel in kernels]

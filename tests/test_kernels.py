@@ -123,7 +123,7 @@ LAYOUTS = (contiguous, sliced, transposed, expanded)
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_as_exact_as_the_reference(
-    library: Backend, op: Overridable, kernel: Kernel, layout: Callable[[Any], Any]
+    library: Backend, op: Overridable[..., Any], kernel: Kernel, layout: Callable[[Any], Any]
 ) -> None:
     """err(kernel) <= 2 err(reference) + rounding, both against float64."""
     if kernel.run in BY_CUBLASLT:
@@ -157,7 +157,7 @@ def like(x: Any, option: Any) -> Any:
 def require_exact(
     library: Backend,
     kernel: Kernel,
-    op: Overridable,
+    op: Overridable[..., Any],
     args: Any,
     options: dict[str, Any],
     layout: Callable[[Any], Any],
@@ -192,7 +192,9 @@ def require_exact(
 
 
 @every(KERNELS)
-def test_signature_is_the_references(library: Backend, op: Overridable, kernel: Kernel) -> None:
+def test_signature_is_the_references(
+    library: Backend, op: Overridable[..., Any], kernel: Kernel
+) -> None:
     assert parameters(kernel.run) == parameters(op.reference)
     if kernel.unsupported is not None:
         assert parameters(kernel.unsupported) == parameters(op.reference)
@@ -241,7 +243,9 @@ def largest(library: Backend) -> Iterator[tuple[tuple[Any, ...], dict[str, Any],
 
 
 @every([k for k in KERNELS if k[1] in WITHOUT_GRADIENT[:3]] + REFERENCES)
-def test_same_answers_as_the_reference(library: Backend, op: Overridable, kernel: Kernel) -> None:
+def test_same_answers_as_the_reference(
+    library: Backend, op: Overridable[..., Any], kernel: Kernel
+) -> None:
     ran = 0
     for args, options, wanted in {random_bits: bits, in_range: ranges, greedy: largest}[op](
         library

@@ -321,7 +321,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one(tmp_path: Path) -> None:
     lines = (tmp_path / "run/log.jsonl").read_bytes()
     with pytest.raises(
         CheckpointError,
-        match=r"step-00000013.* is damaged: .*; that of step 12 is whole, and --resume-step 12 goes",
+        match=r"step-00000013.* is damaged: .*; that of step 12 is whole, and --resume-step 12 go",
     ):
         trained(tmp_path / "run")
     assert newest.read_bytes() == content and older.is_file()

@@ -17,8 +17,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Unsupported = Callable[..., str | None]
 
 # Module that defines an array type -> folder under backends/, where the two names differ.
@@ -30,7 +32,7 @@ _SETS = {"numpy": "numpy", "numba": "numba", "mkl": "numba"}
 _chosen: ContextVar[str] = ContextVar("kernels", default="numpy")
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
-_ops: list[Overridable] = []
+_ops: list[Overridable[..., Any]] = []
 _libraries: dict[type, str] = {}
 
 
@@ -67,7 +69,7 @@ class NoCache(NamedTuple):
 _MADE = "made within inference(), which keeps nothing"
 
 
-class Overridable:
+class Overridable(Generic[P, R]):
     """A callable op: checks its arguments, then runs the first kernel that can, or the reference.
 
     Attributes: `reference` (the array API implementation), `kernels` (library -> kernels that are
@@ -76,7 +78,7 @@ class Overridable:
     """
 
     def __init__(
-        self, reference: Callable[..., Any], *, backward: bool = True, drops: bool = True
+        self, reference: Callable[P, R], *, backward: bool = True, drops: bool = True
     ) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
@@ -86,7 +88,11 @@ class Overridable:
         self._imported: set[str] = set()  # libraries whose own kernel was looked for
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __get__(self, instance: Any, owner: Any = None) -> Overridable[P, R]:
+        """The op itself. With this method `help` shows the op's signature, not this class."""
+        return self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the op."""
         if self._check is not None:
             self._check(args, kwargs, self)
@@ -99,7 +105,7 @@ class Overridable:
         kernels = self.kernels.get(library)
         if library == "numpy" and _chosen.get() != "numpy":
             kernels = self.asked(library)
-        run = None
+        run: Any = None
         if kernels:
             if not _reference_only.get():
                 for kernel in kernels:
@@ -112,8 +118,8 @@ class Overridable:
             run = self.reference
         if self.drops and _inference.get():
             y, _ = run(*args, **kwargs)
-            return y, NoCache()
-        return run(*args, **kwargs)
+            return y, NoCache()  # type: ignore[return-value]  # in place of the op's own cache
+        return run(*args, **kwargs)  # type: ignore[no-any-return]
 
     def import_kernels(self, library: str) -> list[Kernel]:
         """The kernels for a library's arrays, those of its backend among them."""
@@ -165,13 +171,13 @@ class Overridable:
 
 
 @overload
-def overridable(reference: Callable[..., Any]) -> Overridable: ...
+def overridable(reference: Callable[P, R]) -> Overridable[P, R]: ...
 
 
 @overload
 def overridable(
     *, backward: bool = True, drops: bool = True
-) -> Callable[[Callable[..., Any]], Overridable]: ...
+) -> Callable[[Callable[P, R]], Overridable[P, R]]: ...
 
 
 def overridable(
@@ -193,7 +199,7 @@ def overridable(
 
 
 def kernel(
-    op: Overridable,
+    op: Overridable[..., Any],
     library: str,
     *,
     unsupported: Unsupported | None = None,
@@ -342,7 +348,7 @@ def saved(cache: Any) -> Any:
     return NoCache() if _inference.get() else cache
 
 
-def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
+def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Say which implementation of `op` these arguments would run, and why the others would not."""
     library = op._library(args, kwargs)
     asked, lines, chosen = op.asked(library), [], None
@@ -363,6 +369,6 @@ def explain(op: Overridable, *args: Any, **kwargs: Any) -> str:
     return "\n".join([f"{op.__name__} on {library}: {chosen or 'the reference'}", *lines])
 
 
-def ops() -> tuple[Overridable, ...]:
+def ops() -> tuple[Overridable[..., Any], ...]:
     """Every op defined so far, in order of definition (for tests over the whole registry)."""
     return tuple(_ops)

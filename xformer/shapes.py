@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from array_api_compat import array_namespace, is_array_api_obj
 
@@ -27,11 +27,14 @@ REMEMBERED = 4096  # kinds of call that an op remembers to be right
 PLACED_BY_LIBRARY = ("numpy", "jax")
 
 
-def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shapes(spec: str) -> Callable[[F], F]:
     """Attach `check(args, kwargs, op)` to an op, made from `spec`. Raises ValueError, TypeError."""
     wanted = {name: _dims(dims) for name, dims in re.findall(r"(\w+) \(([^)]*)\)", spec)}
 
-    def decorate(op: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(op: F) -> F:
         parameters = inspect.signature(op).parameters.values()
         arrays = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         required = {p.name for p in arrays if p.default is p.empty}
@@ -42,7 +45,9 @@ def shapes(spec: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         passed: dict[Any, bool] = {}  # kinds of call that are right, and whether devices may differ
 
         def check(
-            args: tuple[Any, ...], kwargs: dict[str, Any], overridable: Overridable | None = None
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            overridable: Overridable[..., Any] | None = None,
         ) -> None:
             if kwargs:
                 args = args[: len(names)]
@@ -163,7 +168,7 @@ def _dims(text: str) -> tuple[str, ...]:
 
 
 def _check_arrays(
-    op: str, given: dict[str, Any], required: set[str], overridable: Overridable | None
+    op: str, given: dict[str, Any], required: set[str], overridable: Overridable[..., Any] | None
 ) -> None:
     """All arrays: one library, one floating dtype, that its kernels know where it is not usual."""
     first = None

@@ -22,6 +22,8 @@ from typing import Any
 
 from array_api_compat import array_namespace, is_array_api_obj
 
+from xformer.typing import Tree
+
 INNER = tuple, list, dict
 
 
@@ -44,7 +46,7 @@ def value(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, Frozen) else leaf
 
 
-def freeze(params: Any, *patterns: str) -> Any:
+def freeze(params: Tree, *patterns: str) -> Tree:
     """`params`, the leaves frozen whose dotted names match a pattern ("stack.blocks.*.ffn.*").
 
     Patterns as in `fnmatch`; without any, all leaves. ValueError for a pattern that matches none.
@@ -52,7 +54,7 @@ def freeze(params: Any, *patterns: str) -> Any:
     return _chosen("freeze", lambda leaf: Frozen(value(leaf)), params, patterns)
 
 
-def thaw(params: Any, *patterns: str) -> Any:
+def thaw(params: Tree, *patterns: str) -> Tree:
     """`params`, the leaves no longer frozen whose names match a pattern; as `freeze`."""
     return _chosen("thaw", value, params, patterns)
 
@@ -78,7 +80,7 @@ def trained(params: Any) -> Any:
     return _map(lambda leaf: None if isinstance(leaf, Frozen) else leaf, (params,), "")
 
 
-def join(params: Any, trained: Any) -> Any:
+def join(params: Tree, trained: Any) -> Tree:
     """`params` with the leaves of `trained`, the inverse of `trained(params)`."""
     new = flatten(trained)
     like = {name: new.get(name, leaf) for name, leaf in flatten(params).items()}
@@ -87,7 +89,7 @@ def join(params: Any, trained: Any) -> Any:
     return unflatten(params, like)
 
 
-def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
     """Apply `fn` to the leaves of `tree` and of `rest`, which must have the same structure.
 
     Returns a tree of that structure. Raises ValueError where structures differ, naming the place.
@@ -128,7 +130,7 @@ def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
     return _rebuild(first, parts)
 
 
-def map_nodes(fn: Callable[[str, Any], Any], tree: Any, kind: Any) -> Any:
+def map_nodes(fn: Callable[[str, Any], Any], tree: Tree, kind: Any) -> Tree:
     """`tree` with `fn(name, node)` in the place of each node of a type, or of one of several."""
     return _map_nodes(fn, tree, kind, "")
 
@@ -161,7 +163,7 @@ def flatten(tree: Any) -> dict[str, Any]:
     return dict(zip(names, leaves, strict=True))
 
 
-def unflatten(like: Any, leaves: dict[str, Any]) -> Any:
+def unflatten(like: Tree, leaves: dict[str, Any]) -> Tree:
     """The inverse of `flatten`: a tree of the structure of `like` with the given leaves.
 
     Raises ValueError listing the names that are missing and those that are unexpected.

@@ -28,7 +28,7 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache
     return activation(x, "gelu" if approximate == "none" else "gelu_tanh")
 
 
-def _register(op: Overridable) -> None:
+def _register(op: Overridable[..., Any]) -> None:
     name = op.__name__
 
     def run(x: Array) -> tuple[Array, ActivationCache]:

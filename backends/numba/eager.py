@@ -37,7 +37,7 @@ class Eager:
 
     def __init__(
         self,
-        op: Overridable,
+        op: Overridable[..., Any],
         *,
         products: bool = False,
         donates: Sequence[int] = (),

@@ -95,7 +95,7 @@ def _recorded() -> Iterator[set[str]]:
         return
     from xformer.backends.numba.eager import Eager
 
-    def noted(op: dispatch.Overridable) -> dispatch.Kernel:
+    def noted(op: dispatch.Overridable[..., Any]) -> dispatch.Kernel:
         eager = Eager(op, least=0)
 
         def run(*args: Any, **options: Any) -> Any:

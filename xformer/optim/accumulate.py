@@ -9,12 +9,12 @@ from array_api_compat import array_namespace
 
 from xformer import tree
 from xformer.optim._checks import in_dtype
-from xformer.typing import Array
+from xformer.typing import Array, Tree
 
 
 def accumulate(
-    loss: Callable[[Any, int], tuple[Array, Any]], params: Any, micro_batches: Sequence[Any]
-) -> tuple[Array, Any]:
+    loss: Callable[[Tree, int], tuple[Array, Any]], params: Tree, micro_batches: Sequence[Any]
+) -> tuple[Array, Tree]:
     """The loss and the gradients of all micro-batches as one batch, for a loss that is a mean.
 
     loss(params, i) is the mean over `micro_batches[i].n_targets` targets (tokens that are not

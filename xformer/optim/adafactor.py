@@ -15,7 +15,7 @@ from xformer.optim._checks import (
     require_matching,
     require_state,
 )
-from xformer.typing import Array
+from xformer.typing import Array, Tree
 
 
 class AdafactorState(NamedTuple):
@@ -38,8 +38,8 @@ def adafactor_init(params: Any) -> AdafactorState:
 
 
 def adafactor(
-    params: Any,
-    grads: Any,
+    params: Tree,
+    grads: Tree,
     state: AdafactorState,
     *,
     lr: float,
@@ -49,7 +49,7 @@ def adafactor(
     relative: bool = False,
     weight_decay: float = 0.0,
     donate: bool = False,
-) -> tuple[Any, AdafactorState]:
+) -> tuple[Tree, AdafactorState]:
     """p <- (1 - a * weight_decay) p - a * u / max(1, rms(u) / clip) (arXiv:1804.04235, alg. 4, 5).
 
     u = g / v^1/2, v = row column / mean(row), row and column running means of g^2 + eps[0], of

@@ -21,7 +21,7 @@ from xformer.optim._checks import (
     two_betas,
     zeros,
 )
-from xformer.typing import Array
+from xformer.typing import Array, Tree
 
 
 class AdamState(NamedTuple):
@@ -41,8 +41,8 @@ adamw_init = adam_init
 
 
 def adam(
-    params: Any,
-    grads: Any,
+    params: Tree,
+    grads: Tree,
     state: AdamState,
     *,
     lr: float,
@@ -50,7 +50,7 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     donate: bool = False,
-) -> tuple[Any, AdamState]:
+) -> tuple[Tree, AdamState]:
     """p <- p - lr * mhat / (sqrt(vhat) + eps) (arXiv:1412.6980); as torch.optim.Adam.
 
     mhat = m / (1 - beta1^t), vhat = v / (1 - beta2^t). weight_decay * p is added to the gradient.
@@ -66,8 +66,8 @@ def adam(
 
 
 def adamw(
-    params: Any,
-    grads: Any,
+    params: Tree,
+    grads: Tree,
     state: AdamState,
     *,
     lr: float,
@@ -75,7 +75,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     donate: bool = False,
-) -> tuple[Any, AdamState]:
+) -> tuple[Tree, AdamState]:
     """p <- (1 - lr * weight_decay) p, then a step of Adam (arXiv:1711.05101); as torch's AdamW.
 
     params, grads, donate: as of `adam`, and ValueError too.

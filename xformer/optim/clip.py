@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from array_api_compat import array_namespace
 
@@ -11,10 +10,12 @@ from xformer import tree
 from xformer.checks import number
 from xformer.dispatch import overridable
 from xformer.optim._checks import all_distinct, in_dtype, rebuilt, require_arrays
-from xformer.typing import Array
+from xformer.typing import Array, Tree
 
 
-def clip_by_global_norm(grads: Any, *, max_norm: float, donate: bool = False) -> tuple[Any, Array]:
+def clip_by_global_norm(
+    grads: Tree, *, max_norm: float, donate: bool = False
+) -> tuple[Tree, Array]:
     """grads * min(1, max_norm / (norm + 1e-6)), and the norm over all of them, before clipping.
 
     As torch.nn.utils.clip_grad_norm_; the norm stays on the device, (). donate: the gradients may

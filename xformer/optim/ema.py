@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from xformer.checks import number
 from xformer.dispatch import overridable
 from xformer.optim._checks import all_distinct, rebuilt, side_by_side
-from xformer.typing import Array
+from xformer.typing import Array, Tree
 
 
-def ema(average: Any, params: Any, *, decay: float, donate: bool = False) -> Any:
+def ema(average: Tree, params: Tree, *, decay: float, donate: bool = False) -> Tree:
     """average + (1 - decay) (params - average), after each step; before the first it is params.
 
     A decay of 0.999 looks back over about 1,000 steps; the average of the last of them often

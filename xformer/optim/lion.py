@@ -15,7 +15,7 @@ from xformer.optim._checks import (
     two_betas,
     zeros,
 )
-from xformer.typing import Array
+from xformer.typing import Array, Tree
 
 
 class LionState(NamedTuple):
@@ -30,15 +30,15 @@ def lion_init(params: Any) -> LionState:
 
 
 def lion(
-    params: Any,
-    grads: Any,
+    params: Tree,
+    grads: Tree,
     state: LionState,
     *,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
     donate: bool = False,
-) -> tuple[Any, LionState]:
+) -> tuple[Tree, LionState]:
     """p <- (1 - lr * weight_decay) p - lr * sign(beta1 m + (1 - beta1) g) (arXiv:2302.06675).
 
     Then m <- beta2 m + (1 - beta2) g. Every element steps by lr, which wants to be 3 to 10 times

@@ -15,7 +15,7 @@ from xformer.optim._checks import (
     require_state,
     zeros,
 )
-from xformer.typing import Array
+from xformer.typing import Array, Tree
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at 0; near 1 it stays within about 0.7 and 1.2
 
@@ -33,8 +33,8 @@ def muon_init(params: Any) -> MuonState:
 
 
 def muon(
-    params: Any,
-    grads: Any,
+    params: Tree,
+    grads: Tree,
     state: MuonState,
     *,
     lr: float,
@@ -44,7 +44,7 @@ def muon(
     match_adamw: bool = False,
     ns_steps: int = 5,
     donate: bool = False,
-) -> tuple[Any, MuonState]:
+) -> tuple[Tree, MuonState]:
     """w <- (1 - lr * weight_decay) w - lr * s * newton_schulz(u); as torch.optim.Muon.
 
     m <- momentum * m + (1 - momentum) g, and u = momentum * m + (1 - momentum) g again with

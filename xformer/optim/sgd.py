@@ -13,6 +13,7 @@ from xformer.optim._checks import (
     require_state,
     zeros,
 )
+from xformer.typing import Tree
 
 
 class SGDState(NamedTuple):
@@ -29,8 +30,8 @@ def sgd_init(params: Any, *, velocity: bool = False) -> SGDState:
 
 
 def sgd(
-    params: Any,
-    grads: Any,
+    params: Tree,
+    grads: Tree,
     state: SGDState,
     *,
     lr: float,
@@ -38,7 +39,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     donate: bool = False,
-) -> tuple[Any, SGDState]:
+) -> tuple[Tree, SGDState]:
     """p <- p - lr * v, v <- momentum * v + g, g <- grad + weight_decay * p; as torch.optim.SGD.
 
     Nesterov steps along g + momentum * v. The first velocity is g itself. params, grads: trees of
