@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING
 from xformer.later import later
 
 if TYPE_CHECKING:
-    from xformer import backends, initializers, layers, models, ops, optim, pretrained, tree
+    from xformer import (
+        backends,
+        finetune,
+        generation,
+        initializers,
+        layers,
+        models,
+        ops,
+        optim,
+        plots,
+        pretrained,
+        sentences,
+        training,
+        tree,
+    )
     from xformer.compiling import compile
     from xformer.dispatch import (
         explain,
@@ -36,6 +50,8 @@ __all__ = [
     "backends",
     "compile",
     "explain",
+    "finetune",
+    "generation",
     "gradcheck",
     "inference",
     "initializers",
@@ -46,8 +62,11 @@ __all__ = [
     "ops",
     "optim",
     "overridable",
+    "plots",
     "pretrained",
     "reference_only",
+    "sentences",
+    "training",
     "tree",
 ]
 
@@ -56,12 +75,17 @@ later(
     backends="backends",
     compiling="compile",
     dispatch="explain inference kernel kernels overridable reference_only",
+    finetune="finetune",
+    generation="generation",
     gradcheck="GradientError gradcheck",
     initializers="initializers",
     layers="layers",
     models="GPT Transformer models",
     ops="RandomKey ops",
     optim="optim",
+    plots="plots",
     pretrained="pretrained",
+    sentences="sentences",
+    training="training",
     tree="tree",
 )

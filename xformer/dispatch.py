@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
+from xformer.showing import short
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Unsupported = Callable[..., str | None]
@@ -55,6 +57,7 @@ class Refused(TypeError):
         self.got = got
 
 
+@short
 class NoCache(NamedTuple):
     """What an op or a model gives in the place of its cache within `inference()`."""
 

@@ -11,6 +11,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import Overridable, kernel
 from xformer.ops.activation import ACTIVATIONS
 from xformer.shapes import STORED
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "erf"))
@@ -50,6 +51,7 @@ def activation(x: Array, name: str) -> tuple[Array, ActivationCache]:
     return y, ActivationCache(x, name)
 
 
+@short
 class ActivationCache(NamedTuple):
     """What an activation keeps for its backward."""
 

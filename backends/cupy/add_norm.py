@@ -12,6 +12,7 @@ from xformer.dispatch import kernel
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.norm import add_norm as reference
 from xformer.shapes import STORED
+from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -43,6 +44,7 @@ def add_norm(
     return (cache.x, y), AddNormCache(cache, r is not None, *fixed)
 
 
+@short
 class AddNormCache(NamedTuple):
     """What `add_norm` keeps for its backward."""
 

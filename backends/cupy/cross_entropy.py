@@ -12,6 +12,7 @@ from xformer.dispatch import kernel
 from xformer.ops.cross_entropy import cross_entropy as reference
 from xformer.ops.cross_entropy import require_options
 from xformer.shapes import STORED, working_dtype
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
@@ -44,6 +45,7 @@ def cross_entropy(
     return loss, CrossEntropyCache(logits, targets, ignore_index, top, total, *options)
 
 
+@short
 class CrossEntropyCache(NamedTuple):
     """What `cross_entropy` keeps for its backward; probabilities are recomputed from top."""
 

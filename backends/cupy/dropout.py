@@ -14,6 +14,7 @@ from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
 from xformer.shapes import STORED
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
@@ -32,6 +33,7 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
     return _drop(x, rate, key), DropoutCache(rate, key, x.shape)
 
 
+@short
 class DropoutCache(NamedTuple):
     """What `dropout` keeps for its backward: no array."""
 

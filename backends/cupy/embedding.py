@@ -12,6 +12,7 @@ from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.ops.embedding import embedding as reference
 from xformer.shapes import STORED, working_dtype
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
@@ -38,6 +39,7 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     return y, EmbeddingCache(ids, (n_rows, width))
 
 
+@short
 class EmbeddingCache(NamedTuple):
     """What `embedding` keeps for its backward: no copy of the table."""
 

@@ -20,6 +20,7 @@ from xformer.layers.feed_forward import FeedForwardParams
 from xformer.layers.feed_forward import feed_forward as reference
 from xformer.layers.linear import LinearParams
 from xformer.shapes import dtype_name
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -70,6 +71,7 @@ def feed_forward(
     return y, FeedForwardCache(rows, w, before, hidden, w_down, has_b, x.shape)
 
 
+@short
 class FeedForwardCache(NamedTuple):
     """What `feed_forward` keeps for its backward."""
 

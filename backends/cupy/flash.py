@@ -16,6 +16,7 @@ from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, dtype_name, working_dtype
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=STORED, WIDTH=WIDTHS)
@@ -85,6 +86,7 @@ def sdpa(
     return heads_first(by_token), FlashCache(made, by_token, top, total)
 
 
+@short
 class FlashCache(NamedTuple):
     """What `flash` keeps for its backward."""
 

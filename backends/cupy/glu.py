@@ -12,6 +12,7 @@ from xformer.dispatch import kernel
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.ops.glu import glu as reference
 from xformer.shapes import STORED
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATIONS))
@@ -26,6 +27,7 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
     return y, GluCache(gate, up, activation)
 
 
+@short
 class GluCache(NamedTuple):
     """What `glu` keeps for its backward; the activation is computed again."""
 

@@ -21,6 +21,7 @@ from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.layer_norm import layer_norm as reference
 from xformer.shapes import STORED, working_dtype
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
@@ -59,6 +60,7 @@ def forward(
     return y, LayerNormCache(x, w, mean, rstd, 0.0 if eps_inside else eps, b is not None)
 
 
+@short
 class LayerNormCache(NamedTuple):
     """What `layer_norm` keeps for its backward."""
 

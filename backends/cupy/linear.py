@@ -10,6 +10,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.linear import linear as reference
 from xformer.shapes import STORED
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -31,6 +32,7 @@ def forward(
     return y.reshape((*x.shape[:-1], w.shape[1])), cache
 
 
+@short
 class LinearCache(NamedTuple):
     """What `linear` keeps for its backward."""
 

@@ -24,6 +24,7 @@ from xformer.dispatch import is_inference, kernel
 from xformer.ops.cross_entropy import require_options
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.shapes import STORED, working_dtype
+from xformer.showing import short
 from xformer.typing import Array
 
 CHUNK = 1 << 29  # bytes of logits, to the nearest number of chunks: few sums of dw
@@ -145,6 +146,7 @@ def of_classes(grads: Gradients, n_classes: int) -> Gradients:
     return Gradients(dw, db if db is None else db[:n_classes])
 
 
+@short
 class LinearCrossEntropyCache(NamedTuple):
     """What `linear_cross_entropy` keeps for its backward: gradients of the sum over tokens."""
 

@@ -20,6 +20,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.layers.linear import LinearParams
 from xformer.layers.linear import linear_many as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -73,6 +74,7 @@ class Map(NamedTuple):
     has_b: bool
 
 
+@short
 class LinearsCache(NamedTuple):
     """What `linear_many` keeps for its backward."""
 

@@ -21,6 +21,7 @@ from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rms_norm import rms_norm as reference
 from xformer.shapes import STORED, working_dtype
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
@@ -67,6 +68,7 @@ def forward(
     return y, RmsNormCache(x, w, rstd, offset)
 
 
+@short
 class RmsNormCache(NamedTuple):
     """What `rms_norm` keeps for its backward."""
 

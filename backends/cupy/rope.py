@@ -12,6 +12,7 @@ from xformer.dispatch import kernel
 from xformer.ops.rope import require_tables
 from xformer.ops.rope import rope as reference
 from xformer.shapes import STORED, require_same_device, require_same_library
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
@@ -27,6 +28,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
     return _turn(x, cos, sin, interleaved, 1), cache
 
 
+@short
 class RopeCache(NamedTuple):
     """What `rope` keeps for its backward: the tables, which all its calls share."""
 

@@ -30,6 +30,7 @@ from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, working_dtype
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDTH=WIDTHS, FEW=(0, 1))
@@ -104,6 +105,7 @@ def sdpa(
     return heads_first(by_token), SdpaCache(made, by_token, top, total)
 
 
+@short
 class SdpaCache(NamedTuple):
     """What `sdpa` keeps for its backward."""
 

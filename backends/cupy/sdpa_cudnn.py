@@ -36,6 +36,7 @@ from xformer.ops._attention import require_heads, scale_of, window_of
 from xformer.ops.random_bits import RandomKey
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, dtype_name, working_dtype
+from xformer.showing import short
 from xformer.typing import Array
 
 MULTIPLE = 64  # of lengths: texts of every length would each need plans, which take long to make
@@ -121,6 +122,7 @@ def sdpa(
     return heads_first(ctx), CudnnCache(kind, q, k, v, ctx, lse)
 
 
+@short
 class CudnnCache(NamedTuple):
     """What `sdpa` by cuDNN keeps for its backward."""
 

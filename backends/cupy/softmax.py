@@ -10,6 +10,7 @@ from xformer.backends.cupy.module import Source, contiguous, empty, launch, thre
 from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.softmax import softmax as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, WIDE=(0, 1))
@@ -24,6 +25,7 @@ def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
     return y, SoftmaxCache(y, axis)
 
 
+@short
 class SoftmaxCache(NamedTuple):
     """What `softmax` keeps for its backward."""
 

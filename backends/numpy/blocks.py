@@ -24,6 +24,7 @@ from xformer.layers.block import BlockConfig, BlockParams
 from xformer.layers.blocks import BlocksCache, add
 from xformer.layers.blocks import blocks as reference
 from xformer.layers.kv_cache import KVCache
+from xformer.showing import short
 from xformer.typing import Array
 
 ROWS = 128  # tokens of a share, for each other one: the gradients of all shares must be added
@@ -126,6 +127,7 @@ def blocks(
     return reference.reference(x, params, memory, bias, pos, memory_pos, **how, **options)
 
 
+@short
 class SharesCache(NamedTuple):
     """What `blocks` keeps for its backward."""
 

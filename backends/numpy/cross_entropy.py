@@ -14,6 +14,7 @@ from xformer.checks import finite, number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.cross_entropy import cross_entropy as reference
 from xformer.ops.cross_entropy import require_options, split_ignored
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -52,6 +53,7 @@ def cross_entropy(
     return np.add.reduce(loss * weight), cache
 
 
+@short
 class CrossEntropyCache(NamedTuple):
     """What `cross_entropy` keeps for its backward; probabilities are recomputed from top."""
 

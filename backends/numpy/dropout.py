@@ -13,6 +13,7 @@ from xformer.dispatch import kernel
 from xformer.ops.dropout import dropout as reference
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -44,6 +45,7 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
     return y, DropoutCache(rate, bits, x.shape)
 
 
+@short
 class DropoutCache(NamedTuple):
     """What `dropout` keeps for its backward: a bit for each element."""
 

@@ -11,6 +11,7 @@ from xformer.backends.numpy.ids import private
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.ops.embedding import embedding as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -21,6 +22,7 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     return np.take(table, ids, axis=0), EmbeddingCache(ids, table.shape)
 
 
+@short
 class EmbeddingCache(NamedTuple):
     """What `embedding` keeps for its backward: no copy of the table."""
 

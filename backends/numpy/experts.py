@@ -12,6 +12,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.experts import ExpertCache, one_expert, require_choice
 from xformer.ops.experts import experts as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -39,6 +40,7 @@ def experts(
     return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, fixed, tuple(parts))
 
 
+@short
 class ExpertsCache(NamedTuple):
     """What `experts` keeps for its backward."""
 

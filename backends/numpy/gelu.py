@@ -17,6 +17,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.gelu import CUBIC, FAR, SCALE
 from xformer.ops.gelu import gelu as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 TANH = (-2 * SCALE * LOG2_E, -2 * SCALE * LOG2_E * CUBIC)
@@ -58,6 +59,7 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
     return y, GeluCache(x, approximate)
 
 
+@short
 class GeluCache(NamedTuple):
     """What `gelu` keeps for its backward."""
 

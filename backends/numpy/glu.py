@@ -13,6 +13,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.glu import glu as reference
 from xformer.ops.silu import FAR
+from xformer.showing import short
 from xformer.typing import Array
 
 SILU = (-LOG2_E,)
@@ -41,6 +42,7 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
     return y, GluCache(gate, up)
 
 
+@short
 class GluCache(NamedTuple):
     """What `glu` keeps for its backward."""
 

@@ -11,6 +11,7 @@ from xformer.backends.numpy.threads import scratch
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.layer_norm import layer_norm as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 FAR = 8.0  # mean over deviation: with less, what the mean loses by rounding is too little to show
@@ -46,6 +47,7 @@ def layer_norm(
     return y, LayerNormCache(x, w, mean, rstd, outside, b is not None)
 
 
+@short
 class LayerNormCache(NamedTuple):
     """What `layer_norm` keeps for its backward."""
 

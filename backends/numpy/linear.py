@@ -19,6 +19,7 @@ from xformer.backends.numpy.threads import blas_alone, lined, run
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.ops.linear import linear as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 Map = tuple[Array, Array | None]  # w (I, O), b (O,)
@@ -33,6 +34,7 @@ def linear(
     return y, LinearCache(None if fixed else x, w, b, x.shape)
 
 
+@short
 class LinearCache(NamedTuple):
     """What `linear` keeps for its backward."""
 

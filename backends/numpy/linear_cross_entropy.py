@@ -21,6 +21,7 @@ from xformer.checks import finite, number, require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.ops.cross_entropy import require_options, split_ignored
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 CHUNK = 1 << 24  # logits, to the nearest number of chunks: 64 MB, rows enough for fast products
@@ -105,6 +106,7 @@ def kept_rows(
     return xs[chosen], targets[chosen], chosen
 
 
+@short
 class LinearCrossEntropyCache(NamedTuple):
     """What `linear_cross_entropy` keeps for its backward: gradients for dloss = 1."""
 

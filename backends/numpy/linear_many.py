@@ -12,6 +12,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.layers.linear import LinearParams
 from xformer.layers.linear import linear_many as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -34,6 +35,7 @@ def linear_many(
     return tuple(mapped(x, params)), LinearsCache(x, params)
 
 
+@short
 class LinearsCache(NamedTuple):
     """What `linear_many` keeps for its backward."""
 

@@ -11,6 +11,7 @@ from xformer.backends.numpy.threads import scratch
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rms_norm import rms_norm as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -45,6 +46,7 @@ def rms_norm(
     return y, RmsNormCache(x, gain, rstd)
 
 
+@short
 class RmsNormCache(NamedTuple):
     """What `rms_norm` keeps for its backward."""
 

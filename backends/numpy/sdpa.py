@@ -18,6 +18,7 @@ from xformer.ops._attention import require_broadcasts, require_heads, scale_of, 
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
 from xformer.ops.sdpa import sdpa as reference
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -80,6 +81,7 @@ def sdpa(
     return ctx, SdpaCache(all_parts, None if bias is None else bias.shape)
 
 
+@short
 class SdpaCache(NamedTuple):
     """What `sdpa` keeps for its backward."""
 

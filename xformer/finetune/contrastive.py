@@ -8,6 +8,7 @@ from array_api_compat import array_namespace
 
 from xformer import ops
 from xformer.models.loss import one
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -37,6 +38,7 @@ def contrastive_loss(
     return loss, ContrastiveCache(cache, pooled, loss)
 
 
+@short
 class ContrastiveCache(NamedTuple):
     """What `contrastive_loss` keeps for its backward."""
 

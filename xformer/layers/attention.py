@@ -14,10 +14,12 @@ from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_like
+from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
+@short
 class KeyValueParams(NamedTuple):
     """Projections of a sequence to keys and values."""
 
@@ -26,6 +28,7 @@ class KeyValueParams(NamedTuple):
     k_norm: NormParams | None = None  # of each head's keys (K), or of all heads' at once (G * K)
 
 
+@short
 class ShawParams(NamedTuple):
     """Tables of Shaw's relative positions, for distances from -L to L, as in `ops.shaw`."""
 
@@ -33,6 +36,7 @@ class ShawParams(NamedTuple):
     v: Array | None  # (2L+1, M)
 
 
+@short
 class AttentionParams(NamedTuple):
     """Projections of one attention; K and M need not be D / H, M need not be K."""
 
@@ -134,6 +138,7 @@ def attention(
     return y, AttentionCache(*caches, fixed, kv_cache, n_new)
 
 
+@short
 class AttentionCache(NamedTuple):
     """What `attention` keeps for its backward."""
 
@@ -199,6 +204,7 @@ def key_value(
     return kv, KeyValueSaved(maps, heads)
 
 
+@short
 class KeyValueSaved(NamedTuple):
     """What `key_value` keeps for its backward."""
 
@@ -229,6 +235,7 @@ def _key_value(
     return KeyValue(k, v), KeyValueHeadsCache(k_cache, v_cache)
 
 
+@short
 class KeyValueHeadsCache(NamedTuple):
     """What `_key_value` keeps for its backward."""
 
@@ -283,6 +290,7 @@ def _is_kept(*steps: Any) -> bool:
     return all(step is None for step in steps)
 
 
+@short
 class HeadsCache(NamedTuple):
     """What `_heads` keeps for its backward."""
 

@@ -31,6 +31,7 @@ from xformer.layers.residual import (
 )
 from xformer.ops._attention import window_of
 from xformer.ops.activation import require_activation
+from xformer.showing import short
 from xformer.typing import Array
 
 SITES = 6  # places in a block where dropout draws
@@ -241,6 +242,7 @@ class BlockConfig:
         return self.norm_config.init(rng, width, bias=self.bias)
 
 
+@short
 class BlockParams(NamedTuple):
     """Parameters of one block; a norm that is None is left out."""
 
@@ -365,6 +367,7 @@ def block_terms(
     return terms, BlockCache(chain)
 
 
+@short
 class BlockCache(NamedTuple):
     """What `block` keeps for its backward."""
 
@@ -409,6 +412,7 @@ class BlockCache(NamedTuple):
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
 
+@short
 class ParallelBlockCache(NamedTuple):
     """What a parallel `block` keeps for its backward."""
 

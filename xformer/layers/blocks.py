@@ -11,6 +11,7 @@ from xformer.layers.attention import KeyValue
 from xformer.layers.block import SITES, BlockConfig, BlockParams, block_terms
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.residual import summed
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -76,6 +77,7 @@ def blocks(
     return y, BlocksCache((), order, own_memory, tuple(caches))
 
 
+@short
 class BlocksCache(NamedTuple):
     """What `blocks` keeps for its backward."""
 

@@ -8,6 +8,7 @@ from xformer import ops
 from xformer.dispatch import is_inference, overridable
 from xformer.layers.block import BlockConfig, block, block_terms
 from xformer.layers.residual import Terms
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -33,6 +34,7 @@ def checkpointed(
     return (y, None), CheckpointCache(args, config, dropout_key, options, router)
 
 
+@short
 class RouterCache(NamedTuple):
     """What the auxiliary losses of a mixture of experts ask for before the backward."""
 
@@ -40,6 +42,7 @@ class RouterCache(NamedTuple):
     ids: Array  # (N, C)
 
 
+@short
 class CheckpointCache(NamedTuple):
     """The arguments of a block: x is its own, the others are parameters, or those of all blocks."""
 

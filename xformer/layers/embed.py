@@ -24,6 +24,7 @@ from xformer.layers.norm import NormConfig, NormParams, norm
 from xformer.layers.positions import sinusoidal
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import require_array
+from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -129,6 +130,7 @@ class EmbedConfig:
         return EmbedParams(table, positions, project, types, gains)
 
 
+@short
 class EmbedParams(NamedTuple):
     """Parameters of an embedding."""
 
@@ -189,6 +191,7 @@ def embed(
     return (x, pos if config.mode == "qkv" else None), cache
 
 
+@short
 class EmbedCache(NamedTuple):
     """What `embed` keeps for its backward."""
 

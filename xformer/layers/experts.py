@@ -14,6 +14,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.linear import LinearParams, linear
 from xformer.ops.activation import require_activation
 from xformer.shapes import require_array
+from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -58,6 +59,7 @@ class ExpertsConfig:
         )
 
 
+@short
 class ExpertsParams(NamedTuple):
     """The router and its experts, none with a bias."""
 
@@ -98,6 +100,7 @@ def mixture(
     )
 
 
+@short
 class MixtureCache(NamedTuple):
     """What `mixture` keeps for its backward; the first two also for auxiliary losses."""
 

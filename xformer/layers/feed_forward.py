@@ -8,9 +8,11 @@ from xformer import ops
 from xformer.dispatch import overridable
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.ops.activation import ACTIVATIONS, require_activation
+from xformer.showing import short
 from xformer.typing import Array
 
 
+@short
 class FeedForwardParams(NamedTuple):
     """Linear maps to the hidden width and back."""
 
@@ -46,6 +48,7 @@ def feed_forward(
     return y, FeedForwardCache(up, params.gate is not None, act, drop, down)
 
 
+@short
 class FeedForwardCache(NamedTuple):
     """What `feed_forward` keeps for its backward."""
 

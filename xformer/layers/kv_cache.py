@@ -10,11 +10,13 @@ from array_api_compat import array_namespace, device
 from xformer.checks import require_sizes
 from xformer.dispatch import overridable
 from xformer.ops._pointwise import clip
+from xformer.showing import short
 from xformer.typing import Array
 
 Window = tuple[int | None, int | None]
 
 
+@short
 class KVCache(NamedTuple):
     """The KV cache of one layer. Keys are stored after normalisation and RoPE. Empty at first.
 

@@ -10,10 +10,12 @@ from xformer import ops
 from xformer.backends import Generator
 from xformer.dispatch import overridable
 from xformer.initializers import Draw
+from xformer.showing import short
 from xformer.tree import Constant, Frozen, value
 from xformer.typing import Array
 
 
+@short
 class LinearParams(NamedTuple):
     """For `linear`."""
 
@@ -26,6 +28,7 @@ class LinearParams(NamedTuple):
         return LinearParams(draw(rng, shape), rng.full(shape[1:], 0.0) if bias else None)
 
 
+@short
 class LoRAParams(NamedTuple):
     """A linear map with a low-rank adapter (arXiv:2106.09685), in the place of LinearParams."""
 
@@ -47,6 +50,7 @@ def linear(x: Array, params: LinearParams | LoRAParams) -> tuple[Array, LinearCa
     return y, LinearCache(cache, fixed[1])
 
 
+@short
 class LinearCache(NamedTuple):
     """What `linear` keeps for its backward."""
 
@@ -59,6 +63,7 @@ class LinearCache(NamedTuple):
         return dx, LinearParams(dw, None if self.fixed_b else db)
 
 
+@short
 class LoRACache(NamedTuple):
     """What `linear` keeps for its backward where there is an adapter."""
 
@@ -87,6 +92,7 @@ def linear_many(
     return ys, LinearsCache(caches)
 
 
+@short
 class LinearsCache(NamedTuple):
     """What `linear_many` keeps for its backward."""
 

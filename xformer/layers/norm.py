@@ -9,6 +9,7 @@ from xformer import ops
 from xformer.backends import Generator
 from xformer.checks import number, plain_numbers, require_gradient
 from xformer.dispatch import overridable
+from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -36,6 +37,7 @@ class NormConfig:
         return NormParams(w, rng.full((width,), 0.0) if has_b else None)
 
 
+@short
 class NormParams(NamedTuple):
     """For `norm`."""
 
@@ -55,6 +57,7 @@ def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, No
     return y, NormCache(cache, *fixed)
 
 
+@short
 class NormCache(NamedTuple):
     """What `norm` keeps for its backward."""
 
@@ -85,6 +88,7 @@ def add_norm(
     return (s, y), AddNormCache(cache, r is not None)
 
 
+@short
 class AddNormCache(NamedTuple):
     """What `add_norm` keeps for its backward."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, device
 from xformer import renamed
 from xformer.checks import require_gradient, require_mask
 from xformer.shapes import STORED, dtype_name, require_array
+from xformer.showing import short
 from xformer.typing import Array
 
 POOLINGS = ("mean", "first", "last")
@@ -40,6 +41,7 @@ def pool(x: Array, *, pooling: str = "mean", mask: Array | None = None) -> tuple
     return y, PoolCache(weights)
 
 
+@short
 class PoolCache(NamedTuple):
     """What `pool` keeps for its backward."""
 

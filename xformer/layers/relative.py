@@ -17,6 +17,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.constant import constant
 from xformer.ops._attention import aligned
 from xformer.ops._pointwise import clip
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -96,6 +97,7 @@ def relative_bias(
     return xp.permute_dims(rows, (2, 0, 1))[None, ...], RelativeBiasCache(cache)
 
 
+@short
 class RelativeBiasCache(NamedTuple):
     """What `relative_bias` keeps for its backward."""
 

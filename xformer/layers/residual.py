@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from xformer import ops
 from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
+from xformer.showing import short
 from xformer.typing import Array
 
 Sublayer = Callable[[Array], tuple[Array, Any]]
@@ -45,6 +46,7 @@ def residual(
     return summed(*terms), ResidualCache(cache)
 
 
+@short
 class ResidualCache(NamedTuple):
     """What `residual` keeps for its backward."""
 
@@ -120,6 +122,7 @@ def _branch(
     return r, BranchCache(None, sub_cache, out_cache, drop_cache)
 
 
+@short
 class BranchCache(NamedTuple):
     """What `residuals` keeps of a branch, and of the sum before it, or, "post", behind it."""
 
@@ -129,6 +132,7 @@ class BranchCache(NamedTuple):
     drop: Any
 
 
+@short
 class ResidualsCache(NamedTuple):
     """What `residuals` keeps for its backward."""
 
@@ -221,6 +225,7 @@ def parallels(
     return (x + f, g), cache
 
 
+@short
 class ParallelCache(NamedTuple):
     """What `parallel` keeps for its backward."""
 

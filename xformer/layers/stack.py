@@ -14,10 +14,12 @@ from xformer.layers.blocks import blocks, order_of
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.norm import NormParams, norm
 from xformer.ops.sum_to import sum_to
+from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
 
+@short
 class StackParams(NamedTuple):
     """Parameters of all blocks, and what stands around them."""
 
@@ -135,6 +137,7 @@ def stack(
     )
 
 
+@short
 class StackCache(NamedTuple):
     """What `stack` keeps for its backward."""
 

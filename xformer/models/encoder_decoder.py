@@ -32,6 +32,7 @@ from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
 from xformer.models.state import DecodeState
 from xformer.shapes import require_array
+from xformer.showing import short
 from xformer.typing import Array
 
 Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, table) -> (y, cache)
@@ -375,6 +376,7 @@ class EncoderDecoder:
         return loss, LossCache(cache, loss)
 
 
+@short
 class EncoderDecoderParams(NamedTuple):
     """Parameters of an EncoderDecoder."""
 
@@ -385,6 +387,7 @@ class EncoderDecoderParams(NamedTuple):
     head: Any  # (D, V); None: tied to the target's embedding
 
 
+@short
 class EncoderDecoderState(NamedTuple):
     """A source and its target so far, as `decode` needs them."""
 
@@ -435,6 +438,7 @@ class EncoderDecoderState(NamedTuple):
         return EncoderDecoderState(kv_cache, memory, mask, self.length)
 
 
+@short
 class EncodeCache(NamedTuple):
     """What `EncoderDecoder.encode` keeps for its backward."""
 
@@ -450,6 +454,7 @@ class EncodeCache(NamedTuple):
         return dembed, dencoder, None if self.embed is not None else dx
 
 
+@short
 class DecodeCache(NamedTuple):
     """Saved by `decode_target` for backward. For a loss, dy is the gradient of the scalar loss."""
 
@@ -470,6 +475,7 @@ class DecodeCache(NamedTuple):
         return dembed, ddecoder, dhead, dmemory, dmemory_pos, dtgt
 
 
+@short
 class EncoderDecoderCache(NamedTuple):
     """What `EncoderDecoder.forward` keeps for its backward, or its loss, of which dy is dloss."""
 

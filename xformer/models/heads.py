@@ -32,6 +32,7 @@ from xformer.models.lm_head import (
 )
 from xformer.models.loss import cross_entropy_of, linear_loss
 from xformer.ops.activation import ACTIVATIONS, require_activation
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -92,6 +93,7 @@ class MaskedLMHead:
         return y, MaskedLMHeadCache(dense, act, gains, cache, self.tied)
 
 
+@short
 class MaskedLMHeadParams(NamedTuple):
     """Parameters of a MaskedLMHead."""
 
@@ -101,6 +103,7 @@ class MaskedLMHeadParams(NamedTuple):
     b: Array  # (V,)
 
 
+@short
 class MaskedLMHeadCache(NamedTuple):
     """What `MaskedLMHead.forward`, or its loss, keeps for its backward."""
 
@@ -193,6 +196,7 @@ class Classifier:
         return cross_entropy_of(*given, targets, options)
 
 
+@short
 class ClassifierParams(NamedTuple):
     """Parameters of a Classifier."""
 
@@ -200,6 +204,7 @@ class ClassifierParams(NamedTuple):
     out: LinearParams  # (D, n_labels)
 
 
+@short
 class ClassifierCache(NamedTuple):
     """What `Classifier.forward` keeps for its backward."""
 
@@ -249,6 +254,7 @@ class Pooler:
         return y, PooledCache(dense, act)
 
 
+@short
 class PoolerCache(NamedTuple):
     """What `Pooler.forward` keeps for its backward."""
 
@@ -259,6 +265,7 @@ class PoolerCache(NamedTuple):
         return dx, zeros_of(self.params), None
 
 
+@short
 class PooledCache(NamedTuple):
     """What `Pooler.pooled` keeps for its backward."""
 

@@ -30,6 +30,7 @@ from xformer.models.lm_head import LMHead, require_present, zeros_of
 from xformer.models.loss import LossCache, one
 from xformer.models.state import DecodeState, appended_mask, position_ids, require_padding_mask
 from xformer.shapes import require_array
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -529,6 +530,7 @@ class LanguageModel:
         )
 
 
+@short
 class LanguageModelParams(NamedTuple):
     """Parameters of a LanguageModel."""
 
@@ -537,6 +539,7 @@ class LanguageModelParams(NamedTuple):
     head: Any  # of the head's own type; None: no head, or one that is tied to embed.table
 
 
+@short
 class HiddenCache(NamedTuple):
     """What `LanguageModel.hidden` keeps for its backward."""
 
@@ -559,6 +562,7 @@ class HiddenCache(NamedTuple):
         return grads, dx if self.embed is None else None
 
 
+@short
 class LanguageModelCache(NamedTuple):
     """What `LanguageModel.forward` keeps for its backward, or its loss, of which dy is dloss."""
 
@@ -588,6 +592,7 @@ class LanguageModelCache(NamedTuple):
         return grads._replace(embed=dembed, head=dhead), dtokens
 
 
+@short
 class BalancedLossCache(NamedTuple):
     """What `LanguageModel.loss` keeps where routers have losses of their own."""
 
@@ -601,6 +606,7 @@ class BalancedLossCache(NamedTuple):
         return grads
 
 
+@short
 class RouterLossCache(NamedTuple):
     """What the auxiliary losses of routers keep for their backward."""
 
@@ -621,6 +627,7 @@ class RouterLossCache(NamedTuple):
         return tuple(per_layer)
 
 
+@short
 class PooledCache(NamedTuple):
     """What `LanguageModel.pooled` keeps for its backward."""
 

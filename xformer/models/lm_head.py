@@ -16,6 +16,7 @@ from xformer.initializers import Draw, normal
 from xformer.layers.embed import EmbedConfig
 from xformer.layers.linear import LinearParams, linear
 from xformer.models.loss import cross_entropy_of, linear_loss
+from xformer.showing import short
 from xformer.typing import Array
 
 Top = Callable[[Array, Any], tuple[Array, Any]]  # (x, LinearParams) -> (y, cache)
@@ -84,6 +85,7 @@ class LMHead:
         return y, LMHeadCache(cache, None, self.tied, self.scale)
 
 
+@short
 class LMHeadCache(NamedTuple):
     """What `LMHead.forward`, or its loss, keeps for its backward."""
 

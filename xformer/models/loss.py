@@ -8,6 +8,7 @@ from array_api_compat import array_namespace, device
 
 from xformer import ops
 from xformer.layers.linear import LinearCache, LinearParams, LoRAParams, linear
+from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -20,6 +21,7 @@ def cross_entropy_of(
     return loss, LogitsLossCache(cache, loss_cache)
 
 
+@short
 class LogitsLossCache(NamedTuple):
     """What `cross_entropy_of` keeps for its backward."""
 
@@ -44,6 +46,7 @@ def linear_loss(
     return loss, LinearCache(cache, isinstance(b, Frozen))
 
 
+@short
 class LossCache(NamedTuple):
     """What a model's `loss` keeps for its backward."""
 

@@ -10,9 +10,11 @@ from array_api_compat import array_namespace, device
 
 from xformer.checks import as_indices, require_mask
 from xformer.layers.kv_cache import KVCache, write_indices
+from xformer.showing import short
 from xformer.typing import Array
 
 
+@short
 class DecodeState(NamedTuple):
     """The sequences so far, as `LanguageModel.decode` needs them.
 

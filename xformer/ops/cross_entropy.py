@@ -17,6 +17,7 @@ from xformer.checks import (
 )
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -70,6 +71,7 @@ def cross_entropy(
     return xp.sum(loss * weight), cache
 
 
+@short
 class CrossEntropyCache(NamedTuple):
     """What `cross_entropy` keeps for its backward; probabilities are recomputed from top."""
 

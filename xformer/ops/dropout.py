@@ -11,6 +11,7 @@ from xformer.checks import number, require_shape
 from xformer.dispatch import overridable
 from xformer.ops.random_bits import RandomKey, random_bits, require_key
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -29,6 +30,7 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
     return _drop(x, rate, key), DropoutCache(rate, key, x.shape)
 
 
+@short
 class DropoutCache(NamedTuple):
     """What `dropout` keeps for its backward: no array."""
 

@@ -11,6 +11,7 @@ from xformer import ops
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -28,6 +29,7 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     return xp.reshape(y, (*ids.shape, table.shape[1])), EmbeddingCache(ids, table.shape)
 
 
+@short
 class EmbeddingCache(NamedTuple):
     """What `embedding` keeps for its backward: no copy of the table."""
 

@@ -11,6 +11,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.ops._pointwise import clip
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 # erf(x) = x P(x^2) for |x| < 1, and 1 - erf(x) = exp(-x^2) Q((x - 3) / (x + 3)) / (x + 3) for
@@ -66,6 +67,7 @@ def erf(x: Array) -> tuple[Array, ErfCache]:
     return xp.where(xp.abs(x) < 1, near, xp.where(x < 0, -far, far)), ErfCache(x)
 
 
+@short
 class ErfCache(NamedTuple):
     """What `erf` keeps for its backward."""
 

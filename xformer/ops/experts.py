@@ -10,6 +10,7 @@ from xformer.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch import overridable
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 Weights = tuple[Array, Array, Array]  # gate (D, F), up (D, F), down (F, D) of one expert
@@ -51,6 +52,7 @@ def experts(
     return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, fixed, tuple(parts))
 
 
+@short
 class ExpertsCache(NamedTuple):
     """What `experts` keeps for its backward."""
 
@@ -91,6 +93,7 @@ def one_expert(x: Array, ws: Weights, share: Array, activation: str) -> tuple[Ar
     return (share[:, None] * act * up) @ w_down, ExpertCache(gate, up, share)
 
 
+@short
 class ExpertCache(NamedTuple):
     """What one expert keeps for its backward; the rest it is given again."""
 

@@ -12,6 +12,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.ops._pointwise import clip
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 CUBIC = 0.044715
@@ -36,6 +37,7 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
     return y, GeluCache(x, approximate)
 
 
+@short
 class GeluCache(NamedTuple):
     """What `gelu` keeps for its backward."""
 

@@ -8,6 +8,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -24,6 +25,7 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
     return act * up, GluCache(gate, up, activation)
 
 
+@short
 class GluCache(NamedTuple):
     """What `glu` keeps for its backward; the activation is computed again."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, device
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -36,6 +37,7 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     return x + xp.where((end > start)[:, None], found, 0.0), IndexAddCache(ids, x.shape)
 
 
+@short
 class IndexAddCache(NamedTuple):
     """What `index_add` keeps for its backward."""
 

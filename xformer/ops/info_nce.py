@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, device
 from xformer.checks import finite, require_axis, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -35,6 +36,7 @@ def info_nce(a: Array, b: Array, *, scale: float = 20.0) -> tuple[Array, InfoNCE
     return xp.mean(xp.log(total)[:, 0] - hit), InfoNCECache(a, b, top, total, scale)
 
 
+@short
 class InfoNCECache(NamedTuple):
     """What `info_nce` keeps for its backward; probabilities are recomputed from top."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -28,6 +29,7 @@ def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCac
     return y, L2NormalizeCache(y, norm, eps)
 
 
+@short
 class L2NormalizeCache(NamedTuple):
     """What `l2_normalize` keeps for its backward."""
 

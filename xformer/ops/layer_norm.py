@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -37,6 +38,7 @@ def layer_norm(
     return y, LayerNormCache(x, w, mean, rstd, 0.0 if eps_inside else eps, b is not None)
 
 
+@short
 class LayerNormCache(NamedTuple):
     """What `layer_norm` keeps for its backward; xhat is rebuilt from it."""
 

@@ -10,6 +10,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -31,6 +32,7 @@ def linear(
     return y, LinearCache(None if fixed else x, w, b is not None, x.shape)
 
 
+@short
 class LinearCache(NamedTuple):
     """What `linear` keeps for its backward."""
 

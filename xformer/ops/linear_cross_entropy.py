@@ -8,6 +8,7 @@ from xformer.dispatch import overridable
 from xformer.ops.cross_entropy import cross_entropy
 from xformer.ops.linear import linear
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -43,6 +44,7 @@ def linear_cross_entropy(
     return loss, LinearCrossEntropyCache(linear_cache, loss_cache)
 
 
+@short
 class LinearCrossEntropyCache(NamedTuple):
     """What `linear_cross_entropy` keeps for its backward."""
 

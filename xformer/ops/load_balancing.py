@@ -12,6 +12,7 @@ from xformer.dispatch import overridable
 from xformer.ops.index_add import index_add
 from xformer.ops.softmax import softmax
 from xformer.shapes import require_array, require_same_device, require_same_library, shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -44,6 +45,7 @@ def load_balancing(
     return n_experts * xp.sum(f * p), LoadBalancingCache(f, weight, softmax_cache)
 
 
+@short
 class LoadBalancingCache(NamedTuple):
     """What `load_balancing` keeps for its backward."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -27,6 +28,7 @@ def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, LogSoftmaxCache]:
     return y, LogSoftmaxCache(y, axis)
 
 
+@short
 class LogSoftmaxCache(NamedTuple):
     """What `log_softmax` keeps for its backward."""
 

@@ -10,6 +10,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -25,6 +26,7 @@ def mse(x: Array, y: Array) -> tuple[Array, MseCache]:
     return xp.sum(diff**2) / max(math.prod(x.shape), 1), MseCache(diff)
 
 
+@short
 class MseCache(NamedTuple):
     """What `mse` keeps for its backward."""
 

@@ -12,6 +12,7 @@ from xformer.ops._pointwise import clip
 from xformer.ops.sigmoid import stable_sigmoid
 from xformer.ops.silu import FAR
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 SLOPE = 1.702
@@ -29,6 +30,7 @@ def quick_gelu(x: Array) -> tuple[Array, QuickGeluCache]:
     return y, QuickGeluCache(x)
 
 
+@short
 class QuickGeluCache(NamedTuple):
     """What `quick_gelu` keeps for its backward."""
 

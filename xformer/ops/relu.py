@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -23,6 +24,7 @@ def relu(x: Array) -> tuple[Array, ReluCache]:
     return y, ReluCache(y)
 
 
+@short
 class ReluCache(NamedTuple):
     """What `relu` keeps for its backward: its output, which the next op keeps anyway."""
 

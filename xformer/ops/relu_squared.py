@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -22,6 +23,7 @@ def relu_squared(x: Array) -> tuple[Array, ReluSquaredCache]:
     return array_namespace(x).maximum(x, 0.0) ** 2, ReluSquaredCache(x)
 
 
+@short
 class ReluSquaredCache(NamedTuple):
     """What `relu_squared` keeps for its backward."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -35,6 +36,7 @@ def rms_norm(
     return y, RmsNormCache(x, w, rstd, offset)
 
 
+@short
 class RmsNormCache(NamedTuple):
     """What `rms_norm` keeps for its backward; xhat is rebuilt from it."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import require_like, shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -27,6 +28,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
     return _turn(x, cos, sin, interleaved), RopeCache(cos, sin, interleaved, tuple(x.shape))
 
 
+@short
 class RopeCache(NamedTuple):
     """What `rope` keeps for its backward: the tables, which all its calls share."""
 

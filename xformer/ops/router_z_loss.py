@@ -10,6 +10,7 @@ from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import overridable
 from xformer.ops.load_balancing import kept_rows
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -32,6 +33,7 @@ def router_z_loss(logits: Array, *, mask: Array | None = None) -> tuple[Array, R
     return xp.sum(weight * lse[:, 0] ** 2), RouterZLossCache(logits, top, total, weight)
 
 
+@short
 class RouterZLossCache(NamedTuple):
     """What `router_z_loss` keeps for its backward; probabilities are recomputed from top."""
 

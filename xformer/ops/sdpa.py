@@ -22,6 +22,7 @@ from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import RandomKey
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -76,6 +77,7 @@ def sdpa(
     return ctx, SdpaCache(q, k, v, probs, shares, scale, softcap, bias_shape, drop)
 
 
+@short
 class SdpaCache(NamedTuple):
     """What `sdpa` keeps for its backward."""
 

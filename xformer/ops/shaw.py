@@ -22,6 +22,7 @@ from xformer.ops._pointwise import clip
 from xformer.ops.dropout import DropoutCache, dropout, require_rate
 from xformer.ops.random_bits import RandomKey
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -68,6 +69,7 @@ def shaw(
     return ctx, ShawCache(q, k, v, rel_k, rel_v, probs, scale, drop)
 
 
+@short
 class ShawCache(NamedTuple):
     """What `shaw` keeps for its backward."""
 

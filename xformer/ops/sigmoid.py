@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -23,6 +24,7 @@ def sigmoid(x: Array) -> tuple[Array, SigmoidCache]:
     return y, SigmoidCache(y)
 
 
+@short
 class SigmoidCache(NamedTuple):
     """What `sigmoid` keeps for its backward."""
 

@@ -11,6 +11,7 @@ from xformer.dispatch import overridable
 from xformer.ops._pointwise import clip
 from xformer.ops.sigmoid import stable_sigmoid
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 FAR = 1000.0  # sigmoid(-FAR) is 0 and sigmoid(FAR) is 1, to rounding
@@ -27,6 +28,7 @@ def silu(x: Array) -> tuple[Array, SiluCache]:
     return y, SiluCache(x)
 
 
+@short
 class SiluCache(NamedTuple):
     """What `silu` keeps for its backward."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -25,6 +26,7 @@ def softcap(x: Array, *, cap: float) -> tuple[Array, SoftcapCache]:
     return y, SoftcapCache(y, cap)
 
 
+@short
 class SoftcapCache(NamedTuple):
     """What `softcap` keeps for its backward."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -27,6 +28,7 @@ def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
     return y, SoftmaxCache(y, axis)
 
 
+@short
 class SoftmaxCache(NamedTuple):
     """What `softmax` keeps for its backward."""
 

@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -23,6 +24,7 @@ def tanh(x: Array) -> tuple[Array, TanhCache]:
     return y, TanhCache(y)
 
 
+@short
 class TanhCache(NamedTuple):
     """What `tanh` keeps for its backward."""
 

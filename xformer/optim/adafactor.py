@@ -15,9 +15,11 @@ from xformer.optim._checks import (
     require_matching,
     require_state,
 )
+from xformer.showing import short
 from xformer.typing import Array, Tree
 
 
+@short
 class AdafactorState(NamedTuple):
     """Running means of squared gradients, and the number of steps: I + O numbers for I * O."""
 

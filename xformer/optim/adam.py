@@ -21,9 +21,11 @@ from xformer.optim._checks import (
     two_betas,
     zeros,
 )
+from xformer.showing import short
 from xformer.typing import Array, Tree
 
 
+@short
 class AdamState(NamedTuple):
     """Moments of the gradients, and the number of steps taken."""
 

@@ -15,9 +15,11 @@ from xformer.optim._checks import (
     two_betas,
     zeros,
 )
+from xformer.showing import short
 from xformer.typing import Array, Tree
 
 
+@short
 class LionState(NamedTuple):
     """What Lion remembers between steps: half of what Adam does."""
 

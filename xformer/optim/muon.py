@@ -15,11 +15,13 @@ from xformer.optim._checks import (
     require_state,
     zeros,
 )
+from xformer.showing import short
 from xformer.typing import Array, Tree
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at 0; near 1 it stays within about 0.7 and 1.2
 
 
+@short
 class MuonState(NamedTuple):
     """What Muon remembers between steps."""
 

@@ -13,9 +13,11 @@ from xformer.optim._checks import (
     require_state,
     zeros,
 )
+from xformer.showing import short
 from xformer.typing import Tree
 
 
+@short
 class SGDState(NamedTuple):
     """What SGD remembers between steps."""
 

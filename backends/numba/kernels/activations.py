@@ -39,6 +39,7 @@ from xformer.backends.numba.program.native import (
 from xformer.checks import require_gradient
 from xformer.ops.quick_gelu import SLOPE
 from xformer.ops.silu import FAR
+from xformer.showing import short
 from xformer.typing import Array
 
 RELU, RELU_SQUARED, SIGMOID, SWISH, TANH, GELU, GELU_TANH = range(7)
@@ -81,6 +82,7 @@ def activate(
     return y, ActivationCache(y if code in OF_Y else x, name, reference, formula)
 
 
+@short
 class ActivationCache(NamedTuple):
     """What an activation keeps for its backward: its output where that suffices, else x."""
 

@@ -11,6 +11,7 @@ from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.norm import add_norm as reference
+from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
 
@@ -43,6 +44,7 @@ def add_norm(
     return (s, y), AddNormCache(cache, *fixed, r is not None)
 
 
+@short
 class AddNormCache(NamedTuple):
     """What `add_norm` keeps for its backward."""
 

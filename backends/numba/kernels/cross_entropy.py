@@ -22,6 +22,7 @@ from xformer.backends.numba.program.native import Native, float32s, native, part
 from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -71,6 +72,7 @@ def cross_entropy(
     return total(recorder, losses, tokens.weight), cache
 
 
+@short
 class CrossEntropyCache(NamedTuple):
     """What `cross_entropy` keeps for its backward."""
 

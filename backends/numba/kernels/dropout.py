@@ -26,6 +26,7 @@ from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import MASK, RandomKey
+from xformer.showing import short
 from xformer.typing import Array
 
 BLOCKS = 64  # of four words, made at once
@@ -49,6 +50,7 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
     return _drop("dropout", x, rate, key), DropoutCache(rate, key, x.shape)
 
 
+@short
 class DropoutCache(NamedTuple):
     """What `dropout` keeps for its backward: no array."""
 

@@ -14,6 +14,7 @@ from xformer.backends.numba.program.native import Native, float32s, native, part
 from xformer import ops
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -41,6 +42,7 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     return y, EmbeddingCache(ids, table.shape)
 
 
+@short
 class EmbeddingCache(NamedTuple):
     """What `embedding` keeps for its backward: no copy of the table."""
 

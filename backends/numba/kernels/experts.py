@@ -30,6 +30,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.experts import experts as op
 from xformer.ops.experts import require_choice
+from xformer.showing import short
 from xformer.typing import Array
 
 BLOCK = 2048  # elements of a row at once: seven arrays of them fit in a core's caches
@@ -78,6 +79,7 @@ def experts(
     return y, ExpertsCache(x, w_gate, w_up, w_down, weights, order, gate, up, activation, fixed)
 
 
+@short
 class ExpertsCache(NamedTuple):
     """What `experts` keeps for its backward; rows of x are gathered again."""
 

@@ -37,6 +37,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.glu import GluCache as ReferenceCache
 from xformer.ops.silu import FAR
+from xformer.showing import short
 from xformer.typing import Array
 
 FAR32, ONE = np.float32(FAR), np.float32(1)
@@ -64,6 +65,7 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
     return y, GluCache(gate, up, activation)
 
 
+@short
 class GluCache(NamedTuple):
     """What `glu` keeps for its backward; the activation is computed again."""
 

@@ -22,6 +22,7 @@ from xformer.backends.numba.program.program import Program
 from xformer import ops
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -41,6 +42,7 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     return emit_sums(recorder, "index_add", x.shape, y, ids, x), IndexAddCache(ids, x.shape)
 
 
+@short
 class IndexAddCache(NamedTuple):
     """What `index_add` keeps for its backward."""
 

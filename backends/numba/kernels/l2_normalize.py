@@ -22,6 +22,7 @@ from xformer import ops
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.l2_normalize import L2NormalizeCache as ReferenceCache
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -49,6 +50,7 @@ def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCac
     return y, L2NormalizeCache(y, norm, eps)
 
 
+@short
 class L2NormalizeCache(NamedTuple):
     """What `l2_normalize` keeps for its backward."""
 

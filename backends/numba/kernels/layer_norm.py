@@ -30,6 +30,7 @@ from xformer import ops
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.layer_norm import LayerNormCache as ReferenceCache
+from xformer.showing import short
 from xformer.typing import Array
 
 FAR = np.float32(numpys.FAR**2)  # mean^2 over variance
@@ -80,6 +81,7 @@ def normalise(
     return s, y, LayerNormCache(s, w, mean, rstd, has_b)
 
 
+@short
 class LayerNormCache(NamedTuple):
     """What `layer_norm` keeps for its backward."""
 

@@ -27,6 +27,7 @@ from xformer.backends.numba.program.program import Program
 from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -60,6 +61,7 @@ def begun(
     return reshape(y, (*x.shape[:-1], w.shape[1])), [sums] if sums else [], cache
 
 
+@short
 class LinearCache(NamedTuple):
     """What `linear` keeps for its backward."""
 

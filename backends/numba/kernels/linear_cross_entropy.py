@@ -31,6 +31,7 @@ from xformer.backends.numba.tuning import SPEED
 from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
+from xformer.showing import short
 from xformer.typing import Array
 
 CHUNK = 1 << 24  # logits at once, to the nearest number of chunks: 64 MB
@@ -99,6 +100,7 @@ def linear_cross_entropy(
     return loss, cache
 
 
+@short
 class LinearCrossEntropyCache(NamedTuple):
     """What `linear_cross_entropy` keeps for its backward: gradients for dloss = 1."""
 

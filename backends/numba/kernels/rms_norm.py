@@ -29,6 +29,7 @@ from xformer import ops
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rms_norm import RmsNormCache as ReferenceCache
+from xformer.showing import short
 from xformer.typing import Array
 
 
@@ -78,6 +79,7 @@ def normalise(
     return s, y, RmsNormCache(s, w, rstd, offset, has_w)
 
 
+@short
 class RmsNormCache(NamedTuple):
     """What `rms_norm` keeps for its backward."""
 

@@ -20,6 +20,7 @@ from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rope import RopeCache as ReferenceCache
 from xformer.ops.rope import require_tables
+from xformer.showing import short
 from xformer.typing import Array
 
 FLOAT = 4  # bytes
@@ -38,6 +39,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
     return y, RopeCache(cos, sin, interleaved, x.shape)
 
 
+@short
 class RopeCache(NamedTuple):
     """What `rope` keeps for its backward: the tables, which all its calls share."""
 

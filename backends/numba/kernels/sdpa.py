@@ -29,6 +29,7 @@ from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
 from xformer.ops.dropout import require_rate
 from xformer.ops.random_bits import RandomKey
+from xformer.showing import short
 from xformer.typing import Array
 
 ONE = 8 * WORTH  # multiplications of one query, few of whose columns may be seen
@@ -165,6 +166,7 @@ def _native(
     return Native(kernel, numbers, pieces, blas=not is_one)
 
 
+@short
 class SdpaCache(NamedTuple):
     """What `sdpa` keeps for its backward: probs are made again of q, k, top and total."""
 

@@ -1,0 +1,99 @@
+"""How parameters, caches and states print: one line each, and a table by name on request."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from xformer import tree
+
+T = TypeVar("T")
+
+LAYERS = ("blocks", "encoder", "decoder")
+
+
+def short(cls: type[T]) -> type[T]:
+    """Class decorator: `repr` is one line, and notebooks show a table.
+
+    LanguageModelParams(2 blocks, 120,576 float32, 482 kB)
+    """
+    cls.__repr__ = line  # type: ignore[assignment,method-assign]
+    cls._repr_html_ = table_html  # type: ignore[attr-defined]
+    return cls
+
+
+def line(node: Any) -> str:
+    """The type, the number of layers, of elements by dtype, and bytes."""
+    arrays = list(_arrays(node).values())
+    parts = [f"{n} {name}{'' if n == 1 else 's'}" for name, n in _layers(node)]
+    elements = Counter[str]()
+    for array in arrays:
+        elements[_dtype(array)] += math.prod(array.shape)
+    parts += [f"{n:,} {dtype}" for dtype, n in elements.items()]
+    parts.append(size(tree.nbytes(arrays)) if arrays else "no arrays")
+    return f"{type(node).__name__}({', '.join(parts)})"
+
+
+def rows(node: Any) -> list[tuple[str, str, str, str]]:
+    """Name, shape, dtype and bytes of each array; numbers as they are."""
+    found = []
+    for name, leaf in tree.flatten(node).items():
+        leaf = tree.value(leaf)
+        if _is_array(leaf):
+            shape = " x ".join(map(str, leaf.shape)) or "()"
+            found.append((name, shape, _dtype(leaf), size(tree.nbytes([leaf]))))
+        else:
+            found.append((name, "", type(leaf).__name__, f"{leaf!r:.40}"))
+    return found
+
+
+def table(node: Any) -> str:
+    """The rows as text, under the line of `repr`."""
+    found = [("name", "shape", "dtype", "size"), *rows(node)]
+    widths = [max(len(row[i]) for row in found) for i in range(4)]
+    text = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in found)
+    return "\n".join([line(node), *(one.rstrip() for one in text)])
+
+
+def table_html(node: Any) -> str:
+    """The table as HTML, for notebooks."""
+    import html
+
+    cells = ("".join(f"<td>{html.escape(c)}</td>" for c in row) for row in rows(node))
+    head = "<tr><th>name</th><th>shape</th><th>dtype</th><th>size</th></tr>"
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<p>{html.escape(line(node))}</p><table>{head}{body}</table>"
+
+
+def size(nbytes: int) -> str:
+    """In decimal units: 482 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            break
+        nbytes /= 1000  # type: ignore[assignment]
+    return f"{nbytes:.3g} {unit}"
+
+
+def _arrays(node: Any) -> dict[str, Any]:
+    leaves = {name: tree.value(leaf) for name, leaf in tree.flatten(node).items()}
+    return {name: leaf for name, leaf in leaves.items() if _is_array(leaf)}
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _layers(node: Any) -> Iterator[tuple[str, int]]:
+    """The stacks of layers right below a node, or below its `stack`."""
+    for part in (node, getattr(node, "stack", None)):
+        for name in LAYERS:
+            found = getattr(part, name, None)
+            found = getattr(found, "blocks", found)
+            if isinstance(found, tuple) and not hasattr(found, "_fields"):
+                yield ("block" if name == "blocks" else f"{name} block"), len(found)
