@@ -30,8 +30,8 @@ from xformer.checks import require_sizes
 from xformer.initializers import Shapes
 from xformer.measure import arguments, saved_by_part
 from xformer.models import EncoderDecoder
-from xformer.models.loss import one
 from xformer.ops import RandomKey
+from xformer.ops._loss import one
 from xformer.optim import Optimiser
 from xformer.shapes import FLOATING
 from xformer.training.batch import Batch

@@ -9,6 +9,7 @@ from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launc
 
 from xformer.checks import finite, number, require_axis, require_gradient, require_integers
 from xformer.dispatch import kernel
+from xformer.ops._loss import one
 from xformer.ops.cross_entropy import cross_entropy as reference
 from xformer.ops.cross_entropy import require_options
 from xformer.shapes import STORED, working_dtype
@@ -58,8 +59,9 @@ class CrossEntropyCache(NamedTuple):
     label_smoothing: float
     z_loss: float
 
-    def backward(self, dloss: Array) -> Array:
+    def backward(self, dloss: Array | None = None) -> Array:
         """dlogits as in the reference."""
+        dloss = one(self.logits) if dloss is None else dloss
         shape = self.top.shape if self.scale is None else ()
         require_gradient("cross_entropy", "dloss", dloss, self.top, shape)
         return dlogits(self, dloss, empty(self.logits))

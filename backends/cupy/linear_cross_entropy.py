@@ -21,6 +21,7 @@ from xformer.backends.cupy.products import NONE, Gradients, Products
 
 from xformer.checks import finite, number, require_gradient
 from xformer.dispatch import is_inference, kernel
+from xformer.ops._loss import one
 from xformer.ops.cross_entropy import require_options
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.shapes import STORED, working_dtype
@@ -155,8 +156,9 @@ class LinearCrossEntropyCache(NamedTuple):
     db: Array | None  # (V,)
     scale: Array  # (): 1, or 1 / number of tokens
 
-    def backward(self, dloss: Array) -> tuple[Array, Array | None, Array | None]:
+    def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
         """Times dloss and scale."""
+        dloss = one(self.scale) if dloss is None else dloss
         require_gradient("linear_cross_entropy", "dloss", dloss, self.scale, ())
         factor = dloss * self.scale
         dx, dw, db = (None if grad is None else _times(grad, factor) for grad in self[:3])

@@ -12,6 +12,7 @@ from xformer.backends.numpy.threads import scratch
 
 from xformer.checks import finite, number, require_axis, require_gradient
 from xformer.dispatch import kernel
+from xformer.ops._loss import one
 from xformer.ops.cross_entropy import cross_entropy as reference
 from xformer.ops.cross_entropy import require_options, split_ignored
 from xformer.showing import short
@@ -67,8 +68,9 @@ class CrossEntropyCache(NamedTuple):
     z_loss: float
     reduction: str
 
-    def backward(self, dloss: Array) -> Array:
+    def backward(self, dloss: Array | None = None) -> Array:
         """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
+        dloss = one(self.logits) if dloss is None else dloss
         shape = self.targets.shape if self.reduction == "none" else ()
         require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)
         dlogits = np.empty(self.logits.shape, dloss.dtype)

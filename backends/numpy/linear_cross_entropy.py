@@ -19,6 +19,7 @@ from xformer.backends.numpy.threads import run, scratch
 
 from xformer.checks import finite, number, require_gradient
 from xformer.dispatch import is_inference, kernel
+from xformer.ops._loss import one
 from xformer.ops.cross_entropy import require_options, split_ignored
 from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.showing import short
@@ -114,8 +115,9 @@ class LinearCrossEntropyCache(NamedTuple):
     dw: Array | None  # (D, V); None: w is not trained
     db: Array | None  # (V,)
 
-    def backward(self, dloss: Array) -> tuple[Array, Array | None, Array | None]:
+    def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
         """Times dloss; as they are where that is 1, as it is of a loss that nothing follows."""
+        dloss = one(self.dx) if dloss is None else dloss
         require_gradient("linear_cross_entropy", "dloss", dloss, self.dx, ())
         if dloss == 1:
             return self.dx, self.dw, self.db

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from xformer import ops
-from xformer.models.loss import one
+from xformer.ops._loss import one
 from xformer.showing import short
 from xformer.typing import Array
 

@@ -27,8 +27,9 @@ from xformer.layers.stack import (
     stack,
 )
 from xformer.models.lm_head import LMHead, require_present, zeros_of
-from xformer.models.loss import LossCache, one
+from xformer.models.loss import LossCache
 from xformer.models.state import DecodeState, appended_mask, position_ids, require_padding_mask
+from xformer.ops._loss import one
 from xformer.shapes import require_array
 from xformer.showing import short
 from xformer.typing import Array

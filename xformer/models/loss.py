@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
-
 from xformer import ops
 from xformer.layers.linear import LinearCache, LinearParams, LoRAParams, linear
+from xformer.ops._loss import one
 from xformer.showing import short
 from xformer.tree import Frozen, value
 from xformer.typing import Array
@@ -28,7 +27,7 @@ class LogitsLossCache(NamedTuple):
     logits: Any
     loss: Any
 
-    def backward(self, dloss: Array) -> Any:
+    def backward(self, dloss: Array | None = None) -> Any:
         """What the backward of the logits' cache returns."""
         return self.logits.backward(self.loss.backward(dloss))
 
@@ -56,9 +55,3 @@ class LossCache(NamedTuple):
     def backward(self, dloss: Array | None = None) -> Any:
         """Gradients of the model's parameters; dloss is 1 unless given."""
         return self.model.backward(one(self.value) if dloss is None else dloss)
-
-
-def one(like: Array) -> Array:
-    """The gradient of a loss with respect to itself."""
-    xp = array_namespace(like)
-    return xp.ones((), dtype=like.dtype, device=device(like))

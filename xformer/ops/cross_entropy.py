@@ -16,6 +16,7 @@ from xformer.checks import (
     whole,
 )
 from xformer.dispatch import overridable
+from xformer.ops._loss import one
 from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
@@ -85,8 +86,9 @@ class CrossEntropyCache(NamedTuple):
     z_loss: float
     reduction: str
 
-    def backward(self, dloss: Array) -> Array:
+    def backward(self, dloss: Array | None = None) -> Array:
         """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
+        dloss = one(self.logits) if dloss is None else dloss
         shape = self.targets.shape if self.reduction == "none" else ()
         require_gradient("cross_entropy", "dloss", dloss, self.logits, shape)
         xp = array_namespace(dloss)

@@ -8,6 +8,7 @@ from array_api_compat import array_namespace, device
 
 from xformer.checks import finite, require_axis, require_gradient
 from xformer.dispatch import overridable
+from xformer.ops._loss import one
 from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
@@ -46,8 +47,9 @@ class InfoNCECache(NamedTuple):
     total: Array  # (B, 1), sum(exp(logits - top))
     scale: float
 
-    def backward(self, dloss: Array) -> tuple[Array, Array]:
+    def backward(self, dloss: Array | None = None) -> tuple[Array, Array]:
         """da = dscores b, db = dscores^T a, dscores = dloss * scale / B * (probs - identity)."""
+        dloss = one(self.a) if dloss is None else dloss
         require_gradient("info_nce", "dloss", dloss, self.a, ())
         a, b, top, total, scale = self
         probs = array_namespace(dloss).exp(scale * (a @ b.T) - top) / total  # (B, B)

@@ -51,7 +51,7 @@ class LinearCrossEntropyCache(NamedTuple):
     linear: Any  # of `linear`
     loss: Any  # of `cross_entropy`
 
-    def backward(self, dloss: Array) -> tuple[Array, Array | None, Array | None]:
+    def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
         """dlogits, and from it dx, dw and db."""
         dx, dw, db = self.linear.backward(self.loss.backward(dloss))
         return dx, dw, db

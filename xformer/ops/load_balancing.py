@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, device
 
 from xformer.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch import overridable
+from xformer.ops._loss import one
 from xformer.ops.index_add import index_add
 from xformer.ops.softmax import softmax
 from xformer.shapes import require_array, require_same_device, require_same_library, shapes
@@ -53,8 +54,9 @@ class LoadBalancingCache(NamedTuple):
     weight: Array  # (N,): 1 / (rows that count), or 0
     softmax: Any
 
-    def backward(self, dloss: Array) -> Array:
+    def backward(self, dloss: Array | None = None) -> Array:
         """dlogits = E * dloss * weight * probs * (f - sum(f * probs)), along the experts."""
+        dloss = one(self.f) if dloss is None else dloss
         require_gradient("load_balancing", "dloss", dloss, self.f, ())
         dp = self.f.shape[0] * dloss * self.f
         return self.softmax.backward(self.weight[:, None] * dp)

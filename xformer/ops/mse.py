@@ -9,6 +9,7 @@ from array_api_compat import array_namespace
 
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
+from xformer.ops._loss import one
 from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
@@ -32,8 +33,9 @@ class MseCache(NamedTuple):
 
     diff: Array  # x - y
 
-    def backward(self, dloss: Array) -> tuple[Array, Array]:
+    def backward(self, dloss: Array | None = None) -> tuple[Array, Array]:
         """dx = dloss * 2 (x - y) / N, dy = -dx."""
+        dloss = one(self.diff) if dloss is None else dloss
         require_gradient("mse", "dloss", dloss, self.diff, ())
         dx = dloss * self.diff * (2 / max(math.prod(self.diff.shape), 1))
         return dx, -dx

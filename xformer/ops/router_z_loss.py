@@ -8,6 +8,7 @@ from array_api_compat import array_namespace
 
 from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import overridable
+from xformer.ops._loss import one
 from xformer.ops.load_balancing import kept_rows
 from xformer.shapes import shapes
 from xformer.showing import short
@@ -42,8 +43,9 @@ class RouterZLossCache(NamedTuple):
     total: Array  # (N, 1), sum(exp(logits - top))
     weight: Array  # (N,): 1 / (rows that count), or 0
 
-    def backward(self, dloss: Array) -> Array:
+    def backward(self, dloss: Array | None = None) -> Array:
         """dlogits = dloss * weight * 2 lse * p, p = exp(logits - top) / total."""
+        dloss = one(self.logits) if dloss is None else dloss
         require_gradient("router_z_loss", "dloss", dloss, self.logits, ())
         xp = array_namespace(dloss)
         probs = xp.exp(self.logits - self.top) / self.total

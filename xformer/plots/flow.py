@@ -15,7 +15,7 @@ from xformer.dispatch import reference_only
 from xformer.layers import BlockConfig, EmbedConfig, StackParams
 from xformer.layers.block import BlockCache
 from xformer.models import LanguageModel, LMHead
-from xformer.models.loss import one
+from xformer.ops._loss import one
 from xformer.plots.style import line_of, orders_of_magnitude, panels, styled
 from xformer.typing import Array
 

@@ -18,6 +18,7 @@ from xformer.backends.numba.kernels.losses import (
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
+from xformer.backends.numba.program.traced import constant
 
 from xformer import ops
 from xformer.checks import require_gradient
@@ -82,8 +83,9 @@ class CrossEntropyCache(NamedTuple):
     options: Options
     shape: tuple[int, ...]  # of the logits
 
-    def backward(self, dloss: Array) -> Array:
+    def backward(self, dloss: Array | None = None) -> Array:
         """dlogits = dloss * weight * (p (1 + 2 z lse) - (1 - a) onehot(target) - a / V)."""
+        dloss = constant(np.ones((), np.float32)) if dloss is None else dloss
         logits, targets, weight, options, shape = self
         recorder = program_of(logits, targets, dloss)
         each = options.reduction == "none"

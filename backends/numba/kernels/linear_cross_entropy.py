@@ -25,6 +25,7 @@ from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, numbers, part, words
 from xformer.backends.numba.program.program import Program
+from xformer.backends.numba.program.traced import constant
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED
 
@@ -108,8 +109,9 @@ class LinearCrossEntropyCache(NamedTuple):
     dw: Array | None  # (D, V); None: w is not trained
     db: Array | None  # (V,)
 
-    def backward(self, dloss: Array) -> tuple[Array, Array | None, Array | None]:
+    def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
         """Times dloss; as they are where that is known to be 1."""
+        dloss = constant(np.ones((), np.float32)) if dloss is None else dloss
         require_gradient("linear_cross_entropy", "dloss", dloss, self.dx, ())
         if dloss.is_constant and dloss == 1:
             return self.dx, self.dw, self.db
