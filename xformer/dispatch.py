@@ -122,7 +122,8 @@ class Overridable(Generic[P, R]):
         if self.drops and _inference.get():
             y, _ = run(*args, **kwargs)
             return y, NoCache()  # type: ignore[return-value]  # in place of the op's own cache
-        return run(*args, **kwargs)  # type: ignore[no-any-return]
+        result: R = run(*args, **kwargs)
+        return result
 
     def import_kernels(self, library: str) -> list[Kernel]:
         """The kernels for a library's arrays, those of its backend among them."""

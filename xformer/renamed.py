@@ -84,9 +84,10 @@ def arguments(**names: str) -> Callable[[T], T]:
     def decorate(target: T) -> T:
         owner: Any = target
         if isinstance(owner, type):
-            owner.__init__ = _accepting(owner.__init__, owner.__name__, names)  # type: ignore[misc]
+            made: Any = owner
+            made.__init__ = _accepting(made.__init__, made.__name__, names)
             return target
-        return _accepting(owner, owner.__name__, names)  # type: ignore[no-any-return]
+        return _accepting(owner, owner.__name__, names)
 
     return decorate
 

@@ -19,8 +19,8 @@ def short(cls: type[T]) -> type[T]:
 
     LanguageModelParams(2 blocks, 120,576 float32, 482 kB)
     """
-    cls.__repr__ = line  # type: ignore[assignment,method-assign]
-    cls._repr_html_ = table_html  # type: ignore[attr-defined]
+    kind: Any = cls
+    kind.__repr__, kind._repr_html_ = line, table_html
     return cls
 
 

@@ -117,8 +117,9 @@ def blocks(
             tables = own(rotary.cos, 3), own(rotary.sin, 3)
             options["rotary"] = layers.RopeTables(*tables, rotary.interleaved)
         its = tree.map(lambda a: a[shares[i]], memory)
-        given = x[shares[i]], params, its, own(bias, 4), pos, memory_pos
-        y[shares[i]], caches[i] = reference.reference(*given, **how, **options)
+        given: Any = x[shares[i]], params, its, own(bias, 4), pos, memory_pos
+        run: Any = reference.reference
+        y[shares[i]], caches[i] = run(*given, **how, **options)
 
     with suppress(TypeError, ValueError):  # which name shapes of a share
         on_threads([partial(forward, i) for i in range(len(shares))])

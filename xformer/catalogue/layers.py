@@ -76,7 +76,8 @@ def _linears() -> Iterator[Case]:
             maps = tuple(
                 linear_params(rng, 6, o, b) for o, b in zip((11, 3, 7), biased, strict=False)
             )
-            return partial(layers.linear_many, **options), (rng.normal((*lead, 6)), maps)
+            many: Any = layers.linear_many
+            return partial(many, **options), (rng.normal((*lead, 6)), maps)
 
         return _layer(f"linear_many: {note}", make)
 

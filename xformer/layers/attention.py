@@ -123,12 +123,14 @@ def attention(
         "dropout_key": dropout_key,
     }
     extras = {"bias": bias, "sinks": params.sinks, "window": window, "softcap": softcap}
+    k, v = kv
+    core: Any
     if params.shaw is None:
         sinks = value(params.sinks)
-        ctx, core = ops.sdpa(q, *kv, bias, sinks, window=window, softcap=softcap, **options)
+        ctx, core = ops.sdpa(q, k, v, bias, sinks, window=window, softcap=softcap, **options)
     else:
         _require_no("shaw", extras)
-        ctx, core = ops.shaw(q, *kv, value(params.shaw.k), value(params.shaw.v), **options)
+        ctx, core = ops.shaw(q, k, v, value(params.shaw.k), value(params.shaw.v), **options)
     y, o_cache = merge_heads(ctx), None
     if params.o is not None:
         y, o_cache = linear(y, params.o)

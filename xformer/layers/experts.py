@@ -90,10 +90,10 @@ def mixture(
     else:
         probs, softmax = ops.softmax(logits)
         weights = xp.take_along_axis(probs, ids, axis=-1)
-    own = [value(w) for w in params[1:]]
+    gate, up, down = map(value, params[1:])
     fixed = tuple(isinstance(w, Frozen) for w in params[1:])
     y, experts = ops.experts(
-        rows, *own, weights, ids=ids, activation=config.activation, fixed=all(fixed)
+        rows, gate, up, down, weights, ids=ids, activation=config.activation, fixed=all(fixed)
     )
     return xp.reshape(y, x.shape), MixtureCache(
         logits, ids, router, softmax, experts, x.shape, config.normalise, fixed

@@ -37,6 +37,7 @@ def feed_forward(
     in `ops.activation.ACTIVATIONS`, ValueError for another one.
     """
     require_activation("feed_forward", activation)
+    up: Any
     if params.gate is None:
         hidden, up = linear(x, params.up)  # (..., F)
         hidden, act = ACTIVATIONS[activation](hidden)

@@ -47,6 +47,7 @@ class NormParams(NamedTuple):
 
 def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, NormCache]:
     """`ops.layer_norm` or `ops.rms_norm`, by config.kind. x, y: (..., D)."""
+    cache: Any
     if config.kind == "rms":
         if params.b is not None:
             raise ValueError('norm: kind "rms" has no bias, got params.b')

@@ -363,7 +363,7 @@ class EncoderDecoder:
         tgt_mask: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
-    ) -> tuple[Array, LossCache]:
+    ) -> tuple[Array, LossCache[EncoderDecoderParams]]:
         """Mean cross-entropy in nats of targets (B, T), the token after each of tgt.
 
         options: those of `ops.cross_entropy`; the rest as in `forward`.

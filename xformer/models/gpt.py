@@ -12,11 +12,13 @@ from xformer.checks import plain_numbers, require_layers, require_sizes
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
 from xformer.models.language_model import (
+    BalancedLossCache,
     LanguageModel,
     LanguageModelCache,
     LanguageModelParams,
 )
 from xformer.models.lm_head import LMHead
+from xformer.models.loss import LossCache
 from xformer.typing import Array
 
 
@@ -127,7 +129,7 @@ class GPT:
         mask: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Array, LossCache[LanguageModelParams] | BalancedLossCache]:
         """Mean cross-entropy in nats of targets (B, T), the token after each of tokens.
 
         options: those of `ops.cross_entropy`.

@@ -340,9 +340,10 @@ class LanguageModel:
         kept, seen, positions = self._kept(tokens, state, mask)
         places = None if state.mask is None and mask is None else positions
         (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
-        rotary = self.rotary and layers.rope_tables(
-            self.rotary, like=x, length=state.rope_length or 0, positions=positions
-        )
+        rotary = None
+        if self.rotary is not None:
+            length = state.rope_length or 0
+            rotary = layers.rope_tables(self.rotary, like=x, length=length, positions=positions)
         x, kv_cache = advance(
             x,
             params.stack,
@@ -463,7 +464,7 @@ class LanguageModel:
         types: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
-    ) -> tuple[Array, LossCache | BalancedLossCache]:
+    ) -> tuple[Array, LossCache[LanguageModelParams] | BalancedLossCache]:
         """Mean cross-entropy in nats of targets: (B, T) of an LM head, (B,) of a Classifier.
 
         options: those of `ops.cross_entropy`; the rest as in `forward`.
@@ -475,6 +476,7 @@ class LanguageModel:
         x, hidden = self.hidden(params, tokens, mask=mask, dropout_key=dropout_key, **places)
         around = self._around_head(params, mask, dropout_key)
         loss, top = self.head.loss(x, params.head, targets=targets, **around, **options)
+        cache: LossCache[LanguageModelParams]
         cache = LossCache(saved(LanguageModelCache(hidden, top)), loss)
         if not (self.load_balancing_weight or self.router_z_weight):
             return loss, cache
@@ -597,7 +599,7 @@ class LanguageModelCache(NamedTuple):
 class BalancedLossCache(NamedTuple):
     """What `LanguageModel.loss` keeps where routers have losses of their own."""
 
-    tokens: LossCache
+    tokens: LossCache[LanguageModelParams]
     routers: RouterLossCache
 
     def backward(self, dloss: Array | None = None) -> LanguageModelParams:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from xformer import ops
 from xformer.layers.linear import LinearCache, LinearParams, LoRAParams, linear
 from xformer.ops._loss import one
 from xformer.showing import short
 from xformer.tree import Frozen, value
-from xformer.typing import Array
+from xformer.typing import Array, Tree
 
 
 def cross_entropy_of(
@@ -46,12 +46,12 @@ def linear_loss(
 
 
 @short
-class LossCache(NamedTuple):
+class LossCache(NamedTuple, Generic[Tree]):
     """What a model's `loss` keeps for its backward."""
 
     model: Any  # its backward takes dloss
     value: Array  # (), the loss
 
-    def backward(self, dloss: Array | None = None) -> Any:
+    def backward(self, dloss: Array | None = None) -> Tree:
         """Gradients of the model's parameters; dloss is 1 unless given."""
         return self.model.backward(one(self.value) if dloss is None else dloss)

@@ -160,7 +160,7 @@ class Transformer:
         *,
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
-    ) -> tuple[Array, LossCache]:
+    ) -> tuple[Array, LossCache[EncoderDecoderParams]]:
         """Mean cross-entropy in nats of tgt[:, 1:] after tgt[:, :-1]; padding does not count.
 
         tgt: (B, T + 1), from start to end token. options: those of `ops.cross_entropy`.

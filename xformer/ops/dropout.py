@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from array_api_compat import array_namespace, device
 
@@ -61,7 +61,7 @@ def _drop(x: Array, rate: float, key: RandomKey | None) -> Array:
     lowest = round(rate * 2**32)  # of the 2^32 words the lowest that keeps
     if lowest == 2**32:
         return xp.zeros_like(x)
-    bits = random_bits(x, key=key, size=math.prod(x.shape))
+    bits = random_bits(x, key=cast(RandomKey, key), size=math.prod(x.shape))
     # As an array: JAX takes numbers for int32, where the words are uint32.
     keep = bits >= xp.full((), lowest, dtype=bits.dtype, device=device(x))
     return xp.where(xp.reshape(keep, x.shape), x / (1 - rate), 0.0)

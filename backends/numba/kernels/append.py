@@ -40,7 +40,7 @@ def append(k: Array, v: Array, *, kv_cache: KVCache) -> KVCache:
     outs = [program.fresh(x.shape, np.float32) for x in old]
 
     def run(new_k: Any, new_v: Any, at: Any, *ins: Any) -> None:
-        found = op.reference(*ins[:2], kv_cache=KVCache(ins[2], ins[3], write_index=at))
+        found: Any = op.reference(*ins[:2], kv_cache=KVCache(ins[2], ins[3], write_index=at))
         np.copyto(new_k, found.k)
         np.copyto(new_v, found.v)
 
