@@ -58,7 +58,7 @@ class Shape:
         """The model that a short configuration stands for."""
         return getattr(self.model, "network", self.model)
 
-    def cast_params(self) -> Any:
+    def weights(self) -> Any:
         """Initial weights in float32, all of them disturbed.
 
         A bias of zero or a norm's weight of one would hide a gradient that forgets it. T5 does not

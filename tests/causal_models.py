@@ -90,7 +90,7 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
             "relative bias": lambda: LanguageModel(
                 plain, blocks, relative=RelativeConfig(3, 8, 16, bidirectional=False)
             ),
-            "shaw": lambda: LanguageModel(plain, (replace(blocks[0], shaw=2),) * 2),
+            "shaw": lambda: LanguageModel(plain, (replace(blocks[0], shaw_max_distance=2),) * 2),
             "post-norm": lambda: GPT(**gpt, norm_placement="post"),
         }[name]()
     return model, lively(model, seed)

@@ -377,7 +377,7 @@ try:
 except ValueError as error:
     print(error)
 x = b.asarray(np.ones((5, 7)), "float32")
-key = xformer.Key(2**64 - 1, 2**32 - 1, 2**32 - 1)
+key = xformer.RandomKey(2**64 - 1, 2**32 - 1, 2**32 - 1)
 for rate in (0.3, 0.5, 0.7, 1 - 1e-12):
     y, cache = xformer.ops.dropout(x, rate=rate, key=key)
     wanted, _ = xformer.ops.dropout(np.ones((5, 7)), rate=rate, key=key)
@@ -385,7 +385,7 @@ for rate in (0.3, 0.5, 0.7, 1 - 1e-12):
 gpt = xformer.GPT(vocab_size=5, n_layers=1, d_model=4, n_heads=2, max_len=3, dropout=0.1)
 tokens = b.asarray([[1, 2, 3]])
 params = gpt.init(backend="jax")
-loss, cache = gpt.loss(params, tokens, tokens, dropout_key=xformer.Key(0), ignore_index=-1)
+loss, cache = gpt.loss(params, tokens, tokens, dropout_key=xformer.RandomKey(0), ignore_index=-1)
 cache.backward()
 from xformer.backends.jax import enable_float64
 enable_float64()

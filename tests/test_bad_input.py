@@ -568,8 +568,8 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("dropout", {"rate": 1.1}, ValueError, "rate must lie in [0, 1], got 1.1"),
     ("dropout", {"rate": NAN}, ValueError, "rate must lie in [0, 1], got nan"),
     ("dropout", {"rate": None}, TypeError, "rate must be a number, got NoneType"),
-    ("dropout", {"key": None}, TypeError, "key must be an xformer.Key, got None"),
-    ("dropout", {"key": 7}, TypeError, "key must be an xformer.Key, got int"),
+    ("dropout", {"key": None}, TypeError, "key must be an xformer.RandomKey, got None"),
+    ("dropout", {"key": 7}, TypeError, "key must be an xformer.RandomKey, got int"),
     (
         "dropout",
         {"key": xformer.RandomKey(-1)},
@@ -577,7 +577,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "key.seed must lie in [0, 2^64), got -1",
     ),
     ("sdpa", {"dropout_rate": 2}, ValueError, "dropout_rate must lie in [0, 1], got 2"),
-    ("sdpa", {"dropout_rate": 0.1}, TypeError, "dropout_key must be an xformer.Key, got None"),
+    ("sdpa", {"dropout_rate": 0.1}, TypeError, "dropout_key must be an xformer.RandomKey, got None"),
     ("sdpa", {"scale": "1"}, TypeError, "scale must be a number, got str"),
     ("sdpa", {"scale": NAN}, ValueError, "scale must lie in [-inf, inf], got nan"),
     ("sdpa", {"scale": np.inf}, ValueError, "scale must be finite, got inf"),
@@ -812,7 +812,7 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dropout without a key": (
         lambda: attend(dropout_rate=0.5),
         TypeError,
-        "sdpa: dropout_key must be an xformer.Key, got None",
+        "sdpa: dropout_key must be an xformer.RandomKey, got None",
     ),
     "unknown activation": (
         lambda: layers.feed_forward(
@@ -829,7 +829,7 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "residual without a key": (
         lambda: layers.residual(SEQUENCE, None, ops.tanh, dropout_rate=0.5),
         TypeError,
-        "dropout: key must be an xformer.Key, got None",
+        "dropout: key must be an xformer.RandomKey, got None",
     ),
     "negative length": (
         lambda: layers.sinusoidal(-1, 4, like=SEQUENCE),

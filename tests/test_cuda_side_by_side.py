@@ -425,7 +425,7 @@ def test_planted_columns(library: Backend, lt: Any, monkeypatch: pytest.MonkeyPa
     """Weights in another order than their gradients show."""
     right = side_by_side.beside
     monkeypatch.setattr(
-        "xformer.backends.cupy.linears_lt.beside", lambda ws: right([*ws[1:], ws[0]])
+        "xformer.backends.cupy.linear_many_lt.beside", lambda ws: right([*ws[1:], ws[0]])
     )
     params = params_of(32, GPT, 8, bias=True)
     with pytest.raises(AssertionError, match="dx"):

@@ -21,7 +21,7 @@ from xformer import tree
 from xformer.generation.samplers import greedy
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.rope_config import RopeConfig
-from xformer.layers.rope_tables import turns
+from xformer.layers.rope_tables import cos_sin
 
 INTEGERS = np.array([[-5, 0, 7, 2**40], [3, 3, -(2**62), 1]])
 REALS = np.array([[np.nan, -np.inf, 0.0, 1.5], [np.inf, -0.0, 2.0, 3.0]])
@@ -156,7 +156,7 @@ def test_turns(shape: tuple[int, ...]) -> None:
     positions = np.random.default_rng(0).integers(0, 9000, shape)
 
     def fn(positions: Any) -> Any:
-        return turns(positions, config=config, length=1, dtype=np.float32)
+        return cos_sin(positions, config=config, length=1, dtype=np.float32)
 
     run = record(fn, [positions], 3)
     assert names(run) == ["cos_sin"]

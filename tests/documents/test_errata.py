@@ -22,7 +22,7 @@ from notebooks import attention_gradients, block_000, block_002
 from printed import Printed
 
 import xformer
-from xformer import initial, layers, ops
+from xformer import initializers, layers, ops
 from xformer.layers.attention import merge_heads, split_heads
 
 PAGE = Path(__file__).parents[2] / "docs" / "errata.md"
@@ -678,8 +678,8 @@ def test_004_initial_weights() -> None:
     assert abs(np.mean(lopsided) - (1 - s) / 2) < 1e-2
     narrow = rng.uniform(-s, s, (1000, *shape))
     generator = xformer.backends.get("numpy").generator(0, "float64")
-    uniform = np.stack([initial.xavier_uniform(generator, shape) for _ in range(1000)])
-    gaussian = np.stack([initial.xavier_normal(generator, shape) for _ in range(1000)])
+    uniform = np.stack([initializers.xavier_uniform(generator, shape) for _ in range(1000)])
+    gaussian = np.stack([initializers.xavier_normal(generator, shape) for _ in range(1000)])
     for weights in (uniform, gaussian):
         assert abs(np.mean(weights)) < 1e-2
         assert abs(np.std(weights) / s - 1) < 1e-2

@@ -238,7 +238,7 @@ def require_stack(
     op: str, params: StackParams, configs: Sequence[BlockConfig], final_norm: bool | None, n: int
 ) -> None:
     """ValueError unless params hold `n` blocks, and a final norm just where it is wanted."""
-    wants = configs[0].norm != "post" if final_norm is None else final_norm
+    wants = configs[0].norm_placement != "post" if final_norm is None else final_norm
     for what, got, wanted in (
         ("blocks", len(params.blocks), n),
         ("a final norm", params.norm is not None, wants),

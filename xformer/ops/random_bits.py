@@ -69,7 +69,7 @@ def require_key(op: str, key: Any, name: str = "key") -> None:
     """TypeError unless `key` is a Key of ints, ValueError unless they are in range."""
     if not isinstance(key, RandomKey):
         got = "None" if key is None else type(key).__name__
-        raise TypeError(f"{op}: {name} must be an xformer.Key, got {got}")
+        raise TypeError(f"{op}: {name} must be an xformer.RandomKey, got {got}")
     for part, value, bits in zip(RandomKey._fields, key, (64, 32, 32), strict=True):
         if part == "step" and is_array_api_obj(value):
             continue
