@@ -1,7 +1,7 @@
 """Real CuPy on a device that computes nothing: no call raises, nothing waits, nothing is left.
 
 Launches, copies and bytes of a step and of a token are those of tests/null_device/budgets.json: a
-change that is meant to change them writes the table anew, as docs/cuda.md says.
+change that is meant to change them writes the table anew, as docs/cuda-testing.md says.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The arrays choose the launcher: CuPy's is in `driver`; the tests bring one that runs the same source
 on the CPU. So nothing here and in the kernels' Python imports CuPy. How a kernel is written and
-tested: docs/cuda.md
+tested: docs/cuda-kernels.md
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ for _name, (_model, _config) in RUNS.items():
 
 @case("options", "float16")
 def scaled() -> Numbers:
-    """The scale of the loss goes by the gradients: one look more (docs/cuda.md)."""
+    """The scale of the loss goes by the gradients: one look more (docs/cuda-precision.md)."""
     with stand_ins.using("cublaslt"):
         seen = work.steady(work.Looped(SMALL, IDS, precision="float16"))
     assert seen.calls("D2H") == seen.calls("wait") == 2

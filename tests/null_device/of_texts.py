@@ -53,7 +53,7 @@ for _name in T5_NAMES:
 
 @case("texts", "Transformer.generate")
 def greedy() -> None:
-    """Looks at once a token (docs/cuda.md): here at the first one, which ends all texts."""
+    """Looks at once a token (docs/cuda-kernels.md): here at the first one, which ends all texts."""
     model = seq2seq("Transformer")[0]
     params, source = work.parameters(model), work.PLACE.asarray(work.ids(37, 2, 7)[0])
     with stand_ins.using(), counting() as seen:
