@@ -16,7 +16,7 @@ from typing import Any
 
 from xformer.backends.base import Backend, Generator, Memory, Unusable
 
-from xformer.dispatch import chosen_kernels, library_of
+from xformer.dispatch import chosen_kernels, library_of, package_of, plugins
 from xformer.renamed import new_name
 from xformer.typing import Array
 
@@ -43,6 +43,7 @@ __all__ = [
     "backend_of",
     "beside",
     "get",
+    "names",
     "require_kernels",
     "unavailable_reason",
 ]
@@ -71,16 +72,21 @@ def backend_of(array: Array) -> Backend:
     library = library_of(type(array))  # which imports its module
     if library == "numpy":
         library = chosen_kernels()
-    module = sys.modules.get(f"{__name__}.{library}")
+    module = sys.modules.get(package_of(library) or "")
     if module is None:
-        raise ValueError(f"array must be of one of {', '.join(NAMES)}, got one of {library}")
+        raise ValueError(f"array must be of one of {', '.join(names())}, got one of {library}")
     backend: Backend = module.backend(None)
     return backend
 
 
+def names() -> tuple[str, ...]:
+    """`NAMES`, and those of backends in other distributions (CONTRIBUTING.md)."""
+    return *NAMES, *plugins()
+
+
 def available() -> tuple[str, ...]:
-    """Names of the backends that can be used here, in the order of `NAMES`."""
-    return tuple(name for name in NAMES if unavailable_reason(name) is None)
+    """Names of the backends that can be used here, in the order of `names()`."""
+    return tuple(name for name in names() if unavailable_reason(name) is None)
 
 
 def unavailable_reason(name: str) -> str | None:
@@ -116,14 +122,15 @@ def beside(name: str) -> dict[str, str]:
 
 
 def _open(name: str, device: str | None) -> tuple[ModuleType, Backend]:
-    if name not in NAMES:
-        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
+    if name not in NAMES and name not in plugins():
+        raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
     try:
-        module = importlib.import_module(f"xformer.backends.{name.replace('-', '_')}")
+        module = importlib.import_module(package_of(name.replace("-", "_")) or name)
         return module, module.backend(device)
     except Unusable:
         raise
     except ImportError as error:
         raise Unusable(
-            f"backend {name} cannot be used: {error}. Install it with {_INSTALL[name]}"
+            f"backend {name} cannot be used: {error}. Install it with "
+            f"{_INSTALL.get(name, 'its own package')}"
         ) from error

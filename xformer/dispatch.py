@@ -128,7 +128,8 @@ class Overridable(Generic[P, R]):
     def import_kernels(self, library: str) -> list[Kernel]:
         """The kernels for a library's arrays, those of its backend among them."""
         if library not in self._imported:
-            _import_if_there(f"xformer.backends.{library}.{self.__name__}")
+            if (package := package_of(library)) is not None:
+                _import_if_there(f"{package}.{self.__name__}")
             self._imported.add(library)
         return self.kernels.setdefault(library, [])
 
@@ -260,16 +261,38 @@ def _find_library(array_type: type) -> str:
     roots = [base.__module__.partition(".")[0] for base in array_type.__mro__]
     names = [_FOLDERS.get(root, root) for root in roots]
     for name in names:  # a subclass of your own belongs to the library of its base
-        if importlib.util.find_spec(f"xformer.backends.{name}") is not None:
-            backend = importlib.import_module(f"xformer.backends.{name}")
+        if (package := package_of(name)) is not None:
+            backend = importlib.import_module(package)
             if hasattr(backend, "refusal") and (why := backend.refusal(array_type)):
                 raise Refused(why)
             return name
     return names[0]
 
 
+@functools.cache
+def package_of(library: str) -> str | None:
+    """The package with the backend of a library; None if there is none.
+
+    It is a folder of `xformer.backends`, or the value of an entry point in the group
+    `xformer.backends` whose name is that of the library's module.
+    """
+    package = f"xformer.backends.{library}"
+    if importlib.util.find_spec(package) is not None:
+        return package
+    return plugins().get(library)
+
+
+@functools.cache
+def plugins() -> dict[str, str]:
+    """Backends of other distributions: their packages by the name of the library's module."""
+    from importlib.metadata import entry_points  # takes long to import
+
+    return {point.name: point.value for point in entry_points(group="xformer.backends")}
+
+
 def _is_of_backend(kernel: Kernel) -> bool:
-    return str(kernel.run.__module__).startswith("xformer.backends.")
+    packages = ("xformer.backends", *plugins().values())
+    return str(kernel.run.__module__).startswith(tuple(f"{package}." for package in packages))
 
 
 def _import_if_there(module: str) -> None:
