@@ -7,6 +7,7 @@ some 50 us of Python, so calls with fewer than `LEAST` elements use NumPy's kern
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ class Eager:
         varying: Sequence[str] = (),
         least: int = LEAST,
     ) -> None:
-        self.op, self.__name__ = op, op.__name__
+        self.op, self.__name__, self.__signature__ = op, op.__name__, signature(op)
         self.products, self.donates, self.varying = products, tuple(donates), tuple(varying)
         self.least = least
 
