@@ -137,13 +137,13 @@ def test_the_commands_that_commands_print_run(
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 100)
     data, folder = tmp_path / "my data", tmp_path / "my run"
     assert main(["prepare", str(tmp_path / "text.txt"), str(data)]) == 0
-    (said,) = re.findall(r"train on it: xformer (.*)", capsys.readouterr().out)
+    (said,) = re.findall(r"to train on it: xformer (.*)", capsys.readouterr().out)
     tiny = ["--preset", "tiny", "--layers", "1", "--max-len", "16", "--d-model", "16"]
     assert main([*shlex.split(said), *tiny, "--steps", "1", "--out", str(folder)]) == 0
     with pytest.raises(PretrainedError, match="is of a run of xformer train") as raised:
         pretrained.load(folder)
     assert "params" in follow(CODE.findall(str(raised.value))[0])
-    (said,) = re.findall(r"to go on: xformer (.*)", capsys.readouterr().out)
+    (said,) = re.findall(r"to resume: xformer (.*)", capsys.readouterr().out)
     assert main(shlex.split(said)) == 0
     assert "after 2 steps" in capsys.readouterr().out
 

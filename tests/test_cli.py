@@ -37,7 +37,7 @@ def test_train_then_generate(
     command = ["train", "--preset", "tiny", "--steps", "12", "--data", str(text)]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "a unigram model has" in out and "step 12/12" in out and "a sample" in out
+    assert "loss of a unigram model: " in out and "step 12/12" in out and "a sample" in out
     assert re.search(r"^step 11/12  loss \d\.\d{3}  validation -  [\d,]+ tokens/s", out, re.M)
     assert re.search(r"validation loss \d\.\d{3} nats per byte, after step 12", out)
     log = [json.loads(line) for line in Path("runs/gpt/log.jsonl").read_text().splitlines()]
@@ -149,8 +149,8 @@ def test_an_empty_place_is_not_this_folder(
     ("text", "message"),
     [
         (b"", "is empty, there is no text in it"),
-        (b"x", "the training part of short.txt is empty: there must be text enough for both"),
-        (b"x" * 900, "129, got 90 (the validation part; --max-len makes it shorter)"),
+        (b"x", "the training part of short.txt is empty: give more text; if the text was prepared"),
+        (b"x" * 900, "129, got 90 (the validation part; reduce --max-len)"),
         (b"caf\xe9" * 1000, "is not UTF-8 text: byte 0xe9 at offset 3"),
     ],
 )
@@ -176,7 +176,7 @@ def test_what_is_said_last_can_be_done(
     assert main([*TINY, "--steps", "1", "--data", str(text), *options]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(Path("a run/run.json").read_text())["about"]["training"]["clip"] is None
-    command = shlex.split(last.removeprefix("more: xformer "))
+    command = shlex.split(last.removeprefix("to generate more: xformer "))
     assert main([*command, "--max-new-tokens", "2"]) == 0
 
 
@@ -212,8 +212,8 @@ def test_damaged_tokens_are_not_trained_on(text: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (None, "is not a run of xformer train, and goes on from Python only"),
-        ({"more": 1}, "is not a run of xformer train, and goes on from Python only"),
+        (None, "is not a run of xformer train: resume it from Python"),
+        ({"more": 1}, "is not a run of xformer train: resume it from Python"),
         ({"preset": "nope"}, "notes: preset must be one of tiny, small, medium, got 'nope'"),
         ({"backend": "abacus"}, "notes: backend must be one of numpy, "),
         ({"steps": "x"}, "notes: steps must be an integer from 0 to"),

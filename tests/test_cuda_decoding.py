@@ -375,7 +375,7 @@ def test_the_command_asks_for_it(
     with pytest.warns(RuntimeWarning, match="generate: tokens are not compiled: backend array-api"):
         assert main([*asked, "--compile", "--backend", "array-api-strict"]) == 0
     assert capsys.readouterr().out == wanted
-    with pytest.warns(RuntimeWarning, match="--compile: a search is not compiled"):
+    with pytest.warns(RuntimeWarning, match="--compile: beam search is not compiled"):
         assert main([*asked, "--compile", "--beams", "2"]) == 0
 
 

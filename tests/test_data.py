@@ -566,7 +566,7 @@ def test_prepare_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     options = ["--tokenizer", "characters", "--validation-fraction", "0.25"]
     assert cli.main(["prepare", str(source), str(out), *options]) == 0
     printed = capsys.readouterr()
-    assert "1,809 tokens to train on, 603 to validate on, of a vocabulary of 27" in printed.out
+    assert "1,809 tokens to train on, 603 to validate on, vocabulary size 27 (" in printed.out
     assert f"xformer train --data {out}" in printed.out and printed.err == ""
     assert cli.main(["prepare", str(source), str(out)]) == 1
     assert capsys.readouterr().err == (f"xformer: error: {out} is in use; name a new folder\n")

@@ -136,7 +136,7 @@ def test_a_new_classifier(capsys: pytest.CaptureFixture[str]) -> None:
     )
     options = ["--model", "base", "--data", str(data), "--task", "classify", "--steps", "3"]
     assert main(["finetune", *options, "--lora", "2", "--out", "new"]) == 0
-    assert "they are merged, and not saved alone" in capsys.readouterr().out
+    assert "only the merged model is saved" in capsys.readouterr().out
     assert not Path("new/adapter").exists()
     model, params = pretrained.load("new")
     assert model.hf_config["id2label"] == {"0": "x", "1": "y", "2": "z"}
@@ -266,8 +266,8 @@ def test_stories260k(capsys: pytest.CaptureFixture[str]) -> None:
         (["--batch", "0"], "--batch must be an int of at least 1, got 0"),
         (["--lora", "0"], "attach: rank must be an int of at least 1, got 0"),
         (["--lora", "2", "--targets", "*.qkv"], "'*.qkv' matches no linear map; there are *.attn"),
-        (["--alpha", "2"], "--alpha and --targets are of adapters, and go with --lora"),
-        (["--targets", "*"], "--alpha and --targets are of adapters, and go with --lora"),
+        (["--alpha", "2"], "--alpha and --targets need --lora"),
+        (["--targets", "*"], "--alpha and --targets need --lora"),
         (["--freeze", "stack.*", "x"], "freeze: 'x' matches none of"),
         (["--freeze", "*"], "train: all parameters are frozen"),
         (["--train", "x"], "thaw: 'x' matches none of"),
@@ -384,14 +384,15 @@ def test_the_best_model_is_kept(
     folder("causal")
     assert main(command("causal")) == 1
     err = capsys.readouterr().err
-    assert f"the loss is nan; new has the model of step {min(until, 2)}, the best that was" in err
+    saved = f"the loss is nan; new has the model of step {min(until, 2)}, the best validated one"
+    assert saved in err
     kept = pretrained.load("new")[1].embed.table
 
     losses = iter([9.0, 2.0, 3.0, 4.0][:until] + [10.0] * 4)
     monkeypatch.setattr(finetune, "train", train)
     assert main(command("causal", "--out", "whole")) == 0
     out = capsys.readouterr().out
-    assert f"before; of step {min(until, 2)}, which was the best\n" in out
+    assert f"before training; the best model is from step {min(until, 2)}\n" in out
     assert np.array_equal(kept, pretrained.load("whole")[1].embed.table)
 
 
@@ -399,7 +400,7 @@ def test_training_that_goes_wrong_at_once(capsys: pytest.CaptureFixture[str]) ->
     folder("causal")
     with np.errstate(all="ignore"):
         assert main(command("causal", "--lr", "1e30")) == 1
-    assert "no model was validated before, and none is saved" in capsys.readouterr().err
+    assert "no model was validated, so none is saved" in capsys.readouterr().err
     assert not any(Path("new").iterdir())
 
 
@@ -421,7 +422,7 @@ def test_a_checkpoint_of_ours_is_no_base(capsys: pytest.CaptureFixture[str]) -> 
         == 0
     )
     assert main(command("causal")) == 1
-    assert "base was made by xformer train" in capsys.readouterr().err
+    assert "base was written by xformer train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -326,7 +326,7 @@ def test_options_come_before_the_file(folder: Path, capsys: pytest.CaptureFixtur
     first, _ = said.splitlines()
     assert first.startswith("generation_config.json: suppress_tokens [0, 1") and len(first) < 110
     write(folder, eos_token_id=3)  # nothing that says how tokens are chosen, or how many
-    assert ours(folder, capsys, "--max-new-tokens", "2")[1].startswith("2 tokens read")
+    assert ours(folder, capsys, "--max-new-tokens", "2")[1].startswith("2 prompt tokens in ")
 
 
 SAMPLING = [
@@ -382,7 +382,7 @@ def test_a_prompt_beyond_max_length(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["generate", "--model", str(folder), "--prompt", "abc"]) == 1
     err = capsys.readouterr().err
     assert (
-        "generation_config.json: max_length is 2, and the prompt has 3 tokens: --max-new-tokens"
+        "generation_config.json: max_length is 2, but the prompt has 3 tokens: give --max-new"
         in err
     )
     assert " 2 written" in ours(folder, capsys, "--max-new-tokens", "2", prompt="abc")[1]

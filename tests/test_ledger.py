@@ -214,9 +214,9 @@ def test_the_command_prints_the_accounts(
     assert main([*command, "--measure"]) == 0
     printed, said = capsys.readouterr()
     assert "layers 0-2" in printed and "each" in printed and "peak" in printed
-    assert said == "training for a few steps, to measure\n"
+    assert said == "measuring: training for a few steps\n"
     if NUMPY.memory().peak is not None:  # which not every system tells
-        row = r"^  measured +[\d.]+ MB  (\d+)\.\d% of it is accounted for$"
+        row = r"^  measured +[\d.]+ MB  the items above explain (\d+)\.\d% of it$"
         (share,) = re.findall(row, printed, re.MULTILINE)
         assert 90 < int(share) < 105
     assert main([*command, "--activation-checkpointing", "--optimiser", "lion", "--json"]) == 0

@@ -171,7 +171,7 @@ def test_standard_input_that_is_closed_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["embed", "-", "--model", "absent"]) == 1
-    assert capsys.readouterr().err == "xformer: error: - reads standard input, which is closed\n"
+    assert capsys.readouterr().err == "xformer: error: - reads standard input, but that is closed\n"
 
 
 # In processes of their own

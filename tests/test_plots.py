@@ -529,8 +529,8 @@ def test_the_command_draws_a_trained_model(
     assert main(["attention", "--model", gpt, "a text", "--layer", "0", "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n" and out.read_bytes()[:4] == PNG
     for options, message in (
-        (["a text", "--layer", "2"], "--layer must lie in [0, 2), got 2"),
-        (["a text", "--kind", "cross"], "--kind and --target go with an encoder-decoder"),
+        (["a text", "--layer", "2"], "--layer must be in [0, 2), got 2"),
+        (["a text", "--kind", "cross"], "--kind and --target need an encoder-decoder"),
         (["a text" * 20], "64 tokens fit a picture, got 120"),
         ([""], "the text must hold at least one token"),
     ):
@@ -598,7 +598,7 @@ def test_the_commands_take_an_encoder_decoder_of_ones_own(
     command = ["generate", "--model", str(translator), "--prompt", "fox", "--max-new-tokens", "2"]
     assert main(command) == 0
     read = len(drawn["keys"])
-    assert f"{read} tokens read" in capsys.readouterr().err
+    assert f"{read} prompt tokens in " in capsys.readouterr().err
 
 
 def test_a_model_without_its_words_is_refused(
@@ -608,8 +608,8 @@ def test_a_model_without_its_words_is_refused(
     training.save(tmp_path, model, model.init(), NUMPY)
     assert main(["attention", "--model", str(tmp_path), "a"]) == 1
     assert capsys.readouterr().err == (
-        f"xformer: error: {tmp_path}: its vocabulary must have the 11 and 13 tokens of its "
-        "Transformer, got 256 of bytes, as it has none of its own\n"
+        f"xformer: error: {tmp_path}: the vocabulary must have 11 and 13 tokens, like the "
+        "Transformer, got 256 bytes, because the folder has no vocabulary\n"
     )
 
 
@@ -667,7 +667,7 @@ def test_flows_are_drawn(drawing: None, tmp_path: Path, capsys: pytest.CaptureFi
     small_ones = ["--layers", "2", "3", "--d-model", "8", "--heads", "2", "--out", str(out)]
     assert main(["signal-flow", *small_ones, "--norms", "pre", "sandwich"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 5 and printed[0].startswith("pre, 2 layers: norm of the gradient ")
+    assert len(printed) == 5 and printed[0].startswith("pre, 2 layers: gradient norm ")
     assert out.read_bytes().startswith(SVG)
     flows = [at_initialisation(norm, 3, 8, 2) for norm in ("pre", "post")]
     assert len(flow_picture(flows).axes) == 2

@@ -257,7 +257,7 @@ def test_the_command(
         given = ["--data", str(text), "--out", folder, "--precision", precision]
         assert main(["train", *sizes.split(), *given]) == 0
     assert main(["train", "--resume", folder]) == 0
-    assert "going on after step 2" in capsys.readouterr().out
+    assert "resuming after step 2" in capsys.readouterr().out
     _, params = load(folder, library)
     assert {p.dtype.name for p in tree.flatten(params).values()} == {"float32"}
     assert main(["generate", "--model", folder, "--prompt", "the ", "--max-new-tokens", "3"]) == 0
@@ -297,5 +297,5 @@ def test_the_command_refuses_it_where_there_is_none(
         in capsys.readouterr().err
     )
     assert main([*command, "--dtype", "float64"]) != 0
-    assert "--precision goes with --dtype float32, got float64" in capsys.readouterr().err
+    assert "--precision needs --dtype float32, got float64" in capsys.readouterr().err
     assert not folder.exists()

@@ -242,13 +242,14 @@ def test_the_command_stopped_by_ctrl_c_goes_on(
             break
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "stopping after this step; Ctrl-C again" in err and "stopped early, after step" in err
+    assert "stopping after this step; press Ctrl-C again" in err
+    assert "stopped early, after step" in err
     assert "saved to stopped after" in out and "xformer train --resume stopped" in out
     n = len(rows(Path("stopped")))
     assert 10 <= n < 40
     capsys.readouterr()
     assert main(["train", "--resume", "stopped"]) == 0
-    assert f"going on after step {n}" in capsys.readouterr().out
+    assert f"resuming after step {n}" in capsys.readouterr().out
     assert rows(Path("stopped")) == rows(Path("never"))
     weights = [Path(name, "model.safetensors").read_bytes() for name in ("never", "stopped")]
     assert weights[0] == weights[1]
@@ -274,9 +275,9 @@ def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--resume", "run", "--lr", "1"], "--lr: the run in run has 0.005, got 1.0"),
         (["--resume", "run", "--layers", "2"], "--layers: the run in run has 1, got 2"),
         (["--resume", "run", "--ema", "0.5"], "--ema: the run in run has 0.9, got 0.5"),
-        (["--resume", "run", "--out", "new"], "--out names a new folder, and goes without"),
+        (["--resume", "run", "--out", "new"], "--out names a new folder: it excludes --resume"),
         (["--resume", "run", "--data", "other.txt"], "of another run: data.training is"),
-        (["--resume", "run", "--steps", "39"], "--steps: the run in run has 40, and may have more"),
+        (["--resume", "run", "--steps", "39"], "--steps: must be at least the 40 of the run in"),
         (
             ["--resume", "run", "--steps", "50", "--resume-step", "3"],
             "run has no checkpoint of step 3",
@@ -286,7 +287,7 @@ def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             ["--resume", "run", "--resume-step", "3"],
             "run has no checkpoint of step 3; there are those of 5",
         ),
-        (["--resume-step", "3"], "--resume-step goes with --resume"),
+        (["--resume-step", "3"], "--resume-step needs --resume"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -388,11 +389,11 @@ def test_a_finished_run_trains_on(quiet: None, capsys: pytest.CaptureFixture[str
     assert main([*COMMAND, *CONSTANT, "--out", "never"]) == 0
     assert main([*COMMAND, *CONSTANT, "--steps", "20", "--out", "run"]) == 0
     out = capsys.readouterr().out
-    assert "to go on: xformer train --resume run --steps 40" in out
+    assert "to resume: xformer train --resume run --steps 40" in out
     made = json.loads(Path("run/run.json").read_text())
     assert main(["train", "--resume", "run", "--steps", "40", "--keep-checkpoints", "3"]) == 0
     out = capsys.readouterr().out
-    assert "going on after step 20" in out and "saved to run after 40 steps" in out
+    assert "resuming after step 20" in out and "saved to run after 40 steps" in out
     runs.require_alike(Path("run"), Path("never"))
     content = json.loads(Path("run/run.json").read_text())
     made["about"]["training"]["steps"] = made["notes"]["steps"] = 40
@@ -441,7 +442,7 @@ def test_a_run_whose_patience_is_over_trains_on(
 
     options = ["--lr", "0", "--patience", "1", "--steps", "60", "--ema", "0"]
     assert main([*COMMAND, *options, "--out", "run"]) == 0
-    assert "to go on: xformer train --resume run --patience 2" in capsys.readouterr().out
+    assert "to resume: xformer train --resume run --patience 2" in capsys.readouterr().out
     assert len(rows(Path("run"))) == 20
     assert main(["train", "--resume", "run", "--patience", "3"]) == 0
     assert len(rows(Path("run"))) == 40

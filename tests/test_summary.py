@@ -288,7 +288,7 @@ def test_a_folder_without_weights_read(
 
     monkeypatch.setattr(files.Tensors, "read", read)
     out = output(capsys, "--model", str(headers(tmp_path, LLAMA3 | SMALL)))
-    assert "8 of keys and values" in out and "of BF16" in out
+    assert "8 key/value heads" in out and "of BF16" in out
 
 
 def test_a_file_of_llama2c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,8 @@ def test_what_it_made_is_a_base_again(capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
     assert own() == 0
     assert main(["finetune", "--model", "own", *tune]) == 1
-    said = "own was made by xformer train, which trains it on: xformer train --from own --data "
+    said = "own was written by xformer train, which trains it further: "
+    said += "xformer train --from own --data "
     assert capsys.readouterr().err == f"xformer: error: {said}lines.txt\n"
 
 
@@ -210,17 +211,20 @@ def test_prepared_text_has_the_vocabulary_of_the_model(capsys: pytest.CaptureFix
     [
         (["--from", "absent"], "there is no folder or file absent"),
         (["--from", "fox.txt"], "--from: must be the folder of a model, got the file fox.txt"),
-        (["--from", "bert"], "got BertForMaskedLM; xformer finetune --model bert trains it"),
-        (["--from", "t5"], "got T5ForConditionalGeneration; xformer finetune --model t5 trains it"),
-        (["--from", "pairs"], "got Transformer; Python alone trains it"),
+        (["--from", "bert"], "got BertForMaskedLM; train it with xformer finetune --model bert"),
+        (
+            ["--from", "t5"],
+            "got T5ForConditionalGeneration; train it with xformer finetune --model t5",
+        ),
+        (["--from", "pairs"], "got Transformer; train it with the Python interface"),
         (
             ["--from", "gpt2", "--layers", "1"],
-            "--layers goes without --from: the model in gpt2",
+            "--layers excludes --from: the model in gpt2 fixes it",
         ),
-        (["--from", "gpt2", "--dropout", "0"], "--dropout goes without --from"),
-        (["--from", "gpt2", "--tokenizer", "bytes"], "--tokenizer goes without --from"),
-        (["--from", "gpt2", "--max-len", "33"], "--max-len must be at most the 32 of the model"),
-        (["--from", "gpt2", "--resume", "own"], "--from begins a new run, and goes without"),
+        (["--from", "gpt2", "--dropout", "0"], "--dropout excludes --from"),
+        (["--from", "gpt2", "--tokenizer", "bytes"], "--tokenizer excludes --from"),
+        (["--from", "gpt2", "--max-len", "33"], "--max-len must be at most 32, the context of the"),
+        (["--from", "gpt2", "--resume", "own"], "--from starts a new run: it excludes --resume"),
         (["--from", "longer"], "longer: the id of the EOS token must be below "),
         (["--from", "bare"], "bare is no file of a tokenizer, and no folder with one"),
     ],

@@ -1,7 +1,7 @@
 """The command line: `xformer train`, `generate`, `embed`, `finetune` and others.
 
-One file a command. Its module has `add_parser(subparsers)`, which sets `run`, and `run(args)`,
-which returns the exit status.
+Each command is one module with two functions: `add_parser(subparsers)` adds its options and sets
+`run`; `run(args)` returns the exit status.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ DESCRIPTION = "The transformer, forward and backward, on any array library."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its errors are one line on stderr and exit status 1, warnings a line too.
+    """Run one command and return the exit status.
 
-    Nothing printed ends a command: see `output`. At the end the status is 1 where standard output
-    could not be written, unless its reader closed it.
+    An error is one line on stderr and status 1; a warning is one line on stderr. A failed print
+    does not end a command (see `output`). The status is 1 if standard output could not be written,
+    unless its reader closed it.
     """
     with printing() as out:
         status = _run(argv)
@@ -78,7 +79,7 @@ def _run(argv: Sequence[str] | None) -> int:
         with kernels_of(getattr(args, "backend", None)):
             status: int = args.run(args)
     except (ValueError, OSError, ImportError, ArithmeticError, MemoryError, RuntimeError) as error:
-        notes = getattr(error, "__notes__", [])  # such as which checkpoint is the last good one
+        notes = getattr(error, "__notes__", [])  # for example, the last good checkpoint
         print("xformer: error:", "; ".join([str(error), *notes]), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`xformer attention`: what each head of a layer attends to, as a picture."""
+"""`xformer attention`: draw the attention weights of each head of a layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from xformer import backends
 from xformer.cli.models import Found, opened, start_id
-from xformer.cli.paths import nonempty
+from xformer.cli.paths import DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
@@ -29,49 +29,46 @@ NAMES = {"self": "self-attention", "cross": "cross-attention"} | {
 
 
 class Read(NamedTuple):
-    """The ids that a model reads, and what the axes of its maps are."""
+    """The token ids of one text, for the model and for the labels of its attention maps."""
 
     tokens: list[int]
-    target: list[int] | None  # of an encoder-decoder, from the token that begins it
-    written: list[int]  # after each of the target
+    target: list[int] | None  # for an encoder-decoder: the decoder's input, with the start token
+    written: list[int]  # for an encoder-decoder: the token that follows each of `target`
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer attention`."""
     parser = subparsers.add_parser(
-        "attention", help="draw what a model attends to in a text, head by head"
+        "attention", help="draw the attention weights of each head of a layer"
     )
     add = parser.add_argument
-    add("text", help="of an encoder-decoder the source")
-    add(
-        "--model",
-        metavar="FOLDER",
-        type=nonempty,
-        required=True,
-        help="of Hugging Face's format or made by xformer train, or a llama2.c .bin",
-    )
-    add("--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model")
-    add("--layer", type=int, metavar="N", help="counted from 0; the last unless given")
-    add("--kind", choices=KINDS, help="of an encoder-decoder (default: cross)")
-    add("--target", metavar="TEXT", help="of an encoder-decoder; unless given what it writes")
-    add("--backend", default="numpy", choices=backends.NAMES)
-    add("--device", help="of the backend: cuda, for torch")
-    add("--dtype", default="float32", choices=("float32", "float64"))
+    add("text", help="the text; for an encoder-decoder, the source text")
+    add("--model", metavar="PATH", type=nonempty, required=True, help=MODEL)
+    add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+    add("--layer", type=int, metavar="N", help="layer number, from 0 (default: the last layer)")
+    add("--kind", choices=KINDS, help="attention of an encoder-decoder (default: cross)")
+    target = "target text of an encoder-decoder (default: the text that the model generates)"
+    add("--target", metavar="TEXT", help=target)
+    add("--backend", default="numpy", choices=backends.NAMES, help="default: numpy")
+    add("--device", help=DEVICE)
+    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     add_out(parser, "attention.png")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, and say where."""
+    """Draw the picture and print its path."""
     require_drawable(args.out)
     found = opened(args)
     is_pair = isinstance(getattr(found.model, "network", found.model), EncoderDecoder)
     if not is_pair and (args.kind is not None or args.target is not None):
-        raise ValueError("--kind and --target go with an encoder-decoder, and this is none")
+        raise ValueError("--kind and --target need an encoder-decoder, and this model is not one")
     read = _read(args, found, is_pair)
     for ids in (read.tokens, read.written):
         if len(ids) > MOST:
-            raise ValueError(f"{MOST} tokens fit a picture, got {len(ids)}: give a shorter text")
+            raise ValueError(
+                f"a picture shows at most {MOST} tokens, got {len(ids)}: give a shorter text"
+            )
     place = place_of(found.params)
     arrays = (
         None if ids is None else place.asarray(np.array([ids]))
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     layers = attention_maps(found.model, found.params, *arrays)[kind]
     layer = len(layers) - 1 if args.layer is None else args.layer
     if not 0 <= layer < len(layers):
-        raise ValueError(f"--layer must lie in [0, {len(layers)}), got {layer}")
+        raise ValueError(f"--layer must be in [0, {len(layers)}), got {layer}")
     queries, keys = (
         [name_of(found.tokenizer, i) for i in ids or ()] for ids in _on_axes(kind, read)
     )
@@ -95,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_axes(kind: str, read: Read) -> tuple[list[int] | None, list[int] | None]:
-    """The ids of the rows and of the columns: a row of the cross-attention is of what it writes."""
+    """The ids that label the rows and the columns.
+
+    In cross-attention a row is labelled with the token that the decoder generates at it.
+    """
     if kind == "cross":
         return read.written, read.tokens
     ids = read.target if kind == "decoder" else read.tokens
@@ -110,8 +110,8 @@ def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
     if args.target is None:
         ends = ends_of(found.tokenizer, found.model)
         prefix = prefill(found.model, found.params, [tokens], start_id=start)
-        own = constraints(settings_of(found.model), ends, prefix.width, MOST)
-        options: Any = {"sampler": constrained(own, None), "stop": ends}
+        filters = constraints(settings_of(found.model), ends, prefix.width, MOST)
+        options: Any = {"sampler": constrained(filters, None), "stop": ends}
         (written,) = generate(found.model, found.params, prefix, max_new_tokens=MOST, **options)
     else:
         written = prompt_ids(found.tokenizer, found.model, args.target, "target")
@@ -121,7 +121,7 @@ def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
 
 
 def name_of(words: Any, i: int) -> str:
-    """What a token is called on an axis."""
+    """The label of a token on an axis: its text, or `<id>` if the text is empty."""
     words = getattr(words, "tokenizer", words)
     special = i in getattr(words, "special_ids", ())
     text = words.token(i) if special else words.decode([i])

@@ -1,4 +1,4 @@
-"""`xformer classify`: the classes of texts, by a sequence classifier."""
+"""`xformer classify`: classify texts with a sequence classifier."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "classify",
         help="classify texts",
-        description="Print for each text the probabilities of the model's classes.",
+        description="Print the class probabilities of each text.",
     )
     add_options(parser)
-    parser.add_argument(
-        "--top", type=int, default=5, metavar="N", help="classes that are printed (default: 5)"
-    )
+    top = "print the N most likely classes (default: 5)"
+    parser.add_argument("--top", type=int, default=5, metavar="N", help=top)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a text, and below it its classes, the likeliest first; or a line of JSON a text.
+    """Print each text and its most likely classes; with --json, one JSON object a text.
 
-    In JSON the classes are a list in the order of their numbers: two may have one name.
+    In JSON the classes are a list in the order of their ids, because two may have the same name.
     """
     texts = texts_of(args)
     if args.top < 1:

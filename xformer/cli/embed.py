@@ -1,4 +1,4 @@
-"""`xformer embed`: how alike texts are, by their embeddings; or the embeddings."""
+"""`xformer embed`: print the similarities of texts, or their embeddings."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "embed",
         help="compare texts by their embeddings",
-        description="Print the cosine similarities of texts, or with --json their embeddings.",
+        description="Print the cosine similarities of texts, or their embeddings with --json.",
     )
     add_options(parser)
-    parser.add_argument("--pooling", choices=POOLINGS, help="unless given the model's own")
+    parser.add_argument("--pooling", choices=POOLINGS, help="default: the model's setting")
     parser.add_argument(
         "--normalize",
         action=argparse.BooleanOptionalAction,
-        help="embeddings of length 1, or as they come; unless given as the model's own",
+        help="scale embeddings to length 1 (default: the model's setting)",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, or a line a text."""
+    """Print the table of similarities; with --json, one JSON object a text."""
     texts = texts_of(args)
     if len(texts) > MOST and not args.json:
-        raise ValueError(f"a table holds at most {MOST} texts, got {len(texts)}: add --json")
+        raise ValueError(f"a table shows at most {MOST} texts, got {len(texts)}: add --json")
     options = settings(args.model)._asdict()
     for name in ("pooling", "normalize", "max_len"):
         if getattr(args, name) is not None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(texts: Sequence[str], similarities: np.ndarray) -> str:
-    """A row and a column for each text, by number."""
+    """The similarities as a table: a row and a column for each text, numbered from 1."""
     width = len(str(len(texts)))
     heads = [f"{i + 1:>7}" for i in range(len(texts))]
     lines = [" ".join([" " * width, *heads])]
@@ -68,5 +68,5 @@ def table(texts: Sequence[str], similarities: np.ndarray) -> str:
 
 
 def numbers(row: np.ndarray) -> list[float]:
-    """As floats of the fewest digits that say which number of its type each is."""
+    """The numbers of `row` as floats, each with the fewest digits that identify it in its dtype."""
     return [float(str(x)) for x in row]

@@ -1,4 +1,4 @@
-"""`xformer finetune`: a pretrained model on one's own data, to a folder that transformers loads."""
+"""`xformer finetune`: train a pretrained model on own data; transformers loads the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from xformer import backends, finetune, tree
 from xformer.backends import Backend
 from xformer.cli.models import is_own, opened
-from xformer.cli.paths import nonempty
+from xformer.cli.paths import DEVICE, TOKENIZER, nonempty
 from xformer.cli.progress import each
 from xformer.cli.texts import watched
 from xformer.cli.train import STOPPING, new_folder
@@ -29,17 +29,17 @@ from xformer.sentences import settings
 from xformer.training import Diverged, Step, interruptible
 from xformer.training.config import SCHEDULES
 
-RATES = {True: 5e-4, False: 5e-5}  # of adapters, of whole models
-EVERY = 100  # steps at least between validations, of which there are four at most
-LINES = 10  # of progress, where there is no terminal
+RATES = {True: 5e-4, False: 5e-5}  # learning rates, with and without LoRA
+EVERY = 100  # least number of steps between validations; there are at most four
+LINES = 10  # lines of progress if stderr is no terminal
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer finetune`."""
     parser = subparsers.add_parser(
         "finetune",
-        help="train a pretrained model further, whole or by low-rank adapters",
-        description=f"Of a .jsonl file a task reads these fields: {_fields()}.",
+        help="fine-tune a pretrained model, all parameters or LoRA adapters",
+        description=f"Fields of a .jsonl file that each task reads: {_fields()}.",
     )
     add = parser.add_argument
     add(
@@ -47,67 +47,70 @@ def add_parser(subparsers: Any) -> None:
         metavar="FOLDER",
         type=nonempty,
         required=True,
-        help="with its tokenizer, as on the Hub",
+        help="a Hugging Face folder with its tokenizer",
     )
     add(
         "--data",
         metavar="FILE",
         type=nonempty,
         required=True,
-        help=".jsonl; or each line of it is a text",
+        help="a .jsonl file, or a text file with one text a line",
     )
-    add("--task", choices=finetune.TASKS, help="unless given, what the fields and the model suit")
+    add("--task", choices=finetune.TASKS, help="default: chosen by the fields and the model")
     add(
         "--out",
         metavar="DIR",
         type=nonempty,
-        help="a new folder; unless given runs/finetuned, -2, -3, ...",
+        help="a new folder (default: runs/finetuned, -2, -3, ...)",
     )
-    add("--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model")
-    add("--lora", metavar="RANK", type=int, help="train adapters of that rank, not the model")
-    add("--alpha", type=float, help="of adapters; twice the rank unless given")
+    add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+    add("--lora", metavar="RANK", type=int, help="train LoRA adapters of this rank")
+    add("--alpha", type=float, help="scale of the LoRA adapters (default: twice the rank)")
     patterns: dict[str, Any] = {"metavar": "PATTERN", "nargs": "+", "default": ()}
     usual = " ".join(lora.TARGETS)
-    add("--targets", **patterns, help=f"linear maps with adapters; {usual} unless given")
+    add("--targets", **patterns, help=f"linear layers that get an adapter (default: {usual})")
     add(
         "--freeze",
         **patterns,
-        help="parameters not to train, as xformer summary --verbose names them",
+        help="parameters not to train, by the names of xformer summary --verbose",
     )
-    add("--train", **patterns, help="parameters to train, and no others but adapters")
+    add("--train", **patterns, help="train only these parameters, and adapters")
     add("--steps", type=int, default=200, help="default: 200")
-    add("--batch", type=int, default=8, help="texts or pairs in a step (default: 8)")
-    add("--lr", type=float, help=f"{RATES[False]} unless given, of adapters {RATES[True]}")
-    rise = "after a rise of a tenth of the steps (default: cosine)"
+    add("--batch", type=int, default=8, help="texts or pairs a step (default: 8)")
+    lr = f"peak learning rate (default: {RATES[False]}; with --lora {RATES[True]})"
+    add("--lr", type=float, help=lr)
+    rise = "after a linear warmup over a tenth of the steps (default: cosine)"
     add("--schedule", choices=SCHEDULES, default="cosine", help=rise)
-    add("--max-len", type=int, metavar="N", help="tokens of a text; unless given at most 512")
+    add("--max-len", type=int, metavar="N", help="cut texts to N tokens (default: at most 512)")
     add(
         "--validation-fraction",
         type=float,
         default=0.1,
-        metavar="SHARE",
-        help="default: 0.1; 0: none",
+        metavar="FRACTION",
+        help="fraction of the data to validate on (default: 0.1; 0: no validation)",
     )
-    add("--seed", type=int, default=0)
-    add("--backend", default="numpy", choices=backends.NAMES)
-    add("--device", help="of the backend, such as cuda:1; its default one unless given")
-    add("--dtype", default="float32", choices=("float32", "float64"))
+    add("--seed", type=int, default=0, help="default: 0")
+    add("--backend", default="numpy", choices=backends.NAMES, help="default: numpy")
+    add("--device", help=DEVICE)
+    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, validate before and now and then, and keep the best model."""
+    """Validate, train, and save the model with the lowest validation loss."""
     config = _config(args)
     if is_own(Path(args.model)):
         command = f"xformer train --from {shlex.quote(args.model)} --data {shlex.quote(args.data)}"
-        raise ValueError(f"{args.model} was made by xformer train, which trains it on: {command}")
+        raise ValueError(
+            f"{args.model} was written by xformer train, which trains it further: {command}"
+        )
     if args.task is None:
         args.task = finetune.suited(args.data, args.model)
         print(f"task: {args.task}")
     records = finetune.read(args.data, finetune.TASKS[args.task].fields)
     training, held_out = finetune.split(records, args.validation_fraction, args.seed)
     model, params, words, is_new = _opened(args, records)
-    place = backends.get(args.backend, args.device)  # float64 of JAX is there by now
+    place = backends.get(args.backend, args.device)  # `_opened` has enabled float64 of JAX
     task = _task(args, model, words)
     read = partial(each, what="tokenising", unit="texts")
     examples = finetune.examples(task, read(training))
@@ -118,14 +121,14 @@ def run(args: argparse.Namespace) -> int:
 
     _introduce(model, params, place)
     cut = sum(example.is_cut for example in (*examples, *validation))
-    note = f"; {cut:,} are cut to {task.max_len} tokens" if cut else ""
+    note = f"; {cut:,} cut to {task.max_len} tokens" if cut else ""
     print(f"examples: {len(examples):,} to train on, {len(validation):,} to validate on{note}")
     before = _measured(task, params, validation, args, place)
     kept = _Kept(out, partial(finetune.save, model, folder=out, tokenizer=words, base=args.model))
     steps = finetune.train(task, params, examples, config, place, validation, donate=True)
     last = _train(steps, config, kept)
-    if last.validation is None:  # stopped early, or there is nothing to validate on
-        kept.offer(last)  # first, so that it is not lost where validating is stopped too
+    if last.validation is None:  # stopped early, or no validation data
+        kept.offer(last)  # saved first, in case validation is interrupted too
         with suppress(KeyboardInterrupt):
             kept.offer(last, _measured(task, last.params, validation, args, place))
     _conclude(args, kept, last, before)
@@ -133,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Kept:
-    """The model in a folder: the best validated one, or the last while none is validated."""
+    """The saved model: the one with the lowest validation loss; before validation, the last."""
 
     def __init__(self, out: Path, save: Callable[[Any], Path | None]) -> None:
         self.out, self.save = out, save
@@ -141,7 +144,7 @@ class _Kept:
         self.adapter: Path | None = None
 
     def offer(self, step: Step, loss: float | None = None) -> None:
-        """Save the model after a step, unless a better one is there."""
+        """Save the model after `step`, unless a better one is saved. loss: its validation loss."""
         loss = math.inf if loss is None else loss
         if not self.step or loss < self.loss:
             if self.step != step.step:
@@ -150,20 +153,20 @@ class _Kept:
 
 
 def _conclude(args: argparse.Namespace, kept: _Kept, last: Step, before: float | None) -> None:
-    """Say what came of it."""
+    """Print the validation loss and where the model is saved."""
     if before is not None and kept.loss < math.inf:
-        which = "" if kept.step == last.step else f"; of step {kept.step}, which was the best"
-        print(f"validation loss {kept.loss:.3f} nats, {before:.3f} before{which}")
+        which = "" if kept.step == last.step else f"; the best model is from step {kept.step}"
+        print(f"validation loss {kept.loss:.3f} nats, {before:.3f} before training{which}")
     print(f"saved to {kept.out} after {last.step} steps, {last.seconds:.0f} s")
     if kept.adapter is not None:
         print(f"the adapter alone: {kept.adapter}")
     elif args.lora is not None:
-        print("more than adapters was trained: they are merged, and not saved alone")
+        print("parameters beside the adapters were trained: only the merged model is saved")
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:
     if args.lora is None and (args.alpha is not None or args.targets):
-        raise ValueError("--alpha and --targets are of adapters, and go with --lora")
+        raise ValueError("--alpha and --targets need --lora")
     with by_option():
         return TrainConfig(
             steps=args.steps,
@@ -180,7 +183,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
 
 def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, Any, Any, bool]:
     """The model, its parameters, its tokenizer, and whether its head is new."""
-    words: Any  # more than what generating asks for
+    words: Any  # a tokenizer with more methods than `Codec`
     model, params, words, *_ = opened(args)
     if model.hf_config["model_type"] == "llama2.c":
         model, params = as_llama(model, params)
@@ -195,13 +198,13 @@ def _opened(args: argparse.Namespace, records: Sequence[Record]) -> tuple[Any, A
 def _task(args: argparse.Namespace, model: Any, words: Any) -> Task:
     options: dict[str, Any] = {}
     if args.task == "contrastive" and Path(args.model).is_dir():
-        own = settings(args.model)
-        options = {"pooling": own.pooling, "prompt": own.prompt}
+        saved = settings(args.model)
+        options = {"pooling": saved.pooling, "prompt": saved.prompt}
     return finetune.task(args.task, model, words, args.max_len, **options)
 
 
 def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
-    """The parameters, some of them frozen; a new head is not."""
+    """The parameters with adapters and frozen leaves as the options say. A new head is trained."""
     patterns = tuple(args.train)
     if args.lora is not None:
         alpha = 2 * args.lora if args.alpha is None else args.alpha
@@ -215,10 +218,10 @@ def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
 
 def _introduce(model: Any, params: Any, place: Backend) -> None:
     kind = model.hf_config.get("architectures", [type(model).__name__])[0]
-    own = sum(_size((node.a, node.b)) for node in lora.adapters(params).values())
+    added = sum(_size((node.a, node.b)) for node in lora.adapters(params).values())
     trained = _size(tree.trained(params))
-    adapters = f" and adapters of {own:,}" if own else ""
-    print(f"model: {kind}, {_size(params) - own:,} parameters{adapters}; {trained:,} are trained")
+    adapters = f" and {added:,} in adapters" if added else ""
+    print(f"model: {kind}, {_size(params) - added:,} parameters{adapters}; {trained:,} trained")
     print(f"on {place.describe()}")
 
 
@@ -227,7 +230,7 @@ def _size(params: Any) -> int:
 
 
 def _require_space(out: Path, params: Any) -> None:
-    """OSError where the disk has no room for the model, and for it once more as it is replaced."""
+    """OSError unless the disk has room for two copies: a save replaces the model by a new file."""
     needed, free = 2 * tree.nbytes(params), shutil.disk_usage(out).free
     if needed > free:
         raise OSError(
@@ -246,7 +249,7 @@ def _measured(
 
 
 def _train(steps: Iterator[Step], config: TrainConfig, kept: _Kept) -> Step:
-    """The last step made, the best validated ones kept; Ctrl-C ends training early."""
+    """Run the steps, save the best validated models, and return the last step. Ctrl-C ends it."""
     bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty())
     last: Step | None = None
     try:
@@ -260,12 +263,12 @@ def _train(steps: Iterator[Step], config: TrainConfig, kept: _Kept) -> Step:
                     _report(last, config.steps)
                 if stopping():
                     break
-    except KeyboardInterrupt:  # pressed twice, in an update perhaps: then some numbers are new
+    except KeyboardInterrupt:  # pressed twice; if in an update, some parameters are updated
         if last is None:
             raise
     except Diverged as error:
-        saved = f"{kept.out} has the model of step {kept.step}, the best that was validated"
-        error.add_note(saved if kept.step else "no model was validated before, and none is saved")
+        saved = f"{kept.out} has the model of step {kept.step}, the best validated one"
+        error.add_note(saved if kept.step else "no model was validated, so none is saved")
         raise
     assert last is not None  # there is at least one step
     if last.step < config.steps:

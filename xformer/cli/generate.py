@@ -1,4 +1,4 @@
-"""`xformer generate`: continue a prompt, the text as it comes."""
+"""`xformer generate`: continue a prompt and stream the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xformer import backends
 from xformer.checks import require_id
 from xformer.cli.models import Found, opened, start_id
 from xformer.cli.output import is_lost
-from xformer.cli.paths import nonempty
+from xformer.cli.paths import DEVICE, MODEL, TOKENIZER, nonempty
 from xformer.cli.sampling import TEMPERATURE, Choice, announce, choice
 from xformer.generation import PrefilledPrompt, beam_search, decoded, prefill, stream, until
 from xformer.generation.constraints import constraints
@@ -32,8 +32,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="continue a prompt",
-        description="Values in the model's generation_config.json come before the defaults below. "
-        "Those that are used are printed on stderr.",
+        description="The model's generation_config.json overrides the defaults below. Its values "
+        "that are used are printed on stderr.",
     )
     add = parser.add_argument
     add(
@@ -41,46 +41,50 @@ def add_parser(subparsers: Any) -> None:
         metavar="PATH",
         type=nonempty,
         required=True,
-        help="a folder of Hugging Face's format or made by xformer train, or a llama2.c .bin",
+        help=MODEL,
     )
-    add("--tokenizer", metavar="PATH", type=nonempty, help="where it does not lie beside the model")
-    add("--prompt", required=True, help="the text to continue; of an encoder-decoder the source")
-    most = f"tokens to generate (default: of the model's files, or {MAX_NEW}, within its context)"
+    add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+    add("--prompt", required=True, help="text to continue; for an encoder-decoder, the source text")
+    most = f"most new tokens (default: the model's setting, or {MAX_NEW}, within its context)"
     add("--max-new-tokens", type=int, metavar="N", help=most)
-    add("--temperature", type=float, help=f"0 takes the likeliest (default: {TEMPERATURE})")
-    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    add("--top-p", type=float, metavar="P", help="from those that together have probability P")
-    add("--min-p", type=float, metavar="P", help="from those at least P times as likely as the top")
+    add("--temperature", type=float, help=f"0: greedy decoding (default: {TEMPERATURE})")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    nucleus = "sample from the most likely tokens with total probability P"
+    add("--top-p", type=float, metavar="P", help=nucleus)
+    least = "sample from tokens at least P times as likely as the most likely one"
+    add("--min-p", type=float, metavar="P", help=least)
     add("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less")
-    add("--beams", type=int, metavar="N", help="search with N beams, draw nothing")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
+    add("--beams", type=int, metavar="N", help="beam search with N beams, without sampling")
+    ends = "stop before this text; may be repeated"
+    add("--stop", action="append", default=[], metavar="TEXT", help=ends)
     add(
         "--stop-id",
         action="append",
         default=[],
         type=int,
         metavar="ID",
-        help="end before this token, beside those of the model's files; repeatable",
+        help="stop before this token, in addition to the model's stop tokens; may be repeated",
     )
-    add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    add("--seed", type=int, default=0, help="seed of sampling (default: 0)")
     add(
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="print the text as it comes, or at the end (default: as it comes)",
+        help="print the text as it is generated, not at the end (default: --stream)",
     )
-    compiled = "a token is one call of the library where that can be (default: on backend numba)"
+    compiled = "compile the decoding step if the backend can (default: on backend numba)"
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compiled)
-    add("--backend", default="numpy", choices=backends.NAMES)
-    add("--device", help="of the backend: cuda, for torch")
-    add("--dtype", default="float32", choices=("float32", "float64"))
-    add("--precision", choices=STORED, help="of weights and keys in memory, on backend cupy")
+    add("--backend", default="numpy", choices=backends.NAMES, help="default: numpy")
+    add("--device", help=DEVICE)
+    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
+    stored = "storage dtype of weights and KV cache, on backend cupy"
+    add("--precision", choices=STORED, help=stored)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation, then on stderr the tokens per second."""
-    choice(args, Settings())  # refuses bad options before a model is read
+    """Print the prompt and its continuation; then, on stderr, the tokens per second."""
+    choice(args, Settings())  # raises for bad options before a model is read
     _require_precision(args)
     found = _rounded(opened(args), args)
     network = network_of("generate", found.model)
@@ -96,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
     except TypeError as error:
         if args.precision is None:
             raise
-        raise ValueError(f"--precision {args.precision} is not for this model: {error}") from error
+        raise ValueError(
+            f"--precision {args.precision} does not work for this model: {error}"
+        ) from error
     read = time.perf_counter()
     new: list[int] = []
     ids = _new_ids(args, found, network, text, chosen, settings, ends)
@@ -107,29 +113,29 @@ def run(args: argparse.Namespace) -> int:
     write(pieces if args.stream else ["".join(pieces)], "" if is_target else args.prompt)
     rate = len(new) / (time.perf_counter() - read)
     print(
-        f"{len(prompt)} tokens read in {read - start:.2f} s, "
-        f"{len(new)} written, {rate:.1f} tokens/s",
+        f"{len(prompt)} prompt tokens in {read - start:.2f} s, "
+        f"{len(new)} new tokens at {rate:.1f} tokens/s",
         file=sys.stderr,
     )
     return 0
 
 
 def _require_precision(args: argparse.Namespace) -> None:
-    """ValueError, before a model is read, for a --precision that cannot be."""
+    """ValueError for a --precision that the backend or --dtype excludes. Reads no model."""
     if args.precision is not None:
         backends.get(args.backend, args.device).require_precision(args.precision)
         if args.dtype != "float32":
-            raise ValueError(f"--precision goes with --dtype float32, got {args.dtype}")
+            raise ValueError(f"--precision needs --dtype float32, got {args.dtype}")
 
 
 def _rounded(found: Found, args: argparse.Namespace) -> Found:
-    """The model with its parameters in --precision."""
+    """The model with its parameters stored in --precision."""
     place = backends.get(args.backend, args.device)
     return found._replace(params=place.cast_params(found.params, args.precision))
 
 
 def write(pieces: Iterable[str], prompt: str) -> None:
-    """Print a prompt, and pieces of text behind it as they come, while somebody reads them."""
+    """Print `prompt`, then each piece of text as it arrives, until standard output is closed."""
     print(prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -139,7 +145,7 @@ def write(pieces: Iterable[str], prompt: str) -> None:
 
 
 def _ends(args: argparse.Namespace, found: Found, network: Any) -> frozenset[int]:
-    """The ids that end the text: of the model's files, and of --stop-id, which are checked."""
+    """The ids that end the text: the model's stop tokens and --stop-id. ValueError for bad ids."""
     for i in args.stop_id:
         require_id("--stop-id", n_tokens(network), id=i)
     return ends_of(found.tokenizer, network).union(args.stop_id)
@@ -154,7 +160,7 @@ def _new_ids(
     settings: Settings,
     stops: frozenset[int],
 ) -> Iterator[int]:
-    """The ids that come, with the one of `stops` that ends the text."""
+    """The generated ids, including the one of `stops` that ends the text."""
     max_new_tokens = _max_new(args, found, network, text, settings)
     ends = ends_of(found.tokenizer, network)
     filters = chosen.filters(constraints(settings, ends, text.width, max_new_tokens))
@@ -166,7 +172,7 @@ def _new_ids(
         )
         return (i for (i,) in steps if i is not None)
     if args.compile:
-        warnings.warn("--compile: a search is not compiled", RuntimeWarning, stacklevel=2)
+        warnings.warn("--compile: beam search is not compiled", RuntimeWarning, stacklevel=2)
     options = {"n_beams": chosen.beams, "max_new_tokens": max_new_tokens, "stop": stops}
     options |= {"filters": filters, **chosen.search}
     ((best, *_),) = beam_search(network, found.params, text, **options)
@@ -176,7 +182,7 @@ def _new_ids(
 def _max_new(
     args: argparse.Namespace, found: Found, network: Any, text: PrefilledPrompt, settings: Settings
 ) -> int:
-    """How many tokens may come. ValueError where the prompt leaves no room for one."""
+    """The most tokens to generate. ValueError if the prompt already has `max_length` tokens."""
     if args.max_new_tokens is not None:
         return int(args.max_new_tokens)
     most = MAX_NEW if settings.max_new_tokens is None else settings.max_new_tokens
@@ -184,15 +190,16 @@ def _max_new(
         most = settings.max_length - text.width
         if most < 1:
             raise ValueError(
-                f"{settings.where}: max_length is {settings.max_length}, and the prompt has "
-                f"{text.width} tokens: --max-new-tokens says how many may follow it"
+                f"{settings.where}: max_length is {settings.max_length}, but the prompt has "
+                f"{text.width} tokens: give --max-new-tokens"
             )
     fits = network.context is not None and not found.slides
     return min(most, network.context - text.width + 1) if fits else most
 
 
-def _recorded(ids: Iterable[int], seen: list[int], ends: Collection[int]) -> Iterator[int]:
+def _recorded(ids: Iterable[int], new: list[int], ends: Collection[int]) -> Iterator[int]:
+    """The ids; those that are not in `ends` are appended to `new`."""
     for i in ids:
         if i not in ends:
-            seen.append(i)
+            new.append(i)
         yield i

@@ -1,6 +1,7 @@
-"""`xformer gradcheck`: every gradient against differences, on every array library that is here.
+"""`xformer gradcheck`: compare every gradient with finite differences, on every backend.
 
-In float64; on backends whose kernels are for float32, in float32 against differences in float64.
+Gradients are computed in float64. On backends whose compiled kernels are for float32, they are
+computed in float32 and compared with finite differences in float64.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from xformer.catalogue import Case, cases
 from xformer.cli.models import kernels_of
 from xformer.gradcheck import Report, Row
 
-IN_FLOAT32 = ("numba", "mkl")  # whose compiled kernels leave float64 to NumPy's
+IN_FLOAT32 = ("numba", "mkl")  # no compiled kernels for float64, which runs on NumPy
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer gradcheck`."""
-    parser = subparsers.add_parser("gradcheck", help="check every gradient on every array library")
+    parser = subparsers.add_parser("gradcheck", help="check every gradient by finite differences")
     parser.add_argument(
         "--backend",
         nargs="+",
         metavar="NAME",
-        help=f"of {', '.join(backends.NAMES)}; all that can be used here unless given",
+        help=f"one or more of {', '.join(backends.NAMES)} (default: all that work here)",
     )
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="check only what has this in its name"
+        "--only", default="", metavar="TEXT", help="check only cases with this in their name"
     )
-    parser.add_argument("--verbose", action="store_true", help="show one row a case")
+    parser.add_argument("--verbose", action="store_true", help="show one row for each case")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table of the worst relative errors; 1 where a gradient disagrees."""
+    """Print a table of the largest relative errors; return 1 if a gradient is wrong."""
     chosen = [case for case in cases() if args.only in case.name]
     if not chosen:
         raise ValueError(f"no case has {args.only!r} in its name")
@@ -64,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _usable(name: str) -> Backend:
-    """The backend in float64, which differences need."""
+    """The backend, with float64 enabled. `backends.Unusable` if it does not work here."""
     if name == "jax":
-        backends.get(name)  # says what is missing
+        backends.get(name)  # raises if JAX is missing
         from xformer.backends.jax import enable_float64
 
         enable_float64()
@@ -74,13 +75,13 @@ def _usable(name: str) -> Backend:
 
 
 def _check(case: Case, backend: Backend) -> Report:
-    """All inputs together, which no wrong gradient passes; then each alone, to name the wrong."""
+    """Check all inputs together; if that fails, each input alone, to name the wrong gradient."""
     try:
         if backend.name in IN_FLOAT32:
             return case.check_float32(backend)
         report = case.check(backend, alone=False)
         return report if report.ok else case.check(backend, elementwise=0)
-    except Exception as error:  # a case that cannot run is a result, not the end of the table
+    except Exception as error:  # a case that fails to run is one failed row of the table
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
         return Report(case.name, (Row("runs", 0.0, 0.0, float("inf"), message),), rtol=0.0)
@@ -88,7 +89,10 @@ def _check(case: Case, backend: Backend) -> Report:
 
 @contextmanager
 def _recorded() -> Iterator[set[str]]:
-    """The names of ops whose compiled kernel has run: of any size here."""
+    """Yield a set that collects the names of ops whose compiled numba kernel has run.
+
+    Inside, these kernels run for inputs of any size.
+    """
     ran = set[str]()
     if backends.unavailable_reason("numba") is not None:
         yield ran
@@ -116,7 +120,7 @@ def _recorded() -> Iterator[set[str]]:
 
 
 def _table(reports: dict[tuple[Case, str], Report], names: list[str], *, by_case: bool) -> str:
-    """One row a case or a subject, one column a backend: the worst relative error."""
+    """The largest relative errors: a row for each case or subject, a column for each backend."""
     worst: dict[str, dict[str, float]] = {}
     for (case, name), report in reports.items():
         row = worst.setdefault(case.name if by_case else case.subject, dict.fromkeys(names, 0.0))

@@ -1,6 +1,6 @@
-"""`xformer info`: the backends, their versions and devices, or why they cannot be used.
+"""`xformer info`: the backends with version and device, or the reason why one does not work.
 
-Below, the libraries that CuPy's kernels call beside it: versions, or what is missing.
+The libraries that a backend also calls follow, each with its version or what is missing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from xformer import backends
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer info`."""
-    parser = subparsers.add_parser("info", help="show the array libraries that can be used here")
+    parser = subparsers.add_parser("info", help="show the backends that work here")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one row a backend, and one a library beside them."""
+    """Print one row for each backend, and one for each library that a backend also calls."""
     print(f"xformer {xformer.__version__}, Python {platform.python_version()}")
     rows = [("backend", "version", "device", "computes in")]
     for name in backends.NAMES:

@@ -1,4 +1,4 @@
-"""`xformer memory`: what a training step holds in memory, account by account."""
+"""`xformer memory`: the memory of a training step, item by item."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xformer.cli.paths import nonempty
+from xformer.cli.paths import MODEL, nonempty
 from xformer.cli.summary import Row, inspected, scaled, table
 from xformer.ledger import Ledger, ledger, measured_peak
 from xformer.optim import OPTIMISERS
@@ -18,10 +18,10 @@ from xformer.shapes import FLOATING
 from xformer.summary import LENGTH, context, ranges
 
 ABOUT = (
-    "What a training step holds in arrays: a lower bound, since Python takes 1.4 to 2 MB more, a "
-    "tenth of what the preset tiny needs. A moving average (another copy of the parameters) and "
-    "accumulation are not counted. Of a run the model alone is read: its batch, context and "
-    "optimiser are those of the options here."
+    "The memory of the arrays of a training step. This is a lower bound: Python takes 1.4 to 2 MB "
+    "more, about 10 percent of what the preset tiny needs. A moving average (another copy of the "
+    "parameters) and gradient accumulation are not counted. If --model is a training run, only its "
+    "model is read; batch, length and optimiser are the options below."
 )
 
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     """Add `xformer memory`."""
     parser = subparsers.add_parser(
         "memory",
-        help="show what a training step holds in memory, and what it really takes",
+        help="show the memory of a training step, computed and measured",
         description=ABOUT,
     )
     add = parser.add_argument
@@ -38,18 +38,19 @@ def add_parser(subparsers: Any) -> None:
         metavar="PATH",
         type=nonempty,
         required=True,
-        help="a folder of Hugging Face's format or made by xformer train, or a llama2.c .bin",
+        help=MODEL,
     )
-    add("--batch", type=int, default=1, help="sequences at once; 1 unless given")
-    add("--length", type=int, help=f"tokens of each; unless given, {LENGTH} or the context if less")
-    add("--dtype", default="float32", choices=FLOATING, help="computed in; float32 unless given")
-    add("--optimiser", default="adamw", choices=OPTIMISERS, help="adamw unless given")
+    add("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
+    length = f"tokens of a sequence (default: {LENGTH}, or the context length if that is less)"
+    add("--length", type=int, help=length)
+    add("--dtype", default="float32", choices=FLOATING, help="default: float32")
+    add("--optimiser", default="adamw", choices=OPTIMISERS, help="default: adamw")
     add(
         "--activation-checkpointing",
         action="store_true",
-        help="keep the input of each layer alone, and compute the rest again",
+        help="save only the input of each layer and compute the rest again in backward",
     )
-    add("--measure", action="store_true", help="train for a few steps, on NumPy, and compare")
+    add("--measure", action="store_true", help="also train for a few steps on NumPy and measure")
     add("--json", action="store_true", help="print one JSON object, for programs")
     parser.set_defaults(run=run)
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     }
     found = ledger(network, **options)
     if args.measure:
-        print("training for a few steps, to measure", file=sys.stderr, flush=True)
+        print("measuring: training for a few steps", file=sys.stderr, flush=True)
     measured = measured_peak(network, **options) if args.measure else None
     if args.json:
         print(json.dumps(data(found) | options | {"measured": measured}, indent=2))
@@ -79,33 +80,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def data(found: Ledger) -> dict[str, Any]:
-    """The accounts and their sums, by name."""
+    """The items and their sums, by name."""
     names = ("grads", "backward", "update", "peak")
     return found._asdict() | {name: getattr(found, name) for name in names}
 
 
 def accounts(found: Ledger, optimiser: str, measured: int | None) -> Iterator[Row]:
-    """A row an account; layers that keep as much are one row."""
+    """A row for each item. Layers that save equally much share a row."""
     yield "  parameters", scaled(found.params, "B"), ""
     yield "  gradients", scaled(found.grads, "B"), ""
-    yield "  optimiser", scaled(found.state, "B"), f"what {optimiser} keeps between steps"
-    yield "  saved set", scaled(sum(found.saved.values()), "B"), "kept for the backward"
+    yield "  optimiser", scaled(found.state, "B"), f"the state of {optimiser}"
+    yield "  saved set", scaled(sum(found.saved.values()), "B"), "saved for backward"
     for names, size in alike(found.saved):
         yield f"    {names}", scaled(size, "B"), "each" if ", " in names or "-" in names else ""
-    yield "  at work", scaled(found.loss_work, "B"), "in the backward of the loss, at most"
-    yield "", scaled(found.layer_work, "B"), "of a layer, at most"
+    yield "  temporaries", scaled(found.loss_work, "B"), "in the backward of the loss, at most"
+    yield "", scaled(found.layer_work, "B"), "in the backward of a layer, at most"
     yield "", scaled(found.update_work, "B"), "in the optimiser, at most"
-    yield "  scratch", scaled(found.scratch, "B"), "that kernels keep from call to call"
-    yield "  backward", scaled(found.backward, "B"), "with what it works with, its most"
-    yield "  update", scaled(found.update, "B"), "parameters, gradients, and the optimiser at work"
-    yield "  peak", scaled(found.peak, "B"), "the larger of the two, and scratch"
+    yield "  scratch", scaled(found.scratch, "B"), "buffers that kernels keep between calls"
+    yield "  backward", scaled(found.backward, "B"), "peak of backward, with temporaries"
+    yield "  update", scaled(found.update, "B"), "peak of the update, with temporaries"
+    yield "  peak", scaled(found.peak, "B"), "the larger of the two, plus scratch"
     if measured is not None:
-        share = f"{found.peak / measured:.1%} of it is accounted for"
+        share = f"the items above explain {found.peak / measured:.1%} of it"
         yield "  measured", scaled(measured, "B"), share
 
 
 def alike(saved: dict[str, int]) -> Iterator[tuple[str, int]]:
-    """The parts of a saved set that keep something; layers that keep as much together."""
+    """The non-empty parts of a saved set. Layers that save equally much are one part."""
     groups: dict[tuple[str, int], list[int]] = {}
     for name, size in saved.items():
         stem, _, number = name.rpartition(" ")

@@ -1,4 +1,4 @@
-"""The model of --model, with what turns text to its ids and back."""
+"""Open the model of --model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,44 +23,49 @@ TOKENIZERS = "tokenizer.json, vocab.json with merges.txt, vocab.txt"
 
 
 class Found(NamedTuple):
-    """A model that writes texts."""
+    """A model, its parameters and its tokenizer."""
 
     model: Any
     params: Any
     tokenizer: Codec
-    slides: bool = False  # a text may outgrow the context: of a GPT by xformer train
-    ends: bool = False  # a source has its end, as in `training.Pairs`; other tokenizers set it
+    slides: bool = False  # a text may be longer than the context: a GPT of xformer train
+    ends: bool = False  # `prompt` appends the EOS token, as `training.Pairs` does to a source
 
     def prompt(self, text: str, what: str = "prompt") -> list[int]:
-        """The ids that it reads of a text. ValueError, with what the text is, for none."""
+        """The token ids of `text`. ValueError, which calls the text `what`, if there are none."""
         ids = prompt_ids(self.tokenizer, self.model, text, what)
         end = self.tokenizer.eos_id
         return [*ids, end] if self.ends and end is not None else ids
 
 
 def opened(args: argparse.Namespace) -> Found:
-    """What --model, --tokenizer, --backend, --device and --dtype name. OSError, ValueError."""
+    """Load the model by --model, --tokenizer, --backend, --device and --dtype.
+
+    OSError or ValueError if a file is missing or damaged.
+    """
     path = Path(args.model)
-    require_model(path)  # before the tokenizer, which another kind of folder may lack
+    require_model(path)  # first: a folder without a model has often no tokenizer either
     enable_float64(args.backend, args.dtype)
     if is_own(path):
         if args.tokenizer:
-            raise ValueError(f"{path}, by xformer train, has its own: it goes without --tokenizer")
+            raise ValueError(
+                f"--tokenizer: {path} was written by xformer train and has its own tokenizer"
+            )
         return _trained(path, backends.get(args.backend, args.device), args.dtype)
-    # The tokenizer first, since it is missing more often than the model; but among several beside
-    # a file the model knows which.
-    own: Codec | None = tokenizer(args.tokenizer) if args.tokenizer else None
-    if own is None and path.is_dir():
-        own = _tokenizer_in(path)
+    # A tokenizer is missing more often than a model, so it is opened first. Beside a .bin file
+    # there may be several; then the size of the model's vocabulary decides.
+    words: Codec | None = tokenizer(args.tokenizer) if args.tokenizer else None
+    if words is None and path.is_dir():
+        words = _tokenizer_in(path)
     with progress() as report:
         model, params = pretrained.load(
             path, args.backend, args.dtype, args.device, progress=report
         )
-    return Found(model, params, own or _tokenizer_beside(path, model))
+    return Found(model, params, words or _tokenizer_beside(path, model))
 
 
 def is_own(path: Path) -> bool:
-    """Whether a folder holds a model by xformer train, or `training.save`."""
+    """Whether `path` is a folder written by xformer train or `training.save`."""
     config = path / files.CONFIG
     return config.is_file() and read_json(config).get("format") == checkpoint.FORMAT
 
@@ -73,9 +78,9 @@ def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
     tables = (network.src_embed, network.target_embed) if is_pair else (network.embed,)
     sizes = sorted({table.vocab_size for table in tables if table is not None})
     if sizes != [words.size]:
-        what = " of bytes, as it has none of its own" if isinstance(words, Bytes) else ""
+        what = " bytes, because the folder has no vocabulary" if isinstance(words, Bytes) else ""
         raise ValueError(
-            f"{path}: its vocabulary must have the {' and '.join(map(str, sizes))} tokens of its "
+            f"{path}: the vocabulary must have {' and '.join(map(str, sizes))} tokens, like the "
             f"{type(model).__name__}, got {words.size}{what}"
         )
     params = tree.map(lambda a: backend.asarray(backend.to_numpy(a), dtype), params)
@@ -83,16 +88,16 @@ def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
 
 
 def start_id(found: Found) -> int:
-    """The id that targets of an encoder-decoder begin with. ValueError where nothing says it."""
+    """The id of the start token of an encoder-decoder's targets. ValueError if it is unknown."""
     start = start_of(found.model)
     start = found.tokenizer.bos_id if start is None else start
     if start is None:
-        raise ValueError("neither the model nor its tokenizer says which token begins a target")
+        raise ValueError("neither the model nor its tokenizer names the start token of a target")
     return start
 
 
 def vocabulary_of(folder: Path) -> Vocabulary:
-    """That of a run; bytes where there is none, as in checkpoints of long ago."""
+    """The vocabulary in the folder of a run; bytes if there is none (old checkpoints)."""
     try:
         return load_vocabulary(folder)
     except FileNotFoundError:
@@ -100,14 +105,14 @@ def vocabulary_of(folder: Path) -> Vocabulary:
 
 
 def kernels_of(backend: Any) -> AbstractContextManager[None]:
-    """The context in which kernels of a backend whose arrays are NumPy's run; else none."""
+    """A context with the kernels of `backend` if it computes on NumPy arrays; else an empty one."""
     return kernels(backend) if backend in backends.ON_NUMPY else nullcontext()
 
 
 def enable_float64(backend: str, dtype: str) -> None:
-    """JAX computes in float64 only where it is told to, before anything else."""
+    """Enable float64 in JAX if `backend` and `dtype` need it. Call it before JAX makes an array."""
     if (backend, dtype) == ("jax", "float64"):
-        backends.get("jax")  # says what is missing
+        backends.get("jax")  # raises if JAX is missing
         from xformer.backends.jax import enable_float64
 
         enable_float64()
@@ -118,17 +123,18 @@ def _tokenizer_in(folder: Path) -> Codec:
         return tokenizer(folder)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{error}; looked for {TOKENIZERS}; --tokenizer PATH names one that lies elsewhere"
+            f"{error}; looked for {TOKENIZERS}; "
+            "if the tokenizer is elsewhere, give --tokenizer PATH"
         ) from error
 
 
 def _tokenizer_beside(path: Path, model: Any) -> Codec:
-    """Of llama2.c: that of as many tokens as the model has."""
+    """The llama2.c tokenizer beside `path` that has the model's vocabulary size."""
     size = model.embed.vocab_size
     for name in sorted(path.parent.glob("tok*.bin")):
         if (found := tokenizer(name)).vocab_size == size:
             return found
     raise FileNotFoundError(
         f"there is no tokenizer of {size} tokens beside {path}: looked for tok*.bin; "
-        "--tokenizer PATH names one that lies elsewhere"
+        "if the tokenizer is elsewhere, give --tokenizer PATH"
     )

@@ -1,4 +1,4 @@
-"""Standard output and standard error of a command: what cannot be printed ends nothing."""
+"""Standard output and standard error of a command. A failed print does not end the command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TextIO
 class Output:
     """A text stream that never raises.
 
-    Characters that the stream cannot encode are printed as Python escapes them: `\\xfc`. After an
-    error of the system, as of a full disk or a closed pipe, `lost` is that error.
+    Characters that the stream cannot encode are printed as Python escapes: `\\xfc`. After a system
+    error, such as a full disk or a closed pipe, `lost` is that error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -24,7 +24,7 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Print a text, or lose it."""
+        """Print `text`; after a system error, set `lost`. Return the length of `text`."""
         try:
             try:
                 self.stream.write(text)
@@ -36,7 +36,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Hand what was printed to the system, or lose it."""
+        """Flush the stream; after a system error, set `lost`."""
         try:
             self.stream.flush()
         except OSError as error:
@@ -45,9 +45,9 @@ class Output:
 
 @contextmanager
 def printing() -> Iterator[Output]:
-    """`sys.stdout` and `sys.stderr` are an `Output` inside, also where the process has none.
+    """A context in which `sys.stdout` and `sys.stderr` are an `Output`, even if they are closed.
 
-    Gives the `Output` of standard output.
+    Yields the `Output` of standard output.
     """
     _open_standard()
     before = sys.stdout, sys.stderr
@@ -63,14 +63,15 @@ def printing() -> Iterator[Output]:
 
 
 def is_lost() -> bool:
-    """Whether standard output has failed, so that nobody reads what is printed."""
+    """Whether standard output has failed, so that printing is useless."""
     return isinstance(sys.stdout, Output) and sys.stdout.lost is not None
 
 
 def _open_standard() -> None:
     """Open the null device as each standard descriptor that is closed.
 
-    Otherwise a file of ours would get its number, and what C code prints to 2 would go there.
+    Otherwise a file that is opened later would get its number, and C code that prints to
+    descriptor 2 would write into that file.
     """
     for number in range(3):
         try:
@@ -80,7 +81,7 @@ def _open_standard() -> None:
 
 
 def _finish(output: Output) -> None:
-    """Flush; where that fails, Python would try again as it exits, and complain."""
+    """Flush. If that fails, replace the descriptor, or Python's flush at exit would fail too."""
     output.flush()
     if output.lost is None:
         return
@@ -88,6 +89,6 @@ def _finish(output: Output) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, output.fileno())
         os.close(null)
-    except OSError:  # no file of the system
+    except OSError:  # the stream has no file descriptor
         return
     output.flush()

@@ -1,12 +1,16 @@
-"""Options that name a file or a folder."""
+"""Options that name a file or a folder, and help texts that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 
+MODEL = "a Hugging Face folder, a folder written by xformer train, or a llama2.c .bin file"
+TOKENIZER = "the tokenizer, if it is not beside the model"
+DEVICE = "device of the backend, such as cuda for torch (default: the backend's default device)"
+
 
 def nonempty(text: str) -> str:
-    """The path as it was given. ArgumentTypeError for "", which would be the current folder."""
+    """The path `text`, unchanged. ArgumentTypeError for "", which would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("must name a file or a folder, got an empty path")
     return text

@@ -1,4 +1,4 @@
-"""`xformer plot`: loss, learning rate, gradient norm and speed of runs, as a picture."""
+"""`xformer plot`: draw loss, learning rate, gradient norm and speed of training runs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def add_parser(subparsers: Any) -> None:
     """Add `xformer plot`."""
     parser = subparsers.add_parser("plot", help="draw the curves of training runs")
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", type=nonempty, help="a folder made by xformer train"
+        "runs", nargs="+", metavar="RUN", type=nonempty, help="a folder written by xformer train"
     )
-    parser.add_argument("--x", default="step", choices=AXES, help="what runs to the right")
+    parser.add_argument("--x", default="step", choices=AXES, help="the x axis (default: step)")
     add_out(parser, "curves.png")
     parser.set_defaults(run=run)
 
 
 def add_out(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add --out, where the picture goes."""
-    what = f"where the picture goes, .png or .svg (default: {default})"
+    """Add --out, the path of the picture."""
+    what = f"path of the picture, .png or .svg (default: {default})"
     parser.add_argument("--out", metavar="FILE", type=nonempty, default=default, help=what)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, and say where."""
+    """Draw the curves and print the path of the picture."""
     require_drawable(args.out)
     logs = [read_log(path) for path in each(args.runs, "reading", "logs")]
     print(save(training_curves(_named(logs, args.runs), x=args.x), args.out))
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _named(logs: list[Log], paths: list[str]) -> list[Log]:
-    """Runs of one name are called by their paths."""
+    """The logs; if two runs have the same name, each is named by its path."""
     names = [log.name for log in logs]
     if len(set(names)) == len(names):
         return logs

@@ -1,4 +1,4 @@
-"""`xformer prepare`: text to a folder of tokens, for training on more than fits into memory."""
+"""`xformer prepare`: tokenise text into a folder, to train on more than fits into memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from xformer.training import Corpus, named_vocabulary, prepare
 
 def add_parser(subparsers: Any) -> None:
     """Add `xformer prepare`."""
-    parser = subparsers.add_parser("prepare", help="make a folder of tokens of text, to train on")
+    parser = subparsers.add_parser("prepare", help="tokenise text into a folder, to train on")
     add = parser.add_argument
-    add("text", metavar="TEXT", type=nonempty, help="UTF-8 file, folder of such, or .jsonl")
+    what = "a UTF-8 file, a folder of UTF-8 files, or a .jsonl file"
+    add("text", metavar="TEXT", type=nonempty, help=what)
     add("folder", metavar="FOLDER", type=nonempty, help="a new folder, for xformer train --data")
     add(
         "--tokenizer",
@@ -23,21 +24,21 @@ def add_parser(subparsers: Any) -> None:
         default="bytes",
         help="bytes, characters, bpe:SIZE, or a folder with a tokenizer (default: bytes)",
     )
-    add("--field", default="text", help="of a .jsonl's objects (default: text)")
-    most = "part of the documents, or of a single one, that is held out (default: 0.1)"
+    add("--field", default="text", help="field of the .jsonl objects to read (default: text)")
+    most = "fraction of the documents, or of a single one, that is held out (default: 0.1)"
     add("--validation-fraction", type=float, default=0.1, help=most)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the folder, and say what is in it."""
+    """Write the folder and print its contents in numbers."""
     words = named_vocabulary(args.tokenizer)
     options = {"field": args.field, "share": args.validation_fraction}
     with progress() as report:
         corpus = prepare(args.text, args.folder, words, **options, progress=report)
     print(_text(corpus))
     folder = shlex.quote(args.folder)
-    print(f"saved to {args.folder}; train on it: xformer train --data {folder}")
+    print(f"saved to {args.folder}; to train on it: xformer train --data {folder}")
     return 0
 
 
@@ -47,5 +48,5 @@ def _text(corpus: Corpus) -> str:
     return (
         f"{corpus.description}\n"
         f"{len(train):,} tokens to train on, {len(validation):,} to validate on, "
-        f"of a vocabulary of {corpus.vocabulary.size:,} ({megabytes:,.1f} MB)"
+        f"vocabulary size {corpus.vocabulary.size:,} ({megabytes:,.1f} MB)"
     )

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of long work: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from xformer.training.texts import Progress
 
-PATIENCE = 2.0  # seconds of work of which nothing is shown
+PATIENCE = 2.0  # seconds before anything is shown
 EVERY = 10.0  # seconds between lines
 BYTES = "B"
 
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 @contextmanager
 def progress(unit: str = BYTES) -> Iterator[Progress]:
-    """A function to call with what is done, how many bytes of it are, and of how many.
+    """A context that yields `report(what, done, total)`: the work's name, done and total bytes.
 
-    unit: what is counted in the place of bytes. Nothing is shown before `PATIENCE` is over.
+    unit: what is counted instead of bytes. Nothing is shown in the first `PATIENCE` seconds.
     """
     shown = _Bars(unit) if sys.stderr.isatty() else _Lines(unit)
     try:
@@ -33,7 +33,7 @@ def progress(unit: str = BYTES) -> Iterator[Progress]:
 
 
 def each(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
-    """The items, and how many of them are done."""
+    """Yield the items, and show how many are done. what: the work's name. unit: of the items."""
     with progress(unit) as report:
         report(what, 0, len(items))
         for done, item in enumerate(items, start=1):
@@ -59,7 +59,7 @@ class _Bars:
 
 
 class _Lines:
-    """Lines on stderr, for a log."""
+    """Lines of progress on stderr, for a log."""
 
     def __init__(self, unit: str) -> None:
         self.unit, self.what, self.start, self.next = unit, "", 0.0, 0.0

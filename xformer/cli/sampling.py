@@ -1,4 +1,4 @@
-"""How `xformer generate` chooses tokens: by its options, the model's files, or its own default."""
+"""How `xformer generate` chooses tokens: by options, the model's files, or the defaults."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from xformer.generation.samplers import Filter
 from xformer.generation.settings import DEFAULTS, Settings
 
 TEMPERATURE = 0.8
-SHOWN = 60  # letters of a value
+SHOWN = 60  # most characters of a value in `announce`
 DRAWING = ("temperature", "top_k", "top_p", "min_p")
-# In the order in which they are applied.
+# Applied in this order.
 FILTERS = ("repetition_penalty", *DRAWING)
-# Keys of a model's files that say how tokens are chosen.
+# Keys of a model's files that say how tokens are chosen; options override them.
 CHOOSING = ("do_sample", *FILTERS, "no_repeat_ngram_size", "num_beams")
 SEARCHING = ("length_penalty", "early_stopping")
 # Keys that no option overrides.
@@ -31,81 +31,84 @@ NEUTRAL = {"repetition_penalty": 1, "top_k": 0, "top_p": 1, "min_p": 0}
 
 
 class Choice(NamedTuple):
-    """How tokens are chosen, and the keys of the model's files that take part."""
+    """How tokens are chosen: greedily, by sampling, or by beam search."""
 
-    values: dict[str, Any]  # of FILTERS; of DRAWING none for a search
-    no_repeat_ngram_size: int
-    beams: int | None
+    values: dict[str, Any]  # of the keys FILTERS; without DRAWING for a beam search
+    no_repeat_ngram_size: int  # 0: not applied
+    beams: int | None  # None: no beam search
     search: dict[str, Any]  # options of `beam_search`
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # keys of the model's files that were used
 
     @property
     def is_greedy(self) -> bool:
-        """Whether tokens are the likeliest, and logits stay as they are."""
+        """Whether decoding is greedy and the logits are not changed."""
         return self.values == {"temperature": 0} and not self.no_repeat_ngram_size
 
     def filters(self, constraints: Filter | None) -> Filter | None:
-        """All that is done to logits; None where nothing is. constraints: of the model's files."""
+        """All filters of the logits as one filter; None if there are none.
+
+        constraints: the filter that the model's files ask for.
+        """
         if self.is_greedy and constraints is None:
             return None
-        made: list[Filter] = []
+        filters: list[Filter] = []
         if "repetition_penalty" in self.values:
-            made.append(samplers.repetition_penalty(self.values["repetition_penalty"]))
+            filters.append(samplers.repetition_penalty(self.values["repetition_penalty"]))
         if self.no_repeat_ngram_size:
-            made.append(no_repeat_ngram(self.no_repeat_ngram_size))
+            filters.append(no_repeat_ngram(self.no_repeat_ngram_size))
         if constraints is not None:
-            made.append(constraints)
-        made += [getattr(samplers, n)(self.values[n]) for n in DRAWING if n in self.values]
-        return samplers.compose(*made) if made else None
+            filters.append(constraints)
+        filters += [getattr(samplers, n)(self.values[n]) for n in DRAWING if n in self.values]
+        return samplers.compose(*filters) if filters else None
 
 
 def choice(args: argparse.Namespace, settings: Settings) -> Choice:
-    """What options say comes before what the model's files say. ValueError for bad options."""
-    given = _given(args)
-    told = {name: v for name in CHOOSING if (v := getattr(settings, name)) is not None}
-    beams, is_drawn = args.beams, bool(given.keys() & set(DRAWING))
-    if beams is None and not is_drawn and told.get("num_beams", 1) > 1:
-        beams = told["num_beams"]
+    """The choice by the options, else by the model's files. ValueError for bad options."""
+    options = _options(args)
+    in_files = {name: v for name in CHOOSING if (v := getattr(settings, name)) is not None}
+    beams, is_drawn = args.beams, bool(options.keys() & set(DRAWING))
+    if beams is None and not is_drawn and in_files.get("num_beams", 1) > 1:
+        beams = in_files["num_beams"]
     names: Sequence[str] = FILTERS[:1]
-    usual: dict[str, Any] = {}
-    if beams is None and (is_drawn or told.get("do_sample", not told)):
+    defaults: dict[str, Any] = {}
+    if beams is None and (is_drawn or in_files.get("do_sample", not in_files)):
         names = FILTERS
-        usual = _drawn_by_default(told)
+        defaults = _sampling_defaults(in_files)
     elif beams is None:
-        usual = {"temperature": 0}
-    theirs = {name: told[name] for name in names if name in told and name not in given}
-    values = usual | {n: v for n, v in theirs.items() if v != NEUTRAL.get(n)} | given
-    if values.get("temperature") == 0:  # the likeliest is left, whatever else is filtered
+        defaults = {"temperature": 0}
+    used = {name: in_files[name] for name in names if name in in_files and name not in options}
+    values = defaults | {n: v for n, v in used.items() if v != NEUTRAL.get(n)} | options
+    if values.get("temperature") == 0:  # greedy: these filters never remove the most likely token
         values = {n: v for n, v in values.items() if n not in DRAWING[1:]}
     search = {n: v for n in SEARCHING if (v := getattr(settings, n)) is not None}
     by_file = {"do_sample": beams is None and not is_drawn, "num_beams": beams != args.beams}
-    keys = [name for name, is_followed in by_file.items() if is_followed and name in told]
-    keys += [*theirs, *(search if beams is not None else ())]
-    ngram = told.get("no_repeat_ngram_size", 0)
+    keys = [name for name, is_followed in by_file.items() if is_followed and name in in_files]
+    keys += [*used, *(search if beams is not None else ())]
+    ngram = in_files.get("no_repeat_ngram_size", 0)
     keys += ["no_repeat_ngram_size"] * bool(ngram)
     return Choice(values, ngram, beams, search, tuple(keys))
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that filter. ValueError for bad ones."""
-    given = {name: value for name in FILTERS if (value := getattr(args, name)) is not None}
-    for name, value in given.items():
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The filters that the command line names, with their values. ValueError for bad values."""
+    options = {name: value for name in FILTERS if (value := getattr(args, name)) is not None}
+    for name, value in options.items():
         getattr(samplers, name)(value)
-    drawing = [f"--{name.replace('_', '-')}" for name in given if name in DRAWING]
+    drawing = [f"--{name.replace('_', '-')}" for name in options if name in DRAWING]
     if args.beams is not None and drawing:
-        raise ValueError(f"--beams draws nothing, and goes without {', '.join(drawing)}")
-    return given
+        raise ValueError(f"--beams does not sample: it excludes {', '.join(drawing)}")
+    return options
 
 
-def _drawn_by_default(told: dict[str, Any]) -> dict[str, Any]:
-    """Where the files ask for sampling, transformers' defaults; else the command's."""
-    if told.get("do_sample", False):
-        return {name: DEFAULTS[name] for name in ("temperature", "top_k") if name not in told}
+def _sampling_defaults(in_files: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of transformers if the model's files ask for sampling; else the command's."""
+    if in_files.get("do_sample", False):
+        return {name: DEFAULTS[name] for name in ("temperature", "top_k") if name not in in_files}
     return {"temperature": TEMPERATURE}
 
 
 def announce(args: argparse.Namespace, settings: Settings, chosen: Choice) -> None:
-    """Print what is done as the model's files say, and warn of what is not. On stderr."""
+    """Print the used settings of the model's files on stderr, and warn of those not followed."""
     keys = [*chosen.keys, *KEPT]
     if args.max_new_tokens is None:
         keys.append("max_length" if settings.max_new_tokens is None else "max_new_tokens")

@@ -1,4 +1,4 @@
-"""`xformer summary`: what a model is made of, and what it takes to run and to train it."""
+"""`xformer summary`: a model's layers, parameters, memory and FLOPs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from xformer import pretrained
 from xformer.cli.models import is_own
-from xformer.cli.paths import nonempty
+from xformer.cli.paths import MODEL, nonempty
 from xformer.layers import BlockConfig
 from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder
@@ -20,7 +20,7 @@ from xformer.shapes import FLOATING
 from xformer.summary import Part, Summary, context, summary
 from xformer.training import checkpoint
 
-WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes a number
 Row = tuple[str, ...]
 
 
@@ -34,22 +34,19 @@ def add_parser(subparsers: Any) -> None:
         metavar="PATH",
         type=nonempty,
         required=True,
-        help="a folder of Hugging Face's format or made by xformer train, or a llama2.c .bin",
+        help=MODEL,
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences at once; 1 unless given")
-    parser.add_argument(
-        "--length", type=int, help="tokens of each; unless given, 1024 or the context if less"
-    )
-    parser.add_argument(
-        "--dtype", default="float32", choices=FLOATING, help="computed in; float32 unless given"
-    )
-    parser.add_argument("--verbose", action="store_true", help="show every parameter by its name")
+    parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
+    length = "tokens of a sequence (default: 1024, or the context length if that is less)"
+    parser.add_argument("--length", type=int, help=length)
+    parser.add_argument("--dtype", default="float32", choices=FLOATING, help="default: float32")
+    parser.add_argument("--verbose", action="store_true", help="show the name of every parameter")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tables, or the JSON. The weights are not read, whatever their size."""
+    """Print the tables, or the JSON. The weights are not read."""
     model, tensors = inspected(Path(args.model))
     stored: dict[str, int] = {}
     for name in tensors:
@@ -68,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspected(path: Path) -> tuple[Any, Any]:
-    """A model, and its tensors, unread."""
+    """The model in `path`, and its tensors, which are not read."""
     if is_own(path):
         return checkpoint.inspect(path), files.open_tensors(path)
     return pretrained.inspect(path)
@@ -103,7 +100,7 @@ def _title(model: Any) -> str:
 
 
 def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
-    """What the configuration says, in a few lines."""
+    """The configuration in a few rows."""
     network = getattr(model, "network", model)
     blocks = blocks_of(network)
     yield "model", _title(model)
@@ -111,11 +108,11 @@ def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
     yield "stored", f"{scaled(sum(stored.values()), 'B')} of {dtypes}"
     depth = f"{len(blocks)}"
     if isinstance(network, EncoderDecoder):
-        depth = f"{len(network.encoder)} of encoder, {len(network.decoder)} of decoder"
+        depth = f"{len(network.encoder)} encoder, {len(network.decoder)} decoder"
     yield "layers", f"{depth}, width {_each(blocks, 'd_model')}"
     heads = f"{_each(blocks, 'n_heads')} heads of {_each(blocks, 'head_width')}"
     if any(b.kv_heads != b.n_heads for b in blocks):
-        heads += f", {_each(blocks, 'kv_heads')} of keys and values"
+        heads += f", {_each(blocks, 'kv_heads')} key/value heads"
     yield "attention", heads + _windows(blocks)
     yield "feed-forward", _feed_forward(blocks)
     tables = {name: getattr(network, name, None) for name in ("embed", "src_embed", "tgt_embed")}
@@ -145,20 +142,20 @@ def _feed_forward(blocks: Sequence[BlockConfig]) -> str:
         kind = f"width {block.d_ff:,}, {block.activation}{gated}"
         if (e := block.experts) is not None:
             kind = f"{e.n_experts} experts of width {e.d_ff:,}, {e.activation}{gated}"
-            kind += f", {e.top_k} for a token"
+            kind += f", {e.top_k} a token"
         kinds.append(kind)
     return "; or ".join(dict.fromkeys(kinds))
 
 
 def _parts(model: Any, found: Summary) -> Iterator[Row]:
-    """One row a part, and one for each map or norm of it."""
+    """One row for each part, and one for each linear layer or norm in it."""
     yield "part", "shape", "parameters", "share"
     for part in found.parts:
         groups = _grouped(part)
-        own = groups.pop("", None)
+        whole = groups.pop("", None)
         times = f"{len(part.paths)} x {part.each:,}" if len(part.paths) > 1 else ""
         share = f"{part.n_params / found.n_params:.1%}"
-        yield part.name, times if own is None else own[0], f"{part.n_params:,}", share
+        yield part.name, times if whole is None else whole[0], f"{part.n_params:,}", share
         for name, (shapes, size) in groups.items():
             yield f"  {name}", shapes, f"{size:,}", ""
     head = getattr(getattr(model, "network", model), "head", None)
@@ -167,11 +164,14 @@ def _parts(model: Any, found: Summary) -> Iterator[Row]:
     yield "total", "", f"{found.n_params:,}", ""
     if found.n_active != found.n_params:
         share = f"{found.n_active / found.n_params:.1%}"
-        yield "met by a token", "", f"{found.n_active:,}", share
+        yield "active for a token", "", f"{found.n_active:,}", share
 
 
 def _grouped(part: Part) -> dict[str, tuple[str, int]]:
-    """Shapes and size of what belongs together: the weight and the bias of a map."""
+    """Shapes and size of each group of parameters: a weight with its bias, or a single one.
+
+    The key is "" if the whole part is one group.
+    """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for leaf, shape in part.leaves.items():
         owner, _, last = leaf.rpartition(".")
@@ -189,7 +189,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _every(found: Summary) -> Iterator[Row]:
-    """One row a parameter."""
+    """One row for each parameter array."""
     yield "parameter", "shape", "parameters", "share"
     for part in found.parts:
         for path in part.paths:
@@ -205,35 +205,35 @@ def _memory(found: Summary) -> Iterator[Row]:
     params = scaled(memory.params, "B")
     yield "memory", "", f"{found.dtype}, batch {found.batch:,}, length {found.length:,}"
     yield "  parameters", params, ""
-    yield "  forward", scaled(memory.forward, "B"), "its output, and what it keeps"
+    yield "  forward", scaled(memory.forward, "B"), "output and saved set of inference"
     yield (
         "  inference",
         scaled(memory.inference, "B"),
-        "parameters + forward; temporaries come on top",
+        "parameters + forward, without temporaries",
     )
-    yield "  saved set", scaled(memory.saved, "B"), "kept for backward, the loss included"
+    yield "  saved set", scaled(memory.saved, "B"), "saved for backward, with the loss"
     yield "  gradients", params, ""
-    yield "  moments", scaled(2 * memory.params, "B"), "two for each parameter, of AdamW"
+    yield "  moments", scaled(2 * memory.params, "B"), "AdamW, two for each parameter"
     what = "parameters + gradients + moments + saved set"
     yield "  training", scaled(memory.training, "B"), what
     if memory.kv_token is not None and memory.kv_cache is not None:
         whole = scaled(memory.kv_cache, "B")
-        what = f"a token, if generation keeps keys and values; {whole} for the batch"
-        yield "  key/value cache", scaled(memory.kv_token, "B"), what
+        what = f"a token, during generation; {whole} for the batch"
+        yield "  KV cache", scaled(memory.kv_token, "B"), what
 
 
 def _flops(model: Any, found: Summary) -> Iterator[Row]:
     flops, both = found.flops, isinstance(getattr(model, "network", model), EncoderDecoder)
-    of = "of the source and one of the target, " if both else ""
-    yield "FLOPs a token", "", of + "in matrix products, at that length"
+    of = "one token of the source and one of the target, " if both else ""
+    yield "FLOPs a token", "", of + "in matmuls, at that length"
     yield "  parameters", scaled(flops.weights, "FLOP"), ""
-    yield "  attention", scaled(flops.attention, "FLOP"), "scores, and sums of values"
+    yield "  attention", scaled(flops.attention, "FLOP"), "scores and weighted sums of values"
     yield "  forward", scaled(flops.forward, "FLOP"), "parameters + attention"
     yield "  training", scaled(flops.training, "FLOP"), "3 x forward"
 
 
 def scaled(amount: float, unit: str) -> str:
-    """Three digits and a decimal prefix: 498 MB."""
+    """`amount` with three digits, a decimal prefix and `unit`: 498 MB."""
     for prefix in ("", "K", "M", "G", "T", "P"):
         if amount < 999.5 or prefix == "P":
             break
@@ -243,7 +243,7 @@ def scaled(amount: float, unit: str) -> str:
 
 
 def table(rows: Iterator[Row], right: Sequence[int] = (2, 3)) -> str:
-    """Columns of one width each, those in `right` aligned there."""
+    """The rows as lines of aligned columns. right: indices of the columns aligned on the right."""
     lines = list(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = (

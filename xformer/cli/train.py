@@ -1,4 +1,4 @@
-"""`xformer train`: a GPT on text, from nothing to a model and a sample; stopped, it goes on."""
+"""`xformer train`: train a GPT on text, or resume a run, and print a sample of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from xformer.training import Run, State, Step, evaluate, interruptible, start, t
 from xformer.training.loop import is_stale
 from xformer.training.run import checkpoints
 
-STOPPING = "\nstopping after this step; Ctrl-C again stops at once\n"
+STOPPING = "\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,9 +36,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, keep the best model, and print a sample of it."""
+    """Train, save the best model, and print a sample of it."""
     options = train_options.settled(args)
-    with kernels_of(options.backend):  # which --resume may have brought
+    with kernels_of(options.backend):  # the backend may be that of the resumed run
         return _run(options)
 
 
@@ -62,14 +62,14 @@ def _run(options: argparse.Namespace) -> int:
     noted["free"] = train_options.ABOUT_ENDS
     with Run(folder, job.place, about, model=job.model, **noted) as run:
         train_from.save_vocabulary(job.corpus.vocabulary, options, folder)
-        # No name for the first state: it would be kept in memory until training ends.
+        # The first state gets no name, or it would stay in memory until training ends.
         state = _train(job, run, _begun(job, run, options), options)
     _conclude(job, state, folder, options)
     return 0
 
 
 def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
-    """The state to go on from, and what there is to say beforehand."""
+    """The state to start or resume from. Prints the data, the model and the device."""
     if options.origin is None or checkpoints(run.folder):
         params = job.model.init_from(job.place.generator(options.seed, options.dtype))
     else:
@@ -77,7 +77,7 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
     state = run.begin(start(params, job.config), options.resume_step)
     _introduce(job, state, options)
     if options.origin is not None and not state.step:
-        run.save(state)  # from now on the run needs no other folder
+        run.save(state)  # from now on the run does not need the folder of --from
         print(f"validation loss {_measured(job, state):.3f} nats per {job.unit} before training")
     return state
 
@@ -100,13 +100,13 @@ def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
     which = f"preset {options.preset}" if options.origin is None else f"from {options.origin}"
     print(f"model: {name}, {which}, {n_params:,} parameters")
     print(f"on {job.place.describe()}")
-    print(f"a unigram model has {job.baseline:.3f} nats per {unit}", flush=True)
+    print(f"loss of a unigram model: {job.baseline:.3f} nats per {unit}", flush=True)
     if state.step:
-        print(f"going on after step {state.step}", flush=True)
+        print(f"resuming after step {state.step}", flush=True)
 
 
 def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> State:
-    """The state after the last step; Ctrl-C ends training early."""
+    """Train and return the last state. Ctrl-C ends training early."""
     n_steps = job.config.steps
     if state.step == n_steps or is_stale(state, job.config):
         return state
@@ -148,21 +148,21 @@ def _line(step: Step, n_steps: int, validation: str, rate: float) -> str:
 
 
 def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace) -> None:
-    """Say what came of it, of the model that was kept."""
+    """Print the validation loss, how to resume, and a sample of the saved model."""
     print(f"saved to {folder} after {state.step} steps, {state.seconds:.0f} s")
     if state.best_step:
         print(
             f"validation loss {state.best:.3f} nats per {job.unit}, after step "
-            f"{state.best_step} (a unigram model has {job.baseline:.3f})"
+            f"{state.best_step} (a unigram model: {job.baseline:.3f})"
         )
     ends = f" --steps {2 * state.step}" if state.step == job.config.steps else ""
     if is_stale(state, job.config):
         ends += f" --patience {2 * state.stale}"
-    print(f"to go on: xformer train --resume {shlex.quote(str(folder))}{ends}")
+    print(f"to resume: xformer train --resume {shlex.quote(str(folder))}{ends}")
     print(f"\na sample, continuing {job.prompt!r}:\n")
     _sample(job, opened(train_from.in_folder(folder, options)).params, max_new_tokens=300)
-    more = f"--checkpoint {shlex.quote(str(folder))} --prompt={shlex.quote(job.prompt)}"
-    print(f"\nmore: xformer generate {more}")
+    more = f"--model {shlex.quote(str(folder))} --prompt={shlex.quote(job.prompt)}"
+    print(f"\nto generate more: xformer generate {more}")
 
 
 def _sample(job: Job, params: Any, max_new_tokens: int) -> None:
@@ -179,9 +179,9 @@ def _sample(job: Job, params: Any, max_new_tokens: int) -> None:
 
 
 def new_folder(out: str | None, name: str = "gpt") -> Path:
-    """An empty place to save to, made before any work is done.
+    """Make and return a new, empty folder: `out`, or runs/`name`, runs/`name`-2, ...
 
-    FileExistsError for a used one, OSError that names it where it cannot be made.
+    FileExistsError if `out` is a file or not empty; OSError if the folder cannot be made.
     """
     if out is not None:
         folder = Path(out)

@@ -1,4 +1,4 @@
-"""The model that `xformer train --from` begins with: its own runs, and pretrained folders."""
+"""The model that `xformer train --from` starts from: a training run or a pretrained folder."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from xformer.summary import context
 from xformer.training import Subwords, Vocabulary, load_vocabulary
 from xformer.training.run import RUN, read_run
 
-LR = 5e-5  # of a pretrained model, as of xformer finetune
+LR = 5e-5  # default for a pretrained model, as in xformer finetune
 
 
 class Origin(NamedTuple):
-    """A model, without its parameters, and its vocabulary."""
+    """A model without its parameters, and its vocabulary."""
 
     model: Any
     vocabulary: Vocabulary
 
 
 def origin_of(path: str) -> Origin:
-    """What a folder holds; no weights are read.
+    """The model and the vocabulary in the folder `path`; the weights are not read.
 
-    FileNotFoundError without a tokenizer. ValueError for a model that is no causal language model,
-    or lacks tokens of its vocabulary.
+    FileNotFoundError without a tokenizer. ValueError if the model is not a causal language model,
+    or if its vocabulary size does not fit the vocabulary.
     """
     root = Path(path)
     if root.is_file():
@@ -48,12 +48,14 @@ def origin_of(path: str) -> Origin:
         names = (getattr(model, "hf_config", None) or {}).get("architectures")
         kind = names[0] if names else type(model).__name__
         command = f"xformer finetune --model {shlex.quote(path)}"
-        where = command if getattr(model, "hf_config", None) else "Python alone"
-        raise ValueError(f"--from: must be a causal language model, got {kind}; {where} trains it")
-    is_own = isinstance(model, GPT)
-    words = vocabulary_of(root) if is_own else Subwords(tokenizer(root))
+        where = command if getattr(model, "hf_config", None) else "the Python interface"
+        raise ValueError(
+            f"--from: must be a causal language model, got {kind}; train it with {where}"
+        )
+    is_run = isinstance(model, GPT)
+    words = vocabulary_of(root) if is_run else Subwords(tokenizer(root))
     size = network.embed.vocab_size
-    if is_own and words.size != size:
+    if is_run and words.size != size:
         raise ValueError(
             f"--from: {path}: the vocabulary must have the model's {size} tokens, got {words.size}"
         )
@@ -66,30 +68,33 @@ def origin_of(path: str) -> Origin:
 
 
 class Usual(NamedTuple):
-    """Options that follow from a model, and the most tokens that it has places for."""
+    """Defaults of the options for a model, and its longest context."""
 
     options: dict[str, Any]
-    most: float
+    most: float  # tokens; inf if the model has no limit
 
 
 def usual(path: str) -> Usual:
-    """The sizes of the model in a folder, a context, and of a pretrained one a learning rate."""
+    """Sizes and context length of the model in a folder; if it is pretrained, a learning rate."""
     model = origin_of(path).model
     network = getattr(model, "network", model)
-    block, most, told = network.blocks[0], network.context, context(model)
+    block, most, length = network.blocks[0], network.context, context(model)
     options = {
         "layers": len(network.blocks),
         "d_model": network.d_model,
         "heads": block.n_heads,
         "dropout": block.dropout,
-        "max_len": min(told or LONGEST, LONGEST),
+        "max_len": min(length or LONGEST, LONGEST),
         **({} if isinstance(model, GPT) else {"lr": LR}),
     }
     return Usual(options, math.inf if most is None else most)
 
 
 def origin(options: argparse.Namespace) -> Origin:
-    """The model of --from, or the one that a run has noted, with the vocabulary in its folder."""
+    """The model and vocabulary of --from; of the run itself if it is resumed.
+
+    ValueError if the run's description of its model is damaged.
+    """
     if options.resume is None:
         return origin_of(options.origin)
     try:
@@ -98,7 +103,7 @@ def origin(options: argparse.Namespace) -> Origin:
         raise ValueError(f"{Path(options.resume, RUN)}: its model is damaged: {error}") from error
     try:
         words = load_vocabulary(options.resume)
-    except FileNotFoundError:  # stopped before it was there
+    except FileNotFoundError:  # the run stopped before the vocabulary was saved
         words = origin_of(options.origin).vocabulary
     return Origin(model, words)
 
@@ -108,30 +113,30 @@ def _noted(name: str, **about: Any) -> Any:
 
 
 def about_of(model: Any) -> dict[str, Any]:
-    """What a run notes of its model, for `origin`."""
+    """The description of a model that a run stores, from which `origin` builds it again."""
     if isinstance(model, GPT):
         return {"name": "GPT", **dataclasses.asdict(model)}
     return {"name": name_of(model), "source": dict(model.hf_config)}
 
 
 def name_of(model: Any) -> str:
-    """What a model is called."""
+    """The name of a model's architecture."""
     return "GPT" if isinstance(model, GPT) else str(model.hf_config["architectures"][0])
 
 
 def first_params(options: argparse.Namespace) -> Any:
-    """The parameters in the folder of --from."""
+    """The parameters of the model of --from."""
     return opened(in_folder(options.origin, options)).params
 
 
 def in_folder(folder: str | os.PathLike[str], options: argparse.Namespace) -> argparse.Namespace:
-    """What `opened` asks for, of a folder's model where a run trains it."""
+    """The arguments of `opened` for the model in `folder`, on the run's backend."""
     where = {name: getattr(options, name) for name in ("backend", "device", "dtype")}
     return argparse.Namespace(model=str(folder), tokenizer=None, **where)
 
 
 def save_vocabulary(words: Vocabulary, options: argparse.Namespace, folder: Path) -> None:
-    """Write the vocabulary beside the model; a pretrained folder's tokenizer with all its files."""
+    """Write the vocabulary into `folder`; copy all tokenizer files of a pretrained model."""
     if isinstance(words, Subwords) and options.origin is not None:
         if not (folder / "tokenizer.json").exists():
             copy_beside(words.tokenizer, Path(options.origin), folder)

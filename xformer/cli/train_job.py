@@ -1,4 +1,4 @@
-"""What a run of `xformer train` trains, and on what."""
+"""The model, data and configuration of a run of `xformer train`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from xformer.training import (
     unigram_loss,
 )
 
-PROMPT = "def "  # for a sample of Python's source
-PROMPT_LENGTH = 8  # tokens of the validation text, for one of other text
-UNITS: dict[type, str] = {Bytes: "byte", Characters: "character"}  # else token
+PROMPT = "def "  # prompt of the samples if the text is Python's source
+PROMPT_LENGTH = 8  # otherwise the prompt is the first tokens of the validation text
+UNITS: dict[type, str] = {Bytes: "byte", Characters: "character"}  # otherwise "token"
 
 
 class Job(NamedTuple):
-    """What is trained, on what."""
+    """A model to train, its data and the configuration of training."""
 
-    model: Any  # a GPT; of --from also a LanguageModel
+    model: Any  # a GPT; with --from it may be a LanguageModel
     loss: Loss
     corpus: Corpus
     source: Windows
@@ -45,16 +45,16 @@ class Job(NamedTuple):
     config: TrainConfig
     place: backends.Backend
     prompt: str
-    baseline: float  # of a unigram model
+    baseline: float  # validation loss of a unigram model, nats a token
 
     @property
     def unit(self) -> str:
-        """What a token is."""
+        """The name of one token: "byte", "character" or "token"."""
         return UNITS.get(type(self.corpus.vocabulary), "token")
 
 
 class Held:
-    """Batches to validate on, with a bar where that takes long."""
+    """Batches to validate on. Iterating shows progress if it takes long."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
@@ -64,20 +64,24 @@ class Held:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """The job of settled options. ValueError, OSError where there is not text enough."""
+    """The job of the options that `settled` returned.
+
+    ValueError if there is too little text or an option is impossible; OSError if a file is missing.
+    """
     enable_float64(options.backend, options.dtype)
     place = backends.get(options.backend, options.device)
     if options.precision is not None:
         place.require_precision(options.precision)
     if options.deterministic:
-        place.deterministic()  # only asked for: where there is none, nothing has been begun
+        place.deterministic()  # raises if the backend has none, before anything is written
     config = config_of(options)
     found = None if options.origin is None else train_from.origin(options)
     words = _words(options) if found is None else found.vocabulary
     with progress() as report:
         corpus = load_corpus(options.data, words, progress=report)
         source, validation = (_windows(corpus, i, options) for i in (0, 1))
-        baseline = unigram_loss(corpus, report)  # which finds damaged tokens, before any folder
+        # Raises for damaged tokens, before a folder is made.
+        baseline = unigram_loss(corpus, report)
     sizes = (options.layers, options.d_model, options.heads, options.max_len)
     model: Any = None if found is None else found.model
     if model is None:
@@ -94,24 +98,24 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def _words(options: argparse.Namespace) -> Any:
-    """The vocabulary that is named, as a run that goes on has it; None: the usual one."""
+    """The vocabulary of --tokenizer; of the run if it is resumed. None: the default one."""
     if options.tokenizer is None:
         return None
     if options.resume is not None:
         try:
             return load_vocabulary(options.resume)
-        except FileNotFoundError:  # stopped before it was there
+        except FileNotFoundError:  # the run stopped before the vocabulary was saved
             pass
     return named_vocabulary(options.tokenizer)
 
 
 def _windows(corpus: Corpus, i: int, options: argparse.Namespace) -> Windows:
-    """Windows of the part to train on, or of that to validate on."""
+    """Windows of the training part (i = 0) or the validation part (i = 1) of the corpus."""
     tokens, name = corpus[:2][i], ("training", "validation")[i]
     if not len(tokens):
         raise ValueError(
-            f"the {name} part of {corpus.description} is empty: there must be text enough for "
-            "both parts, and where it was prepared a --validation-fraction above 0"
+            f"the {name} part of {corpus.description} is empty: give more text; if the text was "
+            "prepared, use a --validation-fraction above 0"
         )
     sha256 = None if corpus.sha256 is None else corpus.sha256[i]
     try:
@@ -119,4 +123,4 @@ def _windows(corpus: Corpus, i: int, options: argparse.Namespace) -> Windows:
     except ValueError as error:
         if len(tokens) > options.max_len:
             raise
-        raise ValueError(f"{error} (the {name} part; --max-len makes it shorter)") from error
+        raise ValueError(f"{error} (the {name} part; reduce --max-len)") from error

@@ -1,4 +1,4 @@
-"""The options of `xformer train`, and those of a run that goes on."""
+"""The options of `xformer train`, and those that a resumed run brings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from xformer import backends
 from xformer.checks import require_sizes
 from xformer.cli import train_from
-from xformer.cli.paths import nonempty
+from xformer.cli.paths import DEVICE, nonempty
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
 from xformer.renamed import fields
@@ -24,7 +24,7 @@ from xformer.training.run import RUN, read_run
 
 
 class Preset(NamedTuple):
-    """Sizes of a model and of its training."""
+    """Defaults for the sizes of a model and of its training."""
 
     layers: int
     d_model: int
@@ -40,7 +40,7 @@ PRESETS = {
     "small": Preset(4, 128, 4, 128, 8, 1500, 4e-3),
     "medium": Preset(6, 384, 6, 256, 12, 3000, 1e-3),
 }
-# What holds unless it is given, beside what the preset says.
+# Defaults, beside those of the preset.
 DEFAULTS: dict[str, Any] = {
     "origin": None,
     "data": None,
@@ -81,20 +81,20 @@ TYPES: dict[str, type] = {
 # Fields of `TrainConfig` whose options have other names.
 FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
 DTYPES = ("float32", "float64")
-# What may be another when a run goes on: where and how often, but not what is computed.
+# May differ when a run is resumed: they do not change what is computed.
 FREE = (
     *("data", "backend", "device", "activation_checkpointing", "deterministic", "compile"),
     *("checkpoint_every", "keep_checkpoints", "sample_every"),
 )
-# What the model of --from has.
+# Fixed by the model of --from.
 OWN = ("tokenizer", "layers", "d_model", "heads", "dropout")
-# What ends a run, and may be another when it goes on.
+# End a run; may differ when it is resumed.
 ENDS = ("steps", "patience")
 ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All of them; None stands for what is not given."""
+    """Add all options. The value of an option that is not given is None."""
     _add_data(parser)
     _add_model(parser)
     _add_training(parser)
@@ -103,55 +103,60 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("text").add_argument
-    what = "UTF-8 file, folder of such, .jsonl, or a folder made by xformer prepare"
-    add("--data", metavar="PATH", type=nonempty, help=f"{what}; Python's own source unless given")
+    what = "a UTF-8 file, a folder of UTF-8 files, a .jsonl file, or a folder of xformer prepare"
+    source = f"{what} (default: the source of Python's standard library)"
+    add("--data", metavar="PATH", type=nonempty, help=source)
     kinds = "bytes, characters, bpe:SIZE, or a folder with a tokenizer"
     add("--tokenizer", metavar="NAME", help=f"{kinds} (default: bytes, or the prepared folder's)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    add("--preset", choices=PRESETS, help="sizes, where none are given (default: small)")
-    add("--layers", type=int, metavar="N")
-    add("--d-model", type=int, metavar="N", help="of the hidden states")
-    add("--heads", type=int, metavar="N")
-    add("--max-len", type=int, metavar="N", help="tokens that the model sees")
+    add("--preset", choices=PRESETS, help="defaults of the sizes (default: small)")
+    add("--layers", type=int, metavar="N", help="number of layers (default: the preset's)")
+    add("--d-model", type=int, metavar="N", help="width of the model (default: the preset's)")
+    add("--heads", type=int, metavar="N", help="attention heads (default: the preset's)")
+    add("--max-len", type=int, metavar="N", help="context length (default: the preset's)")
     add("--dropout", type=float, metavar="RATE", help="default: 0")
     add(
         "--activation-checkpointing",
         action="store_true",
         default=None,
-        help="keep less for the backward pass, compute it again: the same numbers, less memory",
+        help="recompute activations in backward: the same numbers with less memory, slower",
     )
     add("--backend", choices=backends.NAMES, help="default: numpy")
-    add("--device", help="of the backend, such as cuda:1; its default one unless given")
+    add("--device", help=DEVICE)
     add("--dtype", choices=DTYPES, help="default: float32")
-    stored = "what weights and activations are rounded to, on cupy; the parameters stay float32"
+    stored = "round weights and activations to this dtype, on cupy; parameters stay float32"
     add("--precision", choices=STORED, help=stored)
-    bits = "the same bits each time on a GPU too, which may take longer; on a CPU they always are"
+    bits = "the same bits in every run on a GPU, may be slower (a CPU always gives the same bits)"
     add("--deterministic", action="store_true", default=None, help=bits)
-    compiled = "a step is one call of the library where that can be (default: on backend numba)"
+    compiled = "compile the training step if the backend can (default: on backend numba)"
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help=compiled)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, help="in all; the preset's unless given; with --resume it may grow")
-    add("--batch", type=int, metavar="N", help="texts at once; the preset's unless given")
-    add("--accumulate", type=int, metavar="N", help="batches in a step (default: 1)")
-    lr = "at its peak (default: the preset's; with --from a pretrained model 5e-5)"
+    steps = "steps in all (default: the preset's); may be larger with --resume"
+    add("--steps", type=int, help=steps)
+    add("--batch", type=int, metavar="N", help="sequences in a batch (default: the preset's)")
+    add("--accumulate", type=int, metavar="N", help="batches a step (default: 1)")
+    lr = "peak learning rate (default: the preset's; with --from a pretrained model 5e-5)"
     add("--lr", type=float, help=lr)
-    add("--schedule", choices=(*SCHEDULES, NOAM), help="default: cosine")
-    add("--warmup", type=int, metavar="STEPS", help="default: 50")
+    add("--schedule", choices=(*SCHEDULES, NOAM), help="of the learning rate (default: cosine)")
+    add("--warmup", type=int, metavar="STEPS", help="steps of linear warmup (default: 50)")
     add("--optimiser", choices=OPTIMISERS, help="default: adamw")
-    decay = "of matrices (default: 0.1; 0 of adam and sgd, where it is a part of the gradient)"
+    decay = "applied to weight matrices (default: 0.1; 0 for adam and sgd)"
     add("--weight-decay", type=float, metavar="X", help=decay)
-    add("--clip", type=float, metavar="NORM", help="of all gradients (default: 1; 0: none)")
-    add("--ema", type=float, metavar="DECAY", help="train as ever, keep a moving average")
-    add("--validate-every", type=int, metavar="STEPS", help="default: 100")
-    held_out = "of held-out text, spread evenly over it (default: 8)"
+    clip = "clip the global gradient norm (default: 1; 0: no clipping)"
+    add("--clip", type=float, metavar="NORM", help=clip)
+    average = "also keep an exponential moving average of the weights"
+    add("--ema", type=float, metavar="DECAY", help=average)
+    every = "steps between validations (default: 100)"
+    add("--validate-every", type=int, metavar="STEPS", help=every)
+    held_out = "validate on N batches, spread evenly over the held-out text (default: 8)"
     add("--validate-batches", type=int, metavar="N", help=held_out)
-    stale = "stop after N validations without a better one; with --resume it may be another"
+    stale = "stop after N validations without a better one; may differ with --resume"
     add("--patience", type=int, metavar="N", help=stale)
     add("--seed", type=int, help="default: 0")
 
@@ -162,48 +167,52 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="DIR",
         type=nonempty,
-        help="a new folder; runs/gpt, gpt-2, ... unless given",
+        help="a new folder (default: runs/gpt, runs/gpt-2, ...)",
     )
-    add(
-        "--resume", metavar="RUN", type=nonempty, help="go on with a run from its newest checkpoint"
-    )
-    start = "begin with this model: a run, or a folder of Hugging Face's format"
+    add("--resume", metavar="RUN", type=nonempty, help="resume a run from its newest checkpoint")
+    start = "start from this model: a run, or a Hugging Face folder"
     add("--from", dest="origin", metavar="FOLDER", type=nonempty, help=start)
     add(
         "--resume-step",
         type=int,
         metavar="STEP",
-        help="with --resume: from the checkpoint of that step",
+        help="with --resume: resume from the checkpoint of this step",
     )
-    add("--checkpoint-every", type=int, metavar="STEPS", help="between checkpoints (default: 100)")
+    add(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help="steps between checkpoints (default: 100)",
+    )
     add(
         "--keep-checkpoints",
         type=int,
         metavar="N",
-        help="checkpoints beside the best one (default: 2)",
+        help="keep the last N checkpoints and the best one (default: 2)",
     )
-    add("--sample-every", type=int, metavar="STEPS", help="print what the model writes by then")
+    sample = "steps between samples of the model, which are printed (default: none)"
+    add("--sample-every", type=int, metavar="STEPS", help=sample)
 
 
 def settled(args: argparse.Namespace) -> argparse.Namespace:
-    """Every option: as given, as the run to resume has it, by the preset, or as usual.
+    """Every option: as given, else of the resumed run, else of the preset, else the default.
 
-    ValueError for options that a run cannot change when it goes on, and for impossible ones.
+    ValueError for impossible options, and for options that a resumed run may not change.
     """
     if args.resume is None:
         if args.resume_step is not None:
-            raise ValueError("--resume-step goes with --resume")
+            raise ValueError("--resume-step needs --resume")
         before: dict[str, Any] = {}
     elif args.origin is not None:
-        raise ValueError("--from begins a new run, and goes without --resume")
+        raise ValueError("--from starts a new run: it excludes --resume")
     else:
         if args.out is not None:
-            raise ValueError("--out names a new folder, and goes without --resume")
+            raise ValueError("--out names a new folder: it excludes --resume")
         before = _of_run(args.resume)
     given = {name: value for name, value in vars(args).items() if value is not None}
     if given.get("steps", math.inf) < before.get("steps", 0):
         raise ValueError(
-            f"--steps: the run in {args.resume} has {before['steps']}, and may have more, "
+            f"--steps: must be at least the {before['steps']} of the run in {args.resume}, "
             f"got {given['steps']}"
         )
     for name, value in before.items():
@@ -217,7 +226,7 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
     sizes = PRESETS[options["preset"]]._asdict()
     options = sizes | options
     if options["precision"] is not None and options["dtype"] != "float32":
-        raise ValueError(f"--precision goes with --dtype float32, got {options['dtype']}")
+        raise ValueError(f"--precision needs --dtype float32, got {options['dtype']}")
     for name in ("data", "origin"):
         if options[name] is not None:
             options[name] = str(Path(options[name]).absolute())
@@ -228,14 +237,14 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
-    """What a run notes of them, for `settled`: when it goes on, no other but what ends it."""
+    """The options that a run stores for `settled`. Resuming changes only those that end a run."""
     names = (*DEFAULTS, *Preset._fields) if options.resume is None else ENDS
     before = {} if options.resume is None else _of_run(options.resume)
     return before | {name: getattr(options, name) for name in names}
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:
-    """What they say of training. ValueError that names the option which is impossible."""
+    """The configuration of training by the options. ValueError names an impossible option."""
     with by_option():
         return TrainConfig(
             steps=options.steps,
@@ -258,7 +267,7 @@ def config_of(options: argparse.Namespace) -> TrainConfig:
 
 @contextmanager
 def by_option() -> Iterator[None]:
-    """Errors of `TrainConfig` name the option in the place of its field."""
+    """A context in which errors of `TrainConfig` name the option instead of the field."""
     try:
         yield
     except ValueError as error:
@@ -267,27 +276,27 @@ def by_option() -> Iterator[None]:
 
 
 def _of_origin(folder: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The options that follow from the model of --from. ValueError for those that it has."""
+    """The defaults by the model of --from. ValueError for given options that the model fixes."""
     for name in OWN:
         if name in given:
-            raise ValueError(f"--{name} goes without --from: the model in {folder} has its own")
+            raise ValueError(f"--{_dashed(name)} excludes --from: the model in {folder} fixes it")
     found = train_from.usual(folder)
     if given.get("max_len", 0) > found.most:
         raise ValueError(
-            f"--max-len must be at most the {found.most} of the model in {folder}, "
+            f"--max-len must be at most {found.most}, the context of the model in {folder}, "
             f"got {given['max_len']}"
         )
     return found.options
 
 
 def _of_run(folder: str) -> dict[str, Any]:
-    """The options of a run, each of its type. ValueError where they are none, or damaged."""
+    """The options that a run has stored. ValueError if they are missing or damaged."""
     found = read_run(folder).get("notes")
     names = {*DEFAULTS, *Preset._fields}
     if isinstance(found, dict):
         found = {name: DEFAULTS[name] for name in ADDED} | fields("notes", found)
     if not isinstance(found, dict) or found.keys() != names:
-        raise ValueError(f"{folder} is not a run of xformer train, and goes on from Python only")
+        raise ValueError(f"{folder} is not a run of xformer train: resume it from Python")
     usual = PRESETS["small"]._asdict() | DEFAULTS
     types = {name: type(value) for name, value in usual.items() if value is not None} | TYPES
     choices = {"preset": [*PRESETS], "dtype": DTYPES, "backend": backends.NAMES}
