@@ -434,7 +434,7 @@ def test_nothing_is_left_of_a_folder_that_failed(
 ) -> None:
     source = documents(tmp_path)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="the vocabulary's 1 characters are without"):
+    with pytest.raises(ValueError, match="the vocabulary of 1 characters does not have"):
         prepare(source, tmp_path / "out", Characters("a"))
 
     def stopped(what: str, done: int, total: int) -> None:

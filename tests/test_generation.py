@@ -71,7 +71,7 @@ def test_the_start_of_a_target_is_the_configurations() -> None:
     assert generate(model, params, PROMPTS, max_new_tokens=5) == given
     bare = {k: v for k, v in model.hf_config.items() if k != "decoder_start_token_id"}
     assert prefill(pretrained.model(bare | {"pad_token_id": 3}), params, PROMPTS).ids[0] == (3,)
-    with pytest.raises(ValueError, match="start_id, the token that targets begin with, must be"):
+    with pytest.raises(ValueError, match="start_id, the start token of the targets, must be given"):
         generate(*seq2seq("Transformer"), PROMPTS, max_new_tokens=5)
     with pytest.raises(ValueError, match=r"start_id must lie in \[0, 37\), got 37"):
         prefill(model, params, PROMPTS, start_id=V)
@@ -210,7 +210,7 @@ def test_a_prefix_for_many_prompts(name: str) -> None:
     for prompts in ([[7, 8], [9, 10], [11, 12]], ragged):
         near = ("mistral", "qwen2", "gemma2", "alibi", "relative bias", "shaw")
         if prompts is ragged and name in near:
-            with pytest.raises(ValueError, match="goes by distances between tokens, reads prompts"):
+            with pytest.raises(ValueError, match="the same length for this model: its attention"):
                 prefill(model, params, prompts, after=prefix)
             continue
         text = prefill(model, params, prompts, after=prefix)
@@ -224,7 +224,7 @@ def test_a_target_is_continued() -> None:
     free = generate(model, params, prefix, max_new_tokens=6)
     more = prefill(model, params, [row[:2] for row in free], after=prefix)
     assert generate(model, params, more, max_new_tokens=4) == [row[2:] for row in free]
-    with pytest.raises(ValueError, match="prompts of one length at a time"):
+    with pytest.raises(ValueError, match="prompts must have the same length for this model"):
         prefill(model, params, [[1], [2, 3], [4]], after=prefix)
 
 
@@ -385,7 +385,7 @@ def test_a_broken_model_writes_nothing(write: Any) -> None:
 
 
 def test_an_encoder_decoder_does_not_slide() -> None:
-    with pytest.raises(ValueError, match="slide goes with a LanguageModel"):
+    with pytest.raises(ValueError, match="sliding_context needs a LanguageModel"):
         stream(*seq2seq("t5"), PROMPTS, max_new_tokens=1, sliding_context=True)
 
 

@@ -241,7 +241,7 @@ def test_stop_ids(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         want = codec.decode(ended(theirs(folder, prompt, eos_token_id=stop, **options), *stop))
         ids = [text for i in stop for text in ("--stop-id", str(i))]
         got, said = ours(folder, capsys, *ids, *greedy, prompt=prompt)
-        assert got == want and f" {min(map(free.index, stop))} written" in said
+        assert got == want and f" {min(map(free.index, stop))} new tokens at " in said
         assert (
             ours(folder, capsys, *ids, "--max-new-tokens", "9", "--beams", "1", prompt=prompt)[0]
             == want
@@ -312,10 +312,10 @@ def test_options_come_before_the_file(folder: Path, capsys: pytest.CaptureFixtur
     write(folder, do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.1, max_length=9)
     _, said = ours(folder, capsys)
     line = "generation_config.json: do_sample true, repetition_penalty 1.1, temperature 0.6, "
-    assert said.startswith(line + "top_p 0.9, max_length 9\n") and " 7 written" in said
+    assert said.startswith(line + "top_p 0.9, max_length 9\n") and " 7 new tokens at " in said
     _, said = ours(folder, capsys, "--temperature", "2", "--top-p", "0.5", "--max-new-tokens", "3")
     assert said.startswith("generation_config.json: repetition_penalty 1.1\n")
-    assert " 3 written" in said
+    assert " 3 new tokens at " in said
     write(folder, num_beams=2, max_new_tokens=4)
     _, said = ours(folder, capsys)
     assert said.startswith("generation_config.json: num_beams 2, max_new_tokens 4\n")
@@ -385,7 +385,7 @@ def test_a_prompt_beyond_max_length(folder: Path, capsys: pytest.CaptureFixture[
         "generation_config.json: max_length is 2, but the prompt has 3 tokens: give --max-new"
         in err
     )
-    assert " 2 written" in ours(folder, capsys, "--max-new-tokens", "2", prompt="abc")[1]
+    assert " 2 new tokens at " in ours(folder, capsys, "--max-new-tokens", "2", prompt="abc")[1]
 
 
 WRONG: dict[str, list[Any]] = {

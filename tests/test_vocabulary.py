@@ -103,7 +103,7 @@ def test_characters_of_tiny_shakespeare() -> None:
 
 def test_unknown_characters_are_named() -> None:
     words = Characters("abc")
-    with pytest.raises(ValueError, match=r"^encode: the vocabulary's 3 characters are without "):
+    with pytest.raises(ValueError, match=r"^encode: the vocabulary of 3 characters does not have "):
         words.encode("abx")
     with pytest.raises(ValueError, match=r"without '\\n', 'x', 'é'$"):
         words.encode("xébax\n")

@@ -1,11 +1,11 @@
-"""Generating text with a model that has been trained or loaded.
+"""Generate text with a trained or pretrained model.
 
     ids = generate(model, params, prompts, max_new_tokens=50, stop=(tokenizer.eos_id,))
     for piece in stream_text(model, params, tokenizer, "Once upon a time", max_new_tokens=50):
         print(piece, end="", flush=True)
 
-`samplers` draws instead of taking the likeliest token; `prefill` reads a prompt once, for several
-continuations; `beam_search` and `speculative` are other ways to the tokens.
+Decoding is greedy by default; `samplers` has the filters of sampling. `prefill` reads a prompt
+once, for several continuations. `beam_search` and `speculative` are other decoding methods.
 """
 
 from typing import Any

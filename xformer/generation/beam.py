@@ -1,4 +1,4 @@
-"""Beam search: the likeliest of many continuations, several of which are followed at a time."""
+"""Beam search: extend several continuations at a time, and keep the most likely ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xformer.generation.prefix import (
 )
 from xformer.generation.samplers import Filter, Ids, require_finite
 
-NEVER = -1e9  # the score of what must not be chosen, in transformers too
+NEVER = -1e9  # the score of a beam that must not be chosen, as in transformers
 
 
 class Beam(NamedTuple):
@@ -46,15 +46,24 @@ def beam_search(
     stop: Collection[int] | None = (),
     filters: Filter | None = None,
 ) -> list[list[Beam]]:
-    """Of each prompt the n_beams best continuations that were found, the best one first.
+    """The `n_beams` best continuations of each prompt, the best one first.
 
-    prompts, max_new_tokens, stop: as in `stream`. At each step the n_beams likeliest texts that
-    have not ended go on. length_penalty: above 0 longer ones score higher. A prompt is done with
-    n_beams texts that have ended, early_stopping: at once (True); when the best that goes on scores
-    lower than all of them (False); when it would even at its greatest length ("never"). filters:
-    changes the log probabilities of each next token, as a sampler of `stream` changes logits. The
-    tokens are those of transformers' generate(num_beams=n_beams, do_sample=False). ValueError as
-    `stream`.
+    The tokens equal those of transformers' generate(num_beams=n_beams, do_sample=False).
+
+    model: a causal `LanguageModel` or an `EncoderDecoder`, with a head over its vocabulary.
+    prompts: a list of token ids each; for an encoder-decoder the sources; or what `prefill` read.
+    n_beams: unfinished sequences that are extended at each step, the most likely ones.
+    max_new_tokens: the most ids of a continuation, at least 1.
+    length_penalty: above 0, longer continuations score higher.
+    early_stopping: when a prompt with n_beams finished continuations is done. True: at once. False:
+        when the best unfinished one scores lower than all of them. "never": when it would score
+        lower even at its greatest length.
+    stop: ids that end a continuation, which includes the id.
+    filters: changes the log probabilities of the next token, as a sampler of `stream` changes
+        logits.
+
+    ValueError if prompt and max_new_tokens do not fit the context, and for bad prompts (`prefill`),
+    bad numbers, and logits that are not finite.
     """
     network = network_of("beam_search", model)
     n_beams, max_new_tokens = require_sizes(
@@ -76,7 +85,7 @@ def beam_search(
 
 
 def _usable_penalty(length_penalty: float, max_new_tokens: int) -> float:
-    """length_penalty as a float. ValueError where scores over length^penalty are no numbers."""
+    """`length_penalty` as a float. ValueError if length ** length_penalty overflows or is 0."""
     penalty = number("beam_search", "length_penalty", length_penalty)
     with suppress(OverflowError):
         if 0 < float(max_new_tokens) ** penalty < math.inf:
@@ -95,7 +104,7 @@ def _searched(
     place: Backend,
     filters: Filter | None,
 ) -> list[Search]:
-    """The search of each of the texts, when all are done."""
+    """The finished search of each text."""
     n_beams = rule.n_beams
     searches = [Search(rule) for _ in text.ids]
     text = text.rows([i for i in range(len(searches)) for _ in range(n_beams)])
@@ -117,7 +126,7 @@ def _searched(
 
 
 class Rule(NamedTuple):
-    """What all searches of a batch go by."""
+    """The settings that all searches of a batch share."""
 
     n_beams: int
     max_new_tokens: int
@@ -127,14 +136,14 @@ class Rule(NamedTuple):
 
 
 class Search:
-    """The beams of one prompt: those that go on, `open`, and the best that have `ended`.
+    """The beams of one prompt: the unfinished ones, `open`, and the best finished ones, `ended`.
 
-    Each of open comes from the row in `rows` of the step before, by the token in `new`.
+    Beam j of `open` extends beam `rows[j]` of the previous step by the token `new[j]`.
     """
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        # All are the same text at first, of which only one may go on.
+        # All beams start as the same text, so only the first may be extended.
         self.open = [Beam([], 0.0)] + [Beam([], NEVER)] * (rule.n_beams - 1)
         self.ended: list[Beam] = []
         self.rows: list[int] = []
@@ -142,10 +151,10 @@ class Search:
         self.done = False
 
     def step(self, log_probs: np.ndarray) -> None:
-        """One token more: log_probs (n_beams, V), of the token after each of open."""
+        """Extend the beams by one token. log_probs: (n_beams, V), of the token after each."""
         rule = self.rule
         scores = log_probs + np.asarray([[beam.score] for beam in self.open])
-        # As many as it takes to have n_beams that go on, whatever ends.
+        # Enough candidates for n_beams unfinished ones, even if all stop tokens are among them.
         n_best = max(2, 1 + len(rule.stops)) * rule.n_beams
         best = [divmod(int(i), scores.shape[1]) for i in _largest(scores.ravel(), n_best)]
         length = len(self.open[0].ids) + 1
@@ -160,7 +169,7 @@ class Search:
         self.done = self.done or not self.open or self._is_done(length)
 
     def _keep(self, ended: Sequence[Beam], length: int) -> None:
-        """The best of those that have ended before and now."""
+        """Add beams that ended at `length` tokens to `ended`, of which the best n_beams stay."""
         scored = [Beam(b.ids, b.score / length**self.rule.length_penalty) for b in ended]
         order = sorted(self.ended + scored, key=lambda beam: -beam.score)
         self.ended = order[: self.rule.n_beams]
@@ -177,12 +186,12 @@ class Search:
 
 
 def _largest(values: np.ndarray, n: int) -> np.ndarray:
-    """Where the n largest are, the largest first; of equal ones the first first."""
+    """The indices of the n largest values, the largest first; among equal ones the lower index."""
     if n < len(values):
         least = np.partition(values, -n)[-n]
-        places = np.flatnonzero(values >= least)
+        candidates = np.flatnonzero(values >= least)
     else:
-        places = np.arange(len(values))
-    order = np.argsort(-values[places], kind="stable")
-    found: np.ndarray = places[order[:n]]
-    return found
+        candidates = np.arange(len(values))
+    order = np.argsort(-values[candidates], kind="stable")
+    largest: np.ndarray = candidates[order[:n]]
+    return largest

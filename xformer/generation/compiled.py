@@ -1,4 +1,4 @@
-"""Texts that grow by calls of `Backend.compiled`: their keys and values stay where they are."""
+"""Compiled decoding: each step is one call of `Backend.compiled` on a static KV cache."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from xformer.models import EncoderDecoder
 from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.typing import Array
 
-LEAST = 256  # columns, so that few texts need other programs
-READ = 1 << 30  # bytes of weights, keys and values in one call, at most: some 50 ms
-MOST = 64  # tokens of one call
+LEAST = 256  # least slots of a KV cache, so that most texts use the same program
+READ = 1 << 30  # most bytes of weights, keys and values that one call reads: about 50 ms
+MOST = 64  # most tokens of one call
 KEPT = 8  # models whose programs are kept
-PAYS = 24  # tokens: recording takes as long as 15 to 19 of single ops (Zen 4, two small models)
+# Recording a program takes as long as 15 to 19 uncompiled tokens (Zen 4, two small models).
+PAYS = 24  # least new tokens for which `stream` compiles unless it is asked
 
 
 def compiled_tokens(
     op: str, network: Any, params: Any, most: int, *, asked: bool | None, is_greedy: bool = False
 ) -> CompiledTokens | None:
-    """Calls for tokens of texts of at most `most` tokens; None where they cannot be.
+    """The compiled decoding of texts of at most `most` tokens; None if it is not possible.
 
-    asked: whether a RuntimeWarning then says why, and prompts are compiled too.
+    asked: warn with a RuntimeWarning if it is not possible, and compile prompts too.
+    is_greedy: also compute the next ids of greedy decoding.
     """
     most, place = min(most, network.context or most), place_of(params)
     why = why_not_compiled(network, place, most)
@@ -46,8 +48,7 @@ def compiled_tokens(
 
 
 def why_not_compiled(network: Any, place: Backend, most: int) -> str | None:
-    """Why tokens of texts of at most `most` columns are made call by call; None where they need not
-    be."""
+    """The reason why texts of at most `most` tokens cannot be compiled; None if they can."""
     is_pair = isinstance(network, EncoderDecoder)
     if is_pair and place.graphs:
         return "the model is an encoder-decoder"
@@ -59,31 +60,33 @@ def why_not_compiled(network: Any, place: Backend, most: int) -> str | None:
     if most > _steady(network):
         return f"RoPE frequencies change after {network.rotary.max_unscaled_len} tokens"
     if place.compiled(lambda: None, ()) is None:
-        return f"backend {place.name} has no such thing"
+        return f"backend {place.name} compiles nothing"
     return None
 
 
 def _steady(network: Any) -> float:
-    """Tokens for which RoPE frequencies stay the same."""
+    """The most tokens with unchanged RoPE frequencies; inf if they never change."""
     rotary = getattr(network, "rotary", None)
     return math.inf if rotary is None else float(rotary.max_unscaled_len)
 
 
 def width_of(network: Any, prompts: Ids | PrefilledPrompt) -> int:
-    """Tokens of the longest text so far; the target of a source begins with one."""
+    """The number of tokens of the longest prompt; 1, the start token, for an encoder-decoder."""
     if isinstance(prompts, PrefilledPrompt):
         return prompts.width
     return 1 if isinstance(network, EncoderDecoder) else max(map(len, prompts))
 
 
 class CompiledTokens:
-    """What `stream` and `speculative` call for further tokens of their texts.
+    """The compiled decoding of a batch of texts, for `stream` and `speculative`.
 
-    Keys, values, mask and length are donated, in fixed columns, of which there may be more than
-    `most`, the columns of the longest text: other texts then find what is compiled. Where columns
-    are full, there are twice as many, and what is compiled is for those. The keys and values of a
-    source are read only, in one of few numbers of columns (`bucket`). is_greedy: a call gives the
-    likeliest next ids, too.
+    The KV cache is preallocated, and each call donates it. It may have more slots than `most`, the
+    tokens of the longest text, so that other texts can use the same program. A full cache is
+    replaced by one of twice as many slots, and the call is compiled again. The keys and values of
+    an encoder-decoder's source are only read; they are padded to few lengths (`bucket`).
+
+    is_greedy: a call also returns the next ids of greedy decoding.
+    asked: compile prompts too.
     """
 
     def __init__(
@@ -103,17 +106,17 @@ class CompiledTokens:
         call = _compiled.__wrapped__ if place.graphs else _compiled
         self._make = partial(call, network, is_greedy, place)
         self._call: Any = None
-        self._source: Any = None  # of an encoder-decoder
+        self._source: Any = None  # keys, values and mask of an encoder-decoder's source
         self._state: Any = None
         self._most = 1  # tokens of one call
 
     def __call__(
         self, text: PrefilledPrompt, new: Sequence[int], most: int = 1
     ) -> tuple[PrefilledPrompt, Array | None]:
-        """`text` with `new`, a token of each, without its state, which is here.
+        """The text after `new`, one token a sequence, and the next greedy ids (B,) if is_greedy.
 
-        If is_greedy, also the likeliest ids to come after it; and up to most - 1 of them may be in
-        the text already, where a library makes several calls at once (`repeated`).
+        The returned text has no state: this object holds it. most: if is_greedy and the library
+        can repeat a call (`repeated`), up to most - 1 further greedy ids are decoded and appended.
         """
         if self._state is None:
             self.begin(text.state)
@@ -126,51 +129,51 @@ class CompiledTokens:
         return PrefilledPrompt(_longer(text, ids), logits[:, -1, :], None, text.width + 1), chosen
 
     def begin(self, state: Any) -> None:
-        """The state of the texts so far, with one column at least."""
+        """Start from the state of texts of at least one token."""
         self._source, self._state = _parted(state)
 
     def close(self) -> None:
-        """Let go of the call, which refers to this, and of its memory."""
+        """Free the compiled call and its memory."""
         self._call = self._source = self._state = None
 
     def read(self, length: int, ids: Sequence[int], n: int) -> Any:
-        """Logits (T, V) after each of the last ids, which follow `length` tokens of one text.
+        """Decode `ids`, which follow `length` tokens of one text; logits (T, V) of the last call.
 
-        n: ids of a call, at most; T are those of the last call. Shorter calls are padded to n ids,
-        and the padding is rewound, so that all calls have one shape.
+        n: ids of a call. The last call is padded to n ids, and the padding is then truncated, so
+        that all calls have the same shape. T: ids of the last call without padding.
         """
         for start in range(0, len(ids), n):
-            own = list(ids[start : start + n])
+            part = list(ids[start : start + n])
             end = length + start + n
             self._require_columns(int(min(end, self.limit)))
-            fits, more = end <= self._state.capacity, n - len(own)
-            tokens = np.asarray([own + more * [0] if fits else own], dtype=np.int64)
+            fits, more = end <= self._state.capacity, n - len(part)
+            tokens = np.asarray([part + more * [0] if fits else part], dtype=np.int64)
             if fits:
                 self._state, logits, _ = self._call(self.params, self._source, self._state, tokens)
                 self.forget(more)
-            else:  # at the end of a context
+            else:  # near the end of the context there are no slots for padding
                 parts = self.params, self._source, self._state
                 logits, self._state = _extended(
                     self.network, self.place, *parts, self.place.asarray(tokens)
                 )
-        return logits[0, : len(own), :]
+        return logits[0, : len(part), :]
 
     def forget(self, n: int) -> None:
-        """The last `n` tokens of the texts."""
+        """Remove the last `n` tokens of the texts."""
         if n:
             self._state = self.network.truncate(self._state, n)
 
     def _several(self, text: PrefilledPrompt, ids: Any, n: int) -> tuple[PrefilledPrompt, Array]:
-        """n tokens more, of which `ids` (B, 1) are the first."""
-        given = self._state, np.array(ids), np.zeros((len(ids), MOST), np.int64)
-        read = self.params, self._source, given, text.width
-        (self._state, _, written), logits = self._call.repeated(n, *read)
+        """Decode `ids` (B, 1) and n - 1 further greedy ids in one call."""
+        donated = self._state, np.array(ids), np.zeros((len(ids), MOST), np.int64)
+        args = self.params, self._source, donated, text.width
+        (self._state, _, written), logits = self._call.repeated(n, *args)
         more = np.concatenate([ids, written[:, : n - 1]], axis=1)
         new = PrefilledPrompt(_longer(text, more), logits[:, -1, :], None, text.width + n)
         return new, written[:, n - 1]
 
     def _require_columns(self, n: int) -> None:
-        """At least n columns: where there are fewer, twice as many, and a call anew."""
+        """Make sure that there are n slots: double them if there are fewer, and compile again."""
         if self._call is None or n > self._state.capacity:
             self._open(n)
 
@@ -184,7 +187,10 @@ class CompiledTokens:
 
 
 def _parted(state: Any) -> tuple[Any, Any]:
-    """A state's source, padded to few lengths (None without one), and what each token changes."""
+    """The state in two parts: the source, which decoding only reads, and what each token changes.
+
+    The source is padded to few lengths; it is None for a language model.
+    """
     if not isinstance(state, EncoderDecoderState):
         return None, state
     wide = state.wider(bucket(state.memory[0].k.shape[2]))
@@ -194,7 +200,7 @@ def _parted(state: Any) -> tuple[Any, Any]:
 def _extended(
     network: Any, place: Backend, params: Any, source: Any, state: Any, ids: Array
 ) -> tuple[Array, Any]:
-    """Logits (B, T, V) after each of ids (B, T), and the state, parted as `_parted` does."""
+    """Logits (B, T, V) after each of ids (B, T), and the new state without its source."""
     if source is None:
         logits, state = network.decode(params, ids, state, all_logits=True)
     else:
@@ -205,23 +211,24 @@ def _extended(
 
 
 def _longer(text: PrefilledPrompt, more: Any) -> tuple[tuple[int, ...], ...]:
-    """The ids of each text, and more of each (B, n)."""
+    """The ids of each text, followed by `more` (B, n)."""
     pairs = zip(text.ids, more.tolist(), strict=True)
     return tuple((*old, *row) for old, row in pairs)
 
 
 @lru_cache(KEPT)
 def _compiled(network: Any, is_greedy: bool, place: Backend) -> Any:
-    """Some tokens: a function of arrays."""
+    """The compiled decoding step. Greedy decoding may get one that can be `repeated`."""
 
     def step(params: Any, source: Any, state: Any, ids: Array) -> tuple[Any, Array, Array | None]:
         logits, state = _extended(network, place, params, source, state, ids)
         return state, logits, greedy(logits[:, -1, :]) if is_greedy else None
 
     def following(params: Any, source: Any, text: Any, first: Any) -> tuple[Any, Array]:
-        """One token, and the likeliest one after it in the place of it.
+        """Decode one token, and return the next greedy id as the input of the following step.
 
-        text: state, ids (B, 1), and those chosen so far (B, MOST), from column `first` on.
+        text: the state, ids (B, 1), and the greedy ids so far (B, MOST). first: the length of the
+        state at column 0 of these.
         """
         state, ids, written = text
         xp, column = array_namespace(ids), state.length - first
@@ -230,7 +237,7 @@ def _compiled(network: Any, is_greedy: bool, place: Backend) -> Any:
         written = xp.where(xp.arange(MOST) == column, chosen, written)
         return (state, xp.maximum(chosen, xp.zeros_like(chosen)), written), logits
 
-    made = place.compiled(step, (2,), lends=True)
-    if is_greedy and hasattr(made, "repeated"):
+    compiled = place.compiled(step, (2,), lends=True)
+    if is_greedy and hasattr(compiled, "repeated"):
         return place.compiled(following, (2,), lends=True)
-    return made
+    return compiled

@@ -1,6 +1,6 @@
-"""Filters that forbid tokens or force them, as the LogitsProcessors of transformers do.
+"""Filters that forbid or force tokens, like the LogitsProcessors of transformers.
 
-As the filters of `samplers`, they are functions of logits (B, V) and the ids of each text.
+Like the filters of `samplers`, they are functions of logits (B, V) and the ids of each text.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ Row = Sequence[int]
 def constraints(
     settings: Settings, ends: Collection[int], n_prompt: int, max_new_tokens: int
 ) -> Filter | None:
-    """What a model's files forbid and force; None where they do neither.
+    """A filter that forbids and forces tokens as the model's files ask; None if they do neither.
 
-    ends: the ids that end a text; min_length and min_new_tokens put them off. n_prompt: tokens of
-    the prompt, or of the start of a target. max_new_tokens: the most tokens that follow it.
+    settings: what the files say (`settings_of`).
+    ends: the ids that end a text; min_length and min_new_tokens forbid them at first.
+    n_prompt: tokens of the prompt; of an encoder-decoder, of the start of the target.
+    max_new_tokens: the most tokens that follow the prompt.
     """
     s, begin = settings, n_prompt
     if n_prompt == 1 and s.forced_bos_token_id is not None:
-        begin += 1  # the forced token comes before those that may not begin a text
+        begin += 1  # begin_suppress_tokens apply after the forced token
     least = s.min_length or 0 if s.min_new_tokens is None else n_prompt + s.min_new_tokens
     chosen: list[Filter] = []
     if s.bad_words_ids:
@@ -46,15 +48,15 @@ def constraints(
     return compose(*chosen) if chosen else None
 
 
-def constrained(own: Filter | None, sampler: Filter | None) -> Filter | None:
-    """Constraints before a sampler of `stream`; without a sampler, the likeliest token is left."""
-    if own is None:
+def constrained(constraint: Filter | None, sampler: Filter | None) -> Filter | None:
+    """`constraint` followed by `sampler`; without a sampler, by greedy decoding."""
+    if constraint is None:
         return sampler
-    return compose(own, temperature(0) if sampler is None else sampler)
+    return compose(constraint, temperature(0) if sampler is None else sampler)
 
 
 def suppress(tokens: Collection[int], *, above: int = -1, below: int | None = None) -> Filter:
-    """These tokens do not come, in texts longer than `above` and shorter than `below` tokens."""
+    """A filter that forbids `tokens` after texts longer than `above` and shorter than `below`."""
 
     def banned(row: Row) -> Iterable[int]:
         return tokens if above < len(row) and (below is None or len(row) < below) else ()
@@ -63,7 +65,7 @@ def suppress(tokens: Collection[int], *, above: int = -1, below: int | None = No
 
 
 def bad_words(words: Sequence[Sequence[int]]) -> Filter:
-    """No text has these tokens one after another. ValueError for a word without tokens."""
+    """A filter that forbids these sequences of tokens. ValueError for an empty sequence."""
     if not all(words):
         raise ValueError("bad_words: each must have at least one token, got none")
     kept = [(tuple(word[:-1]), word[-1]) for word in words]
@@ -75,7 +77,7 @@ def bad_words(words: Sequence[Sequence[int]]) -> Filter:
 
 
 def no_repeat_ngram(n: int) -> Filter:
-    """No n tokens come twice in the same order. ValueError for n < 1."""
+    """A filter that forbids any n tokens in a row that the text has already. ValueError: n < 1."""
     require_sizes("no_repeat_ngram", 1, n=n)
 
     def banned(row: Row) -> Iterable[int]:
@@ -87,7 +89,7 @@ def no_repeat_ngram(n: int) -> Filter:
 
 
 def force(tokens: Collection[int], length: int) -> Filter:
-    """One of these tokens comes after texts of `length` tokens, with logit 0."""
+    """A filter that leaves only `tokens` after texts of `length` tokens, with logit 0."""
 
     def apply(logits: Array, ids: Ids) -> Array:
         xp = array_namespace(logits)
@@ -102,7 +104,7 @@ def force(tokens: Collection[int], length: int) -> Filter:
 
 
 def _without(banned: Callable[[Row], Iterable[int]]) -> Filter:
-    """-inf for the tokens that a text may not have next."""
+    """A filter that sets the logits of `banned(ids of a text)` to -inf."""
 
     def apply(logits: Array, ids: Ids) -> Array:
         xp = array_namespace(logits)
@@ -115,8 +117,8 @@ def _without(banned: Callable[[Row], Iterable[int]]) -> Filter:
 
 
 def _mask(rows: Sequence[Iterable[int]], size: int) -> np.ndarray:
-    """True for these tokens of each text: (B, V)."""
+    """(B, size): True for the tokens in the row of each text."""
     mask = np.zeros((len(rows), size), np.bool_)
-    for own, tokens in zip(mask, rows, strict=True):
-        own[list(tokens)] = True
+    for row, tokens in zip(mask, rows, strict=True):
+        row[list(tokens)] = True
     return mask

@@ -1,4 +1,4 @@
-"""One token after another: the likeliest, or one drawn from what a sampler leaves."""
+"""Greedy decoding and sampling, one token at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def generate(
     sliding_context: bool = False,
     compiled: bool | None = None,
 ) -> list[list[int]]:
-    """The ids that continue each prompt, with the one in `stop` that ended it; as `stream`."""
+    """The ids that continue each prompt, including the one of `stop` that ended it.
+
+    The arguments and errors are those of `stream`.
+    """
     options: Any = {
         "sampler": sampler,
         "stop": stop,
@@ -67,27 +70,33 @@ def stream(
     sliding_context: bool = False,
     compiled: bool | None = None,
 ) -> Iterator[list[int | None]]:
-    """Steps of generation: the next id of each prompt, None for one that has ended.
+    """Yield the next id of each prompt, step by step; None for a prompt that has ended.
 
-    prompts: a list of ids each, of any lengths; of an encoder-decoder the sources; or what
-    `prefill` has read. A text ends after max_new_tokens ids, or with an id in stop, which comes
-    too. sampler: the next id is drawn from softmax(sampler(logits, ids)) (`generation.samplers`);
-    None takes the likeliest. A seed gives text i the same ids on every backend, whatever else is in
-    the batch. slide: a text that fills the model's context goes on after its last tokens alone,
-    which are read anew for each further one. compiled: a further token is one call of the library,
-    where it has such a thing (`xformer.compile`), or some likeliest ones are, with the parameters
-    as they are at the first of them; where it cannot be, a RuntimeWarning says why. The ids are the
-    same; logits that a sampler is given may be written over by the next ones. Unless given, tokens
-    are compiled where numba's kernels run and max_new_tokens is at least `PAYS`; with True prompts
-    are compiled too (`prefill`). ValueError where prompt and max_new_tokens do not fit the context
-    and slide is not given, for bad prompts (`prefill`), and for logits that are no numbers.
+    model: a causal `LanguageModel` or an `EncoderDecoder`, with a head over its vocabulary.
+    prompts: a list of token ids each, of any lengths; for an encoder-decoder the sources; or what
+        `prefill` read.
+    max_new_tokens: the most ids that continue a prompt.
+    sampler: the next id is sampled from softmax(sampler(logits, ids)) (`generation.samplers`);
+        None: greedy decoding.
+    stop: ids that end a text; the id itself is yielded.
+    seed: text i gets the same ids on every backend and in every batch.
+    sliding_context: if a text fills the model's context, continue it with only its last tokens,
+        which are read again for each new one.
+    compiled: decode each token, or several greedy ones, by one compiled call (`xformer.compile`),
+        with the parameters at the first of them. The ids are the same. A later step may overwrite
+        the logits that the sampler got. True: prompts are compiled too (`prefill`), and a
+        RuntimeWarning says why if nothing can be compiled. None: compiled if numba's kernels run
+        and max_new_tokens is at least `PAYS`.
+
+    ValueError if prompt and max_new_tokens do not fit the context (without sliding_context), for
+    bad prompts (`prefill`), and for logits that are not finite.
     """
     network = network_of("generate", model)
     max_new_tokens, seed = require_sizes("generate", 0, max_new_tokens=max_new_tokens, seed=seed)
     stops = stop_ids("generate", stop)
     require_filter("generate", sampler)
     if sliding_context and isinstance(network, EncoderDecoder):
-        raise ValueError("generate: slide goes with a LanguageModel, got an EncoderDecoder")
+        raise ValueError("generate: sliding_context needs a LanguageModel, got an EncoderDecoder")
     if sliding_context:
         prompts = prompts if isinstance(prompts, PrefilledPrompt) else checked(prompts)
     else:
@@ -95,11 +104,10 @@ def stream(
     n_texts = len(prompts.ids if isinstance(prompts, PrefilledPrompt) else prompts)
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
     tokens, place = None, place_of(params)
-    usual = max_new_tokens >= PAYS and records(params)
-    if usual if compiled is None else compiled:
-        most = width_of(network, prompts) + max(
-            max_new_tokens - 1, 0
-        )  # the last token needs no column
+    is_default = max_new_tokens >= PAYS and records(params)
+    if is_default if compiled is None else compiled:
+        # The last token is not decoded, so it needs no slot.
+        most = width_of(network, prompts) + max(max_new_tokens - 1, 0)
         kind: Any = {"asked": compiled, "is_greedy": sampler is None}
         tokens = compiled_tokens("generate", network, params, most, **kind)
     return _stream(network, params, prompts, max_new_tokens, sampler, stops, rngs, tokens, place)
@@ -123,25 +131,25 @@ def _stream(
         else:
             text = _read(network, params, prompts, compiled=asked)
     chosen: Array | None = None
-    running, given = [True] * len(rngs), 0
+    running, n_new = [True] * len(rngs), 0
     try:
-        while given < max_new_tokens:
+        while n_new < max_new_tokens:
             with place.active():
                 new = _choose(place, text, sampler, rngs, chosen)
             yield [i if runs else None for i, runs in zip(new, running, strict=True)]
             running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
-            given += 1
-            if given == max_new_tokens or not any(running):
+            n_new += 1
+            if n_new == max_new_tokens or not any(running):
                 return
-            most, width = 1 if sampler is not None else max_new_tokens - given, text.width + 1
+            most, width = 1 if sampler is not None else max_new_tokens - n_new, text.width + 1
             with place.active():
                 text, chosen = _grown(network, params, text, new, tokens, place, most)
-            for k in range(text.width - width, 0, -1):  # those that came with it
+            for k in range(text.width - width, 0, -1):  # greedy ids of the same compiled call
                 new = [ids[-k] for ids in text.ids]
                 _require_ids(place, text.logits, new)
                 yield [i if runs else None for i, runs in zip(new, running, strict=True)]
                 running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
-                given += 1
+                n_new += 1
                 if not any(running):
                     return
     finally:
@@ -158,19 +166,22 @@ def _grown(
     place: Backend,
     most: int,
 ) -> tuple[PrefilledPrompt, Array | None]:
-    """The text with these tokens, and with those of the likeliest after them, up to `most` in all,
-    that come with them; the likeliest next ones where they are known."""
-    room = most if network.context is None else network.context - text.width
-    if room <= 0:
+    """The text after the tokens `new`, and the next greedy ids if they are known.
+
+    A compiled call may append further greedy ids, up to `most` tokens in all. A text that fills the
+    context is read again without its first tokens.
+    """
+    left = most if network.context is None else network.context - text.width
+    if left <= 0:
         longer = [(*ids, i) for ids, i in zip(text.ids, new, strict=True)]
         return _read(network, params, longer, compiled=tokens is not None), None
     if tokens is not None:
-        return tokens(text, new, min(most, room))
+        return tokens(text, new, min(most, left))
     return extended(network, params, text, new, place), None
 
 
 def _read(network: Any, params: Any, prompts: Ids, *, compiled: bool) -> PrefilledPrompt:
-    """The prompts, or their ends where they do not fit the context."""
+    """Read the prompts; of a prompt longer than the context, only its last tokens."""
     if network.context is not None and isinstance(network, LanguageModel):
         prompts = [prompt[-network.context :] for prompt in prompts]
     return prefill(network, params, prompts, compiled=compiled)
@@ -183,7 +194,7 @@ def _choose(
     rngs: Sequence[np.random.Generator],
     chosen: Array | None,
 ) -> list[int]:
-    """The next token of each text. chosen: the likeliest ones, where they are known."""
+    """The next token of each text. chosen: the greedy ones if they are known."""
     if sampler is None:
         chosen = greedy(text.logits) if chosen is None else chosen
         new: list[int] = place.to_numpy(chosen).tolist()
@@ -193,7 +204,7 @@ def _choose(
 
 
 def _require_ids(place: Backend, logits: Array, new: Sequence[int]) -> None:
-    """ValueError where a text has no likeliest token, by these logits or those before them."""
+    """ValueError if `new` has -1, for a text whose largest logit is not finite."""
     if min(new) < 0:
         require_finite("generate", place.to_numpy(place.xp.max(logits, axis=-1)))
         raise ValueError("generate: the largest logit of each row must be finite")
@@ -213,9 +224,13 @@ def sample(
 ) -> Iterator[int]:
     """Yield `max_new_tokens` token ids that continue the prompt.
 
-    Each is drawn from softmax(logits / temperature), of the `top_k` most likely ids only where
-    given; temperature 0 takes the most likely one. The model sees as many of the last tokens as fit
-    its context. backend: not needed any more. ValueError for an empty prompt and bad numbers.
+    prompt: token ids, at least one. If it is longer than the context, its last tokens are read.
+    temperature: ids are sampled from softmax(logits / temperature); 0: greedy decoding.
+    top_k: sample from the `top_k` most likely ids only.
+    seed: of the random numbers.
+    backend: not used any more.
+
+    ValueError for an empty prompt and bad numbers.
     """
     filters = [samplers.temperature(temperature)]
     if top_k is not None:

@@ -1,4 +1,4 @@
-"""Texts that a model has read, ready to be continued."""
+"""Prefilled prompts: texts that a model has read, with the state to continue them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.typing import Array
 
-COLUMNS = 64  # a state has a multiple of them, on libraries that compile for every shape
+COLUMNS = 64  # on libraries that compile for every shape, a state's length is a multiple of this
 
 
 class PrefilledPrompt(NamedTuple):
-    """What `prefill` has read. A value: it may be continued many times, and stays what it was."""
+    """A batch of texts that `prefill` read. Immutable: it can be continued many times."""
 
-    ids: tuple[tuple[int, ...], ...]  # of each text, without padding; of a target, not its source
-    logits: Array  # (B, V), of the token after each
-    state: Any  # of the model
-    width: int  # columns of the batch, but for padding in front of all texts
+    # Of each text, without padding. Of an encoder-decoder: of the target, not the source.
+    ids: tuple[tuple[int, ...], ...]
+    logits: Array  # (B, V), of the token after each text
+    state: Any  # the model's state of decoding
+    width: int  # tokens of the longest text, the length of the batch
 
     def rows(self, rows: Sequence[int]) -> PrefilledPrompt:
-        """These texts, in this order; one may come several times."""
+        """The texts `rows`, in this order; a text may be repeated."""
         place = beside(self.logits)
         ids = tuple(self.ids[i] for i in rows)
         with place.active():
@@ -50,16 +51,21 @@ def prefill(
     chunk: int | None = None,
     compiled: bool = False,
 ) -> PrefilledPrompt:
-    """Read prompts of any lengths, a list of ids each; shorter ones are padded on the left.
+    """Read prompts, so that they can be continued.
 
-    Of an encoder-decoder they are the sources, and the target of each begins with start_id: that
-    of the model's configuration unless given. after: what the prompts continue, one text each or
-    all the same one; it is read again where longer texts have other RoPE frequencies. chunk: read
-    so many of the prompts' tokens at a time, to the same result in less memory. compiled: read them
-    by a program where numba's kernels run (`prompts.read_by_program`), to the same result but for
-    rounding; it is recorded for each of few lengths, which pays where some prompts have one.
-    ValueError for a prompt without tokens, ids that the model has not, and more tokens than its
-    context holds.
+    prompts: a list of token ids each, of any lengths; shorter ones are padded on the left. For an
+        encoder-decoder they are the sources.
+    after: the prefix that the prompts continue, one text each or one for all. It is read again if
+        the longer texts have other RoPE frequencies.
+    start_id: the id that the targets of an encoder-decoder begin with; None: as the model's
+        configuration says.
+    chunk: read this many tokens of the prompts at a time: the same result in less memory.
+    compiled: read them by a compiled program if numba's kernels run (`prompts.read_by_program`).
+        The result is the same up to rounding. A program is recorded for each of few lengths, which
+        pays if several prompts have such a length.
+
+    ValueError for a prompt without tokens, ids outside the vocabulary, and more tokens than the
+    context holds. TypeError if prompts or after have another type.
     """
     network = network_of("prefill", model)
     rows = checked(prompts)
@@ -88,8 +94,8 @@ def _read(
         before: Ids = ((),) * len(rows)
         width = 0
     else:
-        own = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
-        _require_known(rows, own)
+        embed = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
+        _require_known(rows, embed)
         before, _, state, width = _aligned(after, rows, network)
     tokens, mask = _padded(rows, place)
     length = tokens.shape[1]
@@ -114,7 +120,10 @@ def _read(
 def opened(
     network: Any, params: Any, prompts: Ids, place: Backend, start_id: int | None = None
 ) -> tuple[Any, Ids]:
-    """The state before any token, and those to read: the prompts, or the beginnings of targets."""
+    """The state before any token, and the tokens to read.
+
+    These are the prompts; for an encoder-decoder, the start token of each target.
+    """
     if not isinstance(network, EncoderDecoder):
         _require_known(prompts, network.embed)
         return network.init_state(), prompts
@@ -131,7 +140,7 @@ def extended(
     new: Sequence[int],
     place: Backend,
 ) -> PrefilledPrompt:
-    """`prefix`, whose arrays are in a place, and one token more of each text."""
+    """`prefix` after one more token of each text. place: the backend of its arrays."""
     tokens = place.asarray(np.asarray(new, dtype=np.int64)[:, None])
     state, width = prefix.state, prefix.width
     if place.compiles and isinstance(network, LanguageModel):
@@ -143,7 +152,7 @@ def extended(
 
 
 def network_of(op: str, model: Any) -> Any:
-    """The LanguageModel or EncoderDecoder of a model. ValueError where it writes no texts."""
+    """The LanguageModel or EncoderDecoder of a model. ValueError if it cannot generate text."""
     network = getattr(model, "network", model)
     writes = isinstance(network, EncoderDecoder) and network.head is not None
     if isinstance(network, LanguageModel):
@@ -157,7 +166,7 @@ def network_of(op: str, model: Any) -> Any:
 
 
 def place_of(params: Any) -> Backend:
-    """The backend and the device of parameters."""
+    """The backend and the device of `params`."""
     leaves = list(tree.flatten(params).values())
     if not leaves:
         raise TypeError(f"params must be the model's parameters, got {params!r:.60}")
@@ -165,7 +174,7 @@ def place_of(params: Any) -> Backend:
 
 
 def beside(array: Array) -> Backend:
-    """The backend and the device of an array."""
+    """The backend and the device of `array`."""
     return replace(backends.backend_of(array), device=device(array))
 
 
@@ -178,7 +187,7 @@ def fitting(
     else:
         prompts = checked(prompts)
         length = 1 if isinstance(network, EncoderDecoder) else max(map(len, prompts))
-    # Nothing is asked of the last new token any more, so that it needs no place.
+    # The last new token is not decoded, so it needs no position.
     _require_room(op, network, length, max(max_new_tokens - 1, 0))
     return prompts
 
@@ -192,7 +201,7 @@ def _require_room(op: str, network: Any, length: int, more: int = 0) -> None:
 
 
 def stop_ids(op: str, stop: Any) -> frozenset[int]:
-    """The ids that end a text, none for None. TypeError where they are no ids."""
+    """`stop` as a set of ids; empty for None. TypeError if it holds something else than ids."""
     listed = [None] if isinstance(stop, str | bytes) or not is_iterable(stop) else list(stop)
     ids = [whole(i) for i in ([] if stop is None else listed)]
     if None in ids:
@@ -201,7 +210,7 @@ def stop_ids(op: str, stop: Any) -> frozenset[int]:
 
 
 def is_iterable(value: Any) -> bool:
-    """Whether `iter` takes it: a NumPy array () says of itself that it is iterable."""
+    """Whether `iter(value)` works. `isinstance` is wrong for a NumPy array of shape ()."""
     try:
         iter(value)
     except TypeError:
@@ -210,7 +219,7 @@ def is_iterable(value: Any) -> bool:
 
 
 def checked(prompts: Any) -> Ids:
-    """The prompts as tuples of int. TypeError, ValueError as `prefill`."""
+    """The prompts as tuples of int. ValueError without prompts or tokens, TypeError for others."""
     rows = []
     is_list = hasattr(prompts, "__len__") and is_iterable(prompts)
     if isinstance(prompts, str | bytes) or not is_list or len(prompts) == 0:
@@ -223,21 +232,21 @@ def checked(prompts: Any) -> Ids:
             raise TypeError(f"prefill: prompt {i} must be a list of ids, got {prompt!r:.60}")
         if row.size == 0:
             raise ValueError(
-                f"prefill: prompt {i} must hold at least one token, got none: a text begins with "
-                "the tokenizer's bos_id where it has one"
+                f"prefill: prompt {i} must hold at least one token, got none: begin a text with "
+                "the tokenizer's bos_id, if it has one"
             )
         rows.append(tuple(row.tolist()))
     return tuple(rows)
 
 
 def _require_known(rows: Ids, embed: Any) -> None:
-    """ValueError for ids that a model has not, found on the host: on a device ops do not look."""
+    """ValueError for ids outside the vocabulary. Checked here, since ops on a device do not."""
     ids = np.asarray([i for row in rows for i in row])
     require_ids("prefill", "ids", ids, embed.vocab_size, ids)
 
 
 def _padded(rows: Ids, place: Backend, *, left: bool = True) -> tuple[Array, Array | None]:
-    """Ids (B, T), and a mask (B, T), True for tokens; None where all are."""
+    """Padded ids (B, T), and a mask (B, T), True for tokens; None if there is no padding."""
     longest = max(map(len, rows))
     ids = np.zeros((len(rows), longest), np.int64)
     mask = np.zeros(ids.shape, np.bool_)
@@ -248,22 +257,22 @@ def _padded(rows: Ids, place: Backend, *, left: bool = True) -> tuple[Array, Arr
 
 
 def _aligned(after: PrefilledPrompt, rows: Ids, network: Any) -> PrefilledPrompt:
-    """`after` with a text for each of the rows that are to continue it."""
+    """`after` with one text for each row. ValueError if the rows cannot continue it."""
     n_texts, n_rows = len(after.ids), len(rows)
     if n_texts not in (1, n_rows):
         raise ValueError(f"prefill: {n_rows} prompts cannot continue the {n_texts} texts of after")
     if len({len(row) for row in rows}) > 1 and not _bridges(network):
         raise ValueError(
-            "prefill: after a prefix this model, which goes by distances between tokens, reads "
-            "prompts of one length at a time"
+            "prefill: after a prefix, the prompts must have the same length for this model: its "
+            "attention depends on distances between tokens"
         )
     return after if n_texts == n_rows else after.rows((0,) * n_rows)
 
 
 def _bridges(network: Any) -> bool:
-    """Whether padding inside a text leaves no trace: no layer goes by distances in the batch."""
+    """Whether padding inside a text changes nothing: no layer depends on distances in the batch."""
     if isinstance(network, EncoderDecoder):
-        return False  # its targets are not padded
+        return False  # targets have no padding mask
     near = any(
         config.window is not None or config.shaw_max_distance is not None
         for config in network.blocks
@@ -274,7 +283,7 @@ def _bridges(network: Any) -> bool:
 def _start_id(network: EncoderDecoder, start: int | None) -> int:
     start = start_of(network) if start is None else start
     if start is None:
-        raise ValueError("prefill: start_id, the token that targets begin with, must be given")
+        raise ValueError("prefill: start_id, the start token of the targets, must be given")
     size = network.target_embed.vocab_size  # type: ignore[union-attr]
     require_id("prefill", size, start_id=start)
     return start

@@ -1,4 +1,4 @@
-"""Prompts that are read by one program for each of few lengths (`xformer.compile`)."""
+"""Read prompts by compiled programs, one for each of few lengths (`xformer.compile`)."""
 
 from __future__ import annotations
 
@@ -19,36 +19,39 @@ KEPT = 8  # models whose programs are kept
 def read_by_program(
     network: Any, params: Any, tokens: Array, mask: Array | None
 ) -> tuple[Array, DecodeState] | None:
-    """As `LanguageModel.decode` of no text with tokens (B, T) and mask; None where no program does.
+    """Logits (B, 1, V) after `tokens` (B, T), and the state; None if no program can read them.
 
-    Programs are for T in a few numbers (`bucket`); shorter prompts have padding in front, which is
-    then taken away. They are recorded where the backend `records`: to record takes 1 to 11 times as
-    long as a program saves of one prompt (12 to 256 tokens, 0.3 and 11 million parameters). Logits
-    differ from single ops' by rounding. Single ops read sources of an encoder-decoder, and prompts
-    after a prefix or in chunks.
+    mask: (B, T), True = a token, False = padding; None: no padding.
+
+    The result is that of `LanguageModel.decode` from the initial state, up to rounding. A program
+    is recorded for each of few lengths (`bucket`); prompts are padded to such a length on the left,
+    and the padding is then removed from the state. Recording takes 1 to 11 times as long as a
+    program saves for one prompt (12 to 256 tokens, 0.3 and 11 million parameters). There is no
+    program for the sources of an encoder-decoder, if the RoPE frequencies would change, and for
+    backends and dtypes that `records` excludes.
     """
     if not isinstance(network, LanguageModel) or not records(params):
         return None
     size, length = tokens.shape
     columns = min(bucket(length), network.context or bucket(length))
-    steady = math.inf if network.rotary is None else network.rotary.max_unscaled_len
-    if columns > steady:
+    unscaled = math.inf if network.rotary is None else network.rotary.max_unscaled_len
+    if columns > unscaled:
         return None
     xp, n = array_namespace(tokens), columns - length
     padding = xp.zeros((size, n), dtype=tokens.dtype)
-    kept = xp.ones((size, length), dtype=xp.bool) if mask is None else mask
-    seen = xp.concat([xp.zeros((size, n), dtype=xp.bool), kept], axis=1)
-    logits, state = _forward(network)(params, xp.concat([padding, tokens], axis=1), seen)
-    state = state._replace(mask=seen).padded(length)
+    is_token = xp.ones((size, length), dtype=xp.bool) if mask is None else mask
+    padded = xp.concat([xp.zeros((size, n), dtype=xp.bool), is_token], axis=1)
+    logits, state = _forward(network)(params, xp.concat([padding, tokens], axis=1), padded)
+    state = state._replace(mask=padded).padded(length)
     return logits, state._replace(mask=mask)
 
 
 @lru_cache(KEPT)
 def _forward(network: LanguageModel) -> Forward:
-    """The model's programs."""
+    """The compiled programs of a model, one for each length."""
 
     def read(params: Any, tokens: Array, mask: Array) -> tuple[Array, DecodeState]:
         logits, state = network.decode(params, tokens, network.init_state(), mask=mask)
-        return logits, state._replace(mask=None)  # what was given is no result
+        return logits, state._replace(mask=None)  # an input must not be a result
 
     return Forward(read)

@@ -1,4 +1,4 @@
-"""What the files of a model say about generating text, read as transformers reads them."""
+"""The generation settings in a model's files, read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from xformer.generation.token_ids import n_tokens, valid_ids
 from xformer.pretrained.config import Config
 from xformer.pretrained.files import CONFIG, GENERATION
 
-# transformers' defaults. Old releases wrote all of them to config.json, where they mean nothing.
+# The defaults of transformers. Old releases wrote all of them to config.json, where equal values
+# mean nothing.
 DEFAULTS: dict[str, Any] = {
     "max_length": 20,
     "min_length": 0,
@@ -23,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "length_penalty": 1.0,
     "early_stopping": False,
 }
-# Keys that change texts and are not followed, with the values that change nothing.
+# Keys that change texts in transformers and are not followed here, with their neutral values.
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "constraints": (),
     "diversity_penalty": (0,),
@@ -49,16 +50,16 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
 
 
 class Settings(NamedTuple):
-    """Keys of generation_config.json; None, or empty, where it does not have them.
+    """Keys of generation_config.json; None or empty if the file does not have them.
 
-    The ids of tokens that begin and end texts are not here: see `token_ids`.
+    `token_ids` reads the ids of tokens that begin and end texts.
     """
 
-    where: str = GENERATION  # the file
+    where: str = GENERATION  # the name of the file
     max_new_tokens: int | None = None
-    max_length: int | None = None  # of a prompt, or the start of a target, and what follows it
+    max_length: int | None = None  # with the prompt; of an encoder-decoder, with the start token
     min_new_tokens: int | None = None
-    min_length: int | None = None  # as max_length
+    min_length: int | None = None  # counted like max_length
     stop_strings: tuple[str, ...] = ()
     forced_bos_token_id: int | None = None
     forced_eos_token_id: tuple[int, ...] = ()
@@ -79,17 +80,17 @@ class Settings(NamedTuple):
 
 
 def settings_of(model: Any) -> Settings:
-    """What generation_config.json says of a model; without that file, what its config.json says.
+    """The settings in the model's generation_config.json; without that file, in its config.json.
 
-    PretrainedError, which names file and key, for a value that cannot be used.
+    PretrainedError, which names file and key, for an invalid value.
     """
     network = getattr(model, "network", model)
     config = getattr(network, "generation_config", None)
     if config is not None:
         return _settings(Config(config, GENERATION), n_tokens(network))
     source: Mapping[str, Any] = getattr(network, "hf_config", None) or {}
-    said = {key: value for key, value in source.items() if value != DEFAULTS.get(key)}
-    return _settings(Config(said, CONFIG), n_tokens(network))
+    changed = {key: value for key, value in source.items() if value != DEFAULTS.get(key)}
+    return _settings(Config(changed, CONFIG), n_tokens(network))
 
 
 def _settings(c: Config, size: int) -> Settings:
@@ -106,7 +107,7 @@ def _settings(c: Config, size: int) -> Settings:
         min_length=c.integer("min_length", default=None),
         stop_strings=_strings(c),
         forced_bos_token_id=forced[0] if forced else None,
-        **{name: tuple(i for i in own if i < size) for name, own in ids.items()},
+        **{name: tuple(i for i in listed if i < size) for name, listed in ids.items()},
         bad_words_ids=_bad_words(c, size),
         do_sample=c.flag("do_sample", default=None),
         temperature=c.number("temperature", low=0, default=None),
@@ -128,27 +129,27 @@ def _settings(c: Config, size: int) -> Settings:
 
 def _strings(c: Config) -> tuple[str, ...]:
     if isinstance(c.data.get("stop_strings"), str):
-        found: tuple[str, ...] = (c.text("stop_strings"),)
+        strings: tuple[str, ...] = (c.text("stop_strings"),)
     else:
-        found = c.texts("stop_strings", default=())
-    if "" in found:
+        strings = c.texts("stop_strings", default=())
+    if "" in strings:
         raise c.refused("stop_strings", "strings that are not empty")
-    return found
+    return strings
 
 
 def _bad_words(c: Config, size: int) -> tuple[tuple[int, ...], ...]:
     words = c.data.get("bad_words_ids") or []
     if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
         raise c.refused("bad_words_ids", "a list of lists of ids")
-    found = tuple(valid_ids(word, "bad_words_ids", c.where) for word in words)
-    if any(i >= size for word in found for i in word):
+    ids = tuple(valid_ids(word, "bad_words_ids", c.where) for word in words)
+    if any(i >= size for word in ids for i in word):
         raise c.refused("bad_words_ids", f"lists of ids below {size}")
-    return found
+    return ids
 
 
 def _early_stopping(c: Config) -> bool | str | None:
     value = c.data.get("early_stopping")
     if value not in (None, True, False, "never"):
         raise c.refused("early_stopping", 'true, false or "never"')
-    found: bool | str | None = value
-    return found
+    checked: bool | str | None = value
+    return checked

@@ -1,4 +1,4 @@
-"""Speculative decoding: a small model guesses a few tokens, a large one reads them at once."""
+"""Speculative decoding: a small model drafts a few tokens, a large one verifies them at once."""
 
 from __future__ import annotations
 
@@ -30,32 +30,41 @@ def speculative(
     seed: int = 0,
     compiled: bool | None = None,
 ) -> Iterator[list[int]]:
-    """The ids that continue a prompt, in rounds of 1 to k + 1 of them.
+    """Yield the ids that continue a prompt, in rounds of 1 to k + 1 ids.
 
-    In a round the draft, a model of the same vocabulary, proposes k tokens, one after another. The
-    model reads them all at once. Of its probability p(x) and the draft's q(x), a proposal x is kept
-    with probability min(1, p(x) / q(x)). In the place of the first that is not comes a token drawn
-    from max(p - q, 0), after the last that is one from p: every token has the distribution that the
-    model alone would give it (arXiv:2211.17192). sampler: as in `stream`, of both; without one the
-    ids are those of greedy decoding. Where RoPE frequencies change with the length ("dynamic",
-    "longrope") a round ends before the model's frequencies change. max_new_tokens, stop, seed: as
-    in `stream`. compiled: the draft reads a token, the model k + 1 of them, by one call of the
-    library (`xformer.compile`); where that cannot be, a RuntimeWarning says why. Unless given, of
-    models that numba's kernels compute, where max_new_tokens is at least `PAYS`. ValueError as in
-    `stream`, and where the vocabularies differ.
+    In a round, the draft model proposes k tokens, one after another, and the model reads them all
+    at once. With the model's probability p(x) and the draft's q(x), a proposal x is accepted with
+    probability min(1, p(x) / q(x)). The first rejected proposal is replaced by a token sampled from
+    max(p - q, 0); if all are accepted, one more token is sampled from p. So every token has the
+    distribution of the model alone (arXiv:2211.17192). If RoPE frequencies change with the length
+    ("dynamic", "longrope"), a round ends before they change.
+
+    model, draft: causal `LanguageModel`s or `EncoderDecoder`s of the same vocabulary size.
+    prompt: token ids, at least one; for an encoder-decoder the source.
+    k: proposals of a round, at least 1.
+    max_new_tokens: the most ids that continue the prompt.
+    sampler: applied to the logits of both models (`generation.samplers`); None: greedy decoding.
+    stop: ids that end the text; the id itself is yielded.
+    seed: of the random numbers.
+    compiled: the draft decodes a token, and the model k + 1 tokens, by one compiled call
+        (`xformer.compile`). True: a RuntimeWarning says why if that is not possible. None: compiled
+        if numba's kernels run and max_new_tokens is at least `PAYS`.
+
+    ValueError if the vocabulary sizes differ, if prompt and max_new_tokens do not fit a context,
+    for a bad prompt (`prefill`), and for logits that are not finite.
     """
     (k,) = require_sizes("speculative", 1, k=k)
     max_new_tokens, seed = require_sizes("speculative", 0, max_new_tokens=max_new_tokens, seed=seed)
     stops = stop_ids("speculative", stop)
     require_filter("speculative", sampler)
     readers = []
-    for network, its in ((model, params), (draft, draft_params)):
+    for network, weights in ((model, params), (draft, draft_params)):
         network, tokens = network_of("speculative", network), None
         fitting("speculative", network, [prompt], max_new_tokens)
-        if max_new_tokens >= PAYS and records(its) if compiled is None else compiled:
+        if max_new_tokens >= PAYS and records(weights) if compiled is None else compiled:
             most = width_of(network, [prompt]) + max(max_new_tokens - 1, 0)
-            tokens = compiled_tokens("speculative", network, its, most, asked=compiled)
-        readers.append(Reader(network, its, tokens))
+            tokens = compiled_tokens("speculative", network, weights, most, asked=compiled)
+        readers.append(Reader(network, weights, tokens))
     large, small = readers
     if large.vocab_size != small.vocab_size:
         raise ValueError(
@@ -67,24 +76,24 @@ def speculative(
 
 
 class Reader:
-    """A model on one text, of which it has read the first `length` tokens.
+    """A model and its state on one text, after the first `length` tokens.
 
-    tokens: calls that read them, in columns which they hold; without, states are kept.
+    tokens: the compiled decoding, which holds the state; None: uncompiled, with states kept here.
     """
 
     def __init__(self, network: Any, params: Any, tokens: CompiledTokens | None) -> None:
         self.network, self.params, self.place = network, params, place_of(params)
         self.tokens, self.length = tokens, 0
-        self._states: list[Any] = []  # that after the last `keep`, and those after it
+        self._states: list[Any] = []  # the state after the last `keep`, and all later ones
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the size of the vocabulary."""
         embed = getattr(self.network, "target_embed", None) or self.network.embed
         return int(embed.vocab_size)
 
     def steady(self, length: int, n: int) -> int:
-        """How many tokens, at most n, may follow `length` of them at the same RoPE frequencies."""
+        """The most tokens, up to n, that may follow `length` at the same RoPE frequencies."""
         rope = getattr(self.network, "rotary", None)
         if rope is None:
             return n
@@ -92,10 +101,10 @@ class Reader:
         return max(i for i in range(n + 1) if rope.frequency_length(length + i) == now)
 
     def begin(self, prompt: Sequence[int]) -> list[int]:
-        """The ids, all but the last of which are then read."""
+        """Read all ids but the last, and return them: the prompt, or the start of a target."""
         with self.place.active():
             state, ((*ids,),) = opened(self.network, self.params, [prompt], self.place)
-            # Columns are those of a text with a token.
+            # A KV cache is preallocated from a state with at least one token.
             first = ids if self.tokens is not None and len(ids) == 1 else ids[:-1]
             if first:
                 state = self._decoded(state, first, all_logits=False)[1]
@@ -107,8 +116,10 @@ class Reader:
         return ids
 
     def read(self, ids: Sequence[int], n: int) -> Any:
-        """Logits (T, V) after each of the next ids; where compiled after the last of them, of which
-        n at a time are read."""
+        """Read `ids`; return logits (T, V) after each.
+
+        n: ids of a compiled call. If compiled, the logits are only those of the last call.
+        """
         with self.place.active():
             if self.tokens is not None:
                 logits = self.tokens.read(self.length, ids, n)
@@ -119,7 +130,7 @@ class Reader:
         return logits
 
     def keep(self, length: int) -> None:
-        """Forget all but the first `length` tokens, those read before the last `keep` at least."""
+        """Truncate the text to `length` tokens, but not before those of the last `keep`."""
         n = max(0, self.length - length)
         self.length -= n
         with self.place.active():
@@ -138,7 +149,7 @@ class Reader:
         return self.place.upcast(logits[0, ...]), state
 
     def probs(self, logits: Any, sampler: Filter, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Probabilities (T, V) of the token after each of the texts."""
+        """Probabilities (T, V) of the next token of each text, by `logits` (T, V) and `sampler`."""
         with self.place.active():
             return probabilities(self.place.to_numpy(sampler(logits, texts)))
 
@@ -158,11 +169,11 @@ def _rounds(
         ids, _ = large.begin(prompt), small.begin(prompt)
         while max_new_tokens:
             n = large.steady(len(ids), min(k, max_new_tokens - 1))
-            guesses, q = _guessed(small, ids, n, sampler, rng)
-            logits = large.read(ids[large.length :] + guesses, k + 1)
-            texts = [ids + guesses[:i] for i in range(n + 1)]
+            drafted, q = _drafted(small, ids, n, sampler, rng)
+            logits = large.read(ids[large.length :] + drafted, k + 1)
+            texts = [ids + drafted[:i] for i in range(n + 1)]
             p = large.probs(logits[-(n + 1) :, :], sampler, texts)
-            new = _kept(guesses, q, p, rng)
+            new = _accepted(drafted, q, p, rng)
             for reader in (large, small):
                 reader.keep(len(ids) + len(new) - 1)
             ended = [i + 1 for i, x in enumerate(new) if x in stops]
@@ -177,27 +188,27 @@ def _rounds(
                 tokens.close()
 
 
-def _guessed(
+def _drafted(
     small: Reader, ids: list[int], n: int, sampler: Filter, rng: np.random.Generator
 ) -> tuple[list[int], list[np.ndarray]]:
-    """n proposals, and the distribution that each was drawn from."""
-    guesses, q = list[int](), list[np.ndarray]()
+    """n proposals, and the distribution (V,) that each was sampled from."""
+    drafted, q = list[int](), list[np.ndarray]()
     for _ in range(n):
-        text = ids + guesses
+        text = ids + drafted
         logits = small.read(text[small.length :], 1)
         probs = small.probs(logits[-1:, :], sampler, [text])
-        guesses += pick(probs, [rng.random()])
+        drafted += pick(probs, [rng.random()])
         q.append(probs[0])
-    return guesses, q
+    return drafted, q
 
 
-def _kept(
-    guesses: Sequence[int], q: Sequence[np.ndarray], p: np.ndarray, rng: np.random.Generator
+def _accepted(
+    drafted: Sequence[int], q: Sequence[np.ndarray], p: np.ndarray, rng: np.random.Generator
 ) -> list[int]:
-    """The proposals up to the first that is refused, and one token more. p: (n + 1, V)."""
-    for i, x in enumerate(guesses):
+    """The proposals before the first rejected one, and one more token. p: (n + 1, V)."""
+    for i, x in enumerate(drafted):
         if rng.random() * q[i][x] >= p[i, x]:
             rest = np.maximum(p[i] - q[i], 0)
-            rest = rest if rest.any() else p[i]  # p = q but for rounding
-            return [*guesses[:i], *pick(rest[None, :], [rng.random()])]
-    return [*guesses, *pick(p[-1:, :], [rng.random()])]
+            rest = rest if rest.any() else p[i]  # p = q up to rounding
+            return [*drafted[:i], *pick(rest[None, :], [rng.random()])]
+    return [*drafted, *pick(p[-1:, :], [rng.random()])]

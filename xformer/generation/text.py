@@ -1,4 +1,4 @@
-"""Token ids to text as they come, up to a string that ends it."""
+"""Streamed text: decode token ids piece by piece, up to a stop string."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from xformer.generation.settings import settings_of
 from xformer.generation.token_ids import n_tokens, token_id, token_ids
 from xformer.models import EncoderDecoder
 
-BROKEN = (
-    "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no letter, or not yet
-)
-MOST_BYTES = 4  # of a letter in UTF-8
-HELD = 8  # ids before others on which their text may depend
+# A decoder writes this for bytes that are not a character, or not yet a whole one.
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+MOST_BYTES = 4  # most bytes of a character in UTF-8
+HELD = 8  # the text of an id may depend on this many ids before it
 
 
 class Hidden(str):
-    """The spelling of a token that is no text: stop strings may hold it, and it is not shown."""
+    """The spelling of a token that is not shown. Stop strings may contain it."""
 
 
 class Codec(Protocol):
-    """What is asked of a tokenizer; `pretrained.tokenizer` has such ones."""
+    """The methods of a tokenizer that generation needs. `pretrained.tokenizer` returns one."""
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a text."""
+        """The id of the token that begins a text; None if there is none."""
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a text."""
+        """The id of the token that ends a text; None if there is none."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """The token ids of `text`."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """The text of `ids`."""
 
 
 @renamed.arguments(max_new="max_new_tokens", slide="sliding_context")
@@ -56,14 +55,22 @@ def stream_text(
     sampler: Filter | None = None,
     **options: Any,
 ) -> Iterator[str]:
-    """Pieces of the text that continues a prompt, or of the target of a source, as they come.
+    """Yield the text that continues a prompt, piece by piece as it is generated.
 
-    stop: strings and ids that end the text and are no part of it. They are added to the ids of
-    `ends_of` and to the stop_strings of the model's generation_config.json. A string may hold
-    special tokens as the tokenizer spells them, which are not shown. No piece runs ahead into a
-    stop string, however the tokens cut it. max_new_tokens, sampler, options: as in `stream`. The
-    `constraints` of the model's generation_config.json come before the sampler. An empty prompt
-    is the token of `prompt_ids`. ValueError where there is none, and as `stream`.
+    prompt: the text; for an encoder-decoder the source. An empty prompt becomes the token that
+        begins texts (`prompt_ids`).
+    tokenizer: a `Codec`, such as `pretrained.tokenizer` returns.
+    max_new_tokens: the most token ids that continue the prompt.
+    stop: strings and ids that end the text and are not part of it, in addition to the ids of
+        `ends_of` and the stop_strings of the model's generation_config.json. A string may contain
+        special tokens as the tokenizer spells them; they are not shown. A piece never contains the
+        beginning of a stop string.
+    sampler: applied after the `constraints` of the model's generation_config.json; None: greedy
+        decoding.
+    options: of `stream`.
+
+    ValueError if an empty prompt has no such token, and if `stream` raises it. TypeError for a bad
+    stop.
     """
     network = network_of("stream_text", model)
     if isinstance(stop, str | bytes) or not (stop is None or is_iterable(stop)):
@@ -72,9 +79,9 @@ def stream_text(
     ids = prompt_ids(tokenizer, network, prompt)
     settings, ends = settings_of(network), ends_of(tokenizer, network)
     before = () if isinstance(network, EncoderDecoder) else ids
-    own = constraints(settings, ends, len(before) or 1, max_new_tokens)
+    constraint = constraints(settings, ends, len(before) or 1, max_new_tokens)
     ends |= stop_ids("stream_text", [i for i in stop if not isinstance(i, str)])
-    options |= {"sampler": constrained(own, sampler), "stop": ends}
+    options |= {"sampler": constrained(constraint, sampler), "stop": ends}
     steps = stream(model, params, [ids], max_new_tokens=max_new_tokens, **options)
     new = (i for (i,) in steps if i is not None)
     strings = [*settings.stop_strings, *(s for s in stop if isinstance(s, str))]
@@ -82,18 +89,18 @@ def stream_text(
 
 
 def ends_of(tokenizer: Codec, model: Any) -> frozenset[int]:
-    """The ids after which a text is over: the model's eos_token_id, or else the tokenizer's eos_id.
+    """The ids that end a text: the model's eos_token_id, else the tokenizer's eos_id.
 
-    An eos_id that the tokenizer only guesses (`Tokenizer.guessed`) ends no text, nor does an id
-    outside the model's vocabulary. PretrainedError as `token_ids`.
+    Left out are an eos_id that the tokenizer only guesses (`Tokenizer.guessed`), and ids outside
+    the model's vocabulary. PretrainedError if the model's files have an invalid eos_token_id.
     """
     return frozenset(_ends(tokenizer, model))
 
 
 def end_of(tokenizer: Codec, model: Any) -> int | None:
-    """The id that a text to learn from ends with, so that generated texts end: one of `ends_of`.
+    """The id that ends a training text, so that the model learns to end texts; None if none.
 
-    The tokenizer's eos_id where it is one of them, or else the model's first. None without any.
+    It is one of `ends_of`: the tokenizer's eos_id if that is among them, else the model's first.
     """
     ends = _ends(tokenizer, model)
     return tokenizer.eos_id if tokenizer.eos_id in ends else next(iter(ends), None)
@@ -109,10 +116,10 @@ def _ends(tokenizer: Codec, model: Any) -> tuple[int, ...]:
 
 
 def prompt_ids(tokenizer: Codec, model: Any, prompt: str, what: str = "prompt") -> list[int]:
-    """The ids of a prompt, at least one: an empty prompt is the token that begins texts.
+    """The token ids of a prompt, at least one.
 
-    That is the model's bos_token_id, or else the tokenizer's bos_id. what: the prompt's name in
-    the ValueError that is raised where there is neither.
+    An empty prompt becomes the model's bos_token_id, else the tokenizer's bos_id. ValueError if
+    there is neither; TypeError if the prompt is not a string. what: the prompt's name in errors.
     """
     if not isinstance(prompt, str):
         raise TypeError(f"the {what} must be a string, got {type(prompt).__name__}")
@@ -123,13 +130,13 @@ def prompt_ids(tokenizer: Codec, model: Any, prompt: str, what: str = "prompt") 
     bos = tokenizer.bos_id if bos is None else bos
     if bos is None:
         raise ValueError(
-            f"the {what} must hold at least one token: the tokenizer has none that begins a text"
+            f"the {what} must hold at least one token: the tokenizer has no token to begin a text"
         )
     return [bos]
 
 
 def hidden_ids(tokenizer: Codec, ends: Collection[int]) -> frozenset[int]:
-    """The ids that are not shown: of the tokenizer's special tokens, and those that end a text."""
+    """The ids that are not shown: the tokenizer's special tokens and `ends`."""
     special: frozenset[int] = getattr(tokenizer, "special_ids", frozenset())
     return special.union(ends)
 
@@ -141,24 +148,25 @@ def decoded(
     *,
     hidden: Collection[int] = (),
 ) -> Iterator[str]:
-    """The text of ids that come after `before`, in pieces of whole letters.
+    """Yield the text of `ids`, which follow `before`, in pieces of whole characters.
 
-    hidden: ids such as `hidden_ids`. The spelling of each comes as a piece, `Hidden`, for `until`.
+    hidden: ids that are not shown (`hidden_ids`). The spelling of each is yielded as a `Hidden`
+    piece, which `until` needs.
 
-    The text of a token depends on those around it: a letter may take several, and some decoders
-    drop a space at the beginning. Decoded are therefore the last piece's ids and those after them,
-    and what that adds to the text of the last piece is the next. Tokens without text, and bytes
-    that are no letter, do not make that longer: time is linear in the ids.
+    The text of a token depends on its neighbours: a character may take several tokens, and some
+    decoders drop a space at the beginning. So each step decodes the ids of the last piece and all
+    later ones; the text after that of the last piece is the next piece. Tokens without text and
+    bytes that are no character do not lengthen this window, so the time is linear in the ids.
     """
     silent = getattr(tokenizer, "special_ids", frozenset[int]())
     window = _context(tokenizer, [i for i in before if i not in silent])
     text = tokenizer.decode(window)
-    given, n_new = len(text), 0  # letters of the window's text, ids since a piece was complete
+    n_shown, n_new = len(text), 0  # characters of `text` that were yielded; ids since a whole piece
     for i in ids:
         if i in hidden:
-            if len(text) > given:  # bytes that this token keeps from becoming a letter
-                yield text[given:]
-                window, text, given, n_new = [], "", 0, 0
+            if len(text) > n_shown:  # bytes that cannot become a character after this token
+                yield text[n_shown:]
+                window, text, n_shown, n_new = [], "", 0, 0
             yield Hidden(_spelling(tokenizer, i))
         if i in hidden or i in silent:
             continue
@@ -168,38 +176,38 @@ def decoded(
         window.append(i)
         n_new += 1
         n_open = _open(text, n_new)
-        if len(text) - n_open > given:
-            yield text[given : len(text) - n_open]
-            given = len(text) - n_open
+        if len(text) - n_open > n_shown:
+            yield text[n_shown : len(text) - n_open]
+            n_shown = len(text) - n_open
             if not n_open:
                 window, n_new = window[-n_new:], 0
                 text = tokenizer.decode(window)
-                given = len(text)
+                n_shown = len(text)
         if len(window) > 3 * HELD:
             window = _context(tokenizer, window)
             text = tokenizer.decode(window)
-            given = max(len(text) - n_open, 0)
-    if len(text) > given:
-        yield text[given:]
+            n_shown = max(len(text) - n_open, 0)
+    if len(text) > n_shown:
+        yield text[n_shown:]
 
 
 def _spelling(tokenizer: Codec, i: int) -> str:
-    """How a token is written: its text, or the name of a special token."""
+    """The text of token `i`, or the name of a special token."""
     name = getattr(tokenizer, "token", lambda _: None)(i)
     return tokenizer.decode([i]) or name or ""
 
 
 def _open(text: str, n_new: int) -> int:
-    """How many letters at the end of text may still become others, with the ids to come.
+    """The number of characters at the end of `text` that later ids may still change.
 
-    A letter has at most 4 bytes, so that at most 3 wait for the last one; older ones wait in vain.
+    A character has at most 4 bytes, so at most 3 bytes are incomplete; older ones stay broken.
     """
     n = len(text) - len(text.rstrip(BROKEN))
     return n if n_new < MOST_BYTES else min(n, MOST_BYTES - 1)
 
 
 def _context(tokenizer: Codec, ids: Sequence[int]) -> list[int]:
-    """The last ids, enough of them to decode those that follow; they begin with a letter."""
+    """The last ids, enough to decode the ids that follow. They begin with a whole character."""
     for n in range(HELD, HELD + MOST_BYTES):
         part = list(ids[-n:])
         if not tokenizer.decode(part).startswith(BROKEN):
@@ -208,11 +216,11 @@ def _context(tokenizer: Codec, ids: Sequence[int]) -> list[int]:
 
 
 def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
-    """The text of pieces before the first stop string in it, however they cut it.
+    """Yield the text of `pieces` up to the first stop string, which may span several pieces.
 
-    First is the string that is complete first, or the longest if several are. What may be the
-    beginning of one is held back until more is known. Stop strings are sought in pieces that are
-    `Hidden` too, which are not given. ValueError for an empty stop string.
+    The first stop string is the one that is complete first; of several, the longest. Text that may
+    be the beginning of a stop string is held back. `Hidden` pieces are searched but not yielded.
+    ValueError for an empty stop string, TypeError if stop holds something else than strings.
     """
     if isinstance(stop, str) or not all(isinstance(s, str) for s in stop):
         raise TypeError(f"until: stop must hold strings, got {stop!r:.60}")
@@ -222,7 +230,7 @@ def until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
 
 
 def _until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
-    held, is_shown = "", list[bool]()  # of each letter
+    held, is_shown = "", list[bool]()  # the text held back, and which characters are shown
     for piece in pieces:
         held += piece
         is_shown += [not isinstance(piece, Hidden)] * len(piece)
@@ -238,6 +246,6 @@ def _until(pieces: Iterable[str], stop: Collection[str]) -> Iterator[str]:
 
 
 def _begun(text: str, stop: Collection[str]) -> int:
-    """How many letters at the end of text begin a stop string, the most of all."""
+    """The length of the longest end of `text` with which a stop string begins."""
     lengths = range(min(len(text), max(map(len, stop), default=0)), 0, -1)
     return next((n for n in lengths if any(s.startswith(text[-n:]) for s in stop)), 0)

@@ -1,4 +1,4 @@
-"""The ids that begin and end texts, as the files of a model name them."""
+"""The ids that begin and end texts, from a model's files."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from xformer.pretrained.reading import PretrainedError
 
 
 def token_ids(model: Any, name: str) -> tuple[int, ...]:
-    """The ids under a key of the model's files, such as eos_token_id: one or a list.
+    """The ids of a key of the model's files, such as eos_token_id; empty if there is no such key.
 
-    generation_config.json comes before config.json. Empty where neither has the key.
-    PretrainedError as `valid_ids`.
+    generation_config.json overrides config.json. PretrainedError, which names file and key, for an
+    invalid value.
     """
     where, value = _said(model, name)
     return valid_ids(value, name, where)
 
 
 def token_id(model: Any, name: str) -> int | None:
-    """The one id under a key; None where there is no such key.
+    """The only id of a key of the model's files; None if there is no such key.
 
-    PretrainedError as `token_ids`, for several ids, and for one that the model has not.
+    PretrainedError for an invalid value, several ids, and an id outside the vocabulary.
     """
     ids = token_ids(model, name)
     size = n_tokens(model)
@@ -33,40 +33,40 @@ def token_id(model: Any, name: str) -> int | None:
 
 
 def start_of(model: Any) -> int | None:
-    """The id that targets of an encoder-decoder begin with; None where its files name none.
+    """The start token of an encoder-decoder's targets; None if its files have none.
 
-    In this order: decoder_start_token_id, bos_token_id, as in transformers; pad_token_id, with
-    which T5's targets begin. PretrainedError as `token_id`.
+    The keys, in this order: decoder_start_token_id and bos_token_id, as in transformers;
+    pad_token_id, with which T5's targets begin. PretrainedError for an invalid value.
     """
     names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
     return next((i for name in names if (i := token_id(model, name)) is not None), None)
 
 
 def valid_ids(value: Any, name: str, where: str) -> tuple[int, ...]:
-    """The ids of a key's value: one or a list, or none for null.
+    """The ids of a key's value, which is one id, a list of ids, or None.
 
     PretrainedError, which names file and key, unless each is an integer of at least 0. A float
-    without a fraction is taken for one.
+    without a fraction counts as an integer.
     """
     if value is None:
         return ()
-    found = [_id(v) for v in (value if isinstance(value, list) else [value])]
-    if None in found:
+    ids = [_id(v) for v in (value if isinstance(value, list) else [value])]
+    if None in ids:
         raise PretrainedError(
             f"{where}: {name} must be an id of at least 0 or a list of them, got {value!r:.100}"
         )
-    return tuple(i for i in found if i is not None)
+    return tuple(i for i in ids if i is not None)
 
 
 def n_tokens(model: Any) -> int:
-    """The size of the vocabulary that a model writes in."""
+    """The size of the vocabulary that a model generates; of an encoder-decoder, of its targets."""
     network: Any = getattr(model, "network", model)
     embed: Any = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
     return int(embed.vocab_size)
 
 
 def _said(model: Any, name: str) -> tuple[str, Any]:
-    """The value of a key, and the file that has it."""
+    """The name of the file that has a key, and its value; None if no file has it."""
     for where, field in ((GENERATION, "generation_config"), (CONFIG, "hf_config")):
         value = (getattr(model, field, None) or {}).get(name)
         if value is not None:
@@ -75,7 +75,7 @@ def _said(model: Any, name: str) -> tuple[str, Any]:
 
 
 def _id(value: Any) -> int | None:
-    """An id of at least 0; None for anything else."""
+    """`value` as an integer of at least 0; None for anything else."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,4 +1,4 @@
-"""Vocabularies that need nothing but this page: the bytes of a text, or its characters."""
+"""Vocabularies that need no files: the bytes of a text, or its characters."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import numpy as np
 from xformer.files import replacing
 
 VOCABULARY, FORMAT = "vocabulary.json", "xformer-vocabulary-1"
-SHOWN = 10  # unknown characters that a message names
+SHOWN = 10  # most unknown characters in an error message
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """UTF-8 bytes as ids: every text has them, and no two models of bytes differ in them."""
+    """UTF-8 bytes as token ids. Every text can be encoded, and every model has the same ids."""
 
-    size = 256  # ids lie below it
+    size = 256  # of the vocabulary
     bos_id = eos_id = None  # no byte begins or ends a text
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """The bytes of `text`."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of bytes, U+FFFD in the place of those that are none."""
+        """The text of the bytes `ids`, with U+FFFD for bytes that are not UTF-8."""
         return bytes(ids).decode(errors="replace")
 
     def array(self, text: str) -> np.ndarray:
-        """The ids of a text, (N,) uint8."""
+        """The bytes of `text`, (N,) uint8."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -43,9 +43,9 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Characters:
-    """The characters of a text as ids, in the order of their numbers in Unicode.
+    """Characters as token ids, in the order of their Unicode code points.
 
-    ValueError unless `characters` are in that order, each once, and at least one.
+    ValueError unless `characters` has at least one character, each once, in this order.
     """
 
     characters: str
@@ -59,34 +59,34 @@ class Characters:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Characters:
-        """Those that are in texts. ValueError where these are empty."""
-        found: set[str] = set()
+        """The characters of `texts`. ValueError if there are none."""
+        characters: set[str] = set()
         for text in texts:
-            found |= set(text)
-        if not found:
+            characters |= set(text)
+        if not characters:
             raise ValueError("Characters: there is no text, and so no character")
-        return cls("".join(sorted(found)))
+        return cls("".join(sorted(characters)))
 
     @property
     def size(self) -> int:
-        """Ids lie below it."""
+        """The size of the vocabulary."""
         return len(self.characters)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; ValueError, which names them, for characters that are not known."""
+        """The ids of `text`. ValueError, which names them, for unknown characters."""
         ids: list[int] = self.array(text).tolist()
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids. ValueError for ids that are none."""
+        """The text of `ids`. ValueError for ids outside the vocabulary."""
         if any(not 0 <= i < self.size for i in ids):
             raise ValueError(
-                f"decode: ids must lie in [0, {self.size}), got {min(ids)} to {max(ids)}"
+                f"decode: ids must be in [0, {self.size}), got {min(ids)} to {max(ids)}"
             )
         return "".join(self.characters[i] for i in ids)
 
     def array(self, text: str) -> np.ndarray:
-        """As `encode`, (N,) int64."""
+        """The ids of `text`, (N,) int64. ValueError, which names them, for unknown characters."""
         points = _points(text)
         ids = np.searchsorted(self._known, points)
         wrong = self._known[np.minimum(ids, self.size - 1)] != points
@@ -94,7 +94,7 @@ class Characters:
             unknown = sorted(set(map(chr, points[wrong].tolist())))
             more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
             raise ValueError(
-                f"encode: the vocabulary's {self.size} characters are without "
+                f"encode: the vocabulary of {self.size} characters does not have "
                 f"{', '.join(map(repr, unknown[:SHOWN]))}{more}"
             )
         return ids
@@ -109,7 +109,7 @@ class Characters:
 
 
 def _points(text: str) -> np.ndarray:
-    """The numbers in Unicode of a text's characters."""
+    """The Unicode code points of the characters of `text`, (N,) int64."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64)
 
 
