@@ -93,7 +93,7 @@ def test_positions_that_would_be_ignored_are_refused(positions: str) -> None:
     model = LanguageModel(BARE, (BLOCK,), alibi=positions == "alibi")
     params = model.init()
     model.forward(params, TOKENS, mask=TOKENS > 1)
-    with pytest.raises(ValueError, match=r"^LanguageModel: positions go with an embed"):
+    with pytest.raises(ValueError, match=r"^LanguageModel: positions need positions in the embed"):
         model.forward(params, TOKENS, positions=np.arange(4))
 
 

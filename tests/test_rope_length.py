@@ -182,7 +182,7 @@ def test_fixed_columns_up_to_the_change(name: str) -> None:
         got, fixed = model.decode(params, tokens[:, end - 1 : end], fixed)
         want, _ = model.forward(params, tokens[:, :end])
         np.testing.assert_allclose(got, want[:, -1], **EXACT)
-    with pytest.raises(ValueError, match=r"^decode: at most 8 slots go with RoPE freq"):
+    with pytest.raises(ValueError, match=r"^decode: a static state must have at most 8 slots"):
         model.decode(params, tokens[:, 6:7], state.preallocate(TRAINED + 1))
     _, state = model.decode(params, tokens[:, 6:], state)
     with pytest.raises(ValueError, match=r"^preallocate: 12 tokens are more than RoPE frequencies"):

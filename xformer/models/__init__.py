@@ -1,4 +1,4 @@
-"""Whole networks: a frozen configuration with `init`, `forward` and `loss`."""
+"""Whole networks. A model is a frozen configuration with `init`, `forward` and `loss`."""
 
 from typing import TYPE_CHECKING
 

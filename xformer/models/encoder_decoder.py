@@ -1,4 +1,4 @@
-"""An encoder and a decoder that attends to it: the model of arXiv:1706.03762, or T5."""
+"""An encoder-decoder: the model of arXiv:1706.03762, or T5."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, tabl
 @renamed.arguments(checkpoint="activation_checkpointing", source="hf_config")
 @dataclass(frozen=True)
 class EncoderDecoder:
-    """Two sequences to logits, or to hidden states where head is None.
+    """The configuration of a model from two sequences to logits, or hidden states without a head.
 
-    A sequence is (B, T) token ids, or (B, T, D) vectors where its embedding is None. shared_embed:
-    the target's tokens have the source's embedding. shared_memory: one key/value projection of the
-    encoder's output for all layers of the decoder. ValueError where parts do not fit.
+    A sequence is (B, T) token ids; vectors (B, T, D) if its embedding is None.
+
+    shared_embed: source and target have the same embedding
+    shared_memory: one key/value projection of the encoder's output for all layers of the decoder
+
+    ValueError for parts that do not fit together.
     """
 
     encoder: tuple[BlockConfig, ...]  # one for each layer
@@ -55,17 +58,15 @@ class EncoderDecoder:
     shared_embed: bool = False
     encoder_relative: RelativeConfig | None = None
     decoder_relative: RelativeConfig | None = None
-    encoder_norm: bool | None = None  # a final norm; unless the blocks are post-LN, if not given
+    encoder_norm: bool | None = None  # a final norm; None: True unless the blocks are post-LN
     decoder_norm: bool | None = None
     shared_memory: bool = False
     head: LMHead | None = None
     out_dropout: float = 0.0  # of the encoder's and of the decoder's output
-    activation_checkpointing: bool = (
-        False  # each block runs again in its backward, and keeps its input alone
-    )
-    # its config.json, if any
+    # Each block saves only its input, and runs again in backward.
+    activation_checkpointing: bool = False
+    # config.json and generation_config.json of a pretrained model
     hf_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
-    # its generation_config.json, if any
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +105,7 @@ class EncoderDecoder:
 
     @property
     def id_sizes(self) -> tuple[int | None, ...]:
-        """Of src, tgt and targets of `loss` how many ids there are; None where it takes no ids."""
+        """The number of ids of src, tgt and targets in `loss`; None if it takes no ids there."""
         src, tgt = (
             None if e is None else e.vocab_size for e in (self.src_embed, self.target_embed)
         )
@@ -113,11 +114,11 @@ class EncoderDecoder:
     def init(
         self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
     ) -> EncoderDecoderParams:
-        """Initial parameters: Xavier uniform, embeddings normal of variance 1 / width."""
+        """Initial parameters: Xavier uniform; embeddings normal with variance 1 / width."""
         return self.init_from(backends.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> EncoderDecoderParams:
-        """Initial parameters, drawn from `rng`."""
+        """Initial parameters, with random numbers from `rng`."""
 
         def embedding(config: EmbedConfig | None) -> EmbedParams | None:
             if config is None:
@@ -150,7 +151,12 @@ class EncoderDecoder:
         src_mask: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[tuple[Array, Array | None], EncodeCache]:
-        """The encoder's output for a source: src (B, S) -> memory (B, S, D), and its positions."""
+        """The encoder's output (B, S, D), and the positions that the decoder's heads need, or None.
+
+        src: (B, S) ids, or vectors (B, S, D)
+        src_mask: (B, S), True = a token, False = padding; None: no padding
+        dropout_key: None: no dropout
+        """
         n_layers = len(self.encoder)
         require_stack("encoder", params.encoder, self.encoder, self.encoder_norm, n_layers)
         keys = dropout_streams(dropout_key, n_layers)
@@ -179,14 +185,20 @@ class EncoderDecoder:
         tgt_mask: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, DecodeCache]:
-        """Logits of the token after each of tgt (B, T), given the encoded source: (B, T, V)."""
+        """Logits (B, T, V) of the token after each of `tgt`; hidden states without a head.
+
+        memory, memory_pos: as `encode` returned them
+        tgt: (B, T) ids, or vectors (B, T, D)
+        src_mask, tgt_mask: (B, S), (B, T), True = a token, False = padding; None: no padding
+        dropout_key: None: no dropout
+        """
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
         return self._decode_target(
             self._logits, params, memory, memory_pos, tgt, dropout_key=dropout_key, **masks
         )
 
     def _logits(self, x: Array, params: Any, table: Any) -> tuple[Array, Any]:
-        """What stands on the decoder: hidden states are their own where there is no head."""
+        """The head's logits; the hidden states unchanged if there is no head."""
         if self.head is None:
             require_present("EncoderDecoder", "params.head", params, False)
             return x, None
@@ -204,12 +216,12 @@ class EncoderDecoder:
         tgt_mask: Array | None,
         dropout_key: ops.RandomKey | None,
     ) -> tuple[Array, DecodeCache]:
-        """As `decode_target`, with `top` in place of the head."""
+        """`decode_target` with `top` instead of the head."""
         n_layers = len(self.decoder)
         require_stack("decoder", params.decoder, self.decoder, self.decoder_norm, n_layers)
         keys = dropout_streams(dropout_key, n_layers)
-        own: Any = params.src_embed if self.shared_embed else params.tgt_embed
-        (x, pos), embed_cache = _embedded("tgt", own, self.target_embed, tgt, keys[0])
+        embedding: Any = params.src_embed if self.shared_embed else params.tgt_embed
+        (x, pos), embed_cache = _embedded("tgt", embedding, self.target_embed, tgt, keys[0])
         x, stack_cache = stack(
             x,
             params.decoder,
@@ -226,7 +238,7 @@ class EncoderDecoder:
             dropout_key=keys[1],
             activation_checkpointing=self.activation_checkpointing,
         )
-        y, head_cache = top(x, params.head, None if own is None else own.table)
+        y, head_cache = top(x, params.head, None if embedding is None else embedding.table)
         return y, saved(DecodeCache(embed_cache, stack_cache, head_cache))
 
     def forward(
@@ -239,11 +251,13 @@ class EncoderDecoder:
         tgt_mask: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, EncoderDecoderCache]:
-        """Logits (B, T, V) of the token after each of tgt, or hidden states (B, T, D).
+        """Logits (B, T, V) of the token after each of `tgt`; hidden states without a head.
 
-        src: (B, S) ids of the source vocabulary   tgt: (B, T) ids of the target's. src_mask,
-        tgt_mask: (B, S), (B, T), True = a token, not padding. dropout_key None: no dropout.
-        ValueError, TypeError where they are not such.
+        src: (B, S) ids in the source vocabulary, or vectors (B, S, D)
+        tgt: (B, T) ids in the target vocabulary, or vectors (B, T, D)
+        src_mask, tgt_mask: (B, S), (B, T), True = a token, False = padding; None: no padding
+        dropout_key: None: no dropout
+        ValueError or TypeError for other arguments.
         """
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
         return self._forward(self._logits, params, src, tgt, dropout_key=dropout_key, **masks)
@@ -259,7 +273,7 @@ class EncoderDecoder:
         tgt_mask: Array | None,
         dropout_key: ops.RandomKey | None,
     ) -> tuple[Array, EncoderDecoderCache]:
-        """As `forward`, with `top` on the decoder as in `_decode_target`."""
+        """`forward` with `top` instead of the head."""
         require_array("EncoderDecoder", "src", src)
         require_array("EncoderDecoder", "tgt", tgt)
         if src.shape[:1] != tgt.shape[:1]:
@@ -270,7 +284,7 @@ class EncoderDecoder:
         (memory, memory_pos), encode_cache = self.encode(
             params, src, src_mask=src_mask, dropout_key=dropout_key
         )
-        # Past the encoder's blocks, its embedding and its output.
+        # The encoder's blocks, embedding and output use the streams before these.
         decode_key = dropout_key and dropout_key.at(SITES * len(self.encoder) + 2)
         y, decode_cache = self._decode_target(
             top,
@@ -288,19 +302,29 @@ class EncoderDecoder:
     def init_state(
         self, params: EncoderDecoderParams, src: Array, *, src_mask: Array | None = None
     ) -> EncoderDecoderState:
-        """No target yet, for `decode`: the encoded source as keys and values of all layers."""
+        """The state of a source and an empty target, for `decode`.
+
+        It has the keys and values of the encoded source for each layer of the decoder.
+        src: (B, S) ids, or vectors (B, S, D)
+        src_mask: (B, S), True = a token, False = padding; None: no padding
+        """
         (memory, memory_pos), _ = self.encode(params, src, src_mask=src_mask)
         sources = memory_of(params.decoder, memory, memory_pos, configs=self.decoder)
         return EncoderDecoderState((KVCache(),) * len(self.decoder), sources, src_mask)
 
     @property
     def context(self) -> int | None:
-        """The tokens of a target that fit; None where nothing but memory sets a limit."""
+        """The most tokens of a target; None if only memory limits it."""
         config = self.target_embed
         return None if config is None or config.max_len is None else config.max_len - config.offset
 
     def truncate(self, state: EncoderDecoderState, n: int) -> EncoderDecoderState:
-        """`state` without the last `n` tokens of its target, as `LanguageModel.truncate`."""
+        """`state` without the last `n` tokens of its target.
+
+        ValueError if there are fewer tokens, or if a layer's window has dropped keys that attention
+        needs again. If the state is static, the n tokens must have been decoded after
+        `preallocate`, which is not checked.
+        """
         if state.target.is_static:
             return state._replace(length=state.target.truncated_length(n))
         windows = [config.window for config in self.decoder]
@@ -316,12 +340,17 @@ class EncoderDecoder:
         *,
         all_logits: bool = False,
     ) -> tuple[Array, EncoderDecoderState]:
-        """Logits after the last token, (B, V), and the state with `tokens` (B, T) in it.
+        """Logits (B, V) after the last of `tokens`, and the state that includes them.
 
-        Continues the target of `state`, which itself stays what it was. every: logits after each
-        token, (B, T, V). There is no backward. ValueError where the tokens do not fit max_len.
-        Where the target's columns are fixed (`EncoderDecoderState.preallocate`) its arrays may be
-        written over, and whether columns are left is the caller's to know.
+        There is no backward.
+
+        tokens: (B, T) integers in [0, V), the next tokens of each target
+        state: of the source and the target before; it stays unchanged, but if it is static
+            (`EncoderDecoderState.preallocate`), its arrays may be overwritten, and it must have T
+            free slots, which is not checked
+        all_logits: return the logits after each token, (B, T, V)
+
+        ValueError if the model has no embedding or head, or if the tokens do not fit max_len.
         """
         if self.head is None or self.target_embed is None:
             raise ValueError("decode: the model must have an embedding and a head")
@@ -330,10 +359,10 @@ class EncoderDecoder:
         target = state.target
         if target.is_static and self.context is not None and target.capacity > self.context:
             raise ValueError(
-                f"decode: at most {self.context} tokens fit max_len, got {target.capacity} columns"
+                f"decode: at most {self.context} tokens fit max_len, got {target.capacity} slots"
             )
-        own: Any = params.src_embed if self.shared_embed else params.tgt_embed
-        (x, pos), _ = embed(own, ids=tokens, config=self.target_embed, start=state.length)
+        embedding: Any = params.src_embed if self.shared_embed else params.tgt_embed
+        (x, pos), _ = embed(embedding, ids=tokens, config=self.target_embed, start=state.length)
         x, kv_cache = advance(
             x,
             params.decoder,
@@ -347,7 +376,9 @@ class EncoderDecoder:
             mask=target.key_mask(tokens.shape[1])[:, None, :, :] if target.is_static else None,
             memory_mask=_keys("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
         )
-        logits, _ = self.head.forward(x if all_logits else x[:, -1:, :], params.head, own.table)
+        logits, _ = self.head.forward(
+            x if all_logits else x[:, -1:, :], params.head, embedding.table
+        )
         target = target.appended(kv_cache, None, tokens)
         state = state._replace(kv_cache=target.kv_cache, length=target.length)
         return logits if all_logits else logits[:, 0, :], state
@@ -364,9 +395,11 @@ class EncoderDecoder:
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, LossCache[EncoderDecoderParams]]:
-        """Mean cross-entropy in nats of targets (B, T), the token after each of tgt.
+        """The mean cross-entropy in nats of `targets`, the token after each of `tgt`.
 
-        options: those of `ops.cross_entropy`; the rest as in `forward`.
+        targets: (B, T) ids in the target vocabulary
+        options: of `ops.cross_entropy`
+        The other arguments and the errors are those of `forward`. ValueError without a head.
         """
         if self.head is None:
             raise ValueError("EncoderDecoder: a loss needs a head, got none")
@@ -381,7 +414,7 @@ class EncoderDecoderParams(NamedTuple):
     """Parameters of an EncoderDecoder."""
 
     src_embed: EmbedParams | None
-    tgt_embed: EmbedParams | None  # None too where it is the source's
+    tgt_embed: EmbedParams | None  # None also if it is shared with the source
     encoder: StackParams
     decoder: StackParams
     head: Any  # (D, V); None: tied to the target's embedding
@@ -389,23 +422,21 @@ class EncoderDecoderParams(NamedTuple):
 
 @short
 class EncoderDecoderState(NamedTuple):
-    """A source and its target so far, as `decode` needs them."""
+    """The source and the target so far, as `EncoderDecoder.decode` needs them."""
 
-    kv_cache: Sequence[KVCache]  # of each layer
-    memory: tuple[KeyValue, ...]  # of each layer
-    src_mask: Array | None  # (B, S)
-    length: Any = (
-        0  # T, of the target; an integer array () where columns are fixed, as of `DecodeState`
-    )
+    kv_cache: Sequence[KVCache]  # of each layer, of the target
+    memory: tuple[KeyValue, ...]  # of each layer, keys and values of the encoded source
+    src_mask: Array | None  # (B, S), True = a token, False = padding; None: no padding
+    length: Any = 0  # T, of the target; if the state is static, an integer array ()
 
     @property
     def target(self) -> DecodeState:
-        """The target alone."""
+        """The state of the target without the source."""
         return DecodeState(self.kv_cache, length=self.length)
 
     @property
     def capacity(self) -> int:
-        """How many the target has."""
+        """The number of slots of the target's KV cache."""
         return self.target.capacity
 
     def preallocate(self, n: int) -> EncoderDecoderState:
@@ -414,20 +445,20 @@ class EncoderDecoderState(NamedTuple):
         return self._replace(kv_cache=kv_cache, length=length)
 
     def wider(self, n: int) -> EncoderDecoderState:
-        """The same, the source padded on the right to `n` columns, which the mask hides."""
+        """A copy with the source padded on the right to `n` slots. The mask hides the padding."""
         first = self.memory[0].k
         xp, (size, _, length, _) = array_namespace(first), first.shape
-        own = {id(kv): kv for kv in self.memory}  # one where layers share it
-        wide = {i: KeyValue(*KVCache(*kv).preallocate(n, length)[:2]) for i, kv in own.items()}
-        near = xp.arange(n, device=device(first)) < length
-        mask = xp.broadcast_to(near[None, :], (size, n))
+        distinct = {id(kv): kv for kv in self.memory}  # layers may share keys and values
+        wide = {i: KeyValue(*KVCache(*kv).preallocate(n, length)[:2]) for i, kv in distinct.items()}
+        is_token = xp.arange(n, device=device(first)) < length
+        mask = xp.broadcast_to(is_token[None, :], (size, n))
         if self.src_mask is not None:
             rest = xp.zeros((size, n - length), dtype=xp.bool, device=device(first))
             mask = xp.concat([self.src_mask, rest], axis=1)
         return self._replace(memory=tuple(wide[id(kv)] for kv in self.memory), src_mask=mask)
 
     def rows(self, ids: Array) -> EncoderDecoderState:
-        """These pairs of the batch, in this order: ids (B',)."""
+        """The pairs `ids` (B',) of the batch, in this order."""
 
         def taken(a: Array) -> Array:
             return array_namespace(a).take(a, ids, axis=0)
@@ -440,13 +471,13 @@ class EncoderDecoderState(NamedTuple):
 
 @short
 class EncodeCache(NamedTuple):
-    """What `EncoderDecoder.encode` keeps for its backward."""
+    """Saved by `EncoderDecoder.encode` for backward."""
 
     embed: Any
     stack: Any
 
     def backward(self, dmemory: Array, dpos: Array | None) -> tuple[Any, ...]:
-        """Gradients of the source's embedding, of the encoder, and of a source of vectors."""
+        """Gradients of the source's embedding, the encoder, and src; None for src of token ids."""
         dx, dencoder, _, _, dself_pos, _ = self.stack.backward(dmemory)
         if dself_pos is not None and dpos is not None:
             dself_pos = dself_pos + dpos
@@ -463,7 +494,7 @@ class DecodeCache(NamedTuple):
     head: Any
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
-        """Gradients of the target's embedding, decoder, head, memory, its positions, and tgt."""
+        """Gradients of the target's embedding, decoder, head, memory, memory_pos and tgt."""
         dhead = dtable = None
         if self.head is not None:
             dy, dhead, dtable = self.head.backward(dy)
@@ -477,7 +508,7 @@ class DecodeCache(NamedTuple):
 
 @short
 class EncoderDecoderCache(NamedTuple):
-    """What `EncoderDecoder.forward` keeps for its backward, or its loss, of which dy is dloss."""
+    """Saved by `EncoderDecoder.forward` and `loss` for backward. For a loss, dy is dloss."""
 
     encode: EncodeCache
     decode: DecodeCache
@@ -488,7 +519,7 @@ class EncoderDecoderCache(NamedTuple):
         return self.backward_all(dy)[0]
 
     def backward_all(self, dy: Array) -> tuple[EncoderDecoderParams, Array | None, Array | None]:
-        """Gradients of params, src and tgt; the last two None where they are token ids."""
+        """Gradients of params, src and tgt; None for src and tgt of token ids."""
         dtgt_embed, ddecoder, dhead, dmemory, dmemory_pos, dtgt = self.decode.backward(dy)
         dsrc_embed, dencoder, dsrc = self.encode.backward(dmemory, dmemory_pos)
         if self.shared_embed:
@@ -504,7 +535,7 @@ def _embedded(
     x: Array,
     key: ops.RandomKey | None,
 ) -> tuple[tuple[Array, Array | None], Any]:
-    """The embedding of a sequence; vectors are their own."""
+    """The embedded sequence, and its positions if the heads need them; vectors unchanged."""
     require_present("EncoderDecoder", f"params.{name}_embed", params, config is not None)
     if params is None or config is None:
         return (x, None), None
@@ -513,7 +544,7 @@ def _embedded(
 
 
 def _keys(name: str, mask: Array | None, x: Array) -> Array | None:
-    """Which keys may be attended to: (B, 1, 1, S)."""
+    """`mask` (B, S) as (B, 1, 1, S), for attention. ValueError or TypeError for another mask."""
     if mask is None:
         return None
     require_mask("EncoderDecoder", name, mask, x)

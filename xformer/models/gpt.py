@@ -1,4 +1,4 @@
-"""A decoder-only language model in the manner of GPT-2."""
+"""GPT: a decoder-only language model, by default with the layers of GPT-2."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from xformer.typing import Array
 @renamed.arguments(norm="norm_placement", checkpoint="activation_checkpointing")
 @dataclass(frozen=True)
 class GPT:
-    """Sizes and choices; parameters are data, made by `init`. ValueError where they do not fit.
+    """The configuration of a GPT. Its parameters are separate data, which `init` returns.
 
     gpt = GPT(vocab_size=256, n_layers=4, d_model=128, n_heads=4, max_len=128)
     params = gpt.init(seed=0, backend="numpy")
     loss, cache = gpt.loss(params, tokens, targets)
     grads = cache.backward()
+
+    ValueError for sizes and options that do not fit together.
     """
 
     vocab_size: int
@@ -38,19 +40,18 @@ class GPT:
     d_model: int
     n_heads: int
     max_len: int
-    d_ff: int | None = None  # 4 * d_model unless given
-    n_kv_heads: int | None = None  # n_heads unless given
+    d_ff: int | None = None  # None: 4 * d_model
+    n_kv_heads: int | None = None  # None: n_heads
     activation: str = "gelu_tanh"
     norm_placement: str = "pre"
     eps: float = 1e-5
     bias: bool = True
     positions: str = "learned"
     position_mode: str = "add"
-    tied: bool = True  # the embedding is the output head too
+    tied: bool = True  # the output head shares the table of the embedding
     dropout: float = 0.0
-    activation_checkpointing: bool = (
-        False  # each block runs again in its backward, and keeps its input alone
-    )
+    # Each block saves only its input, and runs again in backward.
+    activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -61,7 +62,7 @@ class GPT:
 
     @cached_property
     def network(self) -> LanguageModel:
-        """The model that this configuration stands for."""
+        """The `LanguageModel` of this configuration."""
         (d_model,) = require_sizes("block", 1, d_model=self.d_model)
         block = BlockConfig(
             d_model=d_model,
@@ -94,14 +95,14 @@ class GPT:
     def init(
         self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
     ) -> LanguageModelParams:
-        """Initial parameters: normal of variance 1 / d_model, biases 0, norms 1.
+        """Initial parameters: weights normal with variance 1 / d_model, biases 0, norms 1.
 
-        The weights that end a residual branch are scaled by (2 n_layers)^-1/2, as GPT-2's.
+        The last weights of each residual branch are scaled by (2 n_layers)^-1/2, as in GPT-2.
         """
         return self.init_from(backends.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> LanguageModelParams:
-        """Initial parameters, drawn from `rng`."""
+        """Initial parameters, with random numbers from `rng`."""
         return self.network.init_from(rng)
 
     def forward(
@@ -112,11 +113,12 @@ class GPT:
         mask: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, LanguageModelCache]:
-        """Logits of the next token at every position.
+        """Logits (B, T, V) of the next token at every position.
 
-        tokens: (B, T) integers in [0, V), T <= max_len   logits: (B, T, V). mask: as in
-        `LanguageModel.forward`. dropout_key None: no dropout. ValueError, TypeError where tokens
-        are not such.
+        tokens: (B, T) integers in [0, V), T <= max_len
+        mask: (B, T), True = a token, False = padding; None: no padding
+        dropout_key: None: no dropout
+        ValueError or TypeError for other tokens and masks.
         """
         return self.network.forward(params, tokens, mask=mask, dropout_key=dropout_key)
 
@@ -130,9 +132,14 @@ class GPT:
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, LossCache[LanguageModelParams] | BalancedLossCache]:
-        """Mean cross-entropy in nats of targets (B, T), the token after each of tokens.
+        """The mean cross-entropy in nats of `targets`, the next token at every position.
 
-        options: those of `ops.cross_entropy`.
+        tokens: (B, T) integers in [0, V), T <= max_len
+        targets: (B, T) integers in [0, V)
+        mask: (B, T), True = a token, False = padding; None: no padding
+        dropout_key: None: no dropout
+        options: of `ops.cross_entropy`
+        ValueError or TypeError for other tokens, targets and masks.
         """
         return self.network.loss(
             params, tokens, targets, mask=mask, dropout_key=dropout_key, **options

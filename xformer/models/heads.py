@@ -1,11 +1,17 @@
-"""What stands on top of a stack of blocks: hidden states in, logits out.
+"""Heads: from the hidden states of a stack of blocks to logits.
 
-A head is its configuration, with `init` and `forward`; a model holds one, or None for hidden
-states. `init(rng, width, embed)` gets the width of the hidden states and the configuration of the
-embedding; `forward(x, params, table, ...)` the embedding's table, since a head may be tied to it.
-Its cache's backward returns gradients of x, params and table. `loss` is `forward` and the
-cross-entropy of its logits, which it need not hold all at once; its cache's backward takes dloss.
-A head without it gives no logits. of_tokens, if it is there: they are of the embedding's tokens.
+A head is a frozen configuration with these methods and attributes:
+
+- `init(rng, width, embed)` returns its parameters. width: of the hidden states. embed: the
+  configuration of the embedding.
+- `forward(x, params, table, ...)` returns logits and a cache. table: of the embedding, to which
+  the head may be tied. The cache's backward returns the gradients of x, params and table.
+- `loss(x, params, table, targets=..., ...)` returns the cross-entropy of the logits, which need not
+  all be in memory at once. Its cache's backward takes `dloss`. A head that returns no logits does
+  not have it.
+- `of_tokens`: whether the logits are those of the embedding's vocabulary.
+
+A model without a head (None) returns hidden states.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from xformer.typing import Array
 
 @dataclass(frozen=True)
 class MaskedLMHead:
-    """logits = norm(act(x w_dense + b_dense)) w + b; tied: w is the embedding's table (BERT)."""
+    """logits = norm(act(x w_dense + b_dense)) w + b (BERT). tied: w is the embedding's table^T."""
 
     activation: str = "gelu"
     eps: float = 1e-12
@@ -63,7 +69,7 @@ class MaskedLMHead:
     def forward(
         self, x: Array, params: MaskedLMHeadParams, table: Array, **_: Any
     ) -> tuple[Array, MaskedLMHeadCache]:
-        """x: (B, T, D)   table: (V, E)   logits: (B, T, V)."""
+        """Logits (B, T, V). x: (B, T, D)   table: (V, E)."""
         return self._topped(linear, x, params, table)
 
     def loss(
@@ -77,13 +83,13 @@ class MaskedLMHead:
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, MaskedLMHeadCache]:
-        """Cross-entropy of targets (B, T); options: those of `ops.cross_entropy`."""
+        """The cross-entropy of targets (B, T). options: of `ops.cross_entropy`."""
         return self._topped(partial(linear_loss, targets, options), x, params, table)
 
     def _topped(
         self, top: Top, x: Array, params: MaskedLMHeadParams, table: Array
     ) -> tuple[Array, MaskedLMHeadCache]:
-        """`top` of norm(act(x w_dense + b_dense)) and the head's w and b."""
+        """top(norm(act(x w_dense + b_dense)), LinearParams(w, b)), with its cache."""
         require_present("MaskedLMHead", "params.head.w", params.w, not self.tied)
         x, dense = linear(x, params.dense)
         x, act = ACTIVATIONS[self.activation](x)
@@ -105,7 +111,7 @@ class MaskedLMHeadParams(NamedTuple):
 
 @short
 class MaskedLMHeadCache(NamedTuple):
-    """What `MaskedLMHead.forward`, or its loss, keeps for its backward."""
+    """Saved by `MaskedLMHead.forward` and `loss` for backward. For a loss, dy is dloss."""
 
     dense: Any
     act: Any
@@ -114,19 +120,20 @@ class MaskedLMHeadCache(NamedTuple):
     tied: bool
 
     def backward(self, dy: Array) -> tuple[Array, MaskedLMHeadParams, Array | None]:
-        """Gradients of x, params, table; table None where it was not used."""
+        """Gradients of x, params and table; None for the table if the head is not tied."""
         dx, (dw, db) = self.top.backward(dy)
         dx, dnorm = self.norm.backward(dx)
         dx, ddense = self.dense.backward(self.act.backward(dx))
-        own, dtable = (None, transposed(dw)) if self.tied else (dw, None)
-        return dx, MaskedLMHeadParams(ddense, dnorm, own, db), dtable
+        dhead_w, dtable = (None, transposed(dw)) if self.tied else (dw, None)
+        return dx, MaskedLMHeadParams(ddense, dnorm, dhead_w, db), dtable
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """logits of a sequence, from its first or last token x: act(x w_dense + b_dense) w + b.
+    """Logits of a sequence: act(x w_dense + b_dense) w + b, with x its first or last token.
 
-    dense: its activation; None leaves it out. Dropout: before dense (RoBERTa), and before w.
+    dense: the activation of the dense layer; None: no dense layer. dense_dropout: before the dense
+    layer (RoBERTa). dropout: before w. ValueError for options that do not fit together.
     """
 
     n_labels: int
@@ -166,7 +173,7 @@ class Classifier:
         mask: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, ClassifierCache]:
-        """x: (B, T, D)   mask: (B, T), True = a token, not padding   logits: (B, n_labels)."""
+        """Logits (B, n_labels). x: (B, T, D)   mask: (B, T), True = a token, False = padding."""
         require_present("Classifier", "params.head.dense", params.dense, self.dense is not None)
         x, pooled = pool(x, pooling=self.token, mask=mask)  # (B, D)
         dense = act = before = None
@@ -191,9 +198,9 @@ class Classifier:
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, Any]:
-        """Cross-entropy of targets (B,); options: those of `ops.cross_entropy`."""
-        given = self.forward(x, params, table, mask=mask, dropout_key=dropout_key)
-        return cross_entropy_of(*given, targets, options)
+        """The cross-entropy of targets (B,). options: of `ops.cross_entropy`."""
+        logits, cache = self.forward(x, params, table, mask=mask, dropout_key=dropout_key)
+        return cross_entropy_of(logits, cache, targets, options)
 
 
 @short
@@ -206,7 +213,7 @@ class ClassifierParams(NamedTuple):
 
 @short
 class ClassifierCache(NamedTuple):
-    """What `Classifier.forward` keeps for its backward."""
+    """Saved by `Classifier.forward` for backward."""
 
     pool: Any
     before: Any
@@ -216,7 +223,7 @@ class ClassifierCache(NamedTuple):
     out: Any
 
     def backward(self, dlogits: Array) -> tuple[Array, ClassifierParams, None]:
-        """Gradients of x and params; the table is not used."""
+        """Gradients of x and params, and None: the table is not used."""
         dx, dout = self.out.backward(dlogits)
         dx = self.drop.backward(dx)
         ddense = None
@@ -228,9 +235,10 @@ class ClassifierCache(NamedTuple):
 
 @dataclass(frozen=True)
 class Pooler:
-    """tanh(x w + b) of the first token: BERT's pooled output, beside the hidden states.
+    """BERT's pooler: tanh(x w + b), with x the hidden state of the first token.
 
-    A model with this head gives hidden states; `LanguageModel.pooled` with "pooler" gives these.
+    A model with this head returns hidden states. `LanguageModel.pooled(pooling="pooler")` returns
+    the pooled output.
     """
 
     of_tokens: ClassVar[bool] = False
@@ -261,13 +269,13 @@ class PoolerCache(NamedTuple):
     params: LinearParams
 
     def backward(self, dx: Array) -> tuple[Array, LinearParams, None]:
-        """Gradients of x, of params, which were not used, and of the table, likewise."""
+        """Gradients of x; zeros for params and None for the table, which are not used."""
         return dx, zeros_of(self.params), None
 
 
 @short
 class PooledCache(NamedTuple):
-    """What `Pooler.pooled` keeps for its backward."""
+    """Saved by `Pooler.pooled` for backward."""
 
     linear: Any
     act: Any

@@ -1,4 +1,4 @@
-"""A language model of one stack: a decoder such as GPT or Llama, an encoder such as BERT."""
+"""A language model with one stack: a decoder such as GPT or Llama, or an encoder such as BERT."""
 
 from __future__ import annotations
 
@@ -44,14 +44,16 @@ from xformer.typing import Array
 )
 @dataclass(frozen=True)
 class LanguageModel:
-    """Tokens to logits, or to hidden states where head is None. ValueError where parts do not fit.
+    """The configuration of a model from tokens to logits, or to hidden states if head is None.
 
-    In the place of tokens stand vectors (B, T, D) where embed is None.
-    Parameters are data, made by `init`, or loaded by `xformer.pretrained.load`. Positions come in
-    by the embedding, by rotary, alibi or relative.
+    If embed is None, the input is vectors (B, T, D) instead of tokens. The parameters are separate
+    data: `init` or `xformer.pretrained.load` returns them. Positions enter through the embedding,
+    `rotary`, `alibi` or `relative`.
 
-    A mixture of experts adds to the loss `load_balancing_weight` times `ops.load_balancing` and
-    `router_z_weight` times `ops.router_z_loss`, of the routers of all its layers together.
+    With a mixture of experts, the loss also has `load_balancing_weight` times `ops.load_balancing`
+    and `router_z_weight` times `ops.router_z_loss`, of the routers of all layers together.
+
+    ValueError for parts that do not fit together.
     """
 
     embed: EmbedConfig | None
@@ -60,18 +62,16 @@ class LanguageModel:
     rotary: layers.RopeConfig | None = None
     alibi: bool = False
     relative: layers.RelativeConfig | None = None
-    final_norm: bool | None = None  # unless the blocks are post-LN, if not given
-    n_shared_layer_groups: int | None = (
-        None  # of layers with shared parameters (ALBERT); None: none are shared
-    )
+    final_norm: bool | None = None  # None: True unless the blocks are post-LN
+    # The number of groups of layers with shared parameters (ALBERT); None: nothing is shared.
+    n_shared_layer_groups: int | None = None
     head: models.Head | None = LMHead()  # noqa: RUF009 - frozen
     out_dropout: float = 0.0  # of the hidden states
     load_balancing_weight: float = 0.0
     router_z_weight: float = 0.0
-    activation_checkpointing: bool = (
-        False  # each block runs again in its backward, and keeps its input alone
-    )
-    # its config.json, and its generation_config.json, if any
+    # Each block saves only its input, and runs again in backward.
+    activation_checkpointing: bool = False
+    # config.json and generation_config.json of a pretrained model
     hf_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     generation_config: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
@@ -96,7 +96,7 @@ class LanguageModel:
             self.n_shared_layer_groups < 1 or len(self.blocks) % self.n_shared_layer_groups
         ):
             raise ValueError(
-                f"LanguageModel: n_groups must divide {len(self.blocks)} layers, "
+                f"LanguageModel: n_shared_layer_groups must divide {len(self.blocks)} layers, "
                 f"got {self.n_shared_layer_groups}"
             )
         if self.alibi and not self.causal:
@@ -124,22 +124,22 @@ class LanguageModel:
     def init(
         self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
     ) -> LanguageModelParams:
-        """Initial parameters: normal of variance 1 / d_model, biases 0, norms 1.
+        """Initial parameters: weights normal with variance 1 / d_model, biases 0, norms 1.
 
-        The weights that end a residual branch are scaled by (2 n_layers)^-1/2, as GPT-2's.
+        The last weights of each residual branch are scaled by (2 n_layers)^-1/2, as in GPT-2.
         """
         return self.init_from(backends.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> LanguageModelParams:
-        """Initial parameters, drawn from `rng`."""
+        """Initial parameters, with random numbers from `rng`."""
         n_layers, width = len(self.blocks), self.d_model
         draw = partial(normal, std=width**-0.5)
         embedding = None if self.embed is None else self.embed.init(rng, draw=draw)
         run = 1 if self.n_shared_layer_groups is None else n_layers // self.n_shared_layer_groups
-        own = self.blocks[::run]  # the first of each group
+        first_blocks = self.blocks[::run]  # the first block of each group
         blocks = StackParams.init(
             rng,
-            own,
+            first_blocks,
             final_norm=self.final_norm,
             relative=self.relative,
             draw=draw,
@@ -162,11 +162,13 @@ class LanguageModel:
     ) -> tuple[Array, LanguageModelCache]:
         """Logits (B, T, V), or (B, n_labels) of a Classifier, or hidden states (B, T, D).
 
-        tokens: (B, T) integers in [0, V). mask: (B, T), True = a token, not padding; padding may
-        stand on either side and never changes what comes out for the tokens. positions: (B, T) or
-        (T,) integers; unless given 0, 1, ... counted over the tokens that mask keeps. types:
-        (B, T), of tokens (BERT). dropout_key None: no dropout. ValueError, TypeError where they
-        are not such.
+        tokens: (B, T) integers in [0, V); vectors (B, T, D) if embed is None
+        mask: (B, T), True = a token, False = padding on either side, which never changes the
+            results of tokens; None: no padding
+        positions: (B, T) or (T,) position ids; None: 0, 1, ... without counting padding
+        types: (B, T) token types (BERT); None: type 0
+        dropout_key: None: no dropout
+        ValueError or TypeError for other arguments.
         """
         x, hidden = self.hidden(
             params,
@@ -187,7 +189,7 @@ class LanguageModel:
     def _around_head(
         self, params: LanguageModelParams, mask: Array | None, dropout_key: ops.RandomKey | None
     ) -> dict[str, Any]:
-        """What a head gets beside hidden states and its parameters."""
+        """The keyword arguments of the head."""
         key = dropout_key and dropout_key.at(SITES * len(self.blocks) + 2)
         table = None if params.embed is None else params.embed.table
         return {"table": table, "mask": mask, "dropout_key": key}
@@ -202,16 +204,16 @@ class LanguageModel:
         types: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, HiddenCache]:
-        """Hidden states (B, T, D), below the head; arguments as in `forward`."""
+        """The hidden states (B, T, D), without the head. The arguments are those of `forward`."""
         require_array("LanguageModel", "tokens", tokens)
         n_blocks = (
             len(self.blocks) if self.n_shared_layer_groups is None else self.n_shared_layer_groups
         )
         require_stack("LanguageModel", params.stack, self.blocks, self.final_norm, n_blocks)
         keys = dropout_streams(dropout_key, len(self.blocks))
-        given = positions is not None
-        if given:
-            self._require_places()
+        are_given = positions is not None
+        if are_given:
+            self._require_positional()
         if mask is not None:
             require_padding_mask(mask, tokens)
             positions = position_ids(mask) if positions is None else positions
@@ -225,7 +227,7 @@ class LanguageModel:
             pos,
             configs=self.blocks,
             relative=self.relative,
-            rotary=self._rotary(x, length, positions, math.inf if given else length),
+            rotary=self._rotary(x, length, positions, math.inf if are_given else length),
             mask=None if mask is None else mask[:, None, None, :],
             causal=self.causal,
             dropout_rate=self.out_dropout,
@@ -244,11 +246,11 @@ class LanguageModel:
         start: int | Array = 0,
         key: ops.RandomKey | None = None,
     ) -> tuple[tuple[Array, Array | None], Any]:
-        """The embedding of tokens; vectors are their own."""
+        """The embedded tokens, and their positions if the heads need them; vectors unchanged."""
         require_present("LanguageModel", "params.embed", params.embed, self.embed is not None)
         if self.embed is None or params.embed is None:
             if types is not None:
-                raise ValueError("LanguageModel: types go with an embedding, and there is none")
+                raise ValueError("LanguageModel: types need an embedding, and there is none")
             return (tokens, None), None
         require_tokens("LanguageModel", "tokens", tokens)
         in_embed = self.embed.positions != "none"
@@ -264,19 +266,19 @@ class LanguageModel:
 
     @property
     def context(self) -> int | None:
-        """The tokens that fit; None where nothing but memory sets a limit."""
+        """The most tokens of a sequence; None if only memory limits it."""
         if self.embed is None or self.embed.max_len is None:
             return None
         return self.embed.max_len - self.embed.offset
 
     @property
     def id_sizes(self) -> tuple[int | None, ...]:
-        """Of tokens and targets of `loss` how many ids there are; None where it takes no ids."""
+        """The number of ids of tokens and of targets in `loss`; None if it takes no ids there."""
         size = None if self.embed is None else self.embed.vocab_size
         return size, getattr(self.head, "n_labels", size)
 
     def init_state(self) -> DecodeState:
-        """No text yet, for `decode`."""
+        """The empty state, for `decode`."""
         changes = self.rotary is not None and self.rotary.max_unscaled_len < math.inf
         return DecodeState((KVCache(),) * len(self.blocks), rope_length=0 if changes else None)
 
@@ -291,18 +293,23 @@ class LanguageModel:
         all_logits: bool = False,
         length: int | None = None,
     ) -> tuple[Array, DecodeState]:
-        """Logits after the last token, (B, V), and the state with `tokens` (B, T) in it.
+        """Logits (B, V) after the last of `tokens`, and the state that includes them.
 
-        Continues the text of `state`, which itself stays what it was. Its keys and values are not
-        computed again, unless the new tokens change the RoPE frequencies ("dynamic", "longrope"):
-        then the whole text is read again, and the logits are those of `forward` on all of it.
-        mask: as in `forward`, of these tokens; padding must stand on the left of a text. every:
-        logits after each token, (B, T, V). length: tokens that the longest text of the batch will
-        have after further calls; RoPE frequencies go by it. There is no backward. Where the state's
-        columns are fixed (`DecodeState.preallocate`) its arrays may be written over, and the caller
-        must make sure that columns are left. ValueError for a model that is not causal, where the
-        tokens do not fit the context, and for more fixed columns than RoPE frequencies stay the
-        same for.
+        Keys and values of earlier tokens come from the state's KV cache. If the new tokens change
+        the RoPE frequencies ("dynamic", "longrope"), the whole text is read again, and the logits
+        equal those of `forward`. There is no backward.
+
+        tokens: (B, T) integers in [0, V), the next tokens of each sequence
+        state: of the tokens before; it stays unchanged, but if it is static
+            (`DecodeState.preallocate`), its arrays may be overwritten, and it must have T free
+            slots, which is not checked
+        mask: (B, T), True = a token, False = padding, which must be on the left of a text
+        all_logits: return the logits after each token, (B, T, V)
+        length: tokens that the longest text will have after further calls; it decides the RoPE
+            frequencies
+
+        ValueError if the model is not causal, if the tokens do not fit the context, and if a static
+        state has more slots than tokens with the same RoPE frequencies.
         """
         if not self.causal or not isinstance(self.head, LMHead):
             raise ValueError("decode: the model must be causal and have an LMHead")
@@ -314,8 +321,8 @@ class LanguageModel:
             )
         if state.is_static and self.rotary is not None and n_keys > self.rotary.max_unscaled_len:
             raise ValueError(
-                f"decode: at most {self.rotary.max_unscaled_len} slots go with RoPE frequencies "
-                f"that change with the length, got {n_keys}"
+                f"decode: a static state must have at most {self.rotary.max_unscaled_len} slots, "
+                f"since RoPE frequencies change with the length, got {n_keys}"
             )
         if state.rope_length is not None:
             if state.ids is not None:
@@ -333,13 +340,13 @@ class LanguageModel:
         *,
         all_logits: bool,
     ) -> tuple[Array, DecodeState]:
-        """As `decode`, of tokens that fit the context, with the RoPE frequencies of the state."""
+        """`decode` without its checks, with the RoPE frequencies of the state."""
         if state.kv_cache[0].k is not None:
             require_rows(tokens, state.kv_cache[0].k.shape[0])
         n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
-        kept, seen, positions = self._kept(tokens, state, mask)
-        places = None if state.mask is None and mask is None else positions
-        (x, pos), _ = self._embedded(params, tokens, places, start=state.length)
+        new_mask, key_mask, positions = self._masks(tokens, state, mask)
+        embed_positions = None if state.mask is None and mask is None else positions
+        (x, pos), _ = self._embedded(params, tokens, embed_positions, start=state.length)
         rotary = None
         if self.rotary is not None:
             length = state.rope_length or 0
@@ -355,18 +362,19 @@ class LanguageModel:
             n_cached=state.length,
             relative=self.relative,
             rotary=rotary,
-            mask=seen,
+            mask=key_mask,
         )
         x = x if all_logits else x[:, -1:, :]
         logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
-        return logits if all_logits else logits[:, 0, :], state.appended(kv_cache, kept, tokens)
+        new_state = state.appended(kv_cache, new_mask, tokens)
+        return logits if all_logits else logits[:, 0, :], new_state
 
     def truncate(self, state: DecodeState, n: int) -> DecodeState:
-        """`state` without its last `n` tokens, for which another text may follow.
+        """`state` without its last `n` tokens.
 
-        ValueError for more tokens than there are. Where layers have windows also for more than the
-        last `decode` added, if the windows have dropped what is needed again. Where columns are
-        fixed, the caller must make sure that these tokens were added after that.
+        ValueError if there are fewer tokens, or if a layer's window has dropped keys that attention
+        needs again (truncate no more than the last `decode` added). If the state is static, the n
+        tokens must have been decoded after `preallocate`, which is not checked.
         """
         if state.is_static:
             return state._replace(length=state.truncated_length(n))
@@ -378,23 +386,23 @@ class LanguageModel:
         return state._replace(kv_cache=kv_cache, mask=mask, length=length, ids=ids)
 
     def _longest(self, tokens: Array, mask: Array | None, state: DecodeState) -> int:
-        """Tokens of the longest text with `tokens`, or a bound below which it makes no difference.
+        """The length of the longest text with `tokens`, without padding.
 
-        Padding is left out, as in `_rotary`.
+        Or an upper bound of it, if that has the same RoPE frequencies.
         """
         length: int = state.length + tokens.shape[1]
-        kept = appended_mask(state.mask, mask, tokens, state.length)
-        if kept is None or self.rotary is None or length <= self.rotary.max_unscaled_len:
+        new_mask = appended_mask(state.mask, mask, tokens, state.length)
+        if new_mask is None or self.rotary is None or length <= self.rotary.max_unscaled_len:
             return length
-        return int(array_namespace(kept).max(position_ids(kept))) + 1
+        return int(array_namespace(new_mask).max(position_ids(new_mask))) + 1
 
     def _rotated_for(
         self, length: int, params: LanguageModelParams, state: DecodeState
     ) -> DecodeState:
-        """`state` with the RoPE frequencies of `length`; they changed: its text is read again.
+        """`state` with the RoPE frequencies of `length`. If they changed, the text is read again.
 
-        Rotating the keys alone would not do: behind the first layer they come from hidden states
-        which were computed with the frequencies of then.
+        Rotating the keys anew is not enough: after the first layer, keys depend on hidden states
+        that were computed with the old frequencies.
         """
         rope_length = self.rotary.frequency_length(length)  # type: ignore[union-attr]
         if rope_length == state.rope_length:
@@ -404,46 +412,46 @@ class LanguageModel:
             return empty
         return self._decode(params, state.ids, empty, state.mask, all_logits=False)[1]
 
-    def _kept(
+    def _masks(
         self, tokens: Array, state: DecodeState, mask: Array | None
     ) -> tuple[Array | None, Array | None, Array]:
-        """The mask of the state, what tokens see of it, and their places, as `_places`.
+        """The new mask of the state, the mask of attention, and the position ids of `tokens`.
 
-        None of both where all columns are tokens, of which each sees those before it.
+        The masks are None without padding; attention is then only causal.
         """
         if not state.is_static:
-            kept = appended_mask(state.mask, mask, tokens, state.length)
-            seen = None if kept is None else kept[:, None, None, :]
-            return kept, seen, self._places(tokens, kept, state.length)
+            new_mask = appended_mask(state.mask, mask, tokens, state.length)
+            key_mask = None if new_mask is None else new_mask[:, None, None, :]
+            return new_mask, key_mask, self._position_ids(tokens, new_mask, state.length)
         if mask is not None:
             raise ValueError("decode: a static state has its own mask, got another")
         n = tokens.shape[1]
         return state.mask, state.key_mask(n)[:, None, :, :], state.position_ids(n)
 
-    def _places(self, tokens: Array, kept: Array | None, n_cached: int) -> Array:
-        """The place of each of the last tokens in its text."""
-        if kept is not None:
-            return position_ids(kept)[:, n_cached:]
+    def _position_ids(self, tokens: Array, mask: Array | None, n_cached: int) -> Array:
+        """Position ids of `tokens` (B, T), which follow `n_cached` slots. mask: of all slots."""
+        if mask is not None:
+            return position_ids(mask)[:, n_cached:]
         xp = array_namespace(tokens)
         dtype = as_indices(tokens).dtype
         return xp.arange(n_cached, n_cached + tokens.shape[1], dtype=dtype, device=device(tokens))
 
-    def _require_places(self) -> None:
-        """ValueError where positions that are given would be ignored."""
+    def _require_positional(self) -> None:
+        """ValueError if the model would ignore position ids."""
         if self.rotary is None and (self.embed is None or self.embed.positions == "none"):
             raise ValueError(
-                "LanguageModel: positions go with an embedding's or rotary ones; a model without "
-                "either goes by the order of tokens"
+                "LanguageModel: positions need positions in the embedding or rotary ones; this "
+                "model has neither, and uses the order of tokens"
             )
 
     def _rotary(
         self, x: Array, length: int, positions: Array | None, at_most: float
     ) -> layers.RopeTables | None:
-        """The tables for a text of `length`; positions lie below at_most, so far as is known."""
+        """The RoPE tables for `length` tokens. at_most: a bound of the positions; inf: unknown."""
         if self.rotary is None:
             return None
         if positions is not None and at_most > self.rotary.max_unscaled_len:
-            # The frequencies go by the largest position: of the longest text, without its padding.
+            # The largest position, that of the longest text without padding, decides frequencies.
             length = int(array_namespace(positions).max(positions)) + 1
         return layers.rope_tables(self.rotary, like=x, length=length, positions=positions)
 
@@ -465,15 +473,17 @@ class LanguageModel:
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, LossCache[LanguageModelParams] | BalancedLossCache]:
-        """Mean cross-entropy in nats of targets: (B, T) of an LM head, (B,) of a Classifier.
+        """The mean cross-entropy in nats, plus the weighted losses of routers.
 
-        options: those of `ops.cross_entropy`; the rest as in `forward`.
+        targets: (B, T) for a head over the vocabulary, (B,) for a Classifier
+        options: of `ops.cross_entropy`
+        The other arguments and the errors are those of `forward`.
         """
         if self.head is None or not hasattr(self.head, "loss"):
             got = type(self.head).__name__
             raise ValueError(f"LanguageModel: a loss needs a head that gives logits, got {got}")
-        places: Any = {"positions": positions, "types": types}
-        x, hidden = self.hidden(params, tokens, mask=mask, dropout_key=dropout_key, **places)
+        inputs: Any = {"mask": mask, "positions": positions, "types": types}
+        x, hidden = self.hidden(params, tokens, dropout_key=dropout_key, **inputs)
         around = self._around_head(params, mask, dropout_key)
         loss, top = self.head.loss(x, params.head, targets=targets, **around, **options)
         cache: LossCache[LanguageModelParams]
@@ -495,9 +505,15 @@ class LanguageModel:
         types: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, PooledCache]:
-        """One vector (B, D) for each sequence: the "mean", "first" or "last" of its hidden states.
+        """One vector (B, D) for each sequence, pooled from its hidden states.
 
-        pooling "pooler": BERT's, of a model with that head. normalize: to length 1.
+        tokens: (B, T) integers in [0, V)
+        mask: (B, T), True = a token, False = padding; None: no padding
+        pooling: "mean", "first" or "last"; "pooler": BERT's pooler, of a model with that head
+        normalize: scale the vectors to length 1
+        types: (B, T) token types (BERT); None: type 0
+        dropout_key: None: no dropout
+        ValueError for another pooling.
         """
         from xformer.layers.pooling import POOLINGS, pool
 
@@ -517,16 +533,16 @@ class LanguageModel:
         return y, saved(PooledCache(hidden, pool_cache, pooler, norm, params.head))
 
     def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, RouterLossCache]:
-        """The auxiliary losses of all routers together."""
+        """The weighted sum of the auxiliary losses of all routers."""
         mixed = [i for i, config in enumerate(self.blocks) if config.experts is not None]
         routers = [cache.blocks[i].router for i in mixed]
         xp = array_namespace(routers[0].router_logits)
         logits = xp.concat([router.router_logits for router in routers])  # (layers * N, E)
         ids = xp.concat([router.ids for router in routers])
         rows = routers[0].router_logits.shape[0]
-        kept = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(mixed),))
-        balance, balance_cache = ops.load_balancing(logits, ids=ids, mask=kept)
-        z, z_cache = ops.router_z_loss(logits, mask=kept)
+        tiled = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(mixed),))
+        balance, balance_cache = ops.load_balancing(logits, ids=ids, mask=tiled)
+        z, z_cache = ops.router_z_loss(logits, mask=tiled)
         weights = self.load_balancing_weight, self.router_z_weight
         return weights[0] * balance + weights[1] * z, saved(
             RouterLossCache(balance_cache, z_cache, weights, tuple(mixed), len(self.blocks))
@@ -539,12 +555,12 @@ class LanguageModelParams(NamedTuple):
 
     embed: EmbedParams | None
     stack: StackParams
-    head: Any  # of the head's own type; None: no head, or one that is tied to embed.table
+    head: Any  # the head's parameters; None: no head, or one that is tied to embed.table
 
 
 @short
 class HiddenCache(NamedTuple):
-    """What `LanguageModel.hidden` keeps for its backward."""
+    """Saved by `LanguageModel.hidden` for backward."""
 
     embed: Any
     stack: Any
@@ -552,13 +568,13 @@ class HiddenCache(NamedTuple):
     def backward(
         self, dx: Array, drouter_logits: tuple[Any, ...] | None = None
     ) -> LanguageModelParams:
-        """Gradients of params, but for the head."""
+        """Gradients of params, without the head."""
         return self.backward_all(dx, drouter_logits)[0]
 
     def backward_all(
         self, dx: Array, drouter_logits: tuple[Any, ...] | None = None
     ) -> tuple[LanguageModelParams, Array | None]:
-        """Gradients of params, but for the head, and of vectors that stand for tokens."""
+        """Gradients of params, without the head, and of the input; None if that is tokens."""
         dx, dstack, _, _, dpos, _ = self.stack.backward(dx, drouter_logits)
         dembed = None if self.embed is None else self.embed.backward(dx, dpos)
         grads = LanguageModelParams(dembed, dstack, None)
@@ -567,7 +583,7 @@ class HiddenCache(NamedTuple):
 
 @short
 class LanguageModelCache(NamedTuple):
-    """What `LanguageModel.forward` keeps for its backward, or its loss, of which dy is dloss."""
+    """Saved by `LanguageModel.forward` and `loss` for backward. For a loss, dy is dloss."""
 
     hidden: HiddenCache
     head: Any
@@ -575,16 +591,16 @@ class LanguageModelCache(NamedTuple):
     def backward(
         self, dy: Array, drouter_logits: tuple[Any, ...] | None = None
     ) -> LanguageModelParams:
-        """Gradients of params; the two uses of a tied table add.
+        """Gradients of params. The gradients of both uses of a tied table are added.
 
-        drouter_logits: as in `layers.StackCache.backward`.
+        drouter_logits: of each block, the gradient of its router's logits from elsewhere, or None.
         """
         return self.backward_all(dy, drouter_logits)[0]
 
     def backward_all(
         self, dy: Array, drouter_logits: tuple[Any, ...] | None = None
     ) -> tuple[LanguageModelParams, Array | None]:
-        """Gradients of params, and of vectors that stand for tokens."""
+        """Gradients of params, and of the input; None if that is tokens."""
         dhead = dtable = None
         if self.head is not None:
             dy, dhead, dtable = self.head.backward(dy)
@@ -597,13 +613,13 @@ class LanguageModelCache(NamedTuple):
 
 @short
 class BalancedLossCache(NamedTuple):
-    """What `LanguageModel.loss` keeps where routers have losses of their own."""
+    """Saved by `LanguageModel.loss` for backward, if the routers have losses."""
 
     tokens: LossCache[LanguageModelParams]
     routers: RouterLossCache
 
     def backward(self, dloss: Array | None = None) -> LanguageModelParams:
-        """Gradients of params; dloss is 1 unless given."""
+        """Gradients of params. dloss: None: 1."""
         dloss = one(self.tokens.value) if dloss is None else dloss
         grads: LanguageModelParams = self.tokens.model.backward(dloss, self.routers.backward(dloss))
         return grads
@@ -611,16 +627,16 @@ class BalancedLossCache(NamedTuple):
 
 @short
 class RouterLossCache(NamedTuple):
-    """What the auxiliary losses of routers keep for their backward."""
+    """Saved by the auxiliary losses of routers for backward."""
 
     balance: Any
     z: Any
     weights: tuple[float, float]
-    layers: tuple[int, ...]  # those with a router
+    layers: tuple[int, ...]  # indices of the layers with a router
     n_layers: int
 
     def backward(self, dloss: Array) -> tuple[Array | None, ...]:
-        """Of each layer dlogits of its router, or None."""
+        """The gradient of the router's logits of each layer; None for a layer without a router."""
         balance, z = self.weights
         dlogits = balance * self.balance.backward(dloss) + z * self.z.backward(dloss)
         rows = dlogits.shape[0] // len(self.layers)
@@ -632,16 +648,16 @@ class RouterLossCache(NamedTuple):
 
 @short
 class PooledCache(NamedTuple):
-    """What `LanguageModel.pooled` keeps for its backward."""
+    """Saved by `LanguageModel.pooled` for backward."""
 
     hidden: HiddenCache
     pool: Any
     pooler: Any
     norm: Any
-    head: Any  # its parameters, for zeros in their place where they were not used
+    head: Any  # the head's parameters; if they were not used, their gradient is zeros of this shape
 
     def backward(self, dy: Array) -> LanguageModelParams:
-        """Gradients of params; zero for a head that was not used."""
+        """Gradients of params; zeros for a head that was not used."""
         if self.norm is not None:
             dy = self.norm.backward(dy)
         if self.pooler is not None:

@@ -1,4 +1,4 @@
-"""The head of a language model, and what all heads share: see `heads`."""
+"""The head of a language model, and functions that all heads share (see `heads`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Top = Callable[[Array, Any], tuple[Array, Any]]  # (x, LinearParams) -> (y, cach
 
 @dataclass(frozen=True)
 class LMHead:
-    """logits = softcap(scale * x w + b); tied: w is the transposed table of the embedding."""
+    """logits = softcap(scale * x w + b). tied: w is the transposed table of the embedding."""
 
     tied: bool = True
-    bias: bool = False  # not with tied
-    scale: float = 1.0  # T5, where tied: d_model^-1/2
+    bias: bool = False  # a tied head has none
+    scale: float = 1.0  # T5, if tied: d_model^-1/2
     softcap: float | None = None  # Gemma 2: 30
     of_tokens: ClassVar[bool] = True
 
@@ -43,7 +43,7 @@ class LMHead:
     def init(
         self, rng: Generator, width: int, embed: EmbedConfig | None, *, draw: Draw = normal
     ) -> LinearParams | None:
-        """Initial parameters; None where tied."""
+        """Initial parameters; None if the head is tied."""
         if self.tied:
             return None
         embed = with_vocabulary("LMHead", embed)
@@ -52,7 +52,7 @@ class LMHead:
     def forward(
         self, x: Array, params: LinearParams | None, table: Array, **_: Any
     ) -> tuple[Array, LMHeadCache]:
-        """x: (B, T, D)   table: (V, D)   logits: (B, T, V)."""
+        """Logits (B, T, V). x: (B, T, D)   table: (V, D)."""
         logits, cache = self._topped(linear, x, params, table)
         if self.softcap is None:
             return logits, cache
@@ -70,7 +70,7 @@ class LMHead:
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, Any]:
-        """Cross-entropy of targets (B, T); options: those of `ops.cross_entropy`."""
+        """The cross-entropy of targets (B, T). options: of `ops.cross_entropy`."""
         if self.softcap is not None:
             return cross_entropy_of(*self.forward(x, params, table), targets, options)
         return self._topped(partial(linear_loss, targets, options), x, params, table)
@@ -78,16 +78,16 @@ class LMHead:
     def _topped(
         self, top: Top, x: Array, params: LinearParams | None, table: Array
     ) -> tuple[Array, LMHeadCache]:
-        """`top` of scale * x and the head's w and b."""
+        """top(scale * x, LinearParams(w, b)), with its cache."""
         require_present("LMHead", "params.head", params, not self.tied)
-        own = LinearParams(transposed(table), None) if params is None else params
-        y, cache = top(x if self.scale == 1.0 else x * self.scale, own)
+        weights = LinearParams(transposed(table), None) if params is None else params
+        y, cache = top(x if self.scale == 1.0 else x * self.scale, weights)
         return y, LMHeadCache(cache, None, self.tied, self.scale)
 
 
 @short
 class LMHeadCache(NamedTuple):
-    """What `LMHead.forward`, or its loss, keeps for its backward."""
+    """Saved by `LMHead.forward` and `loss` for backward. For a loss, dy is dloss."""
 
     top: Any
     cap: Any
@@ -95,7 +95,7 @@ class LMHeadCache(NamedTuple):
     scale: float
 
     def backward(self, dy: Array) -> tuple[Array, LinearParams | None, Array | None]:
-        """Gradients of x, params, table; None for the one that was not used."""
+        """Gradients of x, params and table. A tied head has None for params, others for table."""
         if self.cap is not None:
             dy = self.cap.backward(dy)
         dx, dparams = self.top.backward(dy)
@@ -104,17 +104,17 @@ class LMHeadCache(NamedTuple):
 
 
 def transposed(table: Any) -> Any:
-    """A table, or its gradient, on its side; frozen if it was, None for None."""
+    """The transpose of a table or of its gradient. Frozen stays frozen, and None stays None."""
     return tree.map(lambda a: a.T, table)
 
 
 def zeros_of(params: Any) -> Any:
-    """The gradient of parameters that were not used; None for what is frozen."""
+    """Zeros, the gradient of unused parameters; None for frozen ones."""
     return tree.map(lambda a: array_namespace(a).zeros_like(a), tree.trained(params))
 
 
 def require_present(model: str, name: str, params: Any, wanted: bool) -> None:
-    """ValueError unless parameters are there just where the configuration wants them."""
+    """ValueError if `params` is None although `wanted`, or the other way round."""
     if (params is not None) != wanted:
         got = "None" if params is None else "parameters"
         raise ValueError(
@@ -123,7 +123,7 @@ def require_present(model: str, name: str, params: Any, wanted: bool) -> None:
 
 
 def with_vocabulary(model: str, embed: EmbedConfig | None) -> EmbedConfig:
-    """`embed`; ValueError where there is none."""
+    """`embed`, unchanged. ValueError if it is None."""
     if embed is None:
         raise ValueError(f"{model}: a head over a vocabulary needs an embedding, got None")
     return embed

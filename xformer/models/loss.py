@@ -1,4 +1,4 @@
-"""The cross-entropy on top of a model."""
+"""The cross-entropy of a model's logits."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from xformer.typing import Array, Tree
 def cross_entropy_of(
     logits: Array, cache: Any, targets: Array, options: dict[str, Any]
 ) -> tuple[Array, LogitsLossCache]:
-    """Cross-entropy of logits that are there; `cache` is theirs, whose backward follows on."""
+    """The cross-entropy of `logits`. cache: that of the logits; its backward takes dlogits."""
     loss, loss_cache = ops.cross_entropy(logits, targets=targets, **options)
     return loss, LogitsLossCache(cache, loss_cache)
 
 
 @short
 class LogitsLossCache(NamedTuple):
-    """What `cross_entropy_of` keeps for its backward."""
+    """Saved by `cross_entropy_of` for backward."""
 
     logits: Any
     loss: Any
 
     def backward(self, dloss: Array | None = None) -> Any:
-        """What the backward of the logits' cache returns."""
+        """Gradients, as the backward of the logits' cache returns them. dloss: None: 1."""
         return self.logits.backward(self.loss.backward(dloss))
 
 
 def linear_loss(
     targets: Array, options: dict[str, Any], x: Array, params: LinearParams | LoRAParams
 ) -> tuple[Array, Any]:
-    """Cross-entropy of the logits `layers.linear(x, params)`; gradients of x and params."""
+    """The cross-entropy of the logits `layers.linear(x, params)`. Differentiates x and params."""
     if isinstance(params, LoRAParams):
         return cross_entropy_of(*linear(x, params), targets, options)
     w, b = params
@@ -47,11 +47,11 @@ def linear_loss(
 
 @short
 class LossCache(NamedTuple, Generic[Tree]):
-    """What a model's `loss` keeps for its backward."""
+    """Saved by a model's `loss` for backward."""
 
     model: Any  # its backward takes dloss
     value: Array  # (), the loss
 
     def backward(self, dloss: Array | None = None) -> Tree:
-        """Gradients of the model's parameters; dloss is 1 unless given."""
+        """Gradients of the model's parameters. dloss: None: 1."""
         return self.model.backward(one(self.value) if dloss is None else dloss)

@@ -34,11 +34,13 @@ from xformer.typing import Array
 @renamed.arguments(norm="norm_placement", checkpoint="activation_checkpointing")
 @dataclass(frozen=True)
 class Transformer:
-    """Sizes and choices; parameters are data, made by `init`. ValueError where they do not fit.
+    """The configuration of a Transformer. Its parameters are separate data, which `init` returns.
 
-    Sequences are (B, T) token ids, padded with `pad_id`, which neither is attended to nor counts
-    in the loss. A target begins with a start token and ends with an end token. Embeddings are not
-    multiplied by sqrt(d_model), as section 3.4 does; a tied head has no bias.
+    Sequences are (B, T) token ids, padded with `pad_id`. Padding is masked in attention and ignored
+    in the loss. A target begins with a start token and ends with an end token. Unlike in section
+    3.4 of the paper, embeddings are not multiplied by sqrt(d_model). A tied head has no bias.
+
+    ValueError for sizes and options that do not fit together.
     """
 
     src_vocab_size: int
@@ -49,12 +51,12 @@ class Transformer:
     n_decoder_layers: int
     max_len: int
     pad_id: int = 0
-    d_ff: int | None = None  # 4 * d_model unless given
-    d_head: int | None = None  # d_model / n_heads unless given
-    d_value: int | None = None  # d_head unless given
-    n_kv_heads: int | None = None  # n_heads unless given
-    src_width: int | None = None  # of the source's embeddings; d_model unless given
-    tgt_width: int | None = None  # of the target's
+    d_ff: int | None = None  # None: 4 * d_model
+    d_head: int | None = None  # None: d_model / n_heads
+    d_value: int | None = None  # None: d_head
+    n_kv_heads: int | None = None  # None: n_heads
+    src_width: int | None = None  # width of the source's embedding table; None: d_model
+    tgt_width: int | None = None  # width of the target's embedding table; None: d_model
     activation: str = "relu"
     norm_placement: str = "post"
     eps: float = 1e-5
@@ -63,11 +65,10 @@ class Transformer:
     position_mode: str = "add"
     d_positions: int | None = None  # see `layers.EmbedConfig`
     shared_memory: bool = False  # one key/value projection of the encoder's output for all layers
-    tied: bool = False  # the target's embedding is the output head too
+    tied: bool = False  # the output head shares the table of the target's embedding
     dropout: float = 0.0
-    activation_checkpointing: bool = (
-        False  # each block runs again in its backward, and keeps its input alone
-    )
+    # Each block saves only its input, and runs again in backward.
+    activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -87,7 +88,7 @@ class Transformer:
 
     @cached_property
     def network(self) -> EncoderDecoder:
-        """The model that this configuration stands for."""
+        """The `EncoderDecoder` of this configuration."""
         (d_model,) = require_sizes("block", 1, d_model=self.d_model)
         block = BlockConfig(
             d_model=d_model,
@@ -129,11 +130,11 @@ class Transformer:
     def init(
         self, seed: int = 0, backend: str = "numpy", dtype: str = "float32"
     ) -> EncoderDecoderParams:
-        """Initial parameters: Xavier uniform, embeddings normal of variance 1 / width."""
+        """Initial parameters: Xavier uniform; embeddings normal with variance 1 / width."""
         return self.init_from(backends.get(backend).generator(seed, dtype))
 
     def init_from(self, rng: Generator) -> EncoderDecoderParams:
-        """Initial parameters, drawn from `rng`."""
+        """Initial parameters, with random numbers from `rng`."""
         return self.network.init_from(rng)
 
     def forward(
@@ -144,10 +145,12 @@ class Transformer:
         *,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, EncoderDecoderCache]:
-        """Logits of the token after each of tgt.
+        """Logits (B, T, V) of the token after each of `tgt`.
 
-        src: (B, S) ids of the source vocabulary   tgt: (B, T) ids of the target's
-        logits: (B, T, V). dropout_key None: no dropout. ValueError, TypeError for other ids.
+        src: (B, S) ids in the source vocabulary
+        tgt: (B, T) ids in the target vocabulary
+        dropout_key: None: no dropout
+        ValueError or TypeError for other ids.
         """
         masks = self._masks(src, tgt)
         return self.network.forward(params, src, tgt, dropout_key=dropout_key, **masks)
@@ -161,9 +164,13 @@ class Transformer:
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, LossCache[EncoderDecoderParams]]:
-        """Mean cross-entropy in nats of tgt[:, 1:] after tgt[:, :-1]; padding does not count.
+        """The mean cross-entropy in nats of tgt[:, 1:] after tgt[:, :-1], without padding.
 
-        tgt: (B, T + 1), from start to end token. options: those of `ops.cross_entropy`.
+        src: (B, S) ids in the source vocabulary
+        tgt: (B, T + 1) ids in the target vocabulary, from the start token to the end token
+        dropout_key: None: no dropout
+        options: of `ops.cross_entropy`
+        ValueError or TypeError for other ids.
         """
         require_tokens("Transformer", "tgt", tgt)
         if tgt.shape[1] < 2:
@@ -183,10 +190,12 @@ class Transformer:
         end_id: int,
         max_new_tokens: int,
     ) -> Array:
-        """Greedy decoding: ids (B, at most max_new_tokens), after the end token padding.
+        """Decode greedily: ids (B, at most max_new_tokens), with padding after the end token.
 
-        ValueError where start_id or end_id is not in the target's vocabulary. Looks at the ids
-        after each step, to stop early: not for use under `jax.jit`.
+        src: (B, S) ids in the source vocabulary
+        start_id, end_id: the tokens that begin and end a target
+        ValueError if start_id or end_id is outside the target vocabulary. It reads the ids after
+        each step, to stop early, so it does not work under `jax.jit`.
         """
         ids = {"start_id": start_id, "end_id": end_id}
         start_id, end_id = require_id("generate", self.tgt_vocab_size, **ids)
@@ -213,7 +222,7 @@ class Transformer:
         return tgt[:, 1:]
 
     def _kept(self, ids: Array) -> Array:
-        """Which tokens are none of padding: (B, T)."""
+        """(B, T): True for tokens, False for padding."""
         return as_indices(ids) != self.pad_id
 
     def _masks(self, src: Array, tgt: Array) -> dict[str, Array]:
