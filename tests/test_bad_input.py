@@ -777,7 +777,7 @@ ATTENTION_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no key projection": (
         lambda: attend(SEQUENCE, ATTENTION._replace(kv=None)),
         ValueError,
-        "attention: either memory is a KeyValue or params.kv projects it",
+        "attention: memory must be a KeyValue if and only if params.kv is None",
     ),
     "positions of wrong length": (
         lambda: attend(SEQUENCE, ATTENTION, None, None, numbers(4, 3)),
@@ -850,17 +850,17 @@ def test_blocks_and_their_memory() -> None:
     config = BlockConfig(d_model=D, n_heads=H, d_ff=7)
     rng = backends.get().generator(0, "float64")
     encoder, decoder = config.init(rng), config.init(rng, cross=True)
-    message = "block: memory and params.cross go together, got ..."
+    message = "block: memory and params.cross need each other, got ..."
     with raises(ValueError, message):
         layers.block(SEQUENCE, decoder, config=config)
     with raises(ValueError, message):
         layers.block(SEQUENCE, encoder, SEQUENCE, config=config)
-    with raises(ValueError, "block: memory_pos and memory_mask go with a memory, ..."):
+    with raises(ValueError, "block: memory_pos and memory_mask need a memory, ..."):
         layers.block(SEQUENCE, encoder, memory_mask=np.ones((5, 5), bool), config=config)
     with raises(ValueError, "blocks: params must hold a block for each of 2 layers, ..."):
         layers.stack(SEQUENCE, layers.StackParams((), None, None), configs=(config,) * 2)
     shared = layers.StackParams.init(rng, (config,), cross=True, shared_memory=True)
-    with raises(ValueError, "stack: memory must be given where params.memory is"):
+    with raises(ValueError, "stack: params.memory needs a memory, got None"):
         layers.stack(SEQUENCE, shared, configs=(config,) * 2)
 
 
@@ -912,7 +912,11 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         for name in ("d_model", "n_heads", "d_ff", "n_kv_heads", "d_head", "d_value")
         for bad in (0, -1, 2.0, "8")
     ),
-    (BlockConfig, {"n_heads": 3}, "block: n_heads = 3 must divide d_model = 8, or d_head be given"),
+    (
+        BlockConfig,
+        {"n_heads": 3},
+        "block: n_heads = 3 must divide d_model = 8, or d_head must be given",
+    ),
     (BlockConfig, {"n_kv_heads": 3}, "block: n_kv_heads = 3 must divide 4 heads"),
     (
         BlockConfig,
@@ -932,7 +936,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         (
             BlockConfig,
             {"shaw_max_distance": 2, **other},
-            "block: shaw does not go with sinks, window and softcap",
+            "block: shaw_max_distance excludes sinks, window and softcap",
         )
         for other in ({"sinks": True}, {"window": (1, 0)}, {"softcap": 2.0})
     ),
@@ -946,7 +950,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         LanguageModel,
         {"alibi": True, "causal": False},
-        "LanguageModel: alibi goes with causal: it favours keys ahead",
+        "LanguageModel: alibi needs causal attention: it favours later keys",
     ),
     *(
         (
@@ -987,7 +991,11 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (xformer.GPT, {"n_layers": -1}, "GPT: n_layers must be an int of at least 1, got -1"),
     (xformer.GPT, {"n_layers": 1.5}, "GPT: n_layers must be an int of at least 1, got 1.5"),
-    (xformer.GPT, {"n_heads": 3}, "block: n_heads = 3 must divide d_model = 8, or d_head be given"),
+    (
+        xformer.GPT,
+        {"n_heads": 3},
+        "block: n_heads = 3 must divide d_model = 8, or d_head must be given",
+    ),
     (xformer.GPT, {"n_heads": 0}, "block: n_heads must be an int of at least 1, got 0"),
     (
         xformer.GPT,

@@ -150,7 +150,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("Bert", "Model", {"num_attention_heads": 5}, "n_heads = 5 must divide d_model = 12"),
     ("Bert", "Model", {"hidden_dropout_prob": 1.5}, "hidden_dropout_prob must be a number"),
     ("Bert", "ForPreTraining", {}, "architectures must be one of BertForMaskedLM, "),
-    ("Roberta", "Model", {"pad_token_id": 15}, "offset goes with learned positions and lies below"),
+    ("Roberta", "Model", {"pad_token_id": 15}, "offset needs learned positions and must be below"),
     ("DistilBert", "Model", {"hidden_size": 9}, "hidden_size must be 12, got 9"),
     ("Albert", MASKED, {"inner_group_num": 2}, "inner_group_num must be 1"),
     ("Albert", MASKED, {"num_hidden_groups": 3}, "num_hidden_groups must be a divisor of 4"),

@@ -181,7 +181,7 @@ def test_cut_texts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(Path("texts.jsonl"), [{"text": text} for text in texts])
     options = ["--data", "texts.jsonl", "--max-len", "8", "--steps", "1"]
     assert main(command("masked", *options)) == 0
-    assert "1 to validate on; 2 are cut to 8 tokens\n" in capsys.readouterr().out
+    assert "1 to validate on; 2 cut to 8 tokens\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("style", "backend"), [("cosine", "numpy"), ("constant", "torch")])

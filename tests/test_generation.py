@@ -46,7 +46,7 @@ def test_positions_for_queries_and_keys_want_prompts_of_one_length() -> None:
     prompts = [[5, 6], [7, 8]]
     want = [greedy(model, params, prompt, 9) for prompt in prompts]
     assert generate(model, params, prompts, max_new_tokens=9) == want
-    with pytest.raises(ValueError, match='go with positions in mode "add", got'):
+    with pytest.raises(ValueError, match='need positions in mode "add", got'):
         generate(model, params, PROMPTS, max_new_tokens=9)
 
 

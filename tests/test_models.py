@@ -99,7 +99,7 @@ def test_positions_that_would_be_ignored_are_refused(positions: str) -> None:
 
 def test_a_mask_is_refused_where_positions_cannot_follow_it() -> None:
     model = GPT(13, n_layers=1, d_model=8, n_heads=2, max_len=7, position_mode="qkv")
-    with pytest.raises(ValueError, match=r"^embed: the places of tokens, which a mask gives too, "):
+    with pytest.raises(ValueError, match=r"^embed: position ids, also those of a mask, need "):
         model.forward(model.init(), TOKENS, mask=TOKENS > 1)
 
 

@@ -531,7 +531,7 @@ def test_the_command_draws_a_trained_model(
     for options, message in (
         (["a text", "--layer", "2"], "--layer must be in [0, 2), got 2"),
         (["a text", "--kind", "cross"], "--kind and --target need an encoder-decoder"),
-        (["a text" * 20], "64 tokens fit a picture, got 120"),
+        (["a text" * 20], "a picture shows at most 64 tokens, got 120"),
         ([""], "the text must hold at least one token"),
     ):
         assert main(["attention", "--model", gpt, *options, "--out", str(out)]) == 1

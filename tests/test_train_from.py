@@ -102,7 +102,7 @@ def test_it_begins_and_ends_as_transformers_model(
     assert abs(best - theirs("run", job.held_out.batches)) < 1e-5
     words = [AutoTokenizer.from_pretrained(path)("the fox")["input_ids"] for path in (kind, "run")]
     assert words[0] == words[1]
-    assert json.loads(Path("run/run.json").read_text())["notes"]["context"] == 32
+    assert json.loads(Path("run/run.json").read_text())["notes"]["max_len"] == 32
 
 
 def test_its_learning_rate_is_low_unless_given() -> None:

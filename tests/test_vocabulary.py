@@ -90,7 +90,7 @@ def test_characters_are_those_of_the_text(text: str, other: str) -> None:
     assert words.encode(text) == [words.characters.index(c) for c in text]
     assert words.decode(words.encode(text)) == text
     if other not in text:
-        with pytest.raises(ValueError, match="are without"):
+        with pytest.raises(ValueError, match="does not have"):
             words.encode(text + other)
 
 
@@ -105,11 +105,11 @@ def test_unknown_characters_are_named() -> None:
     words = Characters("abc")
     with pytest.raises(ValueError, match=r"^encode: the vocabulary of 3 characters does not have "):
         words.encode("abx")
-    with pytest.raises(ValueError, match=r"without '\\n', 'x', 'é'$"):
+    with pytest.raises(ValueError, match=r"does not have '\\n', 'x', 'é'$"):
         words.encode("xébax\n")
     with pytest.raises(ValueError, match=r"and 16 more$"):
         words.encode("abcdefghijklmnopqrstuvwxyz012")
-    with pytest.raises(ValueError, match=r"^decode: ids must lie in \[0, 3\), got -1 to 2$"):
+    with pytest.raises(ValueError, match=r"^decode: ids must be in \[0, 3\), got -1 to 2$"):
         words.decode([2, -1])
 
 

@@ -1,4 +1,7 @@
-"""Layers: ops put together, `y, cache = layer(x, params, ...)`; gradients have the params' type."""
+"""Layers, composed of ops: `y, cache = layer(x, params, ...)`.
+
+`cache.backward(dy)` returns gradients; the gradient of params has the type of params.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A stack of blocks on new tokens: their outputs, and the KV cache with them."""
+"""Decoding: a stack of blocks on new tokens, with a KV cache."""
 
 from __future__ import annotations
 
@@ -29,11 +29,19 @@ def advance(
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[KVCache, ...]]:
-    """`layers.stack`, causal, for a text that grows; nothing is kept for a backward.
+    """The output y (B, T, D) of a causal `layers.stack` on new tokens, and the new KV caches.
 
-    x, y: (B, T, D), of the new tokens. kv_cache: of each layer; n_cached, the tokens so far, of
-    which windows may have dropped some, an integer array () in fixed columns
-    (`KVCache.write_index`). memory: as `memory_of` makes it, once for all steps.
+    Nothing is saved for backward.
+
+    x: (B, T, D), the new tokens
+    memory: keys and values of the encoder's output for each layer (`memory_of`), or None
+    bias, pos, mask, memory_mask: of `layers.block`
+    configs: of each layer
+    kv_cache: of each layer, with the tokens before
+    n_cached: the number of tokens before, including those that windows have dropped; for a static
+        KV cache an integer array () (`KVCache.write_index`)
+    relative, rotary: of `layers.stack`
+    ValueError for shapes and numbers that do not fit.
     """
     y, cache = stack(
         x,

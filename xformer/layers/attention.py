@@ -1,4 +1,4 @@
-"""Multi-head attention: of a sequence to itself, or to another one (the memory)."""
+"""Multi-head attention: self-attention, and cross-attention to a memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from xformer.typing import Array
 
 @short
 class KeyValueParams(NamedTuple):
-    """Projections of a sequence to keys and values."""
+    """Parameters of the projections to keys and values."""
 
     k: LinearParams  # (D, G * K)
     v: LinearParams  # (D, G * M)
-    k_norm: NormParams | None = None  # of each head's keys (K), or of all heads' at once (G * K)
+    k_norm: NormParams | None = None  # of the keys: of each head (K), or of all heads (G * K)
 
 
 @short
 class ShawParams(NamedTuple):
-    """Tables of Shaw's relative positions, for distances from -L to L, as in `ops.shaw`."""
+    """Parameters of Shaw's relative positions: tables for distances from -L to L (`ops.shaw`)."""
 
     k: Array  # (2L+1, K)
     v: Array | None  # (2L+1, M)
@@ -38,18 +38,18 @@ class ShawParams(NamedTuple):
 
 @short
 class AttentionParams(NamedTuple):
-    """Projections of one attention; K and M need not be D / H, M need not be K."""
+    """Parameters of `attention`. K and M need not be D / H, and M need not be K."""
 
     q: LinearParams  # (D, H * K)
-    kv: KeyValueParams | None  # None where keys and values come ready from elsewhere
-    o: LinearParams | None  # (H * M, D); None: the heads side by side are the output
-    q_norm: NormParams | None = None  # of each head's queries (K), or of all heads' (H * K)
-    sinks: Array | None = None  # (H,), as in `ops.sdpa`
-    shaw: ShawParams | None = None  # then there are no bias, sinks, window and softcap
+    kv: KeyValueParams | None  # None: the memory is a KeyValue
+    o: LinearParams | None  # (H * M, D); None: the output is the concatenated heads
+    q_norm: NormParams | None = None  # of the queries: of each head (K), or of all heads (H * K)
+    sinks: Array | None = None  # (H,), of `ops.sdpa`
+    shaw: ShawParams | None = None  # excludes bias, sinks, window and softcap
 
 
 class KeyValue(NamedTuple):
-    """Keys and values, projected and split into heads."""
+    """Keys and values after projection, split into heads."""
 
     k: Array  # (B, G, S, K)
     v: Array  # (B, G, S, M)
@@ -78,30 +78,36 @@ def attention(
 ) -> tuple[Array, AttentionCache]:
     """y = concat(heads) w_o + b_o, heads = sdpa(x w_q, memory w_k, memory w_v) (arXiv:1706.03762).
 
-    x: (B, T, D)   y: (B, T, D'). memory: (B, S, D_m) to attend to, None for x itself, or a
-    KeyValue that `key_value` made (shared by several layers). bias, mask, causal, window, softcap,
-    scale, dropout: as in `ops.sdpa`. pos, memory_pos: (T, K), (S, K), added to the queries, and to
-    the keys and values, of every head; memory_pos is pos where memory is x. Queries and keys are
-    normalised where params hold q_norm and k_norm, by qk_norm (RMSNorm unless given), then rotated
-    by rotary, which goes with memory None. kv_cache: keys and values of earlier tokens, which are
-    constants here; S counts them too, and the cache's `kv_cache` has all of them; with
-    kv_cache.write_index, of which there is no backward, mask hides the columns behind it.
-    ValueError where shapes do not fit.
+    Queries and keys are normalised if params have q_norm and k_norm, and then rotated by `rotary`.
+
+    x: (B, T, D)   y: (B, T, D')
+    memory: (B, S, D_m), or a KeyValue, which several layers may share; None: self-attention
+    bias, mask, causal, window, softcap, scale, dropout_rate, dropout_key: of `ops.sdpa`
+    pos: (T, K), added to the queries of every head; in self-attention to keys and values too
+    memory_pos: (S, K), added to the keys and values of the memory
+    rotary: RoPE tables, for self-attention only
+    qk_norm: the norm of queries and keys; None: RMSNorm
+    kv_cache: keys and values of earlier tokens, for self-attention only. S counts them too. They
+        have no gradient. The cache's `kv_cache` has all keys and values. If it is static, mask must
+        hide the slots that are not written, and there is no backward.
+    ValueError for shapes and arguments that do not fit together.
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     _require_memory(memory, memory_pos, rotary, kv_cache, params)
-    around: Any = {"rotary": rotary, "config": qk_norm}
-    own: Any = params.kv
-    of_x = (params.q, own.k, own.v) if memory is None else (params.q,)
-    as_made = _is_kept(params.q_norm, pos, rotary) and _is_kept(own and own.k_norm, pos, rotary)
-    mapped, maps = linear_many(x, of_x, all_kept=as_made)
-    q, q_cache = _heads(mapped[0], pos, n_heads, "q", params.q_norm, **around)
+    qk_options: Any = {"rotary": rotary, "config": qk_norm}
+    kv_params: Any = params.kv
+    of_x = (params.q, kv_params.k, kv_params.v) if memory is None else (params.q,)
+    k_norm = kv_params and kv_params.k_norm
+    all_kept = _is_kept(params.q_norm, pos, rotary) and _is_kept(k_norm, pos, rotary)
+    mapped, maps = linear_many(x, of_x, all_kept=all_kept)
+    q, q_cache = _heads(mapped[0], pos, n_heads, "q", params.q_norm, **qk_options)
     kv: Any = memory
     kv_saved: Any = None
     if memory is None:
-        kv, kv_saved = _key_value(mapped[1:], own, pos, n_kv_heads, **around)
-    elif own is not None:
-        kv, kv_saved = key_value(memory, own, memory_pos, n_kv_heads=n_kv_heads, k_norm=qk_norm)
+        kv, kv_saved = _key_value(mapped[1:], kv_params, pos, n_kv_heads, **qk_options)
+    elif kv_params is not None:
+        options: Any = {"n_kv_heads": n_kv_heads, "k_norm": qk_norm}
+        kv, kv_saved = key_value(memory, kv_params, memory_pos, **options)
     n_new = kv.k.shape[2]
     if kv_cache is not None and kv_cache.write_index is not None:
         _require_mask(mask, params)
@@ -115,7 +121,7 @@ def attention(
         kv_cache = append(*kv, kv_cache=kv_cache)
         kv = KeyValue(kv_cache.k, kv_cache.v)
         mask, bias = (_last_keys(a, kv.k.shape[2]) for a in (mask, bias))
-    options: Any = {
+    options = {
         "mask": mask,
         "causal": causal,
         "scale": scale,
@@ -142,16 +148,16 @@ def attention(
 
 @short
 class AttentionCache(NamedTuple):
-    """What `attention` keeps for its backward."""
+    """Saved by `attention` for backward."""
 
-    maps: Any  # of x: to the queries, and of a self-attention to keys and values too
+    maps: Any  # of x to the queries; in self-attention also to keys and values
     q: HeadsCache
     kv: KeyValueHeadsCache | KeyValueSaved | None
     core: Any  # of `ops.sdpa` or `ops.shaw`
     o: Any
-    fixed: tuple[bool, ...]  # whether the sinks, or both tables of Shaw's, are frozen
+    fixed: tuple[bool, ...]  # whether the sinks, or each of Shaw's tables, are frozen
     kv_cache: KVCache | None  # with the keys and values of x
-    n_new: int  # keys that are not of the KV cache
+    n_new: int  # the number of new keys, after those of the KV cache
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order."""
@@ -179,7 +185,7 @@ class AttentionCache(NamedTuple):
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
     def _tables(self, grads: list[Any]) -> tuple[Any, ...]:
-        """Gradients of bias, sinks and shaw, of which the core has its own two."""
+        """Gradients of bias, sinks and shaw, from the core's last two gradients."""
         if len(self.fixed) == 1:
             return grads[0], None if self.fixed[0] else grads[1], None
         kept = (None if f else grad for f, grad in zip(self.fixed, grads, strict=True))
@@ -195,26 +201,31 @@ def key_value(
     rotary: layers.RopeTables | None = None,
     k_norm: NormConfig | None = None,
 ) -> tuple[KeyValue, KeyValueSaved]:
-    """Keys and values of a sequence: x w_k + b_k, x w_v + b_v, split into heads, plus pos.
+    """Keys x w_k + b_k and values x w_v + b_v, split into heads, plus pos.
 
-    x: (B, S, D)   pos: (S, K)   k: (B, G, S, K)   v: (B, G, S, M), M = K where pos is given. Keys
-    are normalised where params.k_norm is, by k_norm (RMSNorm unless given), then rotated by rotary.
+    Keys are normalised if params have k_norm, and then rotated by `rotary`.
+
+    x: (B, S, D)   k: (B, G, S, K)   v: (B, G, S, M)
+    pos: (S, K), added to keys and values of every head, so that M = K; None: nothing is added
+    rotary: RoPE tables; None: no rotation
+    k_norm: the norm of the keys; None: RMSNorm
+    ValueError for shapes that do not fit.
     """
-    as_made = _is_kept(params.k_norm, pos, rotary)
-    pair, maps = linear_many(x, (params.k, params.v), all_kept=as_made)
+    all_kept = _is_kept(params.k_norm, pos, rotary)
+    pair, maps = linear_many(x, (params.k, params.v), all_kept=all_kept)
     kv, heads = _key_value(pair, params, pos, n_kv_heads, rotary=rotary, config=k_norm)
     return kv, KeyValueSaved(maps, heads)
 
 
 @short
 class KeyValueSaved(NamedTuple):
-    """What `key_value` keeps for its backward."""
+    """Saved by `key_value` for backward."""
 
     maps: Any
     heads: KeyValueHeadsCache
 
     def backward(self, dk: Array, dv: Array) -> tuple[Array, KeyValueParams, Array | None]:
-        """Gradients of x, params, pos."""
+        """Gradients of x, params and pos."""
         dk, dv, dk_norm, dpos = self.heads.backward(dk, dv)
         dx, (dk_params, dv_params) = self.maps.backward(dk, dv)
         return dx, KeyValueParams(dk_params, dv_params, dk_norm), dpos
@@ -229,17 +240,16 @@ def _key_value(
     rotary: layers.RopeTables | None,
     config: NormConfig | None,
 ) -> tuple[KeyValue, KeyValueHeadsCache]:
-    """Heads of x w_k + b_k and x w_v + b_v, which are the pair."""
+    """Keys and values in heads. pair: x w_k + b_k and x w_v + b_v."""
     k, v = pair
-    around: Any = {"rotary": rotary, "config": config}
-    k, k_cache = _heads(k, pos, n_kv_heads, "k", params.k_norm, **around)
+    k, k_cache = _heads(k, pos, n_kv_heads, "k", params.k_norm, rotary=rotary, config=config)
     v, v_cache = _heads(v, pos, n_kv_heads, "v")
     return KeyValue(k, v), KeyValueHeadsCache(k_cache, v_cache)
 
 
 @short
 class KeyValueHeadsCache(NamedTuple):
-    """What `_key_value` keeps for its backward."""
+    """Saved by `_key_value` for backward."""
 
     k: HeadsCache
     v: HeadsCache
@@ -247,7 +257,7 @@ class KeyValueHeadsCache(NamedTuple):
     def backward(
         self, dk: Array, dv: Array
     ) -> tuple[Array, Array, NormParams | None, Array | None]:
-        """Gradients of the pair, k_norm, pos."""
+        """Gradients of both of the pair, k_norm and pos."""
         dk, dk_norm, dpos_k = self.k.backward(dk)
         dv, _, dpos_v = self.v.backward(dv)
         return dk, dv, dk_norm, None if dpos_k is None else dpos_k + dpos_v
@@ -263,7 +273,7 @@ def _heads(
     rotary: layers.RopeTables | None = None,
     config: NormConfig | None = None,
 ) -> tuple[Array, HeadsCache]:
-    """rope(norm(split_heads(y) + pos)). y: (B, T, H * K)."""
+    """rope(norm(split_heads(y) + pos)). y: (B, T, H * K). A norm of all heads comes first."""
     (n_heads,) = require_sizes("attention", 1, n_heads=n_heads)
     width = y.shape[-1]
     if width % n_heads:
@@ -288,22 +298,22 @@ def _heads(
 
 
 def _is_kept(*steps: Any) -> bool:
-    """Whether `_heads` takes none of these steps: attention then keeps what comes in."""
+    """Whether `_heads` takes none of these steps, so that attention saves the linear output."""
     return all(step is None for step in steps)
 
 
 @short
 class HeadsCache(NamedTuple):
-    """What `_heads` keeps for its backward."""
+    """Saved by `_heads` for backward."""
 
-    all_norm: Any  # of all heads at once
-    head_norm: Any  # of each head
+    all_norm: Any  # a norm of all heads together
+    head_norm: Any  # a norm of each head
     rope: Any
     n_heads: int
     pos_shape: tuple[int, ...] | None
 
     def backward(self, dheads: Array) -> tuple[Array, NormParams | None, Array | None]:
-        """Gradients of y, norm_params, pos."""
+        """Gradients of y, norm_params and pos."""
         dnorm = None
         if self.rope is not None:
             dheads = self.rope.backward(dheads)
@@ -319,17 +329,17 @@ class HeadsCache(NamedTuple):
 def _require_no(what: str, extras: dict[str, Any]) -> None:
     given = [name for name, extra in extras.items() if extra is not None]
     if given:
-        raise ValueError(f"attention: params.{what} does not go with {', '.join(given)}")
+        raise ValueError(f"attention: params.{what} excludes {', '.join(given)}")
 
 
 def _require_mask(mask: Array | None, params: AttentionParams) -> None:
     if mask is None or params.shaw is not None:
-        what = "a mask" if mask is None else "no params.shaw, which go by the number of keys"
+        what = "a mask" if mask is None else "no params.shaw, which depends on the number of keys"
         raise ValueError(f"attention: a static KV cache needs {what}")
 
 
 def _last_keys(x: Array | None, n: int) -> Array | None:
-    """A mask or a bias of the last `n` keys, those that a window has left."""
+    """The part of a mask or a bias for the last `n` keys, which a window has kept."""
     if x is None or x.shape[-1] in (1, n):
         return x
     return x[..., x.shape[-1] - n :]
@@ -343,11 +353,11 @@ def _require_memory(
     params: AttentionParams,
 ) -> None:
     if isinstance(memory, KeyValue) != (params.kv is None):
-        raise ValueError("attention: either memory is a KeyValue or params.kv projects it")
+        raise ValueError("attention: memory must be a KeyValue if and only if params.kv is None")
     if memory_pos is not None and (memory is None or params.kv is None):
-        raise ValueError("attention: memory_pos goes with a memory (B, S, D), and there is none")
+        raise ValueError("attention: memory_pos needs a memory (B, S, D), and there is none")
     if memory is not None and not (rotary is None and kv_cache is None):
-        raise ValueError("attention: rotary and kv_cache go with self-attention, there is a memory")
+        raise ValueError("attention: rotary and kv_cache need self-attention, but memory was given")
 
 
 def _require_positions(name: str, pos: Array, heads: Array) -> None:

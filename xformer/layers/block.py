@@ -1,4 +1,4 @@
-"""One layer of an encoder or a decoder: self-attention, cross-attention if any, feed-forward."""
+"""One block of an encoder or a decoder: self-attention, cross-attention, feed-forward."""
 
 from __future__ import annotations
 
@@ -34,29 +34,30 @@ from xformer.ops.activation import require_activation
 from xformer.showing import short
 from xformer.typing import Array
 
-SITES = 6  # places in a block where dropout draws
+SITES = 6  # dropout streams of a block
 NORMS = ("pre", "post", "sandwich", "output")
 
 
 @renamed.arguments(norm_kind="norm", shaw="shaw_max_distance")
 @dataclass(frozen=True)
 class BlockConfig:
-    """Sizes and choices of a block. ValueError for ones that do not fit together.
+    """The configuration of a block. ValueError for options that do not fit together.
 
-    norm_placement: "pre" x + f(norm(x)), "post" norm(x + f(x)), "sandwich"
-    x + norm'(f(norm(x))) or "output" x + norm(f(x)). parallel: attention and feed-forward side by
-    side, x + attn(norm(x)) + ffn(norm'(x)), with shared_norm both of one norm(x).
+    norm_placement: "pre": x + f(norm(x)); "post": norm(x + f(x)); "sandwich":
+        x + norm'(f(norm(x))); "output": x + norm(f(x))
+    parallel: x + attn(norm(x)) + ffn(norm'(x)), with "pre" only
+    shared_norm: with parallel, x + attn(norm(x)) + ffn(norm(x))
     """
 
     d_model: int
     n_heads: int
     d_ff: int
-    n_kv_heads: int | None = None  # n_heads unless given
-    d_head: int | None = None  # d_model / n_heads unless given
-    d_value: int | None = None  # d_head unless given
+    n_kv_heads: int | None = None  # None: n_heads
+    d_head: int | None = None  # None: d_model / n_heads
+    d_value: int | None = None  # None: d_head
     activation: str = "relu"
     gated: bool = False
-    experts: layers.ExpertsConfig | None = None  # in the place of the feed-forward network
+    experts: layers.ExpertsConfig | None = None  # instead of the feed-forward network
     norm_placement: str = "pre"
     norm: str = "layer"  # or "rms"
     norm_offset: float = 0.0  # added to the weight of "rms"
@@ -64,19 +65,18 @@ class BlockConfig:
     parallel: bool = False
     shared_norm: bool = False
     bias: bool = True
-    qkv_bias: bool | None = None  # of the projections to queries, keys, values; bias unless given
-    o_bias: bool | None = None  # of attention's output; bias unless given
-    ffn_bias: bool | None = None  # of the feed-forward network; bias unless given
-    qk_norm: str | None = None  # a norm of queries and keys: of each "head", or of "all" at once
-    scale: float | None = None  # of the scores; d_head^-1/2 unless given
-    window: tuple[int | None, int | None] | None = None  # of the self-attention, as in `ops.sdpa`
+    qkv_bias: bool | None = None  # of the projections to queries, keys, values; None: bias
+    o_bias: bool | None = None  # of attention's output projection; None: bias
+    ffn_bias: bool | None = None  # of the feed-forward network; None: bias
+    qk_norm: str | None = None  # a norm of queries and keys: of each "head", or of "all" heads
+    scale: float | None = None  # of the scores; None: d_head^-1/2
+    window: tuple[int | None, int | None] | None = None  # of the self-attention (`ops.sdpa`)
     softcap: float | None = None  # of the scores
-    sinks: bool = False  # a learned one for each head of the self-attention
-    shaw_max_distance: int | None = (
-        None  # L of relative positions in the self-attention (arXiv:1803.02155)
-    )
+    sinks: bool = False  # a learned sink for each head of the self-attention
+    # L of Shaw's relative positions in the self-attention (arXiv:1803.02155)
+    shaw_max_distance: int | None = None
     dropout: float = 0.0
-    attn_dropout: float | None = None  # of the attention's probabilities; dropout unless given
+    attn_dropout: float | None = None  # of the attention's probabilities; None: dropout
     hidden_dropout: float = 0.0  # inside the feed-forward network
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class BlockConfig:
         if self.d_head is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"block: n_heads = {self.n_heads} must divide d_model = {self.d_model}, "
-                "or d_head be given"
+                "or d_head must be given"
             )
         require_sizes("block", 1, d_head=self.head_width, d_value=self.value_width)
         for name in ("dropout", "probs_dropout", "hidden_dropout"):
@@ -105,7 +105,7 @@ class BlockConfig:
         if self.shaw_max_distance is not None:
             require_sizes("block", 0, shaw_max_distance=self.shaw_max_distance)
             if self.sinks or (self.window, self.softcap) != (None, None):
-                raise ValueError("block: shaw does not go with sinks, window and softcap")
+                raise ValueError("block: shaw_max_distance excludes sinks, window and softcap")
         if self.experts is not None and self.hidden_dropout:
             raise ValueError("block: experts have no hidden_dropout")
         if self.n_heads % self.kv_heads:
@@ -119,10 +119,10 @@ class BlockConfig:
             )
         if self.parallel and self.norm_placement != "pre":
             raise ValueError(
-                f'block: parallel goes with norm_placement "pre", got {self.norm_placement!r}'
+                f'block: parallel needs norm_placement "pre", got {self.norm_placement!r}'
             )
         if self.shared_norm and not self.parallel:
-            raise ValueError("block: shared_norm goes with parallel")
+            raise ValueError("block: shared_norm needs parallel")
         if self.qk_norm not in (None, "head", "all"):
             raise ValueError(f'block: qk_norm must be None, "head" or "all", got {self.qk_norm!r}')
         require_activation("block", self.activation)
@@ -145,7 +145,7 @@ class BlockConfig:
 
     @property
     def probs_dropout(self) -> float:
-        """The rate of the dropout of the attention's probabilities."""
+        """The dropout rate of the attention's probabilities."""
         return self.dropout if self.attn_dropout is None else self.attn_dropout
 
     @property
@@ -162,9 +162,12 @@ class BlockConfig:
         draw: Draw = xavier_uniform,
         out_scale: float = 1.0,
     ) -> BlockParams:
-        """Initial parameters; `out_scale` multiplies the weights that end a residual branch.
+        """Initial parameters.
 
-        cross: with cross-attention; shared_memory: whose keys and values come from outside.
+        cross: with cross-attention
+        shared_memory: the cross-attention has no projection to keys and values
+        draw: the distribution of the weights
+        out_scale: multiplies the last weights of each residual branch
         """
         attn = self._attention_init(rng, True, draw, out_scale)
         if self.sinks:
@@ -244,15 +247,15 @@ class BlockConfig:
 
 @short
 class BlockParams(NamedTuple):
-    """Parameters of one block; a norm that is None is left out."""
+    """Parameters of one block. A norm that is None is left out."""
 
     attn_norm: NormParams | None
     attn: AttentionParams
     cross_norm: NormParams | None
-    cross: AttentionParams | None  # None: an encoder layer, or one of a decoder-only model
+    cross: AttentionParams | None  # None: an encoder block, or one of a decoder-only model
     ffn_norm: NormParams | None
     ffn: FeedForwardParams | layers.ExpertsParams
-    attn_out_norm: NormParams | None = None  # of what a sublayer returns
+    attn_out_norm: NormParams | None = None  # of a sublayer's output
     cross_out_norm: NormParams | None = None
     ffn_out_norm: NormParams | None = None
 
@@ -275,11 +278,16 @@ def block(
 ) -> tuple[Array, BlockCache | ParallelBlockCache]:
     """y = ffn(cross(attn(x), memory)), each with residual, norm and dropout (`layers.residual`).
 
-    x, y: (B, T, D)   memory: (B, S, D), or a KeyValue shared by several layers; wanted where
-    params.cross is. rotary, kv_cache, bias, mask, causal: of the self-attention; memory_mask: of
-    the other. pos, memory_pos: added to queries, keys and values (`layers.attention`). dropout_key
-    None: no dropout. With config.parallel attention and feed-forward stand side by side
-    (`layers.parallel`). ValueError where shapes do not fit.
+    With config.parallel, attention and feed-forward read the same x (`layers.parallel`).
+
+    x, y: (B, T, D)
+    memory: (B, S, D), or a KeyValue, which several layers may share; needed if and only if
+        params.cross is given
+    bias, mask, causal, rotary, kv_cache: of the self-attention
+    pos, memory_pos: added to queries, keys and values (`layers.attention`)
+    memory_mask: of the cross-attention
+    dropout_key: None: no dropout
+    ValueError for shapes and arguments that do not fit together.
     """
     terms, cache = block_terms(
         x,
@@ -316,16 +324,17 @@ def block_terms(
     memory_mask: Array | None = None,
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Terms, BlockCache | ParallelBlockCache]:
-    """`block` of x + r; its y is the sum of both results, which the next block makes.
+    """`block` of x + r, with its output as two terms. y is their sum; None is 0.
 
-    There a norm follows it, and both are one op (`layers.residuals`). The backward is that of
-    `block`: dy is the gradient of the sum, dx that of x + r.
+    The next block computes the sum and its norm in one op (`layers.residuals`). In backward, dy is
+    the gradient of the sum of the terms, and dx that of x + r. The other arguments are those of
+    `block`.
     """
     _require_memory(params, config, memory, memory_pos, memory_mask)
     dropped = dropout_key is not None
     rate = config.dropout if dropped else 0.0
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
-    heads: dict[str, Any] = {
+    attn_options: dict[str, Any] = {
         "n_heads": config.n_heads,
         "n_kv_heads": config.n_kv_heads,
         "qk_norm": config.norm_config,
@@ -333,54 +342,53 @@ def block_terms(
         "scale": config.scale,
         "dropout_rate": config.probs_dropout if dropped else 0.0,
     }
-    around: dict[str, Any] = {"config": config.norm_config, "dropout_rate": rate}
+    residual_options: dict[str, Any] = {"config": config.norm_config, "dropout_rate": rate}
 
     def attend(x: Array) -> tuple[Array, Any]:
-        own: Any = {"mask": mask, "causal": causal, "window": config.window}
-        own |= {"rotary": rotary, "kv_cache": kv_cache, "dropout_key": keys[0]}
-        return attention(x, params.attn, None, bias, pos, **own, **heads)
+        options: Any = {"mask": mask, "causal": causal, "window": config.window}
+        options |= {"rotary": rotary, "kv_cache": kv_cache, "dropout_key": keys[0]}
+        return attention(x, params.attn, None, bias, pos, **options, **attn_options)
 
     def attend_memory(x: Array) -> tuple[Array, Any]:
-        own: Any = params.cross
-        options = {"mask": memory_mask, "dropout_key": keys[1], **heads}
-        return attention(x, own, memory, None, pos, memory_pos, **options)
+        cross: Any = params.cross
+        options = {"mask": memory_mask, "dropout_key": keys[1], **attn_options}
+        return attention(x, cross, memory, None, pos, memory_pos, **options)
 
     def feed(x: Array) -> tuple[Array, Any]:
         if config.experts is not None and isinstance(params.ffn, layers.ExpertsParams):
             return layers.mixture(x, params.ffn, config=config.experts)
-        hidden: Any = {"dropout_rate": config.hidden_dropout if dropped else 0.0}
-        own: Any = params.ffn
-        return feed_forward(x, own, activation=config.activation, dropout_key=keys[5], **hidden)
+        options: Any = {"dropout_rate": config.hidden_dropout if dropped else 0.0}
+        ffn: Any = params.ffn
+        return feed_forward(x, ffn, activation=config.activation, dropout_key=keys[5], **options)
 
     if config.parallel:
         norms: Any = (params.attn_norm, params.ffn_norm)
-        terms, both = parallels(
-            x, norms[0], attend, feed, norms[1], r, dropout_keys=(keys[2], keys[4]), **around
-        )
+        options: Any = {"dropout_keys": (keys[2], keys[4]), **residual_options}
+        terms, both = parallels(x, norms[0], attend, feed, norms[1], r, **options)
         return terms, ParallelBlockCache(both)
     branches = [Branch(attend, params.attn_norm, params.attn_out_norm, keys[2])]
     if params.cross is not None:
         branches.append(Branch(attend_memory, params.cross_norm, params.cross_out_norm, keys[3]))
     branches.append(Branch(feed, params.ffn_norm, params.ffn_out_norm, keys[4]))
     place = "post" if config.norm_placement == "post" else "pre"
-    terms, chain = residuals(x, branches, r, place=place, **around)
+    terms, chain = residuals(x, branches, r, place=place, **residual_options)
     return terms, BlockCache(chain)
 
 
 @short
 class BlockCache(NamedTuple):
-    """What `block` keeps for its backward."""
+    """Saved by `block` for backward."""
 
     chain: ResidualsCache
 
     @property
     def attn(self) -> BranchCache:
-        """The self-attention."""
+        """The cache of the self-attention."""
         return self.chain.branches[0]
 
     @property
     def cross(self) -> BranchCache | None:
-        """The cross-attention, if any."""
+        """The cache of the cross-attention; None without one."""
         return self.chain.branches[1] if len(self.chain.branches) == 3 else None
 
     @property
@@ -397,7 +405,7 @@ class BlockCache(NamedTuple):
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
-        drouter_logits: of an auxiliary loss on the router of a mixture of experts.
+        drouter_logits: the gradient of an auxiliary loss on the router, if any.
         """
         dx, (attn, *cross, ffn) = self.chain.backward(dy, *drouter_logits)
         dattn_norm, dattn_out, dattn, _, dbias, dpos, _ = attn
@@ -414,7 +422,7 @@ class BlockCache(NamedTuple):
 
 @short
 class ParallelBlockCache(NamedTuple):
-    """What a parallel `block` keeps for its backward."""
+    """Saved by a parallel `block` for backward."""
 
     both: Any
 
@@ -429,7 +437,10 @@ class ParallelBlockCache(NamedTuple):
         return self.both.first.kv_cache
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
-        """As `BlockCache.backward`; there is no memory."""
+        """Gradients of x, params, memory, bias, pos, memory_pos; None for the memory's.
+
+        drouter_logits: the gradient of an auxiliary loss on the router, if any.
+        """
         dx, dattn_norm, dffn_norm, attn, (dffn,) = self.both.backward(dy, *drouter_logits)
         dattn, _, dbias, dpos, _ = attn
         dparams = BlockParams(dattn_norm, dattn, None, None, dffn_norm, dffn)
@@ -445,8 +456,8 @@ def _require_memory(
 ) -> None:
     if (params.cross is None) != (memory is None):
         have = "no params.cross" if params.cross is None else "params.cross but no memory"
-        raise ValueError(f"block: memory and params.cross go together, got {have}")
+        raise ValueError(f"block: memory and params.cross need each other, got {have}")
     if params.cross is None and not (memory_pos is None and memory_mask is None):
-        raise ValueError("block: memory_pos and memory_mask go with a memory, and there is none")
+        raise ValueError("block: memory_pos and memory_mask need a memory, and there is none")
     if config.parallel and params.cross is not None:
         raise ValueError("block: parallel has no cross-attention, got params.cross")

@@ -1,4 +1,4 @@
-"""Blocks one after the other, each with parameters of its own or with those of another."""
+"""A sequence of blocks. Layers may share the parameters of a block."""
 
 from __future__ import annotations
 
@@ -33,16 +33,21 @@ def blocks(
     dropout_key: ops.RandomKey | None = None,
     activation_checkpointing: bool = False,
 ) -> tuple[Array, BlocksCache]:
-    """y = block_n(... block_1(x)); every block sees bias, positions and masks.
+    """y = block_n(... block_1(x)). Every block gets bias, positions and masks.
 
-    x, y: (B, T, D). configs: one for each layer. Where there are fewer blocks than layers, equal
-    runs of layers share one, in order. memory: one for all layers, or a sequence of a KeyValue for
-    each, whose gradient is a tuple. kv_cache: of each layer; then nothing is saved for a backward.
-    The rest as in `layers.block` and `layers.stack`. ValueError where the numbers do not fit.
+    x, y: (B, T, D)
+    params: of each block; with fewer blocks than layers, equal runs of layers share a block
+    memory: (B, S, D) or a KeyValue for all layers, or a KeyValue for each layer, whose gradient is
+        a tuple; None without cross-attention
+    bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
+    configs: of each layer
+    kv_cache: of each layer; then nothing is saved for backward
+    activation_checkpointing: each block saves only its arguments, and runs again in backward
+    ValueError for shapes and numbers that do not fit.
     """
     order = order_of(params, configs)
-    own_memory = isinstance(memory, Sequence) and not isinstance(memory, KeyValue)
-    memories: Any = memory if own_memory else (memory,) * len(configs)
+    memory_each = isinstance(memory, Sequence) and not isinstance(memory, KeyValue)
+    memories: Any = memory if memory_each else (memory,) * len(configs)
     if len(memories) != len(configs):
         raise ValueError(
             f"blocks: memory must be one for all layers, or a KeyValue for each of {len(configs)}, "
@@ -52,7 +57,7 @@ def blocks(
     run: Any = block_terms
     if activation_checkpointing and kv_cache is None:
         from xformer.layers.checkpoint import checkpointed as run
-    r = None  # what is still to be added to x
+    r = None  # a term that the next norm or the last line adds to x
     for i, config in enumerate(configs):
         (x, r), cache = run(
             x,
@@ -73,30 +78,31 @@ def blocks(
         caches.append(cache if kv_cache is None else cache.kv_cache)
     y = summed(x, r)
     if kv_cache is None:
-        return y, BlocksCache(tuple(caches), order, own_memory, ())
-    return y, BlocksCache((), order, own_memory, tuple(caches))
+        return y, BlocksCache(tuple(caches), order, memory_each, ())
+    return y, BlocksCache((), order, memory_each, tuple(caches))
 
 
 @short
 class BlocksCache(NamedTuple):
-    """What `blocks` keeps for its backward."""
+    """Saved by `blocks` for backward."""
 
     blocks: tuple[Any, ...]
-    order: tuple[int, ...]  # of each layer, the block whose parameters it has
-    own_memory: bool  # whether each layer has its own
-    kv_cache: tuple[KVCache, ...]  # of each layer, if it was given: then there is no backward
+    order: tuple[int, ...]  # the index of each layer's block
+    own_memory: bool  # whether there was a memory for each layer
+    kv_cache: tuple[KVCache, ...]  # of each layer, if one was given; then there is no backward
 
     def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
-        drouter_logits: for each layer the gradient of an auxiliary loss on its router, or None.
+        drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
+        ValueError if `blocks` had a KV cache.
         """
         if self.kv_cache:
             raise ValueError("blocks: with a KV cache nothing is saved for a backward")
         dx = dy
         dparams: list[Any] = [None] * (max(self.order) + 1)
         shared: Any = None
-        dmemories: list[Any] = []  # from the last layer to the first, where each has its own
+        dmemories: list[Any] = []  # of each layer, from the last to the first
         for i in reversed(range(len(self.blocks))):
             dlogits = None if drouter_logits is None else drouter_logits[i]
             extra = () if dlogits is None else (dlogits,)
@@ -113,7 +119,7 @@ class BlocksCache(NamedTuple):
 
 
 def order_of(params: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) -> tuple[int, ...]:
-    """Of each layer, the block whose parameters it has. ValueError where the numbers do not fit."""
+    """The index of each layer's block. ValueError unless the blocks divide the layers."""
     n_blocks, n_layers = len(params), len(configs)
     if n_blocks == 0 or n_layers % n_blocks:
         raise ValueError(
@@ -124,5 +130,5 @@ def order_of(params: tuple[BlockParams, ...], configs: Sequence[BlockConfig]) ->
 
 
 def add(a: Any, b: Any) -> Any:
-    """The sum of two trees."""
+    """The sum of two trees, leaf by leaf."""
     return tree.map(lambda x, y: x + y, a, b)

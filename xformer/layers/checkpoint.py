@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block's forward again in its backward, instead of what it keeps."""
+"""Activation checkpointing: a block saves only its arguments, and runs again in backward."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def checkpointed(
     r: Array | None = None,
     **options: Any,
 ) -> tuple[Terms, Any]:
-    """`block_terms`, of which only the arguments are kept (arXiv:1604.06174).
+    """`block_terms` with activation checkpointing (arXiv:1604.06174).
 
-    The backward runs the forward once more: the same operations on the same arrays, and dropout
-    draws the same bits, so that gradients are the same, bit for bit where a library's arithmetic
-    is repeatable. It costs about a third of the time of a step.
+    The arguments and results are those of `block_terms`. Only the arguments are saved. The backward
+    runs the forward again: the same operations on the same arrays, with the same dropout bits. So
+    the gradients are the same, bit for bit if the library's arithmetic is repeatable. It costs
+    about a third of the time of a step.
     """
-    if is_inference():  # a cache of nothing holds less than the arguments
+    if is_inference():  # nothing is saved, which is less than the arguments
         return block_terms(*args, r=r, config=config, dropout_key=dropout_key, **options)
-    y, cache = block(*args, config=config, dropout_key=dropout_key, **options)  # one array to keep
+    y, cache = block(*args, config=config, dropout_key=dropout_key, **options)  # one array to save
     router = None
     if config.experts is not None:
         router = RouterCache(cache.router.router_logits, cache.router.ids)
@@ -36,7 +37,7 @@ def checkpointed(
 
 @short
 class RouterCache(NamedTuple):
-    """What the auxiliary losses of a mixture of experts ask for before the backward."""
+    """The results of a router that auxiliary losses need before backward."""
 
     router_logits: Array  # (N, E)
     ids: Array  # (N, C)
@@ -44,7 +45,10 @@ class RouterCache(NamedTuple):
 
 @short
 class CheckpointCache(NamedTuple):
-    """The arguments of a block: x is its own, the others are parameters, or those of all blocks."""
+    """Saved by `checkpointed` for backward: the arguments of the block.
+
+    Only x is an extra array: the others are parameters, or shared by all blocks.
+    """
 
     args: tuple[Any, ...]  # x, params, memory, bias, pos, memory_pos
     config: BlockConfig
@@ -53,7 +57,10 @@ class CheckpointCache(NamedTuple):
     router: RouterCache | None
 
     def backward(self, dy: Array, *drouter_logits: Array) -> tuple[Any, ...]:
-        """As `BlockCache.backward`."""
+        """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
+
+        drouter_logits: the gradient of an auxiliary loss on the router, if any.
+        """
         x, params, memory, *rest = self.args
         x, memory, key = held(x, memory=memory, key=self.dropout_key, dy=dy)
         _, cache = block(
@@ -64,9 +71,9 @@ class CheckpointCache(NamedTuple):
 
 @overridable(backward=False)
 def held(x: Array, *, memory: Any, key: ops.RandomKey | None, dy: Array) -> tuple[Any, ...]:
-    """x, memory and key as they are, for a second forward that must wait for dy.
+    """x, memory and key, unchanged, for a second forward that must run after dy is computed.
 
-    A compiler would see it to be the first one, keep that, and undo what checkpointing is for: a
+    A compiler would merge it with the first forward and keep its activations in memory. So a
     backend that compiles makes all three depend on dy.
     """
     return x, memory, key

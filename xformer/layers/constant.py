@@ -1,4 +1,4 @@
-"""Tables of the host: numbers that follow from sizes alone, beside the arrays they work with."""
+"""Constant arrays: tables that depend only on sizes, on the library and device of other arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from xformer.typing import Array
 def constant(
     like: Array, *, of: Callable[..., Any], args: tuple[Any, ...], dtype: Any = None
 ) -> Array:
-    """of(*args), numbers of the host, as an array of library and device of `like`.
+    """The numbers of(*args) as an array of the library and on the device of `like`.
 
-    dtype: the library's own for such numbers unless given. Nobody writes to it: where the same work
-    is done many times, a backend may give the same array again. So `of` is a function of a module,
-    and args are hashable.
+    of: a function of a module that returns numbers on the host
+    args: hashable arguments
+    dtype: None: the library's default for such numbers
+
+    The array must not be written to: a backend may return the same array again.
     """
     return array_namespace(like).asarray(of(*args), dtype=dtype, device=device(like))

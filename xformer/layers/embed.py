@@ -1,4 +1,4 @@
-"""Tokens to vectors: embedding, positions, and a projection where widths differ."""
+"""From tokens to vectors: embedding, positions, and a projection if the widths differ."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ from xformer.typing import Array
 
 @dataclass(frozen=True)
 class EmbedConfig:
-    """Sizes and choices of an embedding. ValueError for ones that do not fit together.
+    """The configuration of an embedding. ValueError for options that do not fit together.
 
-    positions: "sinusoidal", "learned" or "none". mode: how they enter: "add" to the embeddings,
-    "concat" behind them, or "qkv": handed on, to be added to queries, keys and values.
+    positions: "sinusoidal", "learned" or "none"
+    mode: how positions enter: "add": added to the embeddings; "concat": appended to them; "qkv":
+        returned, to be added to queries, keys and values
     """
 
     vocab_size: int
     width: int  # of an embedding
-    d_model: int  # of the output; a learned projection where the vectors are not that wide
-    max_len: int | None = None  # tokens that fit; None, with positions "none": any number
+    d_model: int  # of the output; vectors of another width get a learned projection
+    max_len: int | None = None  # the most tokens; None, with positions "none": any number
     positions: str = "sinusoidal"
     mode: str = "add"
-    d_positions: int | None = None  # "concat": d_model - width unless given; "qkv": head width
+    d_positions: int | None = None  # "concat": None: d_model - width; "qkv": the head width
     offset: int = 0  # "learned": the table's row of position 0 (RoBERTa: 2)
     scale: float = 1.0  # of the embeddings of tokens (Gemma: sqrt(d_model))
-    n_types: int = 0  # of tokens, each with an embedding too (BERT: 2); 0: none
+    n_types: int = 0  # token types, which have embeddings too (BERT: 2); 0: none
     norm: NormConfig | None = None  # of the sum (BERT)
-    project: bool | None = None  # where widths differ, unless given
+    project: bool | None = None  # whether to project; None: if the widths differ
     project_bias: bool = False
     dropout: float = 0.0
 
@@ -80,11 +81,11 @@ class EmbedConfig:
             )
         if self.offset and (self.positions != "learned" or self.offset >= self.rows):
             raise ValueError(
-                f"embed: offset goes with learned positions and lies below max_len = "
+                f"embed: offset needs learned positions and must be below max_len = "
                 f"{self.max_len}, got {self.offset}"
             )
         if self.n_types and self.mode == "concat":
-            raise ValueError('embed: n_types goes with mode "add" or "qkv", got "concat"')
+            raise ValueError('embed: n_types needs mode "add" or "qkv", got "concat"')
         if self.positions != "none" and self.position_width < 1:
             raise ValueError(
                 f"embed: positions in mode {self.mode!r} need d_positions, with width = "
@@ -113,11 +114,11 @@ class EmbedConfig:
 
     @property
     def projects(self) -> bool:
-        """Whether a linear map follows."""
+        """Whether there is a projection."""
         return self.joined_width != self.d_model if self.project is None else self.project
 
     def init(self, rng: Generator, *, draw: Draw = normal) -> EmbedParams:
-        """Initial parameters by `draw`."""
+        """Initial parameters. draw: the distribution of the weights."""
         table = draw(rng, (self.vocab_size, self.width))
         learned = self.positions == "learned"
         positions = draw(rng, (self.rows, self.position_width)) if learned else None
@@ -135,7 +136,7 @@ class EmbedParams(NamedTuple):
     """Parameters of an embedding."""
 
     table: Array  # (V, E)
-    positions: Array | None  # (L, P), where learned
+    positions: Array | None  # (L, P), if learned
     project: LinearParams | None  # (E, D) or (E + P, D)
     types: Array | None = None  # (N, E)
     norm: NormParams | None = None  # (E,) or (E + P,)
@@ -151,13 +152,17 @@ def embed(
     start: int | Array = 0,
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[tuple[Array, Array | None], EmbedCache]:
-    """x = project(dropout(norm(scale * table[ids] + p + type))); or p concatenated, or as pos.
+    """x = project(dropout(norm(scale * table[ids] + p + type))), and positions for attention.
 
-    ids: (B, T)   x: (B, T, D)   pos: (T, P) in mode "qkv", else None. start: the place of the
-    first token, an int, or an integer array (), whose value nobody looks at. positions: (B, T) or
-    (T,), the place of each token where it is not start, start + 1, ...; mode "add" only. types:
-    (B, T), 0 unless given. ValueError where ids are out of range or too many, or params not those
-    of config.
+    Mode "add" is this formula. Mode "concat" appends p instead. Mode "qkv" returns p (T, P) beside
+    x, for `layers.attention`; other modes return None.
+
+    ids: (B, T)   x: (B, T, D)
+    positions: (B, T) or (T,) position ids, mode "add" only; None: start, start + 1, ...
+    types: (B, T) token types; None: 0
+    start: the position of the first token, an int or an integer array (), whose value is not read
+    dropout_key: None: no dropout
+    ValueError for ids out of range, too many ids, and params that do not fit config.
     """
     require_tokens("embed", "ids", ids)
     _require_params(params, config)
@@ -193,21 +198,21 @@ def embed(
 
 @short
 class EmbedCache(NamedTuple):
-    """What `embed` keeps for its backward."""
+    """Saved by `embed` for backward."""
 
     table: Any
-    positions: Any  # where they were given
+    positions: Any  # of the lookup of given positions
     types: Any
     norm: Any
     project: Any
-    drop: Any  # where some were dropped
+    drop: Any  # of dropout; None without dropout
     config: EmbedConfig
     pos_shape: tuple[int, ...] | None
     fixed: tuple[bool, ...]  # which of table, positions and types are frozen
     start: Any
 
     def backward(self, dx: Array, dpos: Array | None = None) -> EmbedParams:
-        """Gradients of params, from those of x and of pos; None for what is frozen."""
+        """Gradients of params; None for frozen ones. dpos: the gradient of pos in mode "qkv"."""
         config = self.config
         fixed_table, fixed_positions, fixed_types = self.fixed
         dproject: Any = None
@@ -233,7 +238,7 @@ class EmbedCache(NamedTuple):
         return EmbedParams(dtable, dpositions, dproject, dtypes, dnorm)
 
     def _positions_backward(self, dpos: Any) -> Array:
-        """Gradient of the table of positions."""
+        """The gradient of the table of positions."""
         dpos = sum_to(dpos, shape=self.pos_shape or ())
         if self.positions is not None:
             return self.positions.backward(dpos)
@@ -287,7 +292,7 @@ def _require_options(
     if positions is not None:
         if config.positions == "none" or config.mode != "add":
             raise ValueError(
-                "embed: the places of tokens, which a mask gives too, go with positions in mode "
+                "embed: position ids, also those of a mask, need positions in mode "
                 f'"add", got positions {config.positions!r} in mode {config.mode!r}'
             )
         if tuple(positions.shape) not in (tuple(ids.shape), tuple(ids.shape[1:])):
@@ -312,7 +317,7 @@ def _positions(
     n_tokens: int,
     positions: Array | None,
 ) -> tuple[Array | None, Any]:
-    """The positions' vectors, and a cache where they were looked up."""
+    """The vectors of the positions, and the cache of the lookup of given positions."""
     if config.positions == "none":
         return None, None
     if positions is None and not isinstance(start, int):

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router sends each token to a few of many feed-forward networks."""
+"""Mixture of experts: a router chooses a few of many feed-forward networks for each token."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from xformer.typing import Array
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Sizes and choices of a mixture of experts. ValueError for ones that do not fit together.
+    """The configuration of a mixture of experts. ValueError for options that do not fit together.
 
-    normalise: whether the weights of a token's experts sum to 1. True is Mixtral (softmax over
-    the chosen logits) and Qwen with norm_topk_prob (softmax over all, the chosen renormalised),
-    which are the same function; False is Qwen without it.
+    normalise: whether the weights of a token's experts sum to 1. True: Mixtral (softmax over the
+        chosen logits) and Qwen with norm_topk_prob (softmax over all logits, then the chosen ones
+        normalised), which are the same function. False: Qwen without norm_topk_prob.
     """
 
     n_experts: int
@@ -46,7 +46,7 @@ class ExpertsConfig:
         require_activation("mixture", self.activation)
 
     def init(self, rng: Generator, d_model: int, *, draw: Draw = normal) -> ExpertsParams:
-        """Weights by `draw`, one expert after the other."""
+        """Initial parameters. draw: the distribution of the weights, one expert after another."""
 
         def each(shape: tuple[int, int]) -> Array:
             return rng.stack(lambda: draw(rng, shape), self.n_experts)
@@ -61,7 +61,7 @@ class ExpertsConfig:
 
 @short
 class ExpertsParams(NamedTuple):
-    """The router and its experts, none with a bias."""
+    """Parameters of the router and the experts, without biases."""
 
     router: Array  # (D, E)
     gate: Array  # (E, D, F)
@@ -72,13 +72,14 @@ class ExpertsParams(NamedTuple):
 def mixture(
     x: Array, params: ExpertsParams, *, config: ExpertsConfig
 ) -> tuple[Array, MixtureCache]:
-    """y = sum over the top_k experts of weight * expert(x), by logits = x w_router.
+    """y = sum of weight * expert(x) over the top_k experts by logits = x w_router.
 
-    Mixtral (arXiv:2401.04088, eq. 1 to 3) and Qwen-MoE: see `ExpertsConfig.normalise`. Of equal
-    logits the lower expert comes first. For auxiliary losses, the cache has `router_logits`
-    (N, E) and `ids` (N, C), N = B * T and C = top_k.
+    Mixtral (arXiv:2401.04088, eq. 1 to 3) and Qwen-MoE: see `ExpertsConfig.normalise`. Among equal
+    logits, the expert of lower index is first. The cache has `router_logits` (N, E) and `ids`
+    (N, C) for auxiliary losses; N = B * T, C = top_k.
 
-    x, y: (B, T, D). ValueError where shapes do not fit. Derivation: docs/derivations/experts.md
+    x, y: (B, T, D)
+    ValueError for shapes that do not fit. Derivation: docs/derivations/experts.md
     """
     _require_fit(x, params, config)
     xp = array_namespace(x)
@@ -102,15 +103,15 @@ def mixture(
 
 @short
 class MixtureCache(NamedTuple):
-    """What `mixture` keeps for its backward; the first two also for auxiliary losses."""
+    """Saved by `mixture` for backward. Auxiliary losses need `router_logits` and `ids` too."""
 
     router_logits: Array  # (N, E)
-    ids: Array  # (N, C), in falling order of the logits
+    ids: Array  # (N, C), by falling logits
     router: Any
     softmax: Any
     experts: Any  # of the kernel that ran
     shape: tuple[int, ...]
-    normalise: bool  # as in `ExpertsConfig`
+    normalise: bool  # `ExpertsConfig.normalise`
     fixed: tuple[bool, ...]  # which of gate, up and down are frozen
 
     def backward(
@@ -118,7 +119,7 @@ class MixtureCache(NamedTuple):
     ) -> tuple[Array, ExpertsParams]:
         """Gradients of x and params.
 
-        drouter_logits: (N, E), the gradient of an auxiliary loss, which is added to y's.
+        drouter_logits: (N, E), the gradient of auxiliary losses on the router's logits, if any.
         """
         require_gradient("mixture", "dy", dy, self.router_logits, self.shape)
         xp = array_namespace(dy)
@@ -137,7 +138,7 @@ class MixtureCache(NamedTuple):
         return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *kept)
 
     def _spread(self, dchosen: Array) -> Array:
-        """(N, C) -> (N, E): at the chosen experts; 0 at the others, which were not looked at."""
+        """(N, C) -> (N, E): the values of the chosen experts, 0 for the others."""
         xp = array_namespace(dchosen)
         n_experts = self.router_logits.shape[1]
         every = xp.arange(n_experts, dtype=self.ids.dtype, device=device(self.ids))

@@ -14,7 +14,7 @@ from xformer.typing import Array
 
 @short
 class FeedForwardParams(NamedTuple):
-    """Linear maps to the hidden width and back."""
+    """Parameters of a feed-forward network."""
 
     up: LinearParams  # (D, F)
     down: LinearParams  # (F, D)
@@ -32,9 +32,13 @@ def feed_forward(
 ) -> tuple[Array, FeedForwardCache]:
     """y = dropout(act(x w_up + b_up)) w_down + b_down (arXiv:1706.03762, eq. 2).
 
-    Gated: act(x w_gate + b_gate) * (x w_up + b_up) in the place of act(x w_up + b_up)
-    (arXiv:2002.05202; SwiGLU with "silu", GEGLU with "gelu"). x, y: (..., D). activation: a name
-    in `ops.activation.ACTIVATIONS`, ValueError for another one.
+    With a gate: y = dropout(act(x w_gate + b_gate) * (x w_up + b_up)) w_down + b_down
+    (arXiv:2002.05202; SwiGLU with "silu", GEGLU with "gelu").
+
+    x, y: (..., D)
+    activation: a name in `ops.activation.ACTIVATIONS`
+    dropout_key: None: no dropout
+    ValueError for another activation and for shapes that do not fit.
     """
     require_activation("feed_forward", activation)
     up: Any
@@ -51,9 +55,9 @@ def feed_forward(
 
 @short
 class FeedForwardCache(NamedTuple):
-    """What `feed_forward` keeps for its backward."""
+    """Saved by `feed_forward` for backward."""
 
-    up: Any  # and of the gate
+    up: Any  # of the gate too
     gated: bool
     act: Any
     drop: Any

@@ -1,4 +1,4 @@
-"""A linear map, plain or with a low-rank adapter; several of the same x."""
+"""Linear layers, with or without a LoRA adapter, and several of the same input."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from xformer.typing import Array
 
 @short
 class LinearParams(NamedTuple):
-    """For `linear`."""
+    """Parameters of `linear`."""
 
     w: Array  # (I, O)
     b: Array | None  # (O,)
 
     @staticmethod
     def init(rng: Generator, shape: tuple[int, int], *, draw: Draw, bias: bool) -> LinearParams:
-        """Weights by `draw`, bias zero."""
+        """Initial parameters: weights by `draw`, a bias of 0 if `bias`."""
         return LinearParams(draw(rng, shape), rng.full(shape[1:], 0.0) if bias else None)
 
 
 @short
 class LoRAParams(NamedTuple):
-    """A linear map with a low-rank adapter (arXiv:2106.09685), in the place of LinearParams."""
+    """Parameters of `linear` with a LoRA adapter (arXiv:2106.09685), instead of LinearParams."""
 
-    base: LinearParams  # frozen, as a rule
+    base: LinearParams  # usually frozen
     a: Array  # (I, R)
-    b: Array  # (R, O), zero at first
+    b: Array  # (R, O), initially 0
     scale: Constant  # alpha / R
 
 
 def linear(x: Array, params: LinearParams | LoRAParams) -> tuple[Array, LinearCache | LoRACache]:
-    """y = x w + b, and with an adapter + scale * (x a) b. x: (..., I)   y: (..., O)."""
+    """y = x w + b; with a LoRA adapter y = x w + b + scale * (x a) b.
+
+    x: (..., I)   y: (..., O). ValueError for shapes that do not fit.
+    """
     if isinstance(params, LoRAParams):
         y, base = linear(x, params.base)
         low, down = linear(x, LinearParams(params.a, None))  # (..., R)
@@ -52,24 +55,24 @@ def linear(x: Array, params: LinearParams | LoRAParams) -> tuple[Array, LinearCa
 
 @short
 class LinearCache(NamedTuple):
-    """What `linear` keeps for its backward."""
+    """Saved by `linear` for backward."""
 
     op: Any  # of the kernel that ran
     fixed_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, LinearParams]:
-        """Gradients of x and params; None for what is frozen."""
+        """Gradients of x and params; None for frozen ones."""
         dx, dw, db = self.op.backward(dy)
         return dx, LinearParams(dw, None if self.fixed_b else db)
 
 
 @short
 class LoRACache(NamedTuple):
-    """What `linear` keeps for its backward where there is an adapter."""
+    """Saved by `linear` with an adapter for backward."""
 
-    base: Any  # of `linear`, as the next two
-    down: Any
-    up: Any
+    base: Any  # cache of x w + b
+    down: Any  # cache of x a
+    up: Any  # cache of (x a) b
     scale: Constant
 
     def backward(self, dy: Array) -> tuple[Array, LoRAParams]:
@@ -84,27 +87,28 @@ class LoRACache(NamedTuple):
 def linear_many(
     x: Array, params: tuple[LinearParams | LoRAParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], LinearsCache]:
-    """`linear` of the same x by several params, as to queries, keys and values. x: (..., I).
+    """Several `linear` layers of the same x, such as those to queries, keys and values.
 
-    all_kept: whether a backward needs every y, so that a kernel may put all of them in one array.
+    x: (..., I)   ys: (..., O) for each of params. ValueError for shapes that do not fit.
+    all_kept: whether backward needs every y, so that a kernel may store them in one array.
     """
-    ys, caches = zip(*(linear(x, own) for own in params), strict=True)
+    ys, caches = zip(*(linear(x, layer) for layer in params), strict=True)
     return ys, LinearsCache(caches)
 
 
 @short
 class LinearsCache(NamedTuple):
-    """What `linear_many` keeps for its backward."""
+    """Saved by `linear_many` for backward."""
 
     maps: tuple[LinearCache | LoRACache, ...]
 
     @property
     def x(self) -> Array:
-        """What came in, where the first map is plain and trained."""
+        """The input. The first layer must be trained and have no adapter."""
         return self.maps[0].op.x  # type: ignore[union-attr]
 
     def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams | LoRAParams, ...]]:
-        """Gradients of x, to which all maps add, and of params."""
+        """Gradients of x, the sum over all layers, and of params."""
         dxs, dparams = zip(
             *(cache.backward(dy) for cache, dy in zip(self.maps, dys, strict=True)), strict=True
         )

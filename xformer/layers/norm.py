@@ -1,4 +1,4 @@
-"""Normalisation of the last axis: which kind, and its parameters."""
+"""Normalisation over the last axis: LayerNorm or RMSNorm, alone or after a residual sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from xformer.typing import Array
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Which normalisation: "layer" (arXiv:1607.06450) or "rms" (arXiv:1910.07467)."""
+    """The configuration of a norm: "layer" (arXiv:1607.06450) or "rms" (arXiv:1910.07467).
+
+    ValueError for another kind, and for options that do not fit together.
+    """
 
     kind: str = "layer"
     eps: float = 1e-5
@@ -28,10 +31,10 @@ class NormConfig:
             raise ValueError(f'norm: kind must be "layer" or "rms", got {self.kind!r}')
         number("norm", "eps", self.eps, low=0)
         if number("norm", "offset", self.offset) and self.kind != "rms":
-            raise ValueError('norm: offset goes with kind "rms"')
+            raise ValueError('norm: offset needs kind "rms"')
 
     def init(self, rng: Generator, width: int, *, bias: bool = True) -> NormParams:
-        """The identity: gains of 1 in all, biases of 0; "rms" has no bias."""
+        """Initial parameters: offset + w = 1, and a bias of 0 if `bias`; "rms" has no bias."""
         has_b = bias and self.kind == "layer"
         w = rng.full((width,), 1.0 - self.offset)
         return NormParams(w, rng.full((width,), 0.0) if has_b else None)
@@ -39,14 +42,17 @@ class NormConfig:
 
 @short
 class NormParams(NamedTuple):
-    """For `norm`."""
+    """Parameters of `norm`."""
 
     w: Array  # (D,)
     b: Array | None  # (D,)
 
 
 def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, NormCache]:
-    """`ops.layer_norm` or `ops.rms_norm`, by config.kind. x, y: (..., D)."""
+    """y = `ops.layer_norm` or `ops.rms_norm` of x, by config.kind. x, y: (..., D).
+
+    ValueError for shapes that do not fit, and for a bias of kind "rms".
+    """
     cache: Any
     if config.kind == "rms":
         if params.b is not None:
@@ -60,14 +66,14 @@ def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, No
 
 @short
 class NormCache(NamedTuple):
-    """What `norm` keeps for its backward."""
+    """Saved by `norm` for backward."""
 
     norm: Any
     fixed_w: bool
     fixed_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, NormParams]:
-        """Gradients of x and params; None for what is frozen."""
+        """Gradients of x and params; None for frozen ones."""
         dx, dw, *db = self.norm.backward(dy)
         return dx, NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])
 
@@ -76,10 +82,9 @@ class NormCache(NamedTuple):
 def add_norm(
     x: Array, r: Array | None, params: NormParams, *, config: NormConfig
 ) -> tuple[tuple[Array, Array], AddNormCache]:
-    """s = x + r, and y = `norm` of s: a residual connection and the norm that follows it.
+    """s = x + r and y = norm(s): a residual sum and the norm after it.
 
-    x, r, s, y: (..., D). r None: s is x, which both its norm and a later sum read. ValueError where
-    shapes do not fit.
+    x, r, s, y: (..., D). r: None: s is x. ValueError for shapes that do not fit.
     """
     s = x
     if r is not None:
@@ -91,13 +96,13 @@ def add_norm(
 
 @short
 class AddNormCache(NamedTuple):
-    """What `add_norm` keeps for its backward."""
+    """Saved by `add_norm` for backward."""
 
     norm: NormCache
     has_r: bool
 
     def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None, NormParams]:
-        """Gradients of x and r, which are one, and of params. ds None: nothing else reads s."""
+        """Gradients of x and r, which are equal, and of params. ds: None: s is not used."""
         dx, dparams = self.norm.backward(dy)
         if ds is not None:
             require_gradient("add_norm", "ds", ds, dx)

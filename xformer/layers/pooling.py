@@ -1,4 +1,4 @@
-"""One vector for a sequence."""
+"""Pooling: one vector for a sequence."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ POOLINGS = ("mean", "first", "last")
 
 @renamed.arguments(how="pooling")
 def pool(x: Array, *, pooling: str = "mean", mask: Array | None = None) -> tuple[Array, PoolCache]:
-    """y = sum_t weights_t x_t: the mean of the kept tokens, or the first or last one.
+    """y = sum_t weights_t x_t: the mean over the tokens, or the first or last token.
 
-    x: (B, T, D)   mask: (B, T), True = keep, all unless given   y: (B, D). A row with nothing to
-    keep gives 0. ValueError for another `pooling` or shapes that do not fit, TypeError for x in a
-    precision of two bytes.
+    x: (B, T, D)   y: (B, D); 0 for a sequence without tokens
+    pooling: "mean", "first" or "last"
+    mask: (B, T), True = a token, False = padding; None: no padding
+    ValueError for another pooling and for shapes that do not fit. TypeError for x of two-byte
+    numbers.
     """
     if pooling not in POOLINGS:
         raise ValueError(f"pool: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
@@ -43,7 +45,7 @@ def pool(x: Array, *, pooling: str = "mean", mask: Array | None = None) -> tuple
 
 @short
 class PoolCache(NamedTuple):
-    """What `pool` keeps for its backward."""
+    """Saved by `pool` for backward."""
 
     weights: Array  # (B, 1, T)
 
@@ -54,16 +56,16 @@ class PoolCache(NamedTuple):
 
 
 def _weights(x: Array, pooling: str, mask: Array | None) -> Array:
-    """(B, 1, T), rows summing to 1, or 0 where nothing is kept."""
+    """(B, 1, T): the weights of the tokens. Rows sum to 1, or are 0 without tokens."""
     xp = array_namespace(x)
     if mask is None:
         mask = xp.ones(x.shape[:2], dtype=xp.bool, device=device(x))
-    kept = xp.astype(mask, x.dtype)  # (B, T)
+    ones = xp.astype(mask, x.dtype)  # (B, T), 1 for tokens
     if pooling == "mean":
-        total = xp.sum(kept, axis=-1, keepdims=True)
-        weights = kept / xp.where(total == 0, 1.0, total)
+        total = xp.sum(ones, axis=-1, keepdims=True)
+        weights = ones / xp.where(total == 0, 1.0, total)
     else:
-        seen = xp.cumulative_sum(kept, axis=-1)
-        at = seen if pooling == "first" else seen[:, -1:] - seen + 1.0
-        weights = xp.where(mask & (at == 1.0), 1.0, xp.zeros_like(kept))
+        count = xp.cumulative_sum(ones, axis=-1)
+        rank = count if pooling == "first" else count[:, -1:] - count + 1.0  # from 1
+        weights = xp.where(mask & (rank == 1.0), 1.0, xp.zeros_like(ones))
     return weights[:, None, :]

@@ -1,4 +1,4 @@
-"""Positional encodings."""
+"""Positional encodings without parameters: sinusoidal, and ALiBi's biases."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from xformer.typing import Array
 def sinusoidal(length: int, width: int, *, like: Array) -> Array:
     """p[t, 2i] = sin(t / 10000^(2i / D)), p[t, 2i+1] = cos of the same (arXiv:1706.03762, 3.5).
 
-    Returns (length, width), of the library, dtype and device of `like`; D = width. ValueError for
+    Returns p (length, D), D = width, of the library, dtype and device of `like`. ValueError for
     negative sizes.
     """
     if min(length, width) < 0:
         raise ValueError(f"sinusoidal: sizes must not be negative, got ({length}, {width})")
     xp = array_namespace(like)
     table = constant(like, of=_table, args=(length, width), dtype=like.dtype)
-    return xp.reshape(table, (length, width))  # a list of no rows has lost its width
+    return xp.reshape(table, (length, width))  # an empty list of rows has no width
 
 
 @functools.lru_cache(maxsize=8)
 def _table(length: int, width: int) -> Any:
-    # In float64 on the host: an angle in float32 would be off by more than rounding at large t.
+    # In float64 on the host: at large t, a float32 angle has a larger error than rounding.
     rates = [10000.0 ** (-(i - i % 2) / width) for i in range(width)]
     return [
         [math.cos(t * r) if i % 2 else math.sin(t * r) for i, r in enumerate(rates)]
@@ -40,15 +40,17 @@ def _table(length: int, width: int) -> Any:
 def alibi(
     n_heads: int, *, n_queries: int, n_keys: int, like: Array, at: Array | None = None
 ) -> Array:
-    """bias[0, h, i, j] = -slope_h * (i - j), i counted from S - T (arXiv:2108.12409, section 3).
+    """bias[0, h, i, j] = -slope_h * (i - j), with i from S - T (arXiv:2108.12409, section 3).
 
-    at: integer (), what i is counted from where it is not S - T.
-
-    slope_h = 2^(-8 (h + 1) / H) where H is a power of two; else those of the power P below it, then
-    the first, third, ... of 2 P. A key ahead of its query has a positive bias: use it with causal.
+    slope_h = 2^(-8 (h + 1) / H) if H is a power of two. Otherwise, with the power of two P below H:
+    the slopes of P heads, then the first, third, ... of those of 2 P heads. A key after its query
+    has a positive bias, so use it with causal attention.
 
     Returns (1, H, T, S), H = n_heads, T = n_queries, S = n_keys, of the library, dtype and device
-    of `like`, for `ops.sdpa`. ValueError for fewer than 1 head or negative sizes.
+    of `like`, for `ops.sdpa`.
+
+    at: integer array (), the first i; None: S - T
+    ValueError for fewer than 1 head or negative sizes.
     """
     (n_heads,) = require_sizes("alibi", 1, n_heads=n_heads)
     n_queries, n_keys = require_sizes("alibi", 0, n_queries=n_queries, n_keys=n_keys)

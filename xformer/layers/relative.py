@@ -1,4 +1,4 @@
-"""T5's relative bias: a learned number for each head and bucket of distances."""
+"""T5's relative bias: a learned bias for each head and each bucket of distances."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from xformer.typing import Array
 
 @dataclass(frozen=True)
 class RelativeConfig:
-    """Sizes and buckets of a relative bias. ValueError for ones that do not fit together.
+    """The configuration of a relative bias. ValueError for sizes that do not fit together.
 
-    Half of the buckets of a direction hold one distance each, the others ever more, up to
-    max_distance; all beyond it is in the last. bidirectional: half of the buckets for the keys
-    ahead of the query; else those share the bucket of distance 0 (a causal mask forbids them).
+    Half of the buckets of a direction hold one distance each. The other buckets hold more and more
+    distances, up to max_distance; the last one holds all larger distances too.
+
+    bidirectional: half of the buckets are for keys after the query. Otherwise these keys have the
+        bucket of distance 0 (a causal mask excludes them).
     """
 
     n_heads: int
@@ -44,7 +46,7 @@ class RelativeConfig:
 
     @property
     def n_exact(self) -> int:
-        """The buckets of a direction that hold one distance each."""
+        """The number of buckets of a direction that hold one distance each."""
         return self._per_direction // 2
 
     @property
@@ -52,22 +54,22 @@ class RelativeConfig:
         return self.n_buckets // 2 if self.bidirectional else self.n_buckets
 
     def init(self, rng: Generator, *, draw: Draw = normal) -> Array:
-        """An initial table (N, H) by `draw`."""
+        """The initial table (N, H), by `draw`."""
         return draw(rng, (self.n_buckets, self.n_heads))
 
     def bucket(self, distance: int) -> int:
-        """The bucket of a key that many positions ahead of its query (behind it: negative).
+        """The bucket of a key `distance` positions after its query (before it: negative).
 
-        Of N buckets a direction and d = |distance|: d below n = n_exact, from there on
-        min(n + floor(log(d / n) / log(max_distance / n) * (N - n)), N - 1); those of the keys ahead
-        come after those of the keys behind (arXiv:1910.10683, section 2.1).
+        With N buckets a direction, d = |distance| and n = n_exact: d if d < n, otherwise
+        min(n + floor(log(d / n) / log(max_distance / n) * (N - n)), N - 1). The N buckets of keys
+        after the query follow those of keys before it (arXiv:1910.10683, section 2.1).
         """
         n, last = self.n_exact, self._per_direction - 1
         first = self._per_direction if self.bidirectional and distance > 0 else 0
         d = abs(distance) if self.bidirectional else max(-distance, 0)
         if d < n:
             return first + d
-        # Every step in float32, as T5's implementations do: at the edge of a bucket, where the
+        # Every step is in float32, as in T5's implementations: at the edge of a bucket, where the
         # logarithm is a whole number, rounding decides.
         ratio = _float32(math.log(_float32(d / n)))
         part = _float32(ratio / _float32(math.log(self.max_distance / n)))
@@ -77,18 +79,18 @@ class RelativeConfig:
 def relative_bias(
     table: Array, *, n_queries: int, n_keys: int, config: RelativeConfig, at: Array | None = None
 ) -> tuple[Array, RelativeBiasCache]:
-    """bias[0, h, i, j] = table[bucket(j - i), h], i counted from S - T (arXiv:1910.10683, 2.1).
+    """bias[0, h, i, j] = table[bucket(j - i), h], with i from S - T (arXiv:1910.10683, 2.1).
 
-    table: (N, H)   bias: (1, H, T, S), for `ops.sdpa`: T = n_queries, S = n_keys, the last query
-    at the last key. at: integer (), what i is counted from where it is not S - T. ValueError for
-    negative sizes, or a table that is not that of config.
+    table: (N, H)   bias: (1, H, T, S), for `ops.sdpa`; T = n_queries, S = n_keys
+    at: integer array (), the first i; None: S - T, so that the last query is at the last key
+    ValueError for negative sizes, and for a table that does not fit config.
     """
     sizes = {"n_queries": n_queries, "n_keys": n_keys}
     n_queries, n_keys = require_sizes("relative_bias", 0, **sizes)
     require_shape("relative_bias", "table", table, (config.n_buckets, config.n_heads))
     xp = array_namespace(table)
     key, query = aligned(table, n_queries, n_keys, at)
-    # All distances from max_distance on are in the last bucket.
+    # All distances of at least max_distance are in the last bucket.
     reach = min(config.max_distance, max(n_queries, n_keys))
     buckets = constant(table, of=_buckets, args=(config, reach))
     near = clip(key - query, -reach, reach) + reach  # (T, S)
@@ -99,7 +101,7 @@ def relative_bias(
 
 @short
 class RelativeBiasCache(NamedTuple):
-    """What `relative_bias` keeps for its backward."""
+    """Saved by `relative_bias` for backward."""
 
     embedding: Any
 
@@ -114,7 +116,7 @@ class RelativeBiasCache(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _buckets(config: RelativeConfig, reach: int) -> list[int]:
-    """Of the distances from -reach to reach, on the host."""
+    """The buckets of the distances from -reach to reach, on the host."""
     return [config.bucket(distance) for distance in range(-reach, reach + 1)]
 
 

@@ -1,4 +1,4 @@
-"""Sublayers with residual connections, norms and dropout: in a row, or two side by side."""
+"""Sublayers with residual connections, norms and dropout: in sequence, or two in parallel."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from xformer.showing import short
 from xformer.typing import Array
 
 Sublayer = Callable[[Array], tuple[Array, Any]]
-Terms = tuple[Array, Array | None]  # of a sum that is not made yet; None: there is one term
+Terms = tuple[Array, Array | None]  # of a sum that is computed later; None: there is one term
 
 
 class Branch(NamedTuple):
-    """A sublayer with its own norms and dropout; a norm that is None is left out."""
+    """A sublayer with its norms and dropout. A norm that is None is left out."""
 
     sublayer: Sublayer
-    norm: NormParams | None  # before it, or behind its sum
-    out_norm: NormParams | None = None  # of its output
+    norm: NormParams | None  # before the sublayer, or after the sum with its output
+    out_norm: NormParams | None = None  # of the sublayer's output
     dropout_key: ops.RandomKey | None = None
 
 
@@ -34,12 +34,17 @@ def residual(
     dropout_rate: float = 0.0,
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, ResidualCache]:
-    """place="pre": y = x + f(norm(x)). place="post": y = norm(x + f(x)). (arXiv:2002.04745)
+    """y = x + f(norm(x)) with place "pre", y = norm(x + f(x)) with place "post" (arXiv:2002.04745).
 
-    out_norm normalises the output of f: with "pre" the sandwich of Gemma 2 (arXiv:2408.00118), or,
-    norm_params None, the output norm of OLMo 2 (arXiv:2501.00656). Dropout comes after it. A norm
-    that is None is left out. x, y: (..., D). `sublayer(x)` returns (y, cache); what its backward
-    returns after dx is handed on. config: LayerNorm unless given.
+    x, y: (..., D)
+    norm_params: None: no norm
+    sublayer: f, a function that returns (f(x), cache)
+    out_norm: a norm of f's output, before dropout; None: no norm. With "pre" it is the sandwich
+        norm of Gemma 2 (arXiv:2408.00118), without norm_params the output norm of OLMo 2
+        (arXiv:2501.00656).
+    config: of both norms; None: LayerNorm
+    dropout_key: None: no dropout
+    ValueError for another place, and for shapes that do not fit.
     """
     branch = Branch(sublayer, norm_params, out_norm, dropout_key)
     terms, cache = residuals(x, (branch,), place=place, config=config, dropout_rate=dropout_rate)
@@ -48,17 +53,17 @@ def residual(
 
 @short
 class ResidualCache(NamedTuple):
-    """What `residual` keeps for its backward."""
+    """Saved by `residual` for backward."""
 
     chain: ResidualsCache
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Any, ...]:
-        """Gradients of x, norm_params, out_norm, then what the sublayer returns after its dx.
+        """Gradients of x, norm_params and out_norm, then those that f's backward returns after dx.
 
-        dextra goes to the sublayer's backward, after its dy.
+        dextra: arguments of f's backward after dy.
         """
-        dx, (own,) = self.chain.backward(dy, *dextra)
-        return dx, *own
+        dx, (grads,) = self.chain.backward(dy, *dextra)
+        return dx, *grads
 
 
 def residuals(
@@ -70,10 +75,13 @@ def residuals(
     config: NormConfig | None = None,
     dropout_rate: float = 0.0,
 ) -> tuple[Terms, ResidualsCache]:
-    """`residual` of each branch, one after the other, of x + r (of x where r is None).
+    """`residual` of each branch in sequence, on x + r, with the result as two terms.
 
-    The result is x and r of the next such chain: with "pre" the last sum is left to the norm that
-    follows there, with which it is one op.
+    With "pre", the next norm computes the last sum in the same op. None is 0.
+
+    x, r: (..., D)
+    place, config, dropout_rate: of `residual`
+    ValueError for another place, and for shapes that do not fit.
     """
     if place not in ("pre", "post"):
         raise ValueError(f'residual: place must be "pre" or "post", got {place!r}')
@@ -86,7 +94,7 @@ def residuals(
         if post:
             r, cache = _branch(x, branch, config, dropout_rate)
             (s, x), sum_cache = _sum_and_norm(x, r, branch.norm, config)
-            del s, r  # or they would be held while the next sublayer runs
+            del s, r  # frees them before the next sublayer runs
         else:
             (x, inner), sum_cache = _sum_and_norm(x, r, branch.norm, config)
             del r
@@ -96,14 +104,14 @@ def residuals(
 
 
 def summed(x: Array, r: Array | None) -> Array:
-    """x + r, x where r is None."""
+    """x + r; x if r is None."""
     return x if r is None else x + r
 
 
 def _sum_and_norm(
     x: Array, r: Array | None, norm_params: NormParams | None, config: NormConfig
 ) -> tuple[tuple[Array, Array], Any]:
-    """The sum of both, and its norm: the sum again where norm_params is None."""
+    """x + r and its norm; x + r twice if norm_params is None."""
     if norm_params is not None:
         return add_norm(x, r, norm_params, config=config)
     s = summed(x, r)
@@ -113,7 +121,7 @@ def _sum_and_norm(
 def _branch(
     inner: Array, branch: Branch, config: NormConfig, dropout_rate: float
 ) -> tuple[Array, BranchCache]:
-    """What is added to x."""
+    """dropout(out_norm(sublayer(inner))), which is added to x."""
     r, sub_cache = branch.sublayer(inner)
     out_cache = None
     if branch.out_norm is not None:
@@ -124,9 +132,9 @@ def _branch(
 
 @short
 class BranchCache(NamedTuple):
-    """What `residuals` keeps of a branch, and of the sum before it, or, "post", behind it."""
+    """Saved by `residuals` for backward: one branch, and the sum before it (after it, "post")."""
 
-    sum: Any  # of `add_norm`, where the sum has a norm
+    sum: Any  # of `add_norm`; None if the sum has no norm
     sublayer: Any
     out_norm: Any
     drop: Any
@@ -134,17 +142,21 @@ class BranchCache(NamedTuple):
 
 @short
 class ResidualsCache(NamedTuple):
-    """What `residuals` keeps for its backward."""
+    """Saved by `residuals` for backward."""
 
     branches: tuple[BranchCache, ...]
     post: bool  # norm(x + f(x)), not x + f(norm(x))
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Array, list[tuple[Any, ...]]]:
-        """Gradient of x + r; for each branch of norm, out_norm, and what its sublayer returns.
+        """The gradient of x + r, and a tuple for each branch.
 
-        dy: of the sum of both results. dextra goes to the last sublayer's backward, after its dy.
+        The tuple has the gradients of norm and out_norm, then those that the sublayer's backward
+        returns after dx.
+
+        dy: of the sum of both terms
+        dextra: arguments of the last sublayer's backward after dy
         """
-        ds, own = dy, list[tuple[Any, ...]]()  # from the last branch to the first
+        ds, grads = dy, list[tuple[Any, ...]]()  # from the last branch to the first
         for branch in reversed(self.branches):
             dnorm = None
             if self.post and branch.sum is not None:
@@ -154,14 +166,14 @@ class ResidualsCache(NamedTuple):
                 ds = ds + dinner
             else:
                 ds, _, dnorm = branch.sum.backward(ds, dinner)
-            del dinner  # or it would be held while the next sublayer's backward runs
-            own.append((dnorm, *rest))
+            del dinner  # frees it before the next sublayer's backward runs
+            grads.append((dnorm, *rest))
             dextra = ()
-        return ds, own[::-1]
+        return ds, grads[::-1]
 
 
 def _through_branch(cache: BranchCache, dr: Array, dextra: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gradients of what the sublayer read and of out_norm, then what else its backward returns."""
+    """Gradients of the sublayer's input and of out_norm, then its backward's other gradients."""
     dr, dout_norm = cache.drop.backward(dr), None
     if cache.out_norm is not None:
         dr, dout_norm = cache.out_norm.backward(dr)
@@ -182,7 +194,12 @@ def parallel(
 ) -> tuple[Array, ParallelCache]:
     """y = x + f(norm(x)) + g(norm'(x)) (GPT-NeoX, arXiv:2204.06745, eq. 1).
 
-    second_norm None: g sees norm(x) too (GPT-J). x, y: (..., D); f, g as in `residual`.
+    x, y: (..., D)
+    first, second: f and g, functions that return (f(x), cache)
+    second_norm: None: g reads norm(x) too (GPT-J)
+    config: of both norms; None: LayerNorm
+    dropout_keys: of f and g; None: no dropout
+    ValueError for shapes that do not fit.
     """
     terms, cache = parallels(
         x,
@@ -209,7 +226,7 @@ def parallels(
     dropout_rate: float = 0.0,
     dropout_keys: tuple[ops.RandomKey | None, ops.RandomKey | None] = (None, None),
 ) -> tuple[Terms, ParallelCache]:
-    """`parallel` of x + r, its last sum left to the norm that follows, as in `residuals`."""
+    """`parallel` of x + r, with the result as two terms, for the next norm (`residuals`)."""
     config = NormConfig() if config is None else config
     (x, inner), norm_cache = add_norm(x, r, norm_params, config=config)
     other, second_norm_cache = inner, None
@@ -227,7 +244,7 @@ def parallels(
 
 @short
 class ParallelCache(NamedTuple):
-    """What `parallel` keeps for its backward."""
+    """Saved by `parallel` for backward."""
 
     norm: Any  # of `add_norm`
     second_norm: Any
@@ -237,9 +254,9 @@ class ParallelCache(NamedTuple):
     second_drop: Any
 
     def backward(self, dy: Array, *dextra: Any) -> tuple[Any, ...]:
-        """Gradients of x and both norms, then what f's and g's backward return after their dx.
+        """Gradients of x and both norms, and two tuples: f's and g's gradients after dx.
 
-        The last two are a tuple each; dextra goes to g's backward, after its dy.
+        dextra: arguments of g's backward after dy.
         """
         dinner, *dfirst = self.first.backward(self.first_drop.backward(dy))
         dother, *dsecond = self.second.backward(self.second_drop.backward(dy), *dextra)

@@ -1,4 +1,4 @@
-"""Configuration of a rotary position embedding."""
+"""Configuration of the rotary position embedding (RoPE)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from xformer.checks import number, plain_numbers, require_sizes
 
-# What a scaling needs, and what it may be given beside that.
+# The parameters that a scaling needs, and those that are optional.
 NEEDS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
@@ -32,31 +32,34 @@ POSITIVE = (
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Frequencies of a rotary embedding, theta^(-2i / R) for pair i, and how they are scaled.
+    """The RoPE frequencies theta^(-2i / R) of pair i, and their scaling to longer texts.
 
     scaling: "none" (arXiv:2104.09864), "linear" (arXiv:2306.15595), "dynamic" (NTK-aware),
-    "yarn" (arXiv:2309.00071), "llama3" (Llama 3.1) or "longrope" (arXiv:2402.13753), each as
-    Hugging Face's transformers has it. ValueError for a parameter that the scaling lacks or has no
-    use for and for values out of range, TypeError for ones of another type.
+        "yarn" (arXiv:2309.00071), "llama3" (Llama 3.1) or "longrope" (arXiv:2402.13753), each as
+        in Hugging Face's transformers
+
+    ValueError for a missing parameter, for one that the scaling does not use, and for values out of
+    range. TypeError for values of another type.
     """
 
-    width: int  # R, the channels of a head that are turned: all, or the first (partial rotary)
+    width: int  # R, the number of rotated channels of a head: all, or the first (partial RoPE)
     theta: float = 10000.0
     interleaved: bool = False  # pairs (2i, 2i + 1); otherwise (i, i + R/2)
     scaling: str = "none"
-    factor: float | None = None  # "yarn", "longrope": max_len / original_max_len unless given
-    original_max_len: int | None = None  # "yarn", "llama3", "longrope": the length trained on
-    max_len: int | None = None  # the model's length; for "dynamic" it is the one trained on
-    attention_factor: float | None = None  # of cos and sin; "yarn", "longrope" have their own
-    beta_fast: float = 32.0  # "yarn": turns over the trained length above which a pair is kept
-    beta_slow: float = 1.0  # "yarn": turns below which a pair is slowed down by factor
+    factor: float | None = None  # "yarn", "longrope": None: max_len / original_max_len
+    original_max_len: int | None = None  # "yarn", "llama3", "longrope": the trained length
+    max_len: int | None = None  # the model's length; "dynamic": the trained length
+    attention_factor: float | None = None  # of cos and sin; None: as "yarn", "longrope" define
+    # Turns are the rotations of a pair over the trained length.
+    beta_fast: float = 32.0  # "yarn": a pair with more turns keeps its frequency
+    beta_slow: float = 1.0  # "yarn": the frequency of a pair with fewer turns is divided by factor
     mscale: float | None = None  # "yarn": with mscale_all_dim, for another attention factor
     mscale_all_dim: float | None = None
     truncate: bool = True  # "yarn": round both bounds outwards, to whole pairs
-    low_freq_factor: float | None = None  # "llama3": turns below which a pair is slowed down
-    high_freq_factor: float | None = None  # "llama3": turns above which a pair is kept
-    short_factor: tuple[float, ...] | None = None  # "longrope": R/2 divisors of frequencies,
-    long_factor: tuple[float, ...] | None = None  # these where a text exceeds original_max_len
+    low_freq_factor: float | None = None  # "llama3": like beta_slow
+    high_freq_factor: float | None = None  # "llama3": like beta_fast
+    short_factor: tuple[float, ...] | None = None  # "longrope": R/2 divisors of the frequencies
+    long_factor: tuple[float, ...] | None = None  # "longrope": those beyond original_max_len
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -69,7 +72,7 @@ class RopeConfig:
 
     @property
     def max_unscaled_len(self) -> float:
-        """The longest text whose length does not change the frequencies."""
+        """The longest length with unchanged frequencies; inf if they do not depend on it."""
         if self.scaling == "dynamic" and self.max_len is not None:
             return self.max_len
         if self.scaling == "longrope" and self.original_max_len is not None:
@@ -77,10 +80,11 @@ class RopeConfig:
         return math.inf
 
     def frequency_length(self, length: int) -> int:
-        """The length that the frequencies of a text of `length` tokens go by.
+        """A length that identifies the frequencies of a text of `length` tokens.
 
         Two texts have the same frequencies if and only if this number is the same. It is 0 up to
-        `max_unscaled_len`; beyond it "dynamic" goes by every length, "longrope" has one other set.
+        `max_unscaled_len`. Beyond it, "dynamic" has other frequencies for each length, and
+        "longrope" has one other set.
         """
         if length <= self.max_unscaled_len:
             return 0
@@ -88,7 +92,7 @@ class RopeConfig:
 
     @property
     def stretch(self) -> float:
-        """How many times the trained length is to be reached; 1 where nothing says."""
+        """The ratio of the longest length to the trained one; 1 if it is unknown."""
         if self.factor is not None:
             return float(self.factor)
         if self.max_len is not None and self.original_max_len is not None:
@@ -109,7 +113,7 @@ def _require_given(config: RopeConfig) -> None:
     for field in fields(config):
         unused = field.name not in (*ALWAYS, *NEEDS[scaling], *takes)
         if unused and getattr(config, field.name) != field.default:
-            raise ValueError(f'rotary: scaling "{scaling}" has no use for {field.name}')
+            raise ValueError(f'rotary: scaling "{scaling}" does not use {field.name}')
 
 
 def _require_numbers(config: RopeConfig) -> None:

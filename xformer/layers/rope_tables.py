@@ -1,4 +1,4 @@
-"""Tables of the rotary position embedding, for `ops.rope`, with every scaling to longer texts."""
+"""RoPE tables for `ops.rope`, with every scaling to longer texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Frequencies = tuple[tuple[float, ...], float]
 
 
 class RopeTables(NamedTuple):
-    """What `ops.rope` takes beside x: `ops.rope(x, **rotary._asdict())`."""
+    """The arguments of `ops.rope` beside x: `ops.rope(x, **tables._asdict())`."""
 
     cos: Array  # (T, R/2) or (B, T, R/2)
     sin: Array  # like cos
@@ -32,10 +32,10 @@ def rope_tables(
 ) -> RopeTables:
     """cos(p f_i) and sin(p f_i), times the attention factor, for positions p and frequencies f_i.
 
-    positions: integers (T,) or (B, T); 0, 1, ..., length - 1 where they are not given.
-    length: of the text, which the frequencies of "dynamic" and "longrope" depend on.
-    cos, sin: (..., R/2), of library and device of `like`, in the dtype to compute in beside it.
-    ValueError for a negative length and positions of another shape, TypeError for arrays of another
+    cos, sin: (..., R/2), of the library and on the device of `like`, in its working dtype
+    length: of the text; the frequencies of "dynamic" and "longrope" depend on it
+    positions: integers (T,) or (B, T); None: 0, 1, ..., length - 1
+    ValueError for a negative length and positions of another shape. TypeError for arrays of another
     type.
     """
     require_array("rotary", "like", like)
@@ -59,12 +59,12 @@ def rope_tables(
 def cos_sin(
     positions: Array, *, config: RopeConfig, length: int, dtype: Any
 ) -> tuple[Array, Array]:
-    """cos and sin of `rotary`; length: one that has the frequencies of the text."""
-    xp, place = array_namespace(positions), device(positions)
-    # At position 8192 a float32 angle is off by up to 2^-11, and so are its cos and sin. JAX knows
-    # no other unless it is told to.
-    known = xp.__array_namespace_info__().dtypes(device=place, kind="real floating")
-    wide = known.get("float64", dtype)
+    """cos and sin of `rope_tables`. length: `RopeConfig.frequency_length` of the text."""
+    xp, where = array_namespace(positions), device(positions)
+    # Angles are in float64 if there is one (JAX must enable it): at position 8192, a float32 angle
+    # has an error of up to 2^-11, and so have its cos and sin.
+    dtypes = xp.__array_namespace_info__().dtypes(device=where, kind="real floating")
+    wide = dtypes.get("float64", dtype)
     _, factor = _known(config, length)
     f = constant(positions, of=_known_frequencies, args=(config, length), dtype=wide)
     angles = xp.astype(positions, wide)[..., None] * f
@@ -73,9 +73,9 @@ def cos_sin(
 
 
 def frequencies(config: RopeConfig, length: int) -> Frequencies:
-    """The R/2 frequencies, in radians a position, for texts of `length`; the attention factor.
+    """The R/2 frequencies for texts of `length`, in radians a position, and the attention factor.
 
-    In float64, on the host. ValueError for a negative length.
+    Computed in float64 on the host. ValueError for a negative length.
     """
     (length,) = require_sizes("rotary", 0, length=length)
     return _known(config, config.frequency_length(length))
@@ -85,7 +85,7 @@ def _known_frequencies(config: RopeConfig, length: int) -> tuple[float, ...]:
     return _known(config, length)[0]
 
 
-@functools.lru_cache(maxsize=64)  # of a text that grows they are asked for at each token
+@functools.lru_cache(maxsize=64)  # decoding asks for them at each token
 def _known(config: RopeConfig, length: int) -> Frequencies:
     return SCALINGS[config.scaling](config, length)
 
@@ -99,7 +99,7 @@ def _linear(config: RopeConfig, length: int) -> Frequencies:
 
 
 def _dynamic(config: RopeConfig, length: int) -> Frequencies:
-    """A larger theta, from the length trained on (here max_len) onwards."""
+    """A larger theta for texts longer than the trained length, which is max_len here."""
     factor, trained = _needed(config)
     excess = max(length / trained - 1, 0.0)
     theta = config.theta * (1 + factor * excess) ** (config.width / (config.width - 2))
@@ -107,9 +107,10 @@ def _dynamic(config: RopeConfig, length: int) -> Frequencies:
 
 
 def _yarn(config: RopeConfig, length: int) -> Frequencies:
-    """Fast pairs are kept, slow ones slowed down; between them a ramp over the index of the pair.
+    """Fast pairs keep their frequency, slow ones are divided by factor, with a ramp between.
 
-    A pair's index from its turns over the original length L: f = theta^(-2i / R) = 2 pi turns / L.
+    The ramp is over the index of the pair. The index follows from the turns over the original
+    length L: f = theta^(-2i / R) = 2 pi turns / L.
     """
     (original,) = _needed(config)
 
@@ -120,7 +121,7 @@ def _yarn(config: RopeConfig, length: int) -> Frequencies:
     low, high = index(config.beta_fast), index(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # R - 1 where R/2 - 1 would do: as in YaRN's own code, which models were trained with.
+    # R - 1, although R/2 - 1 would suffice: models were trained with YaRN's code, which has R - 1.
     low, high = max(low, 0), min(high, config.width - 1)
     if low == high:
         high += 0.001
@@ -139,7 +140,7 @@ def _yarn_attention(config: RopeConfig) -> float:
 
 
 def _llama3(config: RopeConfig, length: int) -> Frequencies:
-    """As `_yarn`, with a ramp over the turns that a pair makes over the original length."""
+    """Like `_yarn`, with a ramp over the turns of a pair over the original length."""
     _, original, low, high = _needed(config)
     powers = _powers(config, config.theta)
     kept = (_ramp(original * f / (2 * math.pi), low, high) for f in powers)
@@ -147,7 +148,7 @@ def _llama3(config: RopeConfig, length: int) -> Frequencies:
 
 
 def _longrope(config: RopeConfig, length: int) -> Frequencies:
-    """A divisor for each pair, found by search; another one beyond the original length."""
+    """A divisor for each pair, which a search has found; others beyond the original length."""
     original, short, long = _needed(config)
     divisors = long if length > original else short
     scaled = (f / float(d) for f, d in zip(_powers(config, config.theta), divisors, strict=True))
@@ -158,7 +159,7 @@ def _longrope(config: RopeConfig, length: int) -> Frequencies:
 
 
 def _needed(config: RopeConfig) -> tuple[Any, ...]:
-    """The parameters that the scaling cannot be without: they have been given."""
+    """The parameters that the scaling needs, in the order of NEEDS."""
     values = (getattr(config, name) for name in NEEDS[config.scaling])
     return tuple(v if isinstance(v, tuple) else float(v) for v in values)
 
@@ -168,7 +169,7 @@ def _powers(config: RopeConfig, theta: float) -> tuple[float, ...]:
 
 
 def _ramp(x: float, low: float, high: float) -> float:
-    """0 up to low, 1 from high."""
+    """0 up to `low`, 1 from `high`, linear between."""
     return min(max((x - low) / (high - low), 0.0), 1.0)
 
 

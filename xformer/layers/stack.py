@@ -21,11 +21,11 @@ from xformer.typing import Array
 
 @short
 class StackParams(NamedTuple):
-    """Parameters of all blocks, and what stands around them."""
+    """Parameters of a stack: all blocks, a final norm, and parameters that blocks share."""
 
     blocks: tuple[BlockParams, ...]
     norm: NormParams | None  # the final norm that pre-LN needs
-    memory: KeyValueParams | None  # keys and values of the memory, shared by all blocks
+    memory: KeyValueParams | None  # the projection of the memory, shared by all blocks
     relative: Array | None = None  # (N, H), the table of a relative bias, shared by all blocks
 
     @staticmethod
@@ -40,9 +40,12 @@ class StackParams(NamedTuple):
         draw: Draw = xavier_uniform,
         out_scale: float = 1.0,
     ) -> StackParams:
-        """Initial parameters, as `BlockConfig.init`, of a block for each of configs.
+        """Initial parameters, with a block for each of configs.
 
-        final_norm: unless the blocks are post-LN, if not given.
+        final_norm: None: True unless the blocks are post-LN
+        cross, draw, out_scale: of `BlockConfig.init`
+        shared_memory: one projection of the memory for all blocks
+        relative: the configuration of a relative bias, or None
         """
         require_configs("stack", configs)
         options: Any = {"cross": cross, "draw": draw, "out_scale": out_scale}
@@ -50,12 +53,12 @@ class StackParams(NamedTuple):
             config.init(rng, shared_memory=shared_memory, **options) for config in configs
         )
         config = configs[0]
-        ending = None
+        last_norm = None
         if config.norm_placement != "post" if final_norm is None else final_norm:
-            ending = config.norm_config.init(rng, config.d_model, bias=config.bias)
+            last_norm = config.norm_config.init(rng, config.d_model, bias=config.bias)
         shared = config.key_value_init(rng, draw=draw) if shared_memory else None
         table = None if relative is None else relative.init(rng, draw=draw)
-        return StackParams(blocks, ending, shared, table)
+        return StackParams(blocks, last_norm, shared, table)
 
 
 def stack(
@@ -78,19 +81,25 @@ def stack(
     dropout_key: ops.RandomKey | None = None,
     activation_checkpointing: bool = False,
 ) -> tuple[Array, StackCache]:
-    """y = dropout(norm(block_n(... block_1(x)))); every block sees memory, bias and positions.
+    """y = dropout(norm(block_n(... block_1(x)))). Every block gets memory, bias and positions.
 
-    x, y: (B, T, D). configs: one for each layer. Where params hold fewer blocks than there are
-    layers, equal runs of layers share one, in order (ALBERT, arXiv:1909.11942). With
-    params.memory the keys and values of the memory are projected once, for all blocks; with
-    params.relative a relative bias by `relative` is added to bias. dropout_rate: of y.
-    activation_checkpointing: of each block only its arguments are kept, and its backward runs it
-    again; the gradients are the same. The rest as in `layers.block`. ValueError where the numbers
-    do not fit.
-
-    For decoding: kv_cache, of each layer, and n_cached, the tokens so far, of which windows may
-    have dropped some, an integer array () in fixed columns; memory: as `memory_of` makes it, once
-    for all steps. The cache then holds `kv_cache` with the new tokens, and nothing for a backward.
+    x, y: (B, T, D)
+    params: of each block; with fewer blocks than layers, equal runs of layers share a block
+        (ALBERT, arXiv:1909.11942). With params.memory, the memory is projected to keys and values
+        once for all blocks.
+    memory: (B, S, D); for decoding, keys and values for each layer (`memory_of`); None without
+        cross-attention
+    bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
+    configs: of each layer
+    relative: the configuration of params.relative; the relative bias is added to bias
+    kv_cache: of each layer, for decoding. The cache then has the new KV caches, and nothing is
+        saved for backward.
+    n_cached: the number of tokens before x, including those that windows have dropped; for a static
+        KV cache an integer array ()
+    dropout_rate: of y
+    activation_checkpointing: each block saves only its arguments, and runs again in backward; the
+        gradients are the same
+    ValueError for shapes and numbers that do not fit.
     """
     require_configs("stack", configs)
     memory_cache = relative_cache = None
@@ -98,13 +107,13 @@ def stack(
         params = _without_memory(params)
     elif params.memory is not None:
         if memory is None:
-            raise ValueError("stack: memory must be given where params.memory is")
+            raise ValueError("stack: params.memory needs a memory, got None")
         heads = _memory_heads(configs[0])
         memory, memory_cache = key_value(memory, params.memory, memory_pos, **heads)
-        memory_pos = None  # it is in the keys and values
+        memory_pos = None  # the keys and values include it
     bias_shape = None if bias is None else tuple(bias.shape)
     if (params.relative is None) != (relative is None):
-        raise ValueError("stack: params.relative and relative go together, got only one of them")
+        raise ValueError("stack: params.relative and relative need each other, got only one")
     if relative is not None:
         sizes = _sizes(x.shape[1], kv_cache, n_cached)
         table = value(params.relative)
@@ -139,7 +148,7 @@ def stack(
 
 @short
 class StackCache(NamedTuple):
-    """What `stack` keeps for its backward."""
+    """Saved by `stack` for backward."""
 
     layers: Any  # of `layers.blocks`
     norm: Any
@@ -151,14 +160,14 @@ class StackCache(NamedTuple):
 
     @property
     def blocks(self) -> tuple[Any, ...]:
-        """The cache of each layer. AttributeError where each thread took a share of the batch."""
+        """The cache of each layer. AttributeError if threads ran parts of the batch."""
         caches: tuple[Any, ...] = self.layers.blocks
         return caches
 
     def backward(self, dy: Array, drouter_logits: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gradients of x, params, memory, bias, pos, memory_pos, in that order.
 
-        drouter_logits: for each layer the gradient of an auxiliary loss on its router, or None.
+        drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
         """
         dnorm = None
         dy = self.drop.backward(dy)
@@ -182,36 +191,39 @@ def memory_of(
     *,
     configs: Sequence[BlockConfig],
 ) -> tuple[KeyValue, ...]:
-    """Of each layer, the keys and values of the memory: for `stack`, once for all its steps."""
+    """Keys and values of the memory for each layer, which all decoding steps of `stack` share.
+
+    memory: (B, S, D)   memory_pos: (S, K), or None
+    """
     if params.memory is not None:
         shared, _ = key_value(memory, params.memory, memory_pos, **_memory_heads(configs[0]))
         return (shared,) * len(configs)
 
-    def own(cross: Any, config: BlockConfig) -> KeyValue:
+    def of_layer(cross: Any, config: BlockConfig) -> KeyValue:
         return key_value(memory, cross.kv, memory_pos, **_memory_heads(config))[0]
 
     require_configs("stack", configs)
     order = order_of(params.blocks, configs)
-    return tuple(own(params.blocks[order[i]].cross, c) for i, c in enumerate(configs))
+    return tuple(of_layer(params.blocks[order[i]].cross, c) for i, c in enumerate(configs))
 
 
 def _sizes(
     n_queries: int, kv_cache: Sequence[KVCache] | None, n_cached: int | Array
 ) -> dict[str, Any]:
-    """How many queries and keys a relative bias is for, and where the first query stands."""
+    """The arguments of `relative_bias`: the numbers of queries and keys, and the first query."""
     if isinstance(n_cached, int):
         return {"n_queries": n_queries, "n_keys": n_cached + n_queries}
-    columns = kv_cache[0].length if kv_cache else 0
-    return {"n_queries": n_queries, "n_keys": columns, "at": n_cached}
+    n_slots = kv_cache[0].length if kv_cache else 0
+    return {"n_queries": n_queries, "n_keys": n_slots, "at": n_cached}
 
 
 def _memory_heads(config: BlockConfig) -> dict[str, Any]:
-    """How `key_value` makes the keys and values of the memory."""
+    """The options of `key_value` for the memory."""
     return {"n_kv_heads": config.kv_heads, "k_norm": config.norm_config}
 
 
 def _without_memory(params: StackParams) -> StackParams:
-    """`params` for keys and values of the memory that are ready."""
+    """`params` without projections of the memory, for a memory of keys and values."""
     ready = (
         p if p.cross is None else p._replace(cross=p.cross._replace(kv=None)) for p in params.blocks
     )
@@ -221,12 +233,12 @@ def _without_memory(params: StackParams) -> StackParams:
 def dropout_streams(
     key: ops.RandomKey | None, n_layers: int
 ) -> tuple[ops.RandomKey | None, ops.RandomKey | None]:
-    """Keys of an embedding and of the stack after it, none of whose sites meet; None for None."""
+    """Dropout keys of an embedding and of the stack after it, with distinct streams, or None."""
     return (None, None) if key is None else (key.at(SITES * n_layers), key)
 
 
 def require_configs(op: str, configs: Sequence[BlockConfig]) -> None:
-    """ValueError unless there is at least one, all for one width, all with one place of norms."""
+    """ValueError unless configs has at least one, all of one d_model and one norm_placement."""
     if not configs:
         raise ValueError(f"{op}: configs must hold at least one BlockConfig, got none")
     for name in ("d_model", "norm_placement"):
@@ -237,7 +249,7 @@ def require_configs(op: str, configs: Sequence[BlockConfig]) -> None:
 def require_stack(
     op: str, params: StackParams, configs: Sequence[BlockConfig], final_norm: bool | None, n: int
 ) -> None:
-    """ValueError unless params hold `n` blocks, and a final norm just where it is wanted."""
+    """ValueError unless params have `n` blocks, and a final norm if and only if configs want it."""
     wants = configs[0].norm_placement != "post" if final_norm is None else final_norm
     for what, got, wanted in (
         ("blocks", len(params.blocks), n),

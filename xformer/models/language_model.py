@@ -100,7 +100,7 @@ class LanguageModel:
                 f"got {self.n_shared_layer_groups}"
             )
         if self.alibi and not self.causal:
-            raise ValueError("LanguageModel: alibi goes with causal: it favours keys ahead")
+            raise ValueError("LanguageModel: alibi needs causal attention: it favours later keys")
         number("LanguageModel", "out_dropout", self.out_dropout, low=0, high=1)
         for name in ("load_balancing_weight", "router_z_weight"):
             number("LanguageModel", name, getattr(self, name), low=0)
