@@ -39,7 +39,7 @@ from xformer.sentences import classify, embed
 from xformer.training import Batch
 
 NUMPY = backends.get("numpy")
-SAYS = r"made within inference\(\), which keeps nothing$"
+SAYS = r"made within inference\(\), which saves nothing$"
 # What composites hold themselves: for generation, for the routers' losses; weights of a mean.
 LITTLE = ("kv_cache.k", "kv_cache.v", "router_logits", "ids", "weights", "value")
 TOKENS = np.random.default_rng(0).integers(1, 13, (3, 7))

@@ -244,7 +244,7 @@ def test_inference_keeps_nothing() -> None:
     with inference():
         y, cache = layers.blocks(*args, **options)
     np.testing.assert_allclose(y, wanted, rtol=1e-10)
-    with pytest.raises(RuntimeError, match="keeps nothing"):
+    with pytest.raises(RuntimeError, match="saves nothing"):
         cache.backward(y)
 
 

@@ -1,11 +1,12 @@
-"""`xformer.compile`: a function of trees of arrays as one call of the library they belong to.
+"""`xformer.compile`: run a function of trees of arrays as one compiled call of their library.
 
     step = xf.compile(training_step, donate=(0, 1))
     params, state, loss = step(params, state, tokens, targets, 3e-4)
     print(step.explain())
 
-On NumPy with the extra `numba` it is recorded once for each set of shapes and run on threads
-(`docs/compile.md`), on CuPy it is a CUDA graph, on JAX `jax.jit`; elsewhere the function itself.
+On NumPy with the extra `numba`, the function is recorded once for each set of shapes and run on
+threads (`docs/compile.md`). On CuPy it becomes a CUDA graph, on JAX `jax.jit` compiles it. Other
+libraries call the function itself.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from xformer.typing import Array
 
 
 def compile(fn: Callable[..., Any], *, donate: int | Sequence[int] = ()) -> Compiled:
-    """`fn(*trees) -> tree` as one call, which computes the same.
+    """A compiled version of `fn(*trees) -> tree`, which computes the same.
 
-    fn must be pure: what it gives depends on its arguments alone, and what it asks of arrays is
-    their shapes and dtypes, not their values. Arrays and numbers of the arguments may differ from
-    call to call; all else of them (names, booleans, None) belongs to what is compiled, as shapes
-    and dtypes do: for each combination anew. donate: numbers of arguments whose arrays the call may
-    write over, but for those that are `tree.Frozen`; they are not to be used again. What comes back
-    in their place, in order and of the same shapes and dtypes, needs no memory of its own.
+    fn: a pure function: its result depends only on its arguments, and it reads shapes and dtypes of
+        arrays, but not their values. Arrays and numbers of the arguments may change from call to
+        call. Everything else (names, booleans, None, shapes, dtypes) is compiled in: each
+        combination is compiled once.
+    donate: indices of arguments whose arrays the call may overwrite, except for `tree.Frozen` ones;
+        they must not be used afterwards. Results of the same shapes and dtypes, in the same order,
+        reuse their memory.
 
-    Where the library cannot make it one call, a RuntimeWarning says why, and fn is called.
-    TypeError for fn that is no function; ValueError for donate that are no numbers of arguments.
+    If the library cannot compile fn, a RuntimeWarning says why, and fn itself is called.
+    TypeError if fn is not a function; ValueError if donate is not indices.
     """
     return Compiled(fn, donate)
 
 
 class Compiled:
-    """What `compile` gives."""
+    """A compiled function, as `compile` returns it."""
 
     def __init__(self, fn: Callable[..., Any], donate: int | Sequence[int] = ()) -> None:
         if not callable(fn):
@@ -50,23 +52,23 @@ class Compiled:
         self._calls: dict[Any, Any] = {}  # of each library and device
 
     def __call__(self, *arguments: Any) -> Any:
-        """As fn. ValueError where no argument holds an array, or donate names one that is not."""
+        """The result of fn. ValueError if no argument has an array, or donate is out of range."""
         return self._call(arguments)(*arguments)
 
     def timed(self, *arguments: Any) -> str:
-        """What each instruction of a call on these arguments takes, the longest first.
+        """A table of the time of each instruction of a program, the longest first.
 
-        A table of a program (`docs/compile.md`). They are left as they are. ValueError as a call,
-        and where the library has no programs; TypeError for what cannot be recorded.
+        See `docs/compile.md`. The arguments are not changed. ValueError if the library has no
+        programs, and if a call raises it. TypeError for a function that cannot be recorded.
         """
         call = self._call(arguments)
         if not hasattr(call, "timed"):
             raise ValueError(f"timed: a call is no program here: {call.explain()}")
-        found: str = call.timed(*arguments)
-        return found
+        table: str = call.timed(*arguments)
+        return table
 
     def _call(self, arguments: tuple[Any, ...]) -> Any:
-        """What arrays of this library and device are given to."""
+        """The compiled call for the library and device of the arguments."""
         if any(i >= len(arguments) for i in self.donate):
             raise ValueError(
                 f"compile: donate must be below the {len(arguments)} arguments, got {self.donate}"
@@ -81,27 +83,27 @@ class Compiled:
         return self._calls[where]
 
     def explain(self) -> str:
-        """What a call does: what is compiled, and what is not, and why."""
+        """A text: what is compiled, what is not, and why."""
         if not self._calls:
-            return "nothing is compiled yet: it is at the first call"
+            return "nothing is compiled yet: the first call compiles"
         return "\n".join(call.explain() for call in self._calls.values())
 
     def __str__(self) -> str:
-        """The listing of what is compiled, where the library has one."""
+        """The listing of the compiled programs, if the library has one."""
         return "\n\n".join(map(str, self._calls.values()))
 
 
 class Forward:
-    """`fn(params, *inputs)` within `inference()`, for calls on many inputs of few shapes.
+    """`fn(params, *inputs)` within `inference()`, for many inputs of few shapes.
 
-    A call of `compile` where the backend `records`. Results are new arrays.
+    The function is compiled if `records(params)`. The results are new arrays.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn, self.compiled = fn, Compiled(fn)
 
     def __call__(self, params: Any, *inputs: Any) -> Any:
-        """As fn."""
+        """The result of fn."""
         with inference():
             call = self.compiled if records(params) else self.fn
             return call(params, *inputs)
@@ -114,17 +116,17 @@ def records(params: Any) -> bool:
 
 
 def bucket(length: int) -> int:
-    """The length that texts are padded to where programs are recorded for each length.
+    """The length to which texts are padded, so that programs are recorded for few lengths.
 
-    A multiple of 16 up to 128, of an eighth of the next power of two above: few lengths, and of
-    long texts at most an eighth more tokens.
+    Up to 128 it is a multiple of 16; above, a multiple of 1/8 of the next power of two. So a long
+    text gets at most 1/8 more tokens.
     """
     step = max(16, 1 << max(0, (length - 1).bit_length() - 3))
     return -(-length // step) * step
 
 
 class _Plain:
-    """The function itself, where its library has nothing better."""
+    """The function itself, for libraries that compile nothing."""
 
     def __init__(self, fn: Callable[..., Any], place: backends.Backend) -> None:
         self.fn, self.place = fn, place

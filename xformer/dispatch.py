@@ -1,11 +1,12 @@
-"""One op, several implementations: the reference, and kernels that backends register for it.
+"""Dispatch: an op is a reference implementation, and kernels that backends register for it.
 
 `@overridable` marks a reference written in the array API. `@kernel(op, library)` registers a
-function of the same signature for the arrays of one library. A backend keeps its kernel of an op in
-`backends/<library>/<op>.py`, which is imported when the op is first asked to run on that library.
-The choice is made once, going forward, by the type of the op's first array, or of the first in a
-list; the cache that comes back decides who runs backward. For NumPy's arrays there are several
-sets of kernels: `with kernels("numba")` chooses one.
+function of the same signature for the arrays of one library. A backend has its kernels of an op in
+`backends/<library>/<op>.py`, which is imported when the op first runs on that library.
+
+The forward call chooses the implementation by the type of the op's first array, or of the first
+array in a list. The cache that it returns determines the backward. NumPy arrays have several sets
+of kernels: `with kernels("numba")` chooses one.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Unsupported = Callable[..., str | None]
 
-# Module that defines an array type -> folder under backends/, where the two names differ.
+# Module that defines an array type -> folder under backends/, if the two names differ.
 _FOLDERS = {"jaxlib": "jax"}
 
-# Kernels that `kernels` chooses for NumPy's arrays -> the library that they are registered for.
+# Name in `kernels` -> the library that its kernels for NumPy arrays are registered for.
 _SETS = {"numpy": "numpy", "numba": "numba", "mkl": "numba"}
 
 _chosen: ContextVar[str] = ContextVar("kernels", default="numpy")
@@ -44,13 +45,11 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]
     library: str
     unsupported: Unsupported | None  # same arguments -> why it cannot run, or None
-    storage_dtypes: tuple[
-        str, ...
-    ] = ()  # dtypes of arrays that it reads and no reference computes in
+    storage_dtypes: tuple[str, ...] = ()  # dtypes that only kernels can read
 
 
 class Refused(TypeError):
-    """Arrays of a type that cannot be computed with; `got` says why."""
+    """An array type is not supported; `got` says why."""
 
     def __init__(self, got: str) -> None:
         super().__init__(f"an array must be of a library's own type, got {got}")
@@ -59,25 +58,28 @@ class Refused(TypeError):
 
 @short
 class NoCache(NamedTuple):
-    """What an op or a model gives in the place of its cache within `inference()`."""
+    """The cache that ops and models return within `inference()`. It has no backward."""
 
     def backward(self, *dy: Any) -> Any:
-        """RuntimeError."""
+        """Raise RuntimeError."""
         raise RuntimeError(f"backward: the cache was {_MADE}")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: the cache was {_MADE}")
 
 
-_MADE = "made within inference(), which keeps nothing"
+_MADE = "made within inference(), which saves nothing"
 
 
 class Overridable(Generic[P, R]):
-    """A callable op: checks its arguments, then runs the first kernel that can, or the reference.
+    """A callable op: it checks its arguments, then runs a kernel that can, or the reference.
 
-    Attributes: `reference` (the array API implementation), `kernels` (library -> kernels that are
-    known so far), `has_backward` (whether it returns (y, cache)) and `drops` (whether within
-    `inference()` that cache is dropped).
+    Attributes:
+
+    - `reference`: the implementation in the array API
+    - `kernels`: library -> kernels that are registered so far
+    - `has_backward`: whether it returns (y, cache)
+    - `drops`: whether `inference()` replaces its cache by NoCache
     """
 
     def __init__(
@@ -88,11 +90,11 @@ class Overridable(Generic[P, R]):
         self.has_backward = backward
         self.drops = backward and drops
         self.kernels: dict[str, list[Kernel]] = {}
-        self._imported: set[str] = set()  # libraries whose own kernel was looked for
+        self._imported: set[str] = set()  # libraries whose kernels were imported, if any
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
 
     def __get__(self, instance: Any, owner: Any = None) -> Overridable[P, R]:
-        """The op itself. With this method `help` shows the op's signature, not this class."""
+        """The op itself. This method makes `help` show the op's signature instead of the class."""
         return self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -100,7 +102,7 @@ class Overridable(Generic[P, R]):
         if self._check is not None:
             self._check(args, kwargs, self)
         kind = type(args[0]) if args else list
-        library = None if kind is list else _libraries.get(kind)  # as `_library`, in less time
+        library = None if kind is list else _libraries.get(kind)  # faster than `_library`
         if library is None:
             library = self._library(args, kwargs)
         if library not in self._imported:
@@ -126,7 +128,7 @@ class Overridable(Generic[P, R]):
         return result
 
     def import_kernels(self, library: str) -> list[Kernel]:
-        """The kernels for a library's arrays, those of its backend among them."""
+        """The kernels for a library's arrays, after importing those of its backend."""
         if library not in self._imported:
             if (package := package_of(library)) is not None:
                 _import_if_there(f"{package}.{self.__name__}")
@@ -134,18 +136,18 @@ class Overridable(Generic[P, R]):
         return self.kernels.setdefault(library, [])
 
     def asked(self, library: str) -> list[Kernel]:
-        """The kernels that a call with a library's arrays asks here, in that order."""
-        own, chosen = self.import_kernels(library), _SETS[_chosen.get()]
+        """The kernels that a call with a library's arrays tries in this context, in order."""
+        registered, chosen = self.import_kernels(library), _SETS[_chosen.get()]
         if library != "numpy" or chosen == "numpy":
-            return own
-        return [*self.import_kernels(chosen), *own]
+            return registered
+        return [*self.import_kernels(chosen), *registered]
 
     def stored_by(self, library: str) -> set[str]:
-        """Dtypes that a kernel of a library stores arrays in, beside those of references."""
+        """The storage dtypes of all kernels for a library's arrays."""
         return {name for kernel in self.import_kernels(library) for name in kernel.storage_dtypes}
 
     def _refusal(self, kernels: list[Kernel], args: Any, kwargs: Any) -> str | None:
-        """Why the reference cannot take what kernels alone read; None where it can."""
+        """The reason why the reference cannot read the arrays; None if it can."""
         for kernel in reversed(kernels):  # the most general one first
             if not kernel.storage_dtypes:
                 continue
@@ -157,7 +159,7 @@ class Overridable(Generic[P, R]):
         return None
 
     def _library(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """That of the first array, which may be the first of a list."""
+        """The library of the first array, or of the first array in a list."""
         first = args[0] if args else kwargs.get(next(iter(inspect.signature(self).parameters)))
         try:
             return library_of(type(first[0] if isinstance(first, list) and first else first))
@@ -188,11 +190,12 @@ def overridable(
 def overridable(
     reference: Callable[..., Any] | None = None, *, backward: bool = True, drops: bool = True
 ) -> Any:
-    """Mark `reference` as an op that backends may override with kernels.
+    """A decorator: make `reference` an op for which backends may register kernels.
 
-    It returns (y, cache), or anything else where it is `@overridable(backward=False)`. drops=False:
-    its cache is made of its parts' own, which are dropped within `inference()`; what else it holds
-    is asked for there. TypeError for a reference without a name.
+    backward: whether it returns (y, cache); False: it may return anything
+    drops: whether `inference()` replaces its cache by NoCache. False: the cache consists of caches
+        of other ops, which are replaced, and of values that are needed within `inference()`.
+    TypeError for a reference without a name.
     """
     if reference is not None and not hasattr(reference, "__name__"):
         raise TypeError(f"overridable: the reference must have a __name__, got {reference!r}")
@@ -210,34 +213,35 @@ def kernel(
     unsupported: Unsupported | None = None,
     storage_dtypes: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as `op` for arrays of `library`.
+    """A decorator: register the function as a kernel of `op` for arrays of `library`.
 
-    `unsupported(same arguments)` returns a sentence saying why the kernel cannot run, or None.
-    storage_dtypes: dtypes beside float32 and float64 that it can read; references never see such
-    arrays. Of several kernels for one library the last registered is asked first, and those of this
-    library's backends after all others, whenever they are imported. For "numba" it is one of those
-    that `kernels("numba")` asks. A kernel's cache is its own class with a `backward`, or the
-    reference's cache, whose backward then runs.
+    The function has the signature of `op`. Its cache is a class with a `backward`, or the
+    reference's cache, whose backward then runs. Of several kernels for one library, the last
+    registered one is tried first; kernels of xformer's backends are tried after all others.
+
+    library: "numba": a kernel for NumPy arrays within `kernels("numba")`
+    unsupported: a function of the same arguments that returns the reason why the kernel cannot run,
+        or None
+    storage_dtypes: dtypes beside float32 and float64 that the kernel can read; references never get
+        arrays of these dtypes
     """
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        made, known = (
-            Kernel(run, library, unsupported, storage_dtypes),
-            op.kernels.setdefault(library, []),
-        )
+        new = Kernel(run, library, unsupported, storage_dtypes)
+        known = op.kernels.setdefault(library, [])
         others = [kernel for kernel in known if not _is_of_backend(kernel)]
-        known.insert(len(others) if _is_of_backend(made) else 0, made)
+        known.insert(len(others) if _is_of_backend(new) else 0, new)
         return run
 
     return register
 
 
 def library_of(array_type: type) -> str:
-    """The name of the library that defines `array_type`; imports its backend at first sight.
+    """The name of the library that defines `array_type`. The first call imports its backend.
 
-    A library without a folder under `backends/` runs the references. A backend that cannot be
-    imported raises: silently slow would be worse. Refused where the backend's `refusal` has a
-    reason: a subclass may compute otherwise than the arrays of its library.
+    A library without a folder under `backends/` runs the references. ImportError if a backend
+    cannot be imported: otherwise it would be slow without a message. Refused if the backend's
+    `refusal` rejects the type: a subclass may compute differently from its library's arrays.
     """
     library = _libraries.get(array_type)
     if library is None:
@@ -246,7 +250,7 @@ def library_of(array_type: type) -> str:
 
 
 def refusal(array_type: type) -> str | None:
-    """What arrays of a type are that cannot be computed with; None where they can."""
+    """The reason why an array type is not supported; None if it is."""
     try:
         library_of(array_type)
     except Refused as error:
@@ -255,12 +259,12 @@ def refusal(array_type: type) -> str | None:
 
 
 def _find_library(array_type: type) -> str:
-    own: str | None = getattr(array_type, "__xformer_library__", None)
-    if own is not None:
-        return own
+    named: str | None = getattr(array_type, "__xformer_library__", None)
+    if named is not None:
+        return named
     roots = [base.__module__.partition(".")[0] for base in array_type.__mro__]
     names = [_FOLDERS.get(root, root) for root in roots]
-    for name in names:  # a subclass of your own belongs to the library of its base
+    for name in names:  # a user's subclass belongs to the library of its base class
         if (package := package_of(name)) is not None:
             backend = importlib.import_module(package)
             if hasattr(backend, "refusal") and (why := backend.refusal(array_type)):
@@ -304,20 +308,23 @@ def _import_if_there(module: str) -> None:
 
 
 def is_reference_only() -> bool:
-    """Whether this is within `reference_only()`."""
+    """Whether the call is within `reference_only()`."""
     return _reference_only.get()
 
 
 @contextmanager
 def kernels(name: str) -> Iterator[None]:
-    """Within this context the kernels of backend `name` run for NumPy's arrays.
+    """A context in which the kernels of backend `name` run for NumPy arrays.
 
-    name: "numpy"; "numba", whose kernels an op asks first and NumPy's after them; "mkl", the same
-    with products of matrices by Intel's MKL. Nothing changes for other threads and other tasks.
-    `active()` of a backend of that name enters this context, and so do functions that a backend is
-    passed to. Around a call, and never across a yield: a generator would leave its caller in it.
-    ValueError for another name; `backends.Unusable`, an ImportError that names the extra, where it
-    is missing.
+    name: "numpy"; "numba": its kernels are tried before NumPy's; "mkl": like "numba", with matmuls
+        by Intel's MKL
+
+    Other threads and tasks are not affected. `active()` of a backend of that name enters this
+    context, and so do functions that get the backend as an argument. Use it around a call, never
+    across a yield: a generator would leave its caller in the context.
+
+    ValueError for another name. `backends.Unusable`, an ImportError that names the extra, if the
+    backend is not installed.
     """
     if name not in _SETS:
         raise ValueError(f"kernels: name must be one of {', '.join(_SETS)}, got {name!r}")
@@ -331,18 +338,18 @@ def kernels(name: str) -> Iterator[None]:
 
 
 def chosen_kernels() -> str:
-    """Whose kernels run for NumPy's arrays here: as `kernels` says, "numpy" outside of it."""
+    """The backend whose kernels run for NumPy arrays: the name in `kernels`, else "numpy"."""
     return _chosen.get()
 
 
-@functools.cache  # what is raised is not kept
+@functools.cache  # errors are not cached
 def _require_usable(name: str) -> None:
     importlib.import_module("xformer.backends").require_kernels(name)
 
 
 @contextmanager
 def reference_only() -> Iterator[None]:
-    """Within this context every op runs its reference, whatever kernels are registered."""
+    """A context in which every op runs its reference, even if kernels are registered."""
     token = _reference_only.set(True)
     try:
         yield
@@ -352,11 +359,11 @@ def reference_only() -> Iterator[None]:
 
 @contextmanager
 def inference() -> Iterator[None]:
-    """Within this context ops keep nothing for a backward, which raises RuntimeError.
+    """A context in which ops save nothing for backward, so that a forward needs less memory.
 
-    For a forward alone, in as much memory as that takes. Around one call, and never across a yield:
-    a generator would leave its caller in this context. On JAX, what caches there still are hold
-    arrays and numbers alone, which a function compiled by `jax.jit` may return.
+    A backward then raises RuntimeError. Use it around a call, never across a yield: a generator
+    would leave its caller in the context. On JAX, the remaining caches hold only arrays and
+    numbers, so a function compiled by `jax.jit` may return them.
     """
     token = _inference.set(True)
     try:
@@ -366,17 +373,17 @@ def inference() -> Iterator[None]:
 
 
 def is_inference() -> bool:
-    """Whether `inference` is active: then what only a backward needs can be left out."""
+    """Whether the call is within `inference()`, so that nothing must be saved for backward."""
     return _inference.get()
 
 
 def saved(cache: Any) -> Any:
-    """`cache`, of which only a backward makes use; within `inference` nothing of it."""
+    """`cache`, which only backward uses; NoCache within `inference()`."""
     return NoCache() if _inference.get() else cache
 
 
 def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Say which implementation of `op` these arguments would run, and why the others would not."""
+    """A text: which implementation of `op` these arguments would run, and why others would not."""
     library = op._library(args, kwargs)
     asked, lines, chosen = op.asked(library), [], None
     for candidate in asked:
@@ -392,10 +399,10 @@ def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
     if not asked:
         lines.append(f"- no kernel is registered for {library}")
     if chosen is None and op._refusal(asked, args, kwargs):
-        chosen = "nothing, these arrays are not for the reference"
+        chosen = "nothing, these arrays need a kernel"
     return "\n".join([f"{op.__name__} on {library}: {chosen or 'the reference'}", *lines])
 
 
 def ops() -> tuple[Overridable[..., Any], ...]:
-    """Every op defined so far, in order of definition (for tests over the whole registry)."""
+    """All ops that are defined so far, in the order of definition."""
     return tuple(_ops)
