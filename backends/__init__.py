@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from xformer.backends.base import Backend, Generator, Memory, Unusable
-
 from xformer.dispatch import chosen_kernels, library_of, package_of, plugins
 from xformer.renamed import new_name
 from xformer.typing import Array

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from xformer.backends import Backend
 
 from xformer import pretrained, tree
+from xformer.backends import Backend
 from xformer.layers import BlockConfig, EmbedConfig, KVCache, RelativeConfig
 from xformer.models import GPT, LanguageModel, Transformer
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from libraries import LIBRARIES
-from xformer.backends import Backend, Generator, Memory, Unusable
 
 from xformer import backends
+from xformer.backends import Backend, Generator, Memory, Unusable
 from xformer.dispatch import library_of
 
 ROOT = Path(__file__).parents[1]

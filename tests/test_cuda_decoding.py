@@ -15,11 +15,11 @@ from cuda_shim.graph import Graph
 from devices import is_stand_in
 from libraries import ON_DEVICE, only
 from nvidia import by_cublas, counted_graphs, memories
-from xformer.backends import Backend
-from xformer.backends.cupy.captured import Captured
 
 import xformer as xf
 from xformer import backends, explain, ops, tree
+from xformer.backends import Backend
+from xformer.backends.cupy.captured import Captured
 from xformer.cli import main
 from xformer.generation import compiled as on_host
 from xformer.generation import generate, prefill, stream

@@ -18,10 +18,10 @@ from devices import is_stand_in, placed
 from libraries import ON_DEVICE, STAND_IN, only
 from nvidia import calling_cublaslt, calling_cudnn, require_algorithm, without_cudnn
 from stored import DTYPES, Host, in_both, normal, on, rounded
-from xformer.backends import Backend
-from xformer.backends.cupy import side_by_side
 
 from xformer import layers, ops, reference_only, tree
+from xformer.backends import Backend
+from xformer.backends.cupy import side_by_side
 from xformer.layers import (
     AttentionParams,
     FeedForwardParams,

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentences import BERT, LLAMA, TEXTS, cut_left, write, write_model
 from truths import minilm
-from xformer.backends import Backend
 
 from xformer import GPT, pretrained, tree
+from xformer.backends import Backend
 from xformer.cli import embed as cli_embed
 from xformer.cli import main
 from xformer.cli import progress as cli_progress

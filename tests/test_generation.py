@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from causal_models import NAMES, T5_NAMES, V, causal, lively, seq2seq
 from libraries import only
-from xformer.backends import Backend
 
 import xformer as xf
 from xformer import pretrained, tree
+from xformer.backends import Backend
 from xformer.generation import PrefilledPrompt, beam_search, generate, prefill, sample, stream
 from xformer.generation.samplers import compose, temperature, top_k, top_p
 from xformer.models import Classifier, LanguageModel

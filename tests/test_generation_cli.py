@@ -11,9 +11,9 @@ import pytest
 from causal_models import CONFIGS, T5
 from libraries import ON_DEVICE, only
 from truths import published
-from xformer.backends import Backend
 
 from xformer import backends, pretrained, tree
+from xformer.backends import Backend
 from xformer.cli import generate as command
 from xformer.cli import main
 from xformer.generation import generate

@@ -14,8 +14,6 @@ import pytest
 from judges import outputs
 from libraries import LIBRARIES, only
 from test_kernels import WITHOUT_GRADIENT
-from xformer.backends import Backend
-from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 
 import xformer as xf
 from xformer import (
@@ -30,6 +28,8 @@ from xformer import (
     training,
     tree,
 )
+from xformer.backends import Backend
+from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 from xformer.catalogue import Case, cases
 from xformer.dispatch import NoCache, is_inference
 from xformer.layers import BlockConfig, EmbedConfig, NormConfig

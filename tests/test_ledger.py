@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends.numpy.threads import forget_scratch
 
 from xformer import GPT, Transformer, backends, training, tree
+from xformer.backends.numpy.threads import forget_scratch
 from xformer.cli import main
 from xformer.cli.memory import alike
 from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig

@@ -12,9 +12,9 @@ from judges import (
     require_close,
 )
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import GPT, RandomKey, Transformer, tree
+from xformer.backends import Backend
 from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import threadpoolctl
 from test_kernels import LAYOUTS, laid_out
-from xformer.backends.numpy import blocks as kernel
-from xformer.backends.numpy.threads import blas_alone, n_threads
 
 import xformer as xf
 from xformer import dispatch, inference, layers, reference_only, tree
+from xformer.backends.numpy import blocks as kernel
+from xformer.backends.numpy.threads import blas_alone, n_threads
 from xformer.catalogue import Case, cases
 from xformer.layers import BlockConfig, ExpertsConfig, KeyValue, RopeTables
 from xformer.models import LanguageModel

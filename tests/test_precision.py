@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from devices import array_type
 from libraries import ON_DEVICE, only
-from xformer.backends import Backend
-from xformer.backends.cupy.module import LAUNCHERS
 
 import xformer
 from xformer import backends, optim, tree
+from xformer.backends import Backend
+from xformer.backends.cupy.module import LAUNCHERS
 from xformer.cli import main
 from xformer.cli import train as train_command
 from xformer.generation import generate

@@ -12,12 +12,12 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from causal_models import NAMES, V, causal
 from programs import THREADS, names, native_against_numpy, record
+
+from xformer import tree
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.compiled import Compiled
 from xformer.backends.numba.program.run import Recorded, layout_of
 from xformer.backends.numba.program.traced import address
-
-from xformer import tree
 from xformer.generation.samplers import greedy
 from xformer.layers.kv_cache import KVCache, append
 from xformer.layers.rope_config import RopeConfig

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 import xformer
 from xformer import backends, ops
+from xformer.backends import Backend
 from xformer.ops.random_bits import RandomKey, philox, random_bits
 
 # Counter, key, output: the known answers that come with the authors' Random123 library

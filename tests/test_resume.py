@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from libraries import only
 from runs import CONFIG, NUMPY, begun, rows, trained
-from xformer.backends import Backend
 
 import xformer as xf
 from xformer import optim, training
+from xformer.backends import Backend
 from xformer.training import interruptible
 from xformer.training.state import read_state, write_state
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from causal_models import V, causal
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import tree
+from xformer.backends import Backend
 from xformer.generation import beam_search, generate, prefill, speculative
 from xformer.layers import RopeConfig
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from finetuning import BERT, GPT2, LLAMA, T5, write_folder
 from runs import rows
-from xformer.backends import get
 
 from xformer import pretrained, training, tree
+from xformer.backends import get
 from xformer.cli import main, train
 
 NUMPY = get("numpy")

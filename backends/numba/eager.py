@@ -11,6 +11,8 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import tree
 from xformer.backends.arrays import refusal
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, placed
@@ -18,8 +20,6 @@ from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
 from xformer.backends.numba.tuning import LEAST
 from xformer.backends.numpy.leaves import apart
 from xformer.backends.numpy.threads import n_threads
-
-from xformer import tree
 from xformer.dispatch import Overridable, chosen_kernels, is_inference, is_reference_only
 from xformer.ops.random_bits import RandomKey, require_key
 

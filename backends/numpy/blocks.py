@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from xformer.backends.numpy.threads import n_threads
-from xformer.backends.numpy.threads import run as on_threads
 
 from xformer import layers, ops, tree
+from xformer.backends.numpy.threads import n_threads
+from xformer.backends.numpy.threads import run as on_threads
 from xformer.checks import require_shape
 from xformer.dispatch import is_inference, kernel
 from xformer.layers.attention import KeyValue

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.kernels.layout import program_of, unrecordable
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
-
 from xformer.dispatch import kernel
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.kv_cache import append as op
