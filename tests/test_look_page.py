@@ -26,7 +26,7 @@ def test_the_examples_print_what_is_shown(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    names = {command.__name__.rpartition(".")[2] for command in COMMANDS}
+    names = {command.__name__.rpartition(".")[2].replace("_", "-") for command in COMMANDS}
     lines = [
         *re.findall(r"^xformer (.*)$", PAGE, re.MULTILINE),
         *re.findall(r"`xformer (.*?)`", PAGE),

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from xformer import backends, layers, models, ops, renamed
 from xformer.backends import Generator
-from xformer.checks import as_indices, number, plain_numbers, require_tokens
+from xformer.checks import number, plain_numbers, require_tokens
 from xformer.dispatch import inference, saved
 from xformer.initializers import normal
-from xformer.layers.advance import advance
 from xformer.layers.block import SITES, BlockConfig
 from xformer.layers.embed import EmbedConfig, EmbedParams, embed
 from xformer.layers.kv_cache import KVCache, require_rows, truncated
@@ -26,9 +25,12 @@ from xformer.layers.stack import (
     require_stack,
     stack,
 )
-from xformer.models.lm_head import LMHead, require_present, zeros_of
+from xformer.models import decoding
+from xformer.models.lm_head import LMHead, require_present
 from xformer.models.loss import LossCache
-from xformer.models.state import DecodeState, appended_mask, position_ids, require_padding_mask
+from xformer.models.pooled import PooledCache, pool_hidden, require_pooling
+from xformer.models.router_loss import RouterLossCache, router_loss
+from xformer.models.state import DecodeState, position_ids, require_padding_mask
 from xformer.ops._loss import one
 from xformer.shapes import require_array
 from xformer.showing import short
@@ -327,47 +329,9 @@ class LanguageModel:
         if state.rope_length is not None:
             if state.ids is not None:
                 require_rows(tokens, state.ids.shape[0])
-            length = max(length or 0, self._longest(tokens, mask, state))
-            state = self._rotated_for(length, params, state)
-        return self._decode(params, tokens, state, mask, all_logits=all_logits)
-
-    def _decode(
-        self,
-        params: LanguageModelParams,
-        tokens: Array,
-        state: DecodeState,
-        mask: Array | None,
-        *,
-        all_logits: bool,
-    ) -> tuple[Array, DecodeState]:
-        """`decode` without its checks, with the RoPE frequencies of the state."""
-        if state.kv_cache[0].k is not None:
-            require_rows(tokens, state.kv_cache[0].k.shape[0])
-        n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
-        new_mask, key_mask, positions = self._masks(tokens, state, mask)
-        embed_positions = None if state.mask is None and mask is None else positions
-        (x, pos), _ = self._embedded(params, tokens, embed_positions, start=state.length)
-        rotary = None
-        if self.rotary is not None:
-            length = state.rope_length or 0
-            rotary = layers.rope_tables(self.rotary, like=x, length=length, positions=positions)
-        x, kv_cache = advance(
-            x,
-            params.stack,
-            None,
-            self._alibi(x, n_keys, state.write_index),
-            pos,
-            configs=self.blocks,
-            kv_cache=state.static_kv_cache() if state.is_static else state.kv_cache,
-            n_cached=state.length,
-            relative=self.relative,
-            rotary=rotary,
-            mask=key_mask,
-        )
-        x = x if all_logits else x[:, -1:, :]
-        logits, _ = self.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
-        new_state = state.appended(kv_cache, new_mask, tokens)
-        return logits if all_logits else logits[:, 0, :], new_state
+            length = max(length or 0, decoding.longest(self, tokens, mask, state))
+            state = decoding.rotated_for(self, length, params, state)
+        return decoding.decode(self, params, tokens, state, mask, all_logits=all_logits)
 
     def truncate(self, state: DecodeState, n: int) -> DecodeState:
         """`state` without its last `n` tokens.
@@ -384,57 +348,6 @@ class LanguageModel:
         mask = None if state.mask is None else state.mask[:, :length]
         ids = None if state.ids is None else state.ids[:, :length]
         return state._replace(kv_cache=kv_cache, mask=mask, length=length, ids=ids)
-
-    def _longest(self, tokens: Array, mask: Array | None, state: DecodeState) -> int:
-        """The length of the longest text with `tokens`, without padding.
-
-        Or an upper bound of it, if that has the same RoPE frequencies.
-        """
-        length: int = state.length + tokens.shape[1]
-        new_mask = appended_mask(state.mask, mask, tokens, state.length)
-        if new_mask is None or self.rotary is None or length <= self.rotary.max_unscaled_len:
-            return length
-        return int(array_namespace(new_mask).max(position_ids(new_mask))) + 1
-
-    def _rotated_for(
-        self, length: int, params: LanguageModelParams, state: DecodeState
-    ) -> DecodeState:
-        """`state` with the RoPE frequencies of `length`. If they changed, the text is read again.
-
-        Rotating the keys anew is not enough: after the first layer, keys depend on hidden states
-        that were computed with the old frequencies.
-        """
-        rope_length = self.rotary.frequency_length(length)  # type: ignore[union-attr]
-        if rope_length == state.rope_length:
-            return state
-        empty = self.init_state()._replace(rope_length=rope_length)
-        if state.length == 0:
-            return empty
-        return self._decode(params, state.ids, empty, state.mask, all_logits=False)[1]
-
-    def _masks(
-        self, tokens: Array, state: DecodeState, mask: Array | None
-    ) -> tuple[Array | None, Array | None, Array]:
-        """The new mask of the state, the mask of attention, and the position ids of `tokens`.
-
-        The masks are None without padding; attention is then only causal.
-        """
-        if not state.is_static:
-            new_mask = appended_mask(state.mask, mask, tokens, state.length)
-            key_mask = None if new_mask is None else new_mask[:, None, None, :]
-            return new_mask, key_mask, self._position_ids(tokens, new_mask, state.length)
-        if mask is not None:
-            raise ValueError("decode: a static state has its own mask, got another")
-        n = tokens.shape[1]
-        return state.mask, state.key_mask(n)[:, None, :, :], state.position_ids(n)
-
-    def _position_ids(self, tokens: Array, mask: Array | None, n_cached: int) -> Array:
-        """Position ids of `tokens` (B, T), which follow `n_cached` slots. mask: of all slots."""
-        if mask is not None:
-            return position_ids(mask)[:, n_cached:]
-        xp = array_namespace(tokens)
-        dtype = as_indices(tokens).dtype
-        return xp.arange(n_cached, n_cached + tokens.shape[1], dtype=dtype, device=device(tokens))
 
     def _require_positional(self) -> None:
         """ValueError if the model would ignore position ids."""
@@ -490,7 +403,8 @@ class LanguageModel:
         cache = LossCache(saved(LanguageModelCache(hidden, top)), loss)
         if not (self.load_balancing_weight or self.router_z_weight):
             return loss, cache
-        more, routers = self._router_loss(hidden.stack, mask)
+        weights = self.load_balancing_weight, self.router_z_weight
+        more, routers = router_loss(self.blocks, hidden.stack, mask, weights)
         return loss + more, BalancedLossCache(cache, routers)
 
     @renamed.arguments(how="pooling")
@@ -515,38 +429,12 @@ class LanguageModel:
         dropout_key: None: no dropout
         ValueError for another pooling.
         """
-        from xformer.layers.pooling import POOLINGS, pool
-
-        if pooling not in (*POOLINGS, "pooler"):
-            raise ValueError(
-                f"pooled: pooling must be one of {', '.join(POOLINGS)}, pooler, got {pooling!r}"
-            )
-        if pooling == "pooler" and not hasattr(self.head, "pooled"):
-            raise ValueError('pooled: pooling "pooler" needs a model with a Pooler')
+        require_pooling(pooling, self.head)
         x, hidden = self.hidden(params, tokens, mask=mask, types=types, dropout_key=dropout_key)
-        pooler = norm = None
-        y, pool_cache = pool(x, pooling="first" if pooling == "pooler" else pooling, mask=mask)
-        if pooling == "pooler" and self.head is not None and hasattr(self.head, "pooled"):
-            y, pooler = self.head.pooled(y, params.head)
-        if normalize:
-            y, norm = ops.l2_normalize(y)
-        return y, saved(PooledCache(hidden, pool_cache, pooler, norm, params.head))
-
-    def _router_loss(self, cache: Any, mask: Array | None) -> tuple[Array, RouterLossCache]:
-        """The weighted sum of the auxiliary losses of all routers."""
-        mixed = [i for i, config in enumerate(self.blocks) if config.experts is not None]
-        routers = [cache.blocks[i].router for i in mixed]
-        xp = array_namespace(routers[0].router_logits)
-        logits = xp.concat([router.router_logits for router in routers])  # (layers * N, E)
-        ids = xp.concat([router.ids for router in routers])
-        rows = routers[0].router_logits.shape[0]
-        tiled = None if mask is None else xp.tile(xp.reshape(mask, (rows,)), (len(mixed),))
-        balance, balance_cache = ops.load_balancing(logits, ids=ids, mask=tiled)
-        z, z_cache = ops.router_z_loss(logits, mask=tiled)
-        weights = self.load_balancing_weight, self.router_z_weight
-        return weights[0] * balance + weights[1] * z, saved(
-            RouterLossCache(balance_cache, z_cache, weights, tuple(mixed), len(self.blocks))
+        y, caches = pool_hidden(
+            x, self.head, params.head, pooling=pooling, normalize=normalize, mask=mask
         )
+        return y, saved(PooledCache(hidden, *caches, params.head))
 
 
 @short
@@ -623,45 +511,3 @@ class BalancedLossCache(NamedTuple):
         dloss = one(self.tokens.value) if dloss is None else dloss
         grads: LanguageModelParams = self.tokens.model.backward(dloss, self.routers.backward(dloss))
         return grads
-
-
-@short
-class RouterLossCache(NamedTuple):
-    """Saved by the auxiliary losses of routers for backward."""
-
-    balance: Any
-    z: Any
-    weights: tuple[float, float]
-    layers: tuple[int, ...]  # indices of the layers with a router
-    n_layers: int
-
-    def backward(self, dloss: Array) -> tuple[Array | None, ...]:
-        """The gradient of the router's logits of each layer; None for a layer without a router."""
-        balance, z = self.weights
-        dlogits = balance * self.balance.backward(dloss) + z * self.z.backward(dloss)
-        rows = dlogits.shape[0] // len(self.layers)
-        per_layer: list[Array | None] = [None] * self.n_layers
-        for n, i in enumerate(self.layers):
-            per_layer[i] = dlogits[n * rows : (n + 1) * rows, :]
-        return tuple(per_layer)
-
-
-@short
-class PooledCache(NamedTuple):
-    """Saved by `LanguageModel.pooled` for backward."""
-
-    hidden: HiddenCache
-    pool: Any
-    pooler: Any
-    norm: Any
-    head: Any  # the head's parameters; if they were not used, their gradient is zeros of this shape
-
-    def backward(self, dy: Array) -> LanguageModelParams:
-        """Gradients of params; zeros for a head that was not used."""
-        if self.norm is not None:
-            dy = self.norm.backward(dy)
-        if self.pooler is not None:
-            dy, dhead = self.pooler.backward(dy)
-        else:
-            dhead = zeros_of(self.head)
-        return self.hidden.backward(self.pool.backward(dy))._replace(head=dhead)

@@ -20,6 +20,7 @@ from xformer import tree
 from xformer.backends import Backend
 from xformer.files import replacing
 from xformer.optim import LossScale
+from xformer.showing import short
 from xformer.training.checkpoint import CheckpointError, write_arrays
 from xformer.training.storable import dtype_name, on_host, require_storable
 
@@ -28,6 +29,7 @@ WORDS, DIGEST = "xformer", "sha256"  # keys of the file's metadata
 SHOWN = 3  # differences that a message names
 
 
+@short
 class State(NamedTuple):
     """Where a run stands. What is random follows from its seed and the counters `batches`."""
 
@@ -51,6 +53,7 @@ class State(NamedTuple):
         return self.params if self.ema is None else tree.join(self.params, self.ema)
 
 
+@short
 class Saved(NamedTuple):
     """What a file holds, verified."""
 

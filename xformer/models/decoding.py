@@ -1,0 +1,111 @@
+"""What `LanguageModel.decode` does after its checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from array_api_compat import array_namespace, device
+
+from xformer import layers
+from xformer.checks import as_indices
+from xformer.layers.advance import advance
+from xformer.layers.kv_cache import require_rows
+from xformer.models.state import DecodeState, appended_mask, position_ids
+from xformer.typing import Array
+
+if TYPE_CHECKING:
+    from xformer.models.language_model import LanguageModel, LanguageModelParams
+
+
+def decode(
+    model: LanguageModel,
+    params: LanguageModelParams,
+    tokens: Array,
+    state: DecodeState,
+    mask: Array | None,
+    *,
+    all_logits: bool,
+) -> tuple[Array, DecodeState]:
+    """`decode` without its checks, with the RoPE frequencies of the state."""
+    if state.kv_cache[0].k is not None:
+        require_rows(tokens, state.kv_cache[0].k.shape[0])
+    n_keys = state.capacity if state.is_static else state.length + tokens.shape[1]
+    new_mask, key_mask, positions = _masks(model, tokens, state, mask)
+    embed_positions = None if state.mask is None and mask is None else positions
+    (x, pos), _ = model._embedded(params, tokens, embed_positions, start=state.length)
+    rotary = None
+    if model.rotary is not None:
+        length = state.rope_length or 0
+        rotary = layers.rope_tables(model.rotary, like=x, length=length, positions=positions)
+    x, kv_cache = advance(
+        x,
+        params.stack,
+        None,
+        model._alibi(x, n_keys, state.write_index),
+        pos,
+        configs=model.blocks,
+        kv_cache=state.static_kv_cache() if state.is_static else state.kv_cache,
+        n_cached=state.length,
+        relative=model.relative,
+        rotary=rotary,
+        mask=key_mask,
+    )
+    x = x if all_logits else x[:, -1:, :]
+    logits, _ = model.head.forward(x, params.head, params.embed.table)  # type: ignore[union-attr]
+    new_state = state.appended(kv_cache, new_mask, tokens)
+    return logits if all_logits else logits[:, 0, :], new_state
+
+
+def longest(model: LanguageModel, tokens: Array, mask: Array | None, state: DecodeState) -> int:
+    """The length of the longest text with `tokens`, without padding.
+
+    Or an upper bound of it, if that has the same RoPE frequencies.
+    """
+    length: int = state.length + tokens.shape[1]
+    new_mask = appended_mask(state.mask, mask, tokens, state.length)
+    if new_mask is None or model.rotary is None or length <= model.rotary.max_unscaled_len:
+        return length
+    return int(array_namespace(new_mask).max(position_ids(new_mask))) + 1
+
+
+def rotated_for(
+    model: LanguageModel, length: int, params: LanguageModelParams, state: DecodeState
+) -> DecodeState:
+    """`state` with the RoPE frequencies of `length`. If they changed, the text is read again.
+
+    Rotating the keys anew is not enough: after the first layer, keys depend on hidden states
+    that were computed with the old frequencies.
+    """
+    rope_length = model.rotary.frequency_length(length)  # type: ignore[union-attr]
+    if rope_length == state.rope_length:
+        return state
+    empty = model.init_state()._replace(rope_length=rope_length)
+    if state.length == 0:
+        return empty
+    return decode(model, params, state.ids, empty, state.mask, all_logits=False)[1]
+
+
+def _masks(
+    model: LanguageModel, tokens: Array, state: DecodeState, mask: Array | None
+) -> tuple[Array | None, Array | None, Array]:
+    """The new mask of the state, the mask of attention, and the position ids of `tokens`.
+
+    The masks are None without padding; attention is then only causal.
+    """
+    if not state.is_static:
+        new_mask = appended_mask(state.mask, mask, tokens, state.length)
+        key_mask = None if new_mask is None else new_mask[:, None, None, :]
+        return new_mask, key_mask, _position_ids(tokens, new_mask, state.length)
+    if mask is not None:
+        raise ValueError("decode: a static state has its own mask, got another")
+    n = tokens.shape[1]
+    return state.mask, state.key_mask(n)[:, None, :, :], state.position_ids(n)
+
+
+def _position_ids(tokens: Array, mask: Array | None, n_cached: int) -> Array:
+    """Position ids of `tokens` (B, T), which follow `n_cached` slots. mask: of all slots."""
+    if mask is not None:
+        return position_ids(mask)[:, n_cached:]
+    xp = array_namespace(tokens)
+    dtype = as_indices(tokens).dtype
+    return xp.arange(n_cached, n_cached + tokens.shape[1], dtype=dtype, device=device(tokens))

@@ -1,0 +1,58 @@
+"""One vector for each sequence, from a model's hidden states."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from xformer import ops
+from xformer.layers.pooling import POOLINGS, pool
+from xformer.models.lm_head import zeros_of
+from xformer.showing import short
+from xformer.typing import Array
+
+
+def require_pooling(pooling: str, head: Any) -> None:
+    """ValueError unless `pooling` is a name that a model with this head has."""
+    if pooling not in (*POOLINGS, "pooler"):
+        raise ValueError(
+            f"pooled: pooling must be one of {', '.join(POOLINGS)}, pooler, got {pooling!r}"
+        )
+    if pooling == "pooler" and not hasattr(head, "pooled"):
+        raise ValueError('pooled: pooling "pooler" needs a model with a Pooler')
+
+
+def pool_hidden(
+    x: Array, head: Any, params: Any, *, pooling: str, normalize: bool, mask: Array | None
+) -> tuple[Array, tuple[Any, Any, Any]]:
+    """Vectors (B, D) of hidden states x (B, T, D), and the caches of pool, pooler and norm.
+
+    head, params: a Pooler and its parameters, for pooling "pooler"
+    """
+    pooler = norm = None
+    y, pool_cache = pool(x, pooling="first" if pooling == "pooler" else pooling, mask=mask)
+    if pooling == "pooler":
+        y, pooler = head.pooled(y, params)
+    if normalize:
+        y, norm = ops.l2_normalize(y)
+    return y, (pool_cache, pooler, norm)
+
+
+@short
+class PooledCache(NamedTuple):
+    """Saved by `LanguageModel.pooled` for backward."""
+
+    hidden: Any
+    pool: Any
+    pooler: Any
+    norm: Any
+    head: Any  # the head's parameters; if they were not used, their gradient is zeros of this shape
+
+    def backward(self, dy: Array) -> Any:
+        """Gradients of the model's parameters; zeros for a head that was not used."""
+        if self.norm is not None:
+            dy = self.norm.backward(dy)
+        if self.pooler is not None:
+            dy, dhead = self.pooler.backward(dy)
+        else:
+            dhead = zeros_of(self.head)
+        return self.hidden.backward(self.pool.backward(dy))._replace(head=dhead)
