@@ -347,8 +347,8 @@ def _with_rotary(model: Any, rope: Any) -> Any:
     ("who", "why"),
     [
         ("t5", "the model is an encoder-decoder"),
-        ("shaw", "Shaw's relative positions go by the number of keys"),
-        ("strict", "backend array-api-strict has no such thing"),
+        ("shaw", "Shaw's relative positions depend on the number of keys"),
+        ("strict", "backend array-api-strict compiles nothing"),
     ],
 )
 def test_tokens_that_are_made_as_ever(library: Backend, who: str, why: str) -> None:

@@ -165,16 +165,16 @@ def test_the_fingerprint_of_pairs() -> None:
 @pytest.mark.parametrize(
     ("sources", "targets", "options", "message"),
     [
-        ([[3]], [[3], [4]], {"batch_size": 1}, "must be as many, got 1, 2"),
-        ([], [], {"batch_size": 1}, "there must be a pair that is kept, got none of 0"),
-        ([[3, 3]], [[3]], {"batch_size": 1, "max_len": 1}, "that is kept, got none of 1"),
+        ([[3]], [[3], [4]], {"batch_size": 1}, "must be equally many, got 1, 2"),
+        ([], [], {"batch_size": 1}, "at least one pair must be within max_len, got none of 0"),
+        ([[3, 3]], [[3]], {"batch_size": 1, "max_len": 1}, "within max_len, got none of 1"),
         ([[]], [[3]], {"batch_size": 1}, r"sources\[0\] must hold at least one token, got none"),
         ([[3]], [[3.5]], {"batch_size": 1}, r"targets\[0\] must be \(T,\) integers, got \[3.5\]"),
         ([["a"]], [[3]], {"batch_size": 1}, r"sources\[0\] must be \(T,\) integers, got \['a'\]"),
         ([[3]], [[3]], {}, "must have either batch_size or max_tokens"),
         ([[3]], [[3]], {"batch_size": 1, "max_tokens": 9}, "must have either"),
         ([[3]], [[3]], {"batch_size": 0}, "batch_size must be an int of at least 1, got 0"),
-        ([[3]], [[3]], {"max_tokens": 7}, "max_tokens must hold a pair of 8 places, or .*, got 7"),
+        ([[3]], [[3]], {"max_tokens": 7}, "max_tokens must be at least 8, .*, got 7"),
     ],
 )
 def test_bad_pairs_are_refused(

@@ -347,7 +347,7 @@ DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "relative": ({}, {"relative": RelativeConfig(6, n_buckets=8, max_distance=6)}),
     "rotary, norms": ({"qk_norm": "head", "d_head": 4}, {"rotary": RopeConfig(4)}),
     "parallel": ({"parallel": True}, {}),
-    "shaw": ({"shaw": 2}, {}),
+    "shaw": ({"shaw_max_distance": 2}, {}),
     "checkpoint": ({}, {"activation_checkpointing": True}),
 }
 
@@ -529,7 +529,7 @@ def test_the_command_draws_a_trained_model(
     assert main(["attention", "--model", gpt, "a text", "--layer", "0", "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n" and out.read_bytes()[:4] == PNG
     for options, message in (
-        (["a text", "--layer", "2"], "--layer must be in [0, 2), got 2"),
+        (["a text", "--layer", "2"], "--layer must lie in [0, 2), got 2"),
         (["a text", "--kind", "cross"], "--kind and --target need an encoder-decoder"),
         (["a text" * 20], "a picture shows at most 64 tokens, got 120"),
         ([""], "the text must hold at least one token"),

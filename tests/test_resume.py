@@ -285,7 +285,7 @@ def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--resume", "run", "--steps", "50", "--data", "other.txt"], "of another run: data.train"),
         (
             ["--resume", "run", "--resume-step", "3"],
-            "run has no checkpoint of step 3; there are those of 5",
+            "run has no checkpoint of step 3; it has those of 5",
         ),
         (["--resume-step", "3"], "--resume-step needs --resume"),
     ],
@@ -313,9 +313,10 @@ def test_a_damaged_checkpoint_and_the_one_before(
     assert main(["train", "--resume", stopped]) == 1
     err = capsys.readouterr().err
     assert (
-        "step-00000007.safetensors is damaged" in err and "--resume-step 5 goes on from it" in err
+        "step-00000007.safetensors is damaged" in err
+        and "resume from it with --resume-step 5" in err
     )
-    with pytest.warns(UserWarning, match=r"the log as it was is kept: log\.jsonl\.aside"):
+    with pytest.warns(UserWarning, match=r"the old log is kept: log\.jsonl\.aside"):
         assert main(["train", "--resume", stopped, "--resume-step", "5"]) == 0
     assert [row["step"] for row in rows(Path(stopped))] == list(range(1, 41))
 

@@ -185,7 +185,7 @@ def test_fixed_columns_up_to_the_change(name: str) -> None:
     with pytest.raises(ValueError, match=r"^decode: a static state must have at most 8 slots"):
         model.decode(params, tokens[:, 6:7], state.preallocate(TRAINED + 1))
     _, state = model.decode(params, tokens[:, 6:], state)
-    with pytest.raises(ValueError, match=r"^preallocate: 12 tokens are more than RoPE frequencies"):
+    with pytest.raises(ValueError, match=r"^preallocate: the RoPE frequencies of 12 tokens change"):
         state.preallocate(20)
 
 

@@ -232,7 +232,7 @@ def test_a_run_without_its_checkpoints_loses_nothing(tmp_path: Path) -> None:
         olds += [(path.with_name(f"{path.name}.{end}"), path.read_bytes()) for path in kept]
         for path in checkpoints(tmp_path).values():
             path.unlink()
-        expected = pytest.warns(UserWarning, match=r"ends with step 2, .*on after step 0")
+        expected = pytest.warns(UserWarning, match=r"ends with step 2, .*resumes after step 0")
         with expected, opened(tmp_path) as found:
             assert found.begin(begun()).step == 0
         assert rows(tmp_path) == []
@@ -321,13 +321,15 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one(tmp_path: Path) -> None:
     lines = (tmp_path / "run/log.jsonl").read_bytes()
     with pytest.raises(
         CheckpointError,
-        match=r"step-00000013.* is damaged: .*; that of step 12 is whole, and --resume-step 12 go",
+        match=r"step-00000013.* is damaged: .*; that of step 12 is intact: .* --resume-step 12",
     ):
         trained(tmp_path / "run")
     assert newest.read_bytes() == content and older.is_file()
     assert (tmp_path / "run/log.jsonl").read_bytes() == lines
 
-    with pytest.warns(UserWarning, match=r"ends with step 13, .* on after step 12; the log as"):
+    with pytest.warns(
+        UserWarning, match=r"ends with step 13, .* resumes after step 12; the old log"
+    ):
         trained(tmp_path / "run", at=12)
     assert newest.with_name(f"{newest.name}.aside").read_bytes() == content
     assert (tmp_path / "run/log.jsonl.aside").read_bytes() == lines
@@ -338,9 +340,9 @@ def test_all_are_damaged(tmp_path: Path) -> None:
     trained(tmp_path, n=7)
     for path in checkpoints(tmp_path).values():
         damage(path)
-    with pytest.raises(CheckpointError, match="there is no older one that is whole"):
+    with pytest.raises(CheckpointError, match="no older one is intact"):
         trained(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"has no checkpoint of step 5; there are those of"):
+    with pytest.raises(FileNotFoundError, match=r"has no checkpoint of step 5; it has those of"):
         trained(tmp_path, at=5)
 
 

@@ -329,7 +329,7 @@ def edited(folder: Path, **changes: Any) -> None:
         (lambda folder: edited(folder, per_layer_config={"0": {}}), "not supported: 'per_lay"),
         (lambda folder: edited(folder, n_layer=4), "12 missing: "),
         (lambda folder: edited(folder, n_embd=1 << 30), "misshapen"),
-        (lambda folder: edited(folder, format="xformer-1"), "was not made by xformer"),
+        (lambda folder: edited(folder, format="xformer-1"), "was not written by xformer"),
     ],
 )
 def test_folders_that_are_refused(

@@ -428,14 +428,16 @@ def test_a_validation_that_is_not_finite_stops_the_run(value: float) -> None:
     state, held_out = training.start(GPT.init(0), config), source.held_out(1)
     steps = training.train(loss, state, source, config, NUMPY, held_out=list(held_out))
     assert next(steps).step == 1
-    message = rf"^the validation loss after step 2 is {value}, the mean training loss of late 6"
+    message = rf"^the validation loss after step 2 is {value}, the recent mean training loss 6"
     with pytest.raises(training.Diverged, match=message):
         next(steps)
 
 
 def test_a_loss_that_rises_too_far_stops_the_run() -> None:
     config = dataclasses.replace(CONFIG, steps=400, lr=30.0, clip=None, diverged=2.0)
-    with pytest.raises(training.Diverged, match=r"mean of late, .*, is above .*, 2 times that of"):
+    with pytest.raises(
+        training.Diverged, match=r"recent mean loss, .*, is above .*, 2 times that of"
+    ):
         list(train(GPT.init(0), config))
     assert len(list(train(GPT.init(0), dataclasses.replace(CONFIG, diverged=1.0)))) == 60
 
@@ -550,7 +552,7 @@ def test_truncated_weights_are_refused(saved: Path, cut: int) -> None:
         ({"sizes": {"n_heads": 3}}, "its configuration is damaged"),
         ({"sizes": {"colour": "red"}}, "its configuration is damaged"),
         ({"sizes": {"vocab_size": 10**12}}, "2 parameters|1 parameters"),
-        ({"sizes": {"n_layers": 1000}}, "does not hold the 1000 layers"),
+        ({"sizes": {"n_layers": 1000}}, "does not have the 1000 layers"),
         ({"sizes": {"n_layers": 10**9}}, "n_layers must be at most 10000, got 1000000000"),
         ({"sizes": {"d_model": 2**40}}, "parameters are missing, unexpected or misshapen"),
         ({"sizes": {"d_ff": 10**12}}, "parameters are missing, unexpected or misshapen"),

@@ -109,7 +109,7 @@ def test_unknown_characters_are_named() -> None:
         words.encode("xébax\n")
     with pytest.raises(ValueError, match=r"and 16 more$"):
         words.encode("abcdefghijklmnopqrstuvwxyz012")
-    with pytest.raises(ValueError, match=r"^decode: ids must be in \[0, 3\), got -1 to 2$"):
+    with pytest.raises(ValueError, match=r"^decode: ids must lie in \[0, 3\), got -1 to 2$"):
         words.decode([2, -1])
 
 

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     layers = attention_maps(found.model, found.params, *arrays)[kind]
     layer = len(layers) - 1 if args.layer is None else args.layer
     if not 0 <= layer < len(layers):
-        raise ValueError(f"--layer must be in [0, {len(layers)}), got {layer}")
+        raise ValueError(f"--layer must lie in [0, {len(layers)}), got {layer}")
     queries, keys = (
         [name_of(found.tokenizer, i) for i in ids or ()] for ids in _on_axes(kind, read)
     )

@@ -56,7 +56,7 @@ def why_not_compiled(network: Any, place: Backend, most: int) -> str | None:
         config.shaw_max_distance is not None
         for config in (network.decoder if is_pair else network.blocks)
     ):
-        return "Shaw's relative positions go by the number of keys"
+        return "Shaw's relative positions depend on the number of keys"
     if most > _steady(network):
         return f"RoPE frequencies change after {network.rotary.max_unscaled_len} tokens"
     if place.compiled(lambda: None, ()) is None:

@@ -81,7 +81,7 @@ class Characters:
         """The text of `ids`. ValueError for ids outside the vocabulary."""
         if any(not 0 <= i < self.size for i in ids):
             raise ValueError(
-                f"decode: ids must be in [0, {self.size}), got {min(ids)} to {max(ids)}"
+                f"decode: ids must lie in [0, {self.size}), got {min(ids)} to {max(ids)}"
             )
         return "".join(self.characters[i] for i in ids)
 

@@ -1,4 +1,4 @@
-"""Training: text, the loop, checkpoints."""
+"""Training: data, the training loop, and runs with checkpoints."""
 
 from xformer.generation.vocabulary import Bytes, Characters
 from xformer.training.batch import Batch, Source

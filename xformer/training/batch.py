@@ -1,4 +1,4 @@
-"""Batches of a model's arguments, and where they come from."""
+"""Batches, and the sources that make them."""
 
 from __future__ import annotations
 
@@ -7,50 +7,53 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-IGNORED = -1  # in the place of a target that does not count
-WIDTH = 8  # not of every length, since JAX compiles for each anew
+IGNORED = -1  # a target that the loss ignores
+WIDTH = 8  # lengths are multiples of it, since JAX compiles for each length
 
 
 class Batch(NamedTuple):
-    """Arguments of a model's loss, on the host: loss(params, *arrays, **masks)."""
+    """The arguments of a model's loss, on the host: loss(params, *arrays, **masks)."""
 
     arrays: tuple[np.ndarray, ...]
     masks: dict[str, np.ndarray]
-    n_targets: int  # over which the loss is a mean
+    n_targets: int  # the loss is their mean
     n_tokens: int
 
 
 class Source(Protocol):
-    """Batches by their number: a run's place in its data is one integer.
+    """Batches by their number, so that one integer is a run's position in its data.
 
-    A source holds no position and is never used up. `Windows`, `Pairs` and `Rows` are such.
+    A source has no position and never ends. `Windows`, `Pairs` and `Rows` are sources.
     """
 
     @property
     def per_epoch(self) -> int:
-        """Batches in which everything has come once."""
+        """The number of batches of an epoch, which reads all data once."""
 
     def batch(self, i: int) -> Batch:
-        """Batch 0, 1, 2, ... without end: a function of the data, the seed and i, of nothing else.
+        """Batch number i of an endless sequence. It depends only on the data, the seed and i.
 
-        Its arrays are not written to later: caches refer to them until the backward, and a step
-        may have several batches. ValueError for i below 0.
+        Its arrays are not written to later: caches refer to them until backward, and a step may
+        have several batches. ValueError for i below 0.
         """
 
     def held_out(self, n_batches: int | None = None) -> Iterator[Batch]:
-        """Batches to measure on, the same at every call, without regard to the epoch.
+        """Batches to validate on, the same in every call.
 
-        All of the data once, in its order; n_batches: at most as many, spread evenly over it.
+        n_batches: at most this many, spread evenly over the data; None: all data in its order
         """
 
     def fingerprint(self) -> str:
-        """A digest of what decides the batches: data, sizes, seed. A run goes on with no other."""
+        """A digest of the data, sizes and seed. A run can only be resumed with the same."""
 
 
 def padded(
     rows: Sequence[np.ndarray], fill: int = 0, multiple: int = WIDTH
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids side by side (B, T), T a `multiple`, and where they are (B, T)."""
+    """Padded ids (B, T), T a multiple of `multiple`, and their mask (B, T), True = a token.
+
+    fill: the value of padding
+    """
     lengths = np.asarray([len(row) for row in rows])
     mask = np.arange(-(-lengths.max() // multiple) * multiple) < lengths[:, None]
     ids = np.full(mask.shape, fill, np.int64)
@@ -59,7 +62,7 @@ def padded(
 
 
 def spread(n: int, count: int | None) -> Sequence[int]:
-    """`count` of the numbers below n, from first to last and evenly; all where it is None."""
+    """`count` of the numbers below n, evenly from the first to the last; None: all."""
     if count is None or count >= n:
         return range(n)
-    return [round(place) for place in np.linspace(0, n - 1, count)]
+    return [round(x) for x in np.linspace(0, n - 1, count)]

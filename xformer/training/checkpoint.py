@@ -1,7 +1,7 @@
-"""A trained model in a folder: one safetensors file with its parameters and its configuration.
+"""Save and load a trained model: one safetensors file with its parameters and configuration.
 
-`config.json` beside it repeats the configuration for people; `load` does not read it, so that the
-two parts can never come from different runs.
+`config.json` beside it repeats the configuration for people. `load` does not read it, so parameters
+and configuration are always from the same run.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ MODELS = {kind.__name__: kind for kind in (models.GPT, models.Transformer, model
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, or not one of ours; the message names the file and what."""
+    """A checkpoint is damaged or has another format. The message names the file."""
 
 
 def save(
     folder: str | os.PathLike[str], model: Any, params: Any, backend: backends.Backend
 ) -> None:
-    """Write the configuration and the parameters; an interrupted write leaves the old file.
+    """Write a model's configuration and parameters. An interrupted write leaves the old file.
 
-    Frozen parameters are written as others are. What `load` would not read is not written:
-    TypeError for another model, or parameters that are not all of one dtype of the backend;
-    CheckpointError for parameters that are not the model's.
+    folder: is made if it does not exist
+    model: a GPT, Transformer or EncoderDecoder
+    params: on `backend`; frozen parameters are written too
+
+    TypeError for another model, and unless all parameters have one dtype that the backend computes
+    in. CheckpointError for parameters that do not fit the model.
     """
     if type(model) not in MODELS.values():
         raise TypeError(f"save: model must be one of {', '.join(MODELS)}, got {model!r:.60}")
@@ -64,15 +67,15 @@ def save(
 def write_arrays(
     arrays: Mapping[str, np.ndarray], part: Path, target: Path, metadata: dict[str, str]
 ) -> None:
-    """A safetensors file at `part`, which is to be `target`; OSError where it cannot be written.
+    """Write a safetensors file at `part`, which becomes `target`. OSError if that fails.
 
-    With the rights of other new files: that of safetensors is one for its owner alone.
+    It gets the permissions of other new files; safetensors gives access only to the owner.
     """
     part.touch()
     mode = part.stat().st_mode
     try:
         save_file(dict(arrays), part, metadata=metadata)
-    except safetensors.SafetensorError as error:  # what it makes of a full disk
+    except safetensors.SafetensorError as error:  # its error for a full disk
         raise OSError(f"{target} cannot be written: {error}") from error
     part.chmod(stat.S_IMODE(mode))
 
@@ -80,7 +83,7 @@ def write_arrays(
 def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any, Any]:
     """The model and its parameters on `backend`.
 
-    Raises FileNotFoundError where there is no checkpoint, CheckpointError where it is damaged.
+    FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.
     """
     model, path = inspect(folder), Path(folder) / WEIGHTS
     try:
@@ -94,7 +97,10 @@ def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any
 
 
 def inspect(folder: str | os.PathLike[str]) -> Any:
-    """The model, without its parameters, which are not read. Raises as `load`."""
+    """The model, without reading its parameters.
+
+    FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.
+    """
     path = Path(folder) / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no checkpoint: it has no {WEIGHTS}")
@@ -112,7 +118,7 @@ def inspect(folder: str | os.PathLike[str]) -> Any:
 
 def _model(text: str | None, path: Path) -> Any:
     if text is None:
-        raise CheckpointError(f"{path} was not made by xformer: it holds no configuration")
+        raise CheckpointError(f"{path} was not written by xformer: it has no configuration")
     try:
         config = json.loads(text)
         if config["format"] == FORMAT:
@@ -123,14 +129,14 @@ def _model(text: str | None, path: Path) -> Any:
 
 
 def _made(kind: Any, fields: Any) -> Any:
-    """A configuration of its fields as JSON has them, which knows neither such nor tuples."""
+    """The configuration of class `kind` from JSON, with nested configurations and tuples."""
     hints = get_type_hints(kind)
     fields = renamed.fields(kind.__name__, dict(fields))
     return kind(**{name: _value(hints.get(name), value) for name, value in fields.items()})
 
 
 def _value(hint: Any, value: Any) -> Any:
-    """`value` as its hint has it: a configuration or a tuple, or None; else as it is."""
+    """`value` as a configuration or a tuple if its type hint says so; else unchanged."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kind = next((k for k in kinds if is_dataclass(k) or get_origin(k) is tuple), None)
     if kind is None or value is None:
@@ -143,7 +149,7 @@ def _value(hint: Any, value: Any) -> Any:
 
 
 def _wrong_dtypes(arrays: Mapping[str, np.ndarray], backend: backends.Backend) -> str | None:
-    """What is wrong with the dtypes of parameters; None: nothing."""
+    """The message of an error if the dtypes of parameters are wrong; None if they are right."""
     dtypes = sorted({str(a.dtype) for a in arrays.values()})
     if len(dtypes) == 1 and dtypes[0] in backend.dtypes:
         return None
@@ -155,7 +161,7 @@ def _require_parameters(model: Any, have: dict[str, tuple[int, ...]], path: Path
     """CheckpointError unless the file has the model's parameters, by name and shape."""
     layers = [value for name, value in vars(model).items() if name.endswith("_layers")]
     if sum(layers) > len(have):
-        raise CheckpointError(f"{path} does not hold the {sum(layers)} layers it is said to have")
+        raise CheckpointError(f"{path} does not have the {sum(layers)} layers of its configuration")
     leaves = tree.flatten(model.init_from(Shapes()))
     wanted = {name: leaf.shape for name, leaf in leaves.items()}
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):

@@ -1,4 +1,4 @@
-"""Training steps as calls of `Backend.compiled`: all of them arrays in, arrays out."""
+"""Compiled training steps, by `Backend.compiled`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from xformer.training.loss import ArrayLoss, Loss
 from xformer.training.state import State
 from xformer.typing import Array
 
-Reduce = Callable[[Array], Array]  # as of `optim.reduced`
+Reduce = Callable[[Array], Array]  # of `optim.reduced`
 
 
 def why_not_compiled(loss: Loss, config: TrainConfig, place: Backend) -> str | None:
-    """Why steps are made call by call; None where they can be compiled."""
+    """The reason why steps cannot be compiled; None if they can."""
     if config.precision == "float16":
-        return "how float16's loss is scaled follows from the gradients of the step"
+        return "the loss scale of float16 depends on the gradients of the step"
     if not isinstance(loss, ArrayLoss):
-        return "the loss is no loss_of(model), whose work on the host is known"
+        return "the loss must be a loss_of(model), which separates its work on the host"
     if place.compiled(lambda: None, ()) is None:
-        return f"backend {place.name} has no such thing"
+        return f"backend {place.name} compiles nothing"
     return None
 
 
 class CompiledSteps:
-    """What `train` calls for its compiled steps.
+    """The compiled step of `train`.
 
-    Parameters, the optimiser's arrays and the moving average are donated; batches, their shares and
-    numbers, and the learning rate are further arguments.
+    Parameters, the optimiser's arrays and the moving average are donated. Batches, their weights
+    and numbers, and the learning rate are further arguments.
     """
 
     def __init__(
@@ -55,35 +55,35 @@ class CompiledSteps:
     def __call__(
         self, state: State, batches: Sequence[Batch], lr: float
     ) -> tuple[tuple[Any, Any, Any], tuple[float, float], Any]:
-        """Trained parameters, optimiser's state and average after a step; loss and norm; gradients.
+        """Trained parameters, optimiser state and average after a step; loss and norm; gradients.
 
-        ValueError for a batch without targets, or with ids that the model has not.
+        ValueError for a batch without targets, or with ids outside the vocabulary.
         """
-        given = self._arguments(state, batches, lr)
-        trained, own, average, numbers, grads = self._call(*given)
-        found, size, *counts = self.place.to_numpy(numbers).tolist()
+        arguments = self._arguments(state, batches, lr)
+        trained, leaves, average, numbers, grads = self._call(*arguments)
+        loss, norm, *counts = self.place.to_numpy(numbers).tolist()
         counted = dict(zip(self._counters, map(int, counts), strict=True))
-        own = tree.unflatten(state.optimiser, own | counted)
-        return (trained, own, average), (found, size), grads
+        optimiser = tree.unflatten(state.optimiser, leaves | counted)
+        return (trained, optimiser, average), (loss, norm), grads
 
     def recorded(self, state: State, batches: Sequence[Batch], lr: float) -> Any:
-        """The program of a step, where the library has one, and its inputs."""
+        """The program of a step and its inputs, if the library has programs."""
         return self._call.recorded(*self._arguments(state, batches, lr))
 
     def _arguments(self, state: State, batches: Sequence[Batch], lr: float) -> tuple[Any, ...]:
-        """What the compiled function is called with."""
+        """The arguments of the compiled function."""
         inputs = {
             "batches": [self.loss.inputs(batch) for batch in batches],
             "shares": shares(batches),
             "numbers": [state.batches + i + 1 for i in range(len(batches))],
             "lr": lr,
         }
-        own = tree.flatten(state.optimiser)
-        self._counters = [name for name, leaf in own.items() if isinstance(leaf, int)]
+        leaves = tree.flatten(state.optimiser)
+        self._counters = [name for name, leaf in leaves.items() if isinstance(leaf, int)]
         return state.params, state.optimiser, state.ema, inputs
 
-    def _step(self, params: Any, own: Any, average: Any, inputs: Any) -> Any:
-        """Forward, backward, clipping, optimiser and average: a function of arrays."""
+    def _step(self, params: Any, optimiser: Any, average: Any, inputs: Any) -> Any:
+        """Forward, backward, clipping, optimiser and average, as a function of arrays."""
         config = self.config
         weights = self.place.cast_params(params, config.precision)
 
@@ -97,10 +97,12 @@ class CompiledSteps:
         clip = math.inf if config.clip is None else config.clip
         clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=True)
         options = {"lr": inputs["lr"], "donate": True}
-        trained, own = self.optimiser.step(tree.trained(params), clipped, own, **options)
+        trained, optimiser = self.optimiser.step(
+            tree.trained(params), clipped, optimiser, **options
+        )
         if config.ema is not None:
             average = optim.ema(average, trained, decay=config.ema, donate=True)
-        leaves = tree.flatten(own)
+        leaves = tree.flatten(optimiser)
         xp = array_namespace(value)
         counts = [leaves.pop(name) for name in self._counters]
         numbers = xp.stack([xp.astype(x, xp.float64) for x in (value, norm, *counts)])

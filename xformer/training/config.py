@@ -1,4 +1,4 @@
-"""How to train, as data: what a run's folder keeps, and what resuming compares."""
+"""The configuration of training. A run stores it, and resuming compares it."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from xformer.optim._checks import two_betas
 from xformer.shapes import STORED
 from xformer.training.shuffle import require_seed
 
-# Name -> schedule after the warm-up, of the peak, the steps that are left, and the final share.
+# Name -> schedule after the warmup, by the peak, the remaining steps and the final fraction.
 SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
     "cosine": schedules.cosine,
     "linear": schedules.linear,
     "wsd": lambda lr, steps, final: schedules.wsd(lr, steps, final=final),
     "constant": lambda lr, steps, final: schedules.constant(lr),
 }
-NOAM = "noam"  # brings its own warm-up
+NOAM = "noam"  # includes a warmup
 OPTIONS: dict[str, dict[str, Any]] = {
     "adam": {"betas": (0.9, 0.95)},
     "adamw": {"betas": (0.9, 0.95)},
     "lion": {"betas": (0.9, 0.99)},
     "sgd": {"momentum": 0.9},
 }
-# Name -> weight decay unless it is given. Of the last two it is a part of the gradient.
+# Name -> default weight decay. For adam and sgd, decay is added to the gradient (L2).
 DECAY = dict.fromkeys(OPTIMISERS, 0.1) | {"adam": 0.0, "sgd": 0.0}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. ValueError for numbers that make no sense, TypeError for what is no number."""
+    """The configuration of training. ValueError for bad values, TypeError for other types."""
 
     steps: int
-    batch_size: int = 8  # of each batch that a source makes
-    accumulate: int = 1  # batches in a step, whose gradients are those of one
+    batch_size: int = 8  # of each batch of a source
+    accumulate: int = 1  # batches a step (gradient accumulation)
     optimiser: str = "adamw"  # one of `optim.OPTIMISERS`
-    lr: float = 3e-3  # at its peak
+    lr: float = 3e-3  # the peak learning rate
     schedule: str = "cosine"  # one of `SCHEDULES`, or noam
-    warmup: int = 50  # steps of linear rise
-    final_lr: float = 0.1  # share of the peak after the last step, where a schedule falls
-    betas: tuple[float, float] | None = None  # of adam, adamw, lion; unless given as `OPTIONS`
-    weight_decay: float | None = None  # of two dimensions and more; unless given as `DECAY`
-    clip: float | None = 1.0  # global norm; None: gradients stay as they are
-    ema: float | None = None  # decay of a moving average of the parameters
-    eval_every: int = 100
+    warmup: int = 50  # steps of linear warmup
+    final_lr: float = 0.1  # fraction of the peak after the last step, if the schedule decays
+    betas: tuple[float, float] | None = None  # of adam, adamw, lion; None: as in `OPTIONS`
+    weight_decay: float | None = None  # of arrays with two or more axes; None: as in `DECAY`
+    clip: float | None = 1.0  # the largest global gradient norm; None: no clipping
+    ema: float | None = None  # decay of an exponential moving average of the parameters
+    eval_every: int = 100  # steps between validations
     eval_batches: int = 8
-    patience: int | None = None  # validations without a better one before training ends
-    diverged: float | None = 3.0  # times the first loss, at least 1 nat: too much for the mean
+    patience: int | None = None  # stop after this many validations without a better one
+    # Diverged if the running mean of losses is above this multiple of the first loss (or of 1 nat).
+    diverged: float | None = 3.0
     seed: int = 0
-    precision: str | None = None  # of weights and activations, one of `STORED`; None: the dtype's
+    precision: str | None = None  # of weights and activations, one of `STORED`; None: not rounded
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -86,7 +87,7 @@ class TrainConfig:
                 )
 
     def learning_rate(self) -> Schedule:
-        """The schedule: lr * step / warmup up to the peak, as llm.c rises, and then its fall."""
+        """The schedule: lr * step / warmup up to the peak, as in llm.c, then the decay."""
         warmup = min(self.warmup, self.steps)
         if self.schedule == NOAM:
             warmup = max(warmup, 1)
@@ -95,7 +96,7 @@ class TrainConfig:
         return schedules.warmup(SCHEDULES[self.schedule](self.lr, left, self.final_lr), warmup)
 
     def chosen_optimiser(self) -> Optimiser:
-        """The optimiser; biases and norms do not decay. Muon is for matrices inside blocks only."""
+        """The optimiser. Biases and norms do not decay. Muon updates only matrices in blocks."""
         name, decay = self.optimiser, self.weight_decay
         if decay is None:
             decay = DECAY[name]
@@ -104,7 +105,7 @@ class TrainConfig:
             options = {"match_adamw": True, "weight_decay": decay}
             first = (Rule("*.blocks.*", "muon", options=options, min_ndim=2),)
             name = "adamw"
-        own = dict(OPTIONS.get(name, {}))
-        if self.betas is not None and "betas" in own:
-            own["betas"] = tuple(self.betas)
-        return grouped(*first, *decay_matrices(name, decay, **own))
+        rule_options = dict(OPTIONS.get(name, {}))
+        if self.betas is not None and "betas" in rule_options:
+            rule_options["betas"] = tuple(self.betas)
+        return grouped(*first, *decay_matrices(name, decay, **rule_options))

@@ -1,4 +1,4 @@
-"""Tokens to train on and to validate on, and how texts become such."""
+"""A corpus: tokens to train on and tokens to validate on, and how texts become tokens."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from xformer.training.texts import Progress, Texts
 from xformer.training.vocabulary import Vocabulary
 
 DTYPES = ("<u1", "<u2", "<u4")  # of tokens
-STEP = 1 << 22  # tokens that are counted at once
+STEP = 1 << 22  # tokens counted at a time
 HEADER = "corpus.json"
 
-# A vocabulary, or what makes one of texts: Characters.of.
+# A vocabulary, or a function that makes one from texts, such as Characters.of.
 Words = Vocabulary | Callable[[Iterable[str]], Vocabulary]
 
 
 class CorpusError(ValueError):
-    """A folder of tokens that is damaged, or not one of ours; the message names the file."""
+    """A folder of tokens is damaged or has another format. The message names the file."""
 
 
 class Corpus(NamedTuple):
-    """Tokens to train on and tokens to validate on, and where they came from."""
+    """Tokens to train on and tokens to validate on, with their vocabulary."""
 
-    train: np.ndarray  # (N,) of the smallest of `DTYPES` that holds the vocabulary
+    train: np.ndarray  # (N,), of the smallest of `DTYPES` that can store the ids
     validation: np.ndarray  # (M,)
-    description: str
+    description: str  # of the source of the text
     vocabulary: Vocabulary = Bytes()
-    sha256: tuple[str, str] | None = None  # of both parts, where they are known
+    sha256: tuple[str, str] | None = None  # of both parts, if known
 
 
 def unigram_loss(corpus: Corpus, progress: Progress | None = None) -> float:
-    """Nats per validation token of the training part's frequencies, each count plus one.
+    """The validation loss of a unigram model in nats a token, by training counts plus one.
 
-    Reads every token once, and so is where damage is found: CorpusError for an id outside the
-    vocabulary, and for a part that is not what its SHA-256 says. ValueError where there is nothing
-    to validate on.
+    It reads every token once, and so checks them: CorpusError for an id outside the vocabulary, and
+    for a part with another SHA-256. ValueError if the validation part is empty.
     """
     if not len(corpus.validation):
         raise ValueError("unigram_loss: the validation part must not be empty")
@@ -52,7 +51,7 @@ def unigram_loss(corpus: Corpus, progress: Progress | None = None) -> float:
 
 
 def made(vocabulary: Words | None, found: Texts, progress: Progress | None = None) -> Vocabulary:
-    """The vocabulary that is given, or made of the texts."""
+    """The given vocabulary, or one made from the texts; None: bytes."""
     if vocabulary is None:
         return Bytes()
     if not callable(vocabulary):
@@ -63,7 +62,10 @@ def made(vocabulary: Words | None, found: Texts, progress: Progress | None = Non
 def encoded(
     found: Texts, words: Vocabulary, share: float, progress: Progress | None
 ) -> Iterator[tuple[bool, np.ndarray]]:
-    """Whether tokens are held out, and the tokens, a piece at a time."""
+    """Yield the tokens piece by piece, each with whether it is held out.
+
+    share: the fraction of documents to hold out
+    """
     dtype, end, done = dtype_of(words), words.eos_id, 0
     for is_held_out, document in found.documents(share):
         for piece in _reported(document.pieces(), "tokenising", found.n_bytes, progress, done):
@@ -74,15 +76,15 @@ def encoded(
 
 
 def dtype_of(words: Vocabulary) -> np.dtype[np.unsignedinteger]:
-    """The smallest dtype that holds all ids of a vocabulary."""
+    """The smallest dtype that can store all ids of a vocabulary."""
     return next(d for d in map(np.dtype, DTYPES) if words.size <= np.iinfo(d).max + 1)
 
 
 def _checked(corpus: Corpus, i: int, progress: Progress | None) -> Iterator[np.ndarray]:
-    """The tokens of part i, some at a time; CorpusError as `unigram_loss`."""
+    """Yield the tokens of part i piece by piece. CorpusError for wrong ids or another SHA-256."""
     tokens, size, digest = corpus[:2][i], corpus.vocabulary.size, hashlib.sha256()
     where = getattr(tokens, "filename", None) or f"the {Corpus._fields[i]} part"
-    is_file = corpus.sha256 is not None and isinstance(tokens, np.memmap)  # else it is just made
+    is_file = corpus.sha256 is not None and isinstance(tokens, np.memmap)  # else made just now
     for start in range(0, len(tokens), STEP):
         ids = tokens[start : start + STEP]
         if (ids < 0).any() or (ids >= size).any():
@@ -101,7 +103,7 @@ def _checked(corpus: Corpus, i: int, progress: Progress | None) -> Iterator[np.n
 def _reported(
     pieces: Iterable[str], what: str, total: int, progress: Progress | None, done: int = 0
 ) -> Iterator[str]:
-    """Pieces, of which each is reported when the next is asked for."""
+    """Yield the pieces, and report each when the next one is requested."""
     for piece in pieces:
         yield piece
         done += len(piece.encode())

@@ -1,4 +1,4 @@
-"""Training that is no longer of use, and what to say of it."""
+"""Divergence: stop training if the loss or a gradient is not finite or has grown too much."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from xformer.typing import Array
 
 
 class Diverged(FloatingPointError):
-    """A loss, a gradient or a validation that is not finite, or a loss that has risen too far."""
+    """A loss, a gradient or a validation loss is not finite, or the loss has grown too much."""
 
 
 def require_sound(
     state: State, loss: float, norm: float, grads: Any, config: TrainConfig, lr: float
 ) -> None:
-    """Diverged where training is no longer of use; `state` is that before the step."""
+    """Raise Diverged if training has diverged.
+
+    state: before the step, with its loss in the running mean
+    loss, norm, grads: of the step
+    """
     what = f"the loss of step {state.step + 1} is {loss}, the norm of its gradient {norm:.3g}"
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise Diverged(f"{what}{_culprit(grads, norm)}; lr was {lr:.2e}")
     limit = math.inf if config.diverged is None else config.diverged * max(state.first, 1.0)
     if state.mean > limit:
         raise Diverged(
-            f"{what}; the mean of late, {state.mean:.3g}, is above {limit:.3g}, "
+            f"{what}; the recent mean loss, {state.mean:.3g}, is above {limit:.3g}, "
             f"{config.diverged:g} times that of the first step; lr was {lr:.2e}"
         )
 
 
 def _culprit(grads: Any, norm: float) -> str:
-    """The gradients that are not finite; where only their norm is not, the largest of them."""
+    """The names of gradients that are not finite; the largest gradient if only the norm is not."""
     leaves = tree.flatten(grads)
     names = [name for name, g in leaves.items() if not is_finite(g)]
     if names:
@@ -52,6 +56,6 @@ def _largest(array: Array) -> float:
 
 
 def is_finite(array: Array) -> bool:
-    """Whether every number is; a device is waited for."""
+    """Whether all numbers of `array` are finite. Synchronises a device."""
     xp = array_namespace(array)
     return bool(xp.all(xp.isfinite(array)))

@@ -1,4 +1,4 @@
-"""Ctrl-C that ends training cleanly, and at once when it is pressed again."""
+"""Ctrl-C: the first one ends training after the current step, the second one at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from typing import Any
 
 @contextmanager
 def interruptible(message: str = "") -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C was pressed; a second time raises KeyboardInterrupt.
+    """A context that yields a function, which returns whether Ctrl-C was pressed.
 
-    message: for stderr when it is pressed. Outside the main thread signals do not arrive, and the
-    answer is always no. So it is where SIGINT is ignored, as by a shell's `command &`, or has a
-    handler that is not Python's usual one; both are left as they are.
+    The second Ctrl-C raises KeyboardInterrupt.
+
+    message: printed on stderr at the first Ctrl-C
+
+    The answer is always False outside the main thread, which gets no signals; if SIGINT is ignored,
+    as by a shell's `command &`; and if SIGINT has a handler that is not Python's default. Both are
+    then left unchanged.
     """
     pressed = threading.Event()
 
@@ -25,8 +29,8 @@ def interruptible(message: str = "") -> Iterator[Callable[[], bool]]:
         if pressed.is_set():
             raise KeyboardInterrupt
         pressed.set()
-        if sys.__stderr__ is not None:  # else 2 may be the number of any file
-            with suppress(OSError):  # not print, which may be at work already
+        if sys.__stderr__ is not None:  # otherwise descriptor 2 may be another file
+            with suppress(OSError):  # not print, which the signal may have interrupted
                 os.write(2, message.encode())
 
     is_main = threading.current_thread() is threading.main_thread()

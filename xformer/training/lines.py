@@ -1,4 +1,4 @@
-"""Files of lines: JSON objects, or texts that belong together by their number."""
+"""Files of lines: one JSON object a line, or parallel texts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-JSON = (".jsonl", ".ndjson")  # what files of a JSON object in each line are called
+JSON = (".jsonl", ".ndjson")  # suffixes of files with one JSON object a line
 
 
 def holds_json(path: Path, suffixes: tuple[str, ...] = JSON) -> bool:
-    """Whether a file's name ends with one of the suffixes, in any case, perhaps before .gz."""
+    """Whether a file's name ends with one of the suffixes, in any case, also before .gz."""
     return path.name.lower().removesuffix(".gz").endswith(suffixes)
 
 
 def require_file(path: Path, what: str = "file") -> None:
-    """FileNotFoundError where nothing has that name, ValueError where it is no file.
+    """FileNotFoundError if `path` does not exist, ValueError if it is not a file.
 
-    A pipe is none: text is read more than once, to count it and to cut it.
+    A pipe is not a file: text is read more than once, to count it and to cut it.
     """
     if path.is_file():
         return
@@ -36,11 +36,10 @@ def require_file(path: Path, what: str = "file") -> None:
 
 
 def lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Where each line of a UTF-8 file stands, for messages, and the line; .gz is unpacked.
+    """Yield the lines of a UTF-8 file, each with its location for error messages.
 
-    A byte order mark is dropped.
-
-    ValueError, with the number of the line, where it is not UTF-8, or a packed file is damaged.
+    A .gz file is decompressed. A byte order mark is removed. ValueError, with the number of the
+    line, if it is not UTF-8, and if a compressed file is damaged.
     """
     where = str(path)
     try:
@@ -56,7 +55,7 @@ def lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def fields(line: str, names: Sequence[str]) -> dict[str, Any]:
-    """The named fields of the JSON object in a line; ValueError where they are not there."""
+    """The named fields of the JSON object in a line. ValueError if one is missing."""
     try:
         data = json.loads(line)
     except ValueError as error:
@@ -73,10 +72,10 @@ def fields(line: str, names: Sequence[str]) -> dict[str, Any]:
 def parallel(
     source: str | os.PathLike[str], target: str | os.PathLike[str]
 ) -> list[tuple[str, str]]:
-    """Texts and their translations: line i of one file and of the other, UTF-8, perhaps .gz.
+    """Pairs of texts: line i of `source` and line i of `target`. Files are UTF-8, also .gz.
 
-    Pairs of which either is blank are left out. ValueError where the files have not the same
-    number of lines, or no pair, or are damaged; OSError where one cannot be read.
+    Pairs with a blank text are left out. ValueError if the numbers of lines differ, if there is no
+    pair, and if a file is damaged. OSError if a file cannot be read.
     """
     one, other = ([line for _, line in lines(Path(path))] for path in (source, target))
     if len(one) != len(other):

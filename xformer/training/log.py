@@ -1,4 +1,4 @@
-"""The log of a run: a JSON object for every step, each a line."""
+"""The log of a run: one line with a JSON object for each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG = "log.jsonl"
 
 
 def line_of(step: Step) -> bytes:
-    """One line of the log; what is not finite is null, since JSON has no such numbers."""
+    """The line of a step. Numbers that are not finite are null, since JSON has none."""
     numbers = {name: value for name, value in step._asdict().items() if name != "state"}
     for name, value in numbers.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -25,11 +25,11 @@ def line_of(step: Step) -> bytes:
 
 
 def append(log: io.FileIO, line: bytes) -> None:
-    """All of a line, or OSError and nothing of it, so that the next one does not join a part."""
+    """Write a whole line. If that fails: OSError, and nothing of it stays in the file."""
     end = log.seek(0, os.SEEK_END)
     rest = line
     try:
-        while rest:  # a disk that fills up takes a part, and refuses only what comes then
+        while rest:  # a full disk writes a part first, and raises only for the next part
             rest = rest[log.write(rest) :]
     except OSError:
         log.truncate(end)
@@ -37,33 +37,34 @@ def append(log: io.FileIO, line: bytes) -> None:
 
 
 def shorten(path: Path, step: int, most: int) -> None:
-    """Cut what a killed process left behind the line of a step: `most` lines, and a part of one.
+    """Remove the lines after `step`, which a killed process has left.
 
-    Where there are more, or a line is damaged, the log is first kept as it was under another name,
-    and a UserWarning says so; the lines up to the step that can be read stay.
+    Up to `most` lines and an incomplete one are removed. If there are more, or a line is damaged,
+    the old log is kept under another name, and a UserWarning says so; the new log has the readable
+    lines up to `step`.
     """
     if not path.is_file():
         return
     content = path.read_bytes()
     kept, last, damaged = _parted(content, step)
     if damaged or last > step + most:
-        why = f"ends with step {last}, and the run goes on after step {step}"
+        why = f"ends with step {last}, but the run resumes after step {step}"
         why = f"is damaged in line {damaged}" if damaged else why
         old = aside(path)
         with replacing(old, path) as (copy, part):
             copy.write_bytes(content)
             part.write_bytes(kept)
-        warnings.warn(f"{path} {why}; the log as it was is kept: {old.name}", stacklevel=3)
+        warnings.warn(f"{path} {why}; the old log is kept: {old.name}", stacklevel=3)
     elif kept != content:
         with replacing(path) as (part,):
             part.write_bytes(kept)
 
 
 def _parted(content: bytes, step: int) -> tuple[bytes, int, int]:
-    """The lines up to a step, the last step of all, the number of the first damaged line or 0."""
+    """The lines up to `step`, the last step, and the number of the first damaged line or 0."""
     lines = content.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n") and _step_of(lines[-1]) is None:
-        lines.pop()  # it was being written
+        lines.pop()  # its write was interrupted
     kept: list[bytes] = []
     last = damaged = 0
     for number, line in enumerate(lines, start=1):
@@ -78,7 +79,7 @@ def _parted(content: bytes, step: int) -> tuple[bytes, int, int]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step that a line is of; None where it is damaged."""
+    """The step of a line; None if the line is damaged."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The training loop: any loss, any backend."""
+"""The training loop, for any loss and any backend."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from xformer.training.state import State
 from xformer.typing import Array
 
 KEPT = 8  # losses whose programs are kept
-MEMORY = 0.95  # of the running mean of losses: about twenty steps
+MEMORY = 0.95  # decay of the running mean of losses: about twenty steps
 
 
 class Batches(Protocol):
-    """Where batches come from: every `Source` is such."""
+    """A provider of batches. Every `Source` is one."""
 
     def batch(self, i: int, /) -> Batch:
-        """Batch 0, 1, 2, ... without end."""
+        """Batch number i of an endless sequence."""
 
 
 class Step(NamedTuple):
-    """What a training step reports."""
+    """The results of a training step."""
 
     step: int  # from 1
     loss: float  # nats per target of its batches
     norm: float  # of the gradients, before clipping
     lr: float
-    tokens: int  # seen since the start
-    seconds: float  # since the start, validation included
-    memory: int | None  # bytes at most so far; None where the system does not tell
-    validation: float | None  # nats per target, where it was measured
-    state: State  # after the step; where states are donated, until the next is asked for
+    tokens: int  # read since the start
+    seconds: float  # since the start, with validation
+    memory: int | None  # peak memory in bytes; None if the system does not report it
+    validation: float | None  # nats per target; None if it was not measured
+    state: State  # after the step; if states are donated, valid until the next step
 
     @property
     def params(self) -> Any:
@@ -57,9 +57,10 @@ class Step(NamedTuple):
 
 
 def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) -> State:
-    """The state before the first step; optimiser: unless given, the one of config.
+    """The state before the first step.
 
-    ValueError where all parameters are frozen, and for a precision that their backend has not.
+    optimiser: None: the optimiser of config
+    ValueError if all parameters are frozen, and for a precision that their backend does not have.
     """
     trained = tree.trained(params)
     if not tree.flatten(trained):
@@ -69,9 +70,10 @@ def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) 
     if config.precision is not None:
         place.require_precision(config.precision)
     with place.active():
-        own = optimiser.init(trained)
+        optimiser_state = optimiser.init(trained)
     scale = LossScale() if config.precision == "float16" else None
-    return State(params, own, None if config.ema is None else trained, loss_scale=scale)
+    average = None if config.ema is None else trained
+    return State(params, optimiser_state, average, loss_scale=scale)
 
 
 def train(
@@ -89,36 +91,37 @@ def train(
     compiled: bool | None = None,
     reduce: Reduce | None = None,
 ) -> Iterator[Step]:
-    """Yields a `Step` after each step that is left of config.steps, or of its patience.
+    """Yield a `Step` after each training step, until config.steps or config.patience.
 
-    held_out: batches to validate on, every config.eval_every steps and after the last.
-    optimiser, schedule: in the place of those of config, for what it has no words for. A state
-    decides all that follows it: the same losses come after it whenever it is gone on from, bit for
-    bit on NumPy, and to rounding on every backend. deterministic: bit for bit on every device, see
-    `Backend.deterministic`, which may take longer. Raises Diverged, and nothing after it is done.
+    A state determines everything after it: resumed from it, training gives the same losses, bit for
+    bit on NumPy, up to rounding on every backend. A device is synchronised once a step, for loss
+    and norm, after all work of the step has been started.
 
-    donate: the given state, and that of each step, may be written over by the next step, which then
-    needs no memory for another: copy what is to outlive it. Nothing else may hold their arrays. So
-    may, on a device, the step that turns out to be Diverged.
+    loss: what to minimise, such as `loss_of(model)`
+    state: of `start`, or of a checkpoint
+    source: the batches
+    held_out: batches to validate on, every config.eval_every steps and after the last step
+    optimiser, schedule: instead of those of config
+    donate: the next step may overwrite the arrays of a state, and so needs no memory for a second
+        one. Copy what you need later. Nothing else may refer to these arrays. On a device, a step
+        that raises Diverged may have overwritten its state.
+    deterministic: the same bits on every device (`Backend.deterministic`), which may be slower
+    compiled: compile the step (`xformer.compile`). True: a RuntimeWarning says why if it is not
+        possible; it needs donate. None: compiled if numba's kernels run in float32, states are
+        donated and reduce is None.
+    reduce: for data-parallel training, a function that averages gradients over processes, called
+        once a step (`optim.reduced`). Each process has its own batches, of equally many targets,
+        and the same first state. The norm is then that of the mean gradient; loss and tokens are
+        those of the process. A process may raise Diverged alone: end the others with it, as
+        `python -m mpi4py` does.
 
-    A device is waited for once a step, when all of it is under way, for its loss and norm.
+    With config.accumulate, a step has the gradients of one large batch, up to rounding; but each
+    batch has its own dropout masks. With config.precision, weights are rounded once a step, and the
+    state stays float32. If gradients overflow float16, the step is repeated with the next batches
+    and a lower loss scale.
 
-    compiled: a step is one call of the library where that can be (`xformer.compile`); a
-    RuntimeWarning says where it cannot, and nothing else changes. ValueError without `donate`.
-    Unless given, they are in float32 on backend numba, where that can be, states are donated and
-    nothing is reduced.
-
-    reduce: data-parallel, what several processes do to their gradients, once a step: their mean,
-    see `optim.reduced`. Each has its own batches, of as many targets, and the same state at first;
-    a step's norm is then that of the mean, its loss and tokens are those of the process, which by
-    its own loss may be Diverged: end the others with it, as `python -m mpi4py` does.
-
-    A step of config.accumulate batches is one of the big batch that they make, to rounding, where
-    there is no dropout; each batch draws masks of its own, so that with dropout it is another one.
-
-    In a precision (config.precision) weights are rounded once a step, and for validation; what is
-    in the state stays float32. Where gradients overflow float16, the step is made of the next
-    batches, with a lower scale of the loss.
+    Diverged if the loss or a gradient is not finite, or the loss has grown too much. ValueError for
+    compiled without donate.
     """
     optimiser = optimiser or config.chosen_optimiser()
     schedule = schedule or config.learning_rate()
@@ -127,23 +130,23 @@ def train(
         raise ValueError("train: compiled steps write over their states: they need donate=True")
     calls = None
     dtypes = {leaf.dtype for leaf in tree.flatten(tree.trained(state.params)).values()}
-    usual = donate and reduce is None and all(map(place.records, dtypes))
-    if usual if compiled is None else compiled:
+    is_default = donate and reduce is None and all(map(place.records, dtypes))
+    if is_default if compiled is None else compiled:
         why = why_not_compiled(loss, config, place)
         if why is None:
             calls = CompiledSteps(loss, config, place, optimiser, reduce)
         elif compiled:
             warnings.warn(f"train: steps are not compiled: {why}", RuntimeWarning, stacklevel=2)
     begun = time.perf_counter() - state.seconds
-    if donate and state.ema is not None:  # at first it may be the parameters themselves
+    if donate and state.ema is not None:  # initially it may be the parameters themselves
         with place.active():
             state = state._replace(ema=tree.map(_copy, state.ema))
     while state.step < config.steps and not is_stale(state, config):
         lr = schedule(state.step + 1)
         with place.active(), place.deterministic() if deterministic else nullcontext():
             if calls is None:
-                given = source, config, place, optimiser, lr, donate, reduce
-                state, value, norm = _step(loss, state, *given)
+                args = source, config, place, optimiser, lr, donate, reduce
+                state, value, norm = _step(loss, state, *args)
             else:
                 state, value, norm = _compiled(calls, state, source, config, lr)
         validation = None
@@ -168,10 +171,10 @@ def evaluate(
     *,
     compiled: bool | None = None,
 ) -> float | None:
-    """Mean loss in nats over the targets of all batches, without dropout; None without batches.
+    """The mean loss in nats over the targets of all batches, without dropout; None without batches.
 
-    The loss is called within `inference()`. compiled: False leaves programs out; unless given,
-    batches of one shape are runs of one, where that pays (`Backend.records`).
+    compiled: False: not compiled; otherwise compiled if the backend records programs
+        (`Backend.records`)
     """
     total, count = 0.0, 0
     for batch in batches:
@@ -188,7 +191,7 @@ def evaluate(
 
 @lru_cache(KEPT)
 def _forward(loss: ArrayLoss) -> Forward:
-    """The mean loss of inputs."""
+    """The mean loss of a batch's inputs, compiled for each shape."""
 
     def mean(params: Any, inputs: Any) -> Array:
         return loss.of(params, inputs, None)[0]
@@ -197,7 +200,7 @@ def _forward(loss: ArrayLoss) -> Forward:
 
 
 def is_stale(state: State, config: TrainConfig) -> bool:
-    """Whether validation has not improved for too long."""
+    """Whether config.patience validations have not improved."""
     return config.patience is not None and state.stale >= config.patience
 
 
@@ -212,44 +215,46 @@ def _step(
     donate: bool,
     reduce: Reduce | None,
 ) -> tuple[State, float, float]:
-    """The state after a step, its loss and the norm of its gradient."""
+    """The state after a step, its loss and its gradient norm. Diverged if training diverged."""
     state, value, grads = _gradients(loss, state, source, config, place, reduce)
     clip = math.inf if config.clip is None else config.clip
     clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
 
-    def sound() -> tuple[float, float]:
-        found, size = _read(value, norm, place)
-        require_sound(_with_loss(state, found), found, size, grads, config, lr)
-        return found, size
+    def checked() -> tuple[float, float]:
+        loss_number, norm_number = _read(value, norm, place)
+        with_loss = _with_loss(state, loss_number)
+        require_sound(with_loss, loss_number, norm_number, grads, config, lr)
+        return loss_number, norm_number
 
-    # Where reading is waiting, all work is begun first, and a donated state may be lost.
-    read = None if place.defers else sound()
-    options = {"lr": lr, "donate": donate}
-    trained, own = optimiser.step(tree.trained(state.params), clipped, state.optimiser, **options)
+    # If reading synchronises, all work is started first, and a donated state may be lost.
+    numbers = None if place.defers else checked()
+    params, options = tree.trained(state.params), {"lr": lr, "donate": donate}
+    trained, optimiser_state = optimiser.step(params, clipped, state.optimiser, **options)
     average = state.ema
     if config.ema is not None:
         average = optim.ema(average, trained, decay=config.ema, donate=donate)
-    found, size = read or sound()
-    return _after(state, found, trained, own, average), found, size
+    loss_number, norm_number = numbers or checked()
+    new = _after(state, loss_number, trained, optimiser_state, average)
+    return new, loss_number, norm_number
 
 
 def _compiled(
     calls: CompiledSteps, state: State, source: Batches, config: TrainConfig, lr: float
 ) -> tuple[State, float, float]:
-    """As `_step`."""
+    """`_step` by a compiled call."""
     numbers = range(state.batches, state.batches + config.accumulate)
     batches = [source.batch(number) for number in numbers]
-    new, (found, size), grads = calls(state, batches, lr)
+    new, (loss, norm), grads = calls(state, batches, lr)
     tokens = state.tokens + sum(batch.n_tokens for batch in batches)
     state = state._replace(batches=numbers.stop, tokens=tokens)
-    require_sound(_with_loss(state, found), found, size, grads, config, lr)
-    return _after(state, found, *new), found, size
+    require_sound(_with_loss(state, loss), loss, norm, grads, config, lr)
+    return _after(state, loss, *new), loss, norm
 
 
-def _after(state: State, loss: float, trained: Any, own: Any, average: Any) -> State:
-    """The state after a step with this loss."""
+def _after(state: State, loss: float, trained: Any, optimiser: Any, average: Any) -> State:
+    """The state after a step with this loss, these parameters and this optimiser state."""
     params = tree.join(state.params, trained)
-    state = _with_loss(state, loss)._replace(params=params, optimiser=own, ema=average)
+    state = _with_loss(state, loss)._replace(params=params, optimiser=optimiser, ema=average)
     return state._replace(step=state.step + 1)
 
 
@@ -263,17 +268,17 @@ def _gradients(
 ) -> tuple[State, Array, Any]:
     """The state after the batches of a step, their loss and its gradients.
 
-    Of gradients that overflow the next batches take the place, with a lower scale.
+    If gradients overflow, the next batches are used with a lower loss scale.
     """
     weights = place.cast_params(state.params, config.precision)
     while True:
         state, value, grads = _accumulated(loss, state, weights, source, config, place)
-        if reduce is not None:  # before it is asked whether they are finite: all then go on alike
+        if reduce is not None:  # before the test of finite gradients, so that all processes agree
             grads = optim.reduced(grads, reduce)
         if state.loss_scale is None:
             return state, value, grads
         grads, finite = state.loss_scale.unscale(grads, tree.trained(state.params))
-        # Which no scale would change; where gradients are reduced, a process must not stop alone.
+        # No scale makes this loss finite. With reduce, a process must not stop alone.
         if not finite and reduce is None and not is_finite(value):
             return state, value, grads
         try:
@@ -287,13 +292,13 @@ def _gradients(
 def _accumulated(
     loss: Loss, state: State, weights: Any, source: Batches, config: TrainConfig, place: Backend
 ) -> tuple[State, Array, Any]:
-    """The state after the next batches, their loss and its gradients, times the scale."""
+    """The state after the next batches, their loss, and its gradients times the loss scale."""
     numbers = range(state.batches, state.batches + config.accumulate)
     batches = [source.batch(number) for number in numbers]
     scale = state.loss_scale
 
     def one(params: Any, i: int) -> tuple[Array, Any]:
-        # A dropout mask for each batch of the run, whichever step it falls in.
+        # The dropout mask depends on the number of the batch in the run, not on the step.
         key = ops.RandomKey(config.seed, step=numbers[i] + 1)
         value, cache = loss(params, batches[i], place, key)
         return value, cache if scale is None else Scaled(cache, scale.scale)
@@ -304,10 +309,10 @@ def _accumulated(
 
 
 def _read(loss: Array, norm: Array, place: Backend) -> tuple[float, float]:
-    """Both as numbers, for which the device is waited once."""
+    """Loss and norm as numbers, with one synchronisation of the device."""
     xp = array_namespace(loss, norm)
-    found, size = place.to_numpy(xp.stack([loss, norm])).tolist()
-    return found, size
+    loss_number, norm_number = place.to_numpy(xp.stack([loss, norm])).tolist()
+    return loss_number, norm_number
 
 
 def _copy(array: Array) -> Array:
@@ -325,8 +330,8 @@ def _judged(state: State, validation: float | None) -> State:
         return state
     if not math.isfinite(validation):
         raise Diverged(
-            f"the validation loss after step {state.step} is {validation}, the mean training loss "
-            f"of late {state.mean:.3g}"
+            f"the validation loss after step {state.step} is {validation}, the recent mean "
+            f"training loss {state.mean:.3g}"
         )
     if validation < state.best:
         return state._replace(best=validation, best_step=state.step, stale=0)

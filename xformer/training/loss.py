@@ -1,4 +1,4 @@
-"""What is trained: a loss of batches."""
+"""Losses of batches, for `train`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from xformer.typing import Array
 
 
 class Loss(Protocol):
-    """What is trained: loss(params, batch, backend, key) -> mean loss in nats, and its cache."""
+    """A loss: loss(params, batch, backend, key) -> mean loss in nats, and its cache."""
 
     def __call__(
         self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None, /
     ) -> tuple[Array, Any]:
-        """The loss and what its backward(dloss) needs."""
+        """The mean loss () and its cache. dropout_key: None: no dropout."""
 
 
 def loss_of(model: Any, **options: Any) -> ModelLoss:
-    """The loss of a model, for `train`; options: those of its `loss`.
+    """The loss of a model, for `train`. options: of the model's `loss`.
 
-    It raises ValueError for ids that the model has not, which it finds on the host: on a device ops
-    do not look for them.
+    It raises ValueError for ids outside the vocabulary. It checks them on the host, since ops on a
+    device do not.
     """
     return ModelLoss(model, options)
 
@@ -39,15 +39,15 @@ class ArrayLoss:
     def __call__(
         self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None
     ) -> tuple[Array, Any]:
-        """The loss and what its backward(dloss) needs."""
+        """The mean loss () and its cache. dropout_key: None: no dropout."""
         return self.of(params, tree.map(place.asarray, self.inputs(batch)), dropout_key)
 
     def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
-        """Arrays and masks of a batch."""
+        """The arrays and masks of a batch."""
         return batch.arrays, batch.masks
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
-        """The loss of `inputs` where they are on the device, and its cache."""
+        """The mean loss () of `inputs` on the device, and its cache."""
         raise NotImplementedError
 
 
@@ -59,22 +59,22 @@ class ModelLoss(ArrayLoss):
     options: dict[str, Any] = field(hash=False)
 
     def inputs(self, batch: Batch) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
-        """Arrays and masks of a batch, whose ids the model has."""
+        """The arrays and masks of a batch. ValueError for ids outside the vocabulary."""
         sizes = getattr(getattr(self.model, "network", self.model), "id_sizes", ())
         _require_known(batch, sizes, self.options.get("ignore_index"))
         return batch.arrays, batch.masks
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
-        """The loss of `inputs` where they are on the device, and its cache."""
+        """The mean loss () of `inputs` on the device, and its cache."""
         arrays, masks = inputs
-        found: tuple[Array, Any] = self.model.loss(
+        loss, cache = self.model.loss(
             params, *arrays, **masks, **self.options, dropout_key=dropout_key
         )
-        return found
+        return loss, cache
 
 
 def _require_known(batch: Batch, sizes: Sequence[int | None], ignored: int | None) -> None:
-    """ValueError for ids that are not below their array's size; targets may be ignored ones."""
+    """ValueError for ids that are not below the size of their array. Ignored targets may be."""
     for n, (ids, size) in enumerate(zip(batch.arrays, sizes, strict=False), start=1):
         if size is not None:
             known = ids if n < len(sizes) else ids[ids != ignored]

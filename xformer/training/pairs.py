@@ -1,4 +1,4 @@
-"""Sources and targets for an encoder-decoder, in batches of about one length."""
+"""Pairs of sources and targets for an encoder-decoder, in batches of similar lengths."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from xformer.training.shuffle import permuted, require_seed
 
 
 class Bucket(NamedTuple):
-    """Pairs of about one length, and the batches that they make."""
+    """Pairs of similar lengths, and the number of their batches."""
 
-    members: np.ndarray  # numbers of the pairs
+    members: np.ndarray  # indices of the pairs
     n_batches: int
 
 
 class Pairs:
-    """A `Source` of pairs of texts: src, tgt, targets and src_mask of `EncoderDecoder.loss`.
+    """A `Source` of pairs of texts, for `EncoderDecoder.loss`: src, tgt, targets and src_mask.
 
-    sources, targets: token ids of each text, as the encoder is to see them, and without the tokens
-    around a target: the decoder reads bos_id and the target, and is to give the target and eos_id.
-    The decoder needs no mask, since it is causal and padding stands on the right; targets that do
-    not count are `IGNORED`.
+    Pairs whose longer side, rounded up to a `multiple`, is the same form a bucket. An epoch
+    shuffles each bucket, cuts it into batches of similar size, and yields the batches of all
+    buckets in random order, so that every pair occurs once.
 
-    Pairs whose longer side, rounded up to a `multiple`, is the same are of one bucket. An epoch
-    shuffles each bucket, cuts it into batches of about one size, and gives the batches of all in
-    random order: every pair comes once. batch_size: the most pairs of a batch; or max_tokens: the
-    most places of the longer side, padding included. max_len: the most places of either side;
-    longer pairs are left out, and counted in `left_out`. ValueError where there is no pair, a
-    source is empty, or the numbers do not fit.
+    sources: token ids of each source
+    targets: token ids of each target, without bos_id and eos_id. The decoder reads bos_id and the
+        target, and learns the target and eos_id. It needs no mask, since it is causal and padding
+        is on the right. Padding in `targets` is `IGNORED`.
+    batch_size: the most pairs of a batch; or
+    max_tokens: the most slots of the longer side of a batch, including padding
+    max_len: the most slots of either side; longer pairs are left out and counted in `left_out`
+    multiple: lengths are padded to a multiple of it
+    seed: of the random order
+
+    ValueError if there is no pair, if a source is empty, and for numbers out of range.
     """
 
     def __init__(
@@ -60,7 +64,8 @@ class Pairs:
         seed = require_seed("Pairs", seed)
         if len(sources) != len(targets):
             raise ValueError(
-                f"Pairs: sources and targets must be as many, got {len(sources)}, {len(targets)}"
+                f"Pairs: sources and targets must be equally many, got {len(sources)}, "
+                f"{len(targets)}"
             )
         self.bos_id, self.eos_id, self.seed, self.multiple = bos_id, eos_id, seed, multiple
         self.sources = [_ids("sources", i, ids) for i, ids in enumerate(sources)]
@@ -74,14 +79,14 @@ class Pairs:
         self.left_out = len(lengths) - len(kept)
         if not len(kept):
             raise ValueError(
-                f"Pairs: there must be a pair that is kept, got none of {len(lengths)}"
+                f"Pairs: at least one pair must be within max_len, got none of {len(lengths)}"
             )
         self.buckets = self._buckets(kept, -(-lengths[kept] // multiple) * multiple)
         self._ends = np.cumsum([bucket.n_batches for bucket in self.buckets])
 
     @property
     def per_epoch(self) -> int:
-        """Batches in which every pair has come once."""
+        """The number of batches of an epoch, in which every pair occurs once."""
         return int(self._ends[-1])
 
     def batch(self, i: int) -> Batch:
@@ -94,7 +99,7 @@ class Pairs:
         return self._batch(bucket.members[order])
 
     def held_out(self, n_batches: int | None = None) -> Iterator[Batch]:
-        """All pairs in the order of their lengths; n_batches: as many batches, of all lengths."""
+        """All pairs in the order of their lengths. n_batches: at most this many, of all lengths."""
         for number in spread(self.per_epoch, n_batches):
             bucket, places = self._places(number)
             yield self._batch(bucket.members[places])
@@ -115,18 +120,18 @@ class Pairs:
             size = self.sizes.get("batch_size") or self.sizes["max_tokens"] // int(width)
             if size == 0:
                 raise ValueError(
-                    f"Pairs: max_tokens must hold a pair of {width} places, or max_len leave it "
-                    f"out, got {self.sizes['max_tokens']}"
+                    f"Pairs: max_tokens must be at least {width}, the length of a pair, or max_len "
+                    f"must exclude the pair, got {self.sizes['max_tokens']}"
                 )
             found.append(Bucket(members, -(-len(members) // size)))
         return found
 
     def _places(self, number: int) -> tuple[Bucket, np.ndarray]:
-        """The bucket of a batch, and where in it the batch lies."""
+        """The bucket of a batch, and the indices of its pairs in the bucket."""
         b = int(np.searchsorted(self._ends, number, side="right"))
         bucket = self.buckets[b]
         k = number - (int(self._ends[b]) - bucket.n_batches)
-        n = len(bucket.members)  # batches of one size, or one less
+        n = len(bucket.members)  # sizes of batches differ by at most 1
         return bucket, np.arange(k * n // bucket.n_batches, (k + 1) * n // bucket.n_batches)
 
     def _batch(self, numbers: np.ndarray) -> Batch:
@@ -143,7 +148,7 @@ class Pairs:
 
 
 def _ids(name: str, i: int, ids: Any) -> np.ndarray:
-    """The ids of a text: integers, and of a source at least one."""
+    """The ids of a text as int64. TypeError, ValueError for others, and for an empty source."""
     if (why := refusal(type(ids))) is not None:
         raise TypeError(f"Pairs: {name}[{i}] must be (T,) integers, got {why}")
     array = np.asarray(ids if len(ids) else np.empty(0, np.int64))

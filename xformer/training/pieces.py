@@ -1,4 +1,4 @@
-"""The text of a file larger than memory, in pieces."""
+"""Read the text of a file piece by piece. The file may be larger than memory."""
 
 from __future__ import annotations
 
@@ -7,50 +7,53 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 
-PIECE = 1 << 20  # bytes that are read, and encoded, at once
-# Where a tokenizer would have cut too: before a new line after a letter, for some after any sign.
+PIECE = 1 << 20  # bytes of a piece
+# Tokenizers cut here too: before a line break after a letter, some after any character.
 CUTS = (re.compile(rb"(?<=[0-9A-Za-z\x80-\xff])\n"), re.compile(rb"(?<=\S)\n"))
 
 
 def beginning(path: Path) -> int:
-    """The place where a file's text begins: behind a byte order mark."""
+    """The offset at which a file's text begins: after a byte order mark, if any."""
     with path.open("rb") as file:
         return len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
 
 
 def decoded(path: Path, start: int, end: int) -> Iterator[str]:
-    """The text of bytes start to end of a file, cut at ends of lines where there are some."""
+    """Yield the text of bytes `start` to `end` of a file in pieces, which end at line ends if any.
+
+    ValueError, with the offset of the byte, if it is not UTF-8, and if the file becomes shorter.
+    """
     with path.open("rb") as file:
         file.seek(start)
         rest = b""
         while start + len(rest) < end:
-            # Of the rest the only good place may have been at its beginning: it can be long.
-            room = min(PIECE, 2 * PIECE - len(rest))
-            data = rest + file.read(min(room, end - start - len(rest)))
+            # The rest may be long, if the last line end was near its beginning.
+            n_bytes = min(PIECE, 2 * PIECE - len(rest))
+            data = rest + file.read(min(n_bytes, end - start - len(rest)))
             if len(data) == len(rest):
                 raise ValueError(f"{path}: was cut short while it was read")
-            cut = len(data) if start + len(data) >= end else _place_to_cut(data)
+            cut = len(data) if start + len(data) >= end else _cut(data)
             try:
                 piece = data[:cut].decode("utf-8")
             except UnicodeDecodeError as error:
-                byte, place = data[error.start], start + error.start
+                byte, offset = data[error.start], start + error.start
                 raise ValueError(
-                    f"{path} is not UTF-8 text: byte {byte:#04x} at offset {place}, {error.reason}"
+                    f"{path} is not UTF-8 text: byte {byte:#04x} at offset {offset}, {error.reason}"
                 ) from error
             start, rest = start + cut, data[cut:]
             if piece:
                 yield piece
 
 
-def _place_to_cut(data: bytes) -> int:
-    """The last good place, or where the last character begins, of which a part may be missing."""
+def _cut(data: bytes) -> int:
+    """The offset of the last line end; without one, of the last character, as it may be cut."""
     for cut in CUTS:
-        if found := [match.start() for match in cut.finditer(data)]:
-            return found[-1]
+        if offsets := [match.start() for match in cut.finditer(data)]:
+            return offsets[-1]
     return boundary(data, len(data) - 1)
 
 
-def boundary(data: bytes, place: int) -> int:
-    """The place, or the last one before it, where a character begins; it has 4 bytes at most."""
-    begins = (p for p in range(place, max(place - 4, -1), -1) if data[p] & 0xC0 != 0x80)
-    return next(begins, place)
+def boundary(data: bytes, offset: int) -> int:
+    """The last offset up to `offset` at which a character begins. It has at most 4 bytes."""
+    begins = (i for i in range(offset, max(offset - 4, -1), -1) if data[i] & 0xC0 != 0x80)
+    return next(begins, offset)

@@ -1,4 +1,4 @@
-"""Texts to tokens: in memory, or in a folder whose files are mapped."""
+"""Tokenise texts: into memory, or into a folder whose files are memory-mapped."""
 
 from __future__ import annotations
 
@@ -34,14 +34,19 @@ def load_corpus(
     share: float = 0.1,
     progress: Progress | None = None,
 ) -> Corpus:
-    """The documents of `texts` as tokens in memory; without a path, Python's own source.
+    """The documents of `texts(path)` as tokens in memory.
 
-    A folder made by `prepare` is opened instead: it has its own vocabulary, and is split already.
+    Each document ends with the vocabulary's eos_id, if there is one. If `path` is a folder written
+    by `prepare`, that corpus is opened instead, with its vocabulary and its parts.
 
-    vocabulary: bytes unless given, or a function that makes one of the texts: `Characters.of`. Of
-    several documents every tenth is for validation, of a single one the last tenth (share 0.1);
-    each ends with the vocabulary's eos_id, if it has one. Raises as `texts` does, and ValueError
-    for text that the vocabulary does not know.
+    path: None: the source of Python's standard library
+    vocabulary: or a function that makes one from texts, such as `Characters.of`; None: bytes
+    field: of the JSON objects of a .jsonl file
+    share: the fraction to validate on: 0.1 is every tenth document, or the last tenth of a single
+        one
+
+    FileNotFoundError and ValueError for missing or bad text (`texts`), and ValueError for text that
+    the vocabulary cannot encode.
     """
     if path is not None and os.path.lexists(Path(path) / HEADER):
         corpus = open_corpus(path)
@@ -70,11 +75,14 @@ def prepare(
     share: float = 0.1,
     progress: Progress | None = None,
 ) -> Corpus:
-    """The tokens of `load_corpus` in a new folder, of texts that may be larger than memory.
+    """Write the tokens of `load_corpus` into a new folder. The text may be larger than memory.
 
-    The folder appears when it is complete; after an error nothing is left of it. Raises as
-    `load_corpus` does; FileExistsError where the folder is in use; OSError, before anything is
-    written, where the disk has not the room that the first piece of text makes expect.
+    The folder appears when it is complete. After an error nothing is left. The arguments are those
+    of `load_corpus`.
+
+    FileExistsError if the folder is in use. OSError, before anything is written, if the disk has
+    too little room, estimated from the first piece of text. FileNotFoundError and ValueError for
+    missing or bad text (`texts`), and ValueError for text that the vocabulary cannot encode.
     """
     target = Path(folder)
     require_new(target)
@@ -104,7 +112,7 @@ def prepare(
 
 @contextmanager
 def _named(target: Path) -> Iterator[None]:
-    """Errors of the system that name no file, as that of a full disk, name the folder."""
+    """A context in which system errors without a file name, as for a full disk, name the folder."""
     try:
         yield
     except OSError as error:
@@ -130,7 +138,7 @@ class _Out:
 
 
 def _require_room(target: Path, found: Texts, words: Vocabulary) -> None:
-    """OSError where the disk cannot hold as many tokens a byte as the first piece has."""
+    """OSError if the disk has no room for all tokens, estimated from the first piece of text."""
     piece = next(piece for piece in found.pieces() if piece)
     share = len(words.array(piece)) / len(piece.encode())
     needed = int(share * found.n_bytes * dtype_of(words).itemsize)

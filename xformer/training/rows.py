@@ -1,4 +1,4 @@
-"""Examples, shuffled, in batches that a function makes of them."""
+"""Shuffled examples, in batches that a function makes from them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ Make = Callable[[Sequence[Any], np.random.Generator], Batch]
 
 
 class Rows:
-    """A `Source` of examples, tuples of arrays and numbers: make(examples, rng) is their batch.
+    """A `Source` of examples, which are tuples of arrays and numbers.
 
-    Every epoch has another order, and a batch does not reach into the next: what is left at its end
-    comes in the next one. rng is drawn from the seed and the batch's number. batch_size: at most
-    all. ValueError where there is no example.
+    Every epoch has another order. A batch is within one epoch, so the last examples of an epoch may
+    be left out.
+
+    batch_size: at most the number of examples
+    make: make(examples, rng) returns a batch; rng depends on the seed and the batch's number
+    ValueError if there is no example.
     """
 
     def __init__(self, examples: Sequence[Any], batch_size: int, make: Make, seed: int = 0) -> None:
@@ -33,7 +36,7 @@ class Rows:
 
     @property
     def per_epoch(self) -> int:
-        """Whole batches."""
+        """The number of batches of an epoch."""
         return len(self.examples) // self.batch_size
 
     def batch(self, i: int) -> Batch:
@@ -45,7 +48,7 @@ class Rows:
         return self.make([self.examples[j] for j in order], np.random.default_rng([self.seed, i]))
 
     def held_out(self, n_batches: int | None = None) -> Iterator[Batch]:
-        """All examples in order, about batch_size in each, so that none is left alone."""
+        """All examples in order, in batches of about batch_size. n_batches: at most this many."""
         parts = np.array_split(np.arange(len(self.examples)), self.per_epoch)
         rng = np.random.default_rng(self.seed)
         for number in spread(len(parts), n_batches):

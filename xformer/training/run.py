@@ -1,12 +1,12 @@
-"""A training in a folder, which a person can leave alone, stop, and go on with.
+"""A training run in a folder. It can be stopped at any time, and resumed.
 
-run.json                                 what is trained, and how
-log.jsonl                                a line for every step
-checkpoints/step-00000100.safetensors    the last ones, and that of the best validation
-model.safetensors, config.json           the best model so far, for `training.load`, or of a
-                                         pretrained model for `pretrained.load`
+run.json                                 the model, the configuration and the data
+log.jsonl                                a line for each step
+checkpoints/step-00000100.safetensors    the last checkpoints, and the best validated one
+model.safetensors, config.json           the best model so far, for `training.load`; if it started
+                                         from a pretrained model, for `pretrained.load`
 lock                                     held by the process that trains
-*.aside, *.aside-2                       what a run that went back has no use for: never deleted
+*.aside, *.aside-2                       files of steps after the resumed one; never deleted
 """
 
 from __future__ import annotations
@@ -44,18 +44,21 @@ from xformer.training.state import (
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 FORMAT = "xformer-run-1"
-HALVES = (".*.part", ".tmp??????")  # what a killed process leaves: of ours, of safetensors
+HALVES = (".*.part", ".tmp??????")  # files that a killed process leaves: ours, and safetensors'
 
 
 class Run:
-    """A folder that this process trains in, once it is entered (`with`).
+    """The folder of a training run, a context manager that locks it for this process.
 
-    about: JSON that says what is trained: model, configuration, data. An old run goes on only with
-    the same. free: dotted names of values in it that may be others, such as "training.steps"; then
-    `begin` writes `about` and `notes` into run.json anew. notes: more for run.json.
-    model: whose parameters are kept as `training.load` reads them, or `pretrained.load` where the
-    model is of its kind; None: they are not kept.
-    every: steps between checkpoints, of which the last `keep` stay.
+    about: JSON that describes the model, the configuration and the data. A run can only be resumed
+        with the same.
+    model: the best parameters are saved for `training.load`, or for `pretrained.load` if the model
+        is a pretrained one; None: only checkpoints are saved
+    every: steps between checkpoints
+    keep: the number of last checkpoints that are kept
+    notes: more JSON for run.json
+    free: dotted names of values in `about` that may differ, such as "training.steps". If one does,
+        `begin` writes `about` and `notes` to run.json again.
     """
 
     def __init__(
@@ -75,11 +78,14 @@ class Run:
         self.every, self.keep, self.notes, self.free = every, keep, notes, free
         self._open = ExitStack()
         self._saved = -1  # the step of the newest checkpoint
-        self._left: State | None = None  # after the last step that was made, until it is saved
+        self._left: State | None = None  # the state after the last step, until it is saved
 
     def __enter__(self) -> Run:
-        """BlockingIOError where another process trains there, ValueError for another run's folder,
-        FileExistsError for one with other files."""
+        """Make and lock the folder.
+
+        BlockingIOError if another process trains in it, ValueError if it has another run,
+        FileExistsError if it has other files.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         require_ours(self.folder)
         with ExitStack() as stack:
@@ -98,7 +104,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let go of the folder; the last step is saved before, unless there was an error."""
+        """Save the last step, unless there was an error, and unlock the folder."""
         with self._open:
             if kind is None:
                 with self._explained():
@@ -106,23 +112,25 @@ class Run:
             self._left = None
 
     def begin(self, start: State, at: int | None = None) -> State:
-        """The state of the newest checkpoint, or `start` where there is none; the log ends there.
+        """The state of the newest checkpoint; `start` if there is none. The log is cut there.
 
-        at: of the checkpoint of that step; newer ones, their model and their log are set aside
-        under other names. The model is the best one of that time then, or, where its checkpoint is
-        gone, that of the step, and the best is yet to be found. Model and log are also set aside
-        where there is no checkpoint. A UserWarning says where the log is, one damaged too.
+        at: resume from the checkpoint of this step. Newer checkpoints, the model and the log are
+            renamed. The model is then the best one up to this step; if its checkpoint was deleted,
+            it is the model of this step, and the best loss is unknown.
 
-        ValueError where a checkpoint does not fit `start`, CheckpointError where it is damaged,
-        OSError where the disk has no room for what training will write; TypeError, ValueError for
-        a leaf of `start` that a checkpoint cannot hold.
+        Model and log are also renamed if there is no checkpoint, and the log if it is damaged. A
+        UserWarning names the new file of the log.
+
+        FileNotFoundError if there is no checkpoint of step `at`. ValueError if a checkpoint does
+        not fit `start`, CheckpointError if it is damaged. OSError if the disk has too little room
+        for training. TypeError or ValueError for a leaf of `start` that a checkpoint cannot store.
         """
         require_state("begin", start, self.place)
         found = checkpoints(self.folder)
         if at is not None and at not in found:
             have = ", ".join(map(str, found)) or "none"
             raise FileNotFoundError(
-                f"{self.folder} has no checkpoint of step {at}; there are those of {have}"
+                f"{self.folder} has no checkpoint of step {at}; it has those of {have}"
             )
         state = start
         if found:
@@ -137,22 +145,24 @@ class Run:
         newer = [path for step, path in found.items() if step > state.step]
         model = self.folder / checkpoint.WEIGHTS
         if (newer or not found) and self.model is not None and model.is_file():
-            newer.insert(0, model)  # first: rather no model than that of a step that is given up
+            newer.insert(0, model)  # first: better no model than one of a renamed step
         for path in newer:
             path.replace(aside(path))
         if found and self.model is not None:
             state = self._with_model(state)
         shorten(self.folder / LOG, state.step, self.every if found and not newer else 0)
-        self._prune(state)  # as a process may have been killed before it did
+        self._prune(state)  # the last process may have been killed before it did
         return state
 
     def record(
         self, steps: Iterable[Step], stop: Callable[[], bool] = lambda: False
     ) -> Iterator[Step]:
-        """The steps, each in the log before it comes out; checkpoints in between and at the end.
+        """Yield the steps. Each is logged first; checkpoints are saved between and at the end.
 
-        stop: asked after each step whether to end there. A `break` does too, and its step is saved
-        when the run is left. A note of Diverged and OSError says which checkpoint to go on from.
+        stop: called after each step; True ends training. After a `break`, the last step is saved
+            when the run is closed.
+
+        Diverged and OSError get a note that names the last good checkpoint.
         """
         with self._explained():
             with (self.folder / LOG).open("ab", buffering=0) as log:
@@ -167,22 +177,22 @@ class Run:
             self._finish()
 
     def save(self, state: State) -> None:
-        """Write the checkpoint of a state, unless it is there, and remove what is no longer kept.
+        """Save a checkpoint of `state`, unless it exists, and remove old ones.
 
-        The model is the best validated one, or the newest while none is validated.
+        The saved model is the best validated one; before the first validation, the newest.
         """
         if self._saved == state.step:
             return
         require_state("save", state, self.place)  # before the model is written
         if self.model is not None and state.best_step in (0, state.step):
-            # First, so that it never is older than the checkpoint that calls it the best.
+            # First, so that it is never older than a checkpoint that says it is the best.
             self._write_model(state.averaged, self.place)
         write_state(path_of(self.folder, state.step), state, self.place, self.about)
         self._saved = state.step
         self._prune(state)
 
     def space_needed(self, state: State) -> int:
-        """Bytes that training may add to the folder: checkpoints, one more while it is written."""
+        """The most bytes that training will add: checkpoints, one of them while it is written."""
         one = _stored(state)
         models = 0 if self.model is None else 2 * _stored(state.params)
         found = checkpoints(self.folder).items()
@@ -190,17 +200,17 @@ class Run:
         return max((self.keep + 2) * one - have, one) + models
 
     def _finish(self) -> None:
-        """Save the state after the last step that was made."""
+        """Save the state after the last step."""
         if self._left is None:
             return
         with (self.folder / LOG).open("ab") as log:
-            os.fsync(log.fileno())  # a checkpoint's steps are all in the log
+            os.fsync(log.fileno())  # so that the log has all steps of a checkpoint
         self.save(self._left)
         self._left = None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """After an error nothing more is saved; what may happen to a run says where to go on."""
+        """A context in which an error stops saving; Diverged and OSError name a checkpoint."""
         try:
             yield
         except Exception as error:
@@ -210,14 +220,14 @@ class Run:
             raise
 
     def _with_model(self, state: State) -> State:
-        """The state, with its best model in the folder; without the best, where that is gone."""
+        """Write the best model if it is missing. Return the state, without an unknown best loss."""
         if (self.folder / checkpoint.WEIGHTS).is_file():
             return state
         best, place = state, self.place
         if state.best_step not in (0, state.step):
             try:
                 saved = read_state(path_of(self.folder, state.best_step))
-                place = backends.get("numpy")  # a device need not hold two states
+                place = backends.get("numpy")  # so that a device does not hold two states
                 best = saved.restored(state, place)
             except (FileNotFoundError, CheckpointError):
                 state = best = state._replace(best=math.inf, best_step=0)
@@ -241,12 +251,12 @@ class Run:
                     read_state(found[n])
                 except CheckpointError:
                     continue
-                hint = f"that of step {n} is whole, and --resume-step {n} goes on from it"
+                hint = f"that of step {n} is intact: resume from it with --resume-step {n}"
                 raise CheckpointError(f"{error}; {hint}") from error
-            raise CheckpointError(f"{error}; there is no older one that is whole") from error
+            raise CheckpointError(f"{error}; no older one is intact") from error
 
     def _prune(self, state: State) -> None:
-        """Remove the checkpoints that are neither among the last ones nor the best."""
+        """Remove all checkpoints but the last ones and the best one."""
         steps = [step for step in checkpoints(self.folder) if step <= state.step]
         for step in steps[: -self.keep]:
             if step != state.best_step:
@@ -266,7 +276,7 @@ class Run:
             part.write_text(text, encoding="utf-8")
 
     def _made(self) -> dict[str, str]:
-        """For people: it is never compared."""
+        """Versions and machine, for people. They are never compared."""
         return {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "xformer": __version__,
@@ -283,7 +293,7 @@ class Run:
 
 
 def require_ours(folder: Path) -> None:
-    """FileExistsError unless a folder is that of a run, or empty, or of one that barely began."""
+    """FileExistsError unless a folder is empty or that of a run, perhaps one just started."""
     if (folder / RUN).is_file():
         return
     for path in folder.iterdir():
@@ -292,7 +302,7 @@ def require_ours(folder: Path) -> None:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Any:
-    """What run.json says. FileNotFoundError where there is none, ValueError for another file."""
+    """The content of run.json. FileNotFoundError if there is none, ValueError if it is damaged."""
     path = Path(folder) / RUN
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no run: it has no {RUN}")
@@ -306,17 +316,17 @@ def read_run(folder: str | os.PathLike[str]) -> Any:
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """The checkpoints of a run by their steps, in order."""
+    """The checkpoints of a run: step -> path, in order."""
     paths = Path(folder, CHECKPOINTS).glob("step-*.safetensors")
     named = {path.stem.removeprefix("step-"): path for path in paths}
     return {int(n): named[n] for n in sorted(filter(str.isdecimal, named), key=int)}
 
 
 def _stored(leaves: Any) -> int:
-    """Bytes in a file, where an array that is there twice, as an average at first, is so too."""
+    """The bytes of a tree in a file. An array that occurs twice in it is stored twice."""
     return sum(tree.nbytes(leaf) for leaf in tree.flatten(leaves).values())
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The path of the checkpoint of a step."""
     return folder / CHECKPOINTS / f"step-{step:08}.safetensors"

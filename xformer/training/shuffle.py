@@ -1,9 +1,9 @@
-"""The order of an epoch, computed place by place: nothing of the size of the data is kept.
+"""The random order of an epoch, computed for each index without memory for all of them.
 
-A Feistel network over pairs (l, r), 0 <= l < a, 0 <= r < b, a b >= n (Black and Rogaway, "Ciphers
-with arbitrary finite domains", CT-RSA 2002): each round adds a random function of one half to the
-other, modulo its size, which can be undone whatever the function is. What falls at or above n goes
-through again until it does not: that too is a bijection, of the numbers below n.
+It is a Feistel network over pairs (l, r), 0 <= l < a, 0 <= r < b, a b >= n (Black and Rogaway,
+"Ciphers with arbitrary finite domains", CT-RSA 2002). Each round adds a random function of one half
+to the other half, modulo its size, which is invertible for any function. A result of at least n
+goes through the network again until it is below n. This is a bijection of the numbers below n.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ WORD = (1 << 64) - 1
 
 
 def permuted(i: Any, n: int, *, seed: int, epoch: Any = 0) -> np.ndarray:
-    """Where place i of n stands in the order of an epoch: int64, of the shape of i.
+    """Element i of a random permutation of 0 .. n - 1: int64, of the shape of i.
 
-    For each seed and epoch a bijection of 0 .. n - 1. i, epoch: integers or arrays of them.
-    ValueError unless 0 <= i < n and seed lies in [0, 2^64).
+    i, epoch: integers or arrays of integers. Each seed and epoch has another permutation.
+    ValueError unless 0 <= i < n and seed is in [0, 2^64).
     """
     (n,) = require_sizes("permuted", 1, n=n)
     seed = require_seed("permuted", seed)
-    place = np.asarray(i, np.int64)
-    if place.size and (place.min() < 0 or place.max() >= n):
-        raise ValueError(f"permuted: i must lie in [0, {n}), got {place.min()} to {place.max()}")
-    place, epochs = np.broadcast_arrays(place, np.asarray(epoch, np.int64))
-    x = np.atleast_1d(place).astype(np.uint64)
+    index = np.asarray(i, np.int64)
+    if index.size and (index.min() < 0 or index.max() >= n):
+        raise ValueError(f"permuted: i must lie in [0, {n}), got {index.min()} to {index.max()}")
+    index, epochs = np.broadcast_arrays(index, np.asarray(epoch, np.int64))
+    x = np.atleast_1d(index).astype(np.uint64)
     keys = _mixed(_mixed(np.asarray([seed + GOLDEN & WORD], np.uint64)) + _words(epochs))
     keys = np.broadcast_to(keys, x.shape)
-    a = math.isqrt(n - 1) + 1  # a (a - 1) < n <= a^2, or one less: few have to go again
+    a = math.isqrt(n - 1) + 1  # a (a - 1) < n <= a^2, or one less, so that few are repeated
     b = -(-n // a)
     outside = np.ones(x.shape, np.bool_)
     while outside.any():
         x[outside] = _rounds(x[outside], keys[outside], a, b)
         outside = x >= n
-    return x.astype(np.int64).reshape(place.shape)
+    return x.astype(np.int64).reshape(index.shape)
 
 
 def require_seed(what: str, seed: Any) -> int:
-    """The seed as an int. ValueError unless it is an integer in [0, 2^64)."""
+    """`seed` as an int. ValueError unless it is an integer in [0, 2^64)."""
     (plain,) = require_sizes(what, 0, seed=seed)
     if plain > WORD:
         raise ValueError(f"{what}: seed must be below 2^64, got {seed}")
@@ -62,7 +62,7 @@ def _rounds(x: np.ndarray, keys: np.ndarray, a: int, b: int) -> np.ndarray:
 
 
 def _drawn(x: np.ndarray, keys: np.ndarray, step: int) -> np.ndarray:
-    """Random words, a function of x, key and round."""
+    """Random words: a function of x, the key and the round."""
     return _mixed(_mixed(keys + np.uint64(step * GOLDEN & WORD)) + x)
 
 

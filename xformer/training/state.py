@@ -1,6 +1,6 @@
-"""All that a run needs to go on, in one file: arrays in safetensors, numbers and words in JSON.
+"""The state of a run in one file: arrays in safetensors, numbers and text in its metadata.
 
-A SHA-256 over names, dtypes, shapes, bytes and words is verified before anything is used.
+Reading verifies a SHA-256 over names, dtypes, shapes, bytes and text.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from xformer.training.storable import dtype_name, on_host, require_storable
 
 FORMAT = "xformer-state-1"
 WORDS, DIGEST = "xformer", "sha256"  # keys of the file's metadata
-SHOWN = 3  # differences that a message names
+SHOWN = 3  # most differences in a message
 
 
 @short
 class State(NamedTuple):
-    """Where a run stands. What is random follows from its seed and the counters `batches`."""
+    """The state of training. Random numbers depend only on the seed and the counter `batches`."""
 
-    params: Any  # all of them; what is not trained is Frozen
-    optimiser: Any  # the state of the optimiser, of what is trained
-    ema: Any  # the moving average of what is trained; None: there is none
-    step: int = 0  # steps made
+    params: Any  # all parameters; those that are not trained are Frozen
+    optimiser: Any  # the state of the optimiser, for trained parameters
+    ema: Any  # the moving average of trained parameters; None: no average
+    step: int = 0  # the number of finished steps
     batches: int = 0  # the data cursor: the next micro-batch is source.batch(batches)
-    tokens: int = 0  # seen
-    seconds: float = 0.0  # taken, validation included
-    first: float = math.nan  # loss of the first step
-    mean: float = math.nan  # running mean of the losses
-    best: float = math.inf  # the lowest validation loss,
-    best_step: int = 0  # of this step; 0: none was measured
+    tokens: int = 0  # tokens read so far
+    seconds: float = 0.0  # training time so far, with validation
+    first: float = math.nan  # the loss of the first step
+    mean: float = math.nan  # the running mean of the losses
+    best: float = math.inf  # the lowest validation loss
+    best_step: int = 0  # its step; 0: nothing was validated
     stale: int = 0  # validations since then
-    loss_scale: LossScale | None = None  # of float16
+    loss_scale: LossScale | None = None  # for float16
 
     @property
     def averaged(self) -> Any:
-        """The parameters to validate and to keep: the moving average where there is one."""
+        """The parameters to validate and to save: the moving average if there is one."""
         return self.params if self.ema is None else tree.join(self.params, self.ema)
 
 
 @short
 class Saved(NamedTuple):
-    """What a file holds, verified."""
+    """The verified content of a file of `write_state`."""
 
     path: Path
     arrays: dict[str, np.ndarray]
     numbers: dict[str, Any]
-    about: Any  # what `write_state` was told
+    about: Any  # the argument of `write_state`
 
     def restored(self, like: Any, backend: Backend) -> Any:
-        """A tree of the structure of `like` on `backend`.
+        """The tree on `backend`, with the structure of `like`.
 
-        ValueError naming what differs in names, shapes or dtypes, as for another architecture.
+        ValueError, which lists differences, if names, shapes or dtypes differ from `like`.
         """
         have: dict[str, Any] = self.arrays | self.numbers
         wanted = {name: tree.value(leaf) for name, leaf in tree.flatten(like).items()}
@@ -86,26 +86,28 @@ class Saved(NamedTuple):
         return tree.map(one, like)
 
     def require(self, about: Any, free: Collection[str] = ()) -> None:
-        """ValueError naming what differs from what the file was made with, as `require_same`."""
+        """ValueError, which lists differences, if the file's `about` differs. free: may differ."""
         require_same(self.path, self.about, about, free)
 
 
 def write_state(
     path: str | os.PathLike[str], state: Any, backend: Backend, about: Any = None
 ) -> None:
-    """Write a tree of arrays and Python's bools, ints and floats.
+    """Write a tree of arrays and of Python bools, ints and floats.
 
-    Arrays are of bool, integers or a dtype that the backend computes in; big-endian ones come back
-    as native ones, and NumPy's scalars as arrays. An interrupted write leaves the old file.
-    about: JSON that says what the state is of, such as a model's configuration.
+    An interrupted write leaves the old file.
 
-    TypeError, ValueError as `require_storable`, which name a leaf that would not come back; OSError
-    where the file cannot be written.
+    state: arrays of bool, integers or a dtype that the backend computes in. They are read back in
+        native byte order, and NumPy scalars as arrays.
+    about: JSON that describes the state, such as a model's configuration
+
+    TypeError or ValueError, which names the leaf, for one that cannot be stored. OSError if the
+    file cannot be written.
     """
     numbers, leaves = _parted(state)
     require_storable("write_state", leaves, backend)
     arrays = on_host(leaves, backend)
-    # As text where JSON has no such number: inf, nan.
+    # inf and nan as text, since JSON has no such numbers.
     plain = {
         name: repr(n) if isinstance(n, float) and not math.isfinite(n) else n
         for name, n in numbers.items()
@@ -117,20 +119,20 @@ def write_state(
 
 
 def require_state(what: str, state: Any, backend: Backend) -> None:
-    """Raise what `write_state` would raise for a leaf; what: begins the message."""
+    """TypeError or ValueError for a leaf that `write_state` cannot store. what: in the message."""
     require_storable(what, _parted(state)[1], backend)
 
 
 def read_state(path: str | os.PathLike[str]) -> Saved:
-    """What a file of `write_state` holds.
+    """The content of a file of `write_state`.
 
-    FileNotFoundError where there is none, CheckpointError where a bit of it is not as written.
+    FileNotFoundError if there is none, CheckpointError if a bit of it has changed.
     """
-    place = Path(path)
-    if not place.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {place}")
+    file_path = Path(path)
+    if not file_path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {file_path}")
     try:
-        with safetensors.safe_open(place, "np") as file:
+        with safetensors.safe_open(file_path, "np") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         words = metadata[WORDS]
@@ -138,20 +140,20 @@ def read_state(path: str | os.PathLike[str]) -> Saved:
         content = json.loads(words)
         format_, about, numbers = (content[key] for key in ("format", "about", "numbers"))
     except KeyError as error:
-        raise CheckpointError(f"{place} is no checkpoint of a run: it lacks {error}") from error
+        raise CheckpointError(f"{file_path} is no checkpoint of a run: it lacks {error}") from error
     except (safetensors.SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{place} is damaged: {error}") from error
+        raise CheckpointError(f"{file_path} is damaged: {error}") from error
     if not intact:
-        raise CheckpointError(f"{place} is damaged: its content is not what its SHA-256 says")
+        raise CheckpointError(f"{file_path} is damaged: its content has another SHA-256")
     if format_ != FORMAT:
-        raise CheckpointError(f"{place}: format must be {FORMAT}, got {format_!r}")
-    return Saved(place, arrays, {name: _number(n) for name, n in numbers.items()}, about)
+        raise CheckpointError(f"{file_path}: format must be {FORMAT}, got {format_!r}")
+    return Saved(file_path, arrays, {name: _number(n) for name, n in numbers.items()}, about)
 
 
 def require_same(path: Path, there: Any, here: Any, free: Collection[str] = ()) -> None:
-    """ValueError naming the differences between what a file says, nested JSON, and what is so.
+    """ValueError, which lists differences, if nested JSON of a file differs from that of this run.
 
-    free: dotted names of values that may differ.
+    free: dotted names of values that may differ
     """
     old, new = dict(_parts(there)), dict(_parts(here))
     differ = [
@@ -163,12 +165,12 @@ def require_same(path: Path, there: Any, here: Any, free: Collection[str] = ()) 
 
 
 def differences(there: Any, here: Any) -> list[str]:
-    """Dotted names of the values in which nested JSON differs."""
+    """The dotted names of the values in which two nested JSON objects differ."""
     old, new = dict(_parts(there)), dict(_parts(here))
     return [
         name
         for name in [*old, *(name for name in new if name not in old)]
-        # What is null is as good as absent: an option that is younger than the file.
+        # null equals absent: the option may be newer than the file.
         if json.dumps(old.get(name)) != json.dumps(new.get(name))
     ]
 
@@ -183,7 +185,7 @@ def _digest(arrays: Mapping[str, np.ndarray], words: str) -> str:
 
 
 def _parted(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The numbers of a tree by their names, and its other leaves."""
+    """The numbers of a tree and its other leaves, each by name."""
     leaves = {name: tree.value(leaf) for name, leaf in tree.flatten(state).items()}
     numbers = {name: leaf for name, leaf in leaves.items() if _is_number(leaf)}
     return numbers, {name: leaf for name, leaf in leaves.items() if name not in numbers}
@@ -198,7 +200,7 @@ def _number(n: Any) -> Any:
 
 
 def _kind(leaf: Any) -> str:
-    """What a leaf is, where two must be alike."""
+    """The type of a leaf: dtype and shape of an array. Two leaves must agree in it."""
     if leaf is None:
         return "absent"
     if _is_number(leaf):
@@ -207,7 +209,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _parts(about: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested JSON objects by dotted names."""
+    """Yield the values in nested JSON objects with their dotted names."""
     if isinstance(about, dict):
         for key, value in about.items():
             yield from _parts(value, f"{name}.{key}".lstrip("."))

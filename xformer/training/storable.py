@@ -1,4 +1,4 @@
-"""What a checkpoint can hold: arrays that the backend takes back when the file is read."""
+"""The arrays that a checkpoint can store, so that the backend can read them back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from xformer.backends import Backend
 
 WHOLE = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
-RESERVED = "__metadata__"  # safetensors' own
+RESERVED = "__metadata__"  # a key of safetensors
 
 
 def require_storable(what: str, leaves: Mapping[str, Any], backend: Backend) -> None:
-    """Raise for the first leaf that could not be read back, before anything is written.
+    """TypeError or ValueError for the first leaf that cannot be stored.
 
-    TypeError for one that is no array, or of another dtype than bool, integers and
-    `backend.dtypes`; ValueError for a name that a file cannot have. what: begins the message.
+    TypeError unless it is an array of bool, integers or one of `backend.dtypes`. ValueError for a
+    name that a file cannot have. what: the beginning of the message.
     """
     able = f"arrays of bool, integers, {' or '.join(backend.dtypes)}"
     for name, leaf in leaves.items():
@@ -34,13 +34,13 @@ def require_storable(what: str, leaves: Mapping[str, Any], backend: Backend) -> 
 
 
 def dtype_name(array: Any) -> str:
-    """The standard's name of an array's dtype, whatever its byte order."""
+    """The array API's name of an array's dtype, in any byte order."""
     dtype = array.dtype
     return str(getattr(dtype, "name", str(dtype).rpartition(".")[2]))
 
 
 def on_host(leaves: Mapping[str, Any], backend: Backend) -> dict[str, np.ndarray]:
-    """Storable leaves as a file holds them: contiguous and little-endian."""
+    """The leaves as contiguous little-endian NumPy arrays, as a file stores them."""
     arrays = {name: np.asarray(backend.to_numpy(leaf), order="C") for name, leaf in leaves.items()}
     return {
         name: array.astype(array.dtype.newbyteorder("<"), copy=False)

@@ -1,4 +1,4 @@
-"""Texts to train on, read piece by piece: a file, a folder of files, lines of JSON.
+"""Texts to train on, read piece by piece: a file, a folder of files, or JSON lines.
 
 found = texts("books.jsonl")
 for is_held_out, document in found.documents(share=0.1):
@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 from xformer.training.lines import fields, holds_json, lines, require_file
 from xformer.training.pieces import beginning, boundary, decoded
 
-Progress = Callable[[str, int, int], Any]  # what is done, how far, of how much
+Progress = Callable[[str, int, int], Any]  # (name of the work, done, total), in bytes
 
 
 class Document(NamedTuple):
-    """Bytes of a file, or the text itself."""
+    """A document: a range of bytes of a file, or a text in memory."""
 
-    where: str
-    text: str | None
+    where: str  # the path, or the line for messages
+    text: str | None  # None: the text is in the file `where`
     start: int = 0
     end: int = 0
-    goes_on: bool = False  # it is the first part of a text
+    goes_on: bool = False  # whether it is the first part of a longer text
 
     def pieces(self) -> Iterator[str]:
-        """Its text, in pieces of about a megabyte."""
+        """Yield the text in pieces of about a megabyte."""
         if self.text is not None:
             yield self.text
         else:
@@ -38,7 +38,7 @@ class Document(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Documents, counted and found to be UTF-8, and where they came from."""
+    """Documents whose number, size and encoding (UTF-8) are checked."""
 
     read: Callable[[], Iterator[Document]]
     n_documents: int
@@ -46,16 +46,16 @@ class Texts(NamedTuple):
     description: str
 
     def pieces(self) -> Iterator[str]:
-        """All text, in pieces."""
+        """Yield the text of all documents in pieces."""
         for document in self.read():
             yield from document.pieces()
 
     def documents(self, share: float = 0.1) -> Iterator[tuple[bool, Document]]:
-        """Whether each document is held out, for validation, and the document.
+        """Yield the documents, each with whether it is held out for validation.
 
-        Of several documents every tenth, for a share of 0.1, beginning with the second, and for
-        any share as many as it says; of a single one the last tenth. ValueError unless
-        0 <= share <= 0.5.
+        share: the fraction to hold out. 0.1 holds out every tenth document, the second one first; a
+            single document is split, and its last tenth is held out.
+        ValueError unless 0 <= share <= 0.5.
         """
         require_share(share)
         if share and self.n_documents == 1:
@@ -63,9 +63,9 @@ class Texts(NamedTuple):
             yield False, head
             yield True, tail
             return
-        part = Fraction(share).limit_denominator(10**9)  # 0.1 is a little more than a tenth
+        part = Fraction(share).limit_denominator(10**9)  # the float 0.1 is more than a tenth
         for i, document in enumerate(self.read()):
-            # The document that brings the share's part of those before it to another whole number.
+            # Held out if share * (number of documents before it) reaches another whole number.
             before, now = ((i - n) * part.numerator // part.denominator for n in (2, 1))
             yield now > before, document
 
@@ -76,18 +76,21 @@ def texts(
     field: str = "text",
     progress: Progress | None = None,
 ) -> Texts:
-    """The documents of a UTF-8 file, of a folder of them, or of a field of a .jsonl file.
+    """The documents of a UTF-8 file, of a folder of such files, or of a .jsonl file.
 
-    A byte order mark is no part of a text. Suffixes count in any case.
+    It reads everything once. A byte order mark is removed.
 
-    Without a path, the source of Python's standard library. In a folder every file below it is a
-    document, in the order of the names; those that are empty or not UTF-8 are left out, and counted
-    in the description. Links to folders are followed; a folder is read once. Each line of a .jsonl
-    (or .jsonl.gz) file is one. Reads everything once, and calls progress with what it does and the
-    bytes that are read and that there are.
+    path: a file is one document. In a folder, every file below it is a document, in the order of
+        their names; empty files and files that are not UTF-8 are left out, and counted in the
+        description. Links to folders are followed, and a folder is read once. In a .jsonl or
+        .jsonl.gz file (in any case) each line is a document. None: the source of Python's standard
+        library.
+    field: of the JSON objects of a .jsonl file
+    progress: called with the name of the work, the bytes that are read and the total bytes
 
-    FileNotFoundError; ValueError where there is no text, a file is not UTF-8 (with the place of the
-    byte), a line has no such field (with the number of the line), for a pipe and an empty path.
+    FileNotFoundError if path does not exist. ValueError if there is no text, if a file is not UTF-8
+    (with the offset of the byte), if a line has no such field (with the number of the line), for a
+    pipe and for an empty path.
     """
     if path is None:
         name = "source code of Python's standard library"
@@ -104,7 +107,7 @@ def texts(
 
 
 def require_share(share: float) -> None:
-    """ValueError unless share can be the part of documents that is held out."""
+    """ValueError unless 0 <= share <= 0.5."""
     if not 0 <= share <= 0.5:
         raise ValueError(f"share must lie in [0, 0.5], got {share}")
 
@@ -163,7 +166,7 @@ def _of_lines(path: Path, field: str, progress: Progress | None) -> Texts:
 
 
 def _records(path: Path, field: str) -> Iterator[Document]:
-    """The field of each line that is not blank."""
+    """Yield the field of each line that is not blank as a document."""
     for where, line in lines(path):
         if not line.strip():
             continue
@@ -171,14 +174,14 @@ def _records(path: Path, field: str) -> Iterator[Document]:
             text = fields(line, [field])[field]
             if not isinstance(text, str):
                 raise ValueError(f"{field} must be a text, got {text!r:.60}")
-            text.encode()  # UnicodeEncodeError, a ValueError, for half a surrogate pair
+            text.encode()  # UnicodeEncodeError, a ValueError, for a lone surrogate
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: {error}") from error
         yield Document(where, text)
 
 
 def _cut(document: Document, share: float) -> tuple[Document, Document]:
-    """A document in two, of which the second has the share."""
+    """Two parts of a document. The second is the fraction `share` of it."""
     if document.text is not None:
         cut = int(len(document.text) * (1 - share))
         head, tail = document.text[:cut], document.text[cut:]
@@ -194,7 +197,7 @@ def _cut(document: Document, share: float) -> tuple[Document, Document]:
 
 
 def _whole(path: Path) -> Document:
-    """The document that a file holds, without a byte order mark."""
+    """The document of a whole file, without a byte order mark."""
     return Document(str(path), None, beginning(path), path.stat().st_size)
 
 
@@ -218,22 +221,22 @@ def _standard_library() -> list[Path]:
     found = sorted(p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
     if not found:
         raise FileNotFoundError(
-            "this Python carries no source of its standard library: name a text of your own"
+            "this Python has no source of its standard library: give the path of a text"
         )
     return found
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """What is no folder below a folder and not hidden; each folder once, however many links to it.
+    """Yield all files below a folder that are not hidden. A folder with several links is read once.
 
-    OSError where a folder cannot be read.
+    OSError if a folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
         raise error
 
     known: set[tuple[int, int]] = set()
-    roots = [str(root)]  # then what links lead to: a folder keeps its own name where it has one
+    roots = [str(root)]  # links come later, so that a folder inside root has its real name
     for start in roots:
         for folder, inner, names in os.walk(start, onerror=refuse):
             status = os.stat(folder)

@@ -1,7 +1,7 @@
-"""Corpora in folders: token files that are mapped, not read, and so may be larger than memory.
+"""Corpora in folders: memory-mapped token files, which may be larger than memory.
 
-corpus.json       what is in the others: counts, dtype, digests, where the text came from
-train.bin         tokens one after the other, little-endian, without a header
+corpus.json       counts, dtype and digests of the other files, and the source of the text
+train.bin         tokens, little-endian, without a header
 validation.bin
 vocabulary.json or tokenizer.json    the vocabulary
 """
@@ -24,15 +24,15 @@ from xformer.training.vocabulary import TOKENIZER, Vocabulary, load_vocabulary
 FORMAT = "xformer-corpus-1"
 PARTS = ("train", "validation")
 MAX_TOKENS = 1 << 50
-STEP = 1 << 24  # bytes of a file that are read at once for its digest
+STEP = 1 << 24  # bytes read at a time for a digest
 
 
 def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corpus:
-    """The corpus that `prepare` made in a folder, its tokens mapped (`np.memmap`), not read.
+    """The corpus in a folder that `prepare` wrote. Tokens are memory-mapped (`np.memmap`).
 
-    verify: read all tokens once and compare their digests, as `unigram_loss` does too.
-    FileNotFoundError where there is no corpus, CorpusError where it is damaged, cut short, or has
-    another vocabulary beside it.
+    verify: read all tokens and compare their SHA-256, as `unigram_loss` does too
+    FileNotFoundError if there is no corpus. CorpusError if it is damaged or incomplete, or if the
+    vocabulary in the folder is another one.
     """
     root = Path(folder)
     if not os.path.lexists(root / HEADER):
@@ -51,21 +51,21 @@ def open_corpus(folder: str | os.PathLike[str], *, verify: bool = False) -> Corp
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    found = hashlib.sha256()
+    """The SHA-256 of a file."""
+    sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while data := file.read(STEP):
-            found.update(data)
-    return found.hexdigest()
+            sha256.update(data)
+    return sha256.hexdigest()
 
 
 def vocabulary_in(folder: Path) -> Path:
-    """The file of a folder that holds its vocabulary."""
+    """The vocabulary file of a folder."""
     return next(p for p in (folder / VOCABULARY, folder / TOKENIZER) if p.exists())
 
 
 class _Header:
-    """What corpus.json says. PretrainedError where it is damaged."""
+    """The content of corpus.json. PretrainedError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         c = Config(read_json(path), str(path))
@@ -89,7 +89,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], n: int, sha256: str, verify: bool)
         raise CorpusError(f"{path}: must have {n * dtype.itemsize} bytes, {got}")
     if verify and digest(path) != sha256:
         raise CorpusError(f"{path}: is damaged, its SHA-256 is not that in {HEADER}")
-    if n == 0:  # which cannot be mapped
+    if n == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype.newbyteorder("<"), "r")
 
@@ -98,6 +98,6 @@ def _require_vocabulary(root: Path, words: Vocabulary, header: _Header) -> None:
     size, sha256 = header.vocabulary
     if words.size != size or digest(vocabulary_in(root)) != sha256:
         raise CorpusError(
-            f"{root}: the vocabulary must be the one that the tokens were made with, of {size}, "
-            f"got another, of {words.size}"
+            f"{root}: the vocabulary must be the one of the tokens, of size {size}, "
+            f"got another, of size {words.size}"
         )

@@ -1,4 +1,4 @@
-"""Vocabularies: bytes, characters, or parts of words by the package `tokenizers` (extra `hf`)."""
+"""Vocabularies: bytes, characters, or subwords by the package `tokenizers` (extra `hf`)."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from xformer.pretrained.vocabularies import translated
 
 END = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
-LIMIT = 16 << 20  # bytes of a vocabulary.json
+LIMIT = 16 << 20  # most bytes of a vocabulary.json
 
 
 class Vocabulary(Protocol):
-    """What the ids of a model mean: `Bytes`, `Characters`, `Subwords`; a `generation` codec too.
+    """A mapping between text and token ids: `Bytes`, `Characters` or `Subwords`.
 
-    Two of them are equal where they give the same ids.
+    It is also a codec of `generation`. Two vocabularies are equal if they give the same ids.
     """
 
     @property
     def size(self) -> int:
-        """Ids lie below it."""
+        """The size of the vocabulary: ids are below it."""
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a text."""
+        """The id of the token that begins a text; None if there is none."""
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a text; a corpus has it after each document."""
+        """The id of the token that ends a text; a corpus has it after each document."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, or of a part of one, and no more."""
+        """The ids of a text or of a part of it, without bos_id and eos_id."""
 
     def array(self, text: str) -> np.ndarray:
-        """As `encode`, (N,) integers."""
+        """The ids of `encode` as an integer array (N,)."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """The text of `ids`."""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write it beside a model or a corpus, for `load_vocabulary`."""
+        """Write the vocabulary into a folder, for `load_vocabulary`."""
 
 
 class Subwords:
-    """The tokens of a `pretrained.tokenizer`, without those that it sets around a text."""
+    """The vocabulary of a `pretrained.tokenizer`. `encode` adds no special tokens."""
 
     def __init__(self, words: Tokenizer) -> None:
         self.tokenizer, self.size = words, words.vocab_size
@@ -69,19 +69,19 @@ class Subwords:
         return hash(self._rules)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """The ids of `text`, without special tokens around it."""
         return self.tokenizer.encode(text, special=False)
 
     def array(self, text: str) -> np.ndarray:
-        """The ids of a text, (N,) int64."""
+        """The ids of `text`, (N,) int64."""
         return np.asarray(self.encode(text), np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+        """The text of `ids`, without special tokens."""
         return self.tokenizer.decode(ids)
 
     def token(self, i: int) -> str | None:
-        """How the vocabulary spells an id; None for one that it does not know."""
+        """The spelling of id `i` in the vocabulary; None for an unknown id."""
         return self.tokenizer.token(i)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -100,13 +100,16 @@ def train_bpe(
     *,
     split_special_tokens: bool = True,
 ) -> Subwords:
-    """Byte pairs over bytes, as GPT-2 has them, learnt from texts (arXiv:1508.07909).
+    """Learn a byte-level BPE vocabulary from texts, like GPT-2's (arXiv:1508.07909).
 
-    size: the most tokens; fewer where the texts have no more pairs. specials: the first of them;
-    `<|endoftext|>`, or `<s>` and `</s>`, begin and end a text, `<pad>` is padding.
-    split_special_tokens: their names in a text stay text; False: they become these tokens. Needs
-    the package `tokenizers` (extra `hf`, ImportError). ValueError where size leaves no room for the
-    256 bytes, or there is no text; TypeError for one text in the place of several.
+    size: the most tokens; there are fewer if the texts have no more pairs
+    specials: special tokens, which get the first ids. `<|endoftext|>`, or `<s>` and `</s>`, begin
+        and end a text; `<pad>` is padding.
+    split_special_tokens: True: the name of a special token in a text is encoded as text; False: as
+        the special token
+
+    ImportError without the package `tokenizers` (extra `hf`). ValueError if size is less than 256
+    bytes plus specials, or if there is no text. TypeError for a single text.
     """
     t = package()
     if isinstance(texts, str | bytes):
@@ -137,9 +140,9 @@ def train_bpe(
 
 
 def load_vocabulary(folder: str | os.PathLike[str]) -> Vocabulary:
-    """The vocabulary in a folder: vocabulary.json, or else a tokenizer, as `pretrained.tokenizer`.
+    """The vocabulary in a folder: vocabulary.json, else a tokenizer (`pretrained.tokenizer`).
 
-    FileNotFoundError where there is none, PretrainedError where it is damaged.
+    FileNotFoundError if there is none, PretrainedError if it is damaged.
     """
     path = Path(folder) / VOCABULARY
     if not os.path.lexists(path):
@@ -156,9 +159,10 @@ def load_vocabulary(folder: str | os.PathLike[str]) -> Vocabulary:
 
 
 def named_vocabulary(name: str) -> Vocabulary | Callable[[Iterable[str]], Vocabulary]:
-    """What a command's option means: bytes, characters, bpe:SIZE, or a folder that has one.
+    """The vocabulary of a command's option: bytes, characters, bpe:SIZE, or a folder that has one.
 
-    Those of characters and of byte pairs are functions that make a vocabulary of texts.
+    characters and bpe:SIZE give functions that make a vocabulary from texts. ValueError for another
+    name.
     """
     if name == "bytes":
         return Bytes()
@@ -173,7 +177,7 @@ def named_vocabulary(name: str) -> Vocabulary | Callable[[Iterable[str]], Vocabu
 
 
 class _Counted:
-    """Texts, and how many characters of them have been read."""
+    """An iterable of texts that counts their characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts, self.characters = texts, 0

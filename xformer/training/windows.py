@@ -1,4 +1,4 @@
-"""Windows of one long text of tokens, which may be larger than memory."""
+"""Windows of one long sequence of tokens, which may be larger than memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from xformer.checks import require_sizes
 from xformer.training.batch import Batch
 from xformer.training.shuffle import permuted, require_seed
 
-STEP = 1 << 20  # tokens that are hashed at once
-RUNS = 1024  # of as many tokens, that stand for a longer file in the fingerprint
+STEP = 1 << 20  # tokens hashed at a time
+RUNS = 1024  # the fingerprint of a large file has this many runs of this many tokens
 
 
 class Windows:
-    """A `Source` of windows of `length` tokens, and the tokens that follow each.
+    """A `Source` of windows of `length` tokens, with the next token of each as target.
 
-    tokens: (N,) integers, in memory or mapped (`np.memmap`), of which only what a batch holds is
-    read. An epoch cuts the text into windows that adjoin, from another of the first places each
-    time, and gives every one of them once, in another order; what is left of it after the last
-    whole batch begins the next batch. Batch: tokens (B, T), targets (B, T), int64.
+    A batch has tokens (B, T) and targets (B, T), int64. An epoch cuts the text into adjacent
+    windows and reads each once, in random order. Each epoch has another offset of the first window.
+    A batch may contain windows of two epochs.
 
-    sha256: of the tokens, where it is known, as a `Corpus` has it; for the fingerprint.
+    tokens: (N,) integers, in memory or memory-mapped (`np.memmap`); a batch reads only its windows
+    length: T
+    batch_size: B
+    seed: of the random order
+    sha256: of the tokens, if known (`Corpus.sha256`); for the fingerprint
+
+    TypeError unless tokens are integers, ValueError if they are fewer than length + 1.
     """
 
     def __init__(
@@ -42,29 +47,30 @@ class Windows:
         _require_tokens(tokens, length)
         self.tokens, self.length, self.batch_size, self.seed = tokens, length, batch_size, seed
         self.sha256 = sha256
-        # One less than fit, so that an epoch may start from each place of a window.
+        # One window less than fits, so that an epoch may start at each offset of a window.
         self.n_windows = max(1, len(tokens) // length - 1)
         self.n_starts = len(tokens) - self.n_windows * length
 
     @property
     def per_epoch(self) -> int:
-        """Batches in which every window has come once; the last may reach into the next epoch."""
+        """The number of batches of an epoch; the last one may have windows of the next epoch."""
         return -(-self.n_windows // self.batch_size)
 
     def batch(self, i: int) -> Batch:
-        """Windows i B to (i + 1) B - 1 of the endless row of epochs."""
+        """Windows i B to (i + 1) B - 1 of the endless sequence of epochs."""
         (i,) = require_sizes("Windows.batch", 0, i=i)
         first = i * self.batch_size
         epochs, places = np.divmod(np.arange(first, first + self.batch_size), self.n_windows)
         order = permuted(places, self.n_windows, seed=self.seed, epoch=epochs)
-        turns, epochs = np.divmod(epochs, self.n_starts)  # each start once before one comes again
-        starts = permuted(epochs, self.n_starts, seed=self.seed, epoch=turns)
+        cycles, epochs = np.divmod(epochs, self.n_starts)  # each start once in a cycle of epochs
+        starts = permuted(epochs, self.n_starts, seed=self.seed, epoch=cycles)
         return self._cut(starts + order * self.length)
 
     def held_out(self, n_batches: int | None = None) -> Iterator[Batch]:
-        """The windows in order, from the first token, the last batch perhaps smaller.
+        """The windows in order from the first token. The last batch may be smaller.
 
-        n_batches: as many, of windows spread evenly over the text, which overlap where it is short.
+        n_batches: this many batches, of windows spread evenly over the text; they overlap if it is
+            short
         """
         size, last = self.batch_size, len(self.tokens) - self.length - 1
         if n_batches is None:
@@ -76,17 +82,17 @@ class Windows:
             yield self._cut(starts[i : i + size])
 
     def fingerprint(self) -> str:
-        """SHA-256 of the sizes, the seed and the tokens.
+        """The SHA-256 of the sizes, the seed and the tokens.
 
-        Of a mapped file, which may be larger than memory, and whose own SHA-256 is not given: of a
-        thousand runs of tokens all over it, between which a change is not seen.
+        For a large memory-mapped file without a known SHA-256, 1,024 runs of tokens are hashed,
+        spread over the file; changes between the runs are not detected.
         """
         about = f"windows {len(self.tokens)} {self.length} {self.batch_size} {self.seed}"
         tokens = self.sha256 or self._sampled()
         return hashlib.sha256(f"{about} {tokens}".encode()).hexdigest()
 
     def _sampled(self) -> str:
-        """SHA-256 of the tokens, whatever their dtype; of a large mapped file, of some of them."""
+        """The SHA-256 of the tokens for any dtype; of some tokens for a large mapped file."""
         n, digest = len(self.tokens), hashlib.sha256()
         is_large = getattr(self.tokens, "_mmap", None) is not None and n > RUNS**2
         starts = np.linspace(0, n - RUNS, RUNS).astype(np.int64) if is_large else range(0, n, STEP)
@@ -104,16 +110,16 @@ class Windows:
         return Batch((rows[:, :-1], rows[:, 1:]), {}, n, n)
 
     def _let_go(self) -> None:
-        """What was read of a mapped file stays in the system's cache, not in our memory."""
+        """Free the pages of a mapped file from this process; they stay in the system's cache."""
         mapped = getattr(self.tokens, "_mmap", None)
-        if mapped is None or self.tokens.flags.writeable:  # then what was written could be lost
+        if mapped is None or self.tokens.flags.writeable:  # writes to it could be lost
             return
         if hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _small(ids: np.ndarray) -> str:
-    """The smallest dtype that holds all ids: to hash eight bytes of each takes as long again."""
+    """The smallest dtype that can store all ids. Hashing 8 bytes an id takes twice as long."""
     low, high = int(ids.min()), int(ids.max())
     small = (d for d in ("<u1", "<u2", "<u4") if low >= 0 and high <= np.iinfo(d).max)
     return next(small, "<i8")
