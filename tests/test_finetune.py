@@ -196,7 +196,7 @@ def test_padding_does_not_matter(name: str, tmp_path: Path) -> None:
     found = examples(task, *RECORDS[name])
     together = task.batch
     if name == "masked":  # the same tokens are hidden in both
-        found = [task._hidden(example, rng) for example in found]
+        found = [task._masked(example, rng) for example in found]
         together = partial(finetune.Task.batch, task)
     whole = together(found, rng)
     parts = [together([example], rng) for example in found]

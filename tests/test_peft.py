@@ -257,8 +257,8 @@ BODY = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
     ("options", "message"),
     [
         ({"target_modules": ["lm_head"]}, "no linear maps 'lm_head'; a head that is tied"),
-        (BODY | {"modules_to_save": ["wte"]}, "would part the head from the embedding"),
-        (BODY | {"modules_to_save": ["lm_head"]}, "would part the head from the embedding"),
+        (BODY | {"modules_to_save": ["wte"]}, "would make head and embedding differ"),
+        (BODY | {"modules_to_save": ["lm_head"]}, "would make head and embedding differ"),
     ],
 )
 def test_a_tied_head_that_learned_alone_is_refused(

@@ -1,4 +1,4 @@
-"""Pretrained models adapted to one's own data, whole or by low-rank adapters.
+"""Fine-tuning of pretrained models, with all parameters or LoRA adapters.
 
 model, params = pretrained.load("SmolLM2-135M")
 words = tokenizer("SmolLM2-135M")

@@ -1,4 +1,4 @@
-"""What a task is made of: examples of a text or a pair, batches of them, and their loss."""
+"""The base of fine-tuning tasks: examples, batches of them, and their loss."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from xformer.training.batch import IGNORED, Batch, padded
 from xformer.training.loss import ArrayLoss
 from xformer.typing import Array
 
-LONGEST = 512  # tokens, where nothing is said
+LONGEST = 512  # the default of max_len, in tokens
 
 
 class Example(NamedTuple):
     """One text, or one pair of texts."""
 
     tokens: np.ndarray  # (T,)
-    targets: Any  # (T,), or what the task makes of it
-    is_cut: bool = False  # to max_len
+    targets: Any  # (T,), or data of the task
+    is_cut: bool = False  # whether the text was cut to max_len
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its tokenizer, and the tokens that a text may have. ValueError for another model."""
+    """A fine-tuning task: a model, its tokenizer and the most tokens of a text.
+
+    ValueError for a model that does not fit the task, and for a bad max_len.
+    """
 
     model: Any
     tokenizer: Any
@@ -46,11 +49,11 @@ class Task:
             raise ValueError(f"max_len must be at most the model's {limit}, got {self.max_len}")
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
-        """The examples of one record; ValueError where it makes none for a reason."""
+        """The examples of one record. ValueError, with the reason, if the record is unusable."""
         raise NotImplementedError
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
-        """Examples side by side, the shorter ones padded on the right."""
+        """A batch of examples, with padding on the right. rng: for random choices of a task."""
         tokens, mask = padded([e.tokens for e in examples])
         targets, _ = padded([e.targets for e in examples], fill=IGNORED)
         n_targets = int((targets != IGNORED).sum())
@@ -59,11 +62,11 @@ class Task:
     def loss(
         self, params: Any, batch: Batch, place: Backend, dropout_key: ops.RandomKey | None = None
     ) -> tuple[Array, Any]:
-        """The mean loss of a batch, in nats, and the cache whose backward follows."""
+        """The mean loss () of a batch in nats, and its cache. dropout_key: None: no dropout."""
         return self.of(params, on(batch, place), dropout_key)
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
-        """The loss of the arrays and masks of a batch, and the cache: a function of arrays."""
+        """The mean loss () of a batch's arrays and masks, and its cache: a function of arrays."""
         arrays, masks = inputs
         loss, cache = self.model.loss(
             params, *arrays, **masks, ignore_index=IGNORED, dropout_key=dropout_key
@@ -71,22 +74,22 @@ class Task:
         return loss, cache
 
     def _ids(self, text: str) -> tuple[np.ndarray, bool]:
-        """The ids of a text, cut to max_len at the tokenizer's truncation_side, and whether it is.
+        """The ids of a text, and whether they were cut to max_len.
 
-        Special tokens before and after it stay.
+        They are cut at the tokenizer's truncation_side. Special tokens around the text stay.
         """
         ids, _ = self.tokenizer.batch([text], max_len=self.max_len)
         is_cut = ids.shape[1] == self.max_len < len(self.tokenizer.encode(text))
         return self._known(ids[0]), is_cut
 
     def _ended(self, text: str) -> np.ndarray:
-        """The ids of a whole text and, where there is one, of its end (`end_of`)."""
+        """The ids of a whole text, followed by the end token (`end_of`) if there is one."""
         ids = self.tokenizer.encode(text)
         end = end_of(self.tokenizer, self.model)
         return self._known(ids + [end] * (end is not None and ids[-1:] != [end]))
 
     def _cut(self, text: str, most: int) -> np.ndarray:
-        """As `_ended`, `most` ids at most: the first, or by truncation_side the text's last."""
+        """`_ended`, cut to `most` ids at the tokenizer's truncation_side."""
         ids = self._ended(text)
         if len(ids) <= most or self.tokenizer.truncation_side == "right":
             return ids[:most]
@@ -112,7 +115,7 @@ class TaskLoss(ArrayLoss):
     task: Task
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
-        """`Task.of`."""
+        """The mean loss () and its cache (`Task.of`)."""
         return self.task.of(params, inputs, dropout_key)
 
 
@@ -123,12 +126,12 @@ def on(batch: Batch, place: Backend) -> tuple[tuple[Array, ...], dict[str, Array
 
 
 def embed_of(model: Any) -> Any:
-    """The embedding of what a model reads."""
+    """The configuration of the embedding of a model's input."""
     return model.src_embed if isinstance(model, EncoderDecoder) else model.embed
 
 
 def context_of(model: Any) -> int | None:
-    """The tokens that a model has places for; None: any number."""
+    """The most tokens of a model's sequences; None if only memory limits them."""
     if not isinstance(model, EncoderDecoder):
         context: int | None = getattr(model, "context", None)
         return context
@@ -137,7 +140,7 @@ def context_of(model: Any) -> int | None:
 
 
 def require(model: Any, wanted: str, fits: bool) -> None:
-    """ValueError unless the model is what the task needs."""
+    """ValueError unless `fits`. wanted: the model that the task needs, for the message."""
     if not fits:
         head = getattr(model, "head", None)
         top = "no head" if head is None else type(head).__name__

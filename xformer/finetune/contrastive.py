@@ -1,4 +1,4 @@
-"""The contrastive loss of pairs of texts, on top of a model's pooled vectors."""
+"""The contrastive loss of pairs of texts, from a model's pooled vectors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ def contrastive_loss(
     scale: float = 20.0,
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, ContrastiveCache]:
-    """`ops.info_nce` of normalised vectors: tokens (2 B, T) are B anchors, then their B partners.
+    """The loss `ops.info_nce` of normalised vectors of pairs of texts, and its cache.
 
-    model: a LanguageModel. pooling: unless given the last token of a causal model, the mean of
-    others. ValueError for an odd number of texts.
+    model: a LanguageModel
+    tokens: (2 B, T), B anchors and then their B partners
+    mask: (2 B, T), True = a token, False = padding; None: no padding
+    pooling: of `LanguageModel.pooled`; None: "last" for a causal model, else "mean"
+    scale: of the cosine similarities
+    dropout_key: None: no dropout
+    ValueError for an odd number of texts.
     """
     n, odd = divmod(tokens.shape[0], 2)
     if odd:
@@ -40,13 +45,13 @@ def contrastive_loss(
 
 @short
 class ContrastiveCache(NamedTuple):
-    """What `contrastive_loss` keeps for its backward."""
+    """Saved by `contrastive_loss` for backward."""
 
     loss: Any
     model: Any
     value: Array  # (), the loss
 
     def backward(self, dloss: Array | None = None) -> Any:
-        """Gradients of the model's parameters; dloss is 1 unless given."""
+        """Gradients of the model's parameters. dloss: None: 1."""
         da, db = self.loss.backward(one(self.value) if dloss is None else dloss)
         return self.model.backward(array_namespace(da).concat([da, db]))

@@ -1,4 +1,4 @@
-"""Records to train on: lines of text, or of JSON."""
+"""Records to train on: lines of text, or JSON objects."""
 
 from __future__ import annotations
 
@@ -15,62 +15,68 @@ from xformer.training.lines import fields as fields_of
 from xformer.training.lines import holds_json, lines, require_file
 
 JSON = (*LINES, ".json")
-LABEL = "label"  # the one field that need not be text
+LABEL = "label"  # the only field that may be a number
 
 T = TypeVar("T")
 
 
 class Record(NamedTuple):
-    """One line of a file, and where it stands."""
+    """The fields of one line of a file."""
 
-    where: str
+    where: str  # the file and the line, for messages
     fields: dict[str, Any]
 
 
 def read(path: str | os.PathLike[str], fields: Sequence[str] = ("text",)) -> list[Record]:
-    """The records of a UTF-8 file, all with these fields: texts, and the number or name `label`.
+    """The records of a UTF-8 file. Empty lines are left out.
 
-    A file called .jsonl or .jsonl.gz, in any case, has a JSON object in each line, whose other
-    fields do not matter. Of any other file each line is a text. Empty lines are left out.
-    FileNotFoundError where there is no file, ValueError that names the line where one is not such,
-    and where there is none.
+    path: a .jsonl or .jsonl.gz file (in any case) with a JSON object a line; in any other file,
+        each line is a text
+    fields: the names of the fields to read. They are texts; `label` is a number or a name.
+
+    FileNotFoundError if there is no file. ValueError, which names the line, for a bad line, and if
+    there is no record.
     """
-    place = Path(path)
-    require_file(place)
-    is_json = holds_json(place, JSON)
+    file = Path(path)
+    require_file(file)
+    is_json = holds_json(file, JSON)
     if not is_json and tuple(fields) != ("text",):
         wanted = ", ".join(fields)
-        raise ValueError(f"{place}: must be a .jsonl file of objects with {wanted}")
-    found = []
-    for where, line in _lines(place):
+        raise ValueError(f"{file}: must be a .jsonl file of objects with {wanted}")
+    records = []
+    for where, line in _lines(file):
         try:
-            found.append(Record(where, _fields(line, fields) if is_json else {"text": line}))
+            records.append(Record(where, _fields(line, fields) if is_json else {"text": line}))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: {error}") from error
-    if not found:
-        raise ValueError(f"{place}: there is nothing in it to train on")
-    return found
+    if not records:
+        raise ValueError(f"{file}: there is nothing in it to train on")
+    return records
 
 
 def first_fields(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Names of the fields of a file's first record; errors as `read`."""
-    place = Path(path)
-    if not holds_json(place, JSON):
+    """The names of the fields of a file's first record.
+
+    FileNotFoundError if there is no file, ValueError if the line is not valid JSON.
+    """
+    file = Path(path)
+    if not holds_json(file, JSON):
         return ("text",)
-    require_file(place)
-    for where, line in _lines(place):
+    require_file(file)
+    for where, line in _lines(file):
         try:
-            found = json.loads(line)
+            data = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: {error}") from error
-        return tuple(found) if isinstance(found, dict) else ()
+        return tuple(data) if isinstance(data, dict) else ()
     return ()
 
 
 def split(items: Sequence[T], share: float, seed: int = 0) -> tuple[list[T], list[T]]:
-    """Items to train on, and a share of them, chosen at random, to validate on: at least one.
+    """Split items at random into those to train on and those to validate on.
 
-    A share of 0: none. ValueError where there are not enough of both.
+    share: the fraction to validate on, of at least one item; 0: no validation
+    ValueError if there are too few items.
     """
     if not 0 <= share < 1:
         raise ValueError(f"split: share must lie in [0, 1), got {share}")
@@ -81,13 +87,13 @@ def split(items: Sequence[T], share: float, seed: int = 0) -> tuple[list[T], lis
     return [items[i] for i in sorted(order[n:])], [items[i] for i in sorted(order[:n])]
 
 
-def _lines(place: Path) -> Iterator[tuple[str, str]]:
-    """The lines that are not empty, and where they stand."""
-    return ((where, line) for where, line in lines(place) if line.strip())
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """The lines that are not empty, each with its location for messages."""
+    return ((where, line) for where, line in lines(file) if line.strip())
 
 
 def _fields(line: str, names: Sequence[str]) -> dict[str, Any]:
-    """The named fields of a JSON object."""
+    """The named fields of a JSON object. ValueError for a missing or an empty one."""
     data = fields_of(line, names)
     for name in names:
         if name != LABEL and (not isinstance(data[name], str) or not data[name]):

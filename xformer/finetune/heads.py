@@ -1,4 +1,4 @@
-"""A classifier in the place of a model's head."""
+"""Replace a model's head by a classifier."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ MAX_LABELS = 10_000
 
 
 def is_classifier(model: Any) -> bool:
-    """Whether a model gives a class for each text."""
+    """Whether a model is a LanguageModel with a Classifier."""
     return isinstance(model, LanguageModel) and isinstance(model.head, Classifier)
 
 
 def labels_in(records: Sequence[Record]) -> list[str]:
-    """The classes of records: the names that are there, or as many as their numbers go."""
+    """The names of the classes of records: their names, or LABEL_0 up to the highest number.
+
+    ValueError unless all labels are names, or all are numbers from 0 to MAX_LABELS - 1.
+    """
     found = [record.fields[LABEL] for record in records]
     if all(isinstance(label, str) for label in found):
         return sorted(set(found))
@@ -39,12 +42,17 @@ def labels_in(records: Sequence[Record]) -> list[str]:
 def with_classifier(
     model: Any, params: Any, labels: Sequence[str], *, seed: int = 0, pad_id: int | None = None
 ) -> tuple[Any, Any]:
-    """A classifier of these classes on the body of a pretrained model, its head new.
+    """The model and parameters of a classifier: a pretrained body with a new head.
 
-    As transformers' AutoModelForSequenceClassification of that family: BERT's pooler, where the
-    model has it, is kept. pad_id: for the configuration, where it has none: transformers needs it
-    for batches. ValueError for fewer than two classes, a class named twice, and a model whose
-    family has no classifier.
+    It equals AutoModelForSequenceClassification of transformers for the family. BERT's pooler is
+    kept if the model has it.
+
+    labels: the names of the classes
+    seed: of the new parameters
+    pad_id: for a configuration without a pad_token_id, which transformers needs for batches
+
+    ValueError for fewer than two classes, for equal names, and for a model whose family has no
+    classifier.
     """
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f"with_classifier: labels must be two or more, all different: {labels}")
@@ -62,7 +70,7 @@ def with_classifier(
         "id2label": {str(i): name for i, name in enumerate(labels)},
         "label2id": {name: i for i, name in enumerate(labels)},
     }
-    for key in ("num_labels", "problem_type"):  # of a head that it had before
+    for key in ("num_labels", "problem_type"):  # of the old head
         config.pop(key, None)
     if config.get("pad_token_id") is None:
         config["pad_token_id"] = pad_id
@@ -78,6 +86,6 @@ def with_classifier(
 
 
 def _has_pooler(model: Any, new: Any) -> bool:
-    """Whether the classifier begins with the pooler that the model has: BERT's, not RoBERTa's."""
+    """Whether the classifier's dense layer is the model's pooler: BERT's is, RoBERTa's is not."""
     names = [name for link in links_of(new) for name in link.theirs]
     return isinstance(model.head, Pooler) and any("pooler" in name for name in names)

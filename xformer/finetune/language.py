@@ -1,4 +1,4 @@
-"""Tasks of language models: the next token, the tokens of a completion, hidden tokens."""
+"""Tasks of language models: the next token, a completion, masked tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from xformer.finetune.base import Example, Task, embed_of, require
 from xformer.models import LanguageModel, LMHead, MaskedLMHead
 from xformer.training.batch import IGNORED, Batch
 
-MASKED, SHOWN, RANDOM = 0.15, 0.8, 0.1  # BERT's shares: of tokens; of those as a mask, as others
+# BERT's fractions: of chosen tokens; of these, replaced by the mask, and by a random token.
+MASKED, SHOWN, RANDOM = 0.15, 0.8, 0.1
 
 
 class Causal(Task):
-    """The token after each token; texts longer than max_len are several examples."""
+    """Predict the next token. A text longer than max_len becomes several examples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -30,16 +31,16 @@ class Causal(Task):
 
 
 class Completion(Causal):
-    """The tokens of a completion, given a prompt, for which there is no loss."""
+    """Predict the tokens of a completion after a prompt. The prompt has no loss."""
 
     fields = ("prompt", "completion")
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
-        """One example; a completion is cut where both together exceed max_len.
+        """One example, of at most max_len tokens.
 
-        By the tokenizer's truncation_side "left" the prompt's beginning is cut instead.
-        Both are one text, as a tokenizer may join them; the prompt ends where the tokens are no
-        longer those of the prompt alone.
+        The completion is cut at its end; with truncation_side "left" of the tokenizer, the prompt
+        at its beginning. Prompt and completion are encoded as one text, since a tokenizer may join
+        them. The prompt ends at the first token that differs from those of the prompt alone.
         """
         text = fields["prompt"] + fields["completion"]
         ids = self._ended(text)
@@ -61,9 +62,10 @@ class Completion(Causal):
 
 
 class Masked(Task):
-    """Tokens hidden at random (arXiv:1810.04805, section 3.1): other ones whenever a text comes.
+    """Predict masked tokens (arXiv:1810.04805, section 3.1).
 
-    Of 15 % of its tokens, at least one, 80 % become the mask, 10 % any token, 10 % stay.
+    Each time a text is in a batch, 15 % of its tokens are chosen at random, at least one. Of these,
+    80 % become the mask, 10 % a random token, and 10 % stay.
     """
 
     def __post_init__(self) -> None:
@@ -74,19 +76,19 @@ class Masked(Task):
             raise ValueError("the tokenizer must have a mask token")
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
-        """One example; its targets are the places that may be hidden."""
+        """One example. Its targets are the indices of tokens that may be chosen."""
         ids, is_cut = self._ids(fields["text"])
-        places = np.flatnonzero(~np.isin(ids, list(self.tokenizer.special_ids)))
-        return [Example(ids, places, is_cut)] if len(places) else []
+        indices = np.flatnonzero(~np.isin(ids, list(self.tokenizer.special_ids)))
+        return [Example(ids, indices, is_cut)] if len(indices) else []
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
-        """Examples with tokens hidden."""
-        return super().batch([self._hidden(example, rng) for example in examples], rng)
+        """A batch of examples with masked tokens, chosen by `rng`."""
+        return super().batch([self._masked(example, rng) for example in examples], rng)
 
-    def _hidden(self, example: Example, rng: np.random.Generator) -> Example:
-        ids, places, _ = example
-        n = max(1, round(MASKED * len(places)))
-        chosen = rng.permutation(places)[:n]
+    def _masked(self, example: Example, rng: np.random.Generator) -> Example:
+        ids, indices, _ = example
+        n = max(1, round(MASKED * len(indices)))
+        chosen = rng.permutation(indices)[:n]
         targets = np.full_like(ids, IGNORED)
         targets[chosen] = ids[chosen]
         ids, draw = ids.copy(), rng.random(n)
@@ -97,6 +99,6 @@ class Masked(Task):
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a model gives the token after each token."""
+    """Whether a model is a causal LanguageModel with an LMHead."""
     known = isinstance(model, LanguageModel) and isinstance(model.head, LMHead)
     return known and model.causal

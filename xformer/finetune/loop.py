@@ -1,4 +1,4 @@
-"""Fine-tuning: the training loop on a task's examples, shuffled alike on every backend."""
+"""The fine-tuning loop: training on a task's examples, in the same order on every backend."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def train(
     *,
     donate: bool = False,
 ) -> Iterator[Step]:
-    """`training.train` from its first step; frozen parameters stay as they are.
+    """Yield the steps of `training.train` on a task's examples. Frozen parameters do not change.
 
-    held_out: examples to validate on every config.eval_every steps and after the last, as
-    `evaluate` does. donate: as there, so that params may be written over too. ValueError where
-    nothing is trained or there are too few examples; Diverged as there.
+    held_out: examples to validate on, every config.eval_every steps and after the last step
+    donate: the next step may overwrite the arrays of a state, and the first step those of params
+    ValueError if all parameters are frozen or there are too few examples. Diverged if the loss or a
+    gradient is not finite, or the loss has grown too much.
     """
     _require_pairs("train", task, min(config.batch_size, len(examples)))
     source = Rows(examples, config.batch_size, task.batch, config.seed)
@@ -49,10 +50,11 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int], Any] | None = None,
 ) -> float:
-    """The mean loss over all examples' targets, in nats, without dropout.
+    """The mean loss in nats over the targets of all examples, without dropout.
 
-    The same seed hides the same tokens. progress: called with the number of examples after each
-    batch. ValueError where there are too few examples.
+    seed: of masked tokens
+    progress: called with the number of examples after each batch
+    ValueError if there are too few examples.
     """
     if not examples:
         raise ValueError("evaluate: there are no examples")
@@ -71,6 +73,6 @@ def _counted(batches: Iterable[Batch], progress: Callable[[int], Any]) -> Iterat
 
 
 def _require_pairs(what: str, task: Task, n: int) -> None:
-    """ValueError where a pair would be alone, with nothing to be told from: a loss of 0."""
+    """ValueError for a contrastive task with batches of one pair, whose loss is always 0."""
     if isinstance(task, Contrastive) and n < 2:
         raise ValueError(f"{what}: a contrastive loss needs batches of at least 2 pairs, got {n}")

@@ -1,11 +1,11 @@
-"""Low-rank adapters (arXiv:2106.09685): y = x w + scale * (x a) b, of which only a and b learn.
+"""LoRA adapters (arXiv:2106.09685): y = x w + scale * (x a) b, with only a and b trained.
 
     params = lora.attach(params, rank=8, alpha=16)
     trained = tree.trained(params)                 # the adapters; all else is frozen
     ...
     params = lora.merge(params)                    # w + scale * a b: a model like any other
 
-`peft.save` and `peft.load` exchange adapters with the package of that name.
+`peft.save` and `peft.load` exchange adapters with the package PEFT.
 """
 
 from __future__ import annotations
@@ -23,18 +23,25 @@ from xformer.layers import LinearParams, LoRAParams
 from xformer.tree import Constant, value
 from xformer.typing import Array
 
-TARGETS = ("*.attn.q", "*.attn.kv.v")  # those of the paper
+TARGETS = ("*.attn.q", "*.attn.kv.v")  # as in the paper
 
 
 def attach(
     params: Any, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> Any:
-    """`params`, all frozen, with an adapter at each linear map whose name matches a target.
+    """Frozen `params` with an adapter at each linear layer whose name matches a target.
 
-    a (I, R) is uniform in [-I^-1/2, I^-1/2), as PEFT draws it, b (R, O) is 0, so that nothing
-    changes at first; scale = alpha / rank. targets: patterns as in `fnmatch` of dotted names such
-    as "stack.blocks.0.attn.kv.v" (`linear_maps` lists them). ValueError for a target that matches
-    no linear map, or one that has an adapter.
+    a (I, R) is uniform in [-I^-1/2, I^-1/2), as in PEFT. b (R, O) is 0, so that the model does not
+    change at first.
+
+    rank: R
+    alpha: scale = alpha / rank
+    targets: patterns of `fnmatch` for dotted names such as "stack.blocks.0.attn.kv.v", which
+        `linear_maps` lists
+    seed: of a
+
+    ValueError for a target that matches no linear layer, and for a layer that has an adapter
+    already. TypeError if targets is a string.
     """
     (rank,) = require_sizes("attach", 1, rank=rank)
     scale = number("attach", "alpha", alpha, low=0) / rank
@@ -59,12 +66,12 @@ def attach(
 
 
 def with_adapter(node: LinearParams, a: Array, b: Array, scale: float) -> LoRAParams:
-    """A linear map, frozen, and an adapter a (I, R), b (R, O)."""
+    """The frozen linear layer `node` with an adapter a (I, R), b (R, O)."""
     return LoRAParams(tree.freeze(node), a, b, Constant(scale))
 
 
 def merge(params: Any) -> Any:
-    """w + scale * a b in the place of each linear map with an adapter; nothing is frozen."""
+    """`params` with w + scale * a b for each linear layer with an adapter. Nothing is frozen."""
 
     def merged(_: str, node: LoRAParams) -> LinearParams:
         base, a, b, scale = tree.thaw(node)
@@ -74,12 +81,12 @@ def merge(params: Any) -> Any:
 
 
 def adapters(params: Any) -> dict[str, LoRAParams]:
-    """The linear maps that have an adapter, by name."""
+    """The linear layers that have an adapter, by name."""
     return _nodes(params, LoRAParams)
 
 
 def linear_maps(params: Any) -> tuple[str, ...]:
-    """Names of the linear maps, those with an adapter too: what targets may match."""
+    """The names of all linear layers, with or without an adapter, which targets may match."""
     return tuple(_nodes(params, (LinearParams, LoRAParams)))
 
 
@@ -90,7 +97,7 @@ def _nodes(params: Any, kind: Any) -> dict[str, Any]:
 
 
 def _chosen(params: Any, targets: Sequence[str]) -> set[str]:
-    """Names of the linear maps that a target matches."""
+    """The names of the linear layers that a target matches. ValueError for one without a match."""
     names = linear_maps(params)
     chosen: set[str] = set()
     for target in targets:
@@ -104,7 +111,7 @@ def _chosen(params: Any, targets: Sequence[str]) -> set[str]:
 
 
 def _instead(params: Any, target: str) -> str:
-    """What a target matches that is no linear map, or else what there is."""
+    """A hint for an error: the array that a target matches instead, else the possible targets."""
     others = [name for name in tree.flatten(params) if fnmatchcase(name, target)]
     if others:
         return f"{others[0]} is an array of another kind, such as experts or tables, without one"

@@ -1,15 +1,15 @@
-"""The modules of transformers' models and our linear maps, where adapters are concerned.
+"""Adapters of transformers' modules and of xformer's linear layers.
 
-Most modules are one linear map. The queries, keys and values of GPT-2 and GPT-NeoX are one module,
-whose adapter of three is, with ranks that add up,
+Most modules are one linear layer. In GPT-2 and GPT-NeoX, queries, keys and values are one module.
+Three adapters become one adapter of that module, whose rank is the sum of theirs:
 
     x [a_q a_k a_v] [b_q  .   .  ]
                     [ .  b_k  .  ]
                     [ .   .  b_v ]
 
-It is read back row by row: what is zero for one of the three is no part of its adapter. A trained
-adapter of PEFT's own has no such zeros and becomes three of its rank with equal a, which are
-written as the one that they were as long as they are equal.
+Reading splits it by rows: a row that is zero for one of the three is not a part of its adapter. An
+adapter that PEFT trained has no such zeros. It becomes three adapters of the same rank with equal
+a, which are written as one adapter while they are equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xformer.pretrained.names import Link
 
 
 class Adapter(NamedTuple):
-    """An adapter on the host, in our layout: y = x w + scale * (x a) b."""
+    """An adapter on the host, in xformer's layout: y = x w + scale * (x a) b."""
 
     a: np.ndarray  # (I, R)
     b: np.ndarray  # (R, O)
@@ -33,9 +33,9 @@ class Adapter(NamedTuple):
 
 
 def modules(model: Any, params: Any, *, in_memory: bool = True) -> dict[str, Link]:
-    """transformers' modules that are linear maps of ours: name -> link of the weights.
+    """The modules of transformers that are linear layers here: name -> link of the weights.
 
-    in_memory: by the names that transformers has in memory, not in files.
+    in_memory: names as in transformers' memory; False: as in its files
     """
     ours = set(linear_maps(params))
     found: dict[str, Link] = {}
@@ -47,12 +47,16 @@ def modules(model: Any, params: Any, *, in_memory: bool = True) -> dict[str, Lin
 
 
 def maps(link: Link) -> list[str]:
-    """Names of the linear maps whose weights a link is about."""
+    """The names of the linear layers of a link."""
     return [leaf.removesuffix(".w") for leaf in link.ours]
 
 
 def joined(link: Link, parts: Sequence[Adapter | None], widths: Sequence[int]) -> Adapter:
-    """The adapter of a module from those of its linear maps, of these widths O; None: without."""
+    """The adapter of a module from those of its linear layers.
+
+    parts: the adapter of each layer, or None
+    widths: O of each layer
+    """
     there = [part for part in parts if part is not None]
     a, _, scale = there[0]
     shared = len(there) == len(parts) and all(
@@ -64,25 +68,25 @@ def joined(link: Link, parts: Sequence[Adapter | None], widths: Sequence[int]) -
     for part, width in zip(parts, widths, strict=True):
         block = np.zeros((a.shape[1], width), a.dtype)
         if part is not None:
-            own = part.b if part.scale == scale else part.b * (part.scale / scale)
-            block[start : start + len(own)] = own
-            start += 0 if shared else len(own)
+            scaled = part.b if part.scale == scale else part.b * (part.scale / scale)
+            block[start : start + len(scaled)] = scaled
+            start += 0 if shared else len(scaled)
         blocks.append(block)
     (b,) = link._replace(flip=False).write(blocks).values()
     return Adapter(a, b, scale)
 
 
 def split(link: Link, adapter: Adapter) -> dict[str, Adapter]:
-    """The adapters of linear maps from that of their module: the inverse of `joined`."""
+    """The adapters of the linear layers of a module, by name: the inverse of `joined`."""
     a, b, scale = adapter
     parts: Mapping[str, np.ndarray] = link._replace(flip=False).read([b])
     if len(parts) == 1:
         return {maps(link)[0]: adapter}
     used = {name: part.any(axis=1) for name, part in parts.items()}  # (R,)
-    unused = ~np.logical_or.reduce(list(used.values()))  # as before training: of all three
-    found: dict[str, Adapter] = {}
+    unused = ~np.logical_or.reduce(list(used.values()))  # zero before training: part of all three
+    adapters: dict[str, Adapter] = {}
     for name, part in parts.items():
-        own = used[name] | unused
-        if own.any():
-            found[name.removesuffix(".w")] = Adapter(a[:, own], part[own], scale)
-    return found
+        rows = used[name] | unused
+        if rows.any():
+            adapters[name.removesuffix(".w")] = Adapter(a[:, rows], part[rows], scale)
+    return adapters

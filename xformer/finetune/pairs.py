@@ -1,4 +1,4 @@
-"""Tasks of texts and what belongs to them: a class, a target text, a text like it."""
+"""Tasks of labelled texts and pairs: classification, sequence to sequence, contrastive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xformer.typing import Array
 
 
 class Classify(Task):
-    """The class of a text, by its number or its name in the model's configuration."""
+    """Predict the class of a text. A label is the class's number or its name in the model."""
 
     fields = ("text", "label")
 
@@ -34,14 +34,14 @@ class Classify(Task):
             raise ValueError(f"the model's problem_type must be {KINDS[0]}, got {kind!r:.60}")
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
-        """One example; a text is cut to max_len."""
+        """One example, cut to max_len. ValueError for a text without tokens and a bad label."""
         ids, is_cut = self._ids(fields["text"])
         if not len(ids):
             raise ValueError("the text has no token")
         return [Example(ids, self._label(fields["label"]), is_cut)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
-        """Texts and the numbers of their classes."""
+        """A batch of texts and the numbers of their classes."""
         tokens, mask = padded([e.tokens for e in examples])
         classes = np.asarray([e.targets for e in examples], np.int64)
         return Batch((tokens, classes), {"mask": mask}, len(classes), int(mask.sum()))
@@ -61,7 +61,7 @@ class Classify(Task):
 
 
 class Seq2Seq(Task):
-    """A target text, token by token, given a source.
+    """Predict a target text from a source text.
 
     Both are cut to max_len at the tokenizer's truncation_side.
     """
@@ -77,14 +77,14 @@ class Seq2Seq(Task):
             raise ValueError("the model's configuration must have a decoder_start_token_id")
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
-        """One example, of which the target's tokens are the targets."""
+        """One example, with the target's tokens as targets."""
         src, is_cut = self._ids(fields["source"])
         targets = self._cut(fields["target"], self.max_len)
         is_cut = is_cut or len(targets) < len(self._ended(fields["target"]))
         return [Example(src, targets, is_cut)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
-        """Sources, targets behind the token that begins them, targets."""
+        """A batch: sources, the decoder's input (start token and target), and targets."""
         start: Any = start_of(self.model)
         src, src_mask = padded([e.tokens for e in examples])
         tgt, _ = padded([np.append(start, e.targets[:-1]) for e in examples])
@@ -95,9 +95,10 @@ class Seq2Seq(Task):
 
 @dataclass(frozen=True)
 class Contrastive(Task):
-    """Which of a batch's positives belongs to each anchor, by the vectors of both.
+    """Find the positive of each anchor among all positives of a batch, by their vectors.
 
-    pooling: as in `sentences.embed`; prompt: before each text.
+    pooling: of `sentences.embed`
+    prompt: a text before each text
     """
 
     pooling: str | None = None
@@ -110,20 +111,20 @@ class Contrastive(Task):
         require(self.model, "a LanguageModel of tokens", known)
 
     def examples(self, fields: Mapping[str, Any]) -> list[Example]:
-        """One pair; each text is cut to max_len."""
+        """One pair, each text cut to max_len. ValueError for a text without tokens."""
         (a, a_cut), (b, b_cut) = (self._ids(self.prompt + fields[name]) for name in self.fields)
         if not len(a) or not len(b):
             raise ValueError("a text has no token")
         return [Example(a, b, a_cut or b_cut)]
 
     def batch(self, examples: Sequence[Example], rng: np.random.Generator) -> Batch:
-        """The anchors, and after them the positives."""
+        """A batch: the anchors, and then the positives."""
         rows = [e.tokens for e in examples] + [e.targets for e in examples]
         tokens, mask = padded(rows)
         return Batch((tokens,), {"mask": mask}, len(examples), int(mask.sum()))
 
     def of(self, params: Any, inputs: Any, dropout_key: ops.RandomKey | None) -> tuple[Array, Any]:
-        """`contrastive_loss` of the pairs."""
+        """The `contrastive_loss` of the pairs, and its cache."""
         arrays, masks = inputs
         return contrastive_loss(
             self.model, params, *arrays, **masks, pooling=self.pooling, dropout_key=dropout_key

@@ -1,8 +1,8 @@
-"""Adapters in the format of the package PEFT: `adapter_config.json`, `adapter_model.safetensors`.
+"""Save and load adapters in PEFT's format: `adapter_config.json`, `adapter_model.safetensors`.
 
-The file has for each adapted module of transformers' model two tensors,
-`base_model.model.<module>.lora_A.weight` (R, I) and `...lora_B.weight` (O, R): our a and b on their
-sides, whatever the layout of the module's own weight (GPT-2's is fan_in_fan_out).
+The file has two tensors for each adapted module of transformers' model,
+`base_model.model.<module>.lora_A.weight` (R, I) and `...lora_B.weight` (O, R). They are the
+transposes of a and b, for any layout of the module's weight (GPT-2's is fan_in_fan_out).
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ WHOLE = re.compile(re.escape(PREFIX) + r"(?!.*\.lora_).*\.(weight|bias|\w+_proj)
 def save(
     model: Any, params: Any, folder: str | os.PathLike[str], *, base: str | None = None
 ) -> None:
-    """Write the adapters of `params` as `peft.PeftModel.from_pretrained(base, folder)` reads them.
+    """Write the adapters of `params` for `peft.PeftModel.from_pretrained(base, folder)`.
 
-    base: the model's name or folder, for the configuration. An interrupted write leaves the old
-    files. ValueError where there is no adapter, where more than adapters is trained, and for linear
-    maps that are no modules of transformers' model.
+    An interrupted write leaves the old files.
+
+    base: the model's name or folder, for the configuration
+    ValueError if there is no adapter, if other parameters are trained too, and for linear layers
+    that are not modules of transformers' model.
     """
     _require_only_adapters(params)
     known, nodes = modules(model, params), adapters(params)
@@ -67,14 +69,15 @@ def save(
 
 
 def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
-    """`params`, all frozen, with the adapters that PEFT, or `save`, wrote to a folder.
+    """Frozen `params` with the adapters in a folder that PEFT or `save` wrote.
 
-    They have the type and place of the parameters. FileNotFoundError where there is none,
-    ValueError where params have adapters already; PretrainedError where a file is damaged, does
-    not fit the model, or asks for what is not supported: DoRA, trained biases, ...
+    The adapters have the dtype and device of the parameters. Whole parameters in the file (a head
+    below its adapter, `modules_to_save`) replace the model's. `save` does not write these again;
+    `pretrained.save(model, lora.merge(params), folder)` does.
 
-    Whole parameters in the file replace the model's: a head below its adapter, `modules_to_save`.
-    `save` does not write them again; `pretrained.save(model, lora.merge(params), folder)` does.
+    FileNotFoundError if there is no adapter. ValueError if params have adapters already.
+    PretrainedError if a file is damaged, does not fit the model, or needs something that is not
+    supported, such as DoRA or trained biases.
     """
     if adapters(params):
         raise ValueError("load: params have adapters already; merge them first (lora.merge)")
@@ -106,9 +109,9 @@ def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
 
 
 def others(params: Any) -> set[str]:
-    """Names of what is trained beside adapters, which have no place in their file."""
-    own = {f"{name}.{part}" for name in adapters(params) for part in ("a", "b")}
-    return tree.flatten(tree.trained(params)).keys() - own
+    """The names of trained parameters beside the adapters, which `save` cannot write."""
+    in_adapters = {f"{name}.{part}" for name in adapters(params) for part in ("a", "b")}
+    return tree.flatten(tree.trained(params)).keys() - in_adapters
 
 
 def _require_only_adapters(params: Any) -> None:
@@ -122,7 +125,7 @@ def _require_only_adapters(params: Any) -> None:
 
 
 def _weight(leaves: Mapping[str, Any], name: str) -> Array:
-    """The weights of a linear map, with an adapter or without."""
+    """The weight of a linear layer, with or without an adapter."""
     return value(leaves[f"{name}.w"] if f"{name}.w" in leaves else leaves[f"{name}.base.w"])
 
 
@@ -132,14 +135,14 @@ def _host(node: LoRAParams) -> Adapter:
 
 
 def _task_type(model: Any) -> str | None:
-    """What PEFT is to wrap the model as; None: as any model."""
+    """PEFT's task_type of the model; None: any model."""
     if isinstance(model, EncoderDecoder):
         return None if model.head is None else "SEQ_2_SEQ_LM"
     return "CAUSAL_LM" if isinstance(model.head, LMHead) else None
 
 
 def _tensors(root: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """The two tensors of each adapted module, and whole parameters by name."""
+    """The two tensors of each adapted module, and whole parameters, both by name."""
     if not os.path.lexists(root / WEIGHTS):
         raise FileNotFoundError(f"{root} is no adapter: it has no {WEIGHTS}")
     tensors = open_file(root / WEIGHTS)
@@ -157,7 +160,7 @@ def _tensors(root: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Te
 
 
 def _read(pair: tuple[Tensor, Tensor], weights: list[Array]) -> Adapter:
-    """The adapter in two tensors of a module that has these weights, side by side; scale 1."""
+    """The adapter in the two tensors of a module, with scale 1. weights: of its linear layers."""
     down, up = pair
     n_in, n_out = weights[0].shape[0], sum(w.shape[1] for w in weights)
     rank = down.shape[0] if down.shape else 0

@@ -1,8 +1,8 @@
 """`adapter_config.json`: the ranks and scales of adapters.
 
 scale = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora (arXiv:2312.03732). `rank_pattern`
-and `alpha_pattern` have those of single modules, by their names or by regular expressions for the
-ends of names.
+and `alpha_pattern` have other values for single modules, by name or by a regular expression for the
+end of the name.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from xformer.pretrained.keys import warn_of
 
 CONFIG = "adapter_config.json"
 MAX_RANK, MAX_PATTERNS = 1 << 16, 10_000
-# Of regular expressions those without repetition: others may take for ever.
+# Only regular expressions without repetition: others may never end.
 PATTERN = re.compile(r"[\w.^$\\-]{1,500}")
 
-# How an adapter was made, and which modules were meant, which the tensors tell too.
+# Keys about training, and about the adapted modules, which the tensors name too.
 HARMLESS = (
     *("task_type", "base_model_name_or_path", "revision", "peft_version", "auto_mapping"),
     *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern"),
     *("layers_to_transform", "runtime_config", "megatron_core", "qalora_group_size", "eva_config"),
     *("fan_in_fan_out", "ensure_weight_tying", "modules_to_save"),
 )
-# Other mathematics, layers or ways to begin, which are not written here.
+# Other methods, layers or initialisations, which are not implemented.
 FLAGS = ("use_dora", "use_qalora", "use_bdlora", "lora_bias")
 LISTS = (
     *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
@@ -40,7 +40,7 @@ OBJECTS = (
     *("loftq_config", "arrow_config", "corda_config", "kasa_config", "lora_ga_config"),
     *("megatron_config", "monteclora_config", "velora_config"),
 )
-METHODS: dict[str, Any] = {  # each at the value that asks for nothing
+METHODS: dict[str, Any] = {  # each with its neutral value
     **dict.fromkeys(FLAGS, False),
     **{key: [] for key in LISTS},
     **{key: {} for key in OBJECTS},
@@ -48,7 +48,7 @@ METHODS: dict[str, Any] = {  # each at the value that asks for nothing
 
 
 def written(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
-    """The configuration of these modules' adapters: the usual rank and alpha, and the others."""
+    """The configuration of the adapters: the most frequent rank and alpha, and all others."""
     ranks = {name: adapter.a.shape[1] for name, adapter in adapters.items()}
     alphas = {name: _tidy(adapter.scale * ranks[name]) for name, adapter in adapters.items()}
     rank, alpha = (Counter(x.values()).most_common(1)[0][0] for x in (ranks, alphas))
@@ -68,18 +68,18 @@ def written(adapters: Mapping[str, Adapter]) -> dict[str, Any]:
 
 
 def _tidy(number: float) -> float:
-    """An int where it is one, which PEFT declares lora_alpha to be."""
+    """`number` as an int if it is whole, since PEFT declares lora_alpha as int."""
     return int(number) if number == int(number) else number
 
 
 class Scales:
-    """The scales that a configuration gives. PretrainedError for what is not supported."""
+    """The scales of a configuration. PretrainedError for options that are not supported."""
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
         c = Config(data, where)
         c.only("peft_type", "LORA")
         c.only("bias", "none")
-        # Other ways to begin change the base model too, which the adapter's file does not hold.
+        # Other initialisations change the base model too, which the adapter's file does not have.
         c.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal")
         for key, nothing in METHODS.items():
             c.only(key, nothing)
@@ -90,11 +90,11 @@ class Scales:
         self._root = c.flag("use_rslora", default=False)
         self._ranks, self._alphas = (_patterns(c, f"{kind}_pattern") for kind in ("rank", "alpha"))
         unread = c.unasked()
-        c.accept(unread)  # PEFT does not read them either, and says so
+        c.accept(unread)  # PEFT ignores them too, with a warning
         warn_of(unread, where, "PEFT")
 
     def of(self, module: str, rank: int) -> float:
-        """The scale of a module's adapter, which has that rank by its tensors."""
+        """The scale of a module's adapter. rank: of its tensors; PretrainedError if it differs."""
         wanted = _matching(self._ranks, module, self._rank)
         if rank != wanted:
             raise PretrainedError(
@@ -105,7 +105,7 @@ class Scales:
 
 
 def _patterns(c: Config, name: str) -> list[tuple[re.Pattern[str], float]]:
-    """Regular expressions for names of modules, and the number of each."""
+    """Regular expressions for names of modules, each with its number."""
     part = c.sub(name)
     part = Config({}) if part is None else part
     if len(part.data) > MAX_PATTERNS:
@@ -124,6 +124,6 @@ def _patterns(c: Config, name: str) -> list[tuple[re.Pattern[str], float]]:
     return found
 
 
-def _matching(patterns: list[tuple[re.Pattern[str], float]], module: str, usual: float) -> float:
-    """The number of the first expression that matches a name; the usual one without any."""
-    return next((number for pattern, number in patterns if pattern.match(module)), usual)
+def _matching(patterns: list[tuple[re.Pattern[str], float]], module: str, default: float) -> float:
+    """The number of the first expression that matches a name; `default` without a match."""
+    return next((number for pattern, number in patterns if pattern.match(module)), default)

@@ -1,7 +1,7 @@
 """Whole parameters in an adapter's file.
 
-PEFT stores the weights below an adapter of the head (`lm_head.base_layer.weight`), modules that it
-trained as a whole (`modules_to_save`: a classifier), and embeddings that were resized.
+PEFT stores the weights below an adapter of the head (`lm_head.base_layer.weight`), modules that
+were trained whole (`modules_to_save`: a classifier), and resized embeddings.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from xformer.typing import Array
 
 
 def replaced(model: Any, params: Any, tensors: Mapping[str, Tensor], path: Path) -> Any:
-    """`params` with whole parameters of an adapter's file in their places.
+    """`params` with the whole parameters of an adapter's file.
 
-    tensors: by the names that transformers has, in memory or in files. PretrainedError where the
-    model has no such parameter, or one of another shape, and where tied ones come apart.
+    tensors: by the names of transformers, in memory or in files
+    path: of the file, for messages
+    PretrainedError if the model has no such parameter, or one of another shape, and if tied
+    parameters would differ.
     """
     links = {
         link.theirs[0]: link
@@ -49,7 +51,7 @@ def replaced(model: Any, params: Any, tensors: Mapping[str, Tensor], path: Path)
 
 
 def _leaves(link: Link, tensor: Tensor, leaves: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The parameters that are in a tensor."""
+    """The parameters of a tensor, by name. PretrainedError for another shape."""
     (wanted,) = link.shapes({name: leaves[name].shape for name in link.ours}).values()
     if tensor.shape != wanted:
         raise PretrainedError(f"{path}: {tensor.name} must be {wanted}, got shape {tensor.shape}")
@@ -64,9 +66,9 @@ def _require_ties(
     leaves: Mapping[str, Any],
     path: Path,
 ) -> None:
-    """A head that is tied to the embedding must still hold the embedding's numbers.
+    """PretrainedError if a tied head and the embedding would have different numbers.
 
-    PEFT lets one of them learn alone; `tie_word_embeddings` cannot say so afterwards.
+    PEFT can train one of them alone, which the model's `tie_word_embeddings` cannot express.
     """
     if not getattr(model.head, "tied", False):
         return
@@ -78,19 +80,19 @@ def _require_ties(
         (before,) = link.write([host_of(leaves[name]) for name in link.ours]).values()
         arrays = [tensors[name].read(dtype_of(before)) for name in stored]
         if table not in stored or stored == [table]:
-            arrays.append(before)  # of the other one, which is as it was
+            arrays.append(before)  # of the other one, which is unchanged
         if any(not np.array_equal(array, arrays[0]) for array in arrays):
             raise PretrainedError(
-                f"{path}: {listed(stored)} would part the head from the embedding, and the model "
+                f"{path}: {listed(stored)} would make head and embedding differ, but the model "
                 "ties them (tie_word_embeddings)"
             )
 
 
 def like(host: np.ndarray, array: Array) -> Array:
-    """A host array as one of the library and on the device of another array."""
+    """`host` as an array of the library and on the device of `array`."""
     return to_device(backends.backend_of(array).asarray(np.ascontiguousarray(host)), device(array))
 
 
 def dtype_of(array: Array) -> str:
-    """The type to read a tensor in, for parameters of this one's."""
+    """The dtype in which to read tensors for parameters like `array`: float32 or float64."""
     return "float64" if array.dtype == array_namespace(array).float64 else "float32"

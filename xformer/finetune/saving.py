@@ -1,4 +1,4 @@
-"""A tuned model's folder: what lay beside the model that it was made of, and what it has become."""
+"""Save a fine-tuned model, with the tokenizer and the settings of its base model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from xformer.pretrained.reading import read_bytes
 from xformer.pretrained.tokenizer_config import class_of, settings
 
 ADAPTER = "adapter"
-LIMIT = 64 << 20  # bytes of a file that is copied
+LIMIT = 64 << 20  # most bytes of a copied file
 
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
     "chat_template.jinja",
 )
-SETTINGS = (  # of how text is generated, of sentence-transformers
+SETTINGS = (  # of generation and of sentence-transformers
     "generation_config.json",
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     "1_Pooling/config.json",
@@ -37,16 +37,17 @@ def save(
     tokenizer: Any = None,
     base: str | os.PathLike[str] | None = None,
 ) -> Path | None:
-    """Write the model with its adapters merged, and the adapters alone into the folder `adapter`.
+    """Write the model with merged adapters, and the adapters alone to `folder`/adapter.
 
-    Returns that folder; None where there are no adapters, or more than they was trained.
-    The tokenizer's own files are copied as they are; it is written where it has no tokenizer.json,
-    or where its files mean another tokenizer beside this model.
-    base: the folder that the model was loaded from, whose settings are copied too. An interrupted
-    write leaves the old files.
+    Return the folder of the adapters; None if there are none, or if other parameters were trained
+    too. An interrupted write leaves the old files.
+
+    tokenizer: its files are copied unchanged; it is written anew if it has no tokenizer.json, or if
+        its files would mean another tokenizer beside this model
+    base: the folder of the original model, whose settings are copied too
     """
     target, source = Path(folder), None if base is None else Path(base)
-    source = source if source is not None and source.is_dir() else None  # not one of llama2.c's
+    source = source if source is not None and source.is_dir() else None  # llama2.c's is a file
     pretrained.save(model, merge(params), target)
     copy_beside(tokenizer, source, target, model=model)
     if not adapters(params) or peft.others(params):
@@ -56,14 +57,14 @@ def save(
 
 
 def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any = None) -> None:
-    """Copy the files of a tokenizer, and the settings in the folder of a model, as `save`.
+    """Copy the files of a tokenizer and the settings in `base` to `target`, for `save`.
 
-    model: what was saved in target, perhaps with a generation_config.json, which then stays.
+    model: the model in target; if it has a generation_config.json, that file is not overwritten
     """
     if tokenizer is not None:
         where = Path(tokenizer.where)
         files = settings(where)
-        # Beside another config.json the same files may mean another class.
+        # Beside another config.json, the same files may mean another tokenizer class.
         is_same = class_of(files, where) == class_of(files, target)
         if is_same:
             _copy(TOKENIZER, where, target)
@@ -75,10 +76,10 @@ def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any =
 
 
 def _copy(names: Iterable[str], source: Path, target: Path) -> None:
-    """The files of these names that a folder has."""
+    """Copy those of the named files that `source` has."""
     for name in names:
         if os.path.lexists(source / name):
-            data, place = read_bytes(source / name, LIMIT), target / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(place) as (part,):
+            data, path = read_bytes(source / name, LIMIT), target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as (part,):
                 part.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Tasks by name, and the examples that records make for them.
+"""Tasks by name, and their examples from records.
 
 task = finetune.task("prefix", model, tokenizer, max_len=256)
 examples = finetune.examples(task, finetune.read("answers.jsonl", task.fields))
@@ -31,7 +31,11 @@ TASKS: dict[str, type[Task]] = {
 
 
 def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **options: Any) -> Task:
-    """The task of a name in `TASKS`. max_len: unless given 512, or what the model was made for."""
+    """The task with a name in `TASKS`. ValueError for another name, and if the model does not fit.
+
+    max_len: the most tokens of a text; None: 512, or the model's length if that is less
+    options: of the task
+    """
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
     if max_len is None:
@@ -42,27 +46,27 @@ def task(name: str, model: Any, tokenizer: Any, max_len: int | None = None, **op
 
 
 def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
-    """The task that the fields of a file's first record ask for, and the model in a folder.
+    """The name of the task that fits the fields of a file's first record and the model in a folder.
 
-    The first of prefix, classify, seq2seq and contrastive whose fields are all there; else, of
-    "text", masked for a masked language model and causal for another.
+    It is the first of prefix, classify, seq2seq and contrastive whose fields the record has.
+    Otherwise it is masked for a masked language model, and causal for other models.
     """
     fields = set(first_fields(data))
     for name in ("prefix", "classify", "seq2seq", "contrastive"):
         if fields >= set(TASKS[name].fields):
             return name
-    place = Path(model)
-    if not (place / CONFIG).is_file():
-        require_model(place)  # which names what it is instead
-    kinds = read_json(place / CONFIG).get("architectures") if place.is_dir() else []
-    if kinds is None:  # then the tensors tell
-        kinds = pretrained.inspect(place)[0].hf_config.get("architectures")
+    folder = Path(model)
+    if not (folder / CONFIG).is_file():
+        require_model(folder)  # its error says what the folder is instead
+    kinds = read_json(folder / CONFIG).get("architectures") if folder.is_dir() else []
+    if kinds is None:  # then the names of the tensors decide
+        kinds = pretrained.inspect(folder)[0].hf_config.get("architectures")
     is_masked = isinstance(kinds, list) and any("MaskedLM" in str(kind) for kind in kinds)
     return "masked" if is_masked else "causal"
 
 
 def examples(task: Task, records: Iterable[Record]) -> list[Example]:
-    """The examples of all records. ValueError, with the place of the record, where one has none."""
+    """The examples of all records. ValueError, which names the record, for an unusable one."""
     found: list[Example] = []
     for record in records:
         try:

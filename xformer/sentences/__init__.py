@@ -1,4 +1,4 @@
-"""Texts in, a vector or the probabilities of classes for each out.
+"""Sentence embeddings and text classification: a vector or class probabilities for each text.
 
 folder = "all-MiniLM-L6-v2"
 model, params = pretrained.load(folder)

@@ -1,4 +1,4 @@
-"""Texts through a model in batches of similar lengths."""
+"""Run a model on texts, in batches of similar lengths."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from xformer.models import LanguageModel
 from xformer.summary import context
 from xformer.tree import value
 
-# In a batch on NumPy, about: the arrays of a larger one leave the processor's caches, and are
-# slower for each token, not faster.
+# Tokens of a batch on NumPy. The arrays of a larger batch do not fit into the processor's caches,
+# which takes longer for each token.
 NUMPY_TOKENS = 1024
 
 KEPT = 8  # models whose programs are kept
@@ -41,12 +41,15 @@ def by_batch(
     batch_size: int,
     progress: Progress | None,
 ) -> np.ndarray:
-    """forward(params, tokens (B, T), mask (B, T)), rows (B, width), for all texts: (N, width).
+    """The rows (N, width) of all texts, in their order, by `forward` in batches.
 
-    The longest texts go first, each batch with texts of about one length; what comes back is in
-    the order of texts. Where programs are recorded, T is one of few lengths (`compiling.bucket`).
-    progress is called with the number of texts after each batch. Arguments and errors as in
-    `embed`; `what` is the caller's name in messages.
+    A batch has texts of similar lengths, the longest first. If programs are recorded, T is one of
+    few lengths (`compiling.bucket`).
+
+    what: the caller's name, for messages
+    forward: forward(params, tokens (B, T), mask (B, T)) -> (B, width)
+    progress: called with the number of texts after each batch
+    The other arguments and the errors are those of `embed`.
     """
     texts = _listed(what, texts)
     if not isinstance(prompt, str):
@@ -72,7 +75,7 @@ def by_batch(
 
 
 def require_language_model(what: str, model: Any) -> None:
-    """ValueError unless the model reads tokens and has hidden states of them."""
+    """ValueError unless the model is a LanguageModel that reads tokens."""
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{what}: the model must be a LanguageModel, got {type(model).__name__}")
     if model.embed is None:
@@ -92,7 +95,7 @@ def _listed(what: str, texts: Any) -> list[str]:
 
 
 def longest(what: str, model: Any, max_len: int | None) -> int:
-    """The tokens of a text that are read: max_len, but no more than the model has places for."""
+    """The most tokens of a text: max_len, at most the model's context."""
     if max_len is not None:
         (max_len,) = require_sizes(what, 1, max_len=max_len)
     limits = (max_len, context(model))
@@ -102,8 +105,8 @@ def longest(what: str, model: Any, max_len: int | None) -> int:
 def _encoded(
     what: str, tokenizer: Any, texts: Sequence[str], prompt: str, limit: int
 ) -> list[np.ndarray]:
-    """The ids of each text, of which there is at least one; those of too many are cut."""
-    tokenizer.batch([], max_len=limit)  # refuses one that leaves no place for the text
+    """The ids of each text, cut to `limit` with a warning. ValueError for a text without ids."""
+    tokenizer.batch([], max_len=limit)  # raises if special tokens leave no room for the text
     encoded = [np.asarray(tokenizer.encode(prompt + text), np.int64) for text in texts]
     long = [i for i, ids in enumerate(encoded) if len(ids) > limit]
     for i in long:
@@ -127,7 +130,7 @@ def _require_known(what: str, encoded: list[np.ndarray], vocab_size: int) -> Non
 
 
 def _batches(lengths: list[int], batch_size: int, place: Backend) -> Iterator[list[int]]:
-    """The numbers of the texts of each batch, the longest texts first."""
+    """Yield the indices of the texts of each batch, the longest texts first."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     start, n = 0, batch_size
     while start < len(order):
@@ -138,7 +141,7 @@ def _batches(lengths: list[int], batch_size: int, place: Backend) -> Iterator[li
 
 
 def _padded(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (B, T) of a length T, with 0 after shorter rows, and a mask (B, T) that hides it."""
+    """Ids (B, T) padded with 0 to T = length, and their mask (B, T), True = a token."""
     lengths = np.asarray([len(row) for row in rows])
     mask = np.arange(length) < lengths[:, None]
     ids = np.zeros(mask.shape, np.int64)

@@ -1,4 +1,4 @@
-"""The probability of each class for each text."""
+"""Class probabilities of texts, by a sequence classifier."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ def classify(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Probabilities (N, n_labels) of the classes that `labels` names, for each of N texts.
+    """Probabilities (N, n_labels) of the classes `labels(model)`, for N texts.
 
-    They sum to 1, except where classes do not exclude each other: by the configuration's
-    problem_type "multi_label_classification", and for a single class. The rest as in `embed`;
-    ValueError also for a model that is no classifier, or that predicts numbers ("regression").
+    The probabilities of a text sum to 1, unless the configuration's problem_type is
+    "multi_label_classification" or there is a single class.
+
+    model: a LanguageModel with a Classifier
+    max_len, batch_size, progress, and the errors: those of `embed`
+    ValueError also for another model, and for problem_type "regression".
     """
     head = _head(model)
     source = model.hf_config or {}
@@ -57,7 +60,7 @@ def classify(
 
 @lru_cache(KEPT)
 def _probabilities(model: Any, alone: bool) -> Forward:
-    """(B, n_labels) of tokens (B, T) and their mask."""
+    """A function from tokens (B, T) and their mask to probabilities (B, n_labels)."""
 
     def probabilities(params: Any, tokens: Array, mask: Array) -> Array:
         logits, _ = model.forward(params, tokens, mask=mask)
@@ -67,19 +70,20 @@ def _probabilities(model: Any, alone: bool) -> Forward:
 
 
 def labels(model: Any) -> list[str]:
-    """The names of a classifier's classes, by the configuration's id2label; else LABEL_0, ...
+    """The names of a classifier's classes: the configuration's id2label, else LABEL_0, ...
 
-    Several classes may have one name. ValueError for another model, or names that are no strings.
+    Several classes may have the same name. ValueError for a model that is not a classifier, and for
+    names that are not strings.
     """
     head = _head(model)
     names = (model.hf_config or {}).get("id2label") or {}
     by_number = {str(key): name for key, name in names.items()}
     numbers = range(head.n_labels)
-    found = [by_number[str(i)] if names else f"LABEL_{i}" for i in numbers]
-    for name in found:
+    listed = [by_number[str(i)] if names else f"LABEL_{i}" for i in numbers]
+    for name in listed:
         if not isinstance(name, str):
             raise ValueError(f"classify: id2label must hold strings, got {name!r:.100}")
-    return found
+    return listed
 
 
 def _head(model: Any) -> Classifier:

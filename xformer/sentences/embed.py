@@ -1,4 +1,4 @@
-"""One vector for each text, and how alike vectors are."""
+"""Embeddings of texts, and their cosine similarity."""
 
 from __future__ import annotations
 
@@ -29,25 +29,32 @@ def embed(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Vectors (N, D) of N texts: their hidden states, pooled. On the host, of the type of params.
+    """Vectors (N, D) of N texts, pooled from their hidden states.
 
-    pooling: the "mean" of a text's hidden states, that of its "first" ("cls") or "last" token, or
-    BERT's "pooler"; unless given the last of a causal model, which alone has seen the whole text,
-    the mean of others. normalize: to length 1. max_len: longer texts are cut to so many tokens,
-    special ones included, at the tokenizer's truncation_side, with a warning; none is longer than
-    the model's context. prompt: what
-    the model wants before each text. batch_size: texts at once, at most; on NumPy fewer where they
-    are long, which is faster there. progress: called with the number of texts after each batch.
+    They are NumPy arrays of the dtype of params.
 
-    `settings(folder)` has what the model was trained with. ValueError, TypeError for arguments that
-    are not such, another model or tokenizer, and a text without tokens: an empty one has some where
-    the tokenizer adds them (BERT's [CLS] and [SEP]).
+    `settings(folder)` has the options that a model was trained with.
+
+    model: a LanguageModel
+    tokenizer: the model's
+    pooling: "mean", "first" ("cls") or "last" of a text's hidden states, or BERT's "pooler"; None:
+        "last" for a causal model, whose last token alone depends on the whole text, else "mean"
+    normalize: scale the vectors to length 1
+    max_len: cut longer texts to this many tokens, special tokens included, at the tokenizer's
+        truncation_side, with a warning; None: the model's context
+    prompt: a text before each text
+    batch_size: the most texts of a batch; on NumPy, batches of long texts are smaller, which is
+        faster
+    progress: called with the number of texts after each batch
+
+    ValueError or TypeError for other arguments, another model or tokenizer, and a text without
+    tokens. An empty text has tokens if the tokenizer adds them (BERT's [CLS] and [SEP]).
     """
     require_language_model("embed", model)
     if pooling not in (None, *POOLINGS):
         raise ValueError(f"embed: pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-    usual = "last" if model.causal else "mean"
-    how = {None: usual, "cls": "first"}.get(pooling, pooling)
+    default = "last" if model.causal else "mean"
+    how = {None: default, "cls": "first"}.get(pooling, pooling)
 
     return by_batch(
         "embed",
@@ -66,7 +73,7 @@ def embed(
 
 @lru_cache(KEPT)
 def _vectors(model: Any, how: str, normalize: bool) -> Forward:
-    """(B, D) of tokens (B, T) and their mask."""
+    """A function from tokens (B, T) and their mask to vectors (B, D)."""
 
     def vectors(params: Any, tokens: Array, mask: Array) -> Array:
         return model.pooled(params, tokens, mask=mask, pooling=how, normalize=normalize)[0]
@@ -75,9 +82,9 @@ def _vectors(model: Any, how: str, normalize: bool) -> Forward:
 
 
 def similarity(a: Array, b: Array | None = None) -> Array:
-    """Cosines (N, M) of vectors a (N, D) and b (M, D), a itself unless given; 0 for a vector of 0.
+    """The cosine similarities (N, M) of vectors a (N, D) and b (M, D); 0 for a zero vector.
 
-    ValueError for other shapes.
+    b: None: a. ValueError for other shapes.
     """
     b = a if b is None else b
     for name, vectors in (("a", a), ("b", b)):

@@ -1,6 +1,6 @@
-"""How a model's texts are to be embedded: what sentence-transformers writes beside it.
+"""The embedding options of a model, from the files of sentence-transformers in its folder.
 
-modules.json lists what a text goes through: Transformer, Pooling, perhaps Normalize.
+modules.json lists the modules: Transformer, Pooling, and perhaps Normalize.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LENGTHS = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "
 TOKENIZER, TOKENIZER_LIMIT = "tokenizer_config.json", 16 << 20
 CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 
-POOLINGS = {"mean": "mean", "cls": "first", "lasttoken": "last"}  # their names -> ours
+POOLINGS = {"mean": "mean", "cls": "first", "lasttoken": "last"}  # sentence-transformers -> xformer
 FLAGS = {  # of versions before 6
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -39,15 +39,15 @@ class Settings(NamedTuple):
 
 
 def settings(folder: str | os.PathLike[str]) -> Settings:
-    """The options of `embed` that a model's folder names; where it names none, `embed`'s own.
+    """The options of `embed` in a model's folder; without such files, the defaults of `embed`.
 
-    The length is that of sentence_bert_config.json, or the tokenizer's. PretrainedError for files
-    that are damaged, or name modules or options that are not supported.
+    max_len is that of sentence_bert_config.json, else the tokenizer's. PretrainedError for damaged
+    files, and for modules or options that are not supported.
     """
     root = Path(folder)
-    found = Settings(max_len=_max_len(root))
+    defaults = Settings(max_len=_max_len(root))
     if not os.path.lexists(root / MODULES):
-        return found
+        return defaults
     names, paths = _modules(root / MODULES)
     pooling, whole_prompt = _pooling(root / paths[1] / "config.json")
     if len(paths) == 3:
@@ -55,11 +55,11 @@ def settings(folder: str | os.PathLike[str]) -> Settings:
     prompt = _prompt(root / WHOLE)
     if prompt and not whole_prompt:
         raise PretrainedError(f"{root}: a prompt that is left out of the mean is not supported")
-    return Settings(pooling, names[-1] == "Normalize", found.max_len, prompt)
+    return Settings(pooling, names[-1] == "Normalize", defaults.max_len, prompt)
 
 
 def _modules(path: Path) -> tuple[list[str], list[str]]:
-    """Classes and folders of the modules, in order."""
+    """The class names and the folders of the modules, in order."""
     names, paths = [], []
     for i, entry in enumerate(read_json_list(path)):
         where = f"{path}: module {i}"
@@ -83,7 +83,7 @@ def _modules(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _pooling(path: Path) -> tuple[str, bool]:
-    """Our name of the pooling, and whether a prompt's tokens are pooled too."""
+    """The pooling of `embed`, and whether a prompt's tokens are pooled too."""
     c = Config(read_json(path), str(path))
     c.ignore("word_embedding_dimension", "embedding_dimension")
     flags = [name for key, name in FLAGS.items() if c.flag(key, default=False)]
@@ -99,7 +99,7 @@ def _pooling(path: Path) -> tuple[str, bool]:
 
 
 def _require_plain(path: Path) -> None:
-    """A Normalize of anything but the sentence's vector is refused."""
+    """PretrainedError if Normalize applies to something else than the sentence embedding."""
     if os.path.lexists(path):
         c = Config(read_json(path), str(path))
         c.only("module_input_name", "sentence_embedding")
@@ -108,7 +108,7 @@ def _require_plain(path: Path) -> None:
 
 
 def _prompt(path: Path) -> str:
-    """What goes before each text."""
+    """The default prompt, a text before each text."""
     if not os.path.lexists(path):
         return ""
     c = Config(read_json(path), str(path))
@@ -129,7 +129,7 @@ def _named(prompts: Config | None, name: str, c: Config) -> str:
 
 
 def _max_len(root: Path) -> int | None:
-    """The tokens that a text may have, where that is said."""
+    """The most tokens of a text; None if no file has it."""
     for name in LENGTHS:
         if os.path.lexists(root / name):
             c = Config(read_json(root / name), str(root / name))
@@ -148,6 +148,6 @@ def _max_len(root: Path) -> int | None:
 
 
 def _usable(length: Any) -> int | None:
-    """None for the huge numbers that stand for no limit."""
+    """`length` as an int; None for other values and for the huge numbers that mean no limit."""
     whole = isinstance(length, int) and not isinstance(length, bool)
     return int(length) if whole and 1 <= length <= MAX else None
