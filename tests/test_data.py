@@ -512,7 +512,7 @@ def test_damaged_tokens_are_refused(name: str, folder: Path) -> None:
         ({"train": None}, "tokens is missing"),
         ({"train": {"tokens": -1, "sha256": ""}}, "tokens must be an integer from 0"),
         ({"train": {"tokens": 2009, "sha256": ""}}, r"train\.bin: must have 2009 bytes"),
-        ({"vocabulary": {"size": 26, "sha256": "0"}}, "the vocabulary must be the one that"),
+        ({"vocabulary": {"size": 26, "sha256": "0"}}, "the vocabulary must be the one of"),
         ({"more": 1}, "not supported: 'more'"),
     ],
 )
@@ -531,7 +531,7 @@ def test_another_vocabulary_is_refused(folder: Path) -> None:
     assert isinstance(words, Characters)
     for other in (words.characters[:-1], words.characters[:-1] + "é"):
         Characters(other).save(folder)
-        with pytest.raises(CorpusError, match=r"the vocabulary must be the one .*, of 27, got"):
+        with pytest.raises(CorpusError, match=r"the vocabulary must be the one .*, of size 27, got"):
             open_corpus(folder)
     (folder / "vocabulary.json").write_text("{")
     with pytest.raises(CorpusError, match=r"vocabulary\.json: is no valid JSON"):

@@ -288,7 +288,7 @@ def test_generation(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
 def test_generation_of_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Transformer(13, 13, 8, 2, 1, 1, 16)
     params = model.init()
-    watched = Watched(monkeypatch, EncoderDecoder, "encode", "_decode")
+    watched = Watched(monkeypatch, EncoderDecoder, "encode", "_decode_target")
     own = model.generate(params, TOKENS, start_id=1, end_id=2, max_new_tokens=4)
     state = model.network.init_state(params, TOKENS)
     assert len(watched.seen) > 2 and all(watched.seen) and not is_inference()
