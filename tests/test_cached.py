@@ -132,7 +132,7 @@ def test_fixed_columns_of_several_tokens(library: Backend, name: str, padded: bo
 def test_what_fixed_columns_do_not_take() -> None:
     model, params = causal("gpt2")
     _, state = model.decode(params, texts()[0], model.init_state())
-    with pytest.raises(ValueError, match="decode: a static state has its own mask, got another"):
+    with pytest.raises(ValueError, match="decode: a static state has a mask already, got another"):
         mask = np.ones((3, 1), np.bool_)
         model.decode(params, texts()[0][:, :1], state.preallocate(30), mask=mask)
     with pytest.raises(ValueError, match="decode: at most 40 tokens fit the model's context"):

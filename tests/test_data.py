@@ -531,7 +531,9 @@ def test_another_vocabulary_is_refused(folder: Path) -> None:
     assert isinstance(words, Characters)
     for other in (words.characters[:-1], words.characters[:-1] + "é"):
         Characters(other).save(folder)
-        with pytest.raises(CorpusError, match=r"the vocabulary must be the one .*, of size 27, got"):
+        with pytest.raises(
+            CorpusError, match=r"the vocabulary must be the one .*, of size 27, got"
+        ):
             open_corpus(folder)
     (folder / "vocabulary.json").write_text("{")
     with pytest.raises(CorpusError, match=r"vocabulary\.json: is no valid JSON"):

@@ -284,5 +284,5 @@ def test_a_trained_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         capsys, "--model", folder, "--prompt", ""
     )
     options = ("--prompt", "a", "--tokenizer", published("tok512.bin"))
-    why = "was written by xformer train and has its own tokenizer"
+    why = "was written by xformer train and has a tokenizer"
     assert why in refused(capsys, "--model", folder, *options)

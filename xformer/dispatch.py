@@ -128,7 +128,7 @@ class Overridable(Generic[P, R]):
         return result
 
     def import_kernels(self, library: str) -> list[Kernel]:
-        """The kernels for a library's arrays, after importing those of its backend."""
+        """The kernels for a library's arrays. The first call imports the backend's kernels."""
         if library not in self._imported:
             if (package := package_of(library)) is not None:
                 _import_if_there(f"{package}.{self.__name__}")

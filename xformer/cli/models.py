@@ -49,7 +49,7 @@ def opened(args: argparse.Namespace) -> Found:
     if is_own(path):
         if args.tokenizer:
             raise ValueError(
-                f"--tokenizer: {path} was written by xformer train and has its own tokenizer"
+                f"--tokenizer: {path} was written by xformer train and has a tokenizer"
             )
         return _trained(path, backends.get(args.backend, args.device), args.dtype)
     # A tokenizer is missing more often than a model, so it is opened first. Beside a .bin file

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, save the best model, and print a sample of it."""
     options = train_options.settled(args)
-    with kernels_of(options.backend):  # the backend may be that of the resumed run
+    with kernels_of(options.backend):  # a resumed run brings its backend
         return _run(options)
 
 

@@ -40,7 +40,7 @@ class Completion(Causal):
 
         The completion is cut at its end; with truncation_side "left" of the tokenizer, the prompt
         at its beginning. Prompt and completion are encoded as one text, since a tokenizer may join
-        them. The prompt ends at the first token that differs from those of the prompt alone.
+        them. The prompt ends at the first token that differs from the prompt encoded alone.
         """
         text = fields["prompt"] + fields["completion"]
         ids = self._ended(text)

@@ -25,7 +25,7 @@ def train(
     """Yield the steps of `training.train` on a task's examples. Frozen parameters do not change.
 
     held_out: examples to validate on, every config.eval_every steps and after the last step
-    donate: the next step may overwrite the arrays of a state, and the first step those of params
+    donate: the next step may overwrite the arrays of a state; the first step, the arrays of params
     ValueError if all parameters are frozen or there are too few examples. Diverged if the loss or a
     gradient is not finite, or the loss has grown too much.
     """

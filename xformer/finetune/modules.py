@@ -52,7 +52,7 @@ def maps(link: Link) -> list[str]:
 
 
 def joined(link: Link, parts: Sequence[Adapter | None], widths: Sequence[int]) -> Adapter:
-    """The adapter of a module from those of its linear layers.
+    """The adapter of a module, from the adapters of its linear layers.
 
     parts: the adapter of each layer, or None
     widths: O of each layer

@@ -76,7 +76,7 @@ def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any =
 
 
 def _copy(names: Iterable[str], source: Path, target: Path) -> None:
-    """Copy those of the named files that `source` has."""
+    """Copy the named files, if `source` has them."""
     for name in names:
         if os.path.lexists(source / name):
             data, path = read_bytes(source / name, LIMIT), target / name

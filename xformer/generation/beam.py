@@ -48,7 +48,7 @@ def beam_search(
 ) -> list[list[Beam]]:
     """The `n_beams` best continuations of each prompt, the best one first.
 
-    The tokens equal those of transformers' generate(num_beams=n_beams, do_sample=False).
+    transformers' generate(num_beams=n_beams, do_sample=False) gives the same tokens.
 
     model: a causal `LanguageModel` or an `EncoderDecoder`, with a head over its vocabulary.
     prompts: a list of token ids each; for an encoder-decoder the sources; or what `prefill` read.
@@ -169,7 +169,7 @@ class Search:
         self.done = self.done or not self.open or self._is_done(length)
 
     def _keep(self, ended: Sequence[Beam], length: int) -> None:
-        """Add beams that ended at `length` tokens to `ended`, of which the best n_beams stay."""
+        """Add beams that ended at `length` tokens to `ended`, and keep the best n_beams."""
         scored = [Beam(b.ids, b.score / length**self.rule.length_penalty) for b in ended]
         order = sorted(self.ended + scored, key=lambda beam: -beam.score)
         self.ended = order[: self.rule.n_beams]

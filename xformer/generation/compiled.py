@@ -82,8 +82,8 @@ class CompiledTokens:
 
     The KV cache is preallocated, and each call donates it. It may have more slots than `most`, the
     tokens of the longest text, so that other texts can use the same program. A full cache is
-    replaced by one of twice as many slots, and the call is compiled again. The keys and values of
-    an encoder-decoder's source are only read; they are padded to few lengths (`bucket`).
+    replaced by one with twice the slots, and the call is compiled again. The keys and values of an
+    encoder-decoder's source are only read; they are padded to few lengths (`bucket`).
 
     is_greedy: a call also returns the next ids of greedy decoding.
     asked: compile prompts too.

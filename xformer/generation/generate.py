@@ -43,7 +43,7 @@ def generate(
 ) -> list[list[int]]:
     """The ids that continue each prompt, including the one of `stop` that ended it.
 
-    The arguments and errors are those of `stream`.
+    For the arguments and errors see `stream`.
     """
     options: Any = {
         "sampler": sampler,

@@ -23,10 +23,10 @@ def read_by_program(
 
     mask: (B, T), True = a token, False = padding; None: no padding.
 
-    The result is that of `LanguageModel.decode` from the initial state, up to rounding. A program
-    is recorded for each of few lengths (`bucket`); prompts are padded to such a length on the left,
-    and the padding is then removed from the state. Recording takes 1 to 11 times as long as a
-    program saves for one prompt (12 to 256 tokens, 0.3 and 11 million parameters). There is no
+    `LanguageModel.decode` from the initial state gives the same result, up to rounding. A program
+    is recorded for each of few lengths (`bucket`). Prompts are padded to one of these lengths on
+    the left, and the padding is then removed from the state. Recording takes 1 to 11 times as long
+    as a program saves for one prompt (12 to 256 tokens, 0.3 and 11 million parameters). There is no
     program for the sources of an encoder-decoder, if the RoPE frequencies would change, and for
     backends and dtypes that `records` excludes.
     """

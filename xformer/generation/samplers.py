@@ -84,9 +84,9 @@ def top_k(k: int) -> Filter:
 def top_p(p: float) -> Filter:
     """A filter that keeps the most likely tokens of total probability p (arXiv:1904.09751).
 
-    It removes the least likely tokens while their total probability is at most 1 - p; of equally
-    likely ones, those of lower id first. At least one token is kept. ValueError unless p is in
-    [0, 1].
+    It removes the least likely tokens while their total probability is at most 1 - p. Among equally
+    likely tokens, lower ids are removed first. At least one token is kept. ValueError unless p is
+    in [0, 1].
     """
     rest = 1 - number("top_p", "p", p, low=0, high=1)
 

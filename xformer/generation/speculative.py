@@ -118,7 +118,7 @@ class Reader:
     def read(self, ids: Sequence[int], n: int) -> Any:
         """Read `ids`; return logits (T, V) after each.
 
-        n: ids of a compiled call. If compiled, the logits are only those of the last call.
+        n: ids of a compiled call. If compiled, only the last call's logits are returned.
         """
         with self.place.active():
             if self.tokens is not None:
@@ -130,7 +130,7 @@ class Reader:
         return logits
 
     def keep(self, length: int) -> None:
-        """Truncate the text to `length` tokens, but not before those of the last `keep`."""
+        """Truncate the text to `length` tokens. `length` is at least that of the last `keep`."""
         n = max(0, self.length - length)
         self.length -= n
         with self.place.active():

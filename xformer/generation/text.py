@@ -155,7 +155,7 @@ def decoded(
 
     The text of a token depends on its neighbours: a character may take several tokens, and some
     decoders drop a space at the beginning. So each step decodes the ids of the last piece and all
-    later ones; the text after that of the last piece is the next piece. Tokens without text and
+    later ones; the text after the last piece is the next piece. Tokens without text and
     bytes that are no character do not lengthen this window, so the time is linear in the ids.
     """
     silent = getattr(tokenizer, "special_ids", frozenset[int]())

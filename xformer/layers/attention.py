@@ -273,7 +273,7 @@ def _heads(
     rotary: layers.RopeTables | None = None,
     config: NormConfig | None = None,
 ) -> tuple[Array, HeadsCache]:
-    """rope(norm(split_heads(y) + pos)). y: (B, T, H * K). A norm of all heads comes first."""
+    """rope(norm(split_heads(y) + pos)). y: (B, T, H * K). A norm of all heads is applied first."""
     (n_heads,) = require_sizes("attention", 1, n_heads=n_heads)
     width = y.shape[-1]
     if width % n_heads:

@@ -327,8 +327,8 @@ def block_terms(
     """`block` of x + r, with its output as two terms. y is their sum; None is 0.
 
     The next block computes the sum and its norm in one op (`layers.residuals`). In backward, dy is
-    the gradient of the sum of the terms, and dx that of x + r. The other arguments are those of
-    `block`.
+    the gradient of the sum of the terms, and dx is the gradient of x + r. For the other arguments
+    see `block`.
     """
     _require_memory(params, config, memory, memory_pos, memory_mask)
     dropped = dropout_key is not None

@@ -21,10 +21,10 @@ def checkpointed(
 ) -> tuple[Terms, Any]:
     """`block_terms` with activation checkpointing (arXiv:1604.06174).
 
-    The arguments and results are those of `block_terms`. Only the arguments are saved. The backward
-    runs the forward again: the same operations on the same arrays, with the same dropout bits. So
-    the gradients are the same, bit for bit if the library's arithmetic is repeatable. It costs
-    about a third of the time of a step.
+    For the arguments and results see `block_terms`. Only the arguments are saved. The backward runs
+    the forward again: the same operations on the same arrays, with the same dropout bits. So the
+    gradients are the same, bit for bit if the library's arithmetic is repeatable. It costs about a
+    third of the time of a step.
     """
     if is_inference():  # nothing is saved, which is less than the arguments
         return block_terms(*args, r=r, config=config, dropout_key=dropout_key, **options)

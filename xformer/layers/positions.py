@@ -43,7 +43,7 @@ def alibi(
     """bias[0, h, i, j] = -slope_h * (i - j), with i from S - T (arXiv:2108.12409, section 3).
 
     slope_h = 2^(-8 (h + 1) / H) if H is a power of two. Otherwise, with the power of two P below H:
-    the slopes of P heads, then the first, third, ... of those of 2 P heads. A key after its query
+    the slopes of P heads, then the first, third, ... slopes of 2 P heads. A key after its query
     has a positive bias, so use it with causal attention.
 
     Returns (1, H, T, S), H = n_heads, T = n_queries, S = n_keys, of the library, dtype and device

@@ -62,7 +62,7 @@ class RelativeConfig:
 
         With N buckets a direction, d = |distance| and n = n_exact: d if d < n, otherwise
         min(n + floor(log(d / n) / log(max_distance / n) * (N - n)), N - 1). The N buckets of keys
-        after the query follow those of keys before it (arXiv:1910.10683, section 2.1).
+        after the query follow the N buckets of keys before it (arXiv:1910.10683, section 2.1).
         """
         n, last = self.n_exact, self._per_direction - 1
         first = self._per_direction if self.bidirectional and distance > 0 else 0

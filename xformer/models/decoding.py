@@ -97,7 +97,7 @@ def _masks(
         key_mask = None if new_mask is None else new_mask[:, None, None, :]
         return new_mask, key_mask, _position_ids(tokens, new_mask, state.length)
     if mask is not None:
-        raise ValueError("decode: a static state has its own mask, got another")
+        raise ValueError("decode: a static state has a mask already, got another")
     n = tokens.shape[1]
     return state.mask, state.key_mask(n)[:, None, :, :], state.position_ids(n)
 

@@ -74,7 +74,7 @@ class EncoderDecoder:
         require_configs("EncoderDecoder", self.encoder)
         require_configs("EncoderDecoder", self.decoder)
         if self.shared_embed and (self.src_embed is None or self.tgt_embed is not None):
-            raise ValueError("EncoderDecoder: shared_embed goes with src_embed and no tgt_embed")
+            raise ValueError("EncoderDecoder: shared_embed needs src_embed and no tgt_embed")
         for name, config, blocks in (
             ("src_embed", self.src_embed, self.encoder),
             ("tgt_embed", self.target_embed, self.decoder),
@@ -399,7 +399,7 @@ class EncoderDecoder:
 
         targets: (B, T) ids in the target vocabulary
         options: of `ops.cross_entropy`
-        The other arguments and the errors are those of `forward`. ValueError without a head.
+        For the other arguments and errors see `forward`. ValueError without a head.
         """
         if self.head is None:
             raise ValueError("EncoderDecoder: a loss needs a head, got none")

@@ -9,7 +9,7 @@ A head is a frozen configuration with these methods and attributes:
 - `loss(x, params, table, targets=..., ...)` returns the cross-entropy of the logits, which need not
   all be in memory at once. Its cache's backward takes `dloss`. A head that returns no logits does
   not have it.
-- `of_tokens`: whether the logits are those of the embedding's vocabulary.
+- `of_tokens`: whether the logits are over the embedding's vocabulary.
 
 A model without a head (None) returns hidden states.
 """
@@ -252,7 +252,7 @@ class Pooler:
     def forward(
         self, x: Array, params: LinearParams, table: Array, **_: Any
     ) -> tuple[Array, PoolerCache]:
-        """x: (B, T, D), which is what comes back."""
+        """x (B, T, D), unchanged."""
         return x, PoolerCache(params)
 
     def pooled(self, x: Array, params: LinearParams) -> tuple[Array, PooledCache]:

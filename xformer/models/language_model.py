@@ -206,7 +206,7 @@ class LanguageModel:
         types: Array | None = None,
         dropout_key: ops.RandomKey | None = None,
     ) -> tuple[Array, HiddenCache]:
-        """The hidden states (B, T, D), without the head. The arguments are those of `forward`."""
+        """The hidden states (B, T, D), without the head. For the arguments see `forward`."""
         require_array("LanguageModel", "tokens", tokens)
         n_blocks = (
             len(self.blocks) if self.n_shared_layer_groups is None else self.n_shared_layer_groups
@@ -364,7 +364,7 @@ class LanguageModel:
         if self.rotary is None:
             return None
         if positions is not None and at_most > self.rotary.max_unscaled_len:
-            # The largest position, that of the longest text without padding, decides frequencies.
+            # The largest position (of the longest text without padding) determines the frequencies.
             length = int(array_namespace(positions).max(positions)) + 1
         return layers.rope_tables(self.rotary, like=x, length=length, positions=positions)
 
@@ -390,7 +390,7 @@ class LanguageModel:
 
         targets: (B, T) for a head over the vocabulary, (B,) for a Classifier
         options: of `ops.cross_entropy`
-        The other arguments and the errors are those of `forward`.
+        For the other arguments and errors see `forward`.
         """
         if self.head is None or not hasattr(self.head, "loss"):
             got = type(self.head).__name__

@@ -15,7 +15,7 @@ from xformer.typing import Array, Tree
 def cross_entropy_of(
     logits: Array, cache: Any, targets: Array, options: dict[str, Any]
 ) -> tuple[Array, LogitsLossCache]:
-    """The cross-entropy of `logits`. cache: that of the logits; its backward takes dlogits."""
+    """The cross-entropy of `logits`. cache: of the logits; its backward takes dlogits."""
     loss, loss_cache = ops.cross_entropy(logits, targets=targets, **options)
     return loss, LogitsLossCache(cache, loss_cache)
 

@@ -49,7 +49,7 @@ def by_batch(
     what: the caller's name, for messages
     forward: forward(params, tokens (B, T), mask (B, T)) -> (B, width)
     progress: called with the number of texts after each batch
-    The other arguments and the errors are those of `embed`.
+    For the other arguments and errors see `embed`.
     """
     texts = _listed(what, texts)
     if not isinstance(prompt, str):

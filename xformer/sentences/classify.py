@@ -33,7 +33,7 @@ def classify(
     "multi_label_classification" or there is a single class.
 
     model: a LanguageModel with a Classifier
-    max_len, batch_size, progress, and the errors: those of `embed`
+    max_len, batch_size, progress, and errors: see `embed`
     ValueError also for another model, and for problem_type "regression".
     """
     head = _head(model)

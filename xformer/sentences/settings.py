@@ -41,8 +41,8 @@ class Settings(NamedTuple):
 def settings(folder: str | os.PathLike[str]) -> Settings:
     """The options of `embed` in a model's folder; without such files, the defaults of `embed`.
 
-    max_len is that of sentence_bert_config.json, else the tokenizer's. PretrainedError for damaged
-    files, and for modules or options that are not supported.
+    max_len is read from sentence_bert_config.json, else from the tokenizer's files. PretrainedError
+    for damaged files, and for modules or options that are not supported.
     """
     root = Path(folder)
     defaults = Settings(max_len=_max_len(root))

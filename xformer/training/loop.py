@@ -101,7 +101,7 @@ def train(
     state: of `start`, or of a checkpoint
     source: the batches
     held_out: batches to validate on, every config.eval_every steps and after the last step
-    optimiser, schedule: instead of those of config
+    optimiser, schedule: used instead of the ones in config
     donate: the next step may overwrite the arrays of a state, and so needs no memory for a second
         one. Copy what you need later. Nothing else may refer to these arrays. On a device, a step
         that raises Diverged may have overwritten its state.
@@ -111,9 +111,9 @@ def train(
         donated and reduce is None.
     reduce: for data-parallel training, a function that averages gradients over processes, called
         once a step (`optim.reduced`). Each process has its own batches, of equally many targets,
-        and the same first state. The norm is then that of the mean gradient; loss and tokens are
-        those of the process. A process may raise Diverged alone: end the others with it, as
-        `python -m mpi4py` does.
+        and the same first state. The norm is then the norm of the mean gradient; loss and tokens
+        are counted for the process alone. A process may raise Diverged alone: end the others with
+        it, as `python -m mpi4py` does.
 
     With config.accumulate, a step has the gradients of one large batch, up to rounding; but each
     batch has its own dropout masks. With config.precision, weights are rounded once a step, and the

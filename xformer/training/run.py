@@ -293,7 +293,7 @@ class Run:
 
 
 def require_ours(folder: Path) -> None:
-    """FileExistsError unless a folder is empty or that of a run, perhaps one just started."""
+    """FileExistsError unless a folder is empty or has a run, perhaps one just started."""
     if (folder / RUN).is_file():
         return
     for path in folder.iterdir():
