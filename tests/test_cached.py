@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from causal_models import CHANGES, NAMES, T5_NAMES, V, causal, require_other_arrays, seq2seq
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import tree
+from xformer.backends import Backend
 
 B, T = 3, 19
 PIECES = (9, 10, 11, 15, 16, 17, 18, 19)  # where each ends

@@ -15,11 +15,11 @@ from cuda_shim.graph import Graph
 from devices import bits, is_stand_in
 from libraries import ON_DEVICE, only
 from nvidia import by_cublas, counted_graphs, memories
-from xformer.backends import Backend
-from xformer.backends.cupy.captured import Captured
 
 import xformer
 from xformer import RandomKey, backends, explain, ops, tree
+from xformer.backends import Backend
+from xformer.backends.cupy.captured import Captured
 from xformer.cli import main
 from xformer.shapes import STORED
 from xformer.training import Batch, TrainConfig, Windows, loss_of, start, train

@@ -30,9 +30,9 @@ from finetuning import (
 )
 from judges import AUTOGRAD
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import backends, finetune, pretrained, tree
+from xformer.backends import Backend
 from xformer.finetune import TrainConfig, lora
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.training.batch import IGNORED

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import explain, inference
+from xformer.backends import Backend
 from xformer.layers import RopeConfig, rope_tables
 from xformer.layers.rope_tables import cos_sin, frequencies
 from xformer.ops import rope

@@ -17,10 +17,10 @@ import safetensors
 from hostile import files_of_at_most
 from libraries import only
 from safetensors.numpy import load_file, save_file
-from xformer.backends import Backend
 
 import xformer as xf
 from xformer import optim, training
+from xformer.backends import Backend
 from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, NormConfig, RelativeConfig
 from xformer.models import EncoderDecoder, LMHead
 
