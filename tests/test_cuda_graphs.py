@@ -233,7 +233,7 @@ def test_steps_that_are_made_as_ever(library: Backend, what: str) -> None:
         why = "backend array-api-strict compiles nothing"
     else:
         loss = loss_of(GPT)
-        options, why = {"loss": lambda *args: loss(*args)}, "the loss is no loss_of"
+        options, why = {"loss": lambda *args: loss(*args)}, "the loss must be a loss_of"
     wanted = run(library, CONFIG, False, **options)
     with pytest.warns(RuntimeWarning, match=f"train: steps are not compiled: {why}"):
         assert run(library, CONFIG, True, **options) == wanted
