@@ -481,7 +481,7 @@ class LanguageModelCache(NamedTuple):
     ) -> LanguageModelParams:
         """Gradients of params. The gradients of both uses of a tied table are added.
 
-        drouter_logits: of each block, the gradient of its router's logits from elsewhere, or None.
+        drouter_logits: for each layer, the gradient of an auxiliary loss on its router, or None.
         """
         return self.backward_all(dy, drouter_logits)[0]
 
