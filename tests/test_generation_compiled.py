@@ -14,9 +14,9 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from causal_models import causal, seq2seq
 from test_speculative import layers
-from xformer.backends.numba.program.compiled import Compiled
 
 from xformer import tree
+from xformer.backends.numba.program.compiled import Compiled
 from xformer.generation import compiled as compiling
 from xformer.generation import generate, prefill, prompts, speculative
 from xformer.generation.samplers import temperature, top_k
@@ -138,6 +138,32 @@ def test_targets_are_programs_by_themselves(calls: list[Any]) -> None:
     own = model, params, *in_float32(*seq2seq("t5 1.1", seed=1)), SOURCES[0]
     wanted_rounds = list(speculative(*own, k=3, max_new_tokens=24, compiled=False))
     assert list(speculative(*own, k=3, max_new_tokens=24)) == wanted_rounds
+
+
+@pytest.mark.usefixtures("numba_kernels")
+@pytest.mark.parametrize("name", TARGETS)
+def test_sources(name: str) -> None:
+    """One program for all lengths of a bucket; targets go on."""
+    model, params = in_float32(*seq2seq(name))
+    prompts._encoder.cache_clear()
+    for sources in (SOURCES[:1], SOURCES):
+        right = prefill(model, params, sources, start_id=1)
+        found = prefill(model, params, sources, start_id=1, compiled=True)
+        np.testing.assert_allclose(found.logits, right.logits, rtol=0, atol=1e-4)
+        assert (found.ids, found.width) == (right.ids, right.width)
+        assert (found.state.src_mask is None) == (right.state.src_mask is None)
+        for got, wanted in zip(found.state.memory, right.state.memory, strict=True):
+            np.testing.assert_allclose(got.k, wanted.k, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(got.v, wanted.v, rtol=0, atol=1e-4)
+        ids = generate(model, params, right, max_new_tokens=6, compiled=False)
+        assert generate(model, params, found, max_new_tokens=6, compiled=False) == ids
+        assert generate(model, params, found, max_new_tokens=6, compiled=True) == ids
+    call = prompts._encoder(model).compiled._call((params,))
+    assert (
+        "instructions" in call.explain() and len(call.programs) == 2
+    )  # of one source, and of three
+    prefill(model, params, [PROMPT[:3]], start_id=1, compiled=True)
+    assert len(call.programs) == 2
 
 
 RAGGED = [[1, 5, 2, 7, 3], [4, 6]]

@@ -13,7 +13,7 @@ from xformer import backends, tree
 from xformer.backends import Backend
 from xformer.backends.arrays import refusal
 from xformer.checks import require_id, require_ids, require_sizes, whole
-from xformer.generation.prompts import read_by_program
+from xformer.generation.prompts import encode_by_program, read_by_program
 from xformer.generation.samplers import Ids
 from xformer.generation.token_ids import start_of
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
@@ -90,7 +90,7 @@ def _read(
     compiled: bool,
 ) -> PrefilledPrompt:
     if after is None:
-        state, rows = opened(network, params, rows, place, start_id)
+        state, rows = opened(network, params, rows, place, start_id, compiled=compiled)
         before: Ids = ((),) * len(rows)
         width = 0
     else:
@@ -118,18 +118,27 @@ def _read(
 
 
 def opened(
-    network: Any, params: Any, prompts: Ids, place: Backend, start_id: int | None = None
+    network: Any,
+    params: Any,
+    prompts: Ids,
+    place: Backend,
+    start_id: int | None = None,
+    *,
+    compiled: bool = False,
 ) -> tuple[Any, Ids]:
     """The state before any token, and the tokens to read.
 
-    These are the prompts; for an encoder-decoder, the start token of each target.
+    These are the prompts; for an encoder-decoder, the start token of each target. compiled: encode
+    sources by a compiled program (`prompts.encode_by_program`).
     """
     if not isinstance(network, EncoderDecoder):
         _require_known(prompts, network.embed)
         return network.init_state(), prompts
     _require_known(prompts, network.src_embed)
     sources, kept = _padded(prompts, place, left=False)
-    state = network.init_state(params, sources, src_mask=kept)
+    state = encode_by_program(network, params, sources, kept) if compiled else None
+    if state is None:
+        state = network.init_state(params, sources, src_mask=kept)
     return state, ((_start_id(network, start_id),),) * len(prompts)
 
 

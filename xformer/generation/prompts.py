@@ -9,7 +9,10 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer.compiling import Forward, bucket, records
-from xformer.models import LanguageModel
+from xformer.layers.attention import KeyValue
+from xformer.layers.kv_cache import KVCache
+from xformer.models import EncoderDecoder, LanguageModel
+from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.models.state import DecodeState
 from xformer.typing import Array
 
@@ -27,8 +30,8 @@ def read_by_program(
     is recorded for each of few lengths (`bucket`). Prompts are padded to one of these lengths on
     the left, and the padding is then removed from the state. Recording takes 1 to 11 times as long
     as a program saves for one prompt (12 to 256 tokens, 0.3 and 11 million parameters). There is no
-    program for the sources of an encoder-decoder, if the RoPE frequencies would change, and for
-    backends and dtypes that `records` excludes.
+    program if the RoPE frequencies would change, and for backends and dtypes that `records`
+    excludes.
     """
     if not isinstance(network, LanguageModel) or not records(params):
         return None
@@ -44,6 +47,46 @@ def read_by_program(
     logits, state = _forward(network)(params, xp.concat([padding, tokens], axis=1), padded)
     state = state._replace(mask=padded).padded(length)
     return logits, state._replace(mask=mask)
+
+
+def encode_by_program(
+    network: EncoderDecoder, params: Any, sources: Array, mask: Array | None
+) -> EncoderDecoderState | None:
+    """As `EncoderDecoder.init_state` of sources (B, S); None if no program can encode them.
+
+    mask: (B, S), True = a token, False = padding; None: no padding. As `read_by_program`, but
+    sources are padded on the right.
+    """
+    if network.src_embed is None or not records(params):
+        return None
+    size, length = sources.shape
+    config = network.src_embed
+    n_slots = bucket(length)
+    if config.max_len is not None:
+        n_slots = min(n_slots, config.max_len - config.offset)
+    if n_slots < length:  # `init_state` says so
+        return None
+    xp, n = array_namespace(sources), n_slots - length
+    padding = xp.zeros((size, n), dtype=sources.dtype)
+    is_token = xp.ones((size, length), dtype=xp.bool) if mask is None else mask
+    padded = xp.concat([is_token, xp.zeros((size, n), dtype=xp.bool)], axis=1)
+    found = _encoder(network)(params, xp.concat([sources, padding], axis=1), padded)
+    memory = tuple(KeyValue(*(a[:, :, :length, :] for a in kv)) for kv in found)
+    n_layers = len(network.decoder)
+    if network.shared_memory:
+        memory *= n_layers
+    return EncoderDecoderState((KVCache(),) * n_layers, memory, mask)
+
+
+@lru_cache(KEPT)
+def _encoder(network: EncoderDecoder) -> Forward:
+    """The compiled programs of an encoder, one for each length."""
+
+    def read(params: Any, sources: Array, mask: Array) -> tuple[KeyValue, ...]:
+        memory = network.init_state(params, sources, src_mask=mask).memory
+        return memory[:1] if network.shared_memory else memory
+
+    return Forward(read)
 
 
 @lru_cache(KEPT)
