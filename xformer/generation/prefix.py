@@ -60,7 +60,7 @@ def prefill(
     start_id: the id that the targets of an encoder-decoder begin with; None: as the model's
         configuration says.
     chunk: read this many tokens of the prompts at a time: the same result in less memory.
-    compiled: read them by a compiled program if numba's kernels run (`prompts.read_by_program`).
+    compiled: read prompts and sources by compiled programs if numba's kernels run (`prompts`).
         The result is the same up to rounding. A program is recorded for each of few lengths, which
         pays if several prompts have such a length.
 
