@@ -577,7 +577,12 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "key.seed must lie in [0, 2^64), got -1",
     ),
     ("sdpa", {"dropout_rate": 2}, ValueError, "dropout_rate must lie in [0, 1], got 2"),
-    ("sdpa", {"dropout_rate": 0.1}, TypeError, "dropout_key must be an xformer.RandomKey, got"),
+    (
+        "sdpa",
+        {"dropout_rate": 0.1},
+        TypeError,
+        "dropout_key must be an xformer.RandomKey, got None",
+    ),
     ("sdpa", {"scale": "1"}, TypeError, "scale must be a number, got str"),
     ("sdpa", {"scale": NAN}, ValueError, "scale must lie in [-inf, inf], got nan"),
     ("sdpa", {"scale": np.inf}, ValueError, "scale must be finite, got inf"),

@@ -149,12 +149,20 @@ def test_type_marker_is_installed() -> None:
     assert (importlib.resources.files("xformer") / "py.typed").is_file()
 
 
-def test_backends_is_not_a_top_level_import(tmp_path: Path) -> None:
+def test_backends_are_imported_under_one_name(tmp_path: Path) -> None:
+    """An editable install puts the checkout on the path, where backends/ is a folder too.
+
+    That a wheel has no such top-level package, .ci/run checks.
+    """
     code = """
-import importlib.util, json, xformer.backends
-print(json.dumps(importlib.util.find_spec("backends") is None))
+import importlib, json, pkgutil, sys, xformer.backends
+for name in ("numpy", "array_api_strict", "cupy"):
+    package = importlib.import_module(f"xformer.backends.{name}")
+    for file in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{file.name}")
+print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "backends"]))
 """
-    assert python(code, tmp_path)
+    assert python(code, tmp_path) == []
 
 
 def test_readme_names_the_distribution() -> None:
