@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from array_api_compat import array_namespace, device
-from xformer.backends.exclusive import Exclusive
 
+from xformer.backends.exclusive import Exclusive
 from xformer.layers.kv_cache import KVCache
 from xformer.typing import Array
 

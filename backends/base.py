@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from xformer.backends.arrays import refusal
 
 from xformer import tree
+from xformer.backends.arrays import refusal
 from xformer.checks import require_sizes
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends import Backend
-from xformer.backends.cupy import flash, sdpa_cudnn
 
 from benchmarks import harness, machine
 from benchmarks.gpu_kernels import measured
 from benchmarks.harness import Disagreement
+from xformer.backends import Backend
+from xformer.backends.cupy import flash, sdpa_cudnn
 
 DTYPE = "bfloat16"
 TOLERANCE = 2e-2  # relative, in the norm of each result: probabilities and results are rounded

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends import Backend
 
 from xformer import GPT, backends, reference_only, tree
+from xformer.backends import Backend
 from xformer.training import Step, TrainConfig, Windows, loss_of, start, texts, train
 
 BYTES = 1 << 20  # of text

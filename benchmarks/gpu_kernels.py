@@ -16,12 +16,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-from xformer.backends import Backend
-from xformer.backends.cupy import deterministic, module, softmax, tf32
-
 from benchmarks import harness, machine
 from benchmarks.harness import Disagreement
 from xformer import RandomKey, explain, ops, reference_only, tree
+from xformer.backends import Backend
+from xformer.backends.cupy import deterministic, module, softmax, tf32
 from xformer.dispatch import Overridable
 from xformer.layers import NormConfig, NormParams, add_norm
 from xformer.layers.kv_cache import KVCache, append

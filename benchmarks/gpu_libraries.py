@@ -7,10 +7,9 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from xformer.backends import Backend
-
 from benchmarks import machine
 from xformer import backends, explain, ops
+from xformer.backends import Backend
 
 PACKAGES = (
     *("torch", "triton", "jax", "jaxlib", "ml_dtypes", "nvmath-python", "nvidia-cudnn-frontend"),

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from xformer.backends import Backend
-
 from benchmarks import contestants, shapes
 from benchmarks.contestants import (
     COMPILED,
@@ -28,6 +26,7 @@ from benchmarks.gpu_curves import Curves
 from benchmarks.gpu_kernels import LARGE, SMALL, Sizes
 from benchmarks.shapes import BY_NAME, STAND_IN, Shape
 from xformer import GPT, pretrained
+from xformer.backends import Backend
 
 # The riskiest come first: the later ones may not have their turn.
 CORE = ("first_run", "cuda_cudnn", "cuda_flash", "cuda_lt", "cuda_linear", "cuda_feed_forward")

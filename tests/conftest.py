@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import threadpoolctl
 from libraries import LIBRARIES, ON_DEMAND, STAND_IN, header, opened
-from xformer.backends import Backend
 
 from xformer import backends, kernels, layers, models, ops, optim
+from xformer.backends import Backend
 
 for package in (layers, models, ops, optim):  # tests go over `dispatch.ops()`: those defined so far
     for file in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):

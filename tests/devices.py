@@ -10,6 +10,7 @@ from typing import Any
 import cuda_shim
 import numpy as np
 from libraries import STAND_IN
+
 from xformer.backends import Backend
 
 # A GPU adds in another order, its tensor cores cut sums off where the CPU rounds them, and its exp

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from xformer.backends import Backend
 
 from xformer import backends, tree
+from xformer.backends import Backend
 from xformer.catalogue import Case
 
 Values = dict[str, np.ndarray]

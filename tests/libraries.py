@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 from xformer import backends
+from xformer.backends import Backend
 
 # Name in test ids -> name of the backend.
 LIBRARIES = {

@@ -17,6 +17,7 @@ import pytest
 from cuda_shim.cublaslt_parts import Epilogue
 from cuda_shim.graph import Graph
 from devices import array_type, is_stand_in
+
 from xformer.backends import Backend
 from xformer.backends.cupy import captured, cublaslt, cudnn, sdpa_cudnn
 from xformer.backends.cupy.runtimes import runtime_of

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.program.binding import Code
-from xformer.backends.numba.program.run import Recorded, layout_of, placed
 
 from xformer import reference_only
+from xformer.backends.numba.program.binding import Code
+from xformer.backends.numba.program.run import Recorded, layout_of, placed
 
 TINY = 1e-6  # of the largest number: some roundings of float32
 THREADS = 1, 3, 8  # 2 elsewhere

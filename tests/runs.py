@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from xformer.backends import Backend
 
 import xformer as xf
 from xformer import training
+from xformer.backends import Backend
 from xformer.training import Run, State, Step, TrainConfig
 
 NUMPY = xf.backends.get("numpy")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
+from xformer.backends import Backend
 from xformer.ops import glu, quick_gelu, relu_squared, softcap
 from xformer.ops.activation import ACTIVATIONS, require_activation
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from libraries import only
 from test_bad_input import CALLS, raises, run
-from xformer.backends import Backend
 
 import xformer
 from xformer import backends, dispatch, ops, optim, tree
+from xformer.backends import Backend
 from xformer.generation import beam_search, generate, speculative
 from xformer.training import Pairs, Windows
 

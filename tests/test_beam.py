@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from causal_models import causal, lively, seq2seq
 from libraries import only
-from xformer.backends import Backend
 
 import xformer as xf
 from xformer import ops, tree
+from xformer.backends import Backend
 from xformer.generation import beam_search, generate, prefill
 from xformer.generation.beam import _largest
 

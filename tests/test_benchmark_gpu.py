@@ -17,14 +17,11 @@ from typing import Any
 import cuda_shim
 import numpy as np
 import pytest
-import xformer.backends.cupy
 from libraries import STAND_IN
 from test_benchmarks import InProcess
 from test_cuda_failures import Failing
-from xformer.backends.base import Memory
-from xformer.backends.cupy import activation, linear_cross_entropy
-from xformer.backends.cupy.module import LAUNCHERS
 
+import xformer.backends.cupy
 from benchmarks import (
     contestants,
     gpu,
@@ -45,6 +42,9 @@ from benchmarks import (
 from benchmarks.contestants import CUDNN, DETERMINISTIC, GRAPH, JITTED, OURS_ON_GPU, PEER
 from benchmarks.harness import ROOT, Disagreement, OutOfMemory
 from xformer import backends, dispatch, tree
+from xformer.backends.base import Memory
+from xformer.backends.cupy import activation, linear_cross_entropy
+from xformer.backends.cupy.module import LAUNCHERS
 from xformer.ops import gelu
 
 SECTIONS = ["libraries", "costs", "rates", "kernels", "tests", "gpt2-bfloat16", "llama-bfloat16"]

@@ -12,9 +12,9 @@ import pytest
 from judges import douts, gradients
 from libraries import only
 from test_lora import CONFIGS, loss_of, made
-from xformer.backends import Backend
 
 from xformer import GPT, Transformer, backends, layers, ops, tree
+from xformer.backends import Backend
 from xformer.catalogue import Case, cases
 from xformer.generation import generate
 from xformer.layers.checkpoint import CheckpointCache, held

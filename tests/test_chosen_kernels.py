@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from xformer.backends.numpy import threads
 
 import xformer as xf
 from xformer import backends, dispatch, ops
+from xformer.backends.numpy import threads
 from xformer.cli import embed, main, train
 from xformer.dispatch import chosen_kernels
 from xformer.generation import stream

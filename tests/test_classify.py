@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from sentences import BERT, LLAMA, TEXTS, cut_left, write_model, write_tokenizer
-from xformer.backends import Backend
 
 from xformer import pretrained, tree
+from xformer.backends import Backend
 from xformer.cli import main
 from xformer.models import LanguageModel
 from xformer.pretrained import PretrainedError

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from libraries import LIBRARIES, ON_DEVICE, STAND_IN, only
 from nvidia import counted_graphs
-from xformer.backends import Backend
 
 import xformer as xf
 from xformer import GPT, backends, optim, tree
+from xformer.backends import Backend
 
 MODEL = GPT(19, n_layers=1, d_model=8, n_heads=2, max_len=6)
 BOTH = (*LIBRARIES, STAND_IN)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from huggingface import torch
-from xformer.backends import Backend
 
+from xformer.backends import Backend
 from xformer.generation.constraints import (
     bad_words,
     constrained,

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 from xformer import pretrained, tree
+from xformer.backends import Backend
 from xformer.pretrained.convert import as_llama
 
 SIZES: dict[str, Any] = {

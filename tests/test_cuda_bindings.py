@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuda_shim import CublasLt
 from cuda_shim.cublaslt_parts import COMPUTE_32F, COMPUTE_32F_FAST_TF32, NAMES, RESULT
+
 from xformer.backends.cupy import lt_plan
 
 WHY = "NVIDIA's bindings of cuBLASLt are missing: extra nvmath"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import xformer.backends.cupy
 from xformer.backends.cupy.module import Source
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xformer.backends.cupy
 from cuda_shim import nvrtc
 from cuda_shim.nvrtc import Use
-from xformer.backends.cupy.module import Source
 
+import xformer.backends.cupy
+from xformer.backends.cupy.module import Source
 from xformer.shapes import STORED
 
 FOLDER = Path(xformer.backends.cupy.__file__).parent

@@ -20,13 +20,13 @@ from devices import bits, is_stand_in, placed
 from libraries import ON_DEVICE, only
 from nvidia import calling_cublaslt, calling_cudnn, why_without_cudnn, without_cudnn
 from stored import DTYPES, Host, in_both, normal, on, require_exact
+
+import xformer
+from xformer import RandomKey, explain, inference, ops, tree
 from xformer.backends import Backend
 from xformer.backends.cupy import cudnn as by_cudnn
 from xformer.backends.cupy import cudnn_plan, flash, sdpa_cudnn
 from xformer.backends.cupy.cudnn_plan import Layout
-
-import xformer
-from xformer import RandomKey, explain, inference, ops, tree
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.training import TrainConfig, Windows, loss_of, start, train
 

@@ -19,12 +19,12 @@ from cuda_shim.cudnn_graph import cudnnGraphNotSupportedError
 from cuda_shim.graph import Graph
 from libraries import STAND_IN, only
 from test_cuda_graphs import CONFIG, GPT, run
+
+from xformer import explain, layers, ops, tree
 from xformer.backends import Backend
 from xformer.backends.cupy import captured as on_cupy
 from xformer.backends.cupy import cublaslt
 from xformer.backends.cupy import cudnn as by_cudnn
-
-from xformer import explain, layers, ops, tree
 from xformer.dispatch import inference
 from xformer.training import loss_of
 

@@ -12,9 +12,9 @@ from devices import bits, is_stand_in, placed
 from libraries import ON_DEVICE, only
 from nvidia import asked, asked_each_time, calling_cublaslt
 from stored import DTYPES, normal, on, require_exact
-from xformer.backends import Backend
 
 from xformer import RandomKey, explain, inference, layers, tree
+from xformer.backends import Backend
 from xformer.dispatch import reference_only
 from xformer.layers import FeedForwardParams, LinearParams
 

@@ -17,11 +17,11 @@ from devices import bits, placed
 from libraries import ON_DEVICE, only
 from nvidia import without_cudnn
 from stored import DTYPES, Host, in_both, normal, on, require_exact
+
+from xformer import RandomKey, explain, ops
 from xformer.backends import Backend
 from xformer.backends.cupy.flash import TILES
 from xformer.backends.cupy.module import LAUNCHERS, Source
-
-from xformer import RandomKey, explain, ops
 from xformer.layers.attention import merge_heads, split_heads
 
 pytestmark = only(*ON_DEVICE)

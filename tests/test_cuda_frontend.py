@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from cuda_shim import Cudnn
 from cuda_shim import cudnn_graph as own
+
 from xformer.backends.cupy import cudnn_plan
 from xformer.backends.cupy.cudnn_plan import Kind, by_rows, by_token
 from xformer.backends.cupy.cudnn_support import unsupported

@@ -13,10 +13,10 @@ import pytest
 from cuda_shim import CublasLt, calling
 from libraries import STAND_IN, only
 from stored import in_both, normal, require_exact
-from xformer.backends import Backend
-from xformer.backends.cupy import linear_cross_entropy
 
 from xformer import ops
+from xformer.backends import Backend
+from xformer.backends.cupy import linear_cross_entropy
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,18 @@ import pytest
 from array_api_compat import array_namespace
 from devices import is_stand_in, repeated
 from libraries import ON_DEVICE, only
+
+from xformer import (
+    RandomKey,
+    backends,
+    explain,
+    inference,
+    layers,
+    ops,
+    optim,
+    reference_only,
+    tree,
+)
 from xformer.backends import Backend
 from xformer.backends.cupy import (
     column_sums,
@@ -38,18 +50,6 @@ from xformer.backends.cupy.module import (
     row_threads,
     threads,
     wide,
-)
-
-from xformer import (
-    RandomKey,
-    backends,
-    explain,
-    inference,
-    layers,
-    ops,
-    optim,
-    reference_only,
-    tree,
 )
 from xformer.layers import NormConfig
 from xformer.optim.adam import adam_update

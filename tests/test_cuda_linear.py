@@ -26,10 +26,10 @@ from nvidia import (
     why_by_cublas,
 )
 from stored import DTYPES, in_both, normal, on, require_exact
-from xformer.backends import Backend
-from xformer.backends.cupy import cublaslt, linear_cross_entropy, lt_plan
 
 from xformer import backends, explain, inference, layers, ops, tree
+from xformer.backends import Backend
+from xformer.backends.cupy import cublaslt, linear_cross_entropy, lt_plan
 from xformer.layers import LinearParams
 
 pytestmark = only(*ON_DEVICE)

@@ -18,11 +18,11 @@ from devices import bits, is_stand_in, placed
 from libraries import ON_DEVICE, only
 from nvidia import calling_cublaslt, require_algorithm
 from stored import DTYPES, normal, on
+
+from xformer import ops
 from xformer.backends import Backend
 from xformer.backends.cupy import cublaslt, lt_plan
 from xformer.backends.cupy.cublaslt import multiply
-
-from xformer import ops
 
 pytestmark = only(*ON_DEVICE)
 

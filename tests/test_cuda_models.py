@@ -9,10 +9,10 @@ import pytest
 from causal_models import causal
 from judges import FLOAT32, FLOAT64
 from libraries import ON_DEVICE, only
-from xformer.backends import Backend
 
 import xformer
 from xformer import backends, layers, ops, optim, tree
+from xformer.backends import Backend
 from xformer.training import TrainConfig, Windows, loss_of, start, train
 
 V = 37  # of causal_models

@@ -14,10 +14,10 @@ from array_api_compat import array_namespace
 from libraries import ON_DEVICE, only
 from nvidia import by_cublas, without_cudnn
 from stored import DTYPES, in_both, normal, on, require_exact, rounded
-from xformer.backends import Backend
-from xformer.backends.cupy import deterministic
 
 from xformer import RandomKey, layers, ops, tree
+from xformer.backends import Backend
+from xformer.backends.cupy import deterministic
 from xformer.layers import NormConfig
 from xformer.ops.sum_to import sum_to
 

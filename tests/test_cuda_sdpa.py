@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from devices import repeated
 from libraries import ON_DEVICE, only
+
+from xformer import RandomKey, explain, ops
 from xformer.backends import Backend
 from xformer.backends.cupy import sdpa as kernel
 from xformer.backends.cupy.attention import packed
 from xformer.backends.cupy.module import LAUNCHERS
-
-from xformer import RandomKey, explain, ops
 from xformer.layers.attention import merge_heads
 
 pytestmark = only(*ON_DEVICE)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from cuda_shim import Array, Fault
 from libraries import STAND_IN, only
-from xformer.backends import Backend
-from xformer.backends.cupy.module import Source, launch
 
 from xformer import ops, reference_only
+from xformer.backends import Backend
+from xformer.backends.cupy.module import Source, launch
 
 PLANTED = Source(str(Path(cuda_shim.__file__).with_name("planted.py")))
 X = np.arange(128, dtype=np.float32)

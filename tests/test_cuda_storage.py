@@ -15,11 +15,11 @@ from cuda_shim import Fault
 from devices import is_stand_in, placed
 from libraries import ON_DEVICE, only
 from stored import DTYPES, Host, in_both, ml_dtypes, normal, on
+
+from xformer import GPT, RandomKey, backends, explain, layers, ops, reference_only, tree
 from xformer.backends import Backend
 from xformer.backends.cupy import packed
 from xformer.backends.cupy.module import EVERY, Source, launch
-
-from xformer import GPT, RandomKey, backends, explain, layers, ops, reference_only, tree
 from xformer.layers import NormConfig
 
 pytestmark = only(*ON_DEVICE)

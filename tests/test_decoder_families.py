@@ -22,9 +22,9 @@ from huggingface import (
     transformers,
 )
 from libraries import LIBRARIES, only
-from xformer.backends import Backend
 
 from xformer import backends, pretrained, tree
+from xformer.backends import Backend
 from xformer.pretrained.reading import read_json
 
 B, T, V = 3, 7, 37

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from libraries import LIBRARIES, only
 from safetensors.numpy import load_file, save_file
 from test_decoder_families import BARE, LM, configured, kind
-from xformer.backends import Backend
 
 from xformer import backends, pretrained, tree
+from xformer.backends import Backend
 from xformer.pretrained import PretrainedError
 from xformer.pretrained.reading import read_json
 

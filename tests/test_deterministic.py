@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from causal_models import causal
 from libraries import ON_DEVICE, only
-from xformer.backends import Backend
 
 import xformer
 from xformer import RandomKey, backends, tree
+from xformer.backends import Backend
 from xformer.cli import main
 from xformer.cli import train as train_command
 from xformer.shapes import STORED

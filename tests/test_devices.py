@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from devices import placed, repeated
 from libraries import ON_DEVICE, header, only
+
 from xformer.backends import Backend
 
 

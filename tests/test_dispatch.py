@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import array_api_strict
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 import xformer
 from xformer import backends, dispatch, ops
+from xformer.backends import Backend
 from xformer.shapes import shapes
 
 X = np.ones((2, 3))

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 from xformer import kernels, ops, tree
+from xformer.backends import Backend
 from xformer.catalogue import cases
 
 LOSSES = (

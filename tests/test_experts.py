@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from judges import FLOAT64, require_close
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import backends, gradcheck, layers, ops, reference_only, tree
+from xformer.backends import Backend
 
 NUMPY = backends.get("numpy")
 

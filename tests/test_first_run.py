@@ -25,13 +25,13 @@ from nvidia import (
     without_cudnn,
 )
 from stored import DTYPES, dtype_of, in_both, normal, on, require_exact, rounded
+
+import xformer
+from xformer import RandomKey, explain, layers, ops, tree
 from xformer.backends import Backend
 from xformer.backends.cupy import deterministic, flash, linear_cross_entropy, sdpa_cudnn
 from xformer.backends.cupy import sdpa as tiles
 from xformer.backends.cupy.cublaslt import multiply
-
-import xformer
-from xformer import RandomKey, explain, layers, ops, tree
 from xformer.generation import generate
 from xformer.layers import FeedForwardParams, LinearParams, NormConfig, NormParams
 from xformer.training import Batch, TrainConfig, loss_of, start, train

@@ -12,9 +12,9 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from sentences import BERT, LLAMA, TEXTS, write_model
 from test_finetune import MODELS, examples, made
-from xformer.backends.numba.program import run as programs
 
 from xformer import backends, finetune, kernels, pretrained, tree
+from xformer.backends.numba.program import run as programs
 from xformer.compiling import Forward, bucket, records
 from xformer.finetune import TrainConfig
 from xformer.finetune.base import TaskLoss

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from libraries import only
 from truths import published
-from xformer.backends import Backend
 
 from xformer import pretrained
+from xformer.backends import Backend
 from xformer.generation import beam_search, generate, prefill, speculative, stream_text
 from xformer.generation.samplers import compose, temperature, top_p
 from xformer.pretrained.tokenizer import tokenizer

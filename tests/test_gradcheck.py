@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 import xformer
 from xformer import GradientError, gradcheck, layers, ops
+from xformer.backends import Backend
 from xformer.layers import LinearParams
 
 Fn = Callable[..., tuple[Any, Any]]

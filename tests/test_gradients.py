@@ -18,9 +18,9 @@ from judges import (
     require_close,
 )
 from libraries import LIBRARIES, only
-from xformer.backends import Backend
 
 from xformer import backends, reference_only
+from xformer.backends import Backend
 from xformer.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends.numpy.linear_cross_entropy import LARGE, LinearCrossEntropyCache
 
 from xformer import GPT, Transformer, backends, ops, reference_only, tree
+from xformer.backends.numpy.linear_cross_entropy import LARGE, LinearCrossEntropyCache
 from xformer.catalogue.case import random
 from xformer.finetune import lora
 from xformer.layers import BlockConfig, EmbedConfig

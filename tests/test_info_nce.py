@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 from xformer import backends, ops
+from xformer.backends import Backend
 
 NUMPY = backends.get("numpy")
 

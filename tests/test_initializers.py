@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import only
-from xformer.backends import Backend
 
 import xformer
 from xformer import backends, initializers, tree
+from xformer.backends import Backend
 from xformer.initializers import normal, xavier_normal, xavier_uniform
 
 SHAPE = (300, 500)  # 150,000 draws

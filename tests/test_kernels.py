@@ -14,12 +14,12 @@ from array_api_compat import array_namespace, is_array_api_obj
 from devices import SLACK
 from judges import Values, douts, gradients, named
 from libraries import ON_DEVICE, STAND_IN
+
+from xformer import RandomKey, backends, dispatch, reference_only, tree
 from xformer.backends import Backend
 from xformer.backends.cupy import feed_forward_lt, flash, linear_lt, linear_many_lt, sdpa_cudnn
 from xformer.backends.cupy.cublaslt import RUNTIMES
 from xformer.backends.cupy.runtimes import runtime_of
-
-from xformer import RandomKey, backends, dispatch, reference_only, tree
 from xformer.catalogue import cases
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable

@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
+from xformer.backends import Backend
 from xformer.layers.kv_cache import KVCache, append
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 from xformer import layers, reference_only
+from xformer.backends import Backend
 from xformer.layers.residual import Branch, residuals
 
 

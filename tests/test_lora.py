@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from judges import AUTOGRAD
 from libraries import only
-from xformer.backends import Backend
-from xformer.backends.numpy.linear import LinearCache
 
 from xformer import backends, optim, pretrained, tree
+from xformer.backends import Backend
+from xformer.backends.numpy.linear import LinearCache
 from xformer.finetune import lora
 from xformer.layers import LinearParams, LoRAParams
 from xformer.tree import Frozen, value

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends.numpy.stand_in import Tally, is_stand_in, stand_in
 
 from xformer import dispatch, ops, tree
+from xformer.backends.numpy.stand_in import Tally, is_stand_in, stand_in
 from xformer.layers import (
     BlockConfig,
     EmbedConfig,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends.numpy import products
 
 import xformer as xf
 from xformer import backends, tree
+from xformer.backends.numpy import products
 
 pytest.importorskip("numba", reason="extra mkl is not installed: it brings numba")
 if why := backends.unavailable_reason("mkl"):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import threadpoolctl
 from causal_models import NAMES, V, causal
+
+from xformer import dispatch, inference, ops, reference_only, tree
 from xformer.backends.numpy import advance as kernel
 from xformer.backends.numpy import linear as kernel_of_linear
 from xformer.backends.numpy import products
 from xformer.backends.numpy.threads import _blas, n_threads
-
-from xformer import dispatch, inference, ops, reference_only, tree
 from xformer.finetune import lora
 from xformer.layers import BlockConfig, EmbedConfig
 from xformer.layers.advance import advance

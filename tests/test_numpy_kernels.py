@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import threadpoolctl
 from test_kernels import contiguous, expanded, require_exact, sliced, transposed
+
+from xformer import RandomKey, backends, explain, inference, ops, reference_only
 from xformer.backends.numpy import linear_cross_entropy
 from xformer.backends.numpy.rows import BLOCK
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
-
-from xformer import RandomKey, backends, explain, inference, ops, reference_only
 from xformer.dispatch import is_inference
 from xformer.typing import Array
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from xformer.backends.numpy import flash, tiles
-from xformer.backends.numpy import sdpa as kernel
 
 from xformer import RandomKey, ops
+from xformer.backends.numpy import flash, tiles
+from xformer.backends.numpy import sdpa as kernel
 from xformer.layers.attention import merge_heads, split_heads
 from xformer.typing import Array
 

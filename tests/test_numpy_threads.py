@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
+
+from xformer import ops
 from xformer.backends.numpy import linear_cross_entropy
 from xformer.backends.numpy import threads as kernels
 from xformer.backends.numpy.threads import blas_alone, blocks, n_threads, scratch
-
-from xformer import ops
 from xformer.layers.kv_cache import KVCache, append
 from xformer.optim.ema import ema_leaves
 from xformer.typing import Array

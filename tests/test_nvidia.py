@@ -26,10 +26,10 @@ from nvidia import (
     several,
 )
 from stored import DTYPES, normal, on
-from xformer.backends import Backend
-from xformer.backends.cupy import cublaslt, cudnn, sdpa_cudnn
 
 from xformer import explain, layers, ops, tree
+from xformer.backends import Backend
+from xformer.backends.cupy import cublaslt, cudnn, sdpa_cudnn
 from xformer.dispatch import inference
 from xformer.layers import LinearParams
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from judges import by_hand
 from libraries import LIBRARIES, STAND_IN, only
-from xformer.backends import Backend, Generator
 
 from xformer import RandomKey, ops, tree
+from xformer.backends import Backend, Generator
 from xformer.catalogue import Case, cases
 
 EVERYWHERE = only(*LIBRARIES, STAND_IN)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import backends, optim, tree
+from xformer.backends import Backend
 
 STEPS = 100
 

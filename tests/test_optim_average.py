@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xformer.backends import Backend
 
 from xformer import GPT, Transformer, ops, optim, tree
+from xformer.backends import Backend
 from xformer.optim import LossScale
 
 IGNORED = -1

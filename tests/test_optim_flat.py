@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import ON_DEVICE, STAND_IN, only
-from xformer.backends import Backend
 
 import xformer
 from xformer import backends, optim, tree
+from xformer.backends import Backend
 from xformer.optim.loss_scale import Scaled
 from xformer.training import Batch, Diverged, TrainConfig, Windows, loss_of, start, train
 

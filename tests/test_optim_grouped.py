@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 from xformer import GPT, backends, optim, tree
+from xformer.backends import Backend
 from xformer.optim import Rule, decay_matrices, grouped
 
 MODEL = GPT(vocab_size=11, n_layers=2, d_model=8, n_heads=2, max_len=6)

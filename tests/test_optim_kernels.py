@@ -16,11 +16,11 @@ import threadpoolctl
 from libraries import only
 from test_kernels import KERNELS, LAYOUTS, UPDATES, contiguous, every, laid_out
 from test_ledger import MODELS
+
+from xformer import dispatch, optim, reference_only, tree
 from xformer.backends import Backend
 from xformer.backends.numpy.leaves import SMALL
 from xformer.backends.numpy.rows import BLOCK
-
-from xformer import dispatch, optim, reference_only, tree
 from xformer.dispatch import Kernel, Overridable
 from xformer.measure import arguments
 from xformer.optim.adam import adam_update

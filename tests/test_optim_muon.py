@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 from xformer import optim
+from xformer.backends import Backend
 
 SHAPES = [(5, 3), (3, 5), (4, 4), (2, 11)]  # (I, O)
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

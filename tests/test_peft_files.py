@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from test_lora import CONFIGS, GPT2, LLAMA, made
-from xformer.backends import Backend
 
 from xformer import pretrained, tree
+from xformer.backends import Backend
 from xformer.finetune import lora, peft
 from xformer.layers import LoRAParams
 from xformer.pretrained import PretrainedError

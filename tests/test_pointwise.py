@@ -11,9 +11,9 @@ import pytest
 from cuda_shim import Fault
 from cuda_shim.waits import BOOLEAN, WAITS
 from libraries import STAND_IN, only
-from xformer.backends import Backend
 
 import xformer
+from xformer.backends import Backend
 from xformer.ops._pointwise import clip, sign
 
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 7.5, -7.5, 1e-40, -1e-40, np.inf, -np.inf, np.nan]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import ops
+from xformer.backends import Backend
 from xformer.layers import alibi
 
 

@@ -13,14 +13,13 @@ import pytest
 
 pytest.importorskip("numba", reason="needs extra numba")
 
+from xformer import backends, catalogue, optim, reference_only, tree
 from xformer.backends import Backend
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.plan import waits
 from xformer.backends.numba.program.run import Recorded, layout_of, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy import threads
-
-from xformer import backends, catalogue, optim, reference_only, tree
 from xformer.catalogue import Case
 
 CASES = catalogue.cases()

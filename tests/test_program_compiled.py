@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import without_native
-from xformer.backends.numba.program.compiled import KEPT, Compiled
-from xformer.backends.numba.program.traced import address
 
 from xformer import GPT, ops, optim, tree
+from xformer.backends.numba.program.compiled import KEPT, Compiled
+from xformer.backends.numba.program.traced import address
 
 # Without biases: the gradient of that of keys is 0, and of what rounding makes of it some
 # optimisers take the sign.

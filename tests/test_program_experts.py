@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, judged, names, native_against_numpy, record, without_native
-from xformer.backends.numba.kernels import grouped
-from xformer.backends.numba.kernels.gemm import Pair
 
 from xformer import layers, ops
+from xformer.backends.numba.kernels import grouped
+from xformer.backends.numba.kernels.gemm import Pair
 from xformer.ops.activation import ACTIVATIONS
 
 

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from test_program import CASES, MODELS, Both
+
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.binding import Code, Memory
 from xformer.backends.numba.program.run import Recorded

@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("numba", reason="needs extra numba")
 
-from xformer.backends.numpy.threads import forget_scratch
-
 from xformer import GPT, backends, tree
+from xformer.backends.numpy.threads import forget_scratch
 from xformer.ledger import Same, ledger
 from xformer.measure import arguments
 from xformer.program_ledger import program_ledger

@@ -12,9 +12,9 @@ from array_api_compat import array_namespace
 pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, judged, names, native_against_numpy, record
-from xformer.backends.numba.kernels.gemm import steps
 
 from xformer import ops, tree
+from xformer.backends.numba.kernels.gemm import steps
 from xformer.layers import LinearParams, linear_many
 from xformer.tree import Frozen
 

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, judged, names, native_against_numpy, record
-from xformer.backends.numba.kernels import linear_cross_entropy as head
 
 from xformer import inference, ops
+from xformer.backends.numba.kernels import linear_cross_entropy as head
 
 OTHERS = "in_range 65", "in_range 4099", "not_equal", "where", "multiply"
 OPTIONS: list[dict[str, Any]] = [

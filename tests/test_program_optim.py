@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, judged, names, native_against_numpy, record
-from xformer.backends.numba.program.run import Recorded, layout_of
 
+from xformer.backends.numba.program.run import Recorded, layout_of
 from xformer.optim import AdamState, adam, adamw
 from xformer.optim.adam import adam_update
 

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, names, record
+
 from xformer.backends import get
 from xformer.backends.numba.program import namespace as xp
 from xformer.backends.numba.program.run import Recorded, layout_of

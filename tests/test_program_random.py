@@ -13,11 +13,11 @@ pytest.importorskip("numba", reason="needs extra numba")
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from programs import THREADS, TINY
+
+from xformer import ops, optim, reference_only, tree
 from xformer.backends.numba.program import compiled as programs
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.compiled import Compiled
-
-from xformer import ops, optim, reference_only, tree
 from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig
 from xformer.layers.block import NORMS
 from xformer.models import Classifier, LanguageModel, LMHead, MaskedLMHead

@@ -14,11 +14,11 @@ pytest.importorskip("numba", reason="needs extra numba")
 
 from programs import THREADS, judged, names, native_against_numpy, record
 from test_numpy_sdpa import masks
+
+from xformer import RandomKey, dispatch, ops, reference_only
 from xformer.backends.numba.program import engine
 from xformer.backends.numba.program.traced import constant
 from xformer.backends.numpy.threads import libraries
-
-from xformer import RandomKey, dispatch, ops, reference_only
 
 KEY = RandomKey(2**63 + 5, 2, 1)
 LENGTHS = ((70, 130), (130, 70), (17, 90), (3, 300), (1, 200))

@@ -11,13 +11,12 @@ from array_api_compat import array_namespace
 
 pytest.importorskip("numba", reason="needs extra numba")
 
-from xformer.backends.numba.program import timing
-from xformer.backends.numba.program.compiled import Compiled
-
 import xformer as xf
 from benchmarks.gate_shapes import ALL
 from benchmarks.shapes import Shape
 from xformer import Transformer, backends, optim, tree
+from xformer.backends.numba.program import timing
+from xformer.backends.numba.program.compiled import Compiled
 from xformer.finetune import lora
 from xformer.initializers import Shapes
 from xformer.models import LanguageModel

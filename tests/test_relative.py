@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import only
-from xformer.backends import Backend
 
+from xformer.backends import Backend
 from xformer.layers import RelativeConfig, relative_bias
 
 SIZES = [(32, 128), (32, 64), (16, 20), (8, 50), (32, 8192), (64, 100), (6, 4), (4, 3)]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
+from xformer.backends import Backend
 from xformer.ops import layer_norm, rms_norm
 
 RNG = np.random.default_rng(3)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
+from xformer.backends import Backend
 from xformer.ops import rope
 
 RNG = np.random.default_rng(13)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from judges import FLOAT64, require_close
-from xformer.backends import Backend
 
 from xformer import backends, ops
+from xformer.backends import Backend
 
 NUMPY = backends.get("numpy")
 LOGITS = NUMPY.generator(0, "float64").normal((7, 5), std=2.0)

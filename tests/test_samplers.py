@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import only
-from xformer.backends import Backend
 
+from xformer.backends import Backend
 from xformer.generation import samplers
 from xformer.generation.samplers import compose, draw, probabilities
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import RandomKey, ops, reference_only
+from xformer.backends import Backend
 
 KEY = RandomKey(5, 2)
 

@@ -9,9 +9,9 @@ from typing import Any
 import array_api_strict as strict
 import numpy as np
 import pytest
-from xformer.backends import Backend
 
 from xformer import ops
+from xformer.backends import Backend
 from xformer.shapes import REMEMBERED, dtype_name, shapes
 
 

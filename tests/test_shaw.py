@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import only
-from xformer.backends import Backend
 
 from xformer import RandomKey, backends, ops
+from xformer.backends import Backend
 from xformer.ops.shaw import gather, spread
 
 KEY = RandomKey(5, 2)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from causal_models import NAMES, V, causal, lively, seq2seq
 from libraries import only
-from xformer.backends import Backend
 
 import xformer as xf
 from xformer import tree
+from xformer.backends import Backend
 from xformer.generation import generate, speculative
 from xformer.generation.samplers import compose, probabilities, repetition_penalty, temperature
 

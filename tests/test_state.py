@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
-from xformer.backends import Backend
 
 from xformer import backends, tree
+from xformer.backends import Backend
 from xformer.training import CheckpointError, State, read_state, write_state
 
 NUMPY = backends.get("numpy")

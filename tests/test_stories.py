@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from libraries import only
 from truths import published
-from xformer.backends import Backend
 
 from xformer import pretrained
+from xformer.backends import Backend
 from xformer.pretrained.tokenizer import tokenizer
 
 LENGTH = 200

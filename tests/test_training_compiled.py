@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("numba", reason="needs extra numba")
 
 from causal_models import causal
-from xformer.backends.numba.program import run as programs
 
 from xformer import GPT, backends, reference_only, tree
+from xformer.backends.numba.program import run as programs
 from xformer.generation import generate, stream
 from xformer.generation.compiled import _compiled
 from xformer.generation.samplers import top_k

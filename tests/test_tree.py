@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xformer.backends import Backend
 
 from xformer import tree
+from xformer.backends import Backend
 
 
 class Pair(NamedTuple):

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from causal_models import V, causal
 from libraries import ON_DEVICE, opened
-from xformer.backends import Backend
 
 import xformer
 from xformer import backends, ops, optim, pretrained, tree
+from xformer.backends import Backend
 from xformer.checks import in_range
 from xformer.dispatch import Kernel, Overridable
 from xformer.generation import beam_search, generate, prefill, samplers, speculative

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
-
 from xformer import ops
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.checks import require_gradient
 from xformer.dispatch import Overridable, kernel
 from xformer.ops.activation import ACTIVATIONS

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xformer.backends.cupy import layer_norm, rms_norm
-
 from xformer import ops
+from xformer.backends.cupy import layer_norm, rms_norm
 from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.layers.norm import NormConfig, NormParams

@@ -7,7 +7,6 @@ from typing import Any
 from xformer.backends.append import append as in_place
 from xformer.backends.append import unsupported
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
-
 from xformer.dispatch import kernel
 from xformer.layers.kv_cache import KVCache
 from xformer.layers.kv_cache import append as reference

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
+
 from xformer.backends.cupy.module import contiguous, real_size
 from xformer.backends.cupy.random_bits import words
-
 from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 

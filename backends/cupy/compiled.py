@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from array_api_compat import array_namespace
-from xformer.backends.base import Backend
-from xformer.backends.cupy.captured import Captured, is_of_device
 
 from xformer import tree
+from xformer.backends.base import Backend
+from xformer.backends.cupy.captured import Captured, is_of_device
 from xformer.typing import Array
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launch, threads, wide
 
+from xformer.backends.cupy.module import EVERY, Source, contiguous, empty, launch, threads, wide
 from xformer.checks import finite, number, require_axis, require_gradient, require_integers
 from xformer.dispatch import kernel
 from xformer.ops._loss import one

@@ -20,6 +20,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.cupy.column_sums import row_sums
 from xformer.backends.cupy.lt_plan import (
     TYPES,
@@ -34,8 +36,6 @@ from xformer.backends.cupy.module import contiguous
 from xformer.backends.cupy.packed import distance
 from xformer.backends.cupy.products import product_into
 from xformer.backends.cupy.runtimes import Lent, Runtime, failed, runtime_of
-
-from xformer import ops
 from xformer.shapes import STORED, dtype_name
 from xformer.typing import Array
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from xformer.backends.cupy.cudnn_plan import Kind, Plan, Q, planned
 from xformer.backends.cupy.runtimes import Lent, Runtime, failed, hold, runtime_of
-
 from xformer.typing import Array
 
 # 9.16: before it backward brings lengths from the host where keys are no multiple of 128.

@@ -11,12 +11,12 @@ from typing import Any
 import array_api_compat.cupy as xp
 import cupy
 import numpy as np
+
 from xformer.backends.base import Backend, Memory, Unusable
 from xformer.backends.cupy import driver
 from xformer.backends.cupy.compiled import Compiled
 from xformer.backends.cupy.index_add import deterministic
 from xformer.backends.cupy.packed import packed
-
 from xformer.shapes import STORED
 from xformer.typing import Array
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import cupy
 import numpy as np
+
 from xformer.backends.cupy import cudnn as attention
 from xformer.backends.cupy import packages
 from xformer.backends.cupy.captured import GRAPHS
 from xformer.backends.cupy.cublaslt import RUNTIMES, Place
 from xformer.backends.cupy.module import LAUNCHERS, MAKERS, Source, arithmetic
 from xformer.backends.cupy.runtimes import Runtime
-
 from xformer.typing import Array
 
 FREELY = 48 << 10  # bytes of dynamic shared memory that a kernel has without asking

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
+
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
 from xformer.backends.cupy.random_bits import not_a_step, words
-
 from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.dropout import dropout as reference

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
+
 from xformer.backends.cupy.index_add import add_rows
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch, wide
-
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.ops.embedding import embedding as reference

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
+
+from xformer import ops
 from xformer.backends.cupy.cublaslt import multiply_gelu, multiply_slope, why_not
 from xformer.backends.cupy.linear_lt import PRODUCTS
 from xformer.backends.cupy.module import contiguous, empty
-
-from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.layers.feed_forward import FeedForwardParams

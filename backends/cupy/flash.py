@@ -8,7 +8,6 @@ from xformer.backends.cupy.attention import BLOCK, Attention, attention, heads_f
 from xformer.backends.cupy.flash_backward import PACK, WIDTHS, backward, shared, width_of
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
 from xformer.backends.cupy.sdpa import FEW
-
 from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_heads, scale_of, window_of

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from xformer.backends.cupy.leaves import BLOCK, LEAVES, launches
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch, not_alike
-
 from xformer.dispatch import kernel
 from xformer.optim.clip import clip_leaves as reference
 from xformer.typing import Array

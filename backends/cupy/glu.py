@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from xformer.backends.cupy.activation import elementwise
 from xformer.backends.cupy.module import EVERY, Source, contiguous, empty
-
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.activation import ACTIVATIONS, require_activation

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from array_api_compat import array_namespace
-from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
 
+from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, launch
 from xformer.checks import require_ids
 from xformer.dispatch import kernel
 from xformer.ops.index_add import IndexAddCache

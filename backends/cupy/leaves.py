@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from xformer.backends.cupy.module import blocks, wide
-
 from xformer.typing import Array
 
 LEAVES = 50  # of a launch: adamw takes 72 bytes for each, and all its arguments 4,096 at most

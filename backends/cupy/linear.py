@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xformer.backends.cupy.products import Products
-
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.linear import linear as reference

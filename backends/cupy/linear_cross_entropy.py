@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
+
 from xformer.backends.cupy.cross_entropy import int64_targets, token_losses, total_loss
 from xformer.backends.cupy.module import blocks, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products
-
 from xformer.checks import finite, number, require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.ops._loss import one

@@ -6,6 +6,7 @@ products: of dw over chunks of rows. Several maps of one x are in `linear_many_l
 
 from __future__ import annotations
 
+from xformer import ops
 from xformer.backends.cupy import linear as by_cublas
 from xformer.backends.cupy import linear_cross_entropy as head
 from xformer.backends.cupy.column_sums import row_sums
@@ -13,8 +14,6 @@ from xformer.backends.cupy.cublaslt import multiply, readable, why_not
 from xformer.backends.cupy.lt_plan import layout
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.products import NONE, Gradients, Products, added, flat
-
-from xformer import ops
 from xformer.dispatch import kernel
 from xformer.shapes import STORED, working_dtype
 from xformer.typing import Array

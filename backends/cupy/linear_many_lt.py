@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
+
+from xformer import ops
 from xformer.backends.cupy.cublaslt import distances, multiply_each, why_not
 from xformer.backends.cupy.linear_lt import PRODUCTS, linear
 from xformer.backends.cupy.module import empty
 from xformer.backends.cupy.side_by_side import beside, whole
-
-from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.layers.linear import LinearParams

@@ -16,7 +16,6 @@ from xformer.backends.cupy.module import (
     row_threads,
     wide,
 )
-
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rms_norm import rms_norm as reference

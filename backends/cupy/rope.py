@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from xformer.backends.cupy.attention import heads_first
 from xformer.backends.cupy.module import EVERY, Source, blocks, contiguous, empty, launch
-
 from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.rope import require_tables

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from array_api_compat import array_namespace
+
 from xformer.backends.cupy.attention import (
     BLOCK,
     MIN_OWN,
@@ -22,7 +23,6 @@ from xformer.backends.cupy.attention import (
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size, threads
 from xformer.backends.cupy.random_bits import not_a_step
 from xformer.backends.cupy.sdpa_backward import backward
-
 from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of

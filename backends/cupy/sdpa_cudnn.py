@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
+
 from xformer.backends.cupy import cudnn_support
 from xformer.backends.cupy.attention import heads_first
 from xformer.backends.cupy.cudnn import RUNTIMES, plan_of, ran
@@ -29,7 +30,6 @@ from xformer.backends.cupy.index_add import deterministic, is_deterministic
 from xformer.backends.cupy.module import contiguous, empty
 from xformer.backends.cupy.runtimes import runtime_of
 from xformer.backends.cupy.side_by_side import heads_beside, joined
-
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.ops._attention import require_heads, scale_of, window_of

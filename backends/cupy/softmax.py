@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 from xformer.backends.cupy.module import Source, contiguous, empty, launch, threads, wide
-
 from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.softmax import softmax as reference

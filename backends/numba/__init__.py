@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numba
+
+from xformer import layers, ops
 from xformer.backends import numpy
 from xformer.backends.base import Backend
 from xformer.backends.numba.eager import Eager
-
-from xformer import layers, ops
 from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update
 

@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
+
 from xformer.backends.numba.compiled import rowwise
 
 NUMBER, BYTES = ir.IntType(64), 8

@@ -14,8 +14,8 @@ import numba
 import numpy as np
 from numba.core import sigutils
 from numba.core.ccallback import CFunc
-from xformer.backends.base import Unusable
 
+from xformer.backends.base import Unusable
 from xformer.lock import locked
 
 # NaN and infinity stay as they are. Of rows: sums in any order, but no fused products, with which

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.compiled import exp2, rowwise
 
 ONE, ZERO = np.float32(1), np.float32(0)

@@ -10,6 +10,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.tuning import SMALL
 from xformer.backends.numpy import products as numpys

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from xformer.backends.numba.compiled import elementwise
 
+from xformer.backends.numba.compiled import elementwise
 from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL
 
 LOW, HALF = np.uint64(MASK), np.uint64(32)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numba import types
+
 from xformer.backends.numba.atomic import floats
 from xformer.backends.numba.compiled import callable_from_c, rowwise
 from xformer.backends.numba.flash_rows import ZERO

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.atomic import floats
 from xformer.backends.numba.compiled import elementwise, rowwise, summing
 from xformer.backends.numba.flash_rows import ZERO, dot

@@ -8,9 +8,9 @@ from typing import Any
 
 import array_api_compat.numpy
 import numpy
+
 from xformer.backends.arrays import refusal
 from xformer.backends.base import Backend
-
 from xformer.dispatch import is_reference_only, kernels
 
 __all__ = ["NumpyBackend", "backend", "refusal", "xp"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numpy.leaves import apart, over, unlike
 from xformer.backends.numpy.threads import scratch
-
 from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update as reference
 from xformer.typing import Array

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from xformer import layers
 from xformer.backends.append import append
 from xformer.backends.numpy.products import product, worth_threads
 from xformer.backends.numpy.threads import blas_alone, run
-
-from xformer import layers
 from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
 from xformer.layers.attention import AttentionParams, KeyValue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from xformer.backends.append import append as in_place
 from xformer.backends.append import unsupported
-
 from xformer.dispatch import kernel
 from xformer.layers.kv_cache import append as reference
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from xformer.backends.numpy.leaves import apart, over, unlike
 
+from xformer.backends.numpy.leaves import apart, over, unlike
 from xformer.dispatch import kernel
 from xformer.optim.clip import clip_leaves as reference
 from xformer.typing import Array

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numpy.ids import private
 from xformer.backends.numpy.rows import row_blocks, rows
 from xformer.backends.numpy.threads import scratch
-
 from xformer.checks import finite, number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._loss import one

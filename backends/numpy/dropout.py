@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+
 from xformer.backends.numpy.philox import words
 from xformer.backends.numpy.rows import masked, row_blocks, rows
-
 from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.dropout import dropout as reference

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+
 from xformer.backends.numpy.leaves import apart, over, unlike
 from xformer.backends.numpy.threads import scratch
-
 from xformer.dispatch import kernel
 from xformer.optim.ema import ema_leaves as reference
 from xformer.typing import Array

@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from xformer.backends.numpy.ids import private
 
+from xformer.backends.numpy.ids import private
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.ops.embedding import embedding as reference

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from xformer.backends.numpy.ids import private
 
+from xformer.backends.numpy.ids import private
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.experts import ExpertCache, one_expert, require_choice

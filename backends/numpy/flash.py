@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+
 from xformer.backends.numpy.threads import scratch
 from xformer.backends.numpy.tiles import (
     COLUMNS,
@@ -23,7 +24,6 @@ from xformer.backends.numpy.tiles import (
     transposed,
     unfold,
 )
-
 from xformer.typing import Array
 
 BOUND = 30.0  # exponents of at most this need no maximum taken off: e^-30 and e^30 have inverses

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+
 from xformer.backends.numpy.logistic import LOG2_E, inverse_sigmoid, within
 from xformer.backends.numpy.rows import BLOCK, flat
 from xformer.backends.numpy.threads import blocks, scratch
-
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.glu import glu as reference

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from xformer.backends.numpy.ids import private
 
+from xformer.backends.numpy.ids import private
 from xformer.checks import require_ids
 from xformer.dispatch import kernel
 from xformer.ops.index_add import IndexAddCache

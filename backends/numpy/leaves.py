@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numpy.rows import BLOCK
 from xformer.backends.numpy.threads import run, scratch
-
 from xformer.typing import Array
 
 SMALL = 1 << 13  # elements, at most, of leaves that are gathered: calls cost more than copies

@@ -12,10 +12,10 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
+
 from xformer.backends.numpy import products
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.threads import blas_alone, lined, run
-
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.ops.linear import linear as reference

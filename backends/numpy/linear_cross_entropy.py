@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+
 from xformer.backends.numpy.cross_entropy import Tokens, less, slopes
 from xformer.backends.numpy.ids import private
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
-
 from xformer.checks import finite, number, require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.ops._loss import one

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.numpy.linear import gradients, mapped
 
 from xformer import ops
+from xformer.backends.numpy.linear import gradients, mapped
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.layers.linear import LinearParams

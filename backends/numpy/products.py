@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-from xformer.backends.numpy.threads import n_threads, scratch
 
+from xformer.backends.numpy.threads import n_threads, scratch
 from xformer.dispatch import chosen_kernels
 from xformer.typing import Array
 

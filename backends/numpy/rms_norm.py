@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numpy.rows import Sums, factor, row_blocks, rows
 from xformer.backends.numpy.threads import scratch
-
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rms_norm import rms_norm as reference

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import numpy as np
-from xformer.backends.numpy.threads import Piece, blocks, even, scratch
 
+from xformer.backends.numpy.threads import Piece, blocks, even, scratch
 from xformer.typing import Array
 
 BLOCK = 1 << 16  # elements

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numpy.flash import Attention, Gradients, attend, backward
 from xformer.backends.numpy.tiles import Scores
-
 from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of

@@ -24,8 +24,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from xformer.backends.exclusive import Exclusive
 
+from xformer.backends.exclusive import Exclusive
 from xformer.typing import Array
 
 Piece = Callable[[int, int], Any]

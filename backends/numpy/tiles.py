@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import numpy as np
+
 from xformer.backends.numpy.philox import words
 from xformer.backends.numpy.threads import blocks, n_threads, scratch
-
 from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 

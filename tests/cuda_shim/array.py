@@ -11,10 +11,10 @@ from typing import Any
 
 import array_api_compat.numpy as host_xp
 import numpy as np
-from xformer.backends.cupy.module import arithmetic
 
 from cuda_shim import waits
 from cuda_shim.graph import UNWRITTEN, is_recording, keep, made, note, refuse
+from xformer.backends.cupy.module import arithmetic
 from xformer.shapes import STORED
 
 DEVICE = "cuda:0"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from xformer.backends.cupy.cublaslt import Place
 
 from cuda_shim.array import Array, Fault, quietly
 from cuda_shim.cublaslt_parts import (
@@ -45,6 +44,7 @@ from cuda_shim.cublaslt_parts import (
     told_to_raise,
 )
 from cuda_shim.graph import note
+from xformer.backends.cupy.cublaslt import Place
 
 
 class CublasLt:

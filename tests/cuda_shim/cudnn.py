@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from xformer.backends.cupy.cudnn import OLDEST, Place
 
 from cuda_shim.array import Array, Fault, quietly
 from cuda_shim.cublaslt_parts import Held, memory, told_to_raise
@@ -27,6 +26,7 @@ from cuda_shim.cudnn_graph import (
     heur_mode,
 )
 from cuda_shim.graph import note
+from xformer.backends.cupy.cudnn import OLDEST, Place
 
 
 class Call(NamedTuple):

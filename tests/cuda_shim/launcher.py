@@ -8,11 +8,11 @@ import re
 from typing import Any
 
 import numpy as np
-from xformer.backends.cupy.module import Source, arithmetic
 
 from cuda_shim.array import Array, Fault, addresses
 from cuda_shim.build import Library, line_of, load
 from cuda_shim.graph import note
+from xformer.backends.cupy.module import Source, arithmetic
 
 seeds = itertools.count()  # a launch's: blocks and threads run in another order each time
 _libraries: dict[Any, Library] = {}

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cuda_shim.array import Array
 from xformer.backends.cupy import cublaslt, cudnn
 from xformer.backends.cupy.runtimes import Runtime
-
-from cuda_shim.array import Array
 
 
 class OnRequest:

@@ -16,10 +16,10 @@ from typing import Any
 import cuda_shim
 import cupy_backends.cuda.libs
 from cuda_shim import cudnn_graph
-from xformer.backends.cupy import cublaslt, cudnn
-from xformer.backends.cupy.runtimes import Runtime
 
 from null_device.device import call_library, cupy
+from xformer.backends.cupy import cublaslt, cudnn
+from xformer.backends.cupy.runtimes import Runtime
 
 COMPUTE = {"CUBLAS_COMPUTE_32F": 68, "CUBLAS_COMPUTE_32F_FAST_TF32": 77}
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, inlined
 from xformer.backends.numba.kernels.gelu_forms import (
     exact_form,
@@ -35,7 +36,6 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-
 from xformer.checks import require_gradient
 from xformer.ops.quick_gelu import SLOPE
 from xformer.ops.silu import FAR

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.atomic import floats
 from xformer.backends.numba.compiled import elementwise, inlined, rowwise
 from xformer.backends.numba.program import namespace, program
@@ -23,7 +24,6 @@ from xformer.backends.numba.program.native import (
 )
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import Traced, constant
-
 from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update as op
 from xformer.typing import Array

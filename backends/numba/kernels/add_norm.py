@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from xformer.backends.numba.kernels import layer_norm, rms_norm
 from xformer.backends.numba.kernels.layout import unrecordable
-
 from xformer.checks import require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.layers.norm import NormConfig, NormParams

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import (
@@ -18,7 +19,6 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-
 from xformer.dispatch import kernel
 from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rope_tables import cos_sin as op

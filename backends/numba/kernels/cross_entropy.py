@@ -6,6 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.kernels.losses import (
     Options,
@@ -19,8 +21,6 @@ from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
 from xformer.backends.numba.program.traced import constant
-
-from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.showing import short

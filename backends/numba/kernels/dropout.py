@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba import philox
 from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.kernels.layout import program_of, unrecordable
@@ -20,8 +22,6 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.traced import Traced, constant
-
-from xformer import ops
 from xformer.checks import require_shape
 from xformer.dispatch import kernel
 from xformer.ops.dropout import require_rate

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.kernels.index_add import emit_sums
 from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
-
-from xformer import ops
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.showing import short

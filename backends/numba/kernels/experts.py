@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.compiled import elementwise, rowwise
 from xformer.backends.numba.kernels import grouped
 from xformer.backends.numba.kernels.activations import FORMULAS, OF_Y, slopes, values
@@ -24,8 +26,6 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-
-from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.experts import experts as op

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     ActivationCache,
     activate,
 )
 from xformer.backends.numba.kernels.layout import unrecordable
-
-from xformer import ops
 from xformer.dispatch import kernel
 from xformer.typing import Array
 

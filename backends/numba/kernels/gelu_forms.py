@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2
 from xformer.backends.numpy.gelu import EXACT, TANH
-
 from xformer.ops.gelu import CUBIC, FAR, SCALE
 
 T0, T1 = map(np.float32, TANH)

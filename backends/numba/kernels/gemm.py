@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numba.compiled import FEW, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO
 from xformer.backends.numba.gemm import AS_IT_IS, ROW_MAJOR, TRANSPOSED, call
@@ -31,7 +32,6 @@ from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.registers import COLUMNS, HIGH
 from xformer.backends.numba.tuning import ALONE, LARGE, SHARE, SHARES, SPEED, VECTORS
 from xformer.backends.numba.vectors import matrix_vector, vector_matrix
-
 from xformer.typing import Array
 
 NOTHING, ROW, WHOLE = range(3)  # what is added to a product

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
@@ -31,8 +33,6 @@ from xformer.backends.numba.program.native import (
     real,
     words,
 )
-
-from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.glu import GluCache as ReferenceCache

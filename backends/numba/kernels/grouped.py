@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numba.kernels.embedding import take_rows
 from xformer.backends.numba.kernels.gemm import Pair, product, steps
 from xformer.backends.numba.program.namespace import contiguous
@@ -27,7 +28,6 @@ from xformer.backends.numba.program.native import (
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED, VECTORS
-
 from xformer.typing import Array
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import NOTHING, Native, native, numbers, words
-
 from xformer.checks import in_range
 from xformer.dispatch import kernel
 

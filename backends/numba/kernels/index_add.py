@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, take
 from xformer.backends.numba.program.native import (
@@ -18,8 +20,6 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.program import Program
-
-from xformer import ops
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.showing import short

@@ -6,6 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.kernels.layout import (
     dense,
@@ -17,8 +19,6 @@ from xformer.backends.numba.kernels.layout import (
 )
 from xformer.backends.numba.kernels.norms import block, pieces_of
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
-
-from xformer import ops
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.l2_normalize import L2NormalizeCache as ReferenceCache

@@ -6,6 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.compiled import FEW, rowwise
 from xformer.backends.numba.kernels.layout import (
     fresh_in,
@@ -25,8 +27,6 @@ from xformer.backends.numba.kernels.norms import (
 )
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
 from xformer.backends.numpy import layer_norm as numpys
-
-from xformer import ops
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.layer_norm import LayerNormCache as ReferenceCache

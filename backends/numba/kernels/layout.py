@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.program.namespace import contiguous, copied
 from xformer.backends.numba.program.program import Program, of
 from xformer.backends.numba.program.traced import Traced

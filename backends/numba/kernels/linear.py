@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.gemm import no_products
 from xformer.backends.numba.kernels.gemm import (
     Pair,
@@ -23,8 +25,6 @@ from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native
 from xformer.backends.numba.program.program import Program
-
-from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.showing import short

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.gemm import no_products
 from xformer.backends.numba.kernels.gemm import add_bias, factor, product, steps
 from xformer.backends.numba.kernels.linear import column_sums, rows_of, weight_gradient
@@ -28,8 +30,6 @@ from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import constant
 from xformer.backends.numba.registers import HIGH
 from xformer.backends.numba.tuning import SPEED
-
-from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.showing import short

@@ -6,7 +6,6 @@ from xformer.backends.numba.kernels.gemm import emit_sums
 from xformer.backends.numba.kernels.linear import begun, input_gradient
 from xformer.backends.numba.kernels.linear import unsupported as linear_unsupported
 from xformer.backends.numba.program.traced import Traced
-
 from xformer.dispatch import kernel
 from xformer.layers.linear import LinearCache, LinearParams, LinearsCache, LoRAParams
 from xformer.layers.linear import linear_many as op

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.compiled import LOG2_E, exp2, less, rowwise
 from xformer.backends.numba.flash_rows import ONE, ZERO, highest, multiply
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import Native, bits, float32s, native, real, words
 from xformer.backends.numba.program.program import Program
-
-from xformer import ops
 from xformer.checks import as_indices, finite, number
 from xformer.ops.cross_entropy import require_options, split_ignored
 from xformer.typing import Array

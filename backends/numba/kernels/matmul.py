@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.gemm import no_products
 from xformer.backends.numba.kernels.gemm import Pair, emit_products, product, steps
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import LINE, Native, native, numbers, part, words
 from xformer.backends.numba.tuning import SPEED
-
 from xformer.typing import Array
 
 BATCH, ROWS, COLUMNS = range(3)  # what pieces are

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.compiled import FEW, elementwise, inlined
 from xformer.backends.numba.kernels.layout import dense, in_order, order_of
 from xformer.backends.numba.program import namespace

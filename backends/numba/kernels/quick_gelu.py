@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from xformer import ops
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     ActivationCache,
     activate,
     not_float32,
 )
-
-from xformer import ops
 from xformer.dispatch import kernel
 from xformer.typing import Array
 

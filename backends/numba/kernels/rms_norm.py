@@ -6,6 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.compiled import FEW, rowwise
 from xformer.backends.numba.kernels.layout import (
     fresh_in,
@@ -24,8 +26,6 @@ from xformer.backends.numba.kernels.norms import (
     terms,
 )
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
-
-from xformer import ops
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rms_norm import RmsNormCache as ReferenceCache

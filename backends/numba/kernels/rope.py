@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.kernels.layout import (
     fresh_in,
@@ -14,8 +16,6 @@ from xformer.backends.numba.kernels.layout import (
 )
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Native, float32s, native, part, words
-
-from xformer import ops
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.rope import RopeCache as ReferenceCache

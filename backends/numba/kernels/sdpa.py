@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xformer import ops
 from xformer.backends.numba.gemm import no_products
 from xformer.backends.numba.kernels import sdpa_any, sdpa_one, sdpa_plain
 from xformer.backends.numba.kernels.sdpa_given import Attention, Operands, tokens
@@ -22,8 +24,6 @@ from xformer.backends.numba.program.program import Program, of
 from xformer.backends.numba.program.traced import Traced
 from xformer.backends.numba.tuning import HEADS, WORTH
 from xformer.backends.numpy.tiles import FEW
-
-from xformer import ops
 from xformer.checks import require_cap, require_gradient
 from xformer.dispatch import kernel
 from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of

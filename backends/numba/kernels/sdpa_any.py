@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.compiled import LOG2_E, exp2, rowwise
 from xformer.backends.numba.flash_rows import LOWEST, ONE, ZERO, dot, multiply
 from xformer.backends.numba.gemm import add_product

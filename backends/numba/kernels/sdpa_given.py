@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
+
+from xformer import ops
 from xformer.backends.numba import tile
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.flash import FAR, tile_of
@@ -20,8 +22,6 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.traced import Traced, constant
-
-from xformer import ops
 from xformer.ops._attention import Window, fold, forbid, unfold
 from xformer.ops.random_bits import MASK, RandomKey
 from xformer.typing import Array

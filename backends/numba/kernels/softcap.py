@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from xformer import ops
 from xformer.backends.numba.kernels.activations import TANH, ActivationCache, activate
 from xformer.backends.numba.kernels.layout import unrecordable
-
-from xformer import ops
 from xformer.checks import require_cap
 from xformer.dispatch import kernel
 from xformer.typing import Array

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.program.engine import ANYONE, ARGS, CHECK, execute
 from xformer.backends.numba.program.native import NOTHING

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from xformer import tree
 from xformer.backends.arrays import refusal
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy.threads import n_threads
-
-from xformer import tree
 from xformer.dispatch import is_reference_only
 
 KEPT = 16  # programs of one function: of the last kinds of arguments

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.program import Instruction, Program
 from xformer.backends.numba.program.traced import Buffer, Traced

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.program.native import (
     Kernel,

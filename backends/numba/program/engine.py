@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba import tile
 from xformer.backends.numba.atomic import count, give_way, pause, read
 from xformer.backends.numba.compiled import rowwise

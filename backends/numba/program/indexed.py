@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.program.native import (
     Native,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.program import elementwise, indexed, reduce, typed
 from xformer.backends.numba.program.program import Program, Run, of
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant

@@ -23,6 +23,7 @@ import numba
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
+
 from xformer.backends.numba.compiled import callable_from_c, inlined
 
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
 from xformer.backends.numba.program.program import Instruction
 from xformer.backends.numba.program.traced import Buffer, Traced
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numba.program.native import Native
 from xformer.backends.numba.program.traced import Buffer, Shape, Traced, laid_out
 from xformer.backends.numba.tuning import WORTH

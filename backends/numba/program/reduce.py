@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.program.native import Native, float32s, float64s, native, part, words
 from xformer.backends.numba.program.program import Program

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba import tile
 from xformer.backends.numba.program import namespace
 from xformer.backends.numba.program.binding import (

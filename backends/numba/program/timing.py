@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from xformer.backends.numba.program.binding import Code
 from xformer.backends.numba.program.plan import waits
 from xformer.backends.numba.program.program import Instruction

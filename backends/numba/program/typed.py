@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from xformer.backends.numba.compiled import elementwise
 from xformer.backends.numba.program.elementwise import cut, row
 from xformer.backends.numba.program.native import (
