@@ -9,6 +9,9 @@ function, and the kernels that it registers for the ops.
 
 from __future__ import annotations
 
+if __name__ == "backends":  # an editable install has the checkout on the path
+    raise ImportError("backends/ is imported as xformer.backends")
+
 import importlib
 import sys
 from types import ModuleType

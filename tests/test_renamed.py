@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import runs
 
 import xformer
 from xformer import renamed, training
-from xformer.cli import main
+from xformer.cli import main, train_from
 from xformer.layers import BlockConfig
 from xformer.models import EncoderDecoder, LanguageModel
 
@@ -61,6 +62,39 @@ def test_fields(kind: Any, old: str, new: str, value: Any, given: tuple[Any, ...
         kind(*given, **{f"{old}_": value}, **options)
 
 
+def test_a_placement_is_no_kind_of_norm() -> None:
+    """`norm` has another meaning: its old values still give the placement."""
+    with pytest.warns(DeprecationWarning, match=r"^BlockConfig\(norm=\) is called "):
+        block = BlockConfig(8, 2, 5, norm="post")
+    assert (block.norm_placement, block.norm) == ("post", "layer")
+    with pytest.warns(DeprecationWarning) as said:
+        block = BlockConfig(8, 2, 5, norm="post", norm_kind="rms")
+    assert (block.norm_placement, block.norm, len(said)) == ("post", "rms", 2)
+    with pytest.warns(DeprecationWarning, match=r"^BlockConfig\(norm=\) is called "):
+        assert replace(block, norm="sandwich").norm_placement == "sandwich"
+    assert BlockConfig(8, 2, 5, norm="rms").norm_placement == "pre"
+    with pytest.raises(ValueError, match='norm: kind must be "layer" or "rms", got \'x\''):
+        BlockConfig(8, 2, 5, norm="x")
+
+
+@pytest.mark.parametrize(
+    ("owner", "old", "new"),
+    [
+        (GPT, "norm", "norm_placement"),
+        (GPT, "checkpoint", "activation_checkpointing"),
+        (GPT.network, "source", "hf_config"),
+        (GPT.network, "n_groups", "n_shared_layer_groups"),
+        (GPT.network.blocks[0], "norm_kind", "norm"),
+        (GPT.network.blocks[0], "shaw", "shaw_max_distance"),
+    ],
+)
+def test_attributes(owner: Any, old: str, new: str) -> None:
+    kind = type(owner).__name__
+    with pytest.warns(DeprecationWarning, match=rf"^{kind}\.{old} is called {kind}\.{new};"):
+        assert getattr(owner, old) == getattr(owner, new)
+    assert not hasattr(type(owner), old)
+
+
 def test_models_that_were_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = EncoderDecoder(
         (BlockConfig(8, 2, 5, norm="rms", norm_placement="post"),), (BlockConfig(8, 2, 5),)
@@ -107,7 +141,16 @@ def test_runs_that_were_begun_before(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     Path("fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
     sizes = "--layers 1 --d-model 8 --heads 2 --max-len 8 --batch 2 --steps 2 --preset tiny"
-    assert main(["train", *sizes.split(), "--data", "fox.txt", "--out", "run"]) == 0
+    about_of, names = train_from.about_of, renamed.FIELDS["GPT"].items()
+
+    def old(model: Any) -> dict[str, Any]:
+        about = about_of(model)
+        return about | {name: about.pop(new) for name, new in names}
+
+    with monkeypatch.context() as patch:  # of run.json and of every checkpoint
+        patch.setattr(train_from, "about_of", old)
+        assert main(["train", *sizes.split(), "--data", "fox.txt", "--out", "run"]) == 0
+    assert json.loads(Path("run/run.json").read_text())["about"]["model"]["norm"] == "pre"
     path = Path("run/run.json")
     found = json.loads(path.read_text())
     olds = {new: old for old, new in renamed.FIELDS["notes"].items() if old != "graph"}

@@ -1,4 +1,4 @@
-"""Old public names. They work for one release, and each use warns with the new name.
+"""Old public names. They work in 0.1 and go in 0.2; each use warns with the new name.
 
 CHANGELOG.md has the table. A name is listed here once: names of modules in `NAMES`; methods and
 arguments where they are declared, by `method` and `arguments`.
@@ -32,6 +32,13 @@ OPTIONS: dict[str, dict[str, str]] = {  # of each command
 }
 FIELDS = {  # of configurations, in files that earlier versions wrote
     "BlockConfig": {"norm": "norm_placement", "norm_kind": "norm", "shaw": "shaw_max_distance"},
+    "LanguageModel": {  # before EncoderDecoder, whose old names it has too
+        "n_groups": "n_shared_layer_groups",
+        "balance": "load_balancing_weight",
+        "router_z": "router_z_weight",
+        "checkpoint": "activation_checkpointing",
+        "source": "hf_config",
+    },
     "EncoderDecoder": {"checkpoint": "activation_checkpointing", "source": "hf_config"},
     "GPT": {"norm": "norm_placement", "checkpoint": "activation_checkpointing"},
     "Transformer": {"norm": "norm_placement", "checkpoint": "activation_checkpointing"},
@@ -46,6 +53,7 @@ NAMES: dict[str, dict[str, str]] = {
     "xformer": {"Key": "RandomKey", "initial": "initializers"},
     "xformer.backends": {"of": "backend_of", "why_not": "unavailable_reason"},
     "xformer.generation": {"Prefix": "PrefilledPrompt"},
+    "xformer.generation.samplers": {"likeliest": "greedy"},
     "xformer.layers": {
         "Past": "KVCache",
         "Rotary": "RopeTables",
@@ -78,8 +86,27 @@ def method(old: str, new: str, **names: str) -> Any:
     return call
 
 
-def arguments(**names: str) -> Callable[[T], T]:
-    """A decorator of a function or a class: old keyword arguments, each with its new name."""
+def attribute(new: str) -> Any:
+    """For a class body: a property that is called otherwise now."""
+
+    class Old:
+        def __set_name__(self, owner: type, name: str) -> None:
+            self.name = name
+
+        def __get__(self, instance: Any, owner: type) -> Any:
+            if instance is None:
+                raise AttributeError(f"type object {owner.__name__!r} has no {self.name!r}")
+            _warn(f"{owner.__name__}.{self.name}", f"{owner.__name__}.{new}", 3)
+            return getattr(instance, new)
+
+    return Old()
+
+
+def arguments(**names: str | tuple[str, Sequence[str]]) -> Callable[[T], T]:
+    """A decorator of a function or a class: old keyword arguments, each with its new name.
+
+    With the values that the old name had, if the name has another meaning now.
+    """
 
     def decorate(target: T) -> T:
         owner: Any = target
@@ -118,12 +145,34 @@ def fields(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in found.items()}
 
 
-def _accepting(function: Any, title: str, names: dict[str, str]) -> Any:
+def configuration(found: Any) -> Any:
+    """What `dataclasses.asdict` wrote of a model, with the new names of its fields."""
+    if isinstance(found, list):
+        return [configuration(part) for part in found]
+    if not isinstance(found, dict):
+        return found
+    for kind, names in FIELDS.items():
+        old = names.keys() - set(names.values())
+        if kind != "notes" and old <= found.keys():
+            found = fields(kind, found)
+    return {name: configuration(part) for name, part in found.items()}
+
+
+def about(found: Any) -> Any:
+    """The description of a run, with the new names of its model's fields."""
+    if not isinstance(found, dict) or "model" not in found:
+        return found
+    return found | {"model": configuration(found["model"])}
+
+
+def _accepting(function: Any, title: str, names: dict[str, str | tuple[str, Sequence[str]]]) -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for old in names.keys() & kwargs.keys():
-            _warn(f"{title}({old}=)", f"{title}({names[old]}=)", 3)
-            kwargs[names[old]] = kwargs.pop(old)  # `dataclasses.replace` gives the new one too
+        for old, new in names.items() if kwargs else ():
+            new, values = new if isinstance(new, tuple) else (new, None)
+            if old in kwargs and (values is None or kwargs[old] in values):
+                _warn(f"{title}({old}=)", f"{title}({new}=)", 3)
+                kwargs[new] = kwargs.pop(old)  # `dataclasses.replace` gives the new one too
         return function(*args, **kwargs)
 
     return call
@@ -132,5 +181,5 @@ def _accepting(function: Any, title: str, names: dict[str, str]) -> Any:
 def _warn(
     old: str, new: str, stacklevel: int, category: type[Warning] = DeprecationWarning
 ) -> None:
-    why = f"{old} is called {new}; the old name goes with the next release"
+    why = f"{old} is called {new}; the old name goes in 0.2"
     warnings.warn(why, category, stacklevel=stacklevel)

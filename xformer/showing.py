@@ -26,7 +26,7 @@ def short(cls: type[T]) -> type[T]:
 
 def line(node: Any) -> str:
     """The type, the number of layers, of elements by dtype, and bytes."""
-    arrays = list(_arrays(node).values())
+    arrays = list({id(array): array for array in _arrays(node).values()}.values())
     parts = [f"{n} {name}{'' if n == 1 else 's'}" for name, n in _layers(node)]
     elements = Counter[str]()
     for array in arrays:

@@ -17,7 +17,6 @@ from xformer.finetune.base import LONGEST
 from xformer.finetune.saving import copy_beside
 from xformer.models import GPT, LanguageModel, LMHead
 from xformer.pretrained.tokenizer import tokenizer
-from xformer.renamed import fields
 from xformer.summary import context
 from xformer.training import Subwords, Vocabulary, load_vocabulary
 from xformer.training.run import RUN, read_run
@@ -109,7 +108,7 @@ def origin(options: argparse.Namespace) -> Origin:
 
 
 def _noted(name: str, **about: Any) -> Any:
-    return GPT(**fields("GPT", about)) if name == "GPT" else pretrained.model(about["source"])
+    return GPT(**about) if name == "GPT" else pretrained.model(about["source"])
 
 
 def about_of(model: Any) -> dict[str, Any]:

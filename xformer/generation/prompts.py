@@ -22,7 +22,7 @@ KEPT = 8  # models whose programs are kept
 def read_by_program(
     network: Any, params: Any, tokens: Array, mask: Array | None
 ) -> tuple[Array, DecodeState] | None:
-    """Logits (B, 1, V) after `tokens` (B, T), and the state; None if no program can read them.
+    """Logits (B, V) after `tokens` (B, T), and the state; None if no program can read them.
 
     mask: (B, T), True = a token, False = padding; None: no padding.
 

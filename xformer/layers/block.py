@@ -38,7 +38,11 @@ SITES = 6  # dropout streams of a block
 NORMS = ("pre", "post", "sandwich", "output")
 
 
-@renamed.arguments(norm_kind="norm", shaw="shaw_max_distance")
+@renamed.arguments(
+    norm=("norm_placement", ("pre", "post", "sandwich", "output")),
+    norm_kind="norm",
+    shaw="shaw_max_distance",
+)
 @dataclass(frozen=True)
 class BlockConfig:
     """The configuration of a block. ValueError for options that do not fit together.
@@ -78,6 +82,9 @@ class BlockConfig:
     dropout: float = 0.0
     attn_dropout: float | None = None  # of the attention's probabilities; None: dropout
     hidden_dropout: float = 0.0  # inside the feed-forward network
+
+    norm_kind = renamed.attribute("norm")
+    shaw = renamed.attribute("shaw_max_distance")
 
     def __post_init__(self) -> None:
         plain_numbers(self)

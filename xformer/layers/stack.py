@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xformer import layers, ops
+from xformer import layers, ops, renamed
 from xformer.backends import Generator
 from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.attention import KeyValue, KeyValueParams, key_value
@@ -61,6 +61,7 @@ class StackParams(NamedTuple):
         return StackParams(blocks, last_norm, shared, table)
 
 
+@renamed.arguments(checkpoint="activation_checkpointing", n_past="n_cached", past="kv_cache")
 def stack(
     x: Array,
     params: StackParams,

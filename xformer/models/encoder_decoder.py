@@ -94,6 +94,8 @@ class EncoderDecoder:
                 )
         number("EncoderDecoder", "out_dropout", self.out_dropout, low=0, high=1)
 
+    checkpoint = renamed.attribute("activation_checkpointing")
+    source = renamed.attribute("hf_config")
     start = renamed.method("start", "init_state")
     extend = renamed.method("extend", "decode", every="all_logits")
     rewind = renamed.method("rewind", "truncate")

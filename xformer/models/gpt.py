@@ -53,6 +53,9 @@ class GPT:
     # Each block saves only its input, and runs again in backward.
     activation_checkpointing: bool = False
 
+    norm = renamed.attribute("norm_placement")
+    checkpoint = renamed.attribute("activation_checkpointing")
+
     def __post_init__(self) -> None:
         plain_numbers(self)
         require_layers("GPT", n_layers=self.n_layers)

@@ -114,6 +114,11 @@ class LanguageModel:
                 f"got {sorted(routers) or 'no experts'}"
             )
 
+    n_groups = renamed.attribute("n_shared_layer_groups")
+    balance = renamed.attribute("load_balancing_weight")
+    router_z = renamed.attribute("router_z_weight")
+    checkpoint = renamed.attribute("activation_checkpointing")
+    source = renamed.attribute("hf_config")
     start = renamed.method("start", "init_state")
     extend = renamed.method("extend", "decode", every="all_logits")
     rewind = renamed.method("rewind", "truncate")

@@ -70,6 +70,9 @@ class Transformer:
     # Each block saves only its input, and runs again in backward.
     activation_checkpointing: bool = False
 
+    norm = renamed.attribute("norm_placement")
+    checkpoint = renamed.attribute("activation_checkpointing")
+
     def __post_init__(self) -> None:
         plain_numbers(self)
         require_layers(

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from xformer import __version__, backends, pretrained, tree
+from xformer import __version__, backends, pretrained, renamed, tree
 from xformer.backends import Backend
 from xformer.checks import require_sizes
 from xformer.files import aside, replacing
@@ -309,7 +309,7 @@ def read_run(folder: str | os.PathLike[str]) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] == FORMAT and isinstance(content["about"], dict):
-            return content
+            return content | {"about": renamed.about(content["about"])}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error!r:.200}") from error
     raise ValueError(f"{path}: format must be {FORMAT}, got {content['format']!r}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
-from xformer import tree
+from xformer import renamed, tree
 from xformer.backends import Backend
 from xformer.files import replacing
 from xformer.optim import LossScale
@@ -147,7 +147,9 @@ def read_state(path: str | os.PathLike[str]) -> Saved:
         raise CheckpointError(f"{file_path} is damaged: its content has another SHA-256")
     if format_ != FORMAT:
         raise CheckpointError(f"{file_path}: format must be {FORMAT}, got {format_!r}")
-    return Saved(file_path, arrays, {name: _number(n) for name, n in numbers.items()}, about)
+    return Saved(
+        file_path, arrays, {name: _number(n) for name, n in numbers.items()}, renamed.about(about)
+    )
 
 
 def require_same(path: Path, there: Any, here: Any, free: Collection[str] = ()) -> None:
