@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -140,4 +141,13 @@ def test_it_is_found_and_its_kernel_runs(folder: Path) -> None:
         "- toy_backend.relu.relu: x is no matrix",
     ]
     assert lines[3] == "True"
+    command = [sys.executable, "-m", "xformer", "info"]
+    said = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )
+    assert any(line.split()[:2] == ["toylib", "1"] for line in said.stdout.splitlines())
     assert lines[4].startswith("backend must be one of numpy, ") and ", toylib, got" in lines[4]

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Print one row for each backend, and one for each library that a backend also calls."""
     print(f"xformer {xformer.__version__}, Python {platform.python_version()}")
     rows = [("backend", "version", "device", "computes in")]
-    for name in backends.NAMES:
+    for name in backends.names():
         try:
             backend = backends.get(name)
         except backends.Unusable as error:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*cells, row[3]]))
-    for name in backends.NAMES:
+    for name in backends.names():
         for library, found in backends.beside(name).items():
             print(f"{name}, {library}: {found}")
     return 0

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+
+from xformer import backends
 
 MODEL = "a Hugging Face folder, a folder written by xformer train, or a llama2.c .bin file"
 TOKENIZER = "the tokenizer, if it is not beside the model"
 DEVICE = "device of the backend, such as cuda for torch (default: the backend's default device)"
+
+
+class BackendNames:
+    """For `choices=`: the names of backends. Those of other distributions take long to look up."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(backends.names())
+
+    def __contains__(self, name: object) -> bool:
+        return name in backends.NAMES or name in backends.names()
+
+
+BACKENDS = BackendNames()
 
 
 def nonempty(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from xformer import backends
 from xformer.checks import require_sizes
 from xformer.cli import train_from
-from xformer.cli.paths import DEVICE, nonempty
+from xformer.cli.paths import BACKENDS, DEVICE, nonempty
 from xformer.optim import OPTIMISERS
 from xformer.pretrained.config import Config
 from xformer.renamed import fields
@@ -124,7 +124,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="recompute activations in backward: the same numbers with less memory, slower",
     )
-    add("--backend", choices=backends.NAMES, help="default: numpy")
+    add("--backend", choices=BACKENDS, help="default: numpy")
     add("--device", help=DEVICE)
     add("--dtype", choices=DTYPES, help="default: float32")
     stored = "round weights and activations to this dtype, on cupy; parameters stay float32"
@@ -299,7 +299,7 @@ def _of_run(folder: str) -> dict[str, Any]:
         raise ValueError(f"{folder} is not a run of xformer train: resume it from Python")
     usual = PRESETS["small"]._asdict() | DEFAULTS
     types = {name: type(value) for name, value in usual.items() if value is not None} | TYPES
-    choices = {"preset": [*PRESETS], "dtype": DTYPES, "backend": backends.NAMES}
+    choices = {"preset": [*PRESETS], "dtype": DTYPES, "backend": backends.names()}
     choices |= {"precision": STORED}
     c = Config(found, f"{Path(folder, RUN)}: notes")
     read: dict[type, Callable[..., Any]] = {
