@@ -30,7 +30,7 @@ class Measured(NamedTuple):
     """Bytes, and FLOPs, of one batch."""
 
     forward: int  # bytes of what `forward` gives: output and cache
-    saved: int  # bytes of what `loss` keeps for its backward; `forward`, where there is no loss
+    saved: int  # bytes saved by `loss` for backward; by `forward` if there is no loss
     flops: int  # in products of parameters in a forward
 
 
@@ -44,7 +44,7 @@ def measured(model: Any, batch: int, length: int, dtype: str) -> Measured:
 
 
 def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, int]:
-    """Bytes of what each layer, and what stands around them, keeps for the backward of a loss.
+    """Bytes saved for the backward of a loss by each layer, and by what surrounds the layers.
 
     In the order of a forward; together `measured`'s saved. What several keep counts for the first.
     """

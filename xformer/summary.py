@@ -54,7 +54,7 @@ class Memory(NamedTuple):
 
     params: int
     forward: int  # output and cache of a forward
-    saved: int  # what the cache of a loss keeps for its backward (of a forward without a loss)
+    saved: int  # bytes saved by a loss for backward; by a forward if there is no loss
     kv_token: int | None  # a token's keys and values in all layers; None: no decoder
     kv_cache: int | None  # those of the whole batch
 

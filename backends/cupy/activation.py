@@ -52,7 +52,7 @@ def activation(x: Array, name: str) -> tuple[Array, ActivationCache]:
 
 @short
 class ActivationCache(NamedTuple):
-    """What an activation keeps for its backward."""
+    """Saved by an activation for backward."""
 
     x: Array
     name: str

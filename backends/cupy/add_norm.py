@@ -45,7 +45,7 @@ def add_norm(
 
 @short
 class AddNormCache(NamedTuple):
-    """What `add_norm` keeps for its backward."""
+    """Saved by `add_norm` for backward."""
 
     norm: Any  # of the kernel, whose x is the sum
     has_r: bool

@@ -48,7 +48,7 @@ def cross_entropy(
 
 @short
 class CrossEntropyCache(NamedTuple):
-    """What `cross_entropy` keeps for its backward; probabilities are recomputed from top."""
+    """Saved by `cross_entropy` for backward; probabilities are recomputed from top."""
 
     logits: Array  # (..., V)
     targets: Array  # (...), int64

@@ -73,7 +73,7 @@ def feed_forward(
 
 @short
 class FeedForwardCache(NamedTuple):
-    """What `feed_forward` keeps for its backward."""
+    """Saved by `feed_forward` for backward."""
 
     x: Array  # (N, D)
     w: Array  # (D, F)

@@ -87,7 +87,7 @@ def sdpa(
 
 @short
 class FlashCache(NamedTuple):
-    """What `flash` keeps for its backward."""
+    """Saved by `flash` for backward."""
 
     attention: Attention
     by_token: Array  # ctx, (B, T, H, M)

@@ -61,7 +61,7 @@ def forward(
 
 @short
 class LayerNormCache(NamedTuple):
-    """What `layer_norm` keeps for its backward."""
+    """Saved by `layer_norm` for backward."""
 
     x: Array  # (..., D)
     w: Array  # (D,)

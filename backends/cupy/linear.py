@@ -33,7 +33,7 @@ def forward(
 
 @short
 class LinearCache(NamedTuple):
-    """What `linear` keeps for its backward."""
+    """Saved by `linear` for backward."""
 
     x: Array | None  # (..., I); None: w is not trained
     w: Array  # (I, O)

@@ -149,7 +149,7 @@ def of_classes(grads: Gradients, n_classes: int) -> Gradients:
 
 @short
 class LinearCrossEntropyCache(NamedTuple):
-    """What `linear_cross_entropy` keeps for its backward: gradients of the sum over tokens."""
+    """Saved by `linear_cross_entropy` for backward: gradients of the sum over tokens."""
 
     dx: Array  # (..., D)
     dw: Array | None  # (D, V); None: w is not trained

@@ -76,7 +76,7 @@ class Map(NamedTuple):
 
 @short
 class LinearsCache(NamedTuple):
-    """What `linear_many` keeps for its backward."""
+    """Saved by `linear_many` for backward."""
 
     x: Array  # (..., I)
     maps: tuple[Map, ...]

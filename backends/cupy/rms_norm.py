@@ -69,7 +69,7 @@ def forward(
 
 @short
 class RmsNormCache(NamedTuple):
-    """What `rms_norm` keeps for its backward."""
+    """Saved by `rms_norm` for backward."""
 
     x: Array  # (..., D)
     w: Array | None  # (D,)

@@ -107,7 +107,7 @@ def sdpa(
 
 @short
 class SdpaCache(NamedTuple):
-    """What `sdpa` keeps for its backward."""
+    """Saved by `sdpa` for backward."""
 
     attention: Attention
     by_token: Array  # ctx, (B, T, H, M)

@@ -124,7 +124,7 @@ def sdpa(
 
 @short
 class CudnnCache(NamedTuple):
-    """What `sdpa` by cuDNN keeps for its backward."""
+    """Saved by `sdpa` by cuDNN for backward."""
 
     kind: Kind
     q: Array  # (B, H, T, K)

@@ -130,7 +130,7 @@ def blocks(
 
 @short
 class SharesCache(NamedTuple):
-    """What `blocks` keeps for its backward."""
+    """Saved by `blocks` for backward."""
 
     shares: tuple[slice, ...]  # of the batch
     caches: tuple[BlocksCache, ...]  # of each share

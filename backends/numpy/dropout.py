@@ -47,7 +47,7 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
 
 @short
 class DropoutCache(NamedTuple):
-    """What `dropout` keeps for its backward: a bit for each element."""
+    """Saved by `dropout` for backward: a bit for each element."""
 
     rate: float
     bits: Array  # (N, D / 8), of x as (N, D)

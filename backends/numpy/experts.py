@@ -42,7 +42,7 @@ def experts(
 
 @short
 class ExpertsCache(NamedTuple):
-    """What `experts` keeps for its backward."""
+    """Saved by `experts` for backward."""
 
     x: Array  # (N, D)
     w_gate: Array  # (E, D, F)

@@ -44,7 +44,7 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
 
 @short
 class GluCache(NamedTuple):
-    """What `glu` keeps for its backward."""
+    """Saved by `glu` for backward."""
 
     gate: Array  # (..., F)
     up: Array  # (..., F)

@@ -49,7 +49,7 @@ def layer_norm(
 
 @short
 class LayerNormCache(NamedTuple):
-    """What `layer_norm` keeps for its backward."""
+    """Saved by `layer_norm` for backward."""
 
     x: Array  # (..., D)
     w: Array  # (D,)

@@ -109,7 +109,7 @@ def kept_rows(
 
 @short
 class LinearCrossEntropyCache(NamedTuple):
-    """What `linear_cross_entropy` keeps for its backward: gradients for dloss = 1."""
+    """Saved by `linear_cross_entropy` for backward: gradients for dloss = 1."""
 
     dx: Array  # (..., D)
     dw: Array | None  # (D, V); None: w is not trained

@@ -37,7 +37,7 @@ def linear_many(
 
 @short
 class LinearsCache(NamedTuple):
-    """What `linear_many` keeps for its backward."""
+    """Saved by `linear_many` for backward."""
 
     x: Array  # (..., I)
     params: tuple[LinearParams, ...]

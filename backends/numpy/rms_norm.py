@@ -48,7 +48,7 @@ def rms_norm(
 
 @short
 class RmsNormCache(NamedTuple):
-    """What `rms_norm` keeps for its backward."""
+    """Saved by `rms_norm` for backward."""
 
     x: Array  # (..., D)
     gain: Array  # (D,)

@@ -83,7 +83,7 @@ def sdpa(
 
 @short
 class SdpaCache(NamedTuple):
-    """What `sdpa` keeps for its backward."""
+    """Saved by `sdpa` for backward."""
 
     attention: Attention
     bias_shape: tuple[int, ...] | None

@@ -264,7 +264,7 @@ class Pooler:
 
 @short
 class PoolerCache(NamedTuple):
-    """What `Pooler.forward` keeps for its backward."""
+    """Saved by `Pooler.forward` for backward."""
 
     params: LinearParams
 

@@ -69,7 +69,7 @@ def erf(x: Array) -> tuple[Array, ErfCache]:
 
 @short
 class ErfCache(NamedTuple):
-    """What `erf` keeps for its backward."""
+    """Saved by `erf` for backward."""
 
     x: Array
 

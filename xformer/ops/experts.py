@@ -54,7 +54,7 @@ def experts(
 
 @short
 class ExpertsCache(NamedTuple):
-    """What `experts` keeps for its backward."""
+    """Saved by `experts` for backward."""
 
     x: Array  # (N, D)
     w_gate: Array  # (E, D, F)
@@ -95,7 +95,7 @@ def one_expert(x: Array, ws: Weights, share: Array, activation: str) -> tuple[Ar
 
 @short
 class ExpertCache(NamedTuple):
-    """What one expert keeps for its backward; the rest it is given again."""
+    """Saved by one expert for backward; the rest is passed again."""
 
     gate: Array  # (N, F)
     up: Array  # (N, F)

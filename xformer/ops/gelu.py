@@ -39,7 +39,7 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
 
 @short
 class GeluCache(NamedTuple):
-    """What `gelu` keeps for its backward."""
+    """Saved by `gelu` for backward."""
 
     x: Array
     approximate: str

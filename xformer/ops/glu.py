@@ -27,7 +27,7 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
 
 @short
 class GluCache(NamedTuple):
-    """What `glu` keeps for its backward; the activation is computed again."""
+    """Saved by `glu` for backward; the activation is computed again."""
 
     gate: Array  # (..., F)
     up: Array  # (..., F)

@@ -39,7 +39,7 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
 
 @short
 class IndexAddCache(NamedTuple):
-    """What `index_add` keeps for its backward."""
+    """Saved by `index_add` for backward."""
 
     ids: Array  # (N,)
     shape: tuple[int, int]  # (V, D)

@@ -39,7 +39,7 @@ def info_nce(a: Array, b: Array, *, scale: float = 20.0) -> tuple[Array, InfoNCE
 
 @short
 class InfoNCECache(NamedTuple):
-    """What `info_nce` keeps for its backward; probabilities are recomputed from top."""
+    """Saved by `info_nce` for backward; probabilities are recomputed from top."""
 
     a: Array  # (B, D)
     b: Array  # (B, D)

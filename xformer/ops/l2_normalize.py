@@ -31,7 +31,7 @@ def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCac
 
 @short
 class L2NormalizeCache(NamedTuple):
-    """What `l2_normalize` keeps for its backward."""
+    """Saved by `l2_normalize` for backward."""
 
     y: Array  # (..., D)
     norm: Array  # (..., 1), of x

@@ -40,7 +40,7 @@ def layer_norm(
 
 @short
 class LayerNormCache(NamedTuple):
-    """What `layer_norm` keeps for its backward; xhat is rebuilt from it."""
+    """Saved by `layer_norm` for backward; xhat is rebuilt from it."""
 
     x: Array  # (..., D)
     w: Array  # (D,)

@@ -46,7 +46,7 @@ def linear_cross_entropy(
 
 @short
 class LinearCrossEntropyCache(NamedTuple):
-    """What `linear_cross_entropy` keeps for its backward."""
+    """Saved by `linear_cross_entropy` for backward."""
 
     linear: Any  # of `linear`
     loss: Any  # of `cross_entropy`

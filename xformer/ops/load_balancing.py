@@ -48,7 +48,7 @@ def load_balancing(
 
 @short
 class LoadBalancingCache(NamedTuple):
-    """What `load_balancing` keeps for its backward."""
+    """Saved by `load_balancing` for backward."""
 
     f: Array  # (E,)
     weight: Array  # (N,): 1 / (rows that count), or 0

@@ -30,7 +30,7 @@ def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, LogSoftmaxCache]:
 
 @short
 class LogSoftmaxCache(NamedTuple):
-    """What `log_softmax` keeps for its backward."""
+    """Saved by `log_softmax` for backward."""
 
     y: Array  # shape of x
     axis: int

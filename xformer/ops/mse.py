@@ -29,7 +29,7 @@ def mse(x: Array, y: Array) -> tuple[Array, MseCache]:
 
 @short
 class MseCache(NamedTuple):
-    """What `mse` keeps for its backward."""
+    """Saved by `mse` for backward."""
 
     diff: Array  # x - y
 

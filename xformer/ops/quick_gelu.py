@@ -32,7 +32,7 @@ def quick_gelu(x: Array) -> tuple[Array, QuickGeluCache]:
 
 @short
 class QuickGeluCache(NamedTuple):
-    """What `quick_gelu` keeps for its backward."""
+    """Saved by `quick_gelu` for backward."""
 
     x: Array
 

@@ -26,7 +26,7 @@ def relu(x: Array) -> tuple[Array, ReluCache]:
 
 @short
 class ReluCache(NamedTuple):
-    """What `relu` keeps for its backward: its output, which the next op keeps anyway."""
+    """Saved by `relu` for backward: its output, which the next op keeps anyway."""
 
     y: Array  # shape of x
 

@@ -25,7 +25,7 @@ def relu_squared(x: Array) -> tuple[Array, ReluSquaredCache]:
 
 @short
 class ReluSquaredCache(NamedTuple):
-    """What `relu_squared` keeps for its backward."""
+    """Saved by `relu_squared` for backward."""
 
     x: Array
 

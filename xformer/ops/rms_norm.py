@@ -38,7 +38,7 @@ def rms_norm(
 
 @short
 class RmsNormCache(NamedTuple):
-    """What `rms_norm` keeps for its backward; xhat is rebuilt from it."""
+    """Saved by `rms_norm` for backward; xhat is rebuilt from it."""
 
     x: Array  # (..., D)
     w: Array | None  # (D,)

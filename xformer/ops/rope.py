@@ -30,7 +30,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
 
 @short
 class RopeCache(NamedTuple):
-    """What `rope` keeps for its backward: the tables, which all its calls share."""
+    """Saved by `rope` for backward: the tables, which all its calls share."""
 
     cos: Array  # (T, R/2) or (B, T, R/2)
     sin: Array  # like cos

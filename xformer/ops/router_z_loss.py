@@ -36,7 +36,7 @@ def router_z_loss(logits: Array, *, mask: Array | None = None) -> tuple[Array, R
 
 @short
 class RouterZLossCache(NamedTuple):
-    """What `router_z_loss` keeps for its backward; probabilities are recomputed from top."""
+    """Saved by `router_z_loss` for backward; probabilities are recomputed from top."""
 
     logits: Array  # (N, E), zeros in rows that do not count
     top: Array  # (N, 1), the highest logit of a row

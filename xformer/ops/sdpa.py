@@ -79,7 +79,7 @@ def sdpa(
 
 @short
 class SdpaCache(NamedTuple):
-    """What `sdpa` keeps for its backward."""
+    """Saved by `sdpa` for backward."""
 
     q: Array  # (B, H, T, K)
     k: Array  # (B, G, S, K)

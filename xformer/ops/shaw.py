@@ -71,7 +71,7 @@ def shaw(
 
 @short
 class ShawCache(NamedTuple):
-    """What `shaw` keeps for its backward."""
+    """Saved by `shaw` for backward."""
 
     q: Array  # (B, H, T, K)
     k: Array  # (B, G, S, K)

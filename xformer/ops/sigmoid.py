@@ -26,7 +26,7 @@ def sigmoid(x: Array) -> tuple[Array, SigmoidCache]:
 
 @short
 class SigmoidCache(NamedTuple):
-    """What `sigmoid` keeps for its backward."""
+    """Saved by `sigmoid` for backward."""
 
     y: Array  # shape of x
 

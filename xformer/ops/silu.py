@@ -30,7 +30,7 @@ def silu(x: Array) -> tuple[Array, SiluCache]:
 
 @short
 class SiluCache(NamedTuple):
-    """What `silu` keeps for its backward."""
+    """Saved by `silu` for backward."""
 
     x: Array
 

@@ -28,7 +28,7 @@ def softcap(x: Array, *, cap: float) -> tuple[Array, SoftcapCache]:
 
 @short
 class SoftcapCache(NamedTuple):
-    """What `softcap` keeps for its backward."""
+    """Saved by `softcap` for backward."""
 
     y: Array  # shape of x
     cap: float

@@ -30,7 +30,7 @@ def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
 
 @short
 class SoftmaxCache(NamedTuple):
-    """What `softmax` keeps for its backward."""
+    """Saved by `softmax` for backward."""
 
     y: Array  # shape of x
     axis: int

@@ -26,7 +26,7 @@ def tanh(x: Array) -> tuple[Array, TanhCache]:
 
 @short
 class TanhCache(NamedTuple):
-    """What `tanh` keeps for its backward."""
+    """Saved by `tanh` for backward."""
 
     y: Array  # shape of x
 

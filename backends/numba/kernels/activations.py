@@ -84,7 +84,7 @@ def activate(
 
 @short
 class ActivationCache(NamedTuple):
-    """What an activation keeps for its backward: its output where that suffices, else x."""
+    """Saved by an activation for backward: its output if that suffices, else x."""
 
     saved: Array
     name: str

@@ -45,7 +45,7 @@ def add_norm(
 
 @short
 class AddNormCache(NamedTuple):
-    """What `add_norm` keeps for its backward."""
+    """Saved by `add_norm` for backward."""
 
     norm: layer_norm.LayerNormCache | rms_norm.RmsNormCache
     fixed_w: bool

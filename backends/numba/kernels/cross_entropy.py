@@ -75,7 +75,7 @@ def cross_entropy(
 
 @short
 class CrossEntropyCache(NamedTuple):
-    """What `cross_entropy` keeps for its backward."""
+    """Saved by `cross_entropy` for backward."""
 
     logits: Array  # (N, V)
     targets: Array  # (N,), as `losses.Tokens` has them

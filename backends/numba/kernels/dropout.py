@@ -52,7 +52,7 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
 
 @short
 class DropoutCache(NamedTuple):
-    """What `dropout` keeps for its backward: no array."""
+    """Saved by `dropout` for backward: no array."""
 
     rate: float
     key: RandomKey

@@ -44,7 +44,7 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
 
 @short
 class EmbeddingCache(NamedTuple):
-    """What `embedding` keeps for its backward: no copy of the table."""
+    """Saved by `embedding` for backward: no copy of the table."""
 
     ids: Array  # (...)
     table_shape: tuple[int, ...]  # (V, D)

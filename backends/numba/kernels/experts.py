@@ -81,7 +81,7 @@ def experts(
 
 @short
 class ExpertsCache(NamedTuple):
-    """What `experts` keeps for its backward; rows of x are gathered again."""
+    """Saved by `experts` for backward; rows of x are gathered again."""
 
     x: Array  # (N, D)
     w_gate: Array  # (E, D, F)

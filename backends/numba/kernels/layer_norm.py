@@ -83,7 +83,7 @@ def normalise(
 
 @short
 class LayerNormCache(NamedTuple):
-    """What `layer_norm` keeps for its backward."""
+    """Saved by `layer_norm` for backward."""
 
     x: Array  # (..., D)
     w: Array  # (D,)

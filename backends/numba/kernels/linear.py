@@ -63,7 +63,7 @@ def begun(
 
 @short
 class LinearCache(NamedTuple):
-    """What `linear` keeps for its backward."""
+    """Saved by `linear` for backward."""
 
     x: Array | None  # (N, I); None: w is not trained
     w: Array  # (I, O)

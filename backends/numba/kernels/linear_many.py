@@ -49,7 +49,7 @@ def linear_many(
 
 
 class JoinedCache(LinearsCache):
-    """What `linear_many` keeps for its backward."""
+    """Saved by `linear_many` for backward."""
 
     def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams | LoRAParams, ...]]:
         """Gradients of x, to which all maps add, and of params."""

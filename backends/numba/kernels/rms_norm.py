@@ -81,7 +81,7 @@ def normalise(
 
 @short
 class RmsNormCache(NamedTuple):
-    """What `rms_norm` keeps for its backward."""
+    """Saved by `rms_norm` for backward."""
 
     x: Array  # (..., D)
     w: Array  # (D,), ones where there is no gain

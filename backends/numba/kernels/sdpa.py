@@ -168,7 +168,7 @@ def _native(
 
 @short
 class SdpaCache(NamedTuple):
-    """What `sdpa` keeps for its backward: probs are made again of q, k, top and total."""
+    """Saved by `sdpa` for backward: probs are made again of q, k, top and total."""
 
     attention: Attention
     given: Operands
