@@ -1,4 +1,4 @@
-"""Checks of what optimisers are given."""
+"""Checks of the arguments of optimisers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from xformer.typing import Array
 
 
 def require_matching(op: str, params: Any, other: Any, what: str = "the gradient") -> None:
-    """ValueError, TypeError unless `other` has a leaf like each of params, and no more."""
+    """ValueError or TypeError unless `other` has the same leaves as params, and no others."""
     matching(op, tree.flatten(params), other, what)
 
 
 def matching(op: str, params: dict[str, Array], other: Any, what: str) -> dict[str, Array]:
-    """The leaves of `other` by name, in the order of those of params. As `require_matching`."""
+    """The leaves of `other` by name, in the order of params.
+
+    what: the name of a leaf of `other` in a message. Raises as `require_matching` does.
+    """
     leaves = tree.flatten(other)
     for name, p in params.items():
         leaf = leaves.get(name)
@@ -38,17 +41,20 @@ def matching(op: str, params: dict[str, Array], other: Any, what: str) -> dict[s
 
 
 def side_by_side(op: str, params: Any, **others: Any) -> tuple[list[Array], ...]:
-    """The leaves of params, and of other trees by what they are, in one order. As `matching`."""
+    """The leaves of params and of each of the other trees, all in the order of params.
+
+    others: trees, under the names that a message gives to their leaves. Raises as `matching` does.
+    """
     rows = tree.beside(params, *others.values())
     if rows and _are_alike(rows):
         return tuple(map(list, zip(*rows, strict=True)))
-    named = tree.flatten(params)  # of which a message speaks, or whose order is another
+    named = tree.flatten(params)  # by name: for a message, or because the orders differ
     found = (matching(op, named, other, what) for what, other in others.items())
     return tuple(list(leaves.values()) for leaves in (named, *found))
 
 
 def _are_alike(rows: list[tuple[Array, ...]]) -> bool:
-    """Whether arrays beside each other have one shape, and more."""
+    """Whether the arrays of each row have the same shape, type, dtype and device."""
     for like, *others in rows:
         shape = like.shape
         for x in others:
@@ -58,38 +64,41 @@ def _are_alike(rows: list[tuple[Array, ...]]) -> bool:
 
 
 def require_arrays(op: str, leaves: Mapping[str, Any]) -> None:
-    """TypeError unless all leaves are arrays; the message has the name of the first that is not."""
+    """TypeError unless all leaves are arrays; the message names the first that is not."""
     for name, leaf in leaves.items():
         require_array(op, name or "the tree", tree.value(leaf))
 
 
 def zeros(op: str, params: Any) -> Any:
-    """Zeros like the leaves of params. TypeError unless these are arrays."""
+    """A tree of zeros like the leaves of params. TypeError unless all leaves are arrays."""
     require_arrays(op, tree.flatten(params))
     return tree.map(lambda p: array_namespace(p).zeros_like(p), params)
 
 
 def rebuilt(like: Any, params: Any, old: Sequence[Array], new: Sequence[Array]) -> Any:
-    """`like` with new leaves, in the order of params'; itself where each is the old one."""
+    """`like` with the leaves `new`, which have the order of params.
+
+    Returns `like` itself if each new leaf is the old one.
+    """
     if all(map(operator.is_, old, new)):
         return like
     return tree.unflatten(like, dict(zip(tree.flatten(params), new, strict=True)))
 
 
 def all_distinct(*leaves: Sequence[Array]) -> bool:
-    """Whether no array is there twice, as a tied weight may be: else none may be written over."""
+    """Whether no array appears twice, as a tied weight may. If not, none may be overwritten."""
     ids = list(map(id, itertools.chain(*leaves)))
     return len(set(ids)) == len(ids)
 
 
 def require_state(op: str, state: Any, kind: type) -> None:
-    """TypeError unless the state is of that kind."""
+    """TypeError unless `state` is a `kind`."""
     if not isinstance(state, kind):
         raise TypeError(f"{op}: state must be {kind.__name__}, got {type(state).__name__}")
 
 
 def learning_rate(op: str, lr: Any) -> Any:
-    """lr as a float of at least 0; an array () stays: it may be traced (`jax.jit`)."""
+    """lr as a float of at least 0. An array () is returned as it is: `jax.jit` may trace it."""
     if not isinstance(lr, Real) and is_array_api_obj(lr) and lr.shape == ():
         require_array(op, "lr", lr, "a number")
         return lr
@@ -97,14 +106,17 @@ def learning_rate(op: str, lr: Any) -> Any:
 
 
 def in_dtype(value: Any, p: Array) -> Any:
-    """A number as a float, an array () in the dtype of p: neither may widen p."""
-    if isinstance(value, Real):  # NumPy's float64 too, which 0-d arrays turn into
+    """A number as a float, an array () in the dtype of p, so that neither widens p."""
+    if isinstance(value, Real):  # also NumPy's float64, which 0-d arrays become
         return float(value)
     return array_namespace(p).astype(value, p.dtype)
 
 
 def two_betas(op: str, betas: Any) -> tuple[float, float]:
-    """Two shares of what is remembered. TypeError unless two numbers, ValueError outside [0, 1)."""
+    """The decay rates of two moving averages, as floats.
+
+    TypeError unless betas is two numbers, ValueError if one is outside [0, 1).
+    """
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"{op}: betas must be two numbers, got {betas!r}")
     beta1, beta2 = (number(op, "betas", beta) for beta in betas)

@@ -1,4 +1,4 @@
-"""Gradients of a batch that does not fit in memory, from several smaller ones."""
+"""Gradient accumulation: the gradients of a large batch from several micro-batches."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from xformer.typing import Array, Tree
 def accumulate(
     loss: Callable[[Tree, int], tuple[Array, Any]], params: Tree, micro_batches: Sequence[Any]
 ) -> tuple[Array, Tree]:
-    """The loss and the gradients of all micro-batches as one batch, for a loss that is a mean.
+    """The loss and the gradients of all micro-batches, as if they were one batch.
 
-    loss(params, i) is the mean over `micro_batches[i].n_targets` targets (tokens that are not
-    ignored) and the cache whose backward follows. Each counts by its share of all N targets:
-    sum(n_i loss_i) / N. The mean of the means would count the tokens of short texts more.
+    loss: `loss(params, i)` returns the loss of micro-batch i, a mean over its targets, and the
+        cache for backward.
+    micro_batches: each has `n_targets`, the number of tokens that are not ignored.
 
-    What a loss has beside such a mean is weighed likewise, as the auxiliary losses of routers;
-    negatives are those of the micro-batch. ValueError where there are no targets.
+    The result is sum(n_i loss_i) / N, with N targets in all. A plain mean of the losses would give
+    more weight to the tokens of micro-batches with few targets. Auxiliary losses, such as those of
+    routers, get the same weights. The negatives of a contrastive loss are those of the micro-batch.
+
+    ValueError if there are no targets.
     """
     return weighted(loss, params, shares(micro_batches))
 
 
 def shares(micro_batches: Sequence[Any]) -> list[float]:
-    """Of all targets, those of each micro-batch. ValueError where there are none."""
+    """The fraction of all targets in each micro-batch. ValueError if there are no targets."""
     total = sum(batch.n_targets for batch in micro_batches)
     if total < 1:
         raise ValueError(
@@ -41,7 +44,11 @@ def shares(micro_batches: Sequence[Any]) -> list[float]:
 def weighted(
     loss: Callable[[Any, int], tuple[Array, Any]], params: Any, shares: Sequence[Any]
 ) -> tuple[Array, Any]:
-    """`accumulate` by the share of each micro-batch: a number, or an array () of the device."""
+    """The loss and the gradients, each a weighted sum over micro-batches.
+
+    loss: as for `accumulate`.
+    shares: the weight of each micro-batch, a number or an array () on the device.
+    """
     mean: Any = None
     grads: Any = None
     for i, given in enumerate(shares):
@@ -49,7 +56,7 @@ def weighted(
         share = in_dtype(given, value)
         plain = isinstance(share, float)
         more = cache.backward(array_namespace(value).full_like(value, share) if plain else share)
-        del cache  # before the next one is made
+        del cache  # frees its memory before the next forward
         mean = value * share if mean is None else mean + value * share
         grads = more if grads is None else tree.map(lambda a, b: a + b, grads, more)
     return mean, grads

@@ -1,4 +1,4 @@
-"""Adafactor: Adam's second moments from the means of their rows and columns."""
+"""Adafactor: Adam's second moments, approximated by the means of their rows and columns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from xformer.typing import Array, Tree
 
 @short
 class AdafactorState(NamedTuple):
-    """Running means of squared gradients, and the number of steps: I + O numbers for I * O."""
+    """Running means of squared gradients. A matrix (I, O) needs I + O numbers, not I * O."""
 
-    step: int
-    rows: Any  # tree of the parameters: (..., I), of each row; a vector is a matrix of one column
-    columns: Any  # (..., O), of each column
+    step: int  # the number of steps so far
+    rows: Any  # tree like params: (..., I), the mean of each row; a vector is one column
+    columns: Any  # tree like params: (..., O), the mean of each column
 
 
 def adafactor_init(params: Any) -> AdafactorState:
-    """State before the first step: means zero."""
+    """The state before the first step: all means are 0."""
     require_arrays("adafactor", tree.flatten(params))
 
     def zeros(p: Array) -> Array:
@@ -54,13 +54,17 @@ def adafactor(
 ) -> tuple[Tree, AdafactorState]:
     """p <- (1 - a * weight_decay) p - a * u / max(1, rms(u) / clip) (arXiv:1804.04235, alg. 4, 5).
 
-    u = g / v^1/2, v = row column / mean(row), row and column running means of g^2 + eps[0], of
-    which step t keeps 1 - t^-decay. a = lr, or, relative, lr * max(eps[1], rms(p)): the paper is
-    relative, with lr = min(0.01, t^-1/2). There is no first moment. As the class of transformers,
-    whose scale_parameter is relative.
+    u = g / v^1/2 and v = row column / mean(row), where row and column are running means of
+    g^2 + eps[0]. At step t, a running mean keeps the fraction 1 - t^-decay of its old value.
+    There is no first moment.
 
-    params, grads: trees of one structure; (..., I, O) is a stack of matrices. ValueError for
-    negative numbers, a clip of 0, and gradients whose shapes are not their parameters'.
+    params, grads: trees of the same structure; (..., I, O) is a stack of matrices.
+    relative: if True, a = lr * max(eps[1], rms(p)), else a = lr. The paper uses the relative form
+        with lr = min(0.01, t^-1/2). In transformers' Adafactor this option is `scale_parameter`.
+    donate: has no effect here.
+
+    ValueError for negative numbers, a clip of 0, and gradients of another shape than their
+    parameters.
     """
     lr = learning_rate("adafactor", lr)
     weight_decay = finite("adafactor", "weight_decay", weight_decay, low=0)
@@ -90,7 +94,7 @@ def adafactor(
 
 
 def _running(what: str, old: Any, means: Any, new: Any) -> Any:
-    """The running means of before, moved towards the means of this step."""
+    """The running means after this step."""
     require_matching("adafactor", means, old, f"the {what}")
 
     def moved(old: Array, mean: Array) -> Array:
@@ -101,7 +105,7 @@ def _running(what: str, old: Any, means: Any, new: Any) -> Any:
 
 
 def _matrix(p: Array) -> Array:
-    """(..., I, O); what has fewer dimensions is a matrix of one column."""
+    """p as (..., I, O). A vector or a scalar becomes a matrix of one column."""
     return p if p.ndim > 1 else array_namespace(p).reshape(p, (-1, 1))
 
 
@@ -114,7 +118,7 @@ def _column_means(p: Array) -> Array:
 
 
 def _mean(x: Array, axis: int) -> Array:
-    """The mean over an axis; 0 where that is empty."""
+    """The mean over an axis; 0 if the axis is empty."""
     return array_namespace(x).sum(x, axis=axis) / max(x.shape[axis], 1)
 
 

@@ -27,15 +27,15 @@ from xformer.typing import Array, Tree
 
 @short
 class AdamState(NamedTuple):
-    """Moments of the gradients, and the number of steps taken."""
+    """The two moments of the gradients, and the number of steps."""
 
     step: int
-    m: Any  # tree of the parameters: running mean of the gradients
-    v: Any  # running mean of their squares
+    m: Any  # tree like params: running mean of the gradients
+    v: Any  # tree like params: running mean of the squared gradients
 
 
 def adam_init(params: Any) -> AdamState:
-    """State before the first step: moments zero."""
+    """The state before the first step: all moments are 0."""
     return AdamState(0, zeros("adam", params), zeros("adam", params))
 
 
@@ -55,9 +55,14 @@ def adam(
 ) -> tuple[Tree, AdamState]:
     """p <- p - lr * mhat / (sqrt(vhat) + eps) (arXiv:1412.6980); as torch.optim.Adam.
 
-    mhat = m / (1 - beta1^t), vhat = v / (1 - beta2^t). weight_decay * p is added to the gradient.
-    params, grads: trees of one structure; donate: as every `Optimiser` has it. ValueError for betas
-    outside [0, 1), negative numbers, and gradients whose shapes are not their parameters'.
+    mhat = m / (1 - beta1^t), vhat = v / (1 - beta2^t).
+
+    params, grads: trees of the same structure.
+    weight_decay: weight_decay * p is added to the gradient.
+    donate: params and state may be overwritten; do not use them afterwards.
+
+    ValueError for betas outside [0, 1), negative numbers, and gradients of another shape than their
+    parameters.
     """
     weight_decay = finite("adam", "weight_decay", weight_decay, low=0)
     if weight_decay:
@@ -80,7 +85,11 @@ def adamw(
 ) -> tuple[Tree, AdamState]:
     """p <- (1 - lr * weight_decay) p, then a step of Adam (arXiv:1711.05101); as torch's AdamW.
 
-    params, grads, donate: as of `adam`, and ValueError too.
+    params, grads: trees of the same structure.
+    donate: params and state may be overwritten; do not use them afterwards.
+
+    ValueError for betas outside [0, 1), negative numbers, and gradients of another shape than their
+    parameters.
     """
     lr = learning_rate("adamw", lr)
     keep = 1 - lr * finite("adamw", "weight_decay", weight_decay, low=0)
@@ -109,7 +118,7 @@ def _step(
         m,
         v,
         rate=lr / (1 - beta1**t),
-        root=(1 - beta2**t) ** 0.5,  # math.sqrt takes no traced step (jax.jit)
+        root=(1 - beta2**t) ** 0.5,  # math.sqrt fails on a traced step (jax.jit)
         keep=keep,
         betas=(beta1, beta2),
         eps=number(op, "eps", eps, low=0),
@@ -133,10 +142,12 @@ def adam_update(
     eps: float,
     donate: bool = False,
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    """p <- keep p - rate m / (sqrt(v) / root + eps), of the leaves of a tree, after the moments.
+    """The new params, m and v of one Adam step, for the leaves of a tree.
 
-    m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2. donate: what a kernel may write
-    over are params, m and v; no array is there twice.
+    m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2, and then
+    p <- keep p - rate m / (sqrt(v) / root + eps).
+
+    donate: a kernel may overwrite params, m and v. No array may appear twice in them.
     """
     beta1, beta2 = betas
 
@@ -145,6 +156,6 @@ def adam_update(
         return old * p - step * m / (array_namespace(v).sqrt(v) / in_dtype(root, p) + eps)
 
     m = [beta1 * m + (1 - beta1) * g for m, g in zip(m, grads, strict=True)]
-    # Not (1 - beta2) * g**2, as g^2 overflows before it; so does torch.
+    # Not (1 - beta2) * g**2: g^2 overflows earlier. torch computes it in this order too.
     v = [beta2 * v + (1 - beta2) * g * g for v, g in zip(v, grads, strict=True)]
     return [update(*leaf) for leaf in zip(params, m, v, strict=True)], m, v

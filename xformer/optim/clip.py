@@ -16,11 +16,14 @@ from xformer.typing import Array, Tree
 def clip_by_global_norm(
     grads: Tree, *, max_norm: float, donate: bool = False
 ) -> tuple[Tree, Array]:
-    """grads * min(1, max_norm / (norm + 1e-6)), and the norm over all of them, before clipping.
+    """grads * min(1, max_norm / (norm + 1e-6)), and the global norm before clipping.
 
-    As torch.nn.utils.clip_grad_norm_; the norm stays on the device, (). donate: the gradients may
-    be written over, and are not to be used again; where the norm is not finite they never are.
-    ValueError where there are no gradients or max_norm is not positive.
+    The formula of torch.nn.utils.clip_grad_norm_. The norm is an array () on the device.
+
+    donate: the gradients may be overwritten; do not use them afterwards. If the norm is not finite,
+        they are not overwritten.
+
+    ValueError if there are no gradients or max_norm is not positive.
     """
     named = tree.flatten(grads)
     if not named:
@@ -39,7 +42,7 @@ def clip_by_global_norm(
 def clip_leaves(
     grads: Sequence[Array], *, max_norm: float, donate: bool = False
 ) -> tuple[Sequence[Array], Array]:
-    """What `clip_by_global_norm` does, of the leaves of a tree, of which none is there twice."""
+    """`clip_by_global_norm` of the leaves of a tree. No array may appear twice."""
     xp = array_namespace(grads[0])
     norm = xp.sqrt(sum(xp.sum(g**2) for g in grads))
     scale = xp.minimum(max_norm / (norm + 1e-6), 1.0)

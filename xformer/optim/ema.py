@@ -1,4 +1,4 @@
-"""A moving average of parameters."""
+"""The exponential moving average (EMA) of parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from xformer.typing import Array, Tree
 
 
 def ema(average: Tree, params: Tree, *, decay: float, donate: bool = False) -> Tree:
-    """average + (1 - decay) (params - average), after each step; before the first it is params.
+    """average + (1 - decay) (params - average), the new average after a training step.
 
-    A decay of 0.999 looks back over about 1,000 steps; the average of the last of them often
-    generalises better than any one (arXiv:1806.04498). average, params: trees of one structure, as
-    torch's AveragedModel with get_ema_multi_avg_fn. donate: the average may be written over, and
-    is not to be used again. ValueError for a decay outside [0, 1].
+    Start with average = params. A decay of 0.999 averages over about 1,000 steps. Averaged
+    parameters often generalise better than those of any single step (arXiv:1806.04498). The formula
+    is that of torch's AveragedModel with get_ema_multi_avg_fn.
+
+    average, params: trees of the same structure.
+    donate: the average may be overwritten; do not use it afterwards.
+
+    ValueError for a decay outside [0, 1].
     """
     new, old = side_by_side("ema", params, **{"the average": average})
     share = 1 - number("ema", "decay", decay, low=0, high=1)
@@ -28,5 +32,5 @@ def ema(average: Tree, params: Tree, *, decay: float, donate: bool = False) -> T
 def ema_leaves(
     average: Sequence[Array], params: Sequence[Array], *, share: float, donate: bool = False
 ) -> Sequence[Array]:
-    """average + share (params - average), of the leaves of trees, of which none is there twice."""
+    """average + share (params - average), for the leaves of trees. No array may appear twice."""
     return [a + share * (p - a) for a, p in zip(average, params, strict=True)]

@@ -1,4 +1,4 @@
-"""Gradients in one array, so that what several processes do to them is one call."""
+"""All gradients in one array, so that an all-reduce over processes is one call."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from xformer.checks import require_gradient
 from xformer.optim._checks import require_arrays
 from xformer.typing import Array
 
-ALIGNED = 16  # elements: a leaf begins at a multiple of them, for accesses of several at a time
+ALIGNED = 16  # elements: each leaf starts at a multiple of it, for vectorised access
 
 
 def reduced(grads: Any, reduce: Callable[[Array], Array]) -> Any:
-    """`grads` after `reduce`, which is called once for each dtype, with all of them in one array.
+    """`grads` after `reduce`, which is called once for each dtype, with all gradients in one array.
 
-    Data-parallel: reduce(flat) is the mean of flat (N,) over all processes, as by one all-reduce;
-    it may write over what it is given, and nobody else may read what it returns, which clipping may
-    write over. The leaves of the result are views of the array that it
-    returns, where the library has views, in the order of `tree.flatten`, with zeros between some.
+    reduce: for data-parallel training, `reduce(flat)` returns the mean of flat (N,) over all
+        processes, by one all-reduce. It may overwrite flat. The array that it returns must not be
+        used elsewhere, because clipping may overwrite it.
 
-    ValueError, TypeError where that array is not like the one it was given.
+    The leaves of the result are views of the array that `reduce` returns, if the library has views.
+    They are in the order of `tree.flatten`; zeros pad each leaf to a multiple of `ALIGNED`.
+
+    ValueError or TypeError if the returned array does not have the shape, dtype and device of flat.
     """
     leaves = tree.flatten(grads)
     require_arrays("reduced", leaves)
@@ -41,7 +43,7 @@ def reduced(grads: Any, reduce: Callable[[Array], Array]) -> Any:
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
-    """All in one array (N,)."""
+    """The arrays in one array (N,), each padded with zeros to a multiple of `ALIGNED`."""
     xp, pieces = array_namespace(*arrays), []
     for array in arrays:
         pieces.append(xp.reshape(array, (-1,)))
@@ -51,7 +53,7 @@ def _joined(arrays: Sequence[Array]) -> Array:
 
 
 def _parts(flat: Array, like: Sequence[Array]) -> list[Array]:
-    """The inverse, of the shapes of `like`."""
+    """The inverse of `_joined`: arrays with the shapes of `like`."""
     xp, start, parts = array_namespace(flat), 0, []
     for array in like:
         size = math.prod(array.shape)

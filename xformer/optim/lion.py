@@ -1,4 +1,4 @@
-"""Lion: steps of one size, in the direction of a sign."""
+"""Lion: every element steps by lr, in the direction of a sign."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from xformer.typing import Array, Tree
 
 @short
 class LionState(NamedTuple):
-    """What Lion remembers between steps: half of what Adam does."""
+    """The momentum of Lion. It takes half the memory of Adam's state."""
 
-    m: Any  # tree of the parameters: running mean of the gradients
+    m: Any  # tree like params: running mean of the gradients
 
 
 def lion_init(params: Any) -> LionState:
-    """State before the first step: zero."""
+    """The state before the first step: the momentum is 0."""
     return LionState(zeros("lion", params))
 
 
@@ -43,10 +43,14 @@ def lion(
 ) -> tuple[Tree, LionState]:
     """p <- (1 - lr * weight_decay) p - lr * sign(beta1 m + (1 - beta1) g) (arXiv:2302.06675).
 
-    Then m <- beta2 m + (1 - beta2) g. Every element steps by lr, which wants to be 3 to 10 times
-    smaller than AdamW's, and weight_decay as much larger. params, grads: trees of one structure.
-    ValueError for betas outside [0, 1), negative numbers, and gradients whose shapes are not their
-    parameters'.
+    Then m <- beta2 m + (1 - beta2) g. Every element steps by lr. Choose an lr 3 to 10 times smaller
+    than AdamW's, and a weight_decay larger by the same factor.
+
+    params, grads: trees of the same structure.
+    donate: has no effect here.
+
+    ValueError for betas outside [0, 1), negative numbers, and gradients of another shape than their
+    parameters.
     """
     require_state("lion", state, LionState)
     for what, other in (("the gradient", grads), ("m", state.m)):

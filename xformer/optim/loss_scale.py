@@ -1,4 +1,4 @@
-"""Scaling of the loss, so that small gradients are not lost in float16."""
+"""Loss scaling, so that small gradients do not underflow in float16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALLEST = 2.0**-126  # the smallest normal number of float32
 
 
 class LossScale(NamedTuple):
-    """The factor of the loss, which adapts (arXiv:1710.03740, section 3.2); torch's GradScaler.
+    """The dynamic loss scale (arXiv:1710.03740, section 3.2), as torch's GradScaler.
 
     scale = LossScale()
     loss, cache = model.loss(half, tokens, targets)            # half: params in float16
@@ -27,16 +27,16 @@ class LossScale(NamedTuple):
     """
 
     scale: float = 65536.0
-    good_steps: int = 0  # since it changed
+    good_steps: int = 0  # steps without overflow since the scale changed
 
     def dloss(self, loss: Array) -> Array:
-        """The scale as the gradient of a loss."""
+        """The gradient with which to call backward: the scale, like `loss`."""
         return array_namespace(loss).full_like(loss, self.scale)
 
     def unscale(self, grads: Any, params: Any) -> tuple[Any, bool]:
         """Gradients in the dtypes of `params`, divided by the scale, and whether all are finite.
 
-        Looks at the values: not for use under `jax.jit`. ValueError where there are none.
+        It reads array values, so it fails under `jax.jit`. ValueError if there are no gradients.
         """
         for leaves in (params, grads):
             require_arrays("unscale", tree.flatten(leaves))
@@ -55,11 +55,15 @@ class LossScale(NamedTuple):
     def update(
         self, finite: bool, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
     ) -> LossScale:
-        """After a step: times backoff if it overflowed, times growth after `interval` good ones.
+        """The scale for the next step.
 
-        ValueError for a growth below 1, a backoff outside [0, 1], an interval below 1.
-        FloatingPointError where the scale would fall below `SMALLEST`: what overflows even then is
-        not finite without a scale either.
+        finite: whether all gradients of this step were finite, as `unscale` returns it.
+        growth: the factor after `interval` finite steps in a row.
+        backoff: the factor after a step that was not finite.
+
+        ValueError for a growth below 1, a backoff outside [0, 1], and an interval below 1.
+        FloatingPointError if the scale would fall below `SMALLEST`: then the gradients are not
+        finite without a scale either.
         """
         growth = number("update", "growth", growth, low=1)
         backoff = number("update", "backoff", backoff, low=0, high=1)
@@ -78,11 +82,11 @@ class LossScale(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """The cache of a loss, whose gradients come out times a factor."""
+    """The cache of a loss, whose gradients are multiplied by a factor."""
 
     cache: Any
     factor: float
 
     def backward(self, dloss: Array) -> Any:
-        """Gradients of the parameters, times the factor."""
+        """Gradients of the parameters, multiplied by the factor."""
         return self.cache.backward(dloss * self.factor)

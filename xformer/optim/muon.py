@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised, for the weights of hidden layers."""
+"""Muon: orthogonalised momentum, for the weight matrices of hidden layers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from xformer.optim._checks import (
 from xformer.showing import short
 from xformer.typing import Array, Tree
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at 0; near 1 it stays within about 0.7 and 1.2
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at 0; values near 1 stay in about [0.7, 1.2]
 
 
 @short
 class MuonState(NamedTuple):
-    """What Muon remembers between steps."""
+    """The momentum of Muon."""
 
-    momentum: Any  # tree of the parameters: running mean of the gradients
+    momentum: Any  # tree like params: running mean of the gradients
 
 
 def muon_init(params: Any) -> MuonState:
-    """State before the first step: zero. ValueError for parameters that are no matrices."""
+    """The state before the first step: the momentum is 0. ValueError if a leaf is not a matrix."""
     _require_matrices(params)
     return MuonState(zeros("muon", params))
 
@@ -49,15 +49,22 @@ def muon(
 ) -> tuple[Tree, MuonState]:
     """w <- (1 - lr * weight_decay) w - lr * s * newton_schulz(u); as torch.optim.Muon.
 
-    m <- momentum * m + (1 - momentum) g, and u = momentum * m + (1 - momentum) g again with
-    nesterov, else m (Jordan, "Muon", 2024). w: (I, O), or stacks of such (..., I, O), as of
-    experts: in torch, where they are (O, I), s = max(1, rows / columns)^1/2 is
-    max(1, O / I)^1/2 here. match_adamw: s = 0.2 max(I, O)^1/2 instead, so that lr and weight_decay
-    may be AdamW's (arXiv:2502.16982).
+    m <- momentum * m + (1 - momentum) g, then u = momentum * m + (1 - momentum) g if nesterov,
+    else u = m (Jordan, "Muon", 2024). s = max(1, O / I)^1/2; torch stores weights as (O, I) and
+    writes it as max(1, rows / columns)^1/2.
 
-    For the matrices inside blocks only: embeddings, heads, biases and norms want AdamW (see
-    `grouped`). ValueError for parameters of fewer than two dimensions, negative numbers, a
-    momentum outside [0, 1), and gradients whose shapes are not their parameters'.
+    Use it for the matrices inside blocks only. Embeddings, heads, biases and norms need AdamW (see
+    `grouped`).
+
+    params, grads: trees of the same structure, of matrices (I, O) or stacks of matrices
+        (..., I, O), such as the weights of experts.
+    match_adamw: if True, s = 0.2 max(I, O)^1/2, so that the lr and weight_decay of AdamW can be
+        used (arXiv:2502.16982).
+    ns_steps: the number of Newton-Schulz steps.
+    donate: has no effect here.
+
+    ValueError for parameters of fewer than two dimensions, negative numbers, a momentum outside
+    [0, 1), and gradients of another shape than their parameters.
     """
     require_state("muon", state, MuonState)
     _require_matrices(params)
@@ -81,15 +88,17 @@ def muon(
 
 
 def newton_schulz(x: Array, *, steps: int = 5, eps: float = 1e-7) -> Array:
-    """U V^T of x = U S V^T, roughly: all singular values become about 1, between 0.7 and 1.2.
+    """About U V^T of x = U S V^T: all singular values become about 1, between 0.7 and 1.2.
 
-    x <- a x + (b x x^T + c (x x^T)^2) x, after x <- x / max(|x|, eps), `steps` times, with the
-    numbers of Jordan, "Muon" (2024). x: (..., I, O).
+    x <- x / max(|x|, eps), and then `steps` times x <- a x + (b x x^T + c (x x^T)^2) x, with the
+    coefficients a, b, c of Jordan, "Muon" (2024).
+
+    x: (..., I, O)
     """
     (steps,) = require_sizes("newton_schulz", 1, steps=steps)
     xp = array_namespace(x)
     a, b, c = NEWTON_SCHULZ
-    tall = x.shape[-2] > x.shape[-1]  # x x^T is the smaller one of the wide
+    tall = x.shape[-2] > x.shape[-1]  # transposed, so that x x^T is the smaller product
     if tall:
         x = xp.matrix_transpose(x)
     norm = xp.sqrt(xp.sum(x**2, axis=(-2, -1), keepdims=True))  # (..., 1, 1)

@@ -1,4 +1,4 @@
-"""Optimisers by name, and one optimiser made of several: each for its own parameters."""
+"""Optimisers by name, and parameter groups: one optimiser made of several."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from xformer.typing import Array
 
 
 class Optimiser(NamedTuple):
-    """Two pure functions. A state is a tree of arrays and ints, the same one after every step.
+    """Two pure functions, `init` and `step`.
 
-    donate, of a step: params and state may be written over, and are not to be used again, as what
-    `jax.jit` is told by donate_argnums. Adam and AdamW are so where a kernel runs (on NumPy and
-    CuPy), but for arrays that cannot be written to or share memory; the others make all anew.
+    A state is a tree of arrays and ints, whose structure is the same after every step.
+
+    If `donate` is true, a step may overwrite params and state, which must not be used afterwards
+    (as with donate_argnums of `jax.jit`). Adam and AdamW overwrite them if a kernel runs (on NumPy
+    and CuPy), except for arrays that are read-only or share memory. The other optimisers always
+    return new arrays.
     """
 
     init: Callable[[Any], Any]  # params -> state
@@ -43,11 +46,18 @@ OPTIMISERS: dict[str, Optimiser] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parameters an optimiser steps, and how. ValueError, TypeError for what makes no sense.
+    """Which parameters an optimiser updates, and with which options.
 
-    Those whose dotted name matches a pattern, as in `fnmatch`, and that have at least `min_ndim`
-    dimensions: Rule("stack.blocks.*", "muon", min_ndim=2). lr: of the rate of every step, the share
-    that they have. options: of the optimiser.
+    Rule("stack.blocks.*", "muon", min_ndim=2)
+
+    match: one pattern or several, as in `fnmatch`, for the dotted name of a parameter.
+    optimiser: a name in `OPTIMISERS`, or an `Optimiser`.
+    lr: a factor of the learning rate of every step.
+    options: keyword arguments of the optimiser's step.
+    min_ndim: the rule is only for parameters of at least so many dimensions.
+
+    ValueError for an unknown optimiser and for negative numbers, TypeError for an lr that is not a
+    number.
     """
 
     match: str | tuple[str, ...] = "*"
@@ -66,29 +76,31 @@ class Rule:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What a name may match."""
+        """The patterns as a tuple."""
         return (self.match,) if isinstance(self.match, str) else tuple(self.match)
 
     def named(self, name: str) -> bool:
-        """Whether a name matches a pattern."""
+        """Whether `name` matches a pattern."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def owns(self, name: str, p: Array) -> bool:
-        """Whether the rule is for a parameter."""
+        """Whether the rule is for the parameter p, called `name`."""
         return p.ndim >= self.min_ndim and self.named(name)
 
     @property
     def pair(self) -> Optimiser:
-        """The optimiser itself."""
+        """The `Optimiser`, also if the rule has only its name."""
         return OPTIMISERS[self.optimiser] if isinstance(self.optimiser, str) else self.optimiser
 
 
 def grouped(*rules: Rule) -> Optimiser:
-    """An optimiser of several: each parameter is stepped by the first rule that is for it.
+    """An optimiser made of several: the first rule that fits a parameter updates it.
 
-    Each is given its parameters in a dict, by their dotted names. The state is a dict with the
-    state of each rule, by its place. ValueError, at the first step, for a parameter without a rule,
-    and for a rule whose patterns match no name at all.
+    Each rule's optimiser gets a dict of its parameters by dotted name. The state is a dict of the
+    rules' states; its keys are the rules' indices, as strings.
+
+    ValueError if there are no rules. `init` and `step` raise ValueError for a parameter without a
+    rule, and for a rule whose patterns match no name.
     """
     if not rules:
         raise ValueError("grouped: there must be at least one Rule, got none")
@@ -112,7 +124,7 @@ def grouped(*rules: Rule) -> Optimiser:
             stepped, states[key] = rule.pair.step(part, own, state[key], **options)
             new |= tree.flatten(stepped)
         if new.keys() != old.keys():
-            tree.unflatten(params, new)  # raises, and says what is missing
+            tree.unflatten(params, new)  # raises, and names the missing leaves
         return rebuilt(params, params, list(old.values()), [new[name] for name in old]), states
 
     return Optimiser(init, step)
@@ -121,7 +133,9 @@ def grouped(*rules: Rule) -> Optimiser:
 def decay_matrices(
     optimiser: str | Optimiser = "adamw", weight_decay: float = 0.1, **options: Any
 ) -> tuple[Rule, Rule]:
-    """Rules by which biases and norms do not decay: what has fewer than two dimensions (nanoGPT).
+    """Two rules: weight decay for parameters of two dimensions or more, none for the rest.
+
+    So biases and norms do not decay, as in nanoGPT.
 
     grouped(*decay_matrices("adamw", 0.1, betas=(0.9, 0.95)))
     """
@@ -134,7 +148,7 @@ def decay_matrices(
 def _parts(
     leaves: dict[str, Array], rules: tuple[Rule, ...]
 ) -> list[tuple[str, Rule, dict[str, Array]]]:
-    """Each rule, by its place, and its parameters by their names."""
+    """(key, rule, parameters by name) for each rule; the key is the rule's index."""
     found = [(str(i), rule, dict[str, Array]()) for i, rule in enumerate(rules)]
     for name, p in leaves.items():
         part = next((part for _, rule, part in found if rule.owns(name, p)), None)

@@ -1,13 +1,13 @@
-"""Learning rates by step.
+"""Learning-rate schedules.
 
 A schedule is a function from the number of a step, counted from 1, to a learning rate:
 
     schedule = warmup(cosine(6e-4, 1_900, final=0.1), 100, how="nanogpt")
     schedule(1), schedule(2), ...
 
-Programs agree about the formulas and differ by one in the steps. Here the first step of a decay has
-the full rate, and the one after its last the final rate, as in `transformers`, nanoGPT and llm.c;
-how they rise is named.
+Programs use the same formulas, but their steps differ by one. Here the first step of a decay has
+the full rate, and the step after its last has the final rate, as in `transformers`, nanoGPT and
+llm.c. The warm-ups of these programs differ; `warmup(how=)` selects one by name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from xformer.checks import finite, number, require_sizes, whole
 
 Schedule: TypeAlias = Callable[[int], float]
 
-# Name -> of step s of w, which share of the full rate it has.
+# Name -> the fraction of the full rate at step s of w.
 RISES: dict[str, Callable[[int, int], float]] = {
-    "from_zero": lambda s, w: (s - 1) / w,  # transformers: the first step does nothing
+    "from_zero": lambda s, w: (s - 1) / w,  # transformers: the first step has rate 0
     "nanogpt": lambda s, w: s / (w + 1),
-    "llm.c": lambda s, w: s / w,  # the last step has the full rate already
+    "llm.c": lambda s, w: s / w,  # the last step of the warm-up has the full rate
 }
 
-# Name -> what is left at a share of the way down.
+# Name -> a function from the fraction of the decay that is done to the fraction that is left.
 FALLS: dict[str, Callable[[float], float]] = {
     "1-sqrt": lambda done: 1 - math.sqrt(done),  # arXiv:2405.18392, llm.c
     "linear": lambda done: 1 - done,
@@ -36,7 +36,7 @@ FALLS: dict[str, Callable[[float], float]] = {
 
 
 def constant(lr: float) -> Schedule:
-    """lr, always. ValueError for a negative one."""
+    """lr at every step. ValueError for a negative lr."""
     lr = finite("constant", "lr", lr, low=0)
 
     def schedule(step: int) -> float:
@@ -47,7 +47,7 @@ def constant(lr: float) -> Schedule:
 
 
 def linear(lr: float, steps: int, final: float = 0.0) -> Schedule:
-    """lr at step 1, along a line to final * lr after `steps` steps, where it stays.
+    """Linear decay from lr at step 1 to final * lr after `steps` steps; constant from then on.
 
     ValueError for a negative lr, steps below 1 and final outside [0, 1].
     """
@@ -55,18 +55,19 @@ def linear(lr: float, steps: int, final: float = 0.0) -> Schedule:
 
 
 def cosine(lr: float, steps: int, final: float = 0.0) -> Schedule:
-    """lr at step 1, along half a cosine to final * lr after `steps` steps, where it stays.
+    """Cosine decay from lr at step 1 to final * lr after `steps` steps; constant from then on.
 
-    arXiv:1608.03983 without restarts. ValueError as `linear`.
+    arXiv:1608.03983 without restarts. ValueError for a negative lr, steps below 1 and final outside
+    [0, 1].
     """
     return _fall("cosine", lr, steps, final, FALLS["cosine"])
 
 
 def inverse_sqrt(lr: float, timescale: int) -> Schedule:
-    """lr * (timescale / (timescale + step - 1))^1/2, without end.
+    """lr * (timescale / (timescale + step - 1))^1/2, without a last step.
 
-    After a warm-up over `timescale` steps: lr * (timescale / steps so far)^1/2, as T5
-    (arXiv:1910.10683, section 3.1.2). ValueError for a negative lr, a timescale below 1.
+    After a warm-up of `timescale` steps it is lr * (timescale / steps so far)^1/2, as in T5
+    (arXiv:1910.10683, section 3.1.2). ValueError for a negative lr and a timescale below 1.
     """
     lr = finite("inverse_sqrt", "lr", lr, low=0)
     (timescale,) = require_sizes("inverse_sqrt", 1, timescale=timescale)
@@ -81,8 +82,8 @@ def inverse_sqrt(lr: float, timescale: int) -> Schedule:
 def noam(d_model: int, warmup: int, factor: float = 1.0) -> Schedule:
     """factor * d_model^-1/2 * min(step^-1/2, step * warmup^-3/2) (arXiv:1706.03762, eq. 3).
 
-    It has its own warm-up, and its peak, factor * (d_model * warmup)^-1/2, at step `warmup`.
-    ValueError for sizes below 1, a negative factor.
+    The formula includes the warm-up. The peak is factor * (d_model * warmup)^-1/2, at step
+    `warmup`. ValueError for sizes below 1 and a negative factor.
     """
     d_model, warmup = require_sizes("noam", 1, d_model=d_model, warmup=warmup)
     factor = number("noam", "factor", factor, low=0)
@@ -97,11 +98,14 @@ def noam(d_model: int, warmup: int, factor: float = 1.0) -> Schedule:
 def wsd(
     lr: float, steps: int, decay: float = 0.2, shape: str = "1-sqrt", final: float = 0.0
 ) -> Schedule:
-    """Warm-up, stable, decay (arXiv:2404.06395), but for the warm-up: lr, then down at the end.
+    """Warm-up, stable, decay (arXiv:2404.06395), without the warm-up: lr, then a decay at the end.
 
-    decay: the last steps of `steps`, as a share (a float) or their number (an int), over which lr
-    falls to final * lr: by "1-sqrt" (arXiv:2405.18392), "linear" or "cosine". ValueError as
-    `linear`, for a decay that does not fit, and for another shape.
+    decay: how many of the `steps` belong to the decay, as a fraction (a float) or a number (an
+        int).
+    shape: the decay to final * lr: "1-sqrt" (arXiv:2405.18392), "linear" or "cosine".
+
+    ValueError for a negative lr, steps below 1, final outside [0, 1], a decay outside [0, 1] or
+    [1, steps], and another shape.
     """
     if shape not in FALLS:
         raise ValueError(f"wsd: shape must be one of {', '.join(FALLS)}, got {shape!r}")
@@ -116,10 +120,13 @@ def wsd(
 
 
 def warmup(schedule: Schedule, steps: int, how: str = "llm.c") -> Schedule:
-    """A rise to schedule(1) over `steps` steps, and then `schedule` from its beginning.
+    """A warm-up to schedule(1) over `steps` steps, then `schedule` from its step 1.
 
-    how: at step s, as a share of schedule(1), "from_zero" (s - 1) / steps, "nanogpt"
-    s / (steps + 1) or "llm.c" s / steps. steps 0: no rise. ValueError for others.
+    steps: 0 for no warm-up.
+    how: the rate at step s, divided by schedule(1): "from_zero" is (s - 1) / steps, "nanogpt" is
+        s / (steps + 1), "llm.c" is s / steps.
+
+    ValueError for another `how`, and for steps below 0.
     """
     if how not in RISES:
         raise ValueError(f"warmup: how must be one of {', '.join(RISES)}, got {how!r}")
@@ -128,7 +135,7 @@ def warmup(schedule: Schedule, steps: int, how: str = "llm.c") -> Schedule:
 
 
 def then(first: Schedule, steps: int, second: Schedule) -> Schedule:
-    """`first` for `steps` steps, and then `second` from its step 1. ValueError for steps < 0."""
+    """`first` for `steps` steps, then `second` from its step 1. ValueError for steps < 0."""
     (steps,) = require_sizes("then", 0, steps=steps)
 
     def schedule(step: int) -> float:
@@ -139,7 +146,7 @@ def then(first: Schedule, steps: int, second: Schedule) -> Schedule:
 
 
 def _fall(op: str, lr: float, steps: int, final: float, left: Callable[[float], float]) -> Schedule:
-    """From lr at step 1 to final * lr after `steps` steps."""
+    """A decay from lr at step 1 to final * lr after `steps` steps, by `left` (see `FALLS`)."""
     lr = finite(op, "lr", lr, low=0)
     final = number(op, "final", final, low=0, high=1)
     (steps,) = require_sizes(op, 1, steps=steps)
@@ -152,6 +159,6 @@ def _fall(op: str, lr: float, steps: int, final: float, left: Callable[[float], 
 
 
 def _counted(op: str, step: int) -> int:
-    """The step. ValueError unless it is counted from 1: half of all such errors are by one."""
+    """The step as an int. ValueError if it is below 1: steps are counted from 1."""
     (step,) = require_sizes(op, 1, step=step)
     return step

@@ -19,13 +19,16 @@ from xformer.typing import Tree
 
 @short
 class SGDState(NamedTuple):
-    """What SGD remembers between steps."""
+    """The velocity of SGD with momentum."""
 
-    velocity: Any  # tree of the parameters; None before the first step, and without momentum
+    velocity: Any  # tree like params; None before the first step, and without momentum
 
 
 def sgd_init(params: Any, *, velocity: bool = False) -> SGDState:
-    """State before the first step. velocity: zeros instead of None, so that no step adds leaves."""
+    """The state before the first step.
+
+    velocity: zeros instead of None, so that the state has the same leaves after every step.
+    """
     if not velocity:
         return SGDState(None)
     return SGDState(zeros("sgd", params))
@@ -44,9 +47,14 @@ def sgd(
 ) -> tuple[Tree, SGDState]:
     """p <- p - lr * v, v <- momentum * v + g, g <- grad + weight_decay * p; as torch.optim.SGD.
 
-    Nesterov steps along g + momentum * v. The first velocity is g itself. params, grads: trees of
-    one structure. ValueError for negative numbers, Nesterov without momentum, and gradients whose
-    shapes are not their parameters'.
+    The first velocity is g itself.
+
+    params, grads: trees of the same structure.
+    nesterov: the step is along g + momentum * v.
+    donate: has no effect here.
+
+    ValueError for negative numbers, nesterov without momentum, and gradients of another shape than
+    their parameters.
     """
     require_state("sgd", state, SGDState)
     require_matching("sgd", params, grads)
