@@ -1,4 +1,4 @@
-"""What the attention ops share: grouped heads, allowed keys, and a softmax that has no NaN."""
+"""Shared by the attention ops: grouped heads, allowed keys, and a softmax without NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Window = tuple[int | None, int | None]
 
 
 def fold(x: Array, k: Array) -> Array:
-    """(B, H, T, .) -> (B, G, H/G * T, .): the query heads of a group as more rows."""
+    """(B, H, T, .) -> (B, G, H/G * T, .): the query heads of a group become rows of one head."""
     groups = k.shape[1]
     if x.shape[1] == groups:
         return x
@@ -22,14 +22,14 @@ def fold(x: Array, k: Array) -> Array:
 
 
 def unfold(x: Array, q: Array) -> Array:
-    """(B, G, H/G * T, .) -> (B, H, T, .)."""
+    """(B, G, H/G * T, .) -> (B, H, T, .): the inverse of `fold`."""
     if x.shape[1] == q.shape[1]:
         return x
     return array_namespace(x).reshape(x, (*q.shape[:3], x.shape[3]))
 
 
 def forbid(scores: Array, mask: Array | None, causal: bool, window: Window = (None, None)) -> Array:
-    """scores (B, H, T, S), -inf where a query may not attend to a key."""
+    """scores (B, H, T, S) with -inf for each key that a query may not attend to."""
     allowed = _allowed_keys(scores, mask, causal, window)
     if allowed is None:
         return scores
@@ -38,17 +38,17 @@ def forbid(scores: Array, mask: Array | None, causal: bool, window: Window = (No
 
 
 def _allowed_keys(scores: Array, mask: Array | None, causal: bool, window: Window) -> Array | None:
-    """Mask, causality and window together: boolean, (T, S) or wider; None where all may."""
+    """Mask, causality and window together: boolean, (T, S) or wider; None if all are allowed."""
     left, right = window
     right = 0 if causal else right
     n_queries, n_keys = scores.shape[-2:]
     if n_queries == 1:
-        right = None  # the only query stands at the last key
+        right = None  # the only query has the position of the last key
     if left is None and right is None:
         return mask
     key, query = aligned(scores, n_queries, n_keys)
     allowed = mask
-    if right is not None:  # beyond T or S a window bounds nothing, and might not fit an index
+    if right is not None:  # a size beyond T or S has no effect, and might not fit an index
         allowed = _both(key <= query + min(right, n_queries), allowed)
     if left is not None:
         allowed = _both(key >= query - min(left, n_keys), allowed)
@@ -62,9 +62,9 @@ def _both(seen: Array, allowed: Array | None) -> Array:
 def aligned(
     like: Array, n_queries: int, n_keys: int, at: Array | None = None
 ) -> tuple[Array, Array]:
-    """Positions of keys (1, S) and queries (T, 1), the last query at the last key.
+    """Positions of keys (1, S) and queries (T, 1). The last query is at the last key.
 
-    at: integer (), the key of the first query where it is another.
+    at: integer (), the position of the first query; None: S - T.
     """
     xp = array_namespace(like)
     key = xp.arange(n_keys, device=device(like))[None, :]
@@ -73,10 +73,10 @@ def aligned(
 
 
 def softmax_or_zero(scores: Array, sinks: Array | None = None) -> tuple[Array, Array | None]:
-    """Softmax over the last axis, of the keys and a sink a head; the share of the sinks.
+    """(probs, shares): the softmax over the keys and one sink a head, and the sinks' probabilities.
 
-    scores: (B, H, T, S)   sinks: (H,) or None   probs: (B, H, T, S)   shares: (B, H, T, 1) or None.
-    Rows of -inf, or without elements, give zeros.
+    scores: (B, H, T, S)   sinks: (H,) or None   probs: (B, H, T, S)   shares: (B, H, T, 1) or None
+    A row of -inf, or without elements, gives zeros.
     """
     xp = array_namespace(scores)
     if scores.shape[-1]:
@@ -97,7 +97,10 @@ def softmax_or_zero(scores: Array, sinks: Array | None = None) -> tuple[Array, A
 
 
 def require_heads(op: str, q: Array, k: Array, mask: Array | None) -> None:
-    """ValueError, TypeError unless the heads of k divide those of q and the mask fits."""
+    """ValueError unless the heads of k divide the heads of q and the mask broadcasts to the scores.
+
+    TypeError unless the mask is boolean.
+    """
     heads, groups = q.shape[1], k.shape[1]
     if groups == 0:
         raise ValueError(f"{op}: k must have at least one head, got shape {tuple(k.shape)}")
@@ -109,7 +112,7 @@ def require_heads(op: str, q: Array, k: Array, mask: Array | None) -> None:
 
 
 def require_broadcasts(op: str, name: str, array: Array, full: tuple[int, ...]) -> None:
-    """ValueError unless the array broadcasts to (B, H, T, S) = `full`."""
+    """ValueError unless `array` broadcasts to (B, H, T, S) = `full`."""
     shape = tuple(array.shape)
     pairs = zip(reversed(shape), reversed(full), strict=False)
     if len(shape) > len(full) or not all(n in (1, m) for n, m in pairs):
@@ -117,13 +120,16 @@ def require_broadcasts(op: str, name: str, array: Array, full: tuple[int, ...]) 
 
 
 def scale_of(op: str, scale: float | None, q: Array) -> float:
-    """The scale of the scores: K^-1/2 unless given."""
-    # Heads of no width score 0 whatever the scale.
+    """The scale of the scores as a float; K^-1/2 if it is None."""
+    # With K = 0 all scores are 0, whatever the scale.
     return max(q.shape[3], 1) ** -0.5 if scale is None else finite(op, "scale", scale)
 
 
 def window_of(op: str, window: Any) -> Window:
-    """The window, unbounded where None. ValueError for what is no pair of sizes or None."""
+    """The window as (left, right); None means unbounded.
+
+    ValueError unless `window` is None or a pair of sizes, each an int of at least 0 or None.
+    """
     if window is None:
         return None, None
     is_pair = isinstance(window, tuple | list) and len(window) == 2

@@ -1,4 +1,4 @@
-"""What the losses share."""
+"""Shared by the losses."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from xformer.typing import Array
 
 
 def one(like: Array) -> Array:
-    """The gradient of a scalar loss with respect to itself."""
+    """An array () of 1, the gradient of a scalar loss with respect to itself."""
     return array_namespace(like).ones((), dtype=working_dtype(like), device=device(like))

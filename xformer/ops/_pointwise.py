@@ -1,7 +1,7 @@
-"""`clip` and `sign` that look at no value.
+"""`clip` and `sign` that do not wait for a device.
 
-Those of array-api-compat set elements by a boolean index. On CuPy the host then waits for the
-device, once for each bound, and no step with them can be captured in a CUDA graph.
+`clip` and `sign` of array-api-compat assign by a boolean index. On CuPy the host then waits for the
+device, once for each bound, and a step that calls them cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from xformer.typing import Array
 def clip(x: Array, low: float, high: float) -> Array:
     """y = min(max(x, low), high), elementwise; NaN stays NaN.
 
-    low, high: numbers of the kind of x: integers where x has integers.
+    low, high: numbers, integers if x has integers.
     """
     xp = array_namespace(x)
     return xp.minimum(xp.maximum(x, low), high)
 
 
 def sign(x: Array) -> Array:
-    """y = 1 where x > 0, -1 where x < 0, 0 where x is 0 or -0, NaN where x is NaN."""
+    """y = 1 if x > 0, -1 if x < 0, 0 if x is 0 or -0, NaN if x is NaN, elementwise."""
     xp = array_namespace(x)
     return xp.where(x > 0, 1.0, xp.where(x < 0, -1.0, xp.abs(x)))

@@ -1,4 +1,4 @@
-"""Activations by name, as configurations choose them."""
+"""Activations by name, for configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = ("relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "relu_squared"
 
 
 class _Activations(Mapping[str, Activation]):
-    """An op is imported when it is first asked for: a model has one."""
+    """Name -> activation. An op is imported on first use, as most models need only one."""
 
     def __getitem__(self, name: str) -> Activation:
         if name not in _NAMES:
@@ -38,7 +38,7 @@ def _gelu_tanh() -> Activation:
 
 
 def require_activation(op: str, name: Any) -> Activation:
-    """The activation of that name; ValueError where there is none."""
+    """The activation called `name`. ValueError for an unknown name."""
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]

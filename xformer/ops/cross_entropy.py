@@ -35,12 +35,15 @@ def cross_entropy(
 ) -> tuple[Array, CrossEntropyCache]:
     """loss = (1 - a) (lse - x[target]) + a (lse - mean(x)) + z lse^2 for each token.
 
-    x: its logits, lse = log(sum(exp(x))), a: label_smoothing (arXiv:1512.00567), z: z_loss
-    (arXiv:2204.02311, section 5). Tokens whose target is `ignore_index` give 0; "mean" is over the
-    others, and 0 where there are none; "none" keeps the tokens apart.
+    x are the logits of a token, lse = log(sum(exp(x))), a = label_smoothing (arXiv:1512.00567),
+    z = z_loss (arXiv:2204.02311, section 5).
 
-    logits: (..., V)   targets: (...) integers in [0, V)   loss: () or (...). ValueError, TypeError
-    where they are not. Derivation: docs/derivations/cross_entropy.md
+    logits: (..., V)   targets: (...) integers in [0, V)   loss: (), or (...) for reduction "none"
+    ignore_index: tokens with this target have loss 0, and do not count in the mean.
+    reduction: "mean" (0 if all tokens are ignored), "sum", or "none" for the loss of each token.
+
+    ValueError for another shape, a target outside [0, V) or an option out of range; TypeError for
+    another dtype. Derivation: docs/derivations/cross_entropy.md
     """
     label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z_loss = finite("cross_entropy", "z_loss", z_loss)
@@ -50,11 +53,11 @@ def cross_entropy(
     targets, kept = split_ignored(logits, targets, ignore_index)
     x = logits if kept is None else _where_kept(kept, logits)
     top = xp.max(x, axis=-1, keepdims=True)  # (..., 1)
-    shifted = x - top  # lse - x would lose log(sum) where top is large
+    shifted = x - top  # lse - x would lose log(sum) if top is large
     total = xp.sum(xp.exp(shifted), axis=-1, keepdims=True)  # (..., 1)
     hit = xp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]  # (...)
     loss = xp.log(total)[..., 0]  # (...), lse - top
-    if label_smoothing < 1:  # a factor of 0 would make NaN of a logit of -inf
+    if label_smoothing < 1:  # 0 times a logit of -inf would be NaN
         loss = loss - (1 - label_smoothing) * hit
     if label_smoothing > 0:
         loss = loss - label_smoothing * xp.mean(shifted, axis=-1)
@@ -78,7 +81,7 @@ class CrossEntropyCache(NamedTuple):
 
     logits: Array  # (..., V)
     targets: Array  # (...), ignored ones set to 0
-    kept: Array | None  # (...), boolean; None where all are
+    kept: Array | None  # (...), boolean; None: no token is ignored
     top: Array  # (..., 1), max(x)
     total: Array  # (..., 1), sum(exp(x - top))
     weight: Array  # (...), 0 for ignored tokens
@@ -111,11 +114,14 @@ def _lse(top: Array, total: Array) -> Array:
 def split_ignored(
     logits: Array, targets: Array, ignore_index: int | None
 ) -> tuple[Array, Array | None]:
-    """Targets with 0 in place of ignored ones, and which are kept. Checks the rest."""
+    """(targets, kept): targets with 0 for ignored tokens, and a mask of the others, or None.
+
+    Raises unless all other targets are in [0, V).
+    """
     indices = require_integers("cross_entropy", "targets", targets, logits)
     xp, kept, ignored = array_namespace(indices), None, whole(ignore_index)
     wraps = ignored is not None and ignored < 0 and xp.isdtype(targets.dtype, "unsigned integer")
-    if ignored is not None and not wraps:  # else the largest targets would be it
+    if ignored is not None and not wraps:  # a negative index would equal large unsigned targets
         kept = indices != ignored
         indices = xp.where(kept, indices, 0)
     require_in_range("cross_entropy", "targets", indices, logits.shape[-1], given=targets)
@@ -123,12 +129,12 @@ def split_ignored(
 
 
 def _where_kept(kept: Array, logits: Array) -> Array:
-    """Zeros for ignored tokens: what stands there, NaN perhaps, must not spread."""
+    """The logits with zeros for ignored tokens, so that a NaN in them does not spread."""
     return array_namespace(logits).where(kept[..., None], logits, 0.0)
 
 
 def require_options(ignore_index: int | None, reduction: str) -> None:
-    """TypeError unless ignore_index is an int or None, ValueError for another reduction."""
+    """TypeError unless ignore_index is an int or None. ValueError for an unknown reduction."""
     if ignore_index is not None and whole(ignore_index) is None:
         raise TypeError(f"cross_entropy: ignore_index must be an int, got {ignore_index!r}")
     if reduction not in ("mean", "sum", "none"):

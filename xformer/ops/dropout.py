@@ -18,13 +18,12 @@ from xformer.typing import Array
 @overridable
 @shapes("x (...)")
 def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
-    """y = x * keep / (1 - rate), keep zero with probability `rate` (arXiv:1207.0580, inverted).
+    """y = x * keep / (1 - rate); keep is 0 with probability `rate` (arXiv:1207.0580, inverted).
 
-    The bits of `key` decide: the same key gives the same mask on every backend. rate 0 gives x,
-    rate 1 gives zeros.
+    The same key gives the same mask on every backend. rate 0 gives x, rate 1 gives zeros.
 
-    x, y: any shape. ValueError where rate is outside [0, 1]; TypeError where rate > 0 and key is
-    no Key. Derivation: docs/derivations/dropout.md
+    x, y: any shape. ValueError if rate is outside [0, 1]; TypeError if rate > 0 and key is not a
+    `RandomKey`. Derivation: docs/derivations/dropout.md
     """
     rate = require_rate("dropout", "rate", rate, "key", key)
     return _drop(x, rate, key), DropoutCache(rate, key, x.shape)
@@ -47,7 +46,10 @@ class DropoutCache(NamedTuple):
 def require_rate(
     op: str, rate_name: str, rate: float, key_name: str, key: RandomKey | None
 ) -> float:
-    """The rate, in [0, 1]; TypeError where it is not 0 and `key` is no Key."""
+    """The rate as a float.
+
+    ValueError if it is outside [0, 1]; TypeError if it is not 0 and `key` is not a `RandomKey`.
+    """
     rate = number(op, rate_name, rate, low=0, high=1)
     if rate != 0:
         require_key(op, key, key_name)
@@ -58,10 +60,10 @@ def _drop(x: Array, rate: float, key: RandomKey | None) -> Array:
     if rate == 0:
         return x
     xp = array_namespace(x)
-    lowest = round(rate * 2**32)  # of the 2^32 words the lowest that keeps
+    lowest = round(rate * 2**32)  # the lowest of the 2^32 words for which an element is kept
     if lowest == 2**32:
         return xp.zeros_like(x)
     bits = random_bits(x, key=cast(RandomKey, key), size=math.prod(x.shape))
-    # As an array: JAX takes numbers for int32, where the words are uint32.
+    # An array, as JAX converts a number to int32, and the words are uint32.
     keep = bits >= xp.full((), lowest, dtype=bits.dtype, device=device(x))
     return xp.where(xp.reshape(keep, x.shape), x / (1 - rate), 0.0)

@@ -20,8 +20,9 @@ from xformer.typing import Array
 def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     """y = table[ids].
 
-    table: (V, D)   ids: (...) integers in [0, V)   y: (..., D). TypeError where ids are not
-    integers, ValueError where one is out of range. Derivation: docs/derivations/embedding.md
+    table: (V, D)   ids: (...) integers in [0, V)   y: (..., D)
+    TypeError if ids are not integers, ValueError if one is out of range.
+    Derivation: docs/derivations/embedding.md
     """
     ids = require_ids("embedding", "ids", ids, table.shape[0], table)
     xp = array_namespace(table)
@@ -37,7 +38,7 @@ class EmbeddingCache(NamedTuple):
     table_shape: tuple[int, int]  # (V, D)
 
     def backward(self, dy: Array) -> Array:
-        """dtable = zeros with dy added at the rows ids; the gradients of repeated ids sum."""
+        """dtable = zeros, with dy added to the rows `ids`. Gradients of repeated ids are summed."""
         require_shape("embedding", "dy", dy, (*self.ids.shape, self.table_shape[1]))
         xp = array_namespace(dy)
         ids = _flat(self.ids)  # (N,)

@@ -1,4 +1,4 @@
-"""Rows through the feed-forward networks that were chosen for each: a mixture of experts."""
+"""A mixture of experts: each row runs through the feed-forward networks chosen for it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ def experts(
 ) -> tuple[Array, ExpertsCache]:
     """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc.
 
-    The experts of arXiv:2401.04088, eq. 3. activation: a name in `activation.ACTIVATIONS`. Ids are
-    distinct within a row in use, which is not checked: an expert chosen twice has the sum of both
-    weights. fixed: the experts are not trained, their gradients None and not computed. The
-    reference, whose shapes depend on no values, sends every row through every expert.
+    The experts of arXiv:2401.04088, eq. 3. This reference runs every row through every expert, so
+    that no shape depends on a value.
 
     x: (N, D)   w_gate, w_up: (E, D, F)   w_down: (E, F, D)   weights: (N, C)   ids: (N, C)
-    integers in [0, E)   y: (N, D). ValueError, TypeError where they are not.
-    Derivation: docs/derivations/experts.md
+    integers in [0, E)   y: (N, D)
+    ids: should be distinct within a row, which is not checked. An expert chosen twice gets the sum
+        of both weights.
+    activation: a name in `activation.ACTIVATIONS`.
+    fixed: the experts are not trained; their gradients are None.
+
+    ValueError for another shape, an id out of range and an unknown activation; TypeError for
+    another dtype. Derivation: docs/derivations/experts.md
     """
     ids = require_choice(ids, w_gate, activation)
     xp = array_namespace(x)
@@ -63,10 +67,13 @@ class ExpertsCache(NamedTuple):
     ids: Array  # (N, C)
     activation: str
     fixed: bool
-    parts: tuple[ExpertCache, ...]  # of each expert, 0 in rows that are not its
+    parts: tuple[ExpertCache, ...]  # of each expert, with 0 in rows that did not choose it
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
-        """Sums over the experts of the gradients of each, from its rows of dy."""
+        """dx, dw_gate, dw_up, dw_down (None if fixed) and dweights.
+
+        Each expert computes them from the rows of dy that chose it; dx is the sum over experts.
+        """
         require_gradient("experts", "dy", dy, self.x)
         x, ids = self.x, self.ids
         xp = array_namespace(dy)
@@ -86,7 +93,10 @@ class ExpertsCache(NamedTuple):
 
 
 def one_expert(x: Array, ws: Weights, share: Array, activation: str) -> tuple[Array, ExpertCache]:
-    """y = (share * act(x w_gate) * (x w_up)) w_down: one expert, its rows and their weights."""
+    """y = (share * act(x w_gate) * (x w_up)) w_down, for one expert.
+
+    x: (N, D), the rows   ws: the three weights   share: (N,), the router's weight of each row
+    """
     w_gate, w_up, w_down = ws
     gate, up = x @ w_gate, x @ w_up  # (N, F)
     act, _ = ACTIVATIONS[activation](gate)
@@ -95,7 +105,7 @@ def one_expert(x: Array, ws: Weights, share: Array, activation: str) -> tuple[Ar
 
 @short
 class ExpertCache(NamedTuple):
-    """Saved by one expert for backward; the rest is passed again."""
+    """Saved by one expert for backward; x and the weights are passed to it again."""
 
     gate: Array  # (N, F)
     up: Array  # (N, F)
@@ -104,7 +114,7 @@ class ExpertCache(NamedTuple):
     def backward(
         self, dy: Array, x: Array, ws: Weights, activation: str, fixed: bool
     ) -> tuple[Array, Weights, Array]:
-        """Gradients of x, of the three weights (None where fixed), and of share."""
+        """Gradients of x, of the three weights (each None if fixed), and of share."""
         w_gate, w_up, w_down = ws
         up, share = self.up, self.share[:, None]
         act, act_cache = ACTIVATIONS[activation](self.gate)  # recomputed
@@ -120,13 +130,16 @@ class ExpertCache(NamedTuple):
 
 
 def require_choice(ids: Array, w_gate: Array, activation: str) -> Array:
-    """`ids` in the dtype of indices; ValueError, TypeError unless they and the activation exist."""
+    """`ids` in the dtype of indices.
+
+    TypeError if ids are not integers; ValueError if one is out of range, or the activation unknown.
+    """
     require_activation("experts", activation)
     require_axis("experts", w_gate, 0, "w_gate")
     return require_ids("experts", "ids", ids, w_gate.shape[0], w_gate)
 
 
 def _chosen_rows(x: Array, ids: Array, e: int) -> Array:
-    """Zeros in rows that did not choose expert e: an infinity there must not spread."""
+    """x with zeros in rows that did not choose expert e, so that an infinity does not spread."""
     xp = array_namespace(x)
     return xp.where(xp.any(ids == e, axis=1)[:, None], x, 0.0)

@@ -1,4 +1,4 @@
-"""Gaussian error linear unit, exact and in its tanh form."""
+"""Gaussian error linear unit, exact and with the tanh approximation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAR = 100.0  # Phi(-FAR) is 0 and Phi(FAR) is 1, to rounding
 @overridable
 @shapes("x (...)")
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
-    """y = x * Phi(x), Phi the normal distribution function (arXiv:1606.08415).
+    """y = x * Phi(x), with Phi the normal distribution function (arXiv:1606.08415).
 
     approximate="none": Phi(x) = (1 + erf(x / sqrt(2))) / 2.
     approximate="tanh": Phi(x) = (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) / 2.

@@ -1,4 +1,4 @@
-"""Adding rows at given indices, repeated ones included."""
+"""Adding rows at given indices, which may repeat."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from xformer.typing import Array
 @overridable
 @shapes("x (V, D)  y (N, D)  ids (N)")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
-    """out = x, then out[ids[n]] += y[n] for every n; rows of repeated ids sum.
+    """out = x, then out[ids[n]] += y[n] for every n; rows of repeated ids are summed.
 
-    x: (V, D)   y: (N, D)   ids: (N,) integers in [0, V)   out: (V, D). The standard has no such
-    function; sums are made in a fixed order, so the result is the same in every run.
+    The array API standard has no such function. The order of summation is fixed, so the result is
+    the same in every run.
+
+    x: (V, D)   y: (N, D)   ids: (N,) integers in [0, V)   out: (V, D)
     Derivation: docs/derivations/index_add.md
     """
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
@@ -51,7 +53,10 @@ class IndexAddCache(NamedTuple):
 
 
 def _running_sums(y: Array, ids: Array) -> Array:
-    """Row n: the sum of the rows up to n that share its id; ids sorted. log2(N) doublings."""
+    """Row n is the sum of the rows of y up to n that have the same id, in log2(N) steps.
+
+    ids must be sorted.
+    """
     xp = array_namespace(y)
     step, rows = 1, y.shape[0]
     while step < rows:

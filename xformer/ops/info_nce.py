@@ -1,4 +1,4 @@
-"""The contrastive loss of pairs, whose negatives are the batch's other pairs."""
+"""The contrastive loss of pairs, with the other pairs of the batch as negatives."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from xformer.typing import Array
 def info_nce(a: Array, b: Array, *, scale: float = 20.0) -> tuple[Array, InfoNCECache]:
     """loss = mean over i of lse_i - logits_ii, logits = scale * a b^T (arXiv:1807.03748, eq. 4).
 
-    lse_i: log(sum(exp)) of row i. The cross-entropy of finding the partner b_i of each a_i among
-    all of b: multiple negatives ranking (arXiv:1705.00652). Vectors of length 1 make cosines
-    of the products; scale is one over the temperature, and need not be positive.
+    lse_i is log(sum(exp)) of row i. The loss is the cross-entropy of finding the partner b_i of a_i
+    among all rows of b: multiple negatives ranking (arXiv:1705.00652). For vectors of length 1, the
+    products are cosines.
 
-    a, b: (B, D), B at least 1   loss: (). ValueError where they are not.
+    a, b: (B, D), B at least 1   loss: ()
+    scale: one over the temperature; it may be negative.
+
+    ValueError if shapes differ, B is 0, or scale is not finite.
     Derivation: docs/derivations/info_nce.md
     """
     scale = finite("info_nce", "scale", scale)
@@ -31,9 +34,9 @@ def info_nce(a: Array, b: Array, *, scale: float = 20.0) -> tuple[Array, InfoNCE
     xp = array_namespace(a)
     logits = scale * (a @ b.T)  # (B, B)
     top = xp.max(logits, axis=-1, keepdims=True)  # (B, 1)
-    shifted = logits - top  # lse - logits would lose log(sum) where top is large
+    shifted = logits - top  # lse - logits would lose log(sum) if top is large
     total = xp.sum(xp.exp(shifted), axis=-1, keepdims=True)  # (B, 1)
-    hit = xp.sum(shifted * _eye(a), axis=-1)  # (B,); of a * b it would not round as top does
+    hit = xp.sum(shifted * _eye(a), axis=-1)  # (B,); sum(a * b) would round differently from top
     return xp.mean(xp.log(total)[:, 0] - hit), InfoNCECache(a, b, top, total, scale)
 
 

@@ -16,9 +16,9 @@ from xformer.typing import Array
 @overridable
 @shapes("x (..., D)")
 def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCache]:
-    """y = x / max(|x|, eps), |x| the Euclidean norm over the last axis (torch's F.normalize).
+    """y = x / max(|x|, eps), with |x| the Euclidean norm over the last axis (torch's F.normalize).
 
-    x, y: (..., D). ValueError where D is 0 or eps negative.
+    x, y: (..., D). ValueError if D is 0 or eps negative.
     Derivation: docs/derivations/l2_normalize.md
     """
     eps = number("l2_normalize", "eps", eps, low=0)
@@ -38,7 +38,7 @@ class L2NormalizeCache(NamedTuple):
     eps: float
 
     def backward(self, dy: Array) -> Array:
-        """dx = (dy - y * sum(dy * y)) / |x|; where |x| < eps, dx = dy / eps."""
+        """dx = (dy - y * sum(dy * y)) / |x|; if |x| < eps, dx = dy / eps."""
         require_gradient("l2_normalize", "dy", dy, self.y)
         y, norm, eps = self
         xp = array_namespace(dy)

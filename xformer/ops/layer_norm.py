@@ -20,17 +20,20 @@ def layer_norm(
 ) -> tuple[Array, LayerNormCache]:
     """y = w * (x - mean) * rstd + b over the last axis (arXiv:1607.06450, eq. 4).
 
-    rstd = 1 / sqrt(var + eps), the variance biased; with `eps_inside=False` 1 / (sqrt(var) + eps).
+    rstd = 1 / sqrt(var + eps), with the biased variance.
 
-    x: (..., D)   w: (D,)   b: (D,) or None   y: (..., D). ValueError where shapes do not fit, D is
-    0 or eps negative. Derivation: docs/derivations/layer_norm.md
+    x: (..., D)   w: (D,)   b: (D,) or None   y: (..., D)
+    eps_inside: if False, rstd = 1 / (sqrt(var) + eps).
+
+    ValueError if shapes do not fit, D is 0 or eps negative.
+    Derivation: docs/derivations/layer_norm.md
     """
     eps = number("layer_norm", "eps", eps, low=0)
     require_axis("layer_norm", x, -1)
     xp = array_namespace(x)
     mean = _mean(x)  # (..., 1)
-    mean = mean + _mean(x - mean)  # which the first has lost by rounding: all, where x are equal
-    var = _mean((x - mean) ** 2)  # (..., 1); two passes: E[x^2] - mean^2 would cancel
+    mean = mean + _mean(x - mean)  # corrects rounding: in a constant row x - mean is nothing else
+    var = _mean((x - mean) ** 2)  # (..., 1); two passes, as E[x^2] - mean^2 would cancel
     rstd = 1 / xp.sqrt(var + eps) if eps_inside else 1 / (xp.sqrt(var) + eps)
     y = (x - mean) * rstd * w
     if b is not None:
@@ -40,19 +43,19 @@ def layer_norm(
 
 @short
 class LayerNormCache(NamedTuple):
-    """Saved by `layer_norm` for backward; xhat is rebuilt from it."""
+    """Saved by `layer_norm` for backward, which computes xhat from it."""
 
     x: Array  # (..., D)
     w: Array  # (D,)
     mean: Array  # (..., 1)
     rstd: Array  # (..., 1)
-    eps_outside: float  # eps where it stands outside the root, else 0
+    eps_outside: float  # eps if it is outside the root, else 0
     has_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
         """dx = rstd * (dxhat - mean(dxhat) - xhat * mean(dxhat * xhat)), dxhat = dy * w.
 
-        With eps outside the root the last term is divided by 1 - eps * rstd = std / (std + eps).
+        If eps is outside the root, the last term is divided by 1 - eps * rstd = std / (std + eps).
         """
         require_gradient("layer_norm", "dy", dy, self.x)
         xp = array_namespace(dy)
@@ -60,7 +63,7 @@ class LayerNormCache(NamedTuple):
         dxhat = dy * self.w
         slope = _mean(dxhat * xhat)  # (..., 1)
         if self.eps_outside:
-            share = 1 - self.eps_outside * self.rstd  # 0 in a constant row, whose xhat is 0 too
+            share = 1 - self.eps_outside * self.rstd  # 0 in a constant row; its xhat is 0 too
             slope = slope / xp.where(share > 0, share, 1.0)
         dx = self.rstd * (dxhat - _mean(dxhat) - xhat * slope)
         rows = tuple(range(dy.ndim - 1))

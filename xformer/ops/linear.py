@@ -21,9 +21,11 @@ def linear(
 ) -> tuple[Array, LinearCache]:
     """y = x w + b over the last axis.
 
-    x: (..., I)   w: (I, O)   b: (O,) or None   y: (..., O). fixed: w is not trained: x is not kept
-    and dw, None, not computed. ValueError where shapes do not fit, TypeError where dtypes or
-    libraries differ. Derivation: docs/derivations/linear.md
+    x: (..., I)   w: (I, O)   b: (O,) or None   y: (..., O)
+    fixed: w is not trained; x is not saved, and dw is None.
+
+    ValueError if shapes do not fit, TypeError if dtypes or libraries differ.
+    Derivation: docs/derivations/linear.md
     """
     xp = array_namespace(x)
     y = xp.reshape(_rows(x) @ w, (*x.shape[:-1], w.shape[1]))
@@ -42,7 +44,7 @@ class LinearCache(NamedTuple):
     x_shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
-        """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows."""
+        """dx = dy w^T, dw = x^T dy, db = sum of dy over all axes but the last."""
         require_gradient("linear", "dy", dy, self.w, (*self.x_shape[:-1], self.w.shape[1]))
         xp = array_namespace(dy)
         dy_rows = _rows(dy)  # (N, O)
@@ -53,5 +55,5 @@ class LinearCache(NamedTuple):
 
 
 def _rows(x: Array) -> Array:
-    # Two-dimensional products are the fast ones in every library; -1 fails on empty arrays.
+    # Every library has fast two-dimensional products. -1 as a size fails on empty arrays.
     return array_namespace(x).reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))

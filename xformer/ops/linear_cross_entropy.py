@@ -1,4 +1,4 @@
-"""Cross-entropy of the logits x w + b: what stands on top of a language model."""
+"""Cross-entropy of the logits x w + b: the head and the loss of a language model as one op."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ def linear_cross_entropy(
     reduction: str = "mean",
     fixed: bool = False,
 ) -> tuple[Array, LinearCrossEntropyCache]:
-    """loss = cross_entropy(x w + b), as one op: a kernel need not hold all logits at once.
+    """loss = cross_entropy(x w + b), as one op, so that a kernel need not store all logits.
 
-    x: (..., D)   w: (D, V)   b: (V,) or None   targets: (...) integers in [0, V)   loss: () or
-    (...). Options and errors are those of `linear` and `cross_entropy`. Derivation:
-    docs/derivations/linear_cross_entropy.md
+    x: (..., D)   w: (D, V)   b: (V,) or None   targets: (...) integers in [0, V)
+    loss: (), or (...) for reduction "none"
+    ignore_index, label_smoothing, z_loss, reduction: options of `cross_entropy`.
+    fixed: w is not trained; its gradient is None.
+
+    Raises as `linear` and `cross_entropy` do.
+    Derivation: docs/derivations/linear_cross_entropy.md
     """
     logits, linear_cache = linear(x, w, b, fixed=fixed)  # (..., V)
     loss, loss_cache = cross_entropy(
@@ -52,6 +56,6 @@ class LinearCrossEntropyCache(NamedTuple):
     loss: Any  # of `cross_entropy`
 
     def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
-        """dlogits, and from it dx, dw and db."""
+        """dx, dw and db, from dlogits."""
         dx, dw, db = self.linear.backward(self.loss.backward(dloss))
         return dx, dw, db

@@ -1,4 +1,4 @@
-"""The auxiliary loss that spreads rows evenly over experts."""
+"""The auxiliary loss that balances the load of the experts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from xformer.typing import Array
 def load_balancing(
     logits: Array, *, ids: Array, mask: Array | None = None
 ) -> tuple[Array, LoadBalancingCache]:
-    """loss = E * sum_e f_e p_e: C where the load is even (arXiv:2101.03961, eq. 4 to 6).
+    """loss = E * sum_e f_e p_e; it is C if the load is even (arXiv:2101.03961, eq. 4 to 6).
 
-    f_e: how many of the choices `ids` are expert e, for each row; p_e: the mean of the rows'
-    softmax(logits). Only rows where the mask is True count; without any the loss is 0. f is a
-    constant: the gradient is that of p. For several layers, concatenate their rows, as Mixtral
-    does.
+    f_e is the number of choices of expert e, divided by the number of rows. p_e is the mean over
+    rows of softmax(logits). The gradient treats f as a constant. For several layers, concatenate
+    their rows, as Mixtral does.
 
-    logits: (N, E)   ids: (N, C) integers in [0, E)   mask: (N,) boolean   loss: (). ValueError,
-    TypeError where they are not. Derivation: docs/derivations/load_balancing.md
+    logits: (N, E)   ids: (N, C) integers in [0, E)   mask: (N,) boolean   loss: ()
+    mask: only rows with True count. If no row counts, the loss is 0.
+
+    ValueError for another shape or an id out of range; TypeError for another dtype.
+    Derivation: docs/derivations/load_balancing.md
     """
     require_axis("load_balancing", logits, -1, "logits")
     n_experts = logits.shape[1]
@@ -55,7 +57,7 @@ class LoadBalancingCache(NamedTuple):
     softmax: Any
 
     def backward(self, dloss: Array | None = None) -> Array:
-        """dlogits = E * dloss * weight * probs * (f - sum(f * probs)), along the experts."""
+        """dlogits = E * dloss * weight * probs * (f - sum(f * probs)), the sum over experts."""
         dloss = one(self.f) if dloss is None else dloss
         require_gradient("load_balancing", "dloss", dloss, self.f, ())
         dp = self.f.shape[0] * dloss * self.f
@@ -63,9 +65,10 @@ class LoadBalancingCache(NamedTuple):
 
 
 def kept_rows(op: str, logits: Array, mask: Array | None) -> tuple[Array, Array]:
-    """Logits with zeros in rows where the mask is False, and the weight of each row in a mean.
+    """(logits, weight): logits with zeros in masked rows, and the weight of each row in a mean.
 
-    What stands in a row that does not count, NaN perhaps, must not spread.
+    logits: (N, E)   mask: (N,) boolean, or None   weight: (N,)
+    The zeros prevent that a NaN in a masked row spreads. TypeError unless the mask is boolean.
     """
     xp = array_namespace(logits)
     if mask is None:

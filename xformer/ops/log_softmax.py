@@ -18,7 +18,7 @@ from xformer.typing import Array
 def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, LogSoftmaxCache]:
     """y = x - max(x) - log(sum(exp(x - max(x)))) along `axis`.
 
-    x, y: any shape with at least one axis. ValueError where `axis` does not exist or is empty.
+    x, y: any shape with at least one axis. ValueError if `axis` does not exist or is empty.
     Derivation: docs/derivations/log_softmax.md
     """
     require_axis("log_softmax", x, axis)

@@ -18,9 +18,10 @@ from xformer.typing import Array
 @overridable
 @shapes("x (...)  y (...)")
 def mse(x: Array, y: Array) -> tuple[Array, MseCache]:
-    """loss = mean((x - y)^2) over all elements; 0 where there are none.
+    """loss = mean((x - y)^2) over all elements; 0 if there are none.
 
-    x, y: one shape   loss: (). ValueError where shapes differ. Derivation: docs/derivations/mse.md
+    x, y: the same shape   loss: (). ValueError if shapes differ.
+    Derivation: docs/derivations/mse.md
     """
     xp = array_namespace(x)
     diff = x - y

@@ -20,26 +20,26 @@ MASK = 0xFFFFFFFF
 
 class _Parts(NamedTuple):
     seed: int  # 64 bits
-    step: Any = 0  # 32 bits; an integer array () where it is traced (`jax.jit`)
+    step: Any = 0  # 32 bits; an integer array () if it is traced (`jax.jit`)
     site: int = 0  # 32 bits
 
 
 class RandomKey(_Parts):
-    """Names one stream of random bits: a run's seed, a training step, a site in the model."""
+    """The name of one stream of random bits: a seed, a training step, and a site in the model."""
 
     __slots__ = ()
 
     def __new__(cls, seed: int, step: Any = 0, site: int = 0) -> RandomKey:
-        """NumPy's integers become int: they would overflow where 64 bits are cut in two."""
+        """NumPy's integers become int, because they would overflow when 64 bits are split."""
         return super().__new__(cls, _plain(seed), _plain(step), _plain(site))
 
     def at(self, site: int) -> RandomKey:
-        """The stream of another site, counted from this one's."""
+        """The key of another site: `site` is added to the site of this key."""
         return self._replace(site=self.site + site)
 
 
 def _plain(part: Any) -> Any:
-    """NumPy's integers as int; arrays stay, as a device would have to be waited for."""
+    """NumPy's integers as int. Arrays stay arrays: reading one would wait for the device."""
     if isinstance(part, bool) or not isinstance(part, Integral):
         return part
     return int(part)
@@ -49,9 +49,11 @@ def _plain(part: Any) -> Any:
 def random_bits(like: Array, *, key: RandomKey, size: int) -> Array:
     """`size` random words in [0, 2^32) by Philox4x32-10 (Salmon et al., SC 2011), on like's device.
 
-    Element i is word i mod 4 of block i // 4, whose counter is (block low, block high, site, step)
-    under the key (seed low, seed high). Integers, (size,): int64, or uint32 where a library has no
-    int64. ValueError where a part of `key` or `size` is out of range. No gradient.
+    Element i is word i mod 4 of block i // 4. The counter of a block is (block low, block high,
+    site, step), its key is (seed low, seed high). The result is (size,), int64, or uint32 if the
+    library has no int64. There is no gradient.
+
+    TypeError if `key` is not a `RandomKey`; ValueError if a part of it or `size` is out of range.
     Explanation: docs/derivations/random_bits.md
     """
     require_key("random_bits", key)
@@ -66,7 +68,7 @@ def random_bits(like: Array, *, key: RandomKey, size: int) -> Array:
 
 
 def require_key(op: str, key: Any, name: str = "key") -> None:
-    """TypeError unless `key` is a Key of ints, ValueError unless they are in range."""
+    """TypeError unless `key` is a `RandomKey` of ints, ValueError unless they are in range."""
     if not isinstance(key, RandomKey):
         got = "None" if key is None else type(key).__name__
         raise TypeError(f"{op}: {name} must be an xformer.RandomKey, got {got}")
@@ -80,7 +82,7 @@ def require_key(op: str, key: Any, name: str = "key") -> None:
 
 
 def philox(counter: tuple[Array, ...], key: tuple[int, int]) -> tuple[Array, ...]:
-    """Philox4x32-10 on four int64 arrays holding 32-bit words; returns four such arrays."""
+    """Philox4x32-10 on four int64 arrays of 32-bit words; returns four arrays of the same kind."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -92,7 +94,7 @@ def philox(counter: tuple[Array, ...], key: tuple[int, int]) -> tuple[Array, ...
 
 
 def _multiply(m: int, x: Array) -> tuple[Array, Array]:
-    """High and low word of m * x, by halves of m: the whole product overflows int64."""
+    """High and low word of m * x. It multiplies by halves of m, as m * x would overflow int64."""
     low = x * (m & 0xFFFF)  # < 2^48
     high = x * (m >> 16)  # < 2^48
     low = low + ((high & 0xFFFF) << 16)

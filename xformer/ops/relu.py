@@ -16,7 +16,7 @@ from xformer.typing import Array
 @overridable
 @shapes("x (...)")
 def relu(x: Array) -> tuple[Array, ReluCache]:
-    """y = max(0, x), elementwise; the derivative at 0 is taken as 0.
+    """y = max(0, x), elementwise. The derivative at 0 is defined as 0.
 
     x, y: any shape. Derivation: docs/derivations/relu.md
     """
@@ -26,11 +26,11 @@ def relu(x: Array) -> tuple[Array, ReluCache]:
 
 @short
 class ReluCache(NamedTuple):
-    """Saved by `relu` for backward: its output, which the next op keeps anyway."""
+    """Saved by `relu` for backward: the output, which the next op saves too."""
 
     y: Array  # shape of x
 
     def backward(self, dy: Array) -> Array:
-        """dx = dy where y > 0, else 0."""
+        """dx = dy if y > 0, else 0."""
         require_gradient("relu", "dy", dy, self.y)
         return array_namespace(dy).where(self.y > 0, dy, 0.0)

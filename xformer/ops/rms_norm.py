@@ -20,8 +20,10 @@ def rms_norm(
 ) -> tuple[Array, RmsNormCache]:
     """y = (offset + w) * x / sqrt(mean(x^2) + eps) over the last axis (arXiv:1910.07467, eq. 4).
 
-    x: (..., D)   w: (D,) or None: no gain   y: (..., D). offset: 0 in Llama and T5, 1 in Gemma.
-    ValueError where shapes do not fit, D is 0, eps is negative, or an offset has no w to add to.
+    x: (..., D)   w: (D,), or None for no gain   y: (..., D)
+    offset: 0 in Llama and T5, 1 in Gemma.
+
+    ValueError if shapes do not fit, D is 0, eps is negative, or offset is not 0 without w.
     Derivation: docs/derivations/rms_norm.md
     """
     eps = number("rms_norm", "eps", eps, low=0)
@@ -38,7 +40,7 @@ def rms_norm(
 
 @short
 class RmsNormCache(NamedTuple):
-    """Saved by `rms_norm` for backward; xhat is rebuilt from it."""
+    """Saved by `rms_norm` for backward, which computes xhat from it."""
 
     x: Array  # (..., D)
     w: Array | None  # (D,)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the rotation itself; its tables are made by `layers.rotary`."""
+"""Rotary position embedding (RoPE): the rotation. `layers.rotary` computes the tables."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from xformer.typing import Array
 @overridable
 @shapes("x (B, H, T, K)")
 def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
-    """Turn pairs of channels: (a, b) -> (a cos - b sin, b cos + a sin) (arXiv:2104.09864, eq. 34).
+    """Rotate pairs of channels: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    x, y: (B, H, T, K)   cos, sin: (T, R/2) or (B, T, R/2), of the dtype of x, one column a pair;
-    they may carry a factor. The first R <= K channels of a head are turned, the rest pass through.
-    A pair is (i, i + R/2), as in Hugging Face's Llama, or, interleaved, (2i, 2i + 1), as in Meta's
-    Llama, llama2.c and GPT-J. ValueError where shapes do not fit, TypeError where dtypes or
-    libraries differ. Derivation: docs/derivations/rope.md
+    arXiv:2104.09864, eq. 34. The first R <= K channels of a head are rotated; the others stay
+    unchanged.
+
+    x, y: (B, H, T, K)
+    cos, sin: (T, R/2) or (B, T, R/2), of the dtype of x, one column for each pair. They may include
+        a factor.
+    interleaved: if True, pairs are (2i, 2i + 1), as in Meta's Llama, llama2.c and GPT-J. If False,
+        pairs are (i, i + R/2), as in Hugging Face's Llama.
+
+    ValueError if shapes do not fit, TypeError if dtypes or libraries differ.
+    Derivation: docs/derivations/rope.md
     """
     require_tables(x, cos, sin)
     return _turn(x, cos, sin, interleaved), RopeCache(cos, sin, interleaved, tuple(x.shape))
@@ -30,7 +36,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
 
 @short
 class RopeCache(NamedTuple):
-    """Saved by `rope` for backward: the tables, which all its calls share."""
+    """Saved by `rope` for backward: only the tables, which all calls share."""
 
     cos: Array  # (T, R/2) or (B, T, R/2)
     sin: Array  # like cos
@@ -38,7 +44,7 @@ class RopeCache(NamedTuple):
     shape: tuple[int, ...]  # (B, H, T, K)
 
     def backward(self, dy: Array) -> Array:
-        """dx is dy turned back: the transposed map, not the inverse, which a factor would undo."""
+        """dx is the transposed map of dy: the rotation by -sin. A factor in the tables stays."""
         require_gradient("rope", "dy", dy, self.cos, self.shape)
         return _turn(dy, self.cos, -self.sin, self.interleaved)
 
@@ -47,7 +53,7 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     xp = array_namespace(x)
     half = cos.shape[-1]
     if cos.ndim == 3:
-        cos, sin = cos[:, None, :, :], sin[:, None, :, :]  # (B, 1, T, R/2): one for all heads
+        cos, sin = cos[:, None, :, :], sin[:, None, :, :]  # (B, 1, T, R/2), for all heads
     rest = x[..., 2 * half :]
     if interleaved:
         a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -60,7 +66,7 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
 
 
 def require_tables(x: Array, cos: Array, sin: Array) -> None:
-    """ValueError, TypeError unless the tables are of the dtype to compute in and fit x."""
+    """ValueError unless the tables fit x; TypeError unless they have its working dtype."""
     batch, _, length, width = x.shape
     for name, table in (("cos", cos), ("sin", sin)):
         require_like("rope", name, table, x, working=True)

@@ -20,9 +20,10 @@ from xformer.typing import Array
 def router_z_loss(logits: Array, *, mask: Array | None = None) -> tuple[Array, RouterZLossCache]:
     """loss = mean over rows of log(sum(exp(logits)))^2 (arXiv:2202.08906, eq. 5).
 
-    Only rows where the mask is True count; without any the loss is 0.
+    logits: (N, E)   mask: (N,) boolean   loss: ()
+    mask: only rows with True count. If no row counts, the loss is 0.
 
-    logits: (N, E)   mask: (N,) boolean   loss: (). ValueError, TypeError where they are not.
+    ValueError for another shape, TypeError for another dtype.
     Derivation: docs/derivations/router_z_loss.md
     """
     require_axis("router_z_loss", logits, -1, "logits")
@@ -38,7 +39,7 @@ def router_z_loss(logits: Array, *, mask: Array | None = None) -> tuple[Array, R
 class RouterZLossCache(NamedTuple):
     """Saved by `router_z_loss` for backward; probabilities are recomputed from top."""
 
-    logits: Array  # (N, E), zeros in rows that do not count
+    logits: Array  # (N, E), with zeros in masked rows
     top: Array  # (N, 1), the highest logit of a row
     total: Array  # (N, 1), sum(exp(logits - top))
     weight: Array  # (N,): 1 / (rows that count), or 0

@@ -45,17 +45,21 @@ def sdpa(
 ) -> tuple[Array, SdpaCache]:
     """ctx = dropout(softmax(scale * q k^T + bias)) v, over allowed keys (arXiv:1706.03762, eq. 1).
 
-    q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M), G dividing H: query
-    head h reads key/value head h // (H / G). bias and mask broadcast to (B, H, T, S); mask is
-    boolean, True = may attend. causal: query i sees keys j <= i + S - T (bottom-right aligned).
-    window: (left, right), it sees i + S - T - left <= j <= i + S - T + right, None being unbounded;
-    Mistral's sliding_window w counts the query itself, left = w - 1. scale: K^-1/2 unless given.
-    softcap: c tanh(scale * q k^T / c) takes the place of the scores (Gemma 2, arXiv:2408.00118).
-    sinks: (H,), a score a head that takes part in the softmax and has no value (gpt-oss).
-    A query with no key to attend to gives 0 and gradient 0.
+    q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
+        G must divide H. Query head h attends to key/value head h // (H / G).
+    bias: broadcasts to (B, H, T, S), and is added to the scores.
+    sinks: (H,), one extra score a head in the softmax, without a value (gpt-oss).
+    mask: boolean, broadcasts to (B, H, T, S); True = may attend.
+    causal: query i attends to keys j <= i + S - T (bottom-right aligned).
+    window: (left, right); query i attends to i + S - T - left <= j <= i + S - T + right. None means
+        unbounded. For Mistral's sliding_window w, which includes the query, left = w - 1.
+    softcap: c replaces the scores by c tanh(scale * q k^T / c) (Gemma 2, arXiv:2408.00118).
+    scale: K^-1/2 if None.
 
-    ValueError where shapes do not fit, for a window or a softcap that is none; TypeError where the
-    mask is not boolean. Derivation: docs/derivations/sdpa.md
+    A query without an allowed key gives 0 and has gradient 0.
+
+    ValueError if shapes do not fit, and for a wrong window or softcap; TypeError if the mask is not
+    boolean. Derivation: docs/derivations/sdpa.md
     """
     xp = array_namespace(q)
     require_heads("sdpa", q, k, mask)
@@ -96,14 +100,14 @@ class SdpaCache(NamedTuple):
         require_gradient("sdpa", "dctx", dctx, self.q, (*self.q.shape[:3], self.v.shape[3]))
         q, k, v, probs, shares, scale, softcap, bias_shape, drop = self
         xp = array_namespace(dctx)
-        dropped = drop.backward(probs)  # the mask is linear: it applies to probs as to dprobs
-        dv = fold(dropped, k).mT @ fold(dctx, k)  # sums over the heads of a group
+        dropped = drop.backward(probs)  # dropout is linear: its backward is the same map
+        dv = fold(dropped, k).mT @ fold(dctx, k)  # a sum over the heads of a group
         dprobs = drop.backward(unfold(fold(dctx, k) @ v.mT, q))  # (B, H, T, S)
         inner = xp.sum(dprobs * probs, axis=-1, keepdims=True)  # (B, H, T, 1)
         dsinks = None if shares is None else -xp.sum(shares * inner, axis=(0, 2, 3))
         dscores = probs * (dprobs - inner)
         dbias = None if bias_shape is None else sum_to(dscores, shape=bias_shape)
-        if softcap is not None:  # recomputed: keeping it would double the saved set
+        if softcap is not None:  # recomputed: saving it would double the memory
             capped = xp.tanh(unfold(fold(q, k) @ k.mT, q) * scale / softcap)
             dscores = dscores * (1 - capped**2)
         dscores = dscores * scale

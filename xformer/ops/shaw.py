@@ -1,4 +1,4 @@
-"""Attention with Shaw's relative positions."""
+"""Attention with relative position embeddings (Shaw et al.)."""
 
 from __future__ import annotations
 
@@ -41,15 +41,20 @@ def shaw(
     dropout_rate: float = 0.0,
     dropout_key: RandomKey | None = None,
 ) -> tuple[Array, ShawCache]:
-    """Attention to k_j + rel_k[c], of v_j + rel_v[c], c = L + the clipped distance from i to j.
+    """Attention with learned embeddings of the relative position, for keys and for values.
 
     scores_ij = scale * q_i . (k_j + rel_k[c]), ctx_i = sum_j probs_ij (v_j + rel_v[c]), with
-    c = L + min(max(j - i, -L), L) (arXiv:1803.02155, eqs. 3 to 5), i counted from S - T.
+    c = L + min(max(j - i, -L), L) (arXiv:1803.02155, eqs. 3 to 5). i is counted from S - T.
 
-    q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   rel_k: (2L+1, K)   rel_v: (2L+1, M) or
-    None for zeros   ctx: (B, H, T, M). The tables serve all heads. Groups, mask, causal, scale,
-    dropout: as in `sdpa`. ValueError where shapes do not fit, TypeError where the mask is not
-    boolean. Derivation: docs/derivations/shaw.md
+    q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
+        G must divide H. Query head h attends to key/value head h // (H / G).
+    rel_k: (2L+1, K)   rel_v: (2L+1, M), or None for zeros. All heads share them.
+    mask: boolean, broadcasts to (B, H, T, S); True = may attend.
+    causal: query i attends to keys j <= i + S - T (bottom-right aligned).
+    scale: K^-1/2 if None.
+
+    ValueError if shapes do not fit, TypeError if the mask is not boolean.
+    Derivation: docs/derivations/shaw.md
     """
     require_heads("shaw", q, k, mask)
     if rel_k.shape[0] % 2 == 0:
@@ -83,7 +88,7 @@ class ShawCache(NamedTuple):
     drop: DropoutCache
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array, Array | None]:
-        """As in `sdpa`; what `spread` repeats, `gather` sums, and the other way round."""
+        """dq, dk, dv, drel_k and drel_v. `gather` is the transpose of `spread`, and vice versa."""
         require_gradient("shaw", "dctx", dctx, self.q, (*self.q.shape[:3], self.v.shape[3]))
         q, k, v, rel_k, rel_v, probs, scale, drop = self
         xp = array_namespace(dctx)
@@ -103,7 +108,7 @@ class ShawCache(NamedTuple):
 
 
 def spread(x: Array, n_keys: int) -> Array:
-    """y_ij = x_ic: (B, H, T, 2L+1) by distance -> (B, H, T, S) by key."""
+    """y_ij = x_ic, c the row for the distance from i to j: (B, H, T, 2L+1) -> (B, H, T, S)."""
     n_queries, n_rows = x.shape[2:]
     key, query = aligned(x, n_queries, n_keys)
     row = clip(key - query + n_rows // 2, 0, n_rows - 1)
@@ -119,7 +124,7 @@ def gather(x: Array, n_rows: int) -> Array:
     key, query = aligned(x, n_queries, n_keys)
     last = n_rows // 2  # L
     row = xp.arange(n_rows, device=device(x))  # (2L+1,)
-    # At a distance within L there is one key or none; beyond it, all keys are in the end rows.
+    # Each distance within L has at most one key. The first and last row sum all farther keys too.
     at = query + (row - last)  # (T, 2L+1)
     y = xp.where((at >= 0) & (at < n_keys), _take(x, clip(at, 0, n_keys - 1)), 0.0)
     far = key - query  # (T, S)

@@ -37,7 +37,7 @@ class SigmoidCache(NamedTuple):
 
 
 def stable_sigmoid(x: Array) -> Array:
-    """1 / (1 + e^-x) for x >= 0, e^x / (1 + e^x) below: the exponent is never positive."""
+    """1 / (1 + e^-x) if x >= 0, else e^x / (1 + e^x), so that the exponent is never positive."""
     xp = array_namespace(x)
     e = xp.exp(-xp.abs(x))
     return xp.where(x >= 0, 1.0, e) / (1 + e)

@@ -18,7 +18,7 @@ from xformer.typing import Array
 def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
     """y = exp(x - max(x)) / sum(exp(x - max(x))) along `axis`.
 
-    x, y: any shape with at least one axis. ValueError where `axis` does not exist or is empty.
+    x, y: any shape with at least one axis. ValueError if `axis` does not exist or is empty.
     Derivation: docs/derivations/softmax.md
     """
     require_axis("softmax", x, axis)

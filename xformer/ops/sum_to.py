@@ -10,7 +10,7 @@ from xformer.typing import Array
 
 @overridable(backward=False)
 def sum_to(x: Array, *, shape: tuple[int, ...]) -> Array:
-    """Sum x over the axes along which an array of `shape` was broadcast to it."""
+    """x summed over the axes along which an array of `shape` was broadcast to the shape of x."""
     xp = array_namespace(x)
     lead = x.ndim - len(shape)
     wide = tuple(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)
