@@ -1,15 +1,15 @@
-"""Array libraries: which are here, and how to create, move and measure arrays on each.
+"""Backends: the array libraries that can be used, and how each creates and moves arrays.
 
     backend = xformer.backends.get("cupy")
     x = backend.asarray([[1.0, 2.0]], dtype="float32")
 
-Everything that knows one particular library lives in a folder of this package: its `backend`
-function, and the kernels that it registers for the ops.
+Code for one particular library is in a folder of this package: its `backend` function, and the
+kernels that it registers for the ops.
 """
 
 from __future__ import annotations
 
-if __name__ == "backends":  # an editable install has the checkout on the path
+if __name__ == "backends":  # possible if the checkout is on the path, as in an editable install
     raise ImportError("backends/ is imported as xformer.backends")
 
 import importlib
@@ -23,7 +23,7 @@ from xformer.renamed import new_name
 from xformer.typing import Array
 
 NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba", "mkl")
-ON_NUMPY = ("numba", "mkl")  # other kernels for NumPy's arrays: `xformer.kernels`
+ON_NUMPY = ("numba", "mkl")  # other kernels for NumPy arrays: `xformer.kernels`
 WITH_NUMPY = ("numpy", *ON_NUMPY)
 
 _INSTALL = {
@@ -56,22 +56,25 @@ def __getattr__(name: str) -> Any:
 
 
 def get(name: str = "numpy", device: str | None = None) -> Backend:
-    """The backend of that name, on `device` (the library's default one unless given).
+    """The backend called `name`, on `device` (None: the library's default device).
 
-    The arrays of "numba" and "mkl" are NumPy's. Their kernels run within the backend's `active()`,
-    in functions that it is passed to, and nowhere else. Raises ValueError for an unknown name,
-    Unusable (an ImportError) saying why a known one cannot be used here and how to install it.
+    "numba" and "mkl" use NumPy arrays. Their kernels run only within `active()` of the backend, and
+    in functions to which the backend is passed.
+
+    ValueError for an unknown name. Unusable (an ImportError) if the backend cannot be used here;
+    its message says why, and how to install it.
     """
     return _open(name, device)[1]
 
 
 def backend_of(array: Array) -> Backend:
-    """The backend that an array belongs to, on the library's default device.
+    """The backend of an array, on the library's default device.
 
-    Of NumPy's arrays the one whose kernels run here: "numba" within `xformer.kernels("numba")`.
-    ValueError where its library has none.
+    For a NumPy array it is the backend whose kernels run, such as "numba" within
+    `xformer.kernels("numba")`.
+    ValueError if no backend uses the array's library.
     """
-    library = library_of(type(array))  # which imports its module
+    library = library_of(type(array))  # it imports the backend's module
     if library == "numpy":
         library = chosen_kernels()
     module = sys.modules.get(package_of(library) or "")
@@ -82,7 +85,7 @@ def backend_of(array: Array) -> Backend:
 
 
 def names() -> tuple[str, ...]:
-    """`NAMES`, and those of backends in other distributions (CONTRIBUTING.md)."""
+    """`NAMES`, and the names of backends in other distributions (CONTRIBUTING.md)."""
     return *NAMES, *plugins()
 
 
@@ -92,7 +95,7 @@ def available() -> tuple[str, ...]:
 
 
 def unavailable_reason(name: str) -> str | None:
-    """Why backend `name` cannot be used here, or None where it can."""
+    """Why backend `name` cannot be used here; None if it can."""
     try:
         _open(name, None)
     except Unusable as error:
@@ -101,17 +104,17 @@ def unavailable_reason(name: str) -> str | None:
 
 
 def require_kernels(name: str) -> None:
-    """Import one of `ON_NUMPY`, for `xformer.kernels`. Unusable where it cannot run here."""
+    """Import the kernels `name`, one of `ON_NUMPY`. Unusable if they cannot run here."""
     module, _ = _open(name, None)
     if name == "mkl":
         module.run_on_one_thread()
 
 
 def beside(name: str) -> dict[str, str]:
-    """The libraries that kernels of backend `name` call beside it, CuPy's cuBLASLt and cuDNN.
+    """The additional libraries that kernels of backend `name` call: cuBLASLt and cuDNN for CuPy.
 
-    Of each its version, or why it cannot be called; no device is needed to ask. Empty for other
-    backends, and where the library itself is not installed.
+    The values are the version of each library, or why it cannot be called. No device is needed.
+    Empty for other backends, and if CuPy is not installed.
     """
     if name != "cupy":
         return {}

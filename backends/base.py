@@ -1,4 +1,4 @@
-"""What every backend offers, whichever its library."""
+"""The interface of all backends."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from xformer.typing import Array
 
 
 class Unusable(ImportError):
-    """A backend that is known but cannot be used here; the message says why and what to do."""
+    """A known backend that cannot be used here. The message says why, and what to do."""
 
 
 class Memory(NamedTuple):
-    """Bytes of memory; None where the library or the system does not tell."""
+    """Memory in bytes; None if neither the library nor the system reports it."""
 
     in_use: int | None
     peak: int | None
@@ -32,8 +32,11 @@ class Memory(NamedTuple):
 class Backend:
     """An array library on one device: creation, transfer, synchronisation, memory.
 
-    name: as in `xformer.backends.NAMES`   xp: its array API namespace   device: None for the
-    default   dtypes: floating types it computes in   version: the library's.
+    name: as in `xformer.backends.NAMES`
+    xp: the array API namespace
+    device: None for the default device
+    dtypes: floating dtypes for computation
+    version: of the library
     """
 
     name: str
@@ -42,19 +45,20 @@ class Backend:
     dtypes: tuple[str, ...]
     version: str
 
-    hint = ""  # what to do about a dtype that is missing
-    compiles = False  # anew for every shape, which takes long
-    graphs = False  # a compiled function owns its arrays: one caller at a time
-    defers = False  # work is under way when a call returns; to read a number is to wait for it
-    # Dtypes in which its kernels may store weights and activations, while they compute in float32.
+    hint = ""  # end of a message: what to do about a missing dtype
+    compiles = False  # compiles again for every shape, which takes long
+    graphs = False  # a compiled function owns its arrays, so it serves one caller at a time
+    defers = False  # asynchronous: a call returns before the work is done; reading a number waits
+    # Storage dtypes of weights and activations in kernels, which compute in float32.
     precisions: ClassVar[tuple[str, ...]] = ()
 
     def asarray(self, values: Any, dtype: str | None = None) -> Array:
         """An array of this backend from host data (numbers, sequences, NumPy arrays).
 
-        `dtype` is a name of the standard ("float32", "int64"); without it the values' own stays.
-        Raises ValueError for a dtype that is neither boolean nor integer nor one of `dtypes`, and
-        TypeError for arrays that have a mask or units, which would be lost.
+        dtype: a name of the standard ("float32", "int64"); None: the dtype of the values.
+
+        ValueError for a dtype that is not boolean, integer or one of `dtypes`. TypeError for arrays
+        with a mask or units, which would be lost.
         """
         if (why := refusal(type(values))) is not None:
             raise TypeError(f"backend {self.name}: values must be an array, got {why}")
@@ -74,12 +78,15 @@ class Backend:
         return np.asarray(array)
 
     def cast_params(self, params: Any, precision: str | None) -> Any:
-        """The parameters as a model computes with them: rounded to one of `precisions`.
+        """A copy of float32 parameters in the storage dtype `precision`, for forward and backward.
 
-        Activations and their gradients are stored so too; sums, statistics, losses and gradients of
-        parameters are float32, as the parameters stay. None: the parameters themselves. ValueError
-        where the backend has no such precision, or parameters are not float32; ImportError where
-        the NumPy dtype of bfloat16 is missing.
+        Activations and their gradients then have this dtype too. Sums, statistics, losses and
+        gradients of parameters are float32.
+
+        precision: one of `precisions`; None: the parameters are returned unchanged.
+
+        ValueError if the backend does not support the precision, or parameters are not float32.
+        ImportError if ml_dtypes, the NumPy dtype of bfloat16, is not installed.
         """
         if precision is None:
             return params
@@ -93,7 +100,10 @@ class Backend:
         return self._stored_as(tree.map(require, params), _stored(precision))
 
     def require_precision(self, precision: str) -> None:
-        """ValueError for one that the backend has not; ImportError as `cast_params`."""
+        """ValueError for a precision that the backend does not support.
+
+        ImportError if ml_dtypes, the NumPy dtype of bfloat16, is not installed.
+        """
         if precision not in self.precisions:
             able = " and ".join((*self.dtypes, *self.precisions))
             but = "; backend cupy does" if precision in STORED and not self.precisions else ""
@@ -101,11 +111,11 @@ class Backend:
         _stored(precision)
 
     def _stored_as(self, params: Any, dtype: Any) -> Any:
-        """Copies of parameters, of a backend that has `precisions`."""
+        """Copies of parameters in a dtype. Backends with `precisions` implement it."""
         raise NotImplementedError
 
     def upcast(self, array: Array) -> Array:
-        """An array in the dtype to compute in: float32 of what is stored in a precision."""
+        """An array in the dtype to compute in: float32 if its dtype is one of `precisions`."""
         dtype = working_dtype(array)
         return array if array.dtype == dtype else self.xp.astype(array, dtype)
 
@@ -113,51 +123,58 @@ class Backend:
         """Wait until all work handed to the device is done (nothing to do on a CPU)."""
 
     def memory(self) -> Memory:
-        """Bytes in use now and at most so far: of the process, or of the device's allocator."""
+        """Bytes in use and their peak so far, of the process or of the device's allocator."""
         return process_memory()
 
     def active(self) -> AbstractContextManager[None]:
-        """A context for work on this device; MemoryError there says what is wanted and free.
+        """A context for work on this device. A MemoryError in it says how much is needed and free.
 
-        Around one call, and never across a yield: a generator would leave its caller in it.
+        Use it around one call, and never across a yield: the caller of the generator would run
+        inside the context.
         """
         return nullcontext()
 
     def deterministic(self) -> AbstractContextManager[None]:
-        """A context in which the same work gives the same bits each time, on this device.
+        """A context in which the same work gives bit-identical results on this device.
 
-        Around one call, as `active`. On a CPU it always does.
+        Use it around one call. On a CPU results are always bit-identical.
         """
         return nullcontext()
 
     def compiled(
         self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
     ) -> Callable[..., Any] | None:
-        """`fn` as one call of the library; None where the library cannot do that.
+        """`fn` compiled into one call, for arrays of this device; None if the library cannot.
 
-        As `xformer.compile`, for arrays of this device. lends: the next call may write over all
-        results except those that replace donated arrays. Arrays of a closure are those of the first
-        call. The returned function has `explain()`. It may have `repeated(n, *arguments)`: n calls
-        in one, where the first results of each call replace the donated arguments of the next.
+        fn: a pure function, as for `xformer.compile`. Arrays of its closure are those of the first
+            call.
+        donated: indices of arguments whose arrays the call may overwrite.
+        lends: the next call may overwrite all results except those that replace donated arrays.
+
+        The returned function has `explain()`. It may have `repeated(n, *arguments)`, which runs n
+        calls in one. The first results of each call replace the donated arguments of the next.
         """
         return None
 
     def records(self, dtype: Any) -> bool:
-        """Whether functions of arrays of a dtype are compiled unasked: it takes milliseconds."""
+        """Whether functions of arrays of this dtype are compiled by default.
+
+        True for a backend that compiles in milliseconds.
+        """
         return False
 
     def generator(self, seed: int, dtype: str = "float32") -> Generator:
-        """Random numbers drawn on the host and transferred: the same on every backend.
+        """A generator that draws on the host, so that every backend gets the same numbers.
 
-        Raises ValueError for a floating dtype the backend does not compute in, and a seed that is
-        no integer of at least 0.
+        ValueError for a dtype that is not in `dtypes`, and for a seed that is not an integer of at
+        least 0.
         """
         self._require_dtype(dtype)
         (seed,) = require_sizes("generator", 0, seed=seed)
         return Generator(self, seed, dtype)
 
     def describe(self) -> str:
-        """One line: library, version, device, floating types."""
+        """One line of text: library, version, device and floating dtypes."""
         return f"{self.name} {self.version} on {self.device_name()}, {', '.join(self.dtypes)}"
 
     def _require_dtype(self, dtype: str) -> None:
@@ -169,7 +186,7 @@ class Backend:
         return self.xp.asarray(host, device=self.device)
 
     def device_name(self) -> str:
-        """What the device is called."""
+        """The name of the device."""
         return "cpu" if self.device is None else str(self.device)
 
 
@@ -185,7 +202,7 @@ def _stored(precision: str) -> Any:
 
 
 class Generator:
-    """Seeded draws on the host in float64, rounded to `dtype`, moved to a backend."""
+    """Seeded random numbers: drawn on the host in float64, rounded to `dtype`, then transferred."""
 
     def __init__(self, backend: Backend, seed: int, dtype: str) -> None:
         self.backend, self.dtype = backend, dtype
@@ -200,11 +217,11 @@ class Generator:
         return self._move(self._rng.uniform(low, high, tuple(shape)))
 
     def integers(self, shape: Sequence[int], *, low: int = 0, high: int) -> Array:
-        """Independent integers in [low, high), int64 (int32 where a library has no int64)."""
+        """Independent integers in [low, high), int64, or int32 if a library has no int64."""
         return self.backend.asarray(self._rng.integers(low, high, tuple(shape)))
 
     def full(self, shape: Sequence[int], value: float) -> Array:
-        """One value everywhere: no draw."""
+        """An array of one value; it draws no random number."""
         return self._move(np.full(tuple(shape), value))
 
     def stack(self, draw: Callable[[], Array], n: int) -> Array:
@@ -217,9 +234,9 @@ class Generator:
 
 
 def process_memory() -> Memory:
-    """Resident bytes of this process, now and at most, where the system tells."""
+    """Resident bytes of this process and their peak; None if the system does not report them."""
     try:
-        # Not getrusage: on Linux its peak includes that of the process which started this one.
+        # Not getrusage: on Linux its peak includes the peak of the parent process.
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             fields = dict(line.split(":", 1) for line in status)
         in_use, peak = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))

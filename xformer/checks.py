@@ -1,4 +1,4 @@
-"""Checks that shapes alone cannot make, each with one wording for all ops, layers and models."""
+"""Checks of arguments beyond shapes, with one wording for all ops, layers and models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LAYERS = 10_000
 
 
 def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:
-    """ValueError unless `axis` exists in x and holds at least one element."""
+    """ValueError unless x has the axis `axis` and it is not empty. TypeError for a wrong type."""
     if whole(axis) is None:
         raise TypeError(f"{op}: axis must be an integer, got {axis!r}")
     if not -x.ndim <= axis < x.ndim:
@@ -35,11 +35,14 @@ def require_axis(op: str, x: Array, axis: int, name: str = "x") -> None:
 
 
 def require_integers(op: str, name: str, ids: Any, like: Array) -> Array:
-    """`ids` in the dtype of indices; TypeError unless integers of the library of `like`."""
+    """`ids` in the dtype of indices.
+
+    TypeError unless ids are integers of the library of `like`, ValueError for another device.
+    """
     require_array(op, name, ids, "an integer array")
     require_same_library(op, name, ids, like)
     require_same_device(op, name, ids, like)
-    if dtype_name(ids) == "int64":  # to ask for the namespace takes longer
+    if dtype_name(ids) == "int64":  # faster than asking the namespace
         return ids
     if not array_namespace(ids).isdtype(ids.dtype, "integral"):
         raise TypeError(f"{op}: {name} must be an integer array, got dtype {ids.dtype}")
@@ -47,7 +50,7 @@ def require_integers(op: str, name: str, ids: Any, like: Array) -> Array:
 
 
 def as_indices(ids: Array) -> Array:
-    """Integers in the dtype of indices, the only one that some libraries index with."""
+    """Integers in the library's dtype of indices; some libraries accept no other."""
     if dtype_name(ids) == "int64":
         return ids
     xp = array_namespace(ids)
@@ -55,7 +58,10 @@ def as_indices(ids: Array) -> Array:
 
 
 def require_mask(op: str, name: str, mask: Any, like: Array) -> None:
-    """TypeError unless `mask` is a boolean array of the library of `like`."""
+    """TypeError unless `mask` is a boolean array of the library of `like`.
+
+    ValueError for another device.
+    """
     require_array(op, name, mask, "a boolean array")
     require_same_library(op, name, mask, like)
     require_same_device(op, name, mask, like)
@@ -67,21 +73,27 @@ def require_mask(op: str, name: str, mask: Any, like: Array) -> None:
 
 
 def require_tokens(op: str, name: str, ids: Any) -> None:
-    """TypeError unless `ids` is an array, ValueError unless it is (B, T)."""
+    """TypeError unless `ids` is an array, ValueError unless its shape is (B, T)."""
     require_array(op, name, ids, "an integer array")
     if ids.ndim != 2:
         raise ValueError(f"{op}: {name} must be (B, T), got shape {tuple(ids.shape)}")
 
 
 def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> Array:
-    """As `require_integers`, and ValueError for ids outside [0, size), where `in_range` sees it."""
+    """`ids` in the dtype of indices.
+
+    Raises as `require_integers` does, and ValueError if `in_range` is False.
+    """
     indices = require_integers(op, name, ids, like)
     require_in_range(op, name, indices, size, given=ids)
     return indices
 
 
 def require_in_range(op: str, name: str, indices: Array, size: int, *, given: Array) -> None:
-    """ValueError for ids outside [0, size). given: the ids before they became indices."""
+    """ValueError for ids outside [0, size), as far as `in_range` checks it.
+
+    given: the ids before the conversion to indices, for the message.
+    """
     if not in_range(indices, size=size):
         low, high = _span(indices, given)
         raise ValueError(f"{op}: {name} must lie in [0, {size}), got ids from {low} to {high}")
@@ -89,16 +101,17 @@ def require_in_range(op: str, name: str, indices: Array, size: int, *, given: Ar
 
 @overridable(backward=False)
 def in_range(ids: Array, *, size: int) -> bool:
-    """Whether all ids lie in [0, size), as far as it is known without waiting for a device.
+    """Whether all ids are in [0, size), as far as is known without waiting for a device.
 
-    Where the ids lie on a device, or have no values yet, the answer is True. What such an id gives
-    there is the library's affair: NaN from CuPy's kernels, and no access outside an array.
+    True for ids on a device, and for traced ids without values. For an id out of range, the result
+    of an op then depends on the library. CuPy's kernels return NaN, and never access memory outside
+    an array.
     """
     return bool(array_namespace(ids).all((ids >= 0) & (ids < size)))
 
 
 def _span(indices: Array, given: Array) -> tuple[int, int]:
-    """The smallest and the largest id; those too large for an index have wrapped round."""
+    """The smallest and the largest id, also of unsigned ids that overflowed as indices."""
     xp = array_namespace(indices)
     low, high = int(xp.min(indices)), int(xp.max(indices))
     if low >= 0 or not xp.isdtype(given.dtype, "unsigned integer"):
@@ -109,7 +122,12 @@ def _span(indices: Array, given: Array) -> tuple[int, int]:
 
 
 def require_gradient(op: str, name: str, dy: Any, like: Array, shape: Any = None) -> None:
-    """ValueError, TypeError unless `dy` has the dtype and place of `like`, and `shape` or its."""
+    """Raise unless the gradient `dy` matches `like`.
+
+    shape: the shape that dy must have; None: the shape of `like`.
+
+    TypeError for another library or dtype, ValueError for another device or shape.
+    """
     require_like(op, name, dy, like)
     shape = like.shape if shape is None else shape
     if dy.shape != shape:
@@ -117,14 +135,14 @@ def require_gradient(op: str, name: str, dy: Any, like: Array, shape: Any = None
 
 
 def require_shape(op: str, name: str, array: Any, shape: Any) -> None:
-    """TypeError unless `array` is an array, ValueError unless it has that shape."""
+    """TypeError unless `array` is an array, ValueError unless its shape is `shape`."""
     require_array(op, name, array)
     if tuple(array.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(array.shape)}")
 
 
 def whole(value: Any) -> int | None:
-    """An integer as an int, which never overflows, as NumPy's do; None for a bool and all else."""
+    """An integer as an int, which never overflows, unlike NumPy's. None for a bool and all else."""
     if type(value) is int:
         return value
     try:
@@ -134,7 +152,7 @@ def whole(value: Any) -> int | None:
 
 
 def require_sizes(op: str, low: int, **sizes: Any) -> tuple[int, ...]:
-    """The sizes as ints. ValueError unless every one is an integer of at least `low`."""
+    """The sizes as ints. ValueError unless each is an integer of at least `low`."""
     found = []
     for name, size in sizes.items():
         plain = whole(size)
@@ -145,7 +163,7 @@ def require_sizes(op: str, low: int, **sizes: Any) -> tuple[int, ...]:
 
 
 def plain_numbers(config: Any) -> None:
-    """Numbers of NumPy in a frozen dataclass become int and float, as JSON has them."""
+    """Convert NumPy numbers in a frozen dataclass to int and float, as JSON needs them."""
     for name, value in vars(config).items():
         if not isinstance(value, int | float):
             plain: float | None = whole(value)
@@ -156,7 +174,7 @@ def plain_numbers(config: Any) -> None:
 
 
 def require_layers(op: str, **counts: Any) -> None:
-    """ValueError unless every count is an int from 1 to MAX_LAYERS: each layer is an object."""
+    """ValueError unless each count is an int in [1, MAX_LAYERS], as each layer is an object."""
     require_sizes(op, 1, **counts)
     for name, count in counts.items():
         if count > MAX_LAYERS:
@@ -164,7 +182,7 @@ def require_layers(op: str, **counts: Any) -> None:
 
 
 def require_id(op: str, size: int, **ids: Any) -> tuple[int, ...]:
-    """The ids as ints. ValueError unless every one is an integer in [0, size)."""
+    """The ids as ints. ValueError unless each is an integer in [0, size)."""
     found = []
     for name, value in ids.items():
         plain = whole(value)
@@ -175,9 +193,9 @@ def require_id(op: str, size: int, **ids: Any) -> tuple[int, ...]:
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """`value` as a float: a float64 scalar of NumPy would widen float32 arrays.
+    """`value` as a Python float, because a float64 scalar of NumPy would widen float32 arrays.
 
-    TypeError unless it is a number, ValueError unless it lies in [low, high].
+    TypeError unless it is a number, ValueError unless it is in [low, high].
     """
     if not isinstance(value, Real):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
@@ -188,7 +206,7 @@ def number(op: str, name: str, value: Any, low: float = -math.inf, high: float =
 
 
 def finite(op: str, name: str, value: Any, low: float = -math.inf) -> float:
-    """As `number`, and ValueError for infinity, of which sums make NaN."""
+    """`value` as a float. Raises as `number` does, and ValueError for infinity."""
     plain = number(op, name, value, low=low)
     if math.isinf(plain):
         raise ValueError(f"{op}: {name} must be finite, got {value}")
@@ -196,7 +214,7 @@ def finite(op: str, name: str, value: Any, low: float = -math.inf) -> float:
 
 
 def require_cap(op: str, cap: float, name: str = "softcap") -> float:
-    """`cap` as a float; ValueError unless it is positive and finite, TypeError for no number."""
+    """`cap` as a float. TypeError unless it is a number, ValueError unless positive and finite."""
     plain = number(op, name, cap)
     if not 0 < plain < math.inf:
         raise ValueError(f"{op}: {name} must be positive and finite, got {cap}")

@@ -49,7 +49,7 @@ class Compiled:
         numbers = (donate,) if isinstance(donate, int) else tuple(donate)
         names = {f"donate[{i}]": number for i, number in enumerate(numbers)}
         self.fn, self.donate = fn, tuple(require_sizes("compile", 0, **names))
-        self._calls: dict[Any, Any] = {}  # of each library and device
+        self._calls: dict[Any, Any] = {}  # array type and device -> compiled call
 
     def __call__(self, *arguments: Any) -> Any:
         """The result of fn. ValueError if no argument has an array, or donate is out of range."""
@@ -126,7 +126,7 @@ def bucket(length: int) -> int:
 
 
 class _Plain:
-    """The function itself, for libraries that compile nothing."""
+    """The function without compilation, for libraries that cannot compile."""
 
     def __init__(self, fn: Callable[..., Any], place: backends.Backend) -> None:
         self.fn, self.place = fn, place
@@ -139,7 +139,7 @@ class _Plain:
 
 
 def _first(parts: Iterable[Any]) -> Array | None:
-    """The first array of trees."""
+    """The first array in trees; None if there is none."""
     for part in parts:
         if isinstance(part, tree.INNER):
             found = _first(part.values() if isinstance(part, dict) else part)

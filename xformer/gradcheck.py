@@ -1,14 +1,14 @@
-"""Check hand-written gradients against numbers: any op, layer or model, your own included.
+"""Check hand-written gradients by finite differences, for any op, layer or model, also your own.
 
     report = xformer.gradcheck(my_op, x, w)      # float64 arrays, or trees of them
     print(report)                                # a table: which gradient disagrees, where
     report.require()                             # raises GradientError unless all agree
 
-`my_op(x, w)` returns `(y, cache)`, and `cache.backward(dy)` the gradients of the positional
-arguments in order. With L = sum(y * dy) for a random dy, the derivative of L along a random
-direction v, by a central difference of fourth order, must equal sum(gradient * v): for all inputs
-together, for each alone, and element by element for small ones. Steps are in units of the size of
-the input that is varied.
+`my_op(x, w)` must return `(y, cache)`, and `cache.backward(dy)` the gradients of the positional
+arguments in order. Let L = sum(y * dy) for a random dy. The derivative of L along a random
+direction v, by a central difference of fourth order, must equal sum(gradient * v). This is checked
+for all inputs together, for each input, and for each element of small inputs. The length of a step
+is in units of the root mean square of the input.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from xformer import tree
 from xformer.ops.random_bits import RandomKey, random_bits
 from xformer.typing import Array
 
-# A long step drowns rounding, a short one stays clear of curvature and kinks nearby. They are tried
-# in this order until one agrees with the gradient, or two agree with each other and not with it.
+# Rounding matters less in a long step, curvature and kinks matter less in a short one. The steps
+# are tried in this order until one agrees with the gradient, or two agree with each other only.
 STEPS = (2e-3, 2e-4, 2e-5, 2e-6, 2e-7)
-# Rounding moves a difference of L by up to this share of sum(|y * dy|).
+# Rounding changes a difference of L by up to this fraction of sum(|y * dy|).
 ROUNDING = 64 * 2.0**-53
-# An input is varied in units of its root mean square, but not of less than this.
+# The smallest unit of a step; otherwise it is the root mean square of the input.
 SMALLEST = 1e-3
 
 
@@ -38,7 +38,7 @@ class GradientError(AssertionError):
 
 
 class Row(NamedTuple):
-    """One comparison: what was varied, both derivatives, their distance, and a remark."""
+    """One comparison: the name of the input, both derivatives, their error, and a remark."""
 
     name: str
     analytic: float
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The rows of a gradient check, and the relative error up to which they agree."""
+    """The rows of a gradient check, and the relative error `rtol` up to which they agree."""
 
     function: str
     rows: tuple[Row, ...]
@@ -61,7 +61,7 @@ class Report(NamedTuple):
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """The rows that disagree; NaN disagrees with everything."""
+        """The rows that disagree. A row with NaN always disagrees."""
         return tuple(r for r in self.rows if not r.error <= self.rtol)
 
     @property
@@ -70,7 +70,7 @@ class Report(NamedTuple):
         return max(map(_badness, self.rows), default=0.0)
 
     def require(self) -> Report:
-        """This report, or GradientError with the rows that disagree."""
+        """This report. GradientError, with the rows that disagree, if there are any."""
         if not self.ok:
             raise GradientError(str(self._replace(rows=self.failures)))
         return self
@@ -98,13 +98,19 @@ def gradcheck(
     alone: bool = True,
     elementwise: int = 64,
 ) -> Report:
-    """Compare the gradients of `fn(*args)` with central differences; see the module's text.
+    """Compare the gradients of `fn(*args)` with central differences, and return a report.
 
-    args: float64 arrays, trees of them (NamedTuples of parameters), or None for an absent one.
-    alone: also check each input alone; without it one comparison covers all, and says less.
-    elementwise: arrays of at most so many elements are then also checked element by element.
-    Also fails where backward changes when called again, or where an input was written to.
-    Raises TypeError for arrays that are not float64, ValueError for gradients of wrong structure.
+    fn: returns `(y, cache)`; `cache.backward(dy)` returns the gradients of args in order.
+    args: float64 arrays, trees of float64 arrays (NamedTuples of parameters), or None.
+    seed: of the random dy and directions.
+    rtol: the largest relative error that passes.
+    alone: also check each input separately. Without it one comparison covers all inputs.
+    elementwise: with `alone`, arrays of at most so many elements are also checked element by
+        element.
+
+    The report also fails if a second call of backward returns other gradients, or if an input was
+    overwritten. TypeError for arrays that are not float64, ValueError for gradients of another
+    structure than args.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     if not rtol > 0:
@@ -134,7 +140,7 @@ def gradcheck(
 
 
 class _Check:
-    """L along lines through the inputs, and the gradients it is compared with."""
+    """Differences of L along lines through the inputs, and the gradients to compare with."""
 
     def __init__(
         self,
@@ -152,13 +158,13 @@ class _Check:
         self.rounding = ROUNDING * sum(_total(array_namespace(t).abs(t)) for t in terms)
 
     def along(self, name: str, keys: tuple[str, ...], seed: int) -> Row:
-        """Both derivatives along a random direction in the inputs `keys`."""
+        """A row with both derivatives along a random direction in the inputs `keys`."""
         parts = _random_like(tuple(self.leaves[k] for k in keys), seed)
         direction = {k: v * self.units[k] for k, v in zip(keys, parts, strict=True)}
         return self._row(name, direction)
 
     def elements(self, key: str) -> Row:
-        """The worst of the derivatives by each single element of input `key`."""
+        """The row with the largest error among the single elements of input `key`."""
         leaf, unit = self.leaves[key], self.units[key]
         xp = array_namespace(leaf)
         n = math.prod(leaf.shape)
@@ -188,13 +194,13 @@ class _Check:
         return best._replace(remark="not smooth, or wrong" if finite else "not finite")
 
     def _difference(self, direction: dict[str, Array], h: float) -> float:
-        """(8 (L(h) - L(-h)) - (L(2h) - L(-2h))) / 12h: right to h^4."""
+        """(8 (L(h) - L(-h)) - (L(2h) - L(-2h))) / 12h, whose error is of order h^4."""
         near = self._change(direction, h) - self._change(direction, -h)
         far = self._change(direction, 2 * h) - self._change(direction, -2 * h)
         return (8 * near - far) / (12 * h)
 
     def _is_kink(self, direction: dict[str, Array], slope: float) -> bool:
-        """Whether the slopes to the two sides differ: a difference cannot tell the gradient."""
+        """Whether the slopes on the two sides differ, so that no difference gives the gradient."""
         h = STEPS[-2]
         bend = abs(self._change(direction, h) + self._change(direction, -h)) / h
         return bend > 1e-2 * slope + self.rounding / h
@@ -215,7 +221,7 @@ class _Check:
 def _gradients(
     name: str, inputs: dict[str, Any], cache: Any, douts: tuple[Array, ...]
 ) -> dict[str, Array]:
-    """Gradients by the dotted names of the inputs' leaves; ValueError where they do not match."""
+    """Gradients by the dotted names of the inputs' leaves. ValueError if they do not match."""
     grads = cache.backward(*douts)
     if len(inputs) == 1 and not _is_plain_tuple(grads):
         grads = (grads,)
@@ -241,11 +247,11 @@ def _unchanged(name: str, a: dict[str, Array], b: dict[str, Array], remark: str)
 
 
 def _equal(a: Array, b: Array) -> bool:
-    return bool(array_namespace(a).all((a == b) | ((a != a) & (b != b))))  # NaN is NaN
+    return bool(array_namespace(a).all((a == b) | ((a != a) & (b != b))))  # NaN equals NaN here
 
 
 def _unit(x: Array) -> float:
-    """In which steps of x are counted: its root mean square, 1 where it is 0 throughout."""
+    """The unit of steps of x: its root mean square, or 1 if all elements are 0."""
     square = _total(x**2) / max(math.prod(x.shape), 1)
     return max(math.sqrt(square), SMALLEST) if square > 0 else 1.0
 
@@ -255,7 +261,7 @@ def _badness(row: Row) -> float:
 
 
 def _random_like(arrays: tuple[Array, ...], seed: int) -> tuple[Array, ...]:
-    """Numbers uniform in (-1, 1), by the library's own counter-based bits; None for None."""
+    """Uniform numbers in (-1, 1) from `random_bits`; None for None."""
     out: list[Array] = []
     for site, like in enumerate(arrays):
         if like is None:
@@ -263,7 +269,7 @@ def _random_like(arrays: tuple[Array, ...], seed: int) -> tuple[Array, ...]:
             continue
         xp = array_namespace(like)
         n = math.prod(like.shape)
-        # Powers of two only: JAX compiles anew for every size.
+        # Powers of two only, because JAX compiles again for every size.
         bits = random_bits(like, key=RandomKey(seed, 0, site), size=1 << n.bit_length())
         numbers = (xp.astype(bits, like.dtype) + 0.5) / 2**31 - 1
         out.append(xp.reshape(numbers[:n], like.shape))
@@ -286,7 +292,7 @@ def _require_float64(name: str, leaves: dict[str, Any]) -> None:
 
 
 def _form(leaf: Any) -> str:
-    """dtype and shape of an array, in words."""
+    """The dtype and shape of an array as text."""
     if not is_array_api_obj(leaf):
         return "none" if leaf is None else type(leaf).__name__
     return f"{str(leaf.dtype).rpartition('.')[2]} of shape {tuple(leaf.shape)}"

@@ -1,6 +1,6 @@
-"""Initial weights: drawn on the host from a seeded generator, the same on every backend.
+"""Initial weights, drawn on the host from a seeded generator. Every backend gets the same numbers.
 
-`rng` is a `xformer.backends.Generator`, made by `backend.generator(seed, dtype)`.
+`rng` is an `xformer.backends.Generator`; `backend.generator(seed, dtype)` returns one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Draw = Callable[[Generator, tuple[int, int]], Array]
 
 
 def normal(rng: Generator, shape: Sequence[int], *, std: float = 0.02) -> Array:
-    """Normal numbers of mean 0 and standard deviation `std` (GPT-2's 0.02 by default)."""
+    """Normal numbers of mean 0 and standard deviation `std` (default 0.02, as in GPT-2)."""
     return rng.normal(shape, std=number("normal", "std", std, low=0))
 
 
@@ -35,7 +35,7 @@ def xavier_normal(rng: Generator, shape: tuple[int, int], *, gain: float = 1.0) 
 
 
 def _fans(shape: Sequence[int]) -> int:
-    """I + O, at least 1. ValueError for another number of axes."""
+    """I + O, at least 1. ValueError unless the shape has two axes."""
     if len(shape) != 2:
         raise ValueError(f"Xavier initialisation is for (I, O) weights, got shape {tuple(shape)}")
     return max(sum(shape), 1)
@@ -43,7 +43,7 @@ def _fans(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """In place of an initial weight: its shape, and no memory."""
+    """A stand-in for an initial weight: its shape, without memory."""
 
     shape: tuple[int, ...]
 
@@ -52,10 +52,10 @@ class Shape:
 
 
 class Shapes:
-    """In place of a generator: draws nothing, so that `init_from` gives a tree of `Shape`s."""
+    """A stand-in for a generator, with which `init_from` returns a tree of `Shape`."""
 
     def draw(self, shape: Sequence[int], *args: Any, **options: Any) -> Shape:
-        """The shape that was asked for."""
+        """A `Shape` of the requested shape."""
         return Shape(tuple(shape))
 
     normal = uniform = full = draw

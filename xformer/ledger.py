@@ -1,10 +1,10 @@
-"""What a training step holds in memory, account by account, and what it really took.
+"""The memory of a training step, by component, and the measured peak.
 
 found = ledger(model, batch=8, length=128)
 print(found.peak, measured_peak(model, batch=8, length=128))
 
-In bytes, of NumPy arrays; Python itself and its libraries are not counted. States are donated to
-the next step, as the commands do it.
+All numbers are bytes of NumPy arrays, without Python and its libraries. Each step donates its
+states to the next step, as the commands do.
 """
 
 from __future__ import annotations
@@ -39,44 +39,44 @@ from xformer.training.config import TrainConfig
 from xformer.training.loop import start, train
 from xformer.training.loss import loss_of
 
-# glibc's malloc keeps some of the large arrays that were freed, up to a fifth of all, unless told
-# from which size on to give memory back at once.
+# glibc's malloc keeps freed large arrays, up to a fifth of all memory. With this threshold it
+# returns an array of at least so many bytes to the system at once.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 STACKS = ("encoder", "decoder")
-STEPS = 3  # measured ones: from the second on, all is in its place
+STEPS = 3  # measured steps; from the second on, all memory is allocated
 
 
 class Ledger(NamedTuple):
-    """Bytes of a training step."""
+    """The memory of a training step in bytes."""
 
     params: int
     state: int  # of the optimiser
-    saved: dict[str, int]  # by each part of the model, for its backward
-    loss_work: int  # at most, while a backward goes through the loss and the head
-    layer_work: int  # at most, while it goes through a layer, beside the gradients it returns
-    update_work: int  # at most, in the optimiser, beside what is written over
-    scratch: int  # that NumPy's kernels keep from one call to the next
-    early: int = 0  # of the gradients, those that the saved set holds already
+    saved: dict[str, int]  # saved for backward by each part of the model
+    loss_work: int  # peak temporaries of the backward of the loss and the head
+    layer_work: int  # peak temporaries of the backward of a layer, without its gradients
+    update_work: int  # peak temporaries of the optimiser, without the arrays that it overwrites
+    scratch: int  # scratch memory that NumPy's kernels keep between calls
+    early: int = 0  # bytes of gradients that the saved set already includes
 
     @property
     def grads(self) -> int:
-        """Of all parameters."""
+        """The gradients of all parameters."""
         return self.params
 
     @property
     def backward(self) -> int:
-        """The most that a loss and its backward hold; its cache is kept to the end."""
+        """The peak of a loss and its backward. The cache is kept until backward ends."""
         work = max(self.loss_work, self.grads - self.early + self.layer_work)
         return self.params + self.state + sum(self.saved.values()) + work
 
     @property
     def update(self) -> int:
-        """The most that the optimiser holds; clipping writes over the gradients."""
+        """The peak during the optimiser's update. Clipping overwrites the gradients."""
         return self.params + self.state + self.grads + self.update_work
 
     @property
     def peak(self) -> int:
-        """The most that a step holds."""
+        """The peak of a step."""
         return max(self.backward, self.update) + self.scratch
 
 
@@ -88,11 +88,12 @@ def ledger(
     dtype: str = "float32",
     optimiser: str = "adamw",
 ) -> Ledger:
-    """The accounts of a step on a batch of sequences of one length, dropout as configured.
+    """The memory of a training step on `batch` sequences of `length` tokens.
 
-    Parameters, state and saved set are found without making them. What an op needs for a moment is
-    measured, on as much of the model as one layer, its embedding and its head. ValueError for
-    sizes below 1, another dtype, a model without a loss.
+    Dropout is as configured. Parameters, state and saved set are computed without allocating them.
+    The temporaries of ops are measured, on a model of one layer with the embedding and the head.
+
+    ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
     """
     network = getattr(model, "network", model)
     batch, length = sizes_of(network, batch, length, dtype, optimiser)
@@ -124,10 +125,15 @@ def measured_peak(
     dtype: str = "float32",
     optimiser: str = "adamw",
 ) -> int | None:
-    """The bytes that some steps of `training.train` took at most, in a process of their own.
+    """The measured peak in bytes of a few steps of `training.train` in a new process.
 
-    What the process held before is taken off, and its malloc keeps nothing back. None where the
-    system does not tell (outside Linux). Arguments as in `ledger`; RuntimeError where it fails.
+    The memory of the process before the steps is subtracted. Its malloc returns freed arrays to the
+    system at once. None if the system does not report the memory (outside Linux).
+
+    batch, length: the number of sequences, and the tokens of each.
+
+    ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
+    RuntimeError if the process fails.
     """
     network = getattr(model, "network", model)
     batch, length = sizes_of(network, batch, length, dtype, optimiser)
@@ -143,7 +149,7 @@ def measured_peak(
 
 
 def sizes_of(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> tuple[int, ...]:
-    """batch and length as ints. ValueError as `ledger`."""
+    """batch and length as ints. Raises as `ledger` does."""
     sizes = require_sizes("ledger", 1, batch=batch, length=length)
     if dtype not in FLOATING:
         raise ValueError(f"ledger: dtype must be {' or '.join(FLOATING)}, got {dtype!r}")
@@ -156,7 +162,7 @@ def sizes_of(network: Any, batch: int, length: int, dtype: str, optimiser: str) 
 
 
 def _one_layer_of_each(network: Any) -> Iterator[Any]:
-    """Models that differ from `network` in having one layer: one of each kind that it has."""
+    """Copies of `network` with one layer, one copy for each kind of layer."""
     if isinstance(network, EncoderDecoder):
         kinds = (dict.fromkeys(network.encoder), dict.fromkeys(network.decoder))
         first = network.encoder[0], network.decoder[0]
@@ -172,15 +178,15 @@ def _one_layer_of_each(network: Any) -> Iterator[Any]:
 
 
 def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[int, int, int]:
-    """What `Ledger` calls loss_work, layer_work and early, of a model of one layer."""
+    """loss_work, layer_work and early of a `Ledger`, for a model of one layer."""
     params = network.init(0, "numpy", dtype)
     _, examples = arguments(network, batch, length, dtype)
     network.loss(params, *examples, dropout_key=RandomKey(0))[
         1
-    ].backward()  # makes the scratch memory
+    ].backward()  # allocates the scratch memory
     with _traced():
         loss, cache = network.loss(params, *examples, dropout_key=RandomKey(0))
-        own = getattr(cache, "tokens", cache).model  # the losses of routers take next to nothing
+        own = getattr(cache, "tokens", cache).model  # the router losses need hardly any memory
         top, at_loss = _peak(getattr(own, "decode", own).head.backward, one(loss))
         grads, at_layer = _peak(_above(own, top).backward, one(loss))
         new = tree.nbytes(grads) - (early := _held_bytes(grads, cache))
@@ -188,17 +194,17 @@ def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[i
 
 
 def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -> int:
-    """What `Ledger` calls update_work, of parameters of so many bytes.
+    """update_work of a `Ledger`, for `n_bytes` of parameters.
 
-    Some optimisers need it for a parameter at a time, some for all together, and some make anew
-    what they return: from one and from two layers of each kind it is known for all.
+    Some optimisers need temporaries for one parameter at a time, some for all together, and some
+    return new arrays. So it is extrapolated from models with one and two layers of each kind.
     """
     sizes, work = [], []
     for times in (1, 2):
         params = _shortened(network, times).init(0, "numpy", dtype)
         state, grads = optimiser.init(params), tree.map(np.zeros_like, params)
         step = partial(optimiser.step, lr=1e-3, donate=True)
-        params, state = step(params, grads, state)  # makes the scratch memory
+        params, state = step(params, grads, state)  # allocates the scratch memory
         with _traced():
             new, most = _peak(step, params, grads, state)
         sizes.append(tree.nbytes(params))
@@ -209,7 +215,7 @@ def _update_work(network: Any, dtype: str, optimiser: Optimiser, n_bytes: int) -
 
 
 def _shortened(network: Any, times: int) -> Any:
-    """A model of each kind of layer that `network` has, so many times."""
+    """A copy of `network` with each kind of its layers, `times` times."""
     if isinstance(network, EncoderDecoder):
         kinds = [tuple(dict.fromkeys(getattr(network, name))) * times for name in STACKS]
         return replace(network, encoder=kinds[0], decoder=kinds[1])
@@ -220,7 +226,7 @@ def _shortened(network: Any, times: int) -> Any:
 
 @contextmanager
 def _traced() -> Iterator[None]:
-    """What is allocated inside is counted."""
+    """A context in which allocations are counted."""
     tracing = tracemalloc.is_tracing()
     tracemalloc.start()
     try:
@@ -231,7 +237,7 @@ def _traced() -> Iterator[None]:
 
 
 def _peak(step: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """What a step returns, and the bytes that it held at most."""
+    """The result of a step, and its peak in bytes."""
     before = tracemalloc.get_traced_memory()[0]
     tracemalloc.reset_peak()
     result = step(*args)
@@ -239,7 +245,7 @@ def _peak(step: Callable[..., Any], *args: Any) -> tuple[Any, int]:
 
 
 class _Done(NamedTuple):
-    """In the place of a head's cache, what its backward has returned."""
+    """A stand-in for the cache of a head, with the gradients that its backward returned."""
 
     grads: tuple[Any, ...]
 
@@ -248,21 +254,21 @@ class _Done(NamedTuple):
 
 
 def _above(cache: Any, top: tuple[Any, ...]) -> Any:
-    """The cache of a model, for a backward that goes on from that of its head."""
+    """The cache of a model, for a backward that starts after the head."""
     if hasattr(cache, "decode"):
         return cache._replace(decode=cache.decode._replace(head=_Done(top)))
     return cache._replace(head=_Done(top))
 
 
 def _held_bytes(grads: Any, cache: Any) -> int:
-    """Bytes of those gradients that a cache holds."""
+    """Bytes of the gradients that share memory with the cache."""
     held = [a for a in tree.flatten(cache).values() if isinstance(a, np.ndarray)]
     given = tree.flatten(grads).values()
     return tree.nbytes([g for g in given if any(np.may_share_memory(g, a) for a in held)])
 
 
 class Same:
-    """A source, for `training.train`, of one batch for ever."""
+    """A source for `training.train` that always returns the same batch."""
 
     def __init__(self, arrays: tuple[np.ndarray, ...]) -> None:
         self.only = Batch(arrays, {}, arrays[-1].size, arrays[-1].size)
@@ -273,13 +279,13 @@ class Same:
 
 
 def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> int | None:
-    """For a process of its own: the most that training takes, beyond what is there before it."""
+    """The peak of training minus the memory before it, for a process that does nothing else."""
     place = backends.get("numpy")
 
     def trained(network: Any, batch: int, length: int, steps: int) -> None:
         config = TrainConfig(steps=steps, optimiser=optimiser)
         source = Same(arguments(network, batch, length, dtype)[1])
-        # The first state has no name here, which would keep it to the end.
+        # The first state gets no name here, as a name would keep it until the end.
         for _ in train(
             loss_of(network),
             start(network.init(0, "numpy", dtype), config),
@@ -290,7 +296,7 @@ def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) 
         ):
             pass
 
-    trained(next(_one_layer_of_each(network)), 1, 1, 1)  # loads what is loaded late
+    trained(next(_one_layer_of_each(network)), 1, 1, 1)  # imports what is imported lazily
     before = place.memory().in_use
     trained(network, batch, length, STEPS)
     peak = place.memory().peak

@@ -1,9 +1,8 @@
-"""What a model keeps and computes, found without making its parameters.
+"""The memory and the FLOPs of a model, computed without allocating its parameters.
 
-A forward runs on a few tokens, with stand-ins for the parameters, which take no memory and whose
-products are counted only. What it keeps is a polynomial in the sizes, linear in B and at most
-quadratic in T, and so are its products: from 2 batches and 3 lengths they are known for all, to
-the byte.
+A forward runs on a few tokens with stand-ins for the parameters. The stand-ins take no memory, and
+their products are only counted. The saved bytes and the FLOPs are polynomials in the sizes, linear
+in B and at most quadratic in T. So runs with 2 batch sizes and 3 lengths determine them exactly.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ BLOCK = re.compile(r"(\w+)\.stack\.layers\.blocks\.(\d+)\.")
 
 
 class Measured(NamedTuple):
-    """Bytes, and FLOPs, of one batch."""
+    """Bytes and FLOPs of one batch."""
 
-    forward: int  # bytes of what `forward` gives: output and cache
+    forward: int  # bytes of the output and the cache of `forward`
     saved: int  # bytes saved by `loss` for backward; by `forward` if there is no loss
-    flops: int  # in products of parameters in a forward
+    flops: int  # of the products with parameters in a forward
 
 
 def measured(model: Any, batch: int, length: int, dtype: str) -> Measured:
-    """What `model` takes, as NumPy's kernels do it; parameters and inputs are not counted."""
+    """Bytes and FLOPs of `model` with NumPy's kernels, without parameters and inputs."""
 
     def measure(b: int, t: int) -> Measured:
         return _run(model, b, t, dtype)
@@ -44,9 +43,10 @@ def measured(model: Any, batch: int, length: int, dtype: str) -> Measured:
 
 
 def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, int]:
-    """Bytes saved for the backward of a loss by each layer, and by what surrounds the layers.
+    """Bytes saved for the backward of a loss by each part: layers, embedding, head, loss.
 
-    In the order of a forward; together `measured`'s saved. What several keep counts for the first.
+    In the order of a forward. The sum is `Measured.saved`. An array that several parts save counts
+    for the first.
     """
     names: list[str] = []
 
@@ -68,7 +68,7 @@ def _rank(order: Sequence[str], name: str) -> int:
 
 
 def _by_part(saved: Any, inputs: Sequence[Any]) -> dict[str, int]:
-    """As `_nbytes`, by part of a model."""
+    """Part of a model -> the bytes that it saves, counted as `_nbytes` does."""
     parts: dict[str, list[Any]] = {}
     seen: set[int] = set()
     for name, leaf in tree.flatten(saved).items():
@@ -80,7 +80,7 @@ def _by_part(saved: Any, inputs: Sequence[Any]) -> dict[str, int]:
 
 
 def _part_of(name: str) -> str:
-    """The part of a model that a leaf of the cache of its loss belongs to."""
+    """The part of a model to which the leaf `name` of the cache of its loss belongs."""
     if found := BLOCK.search(name):
         which = {"encode": "encoder ", "decode": "decoder "}.get(found[1], "")
         return f"{which}layer {found[2]}"
@@ -116,10 +116,10 @@ def _polynomial(values: Sequence[int], n: int) -> int:
 
 
 def _run(model: Any, batch: int, length: int, dtype: str) -> Measured:
-    """A forward and a loss, on zeros."""
+    """The bytes and FLOPs of a forward and a loss on zeros."""
     tally = Tally()
     params, inputs, examples = _stood_in(model, batch, length, dtype, tally)
-    with np.errstate(all="ignore"):  # zeros over a norm's eps, which may be 0
+    with np.errstate(all="ignore"):  # norms divide zeros by eps, which may be 0
         given = model.forward(params, *inputs)
         flops, saved = tally.flops, given[1]
         if examples is not None:
@@ -128,18 +128,18 @@ def _run(model: Any, batch: int, length: int, dtype: str) -> Measured:
 
 
 def _stood_in(model: Any, batch: int, length: int, dtype: str, tally: Tally) -> tuple[Any, ...]:
-    """Parameters without memory, and arguments of `forward` and of `loss`."""
+    """Stand-ins for the parameters, and the arguments of `forward` and of `loss`."""
     shapes = model.init_from(Shapes())
     params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
     return params, *arguments(model, batch, length, dtype)
 
 
 def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any]:
-    """Arguments of `forward`; of `loss`, or None where there is none."""
+    """The arguments of `forward`, and the arguments of `loss` (None if there is no loss)."""
     network = getattr(model, "network", model)
     tokens = np.zeros((batch, length), np.int64)
     if isinstance(model, Transformer):
-        targets = np.full((batch, length + 1), int(model.pad_id == 0))  # which count in the loss
+        targets = np.full((batch, length + 1), int(model.pad_id == 0))  # no padding: all count
         return (tokens, tokens), (tokens, targets)
     width = blocks_of(network)[0].d_model
     vectors = np.zeros((batch, length, width), dtype)
@@ -154,7 +154,7 @@ def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any
 
 
 def _nbytes(kept: Any, inputs: Sequence[Any]) -> int:
-    """Bytes of the arrays in a tree, those once that several are views of, without inputs' own."""
+    """Bytes of the arrays in a tree, without inputs. Views of the same array count once."""
     arrays = [a for a in tree.flatten(kept).values() if isinstance(a, np.ndarray | np.generic)]
     new = [a for a in arrays if not is_stand_in(a)]
     return tree.nbytes(
@@ -163,7 +163,7 @@ def _nbytes(kept: Any, inputs: Sequence[Any]) -> int:
 
 
 def _owner(array: Any) -> Any:
-    """The array whose memory it is that this one views."""
+    """The array that owns the memory of `array`."""
     if is_unmade(array):
         return array
     while isinstance(getattr(array, "base", None), np.ndarray):
@@ -179,7 +179,7 @@ def blocks_of(network: Any) -> tuple[BlockConfig, ...]:
 
 
 def attention_flops(network: Any, length: int) -> int:
-    """FLOPs of all layers' attention in one sequence: 2 H (K + M) a pair of query and key."""
+    """FLOPs of attention in all layers for one sequence: 2 H (K + M) for each query-key pair."""
     return sum(
         2 * config.n_heads * (config.head_width + config.value_width) * pairs(length, *how)
         for config, *how in _attentions(network)
@@ -187,7 +187,7 @@ def attention_flops(network: Any, length: int) -> int:
 
 
 def _attentions(network: Any) -> Iterator[tuple[BlockConfig, Any, bool]]:
-    """Of each attention its configuration, its window, and whether it is causal."""
+    """(configuration, window, whether it is causal) of each attention."""
     if isinstance(network, LanguageModel):
         yield from ((config, config.window, network.causal) for config in network.blocks)
     else:
@@ -197,20 +197,20 @@ def _attentions(network: Any) -> Iterator[tuple[BlockConfig, Any, bool]]:
 
 
 def pairs(length: int, window: tuple[int | None, int | None] | None, causal: bool) -> int:
-    """Pairs of a query and a key that it may attend to."""
+    """The number of pairs of a query and a key that it may attend to."""
     left, right = (None, None) if window is None else window
     behind, ahead = (
         length - 1 if n is None else min(n, length - 1) for n in (left, 0 if causal else right)
     )
-    # T of the same place, T - d of places d apart.
+    # T pairs of the same position, T - d pairs of positions at a distance of d.
     return length + sum(n * length - n * (n + 1) // 2 for n in (behind, ahead))
 
 
 def key_values(network: Any, batch: int, length: int) -> tuple[int, int] | None:
-    """How many numbers a cache of keys and values holds: for one token, and for all.
+    """The size of the KV cache in numbers: (of one token, of the whole batch).
 
-    A layer with a window need not keep more than that. Of an encoder-decoder, the decoder's own
-    and those of the memory. None for an encoder, which generates nothing.
+    A layer with a window counts only the tokens in its window. For an encoder-decoder, the keys and
+    values of the memory are included. None for an encoder, which does not decode.
     """
     crossed: tuple[BlockConfig, ...] = ()
     if isinstance(network, LanguageModel):

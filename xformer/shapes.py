@@ -1,12 +1,14 @@
-"""Uniform checks of array arguments, and their messages.
+"""Checks of array arguments, with one wording for all ops.
 
     @shapes("x (..., I)  w (I, O)  b (O)")
 
-Capitals are sizes that must agree between arguments, `...` is any number of leading axes, the same
-for all. Positional arguments are arrays of one library, on one device, of one dtype, float32 or
-float64, or None where that is the default; of a dtype that is only stored in (`STORED`) where a
-kernel of their library is registered for it. Keyword-only ones (ids, targets) are checked for shape
-alone; the op checks the rest.
+- Capitals are sizes that must agree between arguments. `...` is any number of leading axes, the
+  same for all arguments.
+- Positional arguments must be arrays of one library, on one device and of one dtype. None is
+  allowed if it is the default.
+- The dtype is float32 or float64. A storage dtype (`STORED`) is allowed if a kernel of the library
+  is registered for it.
+- Keyword-only arguments (ids, targets) are checked for shape only; the op checks the rest.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from array_api_compat import array_namespace, is_array_api_obj
 from xformer.dispatch import Overridable, Refused, library_of, refusal
 
 FLOATING = ("float32", "float64")
-STORED = ("bfloat16", "float16")  # what kernels may read and write; arithmetic is in float32
-REMEMBERED = 4096  # kinds of call that an op remembers to be right
-# NumPy has one device; JAX places arrays itself and reports a mixture in its own words.
+STORED = ("bfloat16", "float16")  # kernels may read and write them; arithmetic is in float32
+REMEMBERED = 4096  # combinations of types, dtypes and shapes that an op remembers as valid
+# NumPy has one device; JAX places arrays itself and has its own message for mixed devices.
 PLACED_BY_LIBRARY = ("numpy", "jax")
 
 
@@ -31,7 +33,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def shapes(spec: str) -> Callable[[F], F]:
-    """Attach `check(args, kwargs, op)` to an op, made from `spec`. Raises ValueError, TypeError."""
+    """A decorator that attaches `check(args, kwargs, overridable)` to an op.
+
+    The check raises ValueError for shapes and devices, TypeError for libraries and dtypes.
+    """
     wanted = {name: _dims(dims) for name, dims in re.findall(r"(\w+) \(([^)]*)\)", spec)}
 
     def decorate(op: F) -> F:
@@ -42,7 +47,7 @@ def shapes(spec: str) -> Callable[[F], F]:
         also = [name for name in wanted if name not in names]
         op_name = op.__name__
         rest = [tuple(names[n:] + also) for n in range(len(names) + 1)]  # after n arguments
-        passed: dict[Any, bool] = {}  # kinds of call that are right, and whether devices may differ
+        passed: dict[Any, bool] = {}  # valid kinds of call -> whether devices may differ
 
         def check(
             args: tuple[Any, ...],
@@ -54,9 +59,9 @@ def shapes(spec: str) -> Callable[[F], F]:
                 args += tuple([kwargs.get(name) for name in rest[len(args)]])
             try:
                 kind = tuple([a if a is None else (type(a), a.dtype, a.shape) for a in args])
-            except AttributeError:  # one is no array, which the op may refuse in its own words
+            except AttributeError:  # one is not an array; the op may have its own message for it
                 kind = None
-            placed = passed.get(kind)  # the checks look at nothing else
+            placed = passed.get(kind)  # the checks depend on nothing else
             if placed is None:
                 given = dict(zip(names + also, args, strict=False))
                 arrays = {name: given.get(name) for name in names}
@@ -68,7 +73,7 @@ def shapes(spec: str) -> Callable[[F], F]:
                 if kind is not None:
                     passed[kind] = placed
             if placed:
-                device = args[0].device  # to ask for one takes long
+                device = args[0].device  # once, as it is slow
                 for name, array in zip(names[1:], args[1:], strict=False):
                     if array is not None and array.device != device:
                         require_same_device(op_name, name, array, args[0])
@@ -80,7 +85,10 @@ def shapes(spec: str) -> Callable[[F], F]:
 
 
 def require_array(op: str, name: str, array: Any, what: str = "an array") -> None:
-    """TypeError unless `array` is an array of some library, which acts as such."""
+    """TypeError unless `array` is an array of a supported library.
+
+    Subclasses with other semantics, such as masked arrays, are refused.
+    """
     if type(array) in _arrays:
         return
     got = refusal(type(array))
@@ -113,15 +121,17 @@ def alike(array: Any, like: Any) -> bool:
         return False
     try:
         library = library_of(type(like))
-    except Refused:  # which `require_array` says with a name
+    except Refused:  # `require_array` raises it with the argument's name
         return False
     return library in PLACED_BY_LIBRARY or array.device == like.device
 
 
 def require_like(op: str, name: str, array: Any, like: Any, *, working: bool = False) -> None:
-    """TypeError, ValueError unless `array` has the library, device and dtype of `like`.
+    """Raise unless `array` has the library, device and dtype of `like`.
 
-    working: the dtype that `like` is computed in.
+    working: compare with the working dtype of `like` instead of its dtype.
+
+    TypeError for another library or dtype, ValueError for another device.
     """
     if not working and alike(array, like):
         return
@@ -140,18 +150,18 @@ def dtype_name(array: Any) -> str:
     if name is not None and dtype.isnative:
         return name
     name = str(dtype).rpartition(".")[2]
-    # Which takes NumPy long. Each of its numbers, and each of ml_dtypes', has a class of its own.
+    # str(dtype) is slow in NumPy. Each number type of NumPy and of ml_dtypes has its own class.
     numbers = dtype.kind in "biufc" if type(dtype).__module__ == "numpy.dtypes" else name in STORED
     if numbers and getattr(dtype, "isnative", False):
         _names[type(dtype)] = name
     return name
 
 
-_names: dict[type, str] = {}  # of NumPy's dtypes, by their classes
+_names: dict[type, str] = {}  # class of a NumPy dtype -> name
 
 
 def working_dtype(like: Any) -> Any:
-    """The dtype to compute in beside `like`: its own, or float32 where that is only stored in."""
+    """The dtype to compute in for `like`: float32 if its dtype is in `STORED`, else its dtype."""
     if dtype_name(like) not in STORED:
         return like.dtype
     kind = type(like)
@@ -160,7 +170,7 @@ def working_dtype(like: Any) -> Any:
     return _float32[kind]
 
 
-_float32: dict[type, Any] = {}  # of the libraries whose arrays are stored in less
+_float32: dict[type, Any] = {}  # array type -> float32 of its library
 
 
 def _dims(text: str) -> tuple[str, ...]:
@@ -170,7 +180,7 @@ def _dims(text: str) -> tuple[str, ...]:
 def _check_arrays(
     op: str, given: dict[str, Any], required: set[str], overridable: Overridable[..., Any] | None
 ) -> None:
-    """All arrays: one library, one floating dtype, that its kernels know where it is not usual."""
+    """TypeError unless all are arrays of one library and one dtype that its kernels support."""
     first = None
     for name, array in given.items():
         if array is None and name not in required:
@@ -190,7 +200,7 @@ def _check_arrays(
 def _check_shapes(op: str, given: dict[str, Any], wanted: dict[str, tuple[str, ...]]) -> None:
     sizes: dict[str, tuple[Any, str]] = {}
     for name, dims in wanted.items():
-        if hasattr(given.get(name), "shape"):  # None is absent; the op refuses what is no array
+        if hasattr(given.get(name), "shape"):  # not for None; the op refuses other objects
             _check_shape(op, name, given[name], dims, sizes)
 
 

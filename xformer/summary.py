@@ -1,4 +1,4 @@
-"""What a model is made of, and what it takes to run and to train it, found without its parameters.
+"""Parameters, memory and FLOPs of a model, computed without allocating its parameters.
 
 print(summary(model, batch=8).memory.training)
 """
@@ -26,41 +26,41 @@ EXPERTS = ("ffn.gate", "ffn.up", "ffn.down")
 
 
 class Part(NamedTuple):
-    """Parameters that belong together: an embedding, a head, all blocks of one shape."""
+    """A group of parameters: an embedding, a head, or all blocks of the same shape."""
 
     name: str
-    paths: tuple[str, ...]  # where in the parameters: one, or one for each block
-    leaves: dict[str, tuple[int, ...]]  # shapes of what lies in each of the paths
-    each_active: int  # parameters in each of the paths that a token meets
+    paths: tuple[str, ...]  # dotted names in the parameters: one, or one for each block
+    leaves: dict[str, tuple[int, ...]]  # shapes of the leaves under each path
+    each_active: int  # parameters under each path that one token uses
 
     @property
     def each(self) -> int:
-        """Parameters in each of the paths."""
+        """The number of parameters under each path."""
         return sum(map(math.prod, self.leaves.values()))
 
     @property
     def n_params(self) -> int:
-        """Parameters in all of the paths."""
+        """The number of parameters under all paths."""
         return len(self.paths) * self.each
 
     @property
     def n_active(self) -> int:
-        """Parameters in all of the paths that a token meets."""
+        """The number of parameters under all paths that one token uses."""
         return len(self.paths) * self.each_active
 
 
 class Memory(NamedTuple):
-    """Bytes. The temporaries of an op while it runs are not counted: they come on top."""
+    """Memory in bytes, without the temporaries of ops."""
 
     params: int
     forward: int  # output and cache of a forward
     saved: int  # bytes saved by a loss for backward; by a forward if there is no loss
-    kv_token: int | None  # a token's keys and values in all layers; None: no decoder
-    kv_cache: int | None  # those of the whole batch
+    kv_token: int | None  # the KV cache of one token in all layers; None: not a decoder
+    kv_cache: int | None  # the KV cache of the whole batch
 
     @property
     def inference(self) -> int:
-        """Parameters, and a forward."""
+        """Parameters, output and cache of a forward."""
         return self.params + self.forward
 
     @property
@@ -70,24 +70,24 @@ class Memory(NamedTuple):
 
 
 class Flops(NamedTuple):
-    """For each token, in matrix products; a multiplication and an addition are two."""
+    """FLOPs of matrix products for each token. A multiplication and an addition count as two."""
 
     weights: float  # products with parameters
     attention: float  # scores, and weighted sums of values
 
     @property
     def forward(self) -> float:
-        """Of a forward."""
+        """FLOPs of a forward."""
         return self.weights + self.attention
 
     @property
     def training(self) -> float:
-        """Of a forward and its backward, in which each product has two others."""
+        """FLOPs of a forward and its backward, which has two products for each in forward."""
         return 3 * self.forward
 
 
 class Summary(NamedTuple):
-    """What `summary` finds."""
+    """The result of `summary`."""
 
     parts: tuple[Part, ...]
     batch: int
@@ -98,35 +98,36 @@ class Summary(NamedTuple):
 
     @property
     def n_params(self) -> int:
-        """Parameters; what is tied or shared counts once."""
+        """The number of parameters. Tied and shared parameters count once."""
         return sum(part.n_params for part in self.parts)
 
     @property
     def n_active(self) -> int:
-        """Parameters that a token meets: of experts only those that it is sent to."""
+        """The number of parameters that one token uses, with only `top_k` of the experts."""
         return sum(part.n_active for part in self.parts)
 
 
 def summary(
     model: Any, *, batch: int = 1, length: int | None = None, dtype: str = "float32"
 ) -> Summary:
-    """Parameters, memory and FLOPs of a model, at a batch of sequences of one length.
+    """Parameters, memory and FLOPs of a model, for a batch of sequences of the same length.
 
-    length: unless given, 1024 or the model's context if that is less. Both sequences of an
-    encoder-decoder have it, and its FLOPs are for a token of each.
+    batch: the number of sequences.
+    length: tokens of each sequence. By default 1024, or the model's context if that is less. For an
+        encoder-decoder both sequences have this length, and FLOPs are for one token of each.
 
-    Memory is that of NumPy arrays and of what NumPy's kernels keep, to the byte (`measure`): a loss
-    with the dropout of its configuration. A mixture of experts keeps as much however its tokens are
-    routed, as long as every token has its top_k; on other libraries, which send each token to all
-    experts, E / top_k as much.
+    Memory counts NumPy arrays and what NumPy's kernels save, to the byte (`measure`), for a loss
+    with dropout as configured. For a mixture of experts it does not depend on the routing, as long
+    as every token has top_k experts. Other libraries run each token through all experts, and save
+    E / top_k times as much for them.
 
-    FLOPs: every product with parameters that runs in a forward, so shared layers count as often as
-    they run, experts for the tokens sent to them. Attention: 2 H (K + M) for each query and key
-    that it may attend to. A sequence has T^2 such pairs, T (T + 1) / 2 where causal, less with a
-    window; what our ops compute and then mask is not counted.
+    FLOPs count every product with parameters in a forward. Shared layers count each time they run;
+    experts count for the tokens routed to them. Attention counts 2 H (K + M) for each pair of a
+    query and a key that it may attend to: T^2 pairs in a sequence, T (T + 1) / 2 if it is causal,
+    fewer with a window. Masked pairs are not counted, although our ops compute them.
 
-    ValueError for sizes below 1, a length beyond the model's positions, another dtype; TypeError
-    for what is no model.
+    ValueError for sizes below 1, a length beyond the model's positions, and another dtype.
+    TypeError if `model` is not a model.
     """
     if not isinstance(model, LanguageModel | EncoderDecoder | GPT | Transformer):
         raise TypeError(f"summary: model must be one of xformer.models, got {model!r:.60}")
@@ -149,7 +150,7 @@ def summary(
 
 
 def parts(model: Any) -> Iterator[Part]:
-    """The parts of a model; blocks of one shape are one part. Takes no memory."""
+    """The parts of a model, without allocating parameters. Blocks of equal shape are one part."""
     network = _network(model)
     params = network.init_from(Shapes())
     for name, value in zip(params._fields, params, strict=True):
@@ -160,7 +161,7 @@ def parts(model: Any) -> Iterator[Part]:
 
 
 def context(model: Any) -> int | None:
-    """The longest sequence that a model is made for; None where it does not say."""
+    """The longest sequence that a model supports; None if its configuration does not say."""
     network = _network(model)
     limit = _positions(network)
     told = (network.hf_config or {}).get("max_position_embeddings")
@@ -172,7 +173,7 @@ def _network(model: Any) -> Any:
 
 
 def _positions(network: Any) -> int | None:
-    """How many tokens the embedding takes."""
+    """The longest sequence that the position embeddings support; None if there is no limit."""
     embeds = [getattr(network, name, None) for name in ("embed", "src_embed", "tgt_embed")]
     limits = [e.max_len - e.offset for e in embeds if e is not None and e.max_len is not None]
     return min(limits, default=None)
@@ -203,7 +204,7 @@ def _part(name: str, paths: tuple[str, ...], params: Any, active: int | None = N
 
 
 def _active(block: BlockParams, config: BlockConfig) -> int:
-    """Parameters of a block that a token meets."""
+    """The number of parameters of a block that one token uses."""
     sizes = {name: math.prod(leaf.shape) for name, leaf in tree.flatten(block).items()}
     if config.experts is None:
         return sum(sizes.values())
@@ -213,7 +214,7 @@ def _active(block: BlockParams, config: BlockConfig) -> int:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0-11; or 0, 2, 4; or 0, 2, ..., 40."""
+    """Numbers as text: 0-11; or 0, 2, 4; or 0, 2, ..., 40."""
     first, last = numbers[0], numbers[-1]
     if last - first == len(numbers) - 1:
         return str(first) if first == last else f"{first}-{last}"

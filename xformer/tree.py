@@ -1,12 +1,12 @@
-"""Nested NamedTuples of arrays as trees: parameters, gradients, optimiser state, caches.
+"""Trees of arrays: parameters, gradients, optimiser state and caches.
 
 Inner nodes are NamedTuples, tuples, lists and dicts; everything else is a leaf. None is an absent
-leaf: `map` keeps it, `flatten` leaves it out. A leaf of parameters that is `Frozen` is not trained:
+leaf: `map` keeps it, `flatten` omits it. A `Frozen` leaf of parameters is not trained:
 
     params = tree.freeze(params, "embed.*")
-    trained = tree.trained(params)                 # None in the place of what is frozen
+    trained = tree.trained(params)                 # None for each frozen leaf
     loss, cache = model.loss(params, tokens, targets)
-    grads = cache.backward()                       # None there too, and never computed
+    grads = cache.backward()                       # None for these too; they are not computed
     trained, state = optim.adamw(trained, grads, state, lr=1e-4)
     params = tree.join(params, trained)
 """
@@ -29,38 +29,45 @@ INNER = tuple, list, dict
 
 @dataclass(frozen=True)
 class Frozen:
-    """A leaf of parameters that is not trained; `map` maps what it holds, and it stays frozen."""
+    """A leaf of parameters that is not trained. `map` maps its value, and the result is frozen."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A number among parameters: no leaf. `map` keeps it, `flatten` leaves it out."""
+    """A number among parameters, which is not a leaf. `map` keeps it, `flatten` omits it."""
 
     value: float
 
 
 def value(leaf: Any) -> Any:
-    """What a leaf holds, frozen or not."""
+    """The value of a leaf, frozen or not."""
     return leaf.value if isinstance(leaf, Frozen) else leaf
 
 
 def freeze(params: Tree, *patterns: str) -> Tree:
-    """`params`, the leaves frozen whose dotted names match a pattern ("stack.blocks.*.ffn.*").
+    """`params` with the leaves frozen whose dotted names match a pattern ("stack.blocks.*.ffn.*").
 
-    Patterns as in `fnmatch`; without any, all leaves. ValueError for a pattern that matches none.
+    patterns: as in `fnmatch`; without patterns all leaves are frozen.
+
+    ValueError for a pattern that matches no leaf.
     """
     return _chosen("freeze", lambda leaf: Frozen(value(leaf)), params, patterns)
 
 
 def thaw(params: Tree, *patterns: str) -> Tree:
-    """`params`, the leaves no longer frozen whose names match a pattern; as `freeze`."""
+    """`params` without `Frozen` for the leaves whose dotted names match a pattern.
+
+    patterns: as in `fnmatch`; without patterns no leaf stays frozen.
+
+    ValueError for a pattern that matches no leaf.
+    """
     return _chosen("thaw", value, params, patterns)
 
 
 def _chosen(what: str, fn: Callable[[Any], Any], params: Any, patterns: tuple[str, ...]) -> Any:
-    """`fn` of the leaves whose names match a pattern, or of all where there is none."""
+    """`params` with `fn(leaf)` for each leaf whose name matches a pattern, or for all leaves."""
     names = list(flatten(params))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -76,12 +83,15 @@ def _chosen(what: str, fn: Callable[[Any], Any], params: Any, patterns: tuple[st
 
 
 def trained(params: Any) -> Any:
-    """`params`, None in the place of what is frozen: the structure of gradients."""
+    """`params` with None for each frozen leaf: the structure of the gradients."""
     return _map(lambda leaf: None if isinstance(leaf, Frozen) else leaf, (params,), "")
 
 
 def join(params: Tree, trained: Any) -> Tree:
-    """`params` with the leaves of `trained`, the inverse of `trained(params)`."""
+    """`params` with the leaves of `trained`: the inverse of `trained(params)`.
+
+    ValueError if `trained` has a leaf that params lacks.
+    """
     new = flatten(trained)
     like = {name: new.get(name, leaf) for name, leaf in flatten(params).items()}
     if extra := sorted(new.keys() - like.keys()):
@@ -90,9 +100,9 @@ def join(params: Tree, trained: Any) -> Tree:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Any) -> Tree:
-    """Apply `fn` to the leaves of `tree` and of `rest`, which must have the same structure.
+    """A tree with `fn(leaf, *others)` for each leaf of `tree` and the same leaves of `rest`.
 
-    Returns a tree of that structure. Raises ValueError where structures differ, naming the place.
+    All trees must have the same structure. ValueError names the first node that differs.
     """
 
     def inside(first: Any, *others: Any) -> Any:
@@ -112,7 +122,7 @@ def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
         return None
     names = _names(first)
     if names is None:
-        for other in rest:  # in a generator, which each leaf would make, this takes longer
+        for other in rest:  # a loop, as a generator for each leaf is slower
             if other is None or _names(other) is not None:
                 message = f"tree.map: {path or 'the root'} is an array in the first tree only"
                 raise ValueError(message)
@@ -131,7 +141,7 @@ def _map(fn: Callable[..., Any], trees: tuple[Any, ...], path: str) -> Any:
 
 
 def map_nodes(fn: Callable[[str, Any], Any], tree: Tree, kind: Any) -> Tree:
-    """`tree` with `fn(name, node)` in the place of each node of a type, or of one of several."""
+    """`tree` with `fn(name, node)` for each node of type `kind`, a type or a tuple of types."""
     return _map_nodes(fn, tree, kind, "")
 
 
@@ -149,9 +159,9 @@ def _map_nodes(fn: Callable[[str, Any], Any], node: Any, kind: Any, path: str) -
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Leaves by dotted name, in order: `{"blocks.0.attn.q.w": ..., ...}`; None is left out.
+    """Leaves by dotted name, in order: `{"blocks.0.attn.q.w": ..., ...}`. None is omitted.
 
-    Raises ValueError where keys with dots make two names equal.
+    ValueError if two leaves have the same name, which keys with dots can cause.
     """
     leaves, kinds = _collected(tree)
     key = tuple(kinds)
@@ -164,9 +174,9 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def unflatten(like: Tree, leaves: dict[str, Any]) -> Tree:
-    """The inverse of `flatten`: a tree of the structure of `like` with the given leaves.
+    """The inverse of `flatten`: a tree with the structure of `like` and the given leaves.
 
-    Raises ValueError listing the names that are missing and those that are unexpected.
+    ValueError lists the names that are missing or unexpected.
     """
     wanted = flatten(like)
     if wanted.keys() != leaves.keys():
@@ -180,10 +190,10 @@ def unflatten(like: Tree, leaves: dict[str, Any]) -> Tree:
 
 
 def beside(*trees: Any) -> list[tuple[Any, ...]] | None:
-    """Leaves of several trees side by side, in the order of `flatten`, without their names.
+    """A tuple of the leaves of all trees, for each leaf, in the order of `flatten`, without names.
 
-    None where trees are not built alike, of nodes and leaves of the same types, or where keys of
-    dicts could make two names equal.
+    None if the trees differ in structure or in the types of their leaves, or if keys of dicts could
+    give two leaves the same name.
     """
     rows: list[tuple[Any, ...]] = []
     return rows if _beside([(tree,) for tree in trees], rows) else None
@@ -197,7 +207,7 @@ def _beside(nodes: Sequence[Iterable[Any]], rows: list[tuple[Any, ...]]) -> bool
                 return False
             continue
         kind = type(first)
-        for part in parts:  # in a generator this would take twice as long
+        for part in parts:  # a generator would take twice as long
             if type(part) is not kind:
                 return False
         if not isinstance(first, INNER):
@@ -216,7 +226,7 @@ def _beside(nodes: Sequence[Iterable[Any]], rows: list[tuple[Any, ...]]) -> bool
 
 
 def _are_plain(keys: Iterable[Any]) -> bool:
-    """Whether they are names as they stand, and no two leaves have one name."""
+    """Whether all keys are strings without dots, so that no two leaves have the same name."""
     return all(isinstance(key, str) and "." not in key for key in keys)
 
 
@@ -228,24 +238,27 @@ def show(tree: Any) -> str:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of the arrays in `tree`, each array counted once however often it appears."""
+    """Bytes of the arrays in `tree`. An array that appears several times counts once."""
     leaves = [value(leaf) for leaf in _collected(tree)[0]]
     arrays = {id(leaf): leaf for leaf in leaves if is_array_api_obj(leaf)}
     return sum(math.prod(a.shape) * _itemsize(a) for a in arrays.values())
 
 
 def parts(tree: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """Leaves in the order of `flatten`, and what is where: equal of trees that are built alike."""
+    """(leaves, structure): leaves in the order of `flatten`, and a hashable structure.
+
+    Trees with equal structures have the same names.
+    """
     leaves, kinds = _collected(tree)
     return leaves, tuple(kinds)
 
 
 REMEMBERED = 256
-_known: dict[tuple[Any, ...], list[str]] = {}  # names of leaves, of trees that are built alike
+_known: dict[tuple[Any, ...], list[str]] = {}  # structure -> names of the leaves
 
 
 def _collected(tree: Any) -> tuple[list[Any], list[Any]]:
-    """Leaves in order, and what is where: trees of the same kinds have the same names."""
+    """(leaves, kinds): leaves in order, and the type of each node. Equal kinds mean equal names."""
     kinds: list[Any] = []
     leaves: list[Any] = []
     _collect((tree,), kinds, leaves)
@@ -253,7 +266,7 @@ def _collected(tree: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _collect(parts: Iterable[Any], kinds: list[Any], leaves: list[Any]) -> None:
-    for part in parts:  # a call for each leaf would take twice as long
+    for part in parts:  # one call for each leaf would take twice as long
         if part is None:
             kinds.append(None)
         elif isinstance(part, INNER):
