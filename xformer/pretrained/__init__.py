@@ -1,4 +1,4 @@
-"""Models that others trained: read from folders in Hugging Face's format, and written back.
+"""Pretrained models: folders in Hugging Face's format, read and written.
 
 model, params = xformer.pretrained.load("SmolLM2-135M")
 logits, cache = model.forward(params, tokens)

@@ -1,4 +1,4 @@
-"""A model's config.json, read key by key: what is not asked for is refused, or named."""
+"""A model's config.json, read key by key. Keys that nobody reads are refused, or reported."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from xformer.pretrained.reading import PretrainedError, listed
 
-REQUIRED: Any = object()  # the default of a key that has none
+REQUIRED: Any = object()  # the default of a required key
 MAX = (1 << 31) - 1
 MAX_ITEMS = 10_000
 FLOAT_MAX = sys.float_info.max
 
-# Keys that do not touch the mathematics: where a model comes from, how its text is generated, what
-# its outputs are packed in. As transformers 2 to 5 write them.
+# Keys that do not change what a forward computes: the origin of a model, options of generation, the
+# format of outputs. As transformers 2 to 5 write them.
 HARMLESS = (
     *("_name_or_path", "name_or_path", "architectures", "model_type", "transformers_version"),
     *("_commit_hash", "_num_labels", "finetuning_task", "language", "license", "tokenizer_class"),
@@ -40,7 +40,7 @@ HARMLESS = (
     *("transformers.js_config",),
 )
 
-# Keys that would change the mathematics of any model, at the value that does not.
+# Keys that could change what the model computes -> the value at which they change nothing.
 NEUTRAL: dict[str, Any] = {
     "is_decoder": False,
     "is_encoder_decoder": False,
@@ -52,12 +52,14 @@ NEUTRAL: dict[str, Any] = {
 
 
 class Config:
-    """One JSON object of a configuration; `where` names its file, and its place there.
+    """One JSON object of a configuration.
 
-    Every reader takes the name of a key and gives its value, checked: `default` where there is no
-    such key, `null` where its value is null (the default too, unless given: transformers makes a
-    difference for some keys). `finish`, called last, refuses the keys that nobody asked for. All
-    raise PretrainedError.
+    where: the file and the path of the object in it, for messages.
+
+    Each reader takes the name of a key and returns its checked value. It returns `default` if the
+    key is missing, and `null` if its value is null. `null` is the same as `default` unless given;
+    transformers distinguishes the two for some keys. Call `finish` last: it refuses the keys that
+    were not read. All methods raise PretrainedError.
     """
 
     def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
@@ -65,10 +67,10 @@ class Config:
         self.data = data
         self._asked: set[str] = set()
         self._parts: dict[str, Config] = {}
-        self._called: dict[str, str] = {}  # a key that was renamed -> the name in the file
+        self._called: dict[str, str] = {}  # renamed key -> its name in the file
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a key, and its value is not null."""
+        """Whether the key is present and its value is not null."""
         return self.data.get(name) is not None
 
     def integer(
@@ -92,7 +94,7 @@ class Config:
         default: Any = REQUIRED,
         null: Any = REQUIRED,
     ) -> Any:
-        """A float in [low, high]; the file may have it as an integer."""
+        """A float in [low, high]. An integer in the file is accepted."""
         return self._read(name, default, null, _number(low, high))
 
     def flag(self, name: str, *, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
@@ -107,13 +109,13 @@ class Config:
         default: Any = REQUIRED,
         null: Any = REQUIRED,
     ) -> Any:
-        """A string, one of `choices` where there are some."""
+        """A string. It must be one of `choices` if there are any."""
         return self._read(name, default, null, _text(choices))
 
     def integers(
         self, name: str, *, low: int = 0, high: int = MAX, length: int | None = None, **absent: Any
     ) -> Any:
-        """A tuple of ints in [low, high], `length` of them where it is given."""
+        """A tuple of ints in [low, high], of `length` items if it is given."""
         return self._read_list(name, "integers", _integer(low, high), length, **absent)
 
     def numbers(
@@ -125,17 +127,20 @@ class Config:
         length: int | None = None,
         **absent: Any,
     ) -> Any:
-        """A tuple of floats in [low, high], `length` of them where it is given."""
+        """A tuple of floats in [low, high], of `length` items if it is given."""
         return self._read_list(name, "numbers", _number(low, high), length, **absent)
 
     def texts(
         self, name: str, *, choices: Sequence[str] = (), length: int | None = None, **absent: Any
     ) -> Any:
-        """A tuple of strings of `choices`, `length` of them where it is given."""
+        """A tuple of strings, of `length` items if it is given.
+
+        Each string must be one of `choices` if there are any.
+        """
         return self._read_list(name, "strings", _text(choices), length, **absent)
 
     def sub(self, name: str) -> Config | None:
-        """The object under a key, None where there is none; `finish` finishes it too."""
+        """The object under a key; None if the key is missing. `finish` also checks the object."""
         if name not in self._parts:
             data = self._read(name, None, None, _object)
             if data is None:
@@ -144,7 +149,7 @@ class Config:
         return self._parts[name]
 
     def only(self, name: str, *values: Any) -> None:
-        """Refuse the key at any value but these; null and no key at all are fine."""
+        """Refuse the key unless it has one of these values, is null or is missing."""
         value = self.data.get(name)
         self._asked.add(name)
         same = [v for v in values if v == value and isinstance(v, bool) == isinstance(value, bool)]
@@ -156,14 +161,14 @@ class Config:
         self._asked.update(names)
 
     def unread(self, name: str, *values: Any) -> None:
-        """A key that transformers does not read: accepted at these values without a word."""
+        """Accept a key that transformers does not read, without a warning, at these values."""
         if self.data.get(name) in values:
             self._asked.add(name)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Read keys under another name: `names` maps the name in the file to the family's name.
 
-        Refused where the file has both with different values.
+        PretrainedError if the file has both with different values.
         """
         for name, key in names.items():
             if name in self:
@@ -174,18 +179,19 @@ class Config:
                 self.data = {**self.data, key: self.data[name]}
 
     def common(self, **kept: Any) -> None:
-        """What holds for every family: HARMLESS keys are ignored, NEUTRAL ones must be neutral.
+        """Check the keys common to all families: ignore HARMLESS keys, require NEUTRAL values.
 
-        `kept` has other values for NEUTRAL keys: `common(is_encoder_decoder=True)`.
+        kept: other required values for NEUTRAL keys: `common(is_encoder_decoder=True)`.
         """
         self.ignore(*HARMLESS)
         for name, value in (NEUTRAL | kept).items():
             self.only(name, value)
 
     def labels(self) -> int:
-        """How many classes a classifier has: as many as `id2label`, or `num_labels`, or 2.
+        """The number of classes of a classifier: the size of `id2label`, or `num_labels`, or 2.
 
-        The keys of `id2label` must be all numbers from 0 on, as transformers looks names up there.
+        The keys of `id2label` must be the numbers from 0 on, because transformers looks up names by
+        class.
         """
         names = self._read("id2label", None, None, _object)
         count = self.integer("num_labels", low=1, high=MAX_ITEMS, default=None)
@@ -202,19 +208,19 @@ class Config:
         return len(names)
 
     def finish(self) -> None:
-        """PretrainedError that lists the keys which nobody asked for; null ones say nothing."""
+        """PretrainedError that lists the keys which were not read and are not null, if any."""
         if unknown := self._unknown():
             raise PretrainedError(f"{self.where}: not supported: {listed(unknown)}")
         for part in self._parts.values():
             part.finish()
 
     def unasked(self) -> list[str]:
-        """The keys that nobody asked for; those of a part as "part.key"."""
+        """The keys that were not read. The keys of a part are "part.key"."""
         of_parts = (f"{name}.{key}" for name, part in self._parts.items() for key in part.unasked())
         return [*self._unknown(), *of_parts]
 
     def accept(self, names: Iterable[str]) -> None:
-        """Accept keys at any value, as `unasked` names them."""
+        """Accept keys at any value; names are as in `unasked`."""
         for name in names:
             part, _, key = name.partition(".")
             if name in self.data:
@@ -263,7 +269,7 @@ class Config:
         return self._read(name, default, null, items)
 
 
-# What a value must be: each gives it back, or raises ValueError with what was wanted.
+# Checks of a value: each returns it, or raises ValueError with a description of valid values.
 
 
 def _integer(low: int, high: int) -> Callable[[Any], int]:

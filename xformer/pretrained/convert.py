@@ -1,4 +1,4 @@
-"""Models of llama2.c as transformers' Llama."""
+"""Conversion of llama2.c models to transformers' Llama."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from xformer.typing import Array
 
 
 def as_llama(model: Any, params: Any) -> tuple[Any, Any]:
-    """The same function as a Llama, whose rotary pairs are i and i + K/2 instead of 2i and 2i + 1.
+    """(model, params) of a Llama that computes the same function as a llama2.c model.
 
-    The columns of queries and keys change places; everything else stays. ValueError for a model
-    that is none of llama2.c's.
+    RoPE of Llama rotates the pairs (i, i + K/2), RoPE of llama2.c the pairs (2i, 2i + 1). So the
+    columns of the query and key weights are permuted; the other weights stay the same.
+
+    ValueError if the model is not a llama2.c model.
     """
     source = model.hf_config or {}
     if source.get("model_type") != llama2c.MODEL_TYPE:
@@ -51,7 +53,10 @@ def as_llama(model: Any, params: Any) -> tuple[Any, Any]:
 
 
 def half_split(w: Array, width: int) -> Array:
-    """w (I, H * K), each head's columns 0, 2, 4, ... before 1, 3, 5, ...; K = width."""
+    """w (I, H * K) with the columns of each head in the order 0, 2, 4, ..., 1, 3, 5, ...
+
+    width: K, the number of columns of a head.
+    """
     xp = array_namespace(w)
     columns = xp.reshape(xp.arange(w.shape[1], device=device(w)), (-1, width // 2, 2))
     order = xp.reshape(xp.permute_dims(columns, (0, 2, 1)), (w.shape[1],))

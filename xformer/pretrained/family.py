@@ -1,4 +1,4 @@
-"""What a family of models is to the loader, and what families have in common."""
+"""The description of a model family for the loader, and readers that families share."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ ACTIVATIONS = {  # transformers' names -> ours
 class Family(NamedTuple):
     """How the folders of a `model_type` are read and written.
 
-    heads: architecture -> what stands on top: "lm", "masked-lm", "classifier", "hidden", ...
-    build: (configuration, head, names of the file's tensors, None without one) -> model
+    heads: architecture -> head: "lm", "masked-lm", "classifier", "hidden", ...
+    build: (configuration, head, names of the file's tensors or None) -> model
     links: model -> links between the file's tensors and its parameters
-    in_memory: model -> links of the tensors that transformers 5 names otherwise in memory
-    prefix: of all names but the head's, in models that have a head
-    tied: names of tensors that repeat another one -> that one's name
-    buffers: patterns of names that hold no parameters
-    unused: patterns of names of parameters that transformers leaves unused too: told by a warning
-    aliases: other names of keys, which transformers reads as the family's own -> the family's
-    free: keys that all other families have at one value only (`config.NEUTRAL`)
+    in_memory: model -> links of the tensors that have other names in memory in transformers 5
+    prefix: of all names except the head's, in models with a head
+    tied: name of a tensor that repeats another one -> name of the other one
+    buffers: patterns of names of tensors that are not parameters
+    unused: patterns of names of parameters that transformers does not use either; a warning names
+        them
+    aliases: another name of a key, which transformers also accepts -> the family's name
+    free: keys that all other families require at one value (`config.NEUTRAL`)
     """
 
     heads: dict[str, str]
@@ -54,17 +55,17 @@ class Family(NamedTuple):
 
 
 def activation(c: Config, name: str, default: str) -> str:
-    """The activation under a key."""
+    """The name of the activation under the key `name`."""
     return ACTIVATIONS[c.text(name, choices=tuple(ACTIVATIONS), default=default)]
 
 
 def rate(c: Config, name: str, default: float) -> float:
-    """The rate of a dropout."""
+    """The dropout rate under the key `name`."""
     return float(c.number(name, low=0, high=1, default=default))
 
 
 def layers(c: Config, name: str = "num_hidden_layers", default: Any = None) -> int:
-    """The number of layers."""
+    """The number of layers under the key `name`."""
     options = {} if default is None else {"default": default}
     return int(c.integer(name, low=1, high=MAX_LAYERS, **options))
 
@@ -72,7 +73,11 @@ def layers(c: Config, name: str = "num_hidden_layers", default: Any = None) -> i
 def decoder_head(
     c: Config, head: str, *, tied: bool, **options: Any
 ) -> models.LMHead | models.Classifier | None:
-    """The head of a decoder: a language model's, a classifier of the last token, or none."""
+    """The head of a decoder: an LM head, a classifier of the last token, or None.
+
+    head: "lm", "classifier" or another value for None.
+    tied, options: arguments of `LMHead`.
+    """
     if head == "classifier":
         return models.Classifier(c.labels(), "last", dense=None, bias=False)
     return models.LMHead(tied=tied, **options) if head == "lm" else None

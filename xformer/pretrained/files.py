@@ -1,4 +1,4 @@
-"""The tensors of a model folder: one safetensors file, or several and an index of what is where."""
+"""The tensors of a model folder: one safetensors file, or several shards with an index."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SHARD = re.compile(r"\w[\w.-]*\.safetensors")
 
 
 class Tensors:
-    """The tensors of a model by name, the largest first; nothing is read before `read`.
+    """The tensors of a model by name, the largest first. Only `read` reads their data.
 
-    Read in this order, a copy of the largest tensor never lies beside the whole model.
+    In this order, memory never needs the whole model and a copy of its largest tensor together.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -45,31 +45,31 @@ class Tensors:
         return name in self._tensors
 
     def names(self) -> list[str]:
-        """All names, the largest tensor's first."""
+        """All names, in the order of decreasing size."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Sizes of a tensor."""
+        """The shape of a tensor."""
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
-        """The file's word for the type of a tensor: F32, BF16, I64, ..."""
+        """The type of a tensor as the file names it: F32, BF16, I64, ..."""
         return self._tensors[name].dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they lie in the files."""
+        """Bytes of all tensors in the files."""
         return sum(t.end - t.start for t in self._tensors.values())
 
     def read(self, name: str, dtype: str = "float32") -> np.ndarray:
-        """A tensor as `dtype`: where that is its type, a read-only view of the file, else a copy.
+        """A tensor as `dtype`: a read-only view of the file if that is its type, else a copy.
 
-        PretrainedError where it holds no floating-point numbers, or some too large for `dtype`.
+        PretrainedError if it is not a floating-point tensor, or a number is too large for `dtype`.
         """
         return self._tensors[name].read(dtype)
 
     def fetch(self, dtype: str) -> None:
-        """Have the files at hand soon of whose tensors `read` gives views alone."""
+        """Start reading into memory the files whose tensors `read` returns as views only."""
         tensors = self._tensors.values()
         views = [name for name, own in DTYPES.items() if own.name == dtype]
         copied = {t.data for t in tensors if t.dtype not in views}
@@ -77,13 +77,13 @@ class Tensors:
             fetch(data)
 
     def equal(self, a: str, b: str) -> bool:
-        """Whether two tensors hold the same numbers. PretrainedError where they are no floats."""
+        """Whether two tensors have the same numbers. PretrainedError unless they are floats."""
         return self._tensors[a].equals(self._tensors[b])
 
     def release(self, name: str) -> None:
-        """Let go of the memory that holds a tensor's part of the file.
+        """Release the memory pages of a tensor's part of the file, after it was copied.
 
-        Views of it stay valid, they read the file again. For callers that copied what they read.
+        Views of the tensor stay valid; they read the file again.
         """
         self._tensors[name].release()
 
@@ -91,9 +91,9 @@ class Tensors:
 def open_tensors(folder: str | os.PathLike[str]) -> Tensors:
     """The tensors of `model.safetensors`, or of the files that its index names.
 
-    Everything is checked here: sizes, the header, every tensor's place, that all files lie in the
-    folder (see `reading`), that index and files agree. FileNotFoundError where there is no model,
-    PretrainedError for anything else.
+    All checks are made here: sizes, the header, the offsets of every tensor, that all files are in
+    the folder (see `reading`), and that index and files agree. FileNotFoundError if there is no
+    model, PretrainedError for all other errors.
     """
     root = Path(folder)
     if os.path.lexists(root / WEIGHTS):
@@ -110,12 +110,14 @@ def write(
     names: tuple[str, str] = (WEIGHTS, CONFIG),
     more: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write `model.safetensors` and `config.json`; an interrupted write leaves the old files.
+    """Write `model.safetensors` and `config.json`. An interrupted write leaves the old files.
 
-    names: other ones for the two files. more: JSON files beside them, by name.
-    An index of shards that lay there is removed, as it would name weights of another model; the
+    names: other names for the two files.
+    more: further JSON files, by name.
+
+    An index of shards in the folder is removed, because it names weights of another model; the
     shards stay. The folder may be the one that `arrays` are mapped from. TypeError for arrays that
-    are neither float64, float32 nor float16, or a configuration that JSON cannot hold.
+    are not float64, float32 or float16, and for a configuration that JSON cannot represent.
     """
     target = Path(folder)
     texts = {
@@ -128,7 +130,7 @@ def write(
         with weights.open("xb") as file:
             file.write(header)
             for name in order:
-                # One at a time: what a model holds may be views in another order.
+                # One array at a time, as a model's arrays may be views in another order.
                 array = np.ascontiguousarray(arrays[name], DTYPES[_word(name, arrays[name])])
                 file.write(array.reshape(-1).view(np.uint8).data)
         for part, text in zip(parts, texts.values(), strict=True):
@@ -137,9 +139,9 @@ def write(
 
 
 def _header(arrays: Mapping[str, np.ndarray]) -> tuple[list[str], bytes]:
-    """Names in the order of the data, wide types first so that all are aligned; the header."""
+    """(names, header): names in the order of the data. Wide types are first, for alignment."""
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name in names:
         array, start = arrays[name], end
@@ -186,7 +188,7 @@ def _open_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Name of a tensor -> name of its file in the folder of the index."""
+    """Name of a tensor -> name of its file, in the folder of the index."""
     places = read_json(path, INDEX_LIMIT).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise PretrainedError(f"{path}: must have a weight_map of tensors' names to file names")

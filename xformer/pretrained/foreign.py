@@ -1,7 +1,7 @@
-"""What a path is that holds no model in Hugging Face's format: its name, and what to do next.
+"""Messages for a path without a model in Hugging Face's format: what it is, and what to do next.
 
-First bytes decide, then names. Nothing is read but a few bytes, lists of names, and the
-configuration of an adapter.
+The first bytes of a file decide, then its name. Only a few bytes, lists of names and the
+configuration of an adapter are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ORIGINAL = f"load the folder with {CONFIG} and {WEIGHTS} that it was made from"
 UNPACK = "unpack it, and load the folder in it"
 PICKLE = "a pickle, which can run any code when it is read"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt")
-# A name of the Hub, or its page's address.
+# The name of a model on the Hub, or the address of its page.
 HUB_NAME = re.compile(r"(?:https://(?:huggingface\.co|hf\.co)/)?(\w[\w.-]*/)?(\w[\w.-]*)")
 WRITTEN_BY = {  # first bytes -> what the file is, and the next step
     b"GGUF": ("a GGUF file of llama.cpp", ORIGINAL),
@@ -27,7 +27,7 @@ WRITTEN_BY = {  # first bytes -> what the file is, and the next step
     b"\x89HDF": ("an HDF5 file, as Keras and TensorFlow write", ORIGINAL),
     **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc"), ("an archive", UNPACK)),
 }
-CALLED = {  # ends of names -> the same, of formats whose first bytes say little
+CALLED = {  # end of a name -> the same, for formats that have no distinct first bytes
     ".msgpack": ("a file of Flax", ORIGINAL),
     ".onnx": ("an ONNX file", ORIGINAL),
     ".pb": ("a file of TensorFlow", ORIGINAL),
@@ -36,9 +36,9 @@ CALLED = {  # ends of names -> the same, of formats whose first bytes say little
 
 
 def require_model(path: Path) -> None:
-    """Raise where a folder or a file is no model that can be loaded, and say what it is.
+    """Raise unless a folder or a file is a model that can be loaded. The message says what it is.
 
-    FileNotFoundError where something is missing, PretrainedError where another thing is there.
+    FileNotFoundError if something is missing, PretrainedError for a file of another kind.
     """
     if path.is_dir():
         _require_folder(path)
@@ -64,7 +64,7 @@ def _require_folder(root: Path) -> None:
     if models := _models_below(root):
         raise FileNotFoundError(f"{message}; load {' or '.join(map(str, models))}")
     if there[CONFIG] and (pickles := [n for n in names if re.match(r"pytorch_model.*\.bin$", n)]):
-        _kind(root / pickles[0])  # which raises where it is a pointer to the file
+        _kind(root / pickles[0])  # raises if it is a git-lfs pointer
         raise PretrainedError(_pickled(root, pickles[0]))
     for name in names:
         if (root / name).is_file() and (found := _kind(root / name)):
@@ -76,7 +76,7 @@ def _require_folder(root: Path) -> None:
 
 
 def _models_below(root: Path) -> list[Path]:
-    """Folders of models: the snapshots of a download by the Hub's tools, or any in this folder."""
+    """Folders of models below `root`: direct subfolders, and snapshots in the Hub's cache."""
     below = [*root.glob(f"*/{CONFIG}"), *root.glob(f"snapshots/*/{CONFIG}")]
     below += root.glob(f"models--*/snapshots/*/{CONFIG}")
     weights = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -84,7 +84,7 @@ def _models_below(root: Path) -> list[Path]:
 
 
 def _kind(path: Path) -> tuple[str, str] | None:
-    """What a file of another format is, and the next step; None for what is not known."""
+    """(kind, next step) for a file of another format; None if the format is unknown."""
     with opened(path) as file:
         start = file.read(8)
     if start.startswith(b"PK\x03\x04"):
@@ -98,7 +98,7 @@ def _kind(path: Path) -> tuple[str, str] | None:
 
 
 def _zipped(path: Path) -> tuple[str, str]:
-    """Of files that are ZIP archives: torch's, NumPy's, and others."""
+    """(kind, next step) for a ZIP archive: PyTorch's, NumPy's, or another."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -108,7 +108,7 @@ def _zipped(path: Path) -> tuple[str, str]:
         return f"of PyTorch: {PICKLE}", _from_torch(path)
     if names and all(name.endswith(".npy") for name in names):
         target = str(path.parent / WEIGHTS)
-        # It would store the memory of an array in another order as if it were in C's.
+        # save_file stores the memory of an array as if it were in C order.
         arrays = f"{{n: a.copy('C') for n, a in numpy.load({str(path)!r}).items()}}"
         code = f"safetensors.numpy.save_file({arrays}, {target!r})"
         return "arrays of NumPy", f"beside a {CONFIG}, this makes a model of them: " + _python(
@@ -118,7 +118,7 @@ def _zipped(path: Path) -> tuple[str, str]:
 
 
 def _from_torch(path: Path) -> str:
-    """How a state dict becomes safetensors; nothing in it is run (weights_only)."""
+    """Text: how to convert a state dict to safetensors without running its code (weights_only)."""
     tensors = f"torch.load({str(path)!r}, weights_only=True, map_location='cpu').items()"
     arrays = f"{{n: t.contiguous().clone() for n, t in {tensors}}}"
     code = f"safetensors.torch.save_file({arrays}, {str(path.parent / WEIGHTS)!r})"
@@ -128,7 +128,7 @@ def _from_torch(path: Path) -> str:
 
 
 def _pickled(root: Path, name: str) -> str:
-    """A folder of transformers from before safetensors."""
+    """The message for a folder of transformers from before safetensors."""
     kinds = read_json(root / CONFIG).get("architectures")
     what = f"{root}: {name} is {PICKLE}"
     if not isinstance(kinds, list) or not kinds or not str(kinds[0]).isidentifier():
@@ -163,7 +163,7 @@ def _python(code: str) -> str:
 
 
 def _download(path: Path) -> str:
-    """How a model of the Hub is fetched, where a path that is not there looks like its name."""
+    """Text: how to download a model, if the missing path looks like a name on the Hub."""
     text = str(path).replace("https:/hug", "https://hug").replace("https:/hf", "https://hf")
     if (match := HUB_NAME.fullmatch(text)) is None:
         return ""
@@ -175,7 +175,7 @@ def _download(path: Path) -> str:
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Whether a file has that name, or begins with the length and the header of that format."""
+    """Whether a file is named .safetensors, or starts with the length and header of the format."""
     if path.suffix == ".safetensors":
         return True
     with opened(path) as file:

@@ -1,7 +1,7 @@
-"""Keys of a config.json that no family asks for: transformers reads a few of them, or none does.
+"""Keys of a config.json that no family reads.
 
-A family asks for every key that transformers reads for its models (`test_pretrained_keys`). What is
-left cannot change what transformers computes, except for the keys of `READ`.
+A family reads every key that transformers reads for its models (`test_pretrained_keys`). The other
+keys cannot change what transformers computes, except for the keys of `READ`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from xformer.pretrained.config import Config
 from xformer.pretrained.reading import listed
 
-# What the code that all families of transformers share reads: weights that are stored otherwise
-# or elsewhere, layers that differ, masks, parts of a larger model.
+# Keys that code shared by all families of transformers reads: weights in another format or place,
+# layers that differ, masks, parts of a larger model.
 READ = (
     *("quantization_config", "compression_config", "transformers_weights", "fusion_config"),
     *("per_layer_config", "layer_types", "kv_sharing_modes", "number_of_conv_states"),
@@ -25,9 +25,9 @@ NOTHING: dict[str, tuple[Any, ...]] = {"is_causal": (True,)}  # values that chan
 
 
 def unread_keys(c: Config) -> list[str]:
-    """The keys that transformers does not read, all accepted in `c`.
+    """The keys that transformers does not read. They become accepted in `c`.
 
-    Other keys that no family asked for are left for `finish` to refuse.
+    `finish` refuses the other keys that the family did not read.
     """
     unasked = c.unasked()
     c.accept(name for name in unasked if name not in READ or _says_nothing(c, name))
@@ -35,7 +35,7 @@ def unread_keys(c: Config) -> list[str]:
 
 
 def warn_of(unread: list[str], where: str, reader: str = "transformers") -> None:
-    """Name the keys that are left out, as `reader` does not read them."""
+    """Warn of the keys that are ignored because `reader` does not read them."""
     if unread:
         names = listed(unread)
         message = f"{where}: keys that {reader} does not read are left out: {names}"

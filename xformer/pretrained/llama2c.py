@@ -1,8 +1,8 @@
-"""llama2.c's checkpoints (`.bin`, version 0) and its tokenizer's file.
+"""Checkpoints of llama2.c (`.bin`, version 0) and its tokenizer file.
 
-A checkpoint is 7 int32 and the tensors in float32, each kind for all layers together, matrices as
-(out, in); all little-endian. Version 0 is what its `export.py` and `train.py` write unless told
-otherwise. The rotary embedding turns pairs (2i, 2i + 1).
+A checkpoint has 7 int32 and then the tensors in float32, all little-endian. Each tensor is for all
+layers together; matrices are (out, in). `export.py` and `train.py` of llama2.c write version 0 by
+default. RoPE rotates the pairs (2i, 2i + 1).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from xformer.pretrained.reading import PretrainedError, opened, read_bytes
 FLOAT = np.dtype("<f4")
 HEADER = struct.Struct("<7i")
 PIECE = struct.Struct("<fi")
-LATER = 0x616B3432  # the first bytes of version 1 and 2
+LATER = 0x616B3432  # the first bytes of versions 1 and 2
 TOKENIZER_LIMIT, MAX_PIECE = 2 << 20, 256  # bytes
 FIRST_PIECE = 259  # after <unk>, <s>, </s> and 256 bytes
-# Ids in the format's own tokenizers. run.c ends a text at <s>, with which the next one begins.
+# Ids in the tokenizers of llama2.c. run.c also ends a text at <s>, the start of the next one.
 TOKENS = {"bos_token_id": 1, "eos_token_id": [1, 2]}
 
 
 class Header(NamedTuple):
-    """Sizes of a model; `tied` where the output head is the embedding."""
+    """The sizes of a model. tied: the output head is the embedding."""
 
     d_model: int
     d_ff: int
@@ -43,7 +43,7 @@ class Header(NamedTuple):
 
 
 def shapes(header: Header) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors, in the order of the file."""
+    """Name -> shape of each tensor, in the order of the file."""
     d, f, n, heads, kv_heads, v, t, tied = header
     width = d // heads
     kv = width * kv_heads
@@ -66,9 +66,9 @@ def shapes(header: Header) -> dict[str, tuple[int, ...]]:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, np.ndarray]]:
-    """The sizes and the tensors, as read-only views of the file, which is mapped.
+    """The sizes, and the tensors as read-only views of the memory-mapped file.
 
-    FileNotFoundError where there is none, PretrainedError where it is damaged.
+    FileNotFoundError if there is no file, PretrainedError if it is damaged.
     """
     path = Path(path)
     with opened(path) as file:
@@ -89,9 +89,9 @@ def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, np.ndarray]]:
 
 
 def write(path: str | os.PathLike[str], header: Header, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a checkpoint; an interrupted write leaves the old file.
+    """Write a checkpoint. An interrupted write leaves the old file.
 
-    ValueError unless there are exactly the tensors of `shapes(header)`.
+    ValueError unless `arrays` has exactly the names and shapes of `shapes(header)`.
     """
     wanted, have = shapes(_require_sizes(header)), {name: a.shape for name, a in arrays.items()}
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):
@@ -108,10 +108,10 @@ def write(path: str | os.PathLike[str], header: Header, arrays: Mapping[str, np.
 
 
 def read_pieces(path: str | os.PathLike[str]) -> list[tuple[str, float]]:
-    """The pieces of a tokenizer and their scores by id, spaces as SentencePiece writes them.
+    """(piece, score) by id, with spaces as SentencePiece writes them.
 
-    The file has the length of the longest piece, then for each its score, its length and its bytes.
-    FileNotFoundError where there is none, PretrainedError where it is damaged.
+    The file starts with the length of the longest piece. Then it has the score, the length and the
+    bytes of each piece. FileNotFoundError if there is no file, PretrainedError if it is damaged.
     """
     path = Path(path)
     data = read_bytes(path, TOKENIZER_LIMIT)

@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face's format: a configuration to a model, tensors to parameters."""
+"""Loading and saving of model folders in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def model(
 ) -> Any:
     """The model that a configuration in Hugging Face's format describes, without parameters.
 
-    names: of the tensors that are there; some families have parts that only they tell of. where:
-    the configuration's name in messages. PretrainedError for anything that is not supported. Keys
-    that transformers does not read are left out, with a warning that names them.
+    names: of the tensors in the files. For some families only they show which parts a model has.
+    where: the name of the configuration in messages.
+
+    PretrainedError for anything that is not supported. A warning names the keys that transformers
+    does not read; they are ignored.
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"model: config must be a mapping, got {type(config).__name__}")
@@ -43,7 +45,7 @@ def model(
 def _described(
     config: Mapping[str, Any], names: Collection[str] | None, where: str
 ) -> tuple[Any, list[str]]:
-    """The model of a configuration, and the keys that transformers does not read."""
+    """(model, keys that transformers does not read) of a configuration."""
     family = _family(config, where)
     c = Config(config, where)
     c.rename(family.aliases)
@@ -55,7 +57,7 @@ def _described(
             raise
         raise PretrainedError(f"{where}: {error}") from error
     unread = unread_keys(c) if family.heads else []
-    c.finish()  # a family without architectures is not transformers', and reads all of its keys
+    c.finish()  # a family without architectures is not of transformers, and reads all its keys
     return replace(found, hf_config=copy.deepcopy(dict(config))), unread
 
 
@@ -67,20 +69,21 @@ def load(
     *,
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> tuple[Any, Any]:
-    """The model in a folder of config.json and safetensors files, and its parameters.
+    """(model, params) from a folder with config.json and safetensors files.
 
     model, params = load("gpt2")
     logits, cache = model.forward(params, tokens)
 
-    A file is taken for one of llama2.c's (`.bin`, version 0). progress: called at first and after
-    each tensor with what is done, the bytes of parameters that are there, and of how many.
+    folder: or a file, which is read as a llama2.c checkpoint (`.bin`, version 0).
+    progress: called at the start and after each tensor, with the name of the work, the bytes of
+        parameters that are loaded, and their total.
 
-    On NumPy, float32 parameters of a float32 file are read-only views of the file, which is mapped
-    into memory: they take none of the process's own. Another thread begins to read it meanwhile.
-    FileNotFoundError where there is no model,
-    PretrainedError where it is damaged or not supported: keys of the configuration, tensors that
-    are missing, unexpected or misshapen. ValueError for a dtype that the backend does not compute
-    in.
+    On NumPy, float32 parameters of a float32 file are read-only views of the memory-mapped file.
+    They take no memory of the process itself. Another thread starts to read the file.
+
+    FileNotFoundError if there is no model. PretrainedError if it is damaged or not supported: keys
+    of the configuration, and tensors that are missing, unexpected or misshapen. ValueError for a
+    dtype that the backend does not compute in.
     """
     on_numpy = backend in backends.WITH_NUMPY
     found, tensors, matched = _found(Path(folder), fetch=dtype if on_numpy else None)
@@ -92,7 +95,7 @@ def load(
 
 
 def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | families.llama2c.Mapped]:
-    """The model in a folder, and its tensors, which are not read. Raises what `load` raises."""
+    """(model, tensors) of a folder, without reading the tensors. Raises as `load` does."""
     found, tensors, _ = _found(Path(folder))
     return found, tensors
 
@@ -100,7 +103,10 @@ def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | famili
 def _found(
     root: Path, *, fetch: str | None = None
 ) -> tuple[Any, files.Tensors | families.llama2c.Mapped, list[Any]]:
-    """A model, its tensors, and what of them is what. fetch: as which type they are wanted soon."""
+    """(model, tensors, matched links) of a folder.
+
+    fetch: the dtype in which the tensors are read soon; None: they are not read.
+    """
     where, config, tensors = _opened(root)
     if fetch is not None:
         tensors.fetch(fetch)  # while models and a backend are imported
@@ -119,9 +125,10 @@ def _found(
 def _recognised(
     config: Mapping[str, Any], tensors: Any, where: str, root: str
 ) -> tuple[Any, list[str], list[Any]]:
-    """The first architecture of a family that the tensors fit, where the configuration names none.
+    """(model, keys that transformers does not read, matched links) if no architecture is named.
 
-    Also the keys that transformers does not read, and the links. Heads come before bare models.
+    The model has the first architecture of the family that fits the tensors. Architectures with a
+    head are tried before bare models.
     """
     family, errors = _family(config, where), []
     for name in family.heads:
@@ -138,7 +145,7 @@ def _recognised(
 
 
 def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.llama2c.Mapped]:
-    """A configuration, where it is, and the tensors."""
+    """(path of the configuration, configuration, tensors) of a folder or file."""
     require_model(root)
     if root.is_dir():
         where = root / files.CONFIG
@@ -147,15 +154,17 @@ def _opened(root: Path) -> tuple[str, dict[str, Any], files.Tensors | families.l
 
 
 def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
-    """Write a model as transformers loads it: model.safetensors and config.json.
+    """Write model.safetensors and config.json, for transformers to load.
 
-    And generation_config.json, where the model was loaded with one.
-    A model of llama2.c is written to a file of that name, as it was read.
+    If the model was loaded with a generation_config.json, it is written too. `Tokenizer.save`
+    writes the files of the tokenizer.
 
-    The model is one that `load` or `model` made; params may lie on any backend. An interrupted
-    write leaves the old files, and the folder may be the one that was loaded from. The tokenizer's
-    files are not the model's: see `Tokenizer.save`. ValueError for another model, or params that
-    are not the model's.
+    model: from `load` or `model`. A llama2.c model is written to one file called `folder`.
+    params: on any backend.
+    folder: may be the one that the model was loaded from. An interrupted write leaves the old
+        files.
+
+    ValueError for another model, or for params of another model.
     """
     arrays = tensors_of(model, params)
     if model.hf_config["model_type"] == families.llama2c.MODEL_TYPE:
@@ -169,10 +178,9 @@ def save(model: Any, params: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
-    """Parameters, or gradients, by the names and in the layouts of the model's family.
+    """Parameters, or gradients, on the host, with the names and layouts of the model's family.
 
-    Frozen parameters are written like others. On the host, as views where that can be. ValueError
-    as `save`.
+    Frozen parameters are included. Arrays are views if possible. Raises as `save` does.
     """
     links = links_of(model)
     like, leaves = shapes_of(model), tree.flatten(tree.thaw(params))
@@ -190,9 +198,11 @@ def tensors_of(model: Any, params: Any) -> dict[str, np.ndarray]:
 
 
 def links_of(model: Any, *, in_memory: bool = False) -> list[Link]:
-    """How the tensors of the model's family stand for its parameters. ValueError as `save`.
+    """The links between the tensors of the model's family and its parameters.
 
-    in_memory: by the names that transformers has in memory, not in files.
+    in_memory: use the names that transformers has in memory, instead of those in files.
+
+    Raises as `save` does.
     """
     if getattr(model, "hf_config", None) is None:
         raise ValueError(
@@ -205,7 +215,7 @@ def links_of(model: Any, *, in_memory: bool = False) -> list[Link]:
 
 
 def host_of(leaf: Any) -> np.ndarray:
-    """A parameter as an array of NumPy."""
+    """A parameter as a NumPy array."""
     return leaf if isinstance(leaf, np.ndarray) else backends.backend_of(leaf).to_numpy(leaf)
 
 
@@ -231,7 +241,7 @@ def _read(
     dtype: str,
     progress: Callable[[str, int, int], Any] | None,
 ) -> Any:
-    """The parameters on a backend, the largest tensor first: see `files.Tensors`."""
+    """The parameters on a backend. The largest tensor is read first, see `files.Tensors`."""
     largest = {name: -i for i, name in enumerate(tensors)}
     matched = sorted(matched, key=lambda pair: -max(largest[name] for name in pair[1]))
     leaves: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""One safetensors file: checked before it is read, mapped into memory when it is.
+"""One safetensors file: checked, then mapped into memory.
 
-It holds 8 bytes with the length of its header, the header in JSON (name -> dtype, shape, place) and
-the data.
+The file has 8 bytes with the length of the header, the header in JSON (name -> dtype, shape,
+offsets), and the data.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from xformer.pretrained.reading import PretrainedError, opened, parse_json
 HEADER_LIMIT = 4 << 20  # bytes: some 30,000 tensors in one file, read in about half a second
 MAX_AXES, MAX_ELEMENTS = 8, 1 << 40
 PIECE = 1 << 20  # elements converted at a time
-AT_ONCE = 1 << 16  # bytes that Linux maps where one of them is asked for
+AT_ONCE = 1 << 16  # bytes that Linux maps for each page fault
 
-DTYPES: dict[str, np.dtype[Any]] = {  # that weights may have; NumPy has no BF16, half a float32
+DTYPES: dict[str, np.dtype[Any]] = {  # of weights; NumPy has no BF16, the high half of a float32
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -33,7 +33,7 @@ DTYPES: dict[str, np.dtype[Any]] = {  # that weights may have; NumPy has no BF16
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file, which is mapped: bytes start to end of `data`."""
+    """A tensor in a memory-mapped file: the bytes from `start` to `end` of `data`."""
 
     name: str
     path: Path
@@ -44,10 +44,10 @@ class Tensor(NamedTuple):
     end: int
 
     def read(self, dtype: str) -> np.ndarray:
-        """The tensor as `dtype`: a read-only view of the file where that is its type, or a copy.
+        """The tensor as `dtype`: a read-only view of the file if that is its type, else a copy.
 
-        ValueError unless `dtype` is a floating-point type; PretrainedError where the tensor holds
-        no floating-point numbers, or some too large for `dtype`.
+        ValueError unless `dtype` is a floating-point type. PretrainedError if the tensor is not of
+        a floating-point type, or a number is too large for `dtype`.
         """
         wanted = np.dtype(dtype)
         if wanted.kind != "f":
@@ -58,7 +58,7 @@ class Tensor(NamedTuple):
         return raw.reshape(self.shape)
 
     def equals(self, other: Tensor) -> bool:
-        """Whether both hold the same numbers, in whichever types, NaN like NaN. Takes no memory."""
+        """Whether both have the same numbers, in any types. NaN equals NaN. It works in pieces."""
         a, b = self._raw(), other._raw()
         if self.shape != other.shape:
             return False
@@ -69,18 +69,18 @@ class Tensor(NamedTuple):
         return True
 
     def _wide(self, raw: np.ndarray, piece: slice) -> np.ndarray:
-        """A piece as float64, which holds all that may be in it; the file is let go of."""
+        """A piece as float64, which represents all types exactly. Its pages are released."""
         out = np.empty(len(raw[piece]))
         _convert(raw[piece], out, self.dtype)
         self._let_go_of(piece, raw.itemsize)
         return out
 
     def release(self) -> None:
-        """Let go of the memory that holds the tensor; views of it read the file again."""
+        """Release the memory pages of the tensor. Views of it read the file again."""
         self._let_go(self.start, self.end)
 
     def _raw(self) -> np.ndarray:
-        """The numbers as they lie in the file; PretrainedError for what is no floating-point."""
+        """The numbers as stored in the file. PretrainedError unless they are floating-point."""
         if self.dtype not in DTYPES:
             raise PretrainedError(
                 f"{self.path}: {self.name!r} must be one of {', '.join(DTYPES)} to be read as "
@@ -93,7 +93,7 @@ class Tensor(NamedTuple):
         return np.frombuffer(self.data, stored, count, self.start)
 
     def _converted(self, raw: np.ndarray, wanted: np.dtype[Any]) -> np.ndarray:
-        """In pieces, and letting go of them: nothing but the result stays in memory."""
+        """A copy as `wanted`. It releases each piece of the file, so only the copy uses memory."""
         out = np.empty(raw.shape, wanted)
         try:
             for start in range(0, len(raw), PIECE):
@@ -116,7 +116,10 @@ class Tensor(NamedTuple):
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name; FileNotFoundError, or PretrainedError where it is damaged."""
+    """The tensors of a file by name.
+
+    FileNotFoundError if there is no file, PretrainedError if it is damaged.
+    """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -140,38 +143,39 @@ def open_file(path: Path) -> dict[str, Tensor]:
 
 
 def fetch(data: mmap.mmap) -> None:
-    """Have all of a file at hand soon, by another thread: a gigabyte in the cache takes 40 ms."""
+    """Start a thread that reads all of a file. It takes 40 ms for a gigabyte in the page cache."""
     places = np.frombuffer(data, np.uint8)[::AT_ONCE]
     others = _other_cores()
 
     def read() -> None:
         if others:
             with suppress(OSError):
-                os.sched_setaffinity(0, others)  # of this thread alone
+                os.sched_setaffinity(0, others)  # for this thread only
         places.max()
 
-    with suppress(RuntimeError):  # where there can be no more threads, whoever needs it reads it
+    with suppress(RuntimeError):  # without a further thread, the first access reads the file
         threading.Thread(target=read, daemon=True).start()
 
 
 def _other_cores() -> set[int]:
-    """Those that the program may use, without the one that it is on; Linux alone tells.
+    """The cores that the program may use, except the current one. Empty outside Linux.
 
-    A new thread begins there, and would take turns with its maker while OpenBLAS's threads, as new,
-    keep other cores busy with waiting: a start of two cores would take a tenth longer.
+    A new thread starts on the current core and would share it with its parent, while the new
+    threads of OpenBLAS keep the other cores busy with waiting. On two cores the start would take
+    10 % longer.
     """
     try:
         stat = Path("/proc/thread-self/stat").read_text(encoding="ascii", errors="replace")
-        core = stat.rpartition(")")[2].split()[39 - 3]  # of proc(5)'s fields, from the third on
+        core = stat.rpartition(")")[2].split()[39 - 3]  # field 39 of proc(5); the list starts at 3
         return os.sched_getaffinity(0) - {int(core)}
-    except (AttributeError, OSError, IndexError, ValueError):  # another system's, or a stand-in
+    except (AttributeError, OSError, IndexError, ValueError):  # another system, or no real /proc
         return set()
 
 
 def _tensor(name: str, entry: Any, path: Path, data: mmap.mmap, base: int) -> Tensor:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     start, end = (base + offset for offset in entry["data_offsets"])
-    # More axes or sizes (beside one that is 0) than NumPy has arrays for.
+    # NumPy limits the number of axes and elements, even if one size is 0.
     fits = len(shape) <= MAX_AXES and math.prod(max(size, 1) for size in shape) <= MAX_ELEMENTS
     fits = fits and base <= start <= end <= len(data)
     if fits and dtype in DTYPES:
@@ -185,7 +189,7 @@ def _tensor(name: str, entry: Any, path: Path, data: mmap.mmap, base: int) -> Te
 
 
 def _convert(raw: np.ndarray, out: np.ndarray, dtype: str) -> None:
-    """`raw`, of the file's type `dtype`, into `out`; FloatingPointError where it does not fit."""
+    """Convert `raw`, of the file's type `dtype`, into `out`. FloatingPointError on overflow."""
     if dtype == "BF16":
         raw = (raw.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(all="ignore", over="raise"):

@@ -1,4 +1,4 @@
-"""Which tensor of a model's files is which parameter, under all names that a file may use."""
+"""Matching of the tensors in a model's files to parameters, under all names that files use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from xformer.pretrained.reading import PretrainedError, listed
 
 
 def head_of(family: Family, config: Mapping[str, Any], where: str) -> str:
-    """What stands on top of the model."""
+    """The head of the model that the configuration names, as in `Family.heads`.
+
+    PretrainedError unless it names one architecture of the family.
+    """
     names = config.get("architectures")
     if not family.heads and names is None:
         return "hidden"
@@ -27,7 +30,7 @@ def head_of(family: Family, config: Mapping[str, Any], where: str) -> str:
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters by name."""
+    """Name -> shape of each parameter."""
     return {name: leaf.shape for name, leaf in tree.flatten(model.init_from(Shapes())).items()}
 
 
@@ -38,10 +41,12 @@ def links_for(
     bare: bool,
     is_there: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Link]:
-    """The links whose leaves the model has; a bare model's names are without the prefix.
+    """The links whose leaves the model has.
 
-    is_there: whether a file has a tensor. Names that transformers 5 uses in memory alone replace
-    the family's, where a file has all tensors of a link.
+    like: the parameters by name.
+    bare: the model has no head, so names in its file have no prefix.
+    is_there: whether a file has a tensor. If a file has all tensors of a link under the names that
+        transformers 5 uses in memory, these names are used.
     """
 
     def named(links: Iterable[Link]) -> Iterator[Link]:
@@ -67,7 +72,10 @@ def links_for(
 def matched_links(
     family: Family, model: Any, tensors: files.Tensors | families.llama2c.Mapped, where: str
 ) -> list[tuple[Link, list[str]]]:
-    """The links, each with its names in the files; PretrainedError that lists what does not fit."""
+    """The links, each with the names of its tensors in the files.
+
+    PretrainedError lists the tensors that are missing, misshapen or unexpected.
+    """
     n_layers = sum(len(getattr(model, part, ())) for part in ("blocks", "encoder", "decoder"))
     if getattr(model, "n_shared_layer_groups", None) is None and n_layers > len(tensors):
         raise PretrainedError(
@@ -84,12 +92,12 @@ def matched_links(
         for name, shape in link.shapes(like).items():
             there = found[name]
             if there is None:
-                missing.append(names.used.get(name, name))  # it stands in for the one it repeats
+                missing.append(names.used.get(name, name))  # it was used for the one it repeats
             elif tensors.shape(there) != shape:
                 misshapen.append(f"{there} (wanted {shape}, got {tensors.shape(there)})")
         matched.append((link, [name for name in found.values() if name is not None]))
         if len(missing) > 2 * len(tensors) + 1000:
-            break  # a configuration of millions of experts: enough is known
+            break  # for a configuration of millions of experts the message has enough names
     parts = (("missing", missing), ("misshapen", misshapen), ("unexpected", names.unexpected()))
     if what := "; ".join(f"{len(names)} {word}: {listed(names)}" for word, names in parts if names):
         raise PretrainedError(f"{where}: tensors are not those that config.json describes: {what}")
@@ -97,19 +105,19 @@ def matched_links(
 
 
 class _Names:
-    """The names of the files' tensors, as they have been spelled over the years."""
+    """The names of the tensors in the files, with the spellings of older versions."""
 
     def __init__(
         self, family: Family, tensors: files.Tensors | families.llama2c.Mapped, where: str
     ) -> None:
         self.family, self.tensors, self.where = family, tensors, where
-        self.used: dict[str, str] = {}  # name in the files -> the one that it is taken for
+        self.used: dict[str, str] = {}  # name in the files -> current name
         self.repeated: dict[str, list[str]] = {}
         for name, of in family.tied.items():
             self.repeated.setdefault(of, []).append(name)
 
     def find(self, name: str) -> str | None:
-        """The name in the files of the tensor that is now called `name`."""
+        """The name in the files of the tensor whose current name is `name`; None if missing."""
         for spelled in self._spellings(name):
             if spelled in self.tensors and spelled not in self.used:
                 self.used[spelled] = name
@@ -117,17 +125,17 @@ class _Names:
         return None
 
     def is_there(self, name: str) -> bool:
-        """Whether the files have that tensor, under any spelling of its name."""
+        """Whether the files have the tensor `name`, under any spelling."""
         return any(spelled in self.tensors for spelled in self._spellings(name))
 
     def _spellings(self, name: str) -> Iterator[str]:
         prefix = self.family.prefix
         full = name if name.startswith(prefix) else prefix + name
-        # What lies outside the prefix is repeated under its plain name: a masked LM's bias.
+        # Tensors without the prefix are repeated under their plain name: the bias of a masked LM.
         repeated = {*self.repeated.get(name, ()), *self.repeated.get(full, ())}
         for same in (name, *sorted(repeated)):
             yield same
-            # A base model's file in the place of a whole model's, or the other way round.
+            # The file may be of a base model although the model has a head, or vice versa.
             other = same.removeprefix(prefix)
             yield other if other != same else prefix + same
         for new, old in (
@@ -138,7 +146,7 @@ class _Names:
                 yield from self._spellings(name.removesuffix(new) + old)
 
     def unexpected(self) -> list[str]:
-        """Names that nobody asked for, but for repetitions, which are compared, and buffers."""
+        """Names that no link uses, without buffers and exact repetitions of other tensors."""
         rest = [name for name in self.tensors if name not in self.used]
         rest = [name for name in rest if not self._is_repetition(name)]
         rest = [n for n in rest if not any(re.fullmatch(p, n) for p in self.family.buffers)]

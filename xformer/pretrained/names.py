@@ -1,10 +1,10 @@
-"""How the tensors of a file stand for the parameters of a model: names, and layouts.
+"""Links between the tensors of a file and the parameters of a model: names and layouts.
 
     linear("model.layers.0.self_attn.q_proj", "stack.blocks.0.attn.q")
 
-says that `...q_proj.weight`, (O, I) in the file, is the transposed leaf `...attn.q.w`, and
-`...q_proj.bias` the leaf `...attn.q.b`, where the model has one. A family lists such links for all
-that its models may have; those whose leaves a model does not have are left out.
+says that `...q_proj.weight`, (O, I) in the file, is the transposed leaf `...attn.q.w`. If the model
+has a bias, `...q_proj.bias` is the leaf `...attn.q.b`. A family lists the links for all parameters
+that its models can have. Links to leaves that a model lacks are skipped.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ Arrays = dict[str, np.ndarray]
 
 
 class Link(NamedTuple):
-    """One tensor and one leaf; or one tensor that is several leaves; or several that are one leaf.
+    """A link between one tensor and one leaf, one tensor and several, or several and one leaf.
 
-    theirs: names of tensors   ours: dotted names of leaves. flip: the last two axes change places.
-    One tensor for several leaves (queries, keys, values), all equally wide: side by side along the
-    last axis of ours, within each of `groups` equal parts of it. stack: one tensor for each row of
-    one leaf (experts), be it a single one.
+    theirs: names of tensors.
+    ours: dotted names of leaves. Several leaves (queries, keys, values) must be equally wide. The
+        tensor has them side by side along their last axis, within each of its `groups` equal parts.
+    flip: the last two axes are exchanged.
+    stack: there is one tensor for each row of one leaf (experts), even if there is only one row.
     """
 
     theirs: tuple[str, ...]
@@ -34,7 +35,7 @@ class Link(NamedTuple):
     stack: bool = False
 
     def shapes(self, leaves: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Shapes of the tensors, from those of the leaves."""
+        """Name -> shape of each tensor, from the shapes of the leaves."""
         shape = leaves[self.ours[0]]
         if self.stack:
             shape = shape[1:]
@@ -45,7 +46,7 @@ class Link(NamedTuple):
         return dict.fromkeys(self.theirs, shape)
 
     def read(self, tensors: list[np.ndarray]) -> Arrays:
-        """The leaves, as views where that can be."""
+        """The leaves by name, as views if possible."""
         own = [t.swapaxes(-1, -2) if self.flip else t for t in tensors]
         if self.stack:
             return {self.ours[0]: np.stack(own)}
@@ -60,7 +61,7 @@ class Link(NamedTuple):
         return dict(zip(self.ours, parts, strict=True))
 
     def write(self, leaves: list[np.ndarray]) -> Arrays:
-        """The tensors, as views where that can be: the inverse of `read`."""
+        """The tensors by name, as views if possible: the inverse of `read`."""
         if self.stack:
             tensors = list(leaves[0])
         elif len(self.ours) == 1:
@@ -77,35 +78,41 @@ Links = Iterator[Link]
 
 
 def same(theirs: str, ours: str) -> Links:
-    """A tensor that is a leaf."""
+    """The link of a tensor to a leaf of the same layout."""
     yield Link((theirs,), (ours,))
 
 
 def linear(theirs: str, ours: str, *, flip: bool = True) -> Links:
-    """A linear map; flip: torch's `nn.Linear` has (O, I), GPT-2's `Conv1D` has not."""
+    """The links of a linear map.
+
+    flip: the file has (O, I), as torch's `nn.Linear`, and not (I, O), as GPT-2's `Conv1D`.
+    """
     yield Link((f"{theirs}.weight",), (f"{ours}.w",), flip)
     yield Link((f"{theirs}.bias",), (f"{ours}.b",))
 
 
 def norm(theirs: str, ours: str) -> Links:
-    """A normalisation."""
+    """The links of a norm."""
     yield Link((f"{theirs}.weight",), (f"{ours}.w",))
     yield Link((f"{theirs}.bias",), (f"{ours}.b",))
 
 
 def attention(theirs: str, ours: str, q: str, k: str, v: str, o: str) -> Links:
-    """Four linear maps under a common name."""
+    """The links of the four linear maps of attention. q, k, v, o: their names under `theirs`."""
     for name, leaf in ((q, "q"), (k, "kv.k"), (v, "kv.v"), (o, "o")):
         yield from linear(f"{theirs}.{name}", f"{ours}.{leaf}")
 
 
 def fused(weight: str, bias: str, ours: str, *, flip: bool = True, groups: int = 1) -> Links:
-    """Queries, keys and values in one linear map; groups: of heads, each with its own three."""
+    """The links of one linear map for queries, keys and values.
+
+    groups: of heads; the file has queries, keys and values of a group side by side.
+    """
     leaves = [f"{ours}.{leaf}" for leaf in ("q", "kv.k", "kv.v")]
     yield Link((weight,), tuple(f"{leaf}.w" for leaf in leaves), flip, groups)
     yield Link((bias,), tuple(f"{leaf}.b" for leaf in leaves), groups=groups)
 
 
 def experts(theirs: list[str], ours: str) -> Links:
-    """One linear map of each expert, without biases, in one leaf (E, I, O)."""
+    """The link of the experts' linear maps, without biases, to one leaf (E, I, O)."""
     yield Link(tuple(f"{name}.weight" for name in theirs), (ours,), flip=True, stack=True)

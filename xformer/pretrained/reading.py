@@ -1,7 +1,7 @@
-"""Files of unknown origin: opened only where it is safe, read only as far as a limit.
+"""Safe reading of files of unknown origin, with limits on their size.
 
-A model is a folder, and every file of it must lie in that folder. A symbolic link out of it is
-refused, except in the Hub cache's own layout, where every downloaded model is made of such links:
+A model is a folder, and all its files must be in that folder. A symbolic link to a file outside is
+refused, except in the layout of the Hub cache, in which the files of a model are links:
 
     <repo>/snapshots/<revision>/file -> <repo>/blobs/<hash>
     <repo>/blobs/<hash> -> <cache>/blobs/<its first 2 digits>/<64 digits>    (blobs shared by repos)
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 JSON_LIMIT = 1 << 20  # bytes of a configuration
 DIGITS = 400  # of a number
-MAX_DEPTH = 64  # of objects and lists in one another
+MAX_DEPTH = 64  # of nested objects and lists
 LONG_NUMBER = re.compile(rf"[0-9]{{{DIGITS + 1}}}")
 MESSAGE = 1000  # characters
 POINTER = b"version https://git-lfs"  # the first bytes of what git stores in place of large files
@@ -30,26 +30,26 @@ PAGE = b"<!DOCTYPE HTML"
 
 
 class PretrainedError(ValueError):
-    """A file of a model is damaged, hostile or not supported; the message names it and what."""
+    """A file of a model is damaged, hostile or not supported. The message names the file."""
 
     def __init__(self, message: str) -> None:
-        # Parts of it may come from the file, by way of libraries: nothing that acts on a terminal.
+        # Parts of the message may come from the file: remove characters that control a terminal.
         clean = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[:MESSAGE])
         super().__init__(clean + "..." * (len(message) > MESSAGE))
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file, open for reading.
+    """A context with the file, open for reading.
 
-    FileNotFoundError where there is none, PretrainedError unless it is a regular file that lies in
-    the folder that it is named in.
+    FileNotFoundError if there is no file. PretrainedError unless it is a regular file in the folder
+    of `path`.
     """
     if not os.path.lexists(path):
         raise FileNotFoundError(f"there is no file {path}")
     real = _inside(path)
-    # A pipe or a device would hang, or act, on being opened: looked at before and, as it may have
-    # been exchanged meanwhile, after.
+    # Opening a pipe or a device would hang or have an effect, so the file is checked before. It is
+    # checked again after, as it may have been replaced in between.
     _require_regular(os.lstat(real), path)
     flags = os.O_RDONLY
     for flag in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK"):
@@ -61,7 +61,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The contents of a file, refused as `opened` does and where it holds more than `limit`."""
+    """The bytes of a file. Raises as `opened` does, and PretrainedError for more than `limit`."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -70,7 +70,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """As `read_bytes`, without a byte order mark; PretrainedError unless it is UTF-8."""
+    """The text of a file without a byte order mark.
+
+    Raises as `read_bytes` does, and PretrainedError unless it is UTF-8.
+    """
     try:
         return read_bytes(path, limit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -78,12 +81,12 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_json(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """The JSON object in a file: UTF-8, no key twice, every number finite."""
+    """The JSON object in a file. It must be UTF-8, without repeated keys or non-finite numbers."""
     return parse_json(read_text(Path(path), limit), Path(path))
 
 
 def read_json_list(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> list[Any]:
-    """As `read_json`, the JSON array in a file."""
+    """The JSON array in a file, with the same restrictions as for `read_json`."""
     data = _parsed(read_text(Path(path), limit), Path(path))
     if not isinstance(data, list):
         raise PretrainedError(f"{path}: must hold a JSON array, got {type(data).__name__}")
@@ -91,17 +94,17 @@ def read_json_list(path: str | os.PathLike[str], limit: int = JSON_LIMIT) -> lis
 
 
 def parse_json(text: str, path: Path) -> dict[str, Any]:
-    """The JSON object in `text`, which came from `path`."""
+    """The JSON object in `text`. path: its file, for messages."""
     data = _parsed(text, path)
     if not isinstance(data, dict):
         raise PretrainedError(f"{path}: must hold a JSON object, got {type(data).__name__}")
-    if _deeper(data, MAX_DEPTH):  # than Python could copy or print
+    if _deeper(data, MAX_DEPTH):  # Python could not copy or print it
         raise PretrainedError(f"{path}: objects and lists lie more than {MAX_DEPTH} deep")
     return data
 
 
 def _parsed(text: str, path: Path) -> Any:
-    if LONG_NUMBER.search(text):  # Python would take long over it
+    if LONG_NUMBER.search(text):  # Python would take long to parse it
         raise PretrainedError(f"{path}: no number may have more than {DIGITS} digits")
     try:
         return json.loads(
@@ -112,14 +115,14 @@ def _parsed(text: str, path: Path) -> Any:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first names, quoted as they came from a file, and how many more there are."""
+    """Text: the first five names, quoted, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
     return ", ".join(f"{name!r:.100}" for name in ordered[:5]) + more
 
 
 def _inside(path: Path) -> Path:
-    """The real place of `path`, which must lie in the folder that `path` names."""
+    """The real path of `path`. PretrainedError unless it is in the folder of `path`."""
     try:
         folder = Path(os.path.realpath(path.parent, strict=True))
         real = Path(os.path.realpath(path, strict=True))

@@ -1,4 +1,4 @@
-"""The rotary embedding in a config.json, as transformers 4 and 5 write it."""
+"""RoPE in a config.json, as transformers 4 and 5 write it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def rope(
     share: float | None = None,
     names: Mapping[str, str] = {},
 ) -> RopeConfig:
-    """The rotary embedding of heads of `width` channels, in a model for `max_len` tokens.
+    """The RoPE configuration of heads of `width` channels, in a model for `max_len` tokens.
 
-    Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4),
-    and beside them `partial_rotary_factor` and `original_max_position_embeddings`; what is absent
-    is as in transformers 5.23 (`modeling_rope_utils.py`).
-    theta, share: the family's own base, and the share of channels that it turns. A family without
-    a share turns all channels, and its configuration must not give another one.
-    names: what the family calls `rope_theta` and `partial_rotary_factor` beside the parameters.
+    It reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers
+    4), and also `partial_rotary_factor` and `original_max_position_embeddings`. Defaults are those
+    of transformers 5.23 (`modeling_rope_utils.py`).
+
+    theta: the default base of the family.
+    share: the default fraction of channels that the family rotates. None: it rotates all channels,
+        and its configuration must not have another value.
+    names: the family's names of `rope_theta` and `partial_rotary_factor` outside the parameters.
+
     Raises PretrainedError.
     """
     part = _part(c)
@@ -51,7 +54,7 @@ def rope(
 
 
 def _options(kind: str, c: Config, part: Config, max_len: int, width: int) -> dict[str, Any]:
-    """What each scaling reads; keys that it does not know are left for `finish` to refuse."""
+    """The options of a scaling of kind `kind`. `finish` refuses keys that it does not read."""
     options: dict[str, Any] = {}
     if kind in ("linear", "dynamic", "llama3"):
         options["factor"] = part.number("factor")
@@ -59,7 +62,7 @@ def _options(kind: str, c: Config, part: Config, max_len: int, width: int) -> di
         options["max_len"] = max_len
     if kind == "llama3":
         options |= {name: part.number(name) for name in ("low_freq_factor", "high_freq_factor")}
-    c.integer(ORIGINAL, default=None)  # others may have it too, and no use for it
+    c.integer(ORIGINAL, default=None)  # other kinds may have it too, without effect
     if kind in ("yarn", "llama3", "longrope"):
         part.integer(ORIGINAL, default=None)
         options["original_max_len"] = int(_agreed(c, part, ORIGINAL, max_len))
@@ -80,9 +83,9 @@ def _options(kind: str, c: Config, part: Config, max_len: int, width: int) -> di
 
 
 def _part(c: Config) -> Config:
-    """The object with the parameters: empty where there is none."""
+    """The object with the parameters; empty if there is none."""
     names = ("rope_parameters", "rope_scaling")
-    c.ignore(*names)  # null and {} say nothing
+    c.ignore(*names)  # null and {} have no effect
     given = [name for name in names if c.data.get(name) not in (None, {})]
     if len(given) == 2 and c.data[given[0]] != c.data[given[1]]:
         raise c.refused("rope_scaling", "absent, or as rope_parameters")
@@ -93,7 +96,7 @@ def _part(c: Config) -> Config:
 
 
 def _of_all_layers(c: Config, name: str, part: Config) -> Config:
-    """The parameters, which may be given once for each type of layer."""
+    """The parameters. The file may have them once for each type of layer; they must be equal."""
     types = [key for key, value in part.data.items() if isinstance(value, dict)]
     if not types:
         return part
@@ -106,9 +109,9 @@ def _of_all_layers(c: Config, name: str, part: Config) -> Config:
 def _agreed(
     c: Config, part: Config, name: str, default: float, names: Mapping[str, str] = {}
 ) -> Any:
-    """A number that may be given beside the parameters or among them."""
+    """A number that may be among the parameters or outside; if it is in both, they must agree."""
     outer = c.number(names.get(name, name), default=None)
-    if name in names:  # transformers 4 repeats it, and reads the family's own
+    if name in names:  # transformers 4 writes it too, but reads the family's name
         c.only(name, default if outer is None else outer)
     inner = part.number(name, default=outer)
     if outer is not None and inner != outer:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer that lies beside a model."""
+"""Encoding of text to token ids and decoding, with the tokenizer in a model's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xformer.pretrained.config import Config
 from xformer.pretrained.tokenizer_config import CONFIG, MAX_ID, content, settings
 from xformer.pretrained.vocabularies import build, translated
 
-# Names to look for where no tokenizer_config.json says which tokens these are.
+# Names to look for if no tokenizer_config.json names these tokens.
 USUAL = {
     "bos_token": ("<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>"),
     "eos_token": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
@@ -28,10 +28,14 @@ USUAL = {
 def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a folder, or of one of its files.
 
-    Looks for `tokenizer.json`; `vocab.json` with `merges.txt` (GPT-2, RoBERTa); `vocab.txt`
-    (BERT's WordPiece); llama2.c's `tok*.bin`. Needs the package `tokenizers` (extra `hf`,
-    ImportError). FileNotFoundError where there is none of them, PretrainedError where one is
-    damaged or not supported.
+    It looks for these files, in this order:
+    - `tokenizer.json`
+    - `vocab.json` with `merges.txt` (GPT-2, RoBERTa)
+    - `vocab.txt` (BERT's WordPiece)
+    - `tok*.bin` of llama2.c
+
+    ImportError without the package `tokenizers` (extra `hf`). FileNotFoundError if there is none of
+    these files, PretrainedError if one is damaged or not supported.
     """
     place = Path(path)
     config = settings(place if place.is_dir() else place.parent)
@@ -40,12 +44,14 @@ def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 class Tokenizer:
-    """Encodes and decodes; bos_id, eos_id, pad_id, mask_id are None where there is no such token.
+    """A tokenizer, which encodes text to ids and decodes ids to text.
 
-    vocab_size is one more than the largest id; special_ids are of tokens that are no text.
-    truncation_side: the end at which `batch` cuts long texts, "right" or "left".
-    guessed: kinds such as "eos_token" that no file names. The token of the class is taken, or a
-    usual name of the vocabulary.
+    bos_id, eos_id, pad_id, mask_id: ids of these tokens; None if there is no such token.
+    vocab_size: one more than the largest id.
+    special_ids: ids of special tokens, which are not text.
+    truncation_side: the end at which `batch` truncates long texts, "right" or "left".
+    guessed: kinds such as "eos_token" that no file names. For them the token of the class is used,
+        or a usual name in the vocabulary.
     """
 
     def __init__(
@@ -60,7 +66,7 @@ class Tokenizer:
             "truncation_side", choices=("right", "left"), default=side
         )
         inner.encode_special_tokens = config.flag("split_special_tokens", default=False)
-        inner.no_truncation()  # a file may ask for them; here the caller does
+        inner.no_truncation()  # a file may enable truncation and padding; here the caller decides
         inner.no_padding()
         self._inner, self._where = inner, where
         self._tokens = {kind: self._token(kind, config, usual) for kind in USUAL}
@@ -73,25 +79,28 @@ class Tokenizer:
 
     @property
     def split_special_tokens(self) -> bool:
-        """Whether the name of a special token in a text is text, and not that token."""
+        """Whether the name of a special token in a text is encoded as text."""
         return bool(self._inner.encode_special_tokens)
 
     @property
     def where(self) -> str:
-        """The folder or the file that it was read from."""
+        """The folder or the file from which the tokenizer was read."""
         return self._where
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text, with the tokens that the model wants before and after it.
+        """The ids of a text, with the model's special tokens before and after it.
 
-        special: False leaves those out, for a part of a text.
+        special: False omits the special tokens, for a part of a text.
         """
         with translated(self._where):
             ids: list[int] = self._inner.encode(_checked(text), add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, without special tokens and ids that the tokenizer does not know."""
+        """The text of ids, without special tokens and unknown ids.
+
+        ValueError for an id outside [0, 2^31).
+        """
         numbers = [int(i) for i in ids]
         if any(not 0 <= i < MAX_ID for i in numbers):
             raise ValueError(
@@ -102,18 +111,23 @@ class Tokenizer:
         return text
 
     def token(self, i: int) -> str | None:
-        """How the vocabulary spells an id; None for one that it does not know."""
+        """The token of an id in the vocabulary; None for an unknown id."""
         spelling: str | None = self._inner.id_to_token(i)
         return spelling
 
     def batch(
         self, texts: Sequence[str], *, side: str = "right", max_len: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids (B, T) int64, as long as the longest text, and a mask (B, T), True for its tokens.
+        """(ids, mask) of texts: ids (B, T) int64, and mask (B, T), True for tokens.
 
-        side: where shorter texts are padded, "right" or "left", with pad_id; where there is none,
-        with eos_id or 0, which the mask hides. max_len: longer texts are cut at truncation_side;
-        special tokens before and after them stay. ValueError, TypeError for other arguments.
+        T is the length of the longest text. The padding is pad_id, or eos_id or 0 if there is none.
+
+        side: the side of the padding, "right" or "left".
+        max_len: longer texts are truncated at truncation_side; special tokens before and after the
+            text stay. None: no limit.
+
+        ValueError for another side, and if max_len has no room for text. TypeError for a single
+        text.
         """
         self._require(texts, side, max_len)
         rows = [self.encode(t) if max_len is None else self._cut(t, max_len) for t in texts]
@@ -148,9 +162,9 @@ class Tokenizer:
                 part.write_text(text, encoding="utf-8")
 
     def _cut(self, text: str, max_len: int) -> list[int]:
-        """The ids of a text, special tokens included, cut to max_len.
+        """The ids of a text with special tokens, truncated to max_len.
 
-        `enable_truncation` would cut what other threads encode meanwhile.
+        `enable_truncation` would also truncate the texts that other threads encode.
         """
         room = max_len - self._inner.num_special_tokens_to_add(False)
         with translated(self._where):
@@ -160,7 +174,7 @@ class Tokenizer:
         return ids
 
     def _token(self, kind: str, config: Config, usual: Mapping[str, str | None]) -> str | None:
-        """The token of a kind that the vocabulary has: configured, its class's, or a usual one."""
+        """The token of a kind if the vocabulary has it: configured, of the class, or usual."""
         names: Iterable[str | None] = USUAL[kind]
         if kind in config.data or kind in usual:
             names = [content(config, kind) if kind in config.data else usual[kind]]
@@ -178,7 +192,7 @@ class Tokenizer:
 
 
 def _checked(text: Any) -> str:
-    """The text; TypeError for another type, ValueError for half a surrogate pair."""
+    """The text. TypeError for another type, ValueError for half a surrogate pair."""
     if not isinstance(text, str):
         raise TypeError(f"encode: text must be a string, got {type(text).__name__}")
     if not text.isascii():

@@ -1,8 +1,8 @@
-"""What transformers' classes make of a vocabulary: how a text is normalised, split and surrounded.
+"""The tokenizer classes of transformers: normaliser, pre-tokeniser, decoder and post-processor.
 
-A class that is named beside tokenizer.json replaces these parts of tokenizer.json, as in
-transformers 5. It takes its settings from tokenizer_config.json. The vocabulary and the merges stay
-as in tokenizer.json, and so does the post-processor unless the class has one.
+As in transformers 5, a class named by the files replaces these parts of tokenizer.json. Its
+settings are in tokenizer_config.json. The vocabulary and the merges stay as in tokenizer.json. The
+post-processor stays too, unless the class has one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ Rules = Callable[[Any, Config], None]
 
 
 class Kind(NamedTuple):
-    """A class: its model of `tokenizers`, its tokens unless named, its rules.
+    """A tokenizer class.
 
-    rules set the normaliser, the pre-tokeniser and the decoder. around sets the post-processor;
-    None keeps the one of tokenizer.json. extra: more special tokens unless some are named.
+    model: the name of its model in `tokenizers`.
+    tokens: its tokens, unless the files name others.
+    rules: sets the normaliser, the pre-tokeniser and the decoder.
+    around: sets the post-processor; None keeps the one of tokenizer.json.
+    extra: returns further special tokens, unless the files name some.
     """
 
     model: str
@@ -46,7 +49,7 @@ class Kind(NamedTuple):
 
 
 def of_class(kind: Kind, source: Any, config: Config) -> Any:
-    """A tokenizer of a class with the model of another, and so far without added tokens."""
+    """A tokenizer of the class `kind` with the model of `source`, without its added tokens."""
     inner = package().Tokenizer(source.model)
     if (normalizer := _precompiled(source)) is not None:
         inner.normalizer = normalizer
@@ -59,7 +62,7 @@ def of_class(kind: Kind, source: Any, config: Config) -> Any:
 
 
 def with_id(inner: Any, config: Config, kind: str) -> tuple[str, int]:
-    """A token that a class needs, and its id. PretrainedError where there is none."""
+    """(token, id) of a token that a class needs. PretrainedError if there is none."""
     token = content(config, kind)
     if token is None:
         raise PretrainedError(f"{config.where}: {kind} must be a token, got None")
@@ -70,7 +73,7 @@ def with_id(inner: Any, config: Config, kind: str) -> tuple[str, int]:
 
 
 def ends(inner: Any, config: Config) -> None:
-    """The post-processor that add_bos_token and add_eos_token ask for."""
+    """Set the post-processor according to add_bos_token and add_eos_token."""
     tokens = {
         side: with_id(inner, config, f"{side}_token")
         for side in ("bos", "eos")
@@ -205,7 +208,10 @@ def _albert_ends(inner: Any, config: Config) -> None:
 
 
 def _pairs(inner: Any, *, of_pieces: bool = False, unknown: str | None = None) -> None:
-    """How byte pairs are merged: over bytes, or over pieces with bytes for unknown letters."""
+    """Set the options of byte-pair merging.
+
+    of_pieces: merge pieces, with bytes for unknown characters; False: merge bytes.
+    """
     model = inner.model
     model.unk_token, model.dropout = unknown, None
     model.fuse_unk = model.byte_fallback = of_pieces
@@ -227,9 +233,9 @@ def _require_unknown(inner: Any, config: Config, wanted: int) -> None:
 
 
 def require_agreement(inner: Any, config: Config) -> None:
-    """PretrainedError where BERT's normaliser in tokenizer.json has other settings than config.
+    """PretrainedError if BERT's normaliser in tokenizer.json has other settings than config.
 
-    For classes that are not in `KINDS`: nothing says whose settings count for them.
+    It is for classes that are not in `KINDS`, for which it is unknown whose settings count.
     """
     for part in _normalizers(inner):
         for key, theirs in BERT_KEYS.items():
@@ -238,7 +244,7 @@ def require_agreement(inner: Any, config: Config) -> None:
 
 
 def _normalizers(inner: Any) -> list[dict[str, Any]]:
-    """The normalisers of a tokenizer, as tokenizer.json has them."""
+    """The normalisers of a tokenizer, in the format of tokenizer.json."""
     if inner.normalizer is None:
         return []
     state = json.loads(inner.normalizer.__getstate__())
@@ -247,7 +253,7 @@ def _normalizers(inner: Any) -> list[dict[str, Any]]:
 
 
 def _precompiled(inner: Any) -> Any:
-    """The normaliser of tokenizer.json that SentencePiece made, None where there is none."""
+    """The precompiled normaliser of SentencePiece in tokenizer.json; None if there is none."""
     for part in _normalizers(inner):
         if part["type"] == "Precompiled":
             return package().normalizers.Precompiled(b64decode(part["precompiled_charsmap"]))
@@ -258,7 +264,7 @@ def _same(*kinds: str, token: str | None) -> dict[str, str | None]:
     return dict.fromkeys([f"{kind}_token" for kind in kinds], token)
 
 
-AROUND = (_bert_ends, _roberta_ends)  # what sets [CLS] and [SEP] around a text
+AROUND = (_bert_ends, _roberta_ends)  # post-processors that add [CLS] and [SEP] around a text
 
 KINDS = {
     "BertTokenizer": Kind(

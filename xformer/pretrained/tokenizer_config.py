@@ -1,6 +1,6 @@
-"""The files beside a vocabulary: which class the tokenizer is of, and which tokens it has.
+"""tokenizer_config.json and related files: the class of a tokenizer, and its tokens.
 
-docs/tokenizers.md lists the keys that are followed, that change no ids, and that are refused.
+docs/tokenizers.md lists the keys that are supported, that change no ids, and that are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMED = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "c
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 BY_ID = "added_tokens_decoder"
 
-# Classes by the model_type of config.json, where no file names a class.
+# model_type of config.json -> class, if no file names a class.
 REGISTERED = {
     "albert": "AlbertTokenizer",
     "bert": "BertTokenizer",
@@ -34,7 +34,7 @@ REGISTERED = {
     "roberta": "RobertaTokenizer",
     "t5": "T5Tokenizer",
 }
-GENERIC = ("mistral", "mixtral")  # tokenizer.json alone counts, whatever class is named
+GENERIC = ("mistral", "mixtral")  # only tokenizer.json counts, whatever class is named
 FIXED = ("qwen2",)  # the registered class counts, whatever class is named
 ALIASES = {
     **dict.fromkeys(
@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
 
 
 def package() -> Any:
-    """The package `tokenizers`; ImportError, which names the extra, without it."""
+    """The package `tokenizers`. ImportError, which names the extra, if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:
@@ -65,10 +65,10 @@ def package() -> Any:
 
 
 def settings(folder: Path) -> Config:
-    """`tokenizer_config.json`, and the older files as far as they count beside it.
+    """The settings of `tokenizer_config.json` and of the older files.
 
-    `special_tokens_map.json` wins, unless tokenizer_config.json has `added_tokens_decoder`: then
-    transformers reads neither the map nor `added_tokens.json`.
+    `special_tokens_map.json` has priority. If tokenizer_config.json has `added_tokens_decoder`,
+    neither the map nor `added_tokens.json` is read, as in transformers.
     """
     data: dict[str, Any] = {}
     if os.path.lexists(folder / CONFIG):
@@ -84,9 +84,9 @@ def settings(folder: Path) -> Config:
 
 
 def class_of(config: Config, folder: Path) -> tuple[str | None, bool]:
-    """The tokenizer's class without "Fast", and whether a file names it; None: no class counts.
+    """(class without "Fast" or None, whether a file names it) of the tokenizer in a folder.
 
-    config: the result of `settings`. The folder's config.json is read beside it.
+    config: the result of `settings`. The folder's config.json is read too.
     """
     path = folder / MODEL
     model = Config(read_json(path) if os.path.lexists(path) else {}, str(path))
@@ -102,9 +102,9 @@ def class_of(config: Config, folder: Path) -> tuple[str | None, bool]:
 
 
 def require_followed(config: Config, is_known: bool) -> None:
-    """PretrainedError for a key that changes ids in a way that is not followed.
+    """PretrainedError for a key that changes ids in a way that is not supported.
 
-    is_known: whether the tokenizer's class is one of transformers that we know.
+    is_known: whether the tokenizer's class is supported.
     """
     code = config.data.get("auto_map")
     if not is_known and (not isinstance(code, dict) or "AutoTokenizer" in code) and code:
@@ -120,7 +120,7 @@ def require_followed(config: Config, is_known: bool) -> None:
 
 
 def tokens_of(config: Config) -> Tokens:
-    """The tokens of the files."""
+    """The tokens that the files name."""
     keys = [key for key in config.data if key.endswith("_token")]
     named = {
         key: _named(config, key)
@@ -128,7 +128,7 @@ def tokens_of(config: Config) -> Tokens:
         if key in config.data and not isinstance(config.data[key], bool)  # add_bos_token
     }
     name = next((name for name in EXTRA if name in config.data), EXTRA[0])
-    # Of added_tokens.json transformers takes these tokens for special, and no others.
+    # In added_tokens.json only these tokens are special, as in transformers.
     special = {token.content for key in NAMED if (token := named.get(key))}
     listed_tokens = []
     if isinstance(config.data.get(name), dict):
@@ -142,7 +142,7 @@ def tokens_of(config: Config) -> Tokens:
 
 
 def content(config: Config, kind: str) -> str | None:
-    """The text of a token, which is given as such or as an object with `content`."""
+    """The text of a token. The file has it as a string, or as an object with `content`."""
     if isinstance(config.data.get(kind), dict):
         part = config.sub(kind)
         return None if part is None else part.text("content")
@@ -150,7 +150,7 @@ def content(config: Config, kind: str) -> str | None:
 
 
 def require_ids(config: Config, wanted: Mapping[int, Any], inner: Any) -> None:
-    """PretrainedError where added tokens have other ids than the files say."""
+    """PretrainedError if added tokens have other ids than in the files."""
     got = {token.content: inner.token_to_id(token.content) for token in wanted.values()}
     if wrong := {token.content: i for i, token in wanted.items() if got[token.content] != i}:
         text, i = next(iter(wrong.items()))
@@ -161,7 +161,7 @@ def require_ids(config: Config, wanted: Mapping[int, Any], inner: Any) -> None:
 
 
 def _added(text: str, **flags: bool) -> Any:
-    # The space before a mask belongs to it: models were trained so.
+    # The space before a mask belongs to the mask, as in the training of the models.
     usual = {"special": True, "normalized": False, "lstrip": text == "<mask>"}
     return package().AddedToken(text, **usual | flags)
 
@@ -175,7 +175,7 @@ def _named(config: Config, key: str) -> Any:
 
 
 def _token(part: Config, *, special: bool) -> Any:
-    """A token that is an object; special: unless it says so itself."""
+    """A token from an object. special: the default of its flag."""
     flags = {name: part.flag(name, default=False) for name in ("lstrip", "rstrip", "single_word")}
     flags["special"] = part.flag("special", default=special)
     flags["normalized"] = part.flag("normalized", default=not flags["special"])
@@ -195,7 +195,7 @@ def _listed(config: Config, name: str) -> Iterator[Any]:
 
 
 def _by_id(config: Config, special: Collection[str]) -> Iterator[tuple[int, Any]]:
-    """The ids and the tokens that were added to a vocabulary later."""
+    """(id, token) of each token that was added to the vocabulary."""
     parts = config.sub(BY_ID) or Config({})
     for i in parts.data:
         if not (i.isascii() and i.isdecimal() and int(i) < MAX_ID):

@@ -1,4 +1,4 @@
-"""The files that tokenizers come in, made into tokenizers of the package `tokenizers`."""
+"""Reading of tokenizer files into tokenizers of the package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CONVERT = (
 )
 
 
-# The tokenizer, and tokens by key that its class has unless a file names others.
+# The tokenizer, and the default tokens of its class by key.
 Built = tuple[Any, dict[str, str | None]]
 
 
@@ -63,7 +63,7 @@ def build(place: Path, config: Config) -> Built:
 
 @contextmanager
 def translated(where: object) -> Iterator[None]:
-    """The package's errors, among them panics of its Rust code, as PretrainedError."""
+    """A context that raises errors of the package, and its Rust panics, as PretrainedError."""
     try:
         yield
     except (PretrainedError, OSError):
@@ -75,11 +75,11 @@ def translated(where: object) -> Iterator[None]:
 
 
 def _whole(path: Path, config: Config) -> Built:
-    """tokenizer.json: as it is, or its vocabulary by the rules of a class of transformers."""
+    """The tokenizer of tokenizer.json, with the rules of a class of transformers if one counts."""
     text = read_text(path, LIMIT)
     source = package().Tokenizer.from_str(text)
     name, is_named = class_of(config, path.parent)
-    if name == "LlamaTokenizer" and '"ByteLevel"' in text:  # Llama 3 is of this class by name only
+    if name == "LlamaTokenizer" and '"ByteLevel"' in text:  # Llama 3 names it, but does not use it
         name = None
     kind = KINDS.get(name or "")
     if kind is not None and type(source.model).__name__ != kind.model:
@@ -94,13 +94,13 @@ def _whole(path: Path, config: Config) -> Built:
     require_followed(config, is_known)
     if not is_known:
         require_agreement(source, config)
-    without = ("add_bos_token", "add_eos_token")  # the post-processor says it
+    without = ("add_bos_token", "add_eos_token")  # the post-processor decides
     data = {key: value for key, value in config.data.items() if key not in without}
     return _finished(source, kind, Config(data, config.where))
 
 
 def _finished(source: Any, kind: Kind | None, config: Config) -> Built:
-    """The tokenizer with the rules of its class and added tokens."""
+    """The tokenizer with the rules of its class and the added tokens."""
     usual: dict[str, str | None] = {}
     if source.padding is not None:
         usual["pad_token"] = source.padding["pad_token"]
@@ -120,7 +120,7 @@ def _finished(source: Any, kind: Kind | None, config: Config) -> Built:
 
 
 def _add(inner: Any, source: Any, config: Config) -> None:
-    """Add the tokens that the files name, in the order in which transformers gives ids."""
+    """Add the tokens that the files name, in the order in which transformers assigns ids."""
     named, extra, by_id = tokens_of(config)
     older = source.get_added_tokens_decoder()
     if config.data.get(BY_ID) is None:
@@ -143,7 +143,7 @@ def _add(inner: Any, source: Any, config: Config) -> None:
 
 
 def _byte_level(path: Path, config: Config) -> Built:
-    """Byte pairs over bytes, as GPT-2 has them, or RoBERTa, whose texts stand in <s> and </s>."""
+    """Byte-level BPE of GPT-2, or of RoBERTa, which adds <s> and </s> around a text."""
     t, folder = package(), path.parent
     name = _class(
         config, folder, "GPT2Tokenizer", "RobertaTokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer"
@@ -158,7 +158,7 @@ def _byte_level(path: Path, config: Config) -> Built:
 
 
 def _word_piece(path: Path, config: Config) -> Built:
-    """BERT's words and pieces of words, a token on each line; texts stand in [CLS] and [SEP]."""
+    """WordPiece of BERT, from a file with one token a line; adds [CLS] and [SEP] around a text."""
     _class(config, path.parent, "BertTokenizer")
     config.only("do_basic_tokenize", True)
     lines = read_text(path, PART_LIMIT).replace("\r\n", "\n").removesuffix("\n").split("\n")
@@ -169,7 +169,7 @@ def _word_piece(path: Path, config: Config) -> Built:
 
 
 def _of_files(model: Any, name: str, config: Config, *needed: str) -> Built:
-    """A tokenizer of a class, whose vocabulary must have the tokens that are set around a text."""
+    """A tokenizer of the class `name`. Its vocabulary must have the tokens around a text."""
     require_followed(config, True)
     source, kind = package().Tokenizer(model), KINDS[name]
     if kind.around in AROUND:
@@ -181,7 +181,7 @@ def _of_files(model: Any, name: str, config: Config, *needed: str) -> Built:
 
 
 def _llama2c(path: Path, config: Config) -> Built:
-    """SentencePiece's byte pairs: the pair that makes the piece of the highest score goes first."""
+    """BPE of SentencePiece: the pair whose merged piece has the highest score is merged first."""
     t = package()
     pieces = llama2c.read_pieces(path)
     vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
@@ -243,7 +243,10 @@ def _merges(path: Path) -> list[tuple[str, str]]:
 
 
 def _class(config: Config, folder: Path, *names: str) -> str | None:
-    """Which of these classes the files were made for, where that is said; others read them too."""
+    """The class that the files name, one of `names`; None if they name none.
+
+    PretrainedError for another class.
+    """
     name, is_named = class_of(config, folder)
     if name in names:
         return name
@@ -256,7 +259,7 @@ def _class(config: Config, folder: Path, *names: str) -> str | None:
     return None
 
 
-# What a file must be called, and its reader; of a folder's files, the first in this order.
+# Pattern of a file's name -> its reader. In a folder, the first pattern that matches is used.
 FILES: dict[str, Callable[[Path, Config], Built]] = {
     r"tokenizer\.json": _whole,
     r"vocab\.json|merges\.txt": _byte_level,
