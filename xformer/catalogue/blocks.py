@@ -1,6 +1,6 @@
-"""Cases of what blocks are made of, of blocks, of stacks of them, and of the embedding.
+"""Cases of the parts of blocks, of blocks, stacks and the embedding.
 
-Sizes as in `xformer.catalogue.layers`.
+Sizes are those of `xformer.catalogue.layers`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:
-    """Every layer, with every option."""
+    """All cases of this module: every layer with every option."""
     for subject in (
         _norm,
         _add_norm,
@@ -86,7 +86,7 @@ def _add_norm() -> Iterator[Case]:
 
 
 def _around_ffn(x: Array, norm: Any, out_norm: Any, ffn: Any, **options: Any) -> tuple[Array, Any]:
-    """`layers.residual` around a feed-forward network, whose parameters are an argument too."""
+    """`layers.residual` around a feed-forward network, whose parameters are also an argument."""
     return layers.residual(x, norm, lambda x: layers.feed_forward(x, ffn), out_norm, **options)
 
 
@@ -113,7 +113,7 @@ def _residual() -> Iterator[Case]:
 
 
 class _Flat(NamedTuple):
-    """A cache of `layers.parallel` whose gradients are in the order of `_side_by_side`."""
+    """A cache of `layers.parallel` with gradients in the order of arguments of `_side_by_side`."""
 
     cache: Any
 
@@ -154,17 +154,17 @@ BLOCK_MASKS: Options = {"mask": mask((5, 1, 1, 4), DEAD_BATCH), "memory_mask": m
 def _blocks(
     name: str,
     *,
-    cross: str = "",  # or "memory", or "shared": its keys and values are made once, or "each"
+    cross: str = "",  # or "memory"; or keys and values ready, for all layers "shared", or "each"
     pos: bool = False,
     bias: tuple[int, ...] | None = None,
     norms: bool = True,
     n_blocks: int = 2,
     relative: layers.RelativeConfig | None = None,
     config: Options | None = None,
-    second: Options | None = None,  # what is different in a stack's second block
+    second: Options | None = None,  # options of the second block that differ
     **options: Any,
 ) -> Case:
-    """A block, blocks, or a stack of them, by the first word of `name`."""
+    """A case of a block, of blocks or of a stack, according to the first word of `name`."""
     is_stack, several = name.startswith("stack"), name.startswith("blocks")
     cfg = layers.BlockConfig(**SIZES | (config or {}))
     cfgs = (cfg, dataclasses.replace(cfg, **second or {}))
@@ -172,7 +172,7 @@ def _blocks(
     def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
         like: Options = {"cross": bool(cross), "shared_memory": cross in ("shared", "each")}
         if is_stack or several:
-            own = cfgs[:n_blocks]  # one: both layers have its parameters
+            own = cfgs[:n_blocks]  # with one block, both layers share its parameters
             params: Any = layers.StackParams.init(rng, own, relative=relative, **like)
             params = params if is_stack else params.blocks
         else:
@@ -265,7 +265,7 @@ def _heads(rng: Generator) -> tuple[Array, Array]:
 
 
 def _turning_each(rng: Generator, _: Backend) -> layers.RopeTables:
-    """Tables of a rotary embedding, for positions of each sequence's own."""
+    """RoPE tables with different positions for each sequence."""
     config, positions = layers.RopeConfig(2), rng.integers((5, 4), high=7)
     return layers.rope_tables(config, like=rng.full((1,), 0.0), length=7, positions=positions)
 
@@ -312,7 +312,7 @@ def _stack() -> Iterator[Case]:
 
 
 def _flat_embed(params: layers.EmbedParams, **options: Any) -> tuple[Any, Any]:
-    """`layers.embed`, whose absent positions are no output."""
+    """`layers.embed`, without the output of positions if it is None."""
     (x, pos), cache = layers.embed(params, **options)
     return x if pos is None else (x, pos), cache
 
@@ -335,7 +335,7 @@ def _embed() -> Iterator[Case]:
         concat: Options = {"positions": positions, "mode": "concat"}
         yield case(f"{positions}, concatenated", d_model=9, **concat)
         yield case(f"{positions}, concatenated, projected", d_model=11, d_positions=3, **concat)
-        if positions == "learned":  # sinusoidal ones, handed on, have no gradient
+        if positions == "learned":  # sinusoidal positions have no gradient
             yield case(f"{positions}, for q, k, v", positions=positions, mode="qkv", d_positions=3)
     yield case("fewer tokens than max_len", positions="learned", max_len=7)
     yield case("projected", d_model=11)

@@ -1,4 +1,4 @@
-"""One gradient check to make, and what several of them are made of."""
+"""One case of the catalogue, and helpers that several cases share."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ Make = Callable[[Generator, Backend], tuple[Function, tuple[Any, ...]]]
 Draw = Callable[[Generator, Backend], Array]
 Options = dict[str, Any]
 
-FLOAT32 = 1e-3  # relative error of a gradient of many float32 operations
+FLOAT32 = 1e-3  # allowed relative error of a gradient of many float32 operations
 KEY = RandomKey(seed=7, step=3)
-DEAD_QUERY = (..., 2, slice(None))  # one that may attend to nothing
+DEAD_QUERY = (..., 2, slice(None))  # a query without an allowed key
 DEAD_BATCH = (1,)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One function to check: `fn(*args)` gives (y, cache), with gradients for all of args.
+    """One function to check: `fn(*args)` returns (y, cache), with gradients for all args.
 
-    name: "linear: no b", the thing first. room: "ops", "layers" or "models".
+    room: "ops", "layers" or "models".
+    name: the subject and a note, such as "linear: no b".
+    make: returns fn and args, from a generator and a backend.
     """
 
     room: str
@@ -40,18 +42,20 @@ class Case:
 
     @property
     def subject(self) -> str:
-        """The op, layer or model that the case is about."""
+        """The name of the op, layer or model that the case checks."""
         return self.name.partition(":")[0]
 
     def build(self, backend: Backend, dtype: str = "float64") -> tuple[Function, tuple[Any, ...]]:
-        """fn and args on a backend: the same values on each, in every run."""
+        """(fn, args) on a backend. The values are the same on every backend and in every run."""
         return self.make(backend.generator(zlib.crc32(self.name.encode()), dtype), backend)
 
     def check(self, backend: Backend, **options: Any) -> Report:
-        """`gradcheck` of the case on a backend; options are those of `gradcheck`.
+        """The report of `gradcheck` for the case on a backend.
 
-        Only fn itself runs there. The comparison is made on the host: JAX would compile it anew
-        for every shape.
+        options: of `gradcheck`.
+
+        Only fn runs on the backend. The comparison runs on the host, because JAX would compile it
+        again for every shape.
         """
         fn, _ = self.build(backend)
         _, args = self.build(backends.get("numpy"))
@@ -65,10 +69,10 @@ class Case:
         return gradcheck(on_backend, *args, **options)
 
     def check_float32(self, backend: Backend) -> Report:
-        """Gradients that a backend computes in float32, against differences in float64.
+        """A report of a backend's gradients in float32, compared with differences in float64.
 
-        For kernels that are for float32 alone. The references give the values whose differences are
-        taken; the last row compares the kernels' own values with them.
+        It is for kernels that support only float32. The differences are of the reference's values.
+        The last row compares the kernels' values with the reference's.
         """
         exact, args = self.build(backends.get("numpy"))
         fn, _ = self.build(backend, "float32")
@@ -77,7 +81,7 @@ class Case:
         def in_both(*args: Any) -> tuple[Any, Any]:
             with reference_only():
                 y, _ = exact(*args)
-            if distances:  # differences are of y alone
+            if distances:  # from the second call on only y is needed
                 return y, None
             own, cache = fn(*_move(args, lambda x: backend.asarray(x, "float32")))
             distances.append(_distance(_move(own, backend.to_numpy), y))
@@ -93,7 +97,7 @@ class Case:
 
 @dataclass(frozen=True)
 class _Float32Cache:
-    """A cache of float32 numbers, for gradients in float64."""
+    """A float32 cache whose gradients are converted to float64 on the host."""
 
     cache: Any
     backend: Backend
@@ -104,7 +108,7 @@ class _Float32Cache:
 
 
 def _distance(got: Any, wanted: Any) -> float:
-    """The largest relative one of two trees, each array by its largest number."""
+    """The largest distance of two trees' arrays, each relative to its largest number."""
     pairs = zip(tree.flatten({"": got}).values(), tree.flatten({"": wanted}).values(), strict=True)
     return max(
         float(abs(a - b).max(initial=0) / max(abs(b).max(initial=0), SMALLEST)) for a, b in pairs
@@ -113,7 +117,7 @@ def _distance(got: Any, wanted: Any) -> float:
 
 @dataclass(frozen=True)
 class _HostCache:
-    """A cache of a backend, for gradients that are on the host."""
+    """A cache of a backend whose gradients are transferred to the host."""
 
     cache: Any
     backend: Backend
@@ -127,12 +131,12 @@ def _move(arrays: Any, mover: Callable[[Any], Any]) -> Any:
 
 
 def drawn(rng: Generator, backend: Backend, options: Options) -> Options:
-    """`options`, with arrays in place of the functions that draw them."""
+    """`options` with each function replaced by the array that it draws."""
     return {k: v(rng, backend) if callable(v) else v for k, v in options.items()}
 
 
 def mask(shape: tuple[int, ...], dead: tuple[Any, ...] | None = None) -> Draw:
-    """Random booleans, two of three True, all False at the index `dead`."""
+    """A function that draws booleans: two of three are True, all at the index `dead` are False."""
 
     def draw(rng: Generator, backend: Backend) -> Array:
         host = backend.to_numpy(rng.integers(shape, high=3)) > 0
@@ -145,7 +149,10 @@ def mask(shape: tuple[int, ...], dead: tuple[Any, ...] | None = None) -> Draw:
 
 @dataclass(frozen=True)
 class Without:
-    """A cache less the gradients that are None since what they belong to is not trained."""
+    """A cache without the gradients of arguments that are not trained.
+
+    places: their indices among the gradients, which must be None.
+    """
 
     cache: Any
     places: tuple[int, ...]
@@ -159,7 +166,10 @@ class Without:
 
 
 def random(rng: Generator, like: Any) -> Any:
-    """Parameters of the shapes of `like`: weights of unit gain, the rest around 1/2."""
+    """Random parameters with the shapes of `like`.
+
+    Matrices have unit gain; other arrays have mean 1/2 and standard deviation 1/2.
+    """
 
     def draw(a: Array) -> Array:
         if a.ndim == 2:

@@ -1,7 +1,7 @@
 """Cases of the layers.
 
-B = 5, T = 4, S = 7, D = 6, H = 2, K = M = 3, F = 11 here and in the models: few shapes in all,
-since JAX compiles anew for each.
+B = 5, T = 4, S = 7, D = 6, H = 2, K = M = 3, F = 11 here and in the models. There are few shapes,
+because JAX compiles again for each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:
-    """Every layer, with every option."""
+    """All cases of this module: every layer with every option."""
     for subject in (
         _linear,
         _linears,
@@ -49,7 +49,7 @@ def _layer(name: str, make: Make) -> Case:
 
 
 def linear_params(rng: Generator, i: int, o: int, b: bool = True) -> layers.LinearParams:
-    """Weights of unit gain, and a bias unless b is False."""
+    """Random parameters of a linear map: a weight of unit gain, and a bias if b is True."""
     return layers.LinearParams(rng.normal((i, o), std=i**-0.5), rng.normal((o,)) if b else None)
 
 
@@ -100,13 +100,13 @@ def _attention() -> Iterator[Case]:
         b: bool = True,
         norms: tuple[int, int] | None = None,  # widths of q_norm and k_norm
         sinks: bool = False,
-        shaw: str = "",  # "k", "kv": which tables
+        shaw: str = "",  # the tables: "k" or "kv"
         pos: str = "",  # "q", "qk"
         bias: tuple[int, ...] | None = None,
         **options: Any,
     ) -> Case:
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
-            width = 13 if memory == "array" else 6  # D_m need not be D
+            width = 13 if memory == "array" else 6  # D_m may differ from D
             q_norm, k_norm = (
                 None if norms is None else layers.NormParams(rng.normal((n,)), None)
                 for n in norms or (0, 0)
@@ -226,18 +226,18 @@ def _feed_forward() -> Iterator[Case]:
 
 
 def _past(shape: tuple[int, ...]) -> Draw:
-    """Keys and values of tokens before, which are constants."""
+    """A function that draws the KV cache of earlier tokens, which is constant."""
     return lambda rng, _: layers.KVCache(rng.normal(shape), rng.normal(shape))
 
 
 def turning(length: int, width: int = 4) -> Draw:
-    """Tables of the rotary embedding."""
+    """A function that returns RoPE tables of `length` positions."""
     config = layers.RopeConfig(width)
     return lambda rng, backend: layers.rope_tables(config, like=rng.full((1,), 0.0), length=length)
 
 
 def _mixture_and_logits(x: Array, params: layers.ExpertsParams, **options: Any) -> tuple[Any, Any]:
-    """`layers.mixture` with the router's logits, which auxiliary losses give a gradient."""
+    """`layers.mixture` with the router's logits as a second output, as for auxiliary losses."""
     y, cache = layers.mixture(x, params, **options)
     return (y, cache.router_logits), cache
 
@@ -265,7 +265,7 @@ def _relative_bias() -> Iterator[Case]:
     def case(
         note: str, n_queries: int = 4, n_keys: int = 7, at: int | None = None, **config: Any
     ) -> Case:
-        # So few buckets that all are in use, those of one distance and the wider ones.
+        # Few buckets, so that all are used: those of one distance and the wider ones.
         few: Options = {"n_heads": 2, "n_buckets": 8, "max_distance": 5}
         cfg = layers.RelativeConfig(**few | config)
 

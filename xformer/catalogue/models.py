@@ -30,7 +30,7 @@ from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:
-    """Every model, with every option."""
+    """All cases of this module: every model with every option."""
     for subject in (_gpt, _transformer, _language_model, _encoder_decoder):
         yield from subject()
 
@@ -230,7 +230,7 @@ def _encoder_decoder() -> Iterator[Case]:
 
 
 class _All(NamedTuple):
-    """A cache whose gradients are those of the vectors too."""
+    """A cache that also returns the gradients of the input vectors."""
 
     cache: Any
 
@@ -246,7 +246,7 @@ def _of_vectors(
 
 
 def _padded(rng: Generator, backend: Backend, length: int, size: int, pad_id: int) -> Array:
-    """(5, length) ids: some rows full, one that ends in padding, one with a single token."""
+    """(5, length) ids: three full rows, one that ends in padding, and one with a single token."""
     host = backend.to_numpy(rng.integers((5, length), low=1, high=size)).copy()
     host[host == pad_id] = size - 1
     host[1, length - 2 :] = pad_id

@@ -1,4 +1,4 @@
-"""Cases of the ops: positional arrays by their shapes, None for an absent one."""
+"""Cases of the ops. Positional arrays are given by their shapes, or None if absent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from xformer.typing import Array
 
 
 def cases() -> Iterator[Case]:
-    """Every op, with every option."""
+    """All cases of this module: every op with every option."""
     for subject in (
         _linear,
         _embedding,
@@ -52,7 +52,7 @@ def cases() -> Iterator[Case]:
 
 
 def _op(name: str, op: Function, *shapes: tuple[int, ...] | None, **options: Any) -> Case:
-    """A case of `op` on normal numbers; an option that is a function draws its array."""
+    """A case of `op` on normal numbers. An option that is a function draws an array."""
 
     def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
         args = tuple(None if shape is None else rng.normal(shape) for shape in shapes)
@@ -78,7 +78,7 @@ def _normal(shape: tuple[int, ...]) -> Draw:
 
 
 def _fixed_linear(x: Array, b: Array, *, w: Array, **options: Any) -> tuple[Array, Any]:
-    """`ops.linear` whose w is no argument."""
+    """`ops.linear` with w as an option, not an argument."""
     y, cache = ops.linear(x, w, b, **options)
     return y, Without(cache, (1,))
 
@@ -100,7 +100,7 @@ def _layer_norm() -> Iterator[Case]:
         for x in ((7,), (5, 7), (2, 3, 7)):
             for b in ((7,), None):
                 name = f"layer_norm: x {x}, eps {place}{'' if b else ', no b'}"
-                # An eps that matters: with 1e-5 its place would not show.
+                # A large eps: with 1e-5, inside and outside would hardly differ.
                 yield _op(name, ops.layer_norm, x, (7,), b, eps=0.1, eps_inside=inside)
     yield _op("layer_norm: eps as it is", ops.layer_norm, (5, 7), (7,), (7,))
 
@@ -112,7 +112,7 @@ def _rms_norm() -> Iterator[Case]:
     yield _op("rms_norm: offset", ops.rms_norm, (5, 7), (7,), eps=0.1, offset=1.0)
     yield _op("rms_norm: eps as it is", ops.rms_norm, (5, 7), (7,))
     yield _op("l2_normalize: x (2, 3, 7)", ops.l2_normalize, (2, 3, 7))
-    # Of these rows some are shorter than eps.
+    # Some of these rows are shorter than eps.
     yield _op("l2_normalize: eps", ops.l2_normalize, (11, 3), eps=1.5)
 
 
@@ -140,7 +140,7 @@ def _glu() -> Iterator[Case]:
 
 
 def _turned(x: Array, *, cos: Array, sin: Array, **options: Any) -> tuple[Array, Any]:
-    """`ops.rope` with tables cast to the dtype of x: tests take drawn inputs to a wider one."""
+    """`ops.rope` with tables cast to the dtype of x, because tests convert the inputs."""
     xp = array_namespace(x)
     return ops.rope(x, cos=xp.astype(cos, x.dtype), sin=xp.astype(sin, x.dtype), **options)
 
@@ -148,7 +148,7 @@ def _turned(x: Array, *, cos: Array, sin: Array, **options: Any) -> tuple[Array,
 def _rope() -> Iterator[Case]:
     def case(note: str, width: int, lead: tuple[int, ...] = (), **options: Any) -> Case:
         def table(rng: Generator, _: Backend) -> Array:
-            return rng.normal((*lead, 5, 3))  # no rotation: backward must be the transposed map
+            return rng.normal((*lead, 5, 3))  # not a rotation: backward must be the transposed map
 
         return _op(f"rope: {note}", _turned, (2, 3, 5, width), cos=table, sin=table, **options)
 
@@ -211,7 +211,7 @@ def _sdpa_masked() -> Iterator[Case]:
 
 
 def _sdpa_scores() -> Iterator[Case]:
-    """Window, softcap and sinks, each alone and all together."""
+    """Cases of window, softcap and sinks, each alone and all together."""
     sdpa = ops.sdpa
     t_longer = ((2, 3, 7, 11), (2, 3, 5, 11), (2, 3, 5, 13))
     for window in ((2, None), (None, 1), (1, 2), (0, 0)):
@@ -314,7 +314,7 @@ def _linear_losses() -> Iterator[Case]:
         yield case(f"{reduction}, all options", low=-1, reduction=reduction, **together)
     yield case("no b", bias=False)
     yield case("one token", ())
-    # As many classes as kernels want to have before they make chunks.
+    # So many classes that kernels use chunks.
     yield case("4099 classes", n_classes=4099)
     yield case("4099 classes, all options", n_classes=4099, low=-1, reduction="sum", **together)
     fixed: Options = {"targets": _ids((2, 3), 7), "w": _normal((5, 4099)), "fixed": True}
@@ -322,13 +322,13 @@ def _linear_losses() -> Iterator[Case]:
 
 
 def _fixed_linear_loss(x: Array, b: Array, *, w: Array, **options: Any) -> tuple[Array, Any]:
-    """`ops.linear_cross_entropy` whose w is no argument."""
+    """`ops.linear_cross_entropy` with w as an option, not an argument."""
     loss, cache = ops.linear_cross_entropy(x, w, b, **options)
     return loss, Without(cache, (1,))
 
 
 def _choice(rows: int, n_experts: int, k: int) -> Draw:
-    """k different experts for each row."""
+    """A function that draws k different experts for each row."""
 
     def draw(rng: Generator, backend: Backend) -> Array:
         order = backend.to_numpy(rng.normal((rows, n_experts))).argsort(axis=1)
@@ -355,7 +355,7 @@ def _experts() -> Iterator[Case]:
 def _fixed_experts(
     x: Array, weights: Array, *, gate: Array, up: Array, down: Array, **options: Any
 ) -> tuple[Array, Any]:
-    """`ops.experts` whose own weights are no arguments."""
+    """`ops.experts` with the experts' weights as options, not arguments."""
     y, cache = ops.experts(x, gate, up, down, weights, **options)
     return y, Without(cache, (1, 2, 3))
 
