@@ -1,4 +1,4 @@
-"""Pictures of runs and of models (extra `plot`): drawn to a file, never to a window."""
+"""Plots of runs and models (extra `plot`), drawn to a file and never to a window."""
 
 from xformer.plots.curves import training_curves
 from xformer.plots.log import Log, read_log

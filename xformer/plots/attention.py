@@ -1,4 +1,4 @@
-"""Attention maps as a picture: all heads of a layer, tokens on the axes."""
+"""Plots of attention maps: all heads of a layer, with tokens on the axes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from xformer.plots.style import SHADES, panels, readable, styled
 
-MOST = 64  # tokens on an axis: more could not be read
+MOST = 64  # tokens on an axis; more labels are not readable
 WIDEST = 24.0  # inches of all panels together
 LABEL = 0.15  # inches that a token's label needs
-LETTERS = 12  # of a label
+LETTERS = 12  # characters of a label
 LABELS = ("token that attends", "token attended to")
 TICKS = (0.0, 0.05, 0.25, 0.5, 1.0)
 
@@ -27,11 +27,15 @@ def attention_picture(
     title: str = "",
     labels: tuple[str, str] = LABELS,
 ) -> Any:
-    """A figure of one layer: a panel a head, a row for each query, a column for each key.
+    """A figure of one layer: a panel for each head, a row for each query, a column for each key.
 
-    probs: (H, T, S), as `attention_maps` gives them for one text; queries, keys: what T and S
-    tokens are called; labels: of the two axes. Shades go by the square root of a share, so that
-    small ones can be seen. ValueError where the names do not fit, and for more than 64 tokens.
+    The shade is the square root of a probability, so that small ones are visible.
+
+    probs: (H, T, S), from `attention_maps` for one sequence.
+    queries, keys: names of the T and S tokens.
+    labels: of the two axes.
+
+    ValueError if the number of names does not fit, and for more than 64 tokens.
     """
     if probs.ndim != 3 or probs.shape[1:] != (len(queries), len(keys)):
         raise ValueError(
@@ -53,7 +57,7 @@ def attention_picture(
     named: dict[str, Any] = {"parse_math": False, "fontsize": 7 * scale}
     for panel in axes[:, 0]:
         panel.set_yticks(range(len(queries)), map(_short, queries), **named)
-    for column in range(columns):  # below the last head of each column
+    for column in range(columns):  # labels below the last head of each column
         lowest = axes[(n_heads - 1 - column) // columns, column]
         lowest.set_xticks(range(len(keys)), map(_short, keys), rotation=90, **named)
     bar = figure.colorbar(image, ax=axes, shrink=0.5 if rows > 1 else 0.9, aspect=30, ticks=TICKS)
@@ -66,7 +70,7 @@ def attention_picture(
 
 
 def _grid(n_heads: int, n_queries: int, n_keys: int) -> tuple[int, int, tuple[float, float], float]:
-    """Rows and columns of panels, the size of all in inches, the share of `LABEL` that is left."""
+    """(rows, columns, size of the figure in inches, scale of the labels) of the panels."""
     columns = _columns(n_heads, n_keys / n_queries)
     rows = -(-n_heads // columns)
     width, height = (max(LABEL * n, 1.1) for n in (n_keys, n_queries))
@@ -88,7 +92,10 @@ def _panel(axes: Any, probs: np.ndarray, title: str) -> Any:
 
 
 def _columns(n_heads: int, ratio: float) -> int:
-    """Columns of panels, each `ratio` as wide as high, that together are near 4 by 3."""
+    """The number of columns for which the figure is about 4 by 3.
+
+    ratio: width of a panel divided by its height.
+    """
     wanted = math.sqrt(4 / 3 * n_heads / ratio)
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     best = min(divisors, key=lambda n: abs(math.log(n / wanted)))
@@ -96,6 +103,6 @@ def _columns(n_heads: int, ratio: float) -> int:
 
 
 def _short(token: str) -> str:
-    """A token's name, its blanks and line ends visible."""
+    """The name of a token, with visible spaces and line ends, shortened to `LETTERS`."""
     text = readable(token.strip() or token.replace(" ", "\N{OPEN BOX}"))
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}\N{HORIZONTAL ELLIPSIS}"

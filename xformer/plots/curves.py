@@ -1,4 +1,4 @@
-"""How runs went: loss, learning rate, gradient norm and speed."""
+"""Plots of training runs: loss, learning rate, gradient norm and speed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from xformer.plots.log import Log
 from xformer.plots.style import line_of, orders_of_magnitude, panels, readable, styled
 
 AXES = ("step", "tokens", "seconds")
-HALF = 100  # a smoothed value is the mean of N / 100 on either side, and of itself
-PIECES = 200  # of a run, for each of which there is one speed
-LETTERS = 110  # of names, side by side in the width of the figure
+HALF = 100  # a smoothed value is the mean of itself and of N / 100 values on each side
+PIECES = 200  # the number of points of the speed of a run
+LETTERS = 110  # characters of names that fit in the width of the figure
 POINTS: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "lw": 0.8}
 
 
 @styled()
 def training_curves(logs: Sequence[Log], *, x: str = "step") -> Any:
-    """A figure of one or many runs, over `x`: "step", "tokens" or "seconds".
+    """A figure of one run or several, over `x`: "step", "tokens" or "seconds".
 
-    Loss in nats per token: of training smoothed, of validation as points. Learning rate, norm of
-    the gradient before clipping, tokens per second. ValueError for no runs or another x.
+    It has four panels:
+    - the loss in nats per token: the training loss smoothed, the validation loss as points
+    - the learning rate
+    - the norm of the gradient before clipping
+    - tokens per second
+
+    ValueError if there are no runs, and for another x.
     """
     if not logs:
         raise ValueError("training_curves: there are no runs")
@@ -65,13 +70,14 @@ def training_curves(logs: Sequence[Log], *, x: str = "step") -> Any:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Each value's mean with N / 100 on either side; near the start with as many as are before it.
+    """The mean of each value and of N / 100 values on each side.
 
-    NaN stays where it is, and does not count in the others.
+    Near the start there are fewer values on each side: the number before the value. NaN stays NaN,
+    and is not counted in other means.
     """
     n = len(values)
     index = np.arange(n)
-    half = np.minimum(index, n // HALF)  # both sides of one size, or the steep start would shift
+    half = np.minimum(index, n // HALF)  # equal sides, or the steep start would be shifted
     finite = np.isfinite(values)
     sums, counts = (
         np.concatenate([[0.0], np.cumsum(column)])
@@ -83,9 +89,11 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def rates(at: np.ndarray, log: Log) -> tuple[np.ndarray, np.ndarray]:
-    """Of each piece of a run its place and the tokens per second of its median step.
+    """(x, tokens per second) of each piece of a run, both as medians over its steps.
 
-    The median leaves out what comes between a few of the steps: validation, checkpoints.
+    at: the x of each step.
+
+    The median excludes what runs between some steps only, such as validation and checkpoints.
     """
     tokens, seconds = (np.diff(column, prepend=0.0) for column in (log.tokens, log.seconds))
     speeds = np.where(seconds > 0, tokens / np.where(seconds > 0, seconds, 1.0), np.nan)
@@ -99,7 +107,7 @@ def rates(at: np.ndarray, log: Log) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smooth(axes: Any, at: np.ndarray, values: np.ndarray, line: Any, alone: bool) -> None:
-    """A line through smoothed values; behind it, of a run alone, the values themselves."""
+    """Draw a line of smoothed values. If there is only one run, draw the values behind it."""
     smooth = len(values) >= HALF
     if alone and smooth:
         axes.plot(at, values, color=line["color"], alpha=0.3, lw=0.7)
@@ -114,14 +122,17 @@ def _validation(axes: Any, at: np.ndarray, log: Log, line: Any) -> None:
 
 
 def _from_zero(axes: Any) -> float:
-    """An axis from 0 to a little above the lines; their top."""
+    """Set the y axis from 0 to slightly above the lines. Returns the largest y of the lines."""
     top = max(float(np.nanmax(line.get_ydata(), initial=0)) for line in axes.lines)
     axes.set_ylim(0, 1.08 * top if top > 0 else 1)
     return top
 
 
 def small(value: float, top: float) -> str:
-    """0.0006; where the largest is below 0.001, all with its power of ten: 0.5e-4."""
+    """A small number as text: 0.0006. If `top` is below 0.001, it has top's exponent: 0.5e-4.
+
+    top: the largest number of the axis.
+    """
     exponent = 0 if top <= 0 else math.floor(math.log10(top))
     if exponent >= -3 or value == 0:
         return f"{value:g}"
@@ -129,17 +140,17 @@ def small(value: float, top: float) -> str:
 
 
 def large(value: float) -> str:
-    """1,500; in millions from there on: 2.5M."""
+    """A large number as text: 1,500, or from a million on 2.5M."""
     return f"{value / 1e6:,g}M" if abs(value) >= 1e6 else f"{value:,g}"
 
 
 def _names(figure: Any, loss: Any, logs: Sequence[Log]) -> None:
-    """Below the panels the runs; beside the losses what lines and points are."""
+    """Draw the legends: runs below the panels, lines and points in the panel of the loss."""
     from matplotlib.lines import Line2D
 
     names = [_name(log) for log in logs]
     runs = [Line2D([], [], **line_of(i)) for i in range(len(logs))]
-    columns = LETTERS // (max(map(len, names)) + 8)  # with its line
+    columns = LETTERS // (max(map(len, names)) + 8)  # 8 characters for the line
     ncols = min(len(logs), max(columns, 1), 4)
     legend = figure.legend(runs, names, loc="outside lower center", ncols=ncols)
     for text in legend.get_texts():
@@ -153,7 +164,7 @@ def _names(figure: Any, loss: Any, logs: Sequence[Log]) -> None:
 
 
 def _name(log: Log) -> str:
-    """What a run is called; of a long name, such as a path, the middle is left out."""
+    """The name of a run. The middle of a long name, such as a path, is omitted."""
     name = readable(log.name)
     half = LETTERS // 2 - 1
     return name if len(name) <= LETTERS else f"{name[:half]}\N{HORIZONTAL ELLIPSIS}{name[-half:]}"

@@ -1,4 +1,4 @@
-"""How large activations and gradients are from layer to layer, of a model at initialisation."""
+"""Signal flow: the sizes of activations and gradients in each layer at initialisation."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ VOCABULARY, BATCH, LENGTH = 256, 8, 32
 
 
 class Flow(NamedTuple):
-    """Of each layer of a model, from the first."""
+    """The sizes of activations and gradients in each of the L layers of a model."""
 
     name: str
-    activations: np.ndarray  # (L,): root mean square of what comes out
-    gradients: np.ndarray  # (L,): norm of the gradient of the loss, over the layer's parameters
+    activations: np.ndarray  # (L,): root mean square of the layer's output
+    gradients: np.ndarray  # (L,): norm of the gradient of the loss by the layer's parameters
 
     @property
     def depth(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return len(self.gradients)
 
 
 def flow(model: LanguageModel, params: Any, tokens: Array, targets: Array, name: str = "") -> Flow:
-    """The sizes in one loss of `model` and its backward. No layers may share parameters.
+    """The `Flow` of one loss of `model` and its backward.
 
-    tokens, targets: as in `LanguageModel.loss`.
+    tokens, targets: as for `LanguageModel.loss`.
+    name: of the result.
+
+    TypeError for another kind of model, or if layers share parameters.
     """
     if not isinstance(model, LanguageModel) or model.n_shared_layer_groups is not None:
         raise TypeError(
             f"flow: model must be a LanguageModel whose layers share nothing, got {model!r:.60}"
         )
-    model = replace(model, activation_checkpointing=False)  # or its caches would hold inputs only
-    with reference_only():  # its caches hold what comes into each op, which a kernel may not keep
+    model = replace(model, activation_checkpointing=False)  # else caches have only inputs of blocks
+    with reference_only():  # its caches have the input of each op; caches of kernels may not
         loss, cache = model.loss(params, tokens, targets)
         grads = cache.backward(one(loss))
-        below: Any = getattr(cache, "tokens", cache)  # beside the losses of routers
+        below: Any = getattr(cache, "tokens", cache)  # the cache without the router losses
         stack = below.model.hidden.stack
         last = model.hidden(params, tokens)[0] if stack.norm is None else stack.norm.norm.x
     outputs = [*(_input(block) for block in stack.blocks[1:]), last]
@@ -59,9 +62,11 @@ def flow(model: LanguageModel, params: Any, tokens: Array, targets: Array, name:
 def at_initialisation(
     norm: str, n_layers: int, d_model: int = 128, n_heads: int = 4, seed: int = 0
 ) -> Flow:
-    """The flow of a decoder of random weights, Xavier uniform, as in arXiv:2002.04745.
+    """The `Flow` of a decoder with Xavier-uniform weights, as in arXiv:2002.04745.
 
-    norm: where the norms stand, as in `layers.BlockConfig`. Random tokens, float64.
+    The tokens are random, the dtype is float64.
+
+    norm: the placement of norms, as `norm_placement` of `layers.BlockConfig`.
     """
     (n_layers,) = require_sizes("flow", 1, n_layers=n_layers)
     block = BlockConfig(d_model, n_heads, 4 * d_model, norm_placement=norm)
@@ -75,10 +80,12 @@ def at_initialisation(
 
 @styled()
 def flow_picture(flows: Sequence[Flow]) -> Any:
-    """A figure of models of one or several depths, by name; ValueError where there are none.
+    """A figure of models of one depth or several, with one line for each name.
 
-    Of the deepest of each name the outputs and the gradients over the layers; where there are
-    several depths, also the gradient of the last layer over the depth.
+    For the deepest model of each name, it shows activations and gradients over the layers. If there
+    are several depths, it also shows the gradient of the last layer over the depth.
+
+    ValueError if there are no flows.
     """
     if not flows:
         raise ValueError("flow_picture: there are no flows")
@@ -118,7 +125,7 @@ def _labelled(axes: Any, title: str, xlabel: str) -> None:
 
 
 def _apart(depths: Sequence[int]) -> list[int]:
-    """From the largest those that a logarithmic axis has room to name."""
+    """The depths that fit as labels of a logarithmic axis, chosen from the largest down."""
     room = (depths[-1] / depths[0]) ** 0.08
     kept = [depths[-1]]
     for depth in depths[-2::-1]:
@@ -128,7 +135,7 @@ def _apart(depths: Sequence[int]) -> list[int]:
 
 
 def _input(block: Any) -> Array:
-    """What came into a block."""
+    """The input of a block, from its cache."""
     if not isinstance(block, BlockCache):
         return block.both.norm.norm.norm.x
     if block.chain.post or block.attn.sum is None:
@@ -141,7 +148,7 @@ def _rms(x: Array) -> float:
 
 
 def _norm(arrays: Any) -> float:
-    """Over all arrays of a tree."""
+    """The Euclidean norm over all arrays of a tree."""
     leaves = tree.flatten(arrays).values()
     hosts = [backends.backend_of(a).to_numpy(a).astype(np.float64) for a in leaves]
     return math.sqrt(sum(float(np.sum(a**2)) for a in hosts))

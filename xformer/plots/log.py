@@ -1,4 +1,4 @@
-"""The log of a run of `xformer train`: one JSON object a step."""
+"""The log of a run of `xformer train`: one JSON object for each step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST = 2.0**1000
 
 
 class Log(NamedTuple):
-    """The steps of a run, one after another; NaN where the run had none or wrote null."""
+    """The columns of a log, one value for each step. A missing value or null is NaN."""
 
     name: str
-    step: np.ndarray  # (N,), as the others
+    step: np.ndarray  # (N,), as all columns
     loss: np.ndarray
     norm: np.ndarray
     lr: np.ndarray
@@ -33,10 +33,13 @@ COLUMNS = Log._fields[1:]
 
 
 def read_log(run: str | os.PathLike[str]) -> Log:
-    """The log of a run, given its folder or the file.
+    """The log of a run.
 
-    A last line without its end is one that is being written, and left out. FileNotFoundError where
-    there is no log, ValueError, with the line, where it is damaged or holds no step.
+    run: the folder of the run, or the file of the log.
+
+    A last line without a line end is still being written, and is ignored. FileNotFoundError if
+    there is no log. ValueError if a line is damaged (the message has its number), or there is no
+    step.
     """
     path = Path(run)
     if path.is_dir() or not path.exists():
@@ -56,11 +59,11 @@ def read_log(run: str | os.PathLike[str]) -> Log:
 
 
 def _row(line: bytes, last: float) -> list[float]:
-    """The numbers of a line, which comes after that of step `last`."""
+    """The numbers of a line. last: the step of the line before, which must be smaller."""
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        what = getattr(error, "msg", error)  # which says no line: it would be that of the object
+        what = getattr(error, "msg", error)  # without a line number, as it would be always 1
         raise ValueError(f"must be a JSON object, {what}") from error
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object, got {found!r:.60}")
@@ -75,8 +78,8 @@ def _row(line: bytes, last: float) -> list[float]:
 
 
 def _number(name: str, value: Any) -> float:
-    """`value`, NaN for null, which NaN and infinity are written as."""
-    if type(value) in (int, float) and -MOST < value < MOST:  # false of NaN and infinity
+    """`value` as a float; NaN for null, as which NaN and infinity are logged."""
+    if type(value) in (int, float) and -MOST < value < MOST:  # false for NaN and infinity
         return float(value)
     if value is None:
         return math.nan

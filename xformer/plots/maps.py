@@ -1,4 +1,4 @@
-"""What a model attends to: the probabilities of every head, by layer."""
+"""Attention maps: the attention probabilities of every head, by layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from xformer.typing import Array
 def attention_maps(
     model: Any, params: Any, tokens: Array, target: Array | None = None
 ) -> dict[str, tuple[np.ndarray, ...]]:
-    """By kind of attention, of each layer the probabilities of all heads: (B, H, T, S) on the host.
+    """Kind of attention -> the probabilities (B, H, T, S) of each layer, on the host.
 
-    "self" of a language model, tokens (B, T); "encoder", "decoder" and "cross" of an
-    encoder-decoder, tokens (B, S) of the source and target (B, T). A row holds the shares in which
-    a query attends to the keys; they sum to 1, less the share of a sink, or are 0 where there is
-    nothing to attend to. ValueError where model and arguments do not go together.
+    The kinds are "self" for a language model, and "encoder", "decoder" and "cross" for an
+    encoder-decoder. A row has the probabilities of one query over the keys. They sum to 1, minus
+    the probability of a sink. They are 0 for a query without an allowed key.
+
+    tokens: (B, T), or the source (B, S) for an encoder-decoder.
+    target: (B, T) for an encoder-decoder, else None.
+
+    TypeError for another kind of model. ValueError if target does not fit the model.
     """
     network = getattr(model, "network", model)
     if not isinstance(network, LanguageModel | EncoderDecoder):
@@ -33,8 +37,8 @@ def attention_maps(
         raise ValueError(f"attention_maps: {type(network).__name__} {needs}")
     network = replace(
         network, activation_checkpointing=False
-    )  # or its caches would hold inputs only
-    # The reference's caches hold the probabilities, which a kernel may not keep.
+    )  # else its caches have only inputs of blocks
+    # Caches of the reference have the probabilities; caches of kernels may not.
     with place_of(params).active(), reference_only():
         if isinstance(network, LanguageModel):
             _, cache = network.hidden(params, tokens)

@@ -1,4 +1,4 @@
-"""One look for all pictures: colours that everybody can tell apart, quiet axes, no windows."""
+"""The style of all plots: a palette for all kinds of colour vision, light axes, no windows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from xformer.files import replacing
 
 # Okabe and Ito's palette, for all kinds of colour vision (jfly.uni-koeln.de/color), dark first.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", ":")  # when the colours are used up
-SHADES = "Blues"  # one hue: the darker the more
+DASHES = ("-", "--", ":")  # the next one is used when all colours are used
+SHADES = "Blues"  # one hue; darker means more
 FORMATS = (".png", ".svg")
 STYLE = {
     "font.size": 10,
@@ -40,13 +40,13 @@ STYLE = {
     "lines.linewidth": 1.6,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.hashsalt": "xformer",  # the same picture is the same file
+    "svg.hashsalt": "xformer",  # the same plot gives the same file
 }
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """What is drawn inside looks as `STYLE` says. ImportError where matplotlib is missing."""
+    """A context in which plots have the style `STYLE`. ImportError without matplotlib."""
     require_matplotlib()
     from matplotlib import rc_context
 
@@ -55,7 +55,7 @@ def styled() -> Iterator[None]:
 
 
 def require_matplotlib() -> None:
-    """ImportError, with the extra, where matplotlib is missing."""
+    """ImportError, which names the extra, if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -65,7 +65,7 @@ def require_matplotlib() -> None:
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """A figure of `size` in inches, and its axes (rows, columns). It belongs to no window."""
+    """(figure, axes) without a window. size: in inches; axes: an array (rows, columns)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -73,13 +73,13 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
 
 
 def line_of(index: int) -> dict[str, Any]:
-    """Colour and dashes of the line of that index."""
+    """The colour and the dashes of line `index`."""
     dashes = DASHES[index // len(COLOURS) % len(DASHES)]
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": dashes}
 
 
 def orders_of_magnitude(axes: Any) -> None:
-    """A logarithmic axis with plain numbers, on the powers of ten alone where there are many."""
+    """Make the y axis logarithmic, with plain numbers. For many decades it labels only 10^n."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -92,14 +92,14 @@ def orders_of_magnitude(axes: Any) -> None:
 
 
 def readable(text: str) -> str:
-    """A name with the letters that the font lacks as Python writes them: \\u732b."""
+    """A name in which characters that the font lacks are Python escapes: \\u732b."""
     drawn = _drawn()
     return "".join(c if ord(c) in drawn else c.encode("unicode_escape").decode() for c in text)
 
 
 @cache
 def _drawn() -> frozenset[int]:
-    """The letters of the font, which comes with matplotlib: the same on every machine."""
+    """The characters of the font. It comes with matplotlib, so it is the same on every machine."""
     from matplotlib import font_manager
 
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
@@ -107,7 +107,7 @@ def _drawn() -> frozenset[int]:
 
 
 def require_drawable(path: str | os.PathLike[str]) -> None:
-    """Before any work is done: errors of `save`, ImportError where matplotlib is missing."""
+    """Raise early what `save` would raise: ValueError for another format, or ImportError."""
     require_format(path)
     require_matplotlib()
 
@@ -120,13 +120,15 @@ def require_format(path: str | os.PathLike[str]) -> Path:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a picture, in the format that its name ends with, whole or not at all.
+    """Write a figure to a file, in the format of its suffix, and return the path.
 
-    ValueError for another format, OSError, with the name, where it cannot be written.
+    An interrupted write leaves the old file.
+
+    ValueError for another format. OSError, which names the file, if it cannot be written.
     """
     target = require_format(path)
     kind = target.suffix.lower()[1:]
-    # No date and no versions: drawn again, nothing differs.
+    # No date and no versions, so that the same plot gives the same file.
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
