@@ -43,7 +43,7 @@ class Row(NamedTuple):
     name: str
     analytic: float
     numeric: float
-    error: float  # |analytic - numeric| / max(|analytic|, |numeric|, what rounding hides)
+    error: float  # |analytic - numeric| / max(|analytic|, |numeric|, rounding error / rtol)
     remark: str = ""
 
 

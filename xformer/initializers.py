@@ -23,13 +23,19 @@ def normal(rng: Generator, shape: Sequence[int], *, std: float = 0.02) -> Array:
 
 
 def xavier_uniform(rng: Generator, shape: tuple[int, int], *, gain: float = 1.0) -> Array:
-    """Uniform in [-a, a), a = gain * sqrt(6 / (I + O)), shape (I, O) (Glorot, Bengio 2010)."""
+    """Uniform numbers in [-a, a), a = gain * sqrt(6 / (I + O)), for shape (I, O).
+
+    Glorot and Bengio, 2010. ValueError unless the shape has two axes.
+    """
     bound = number("xavier_uniform", "gain", gain, low=0) * math.sqrt(6 / _fans(shape))
     return rng.uniform(shape, low=-bound, high=bound)
 
 
 def xavier_normal(rng: Generator, shape: tuple[int, int], *, gain: float = 1.0) -> Array:
-    """Normal of standard deviation gain * sqrt(2 / (I + O)), shape (I, O)."""
+    """Normal numbers of mean 0 and standard deviation gain * sqrt(2 / (I + O)), for shape (I, O).
+
+    Glorot and Bengio, 2010. ValueError unless the shape has two axes.
+    """
     std = number("xavier_normal", "gain", gain, low=0) * math.sqrt(2 / _fans(shape))
     return rng.normal(shape, std=std)
 

@@ -39,8 +39,8 @@ from xformer.training.config import TrainConfig
 from xformer.training.loop import start, train
 from xformer.training.loss import loss_of
 
-# glibc's malloc keeps freed large arrays, up to a fifth of all memory. With this threshold it
-# returns an array of at least so many bytes to the system at once.
+# glibc's malloc keeps some of the freed large arrays, up to a fifth of the total. With this
+# threshold it returns arrays of at least so many bytes to the system at once.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 STACKS = ("encoder", "decoder")
 STEPS = 3  # measured steps; from the second on, all memory is allocated
@@ -274,7 +274,7 @@ class Same:
         self.only = Batch(arrays, {}, arrays[-1].size, arrays[-1].size)
 
     def batch(self, i: int) -> Any:
-        """The batch."""
+        """The batch, for every i."""
         return self.only
 
 

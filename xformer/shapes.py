@@ -110,7 +110,7 @@ def require_same_library(op: str, name: str, array: Any, like: Any) -> None:
 
 
 def require_same_device(op: str, name: str, array: Any, like: Any) -> None:
-    """ValueError unless both arrays, of one library, are on one device."""
+    """ValueError unless both arrays, which must be of one library, are on the same device."""
     if library_of(type(like)) not in PLACED_BY_LIBRARY and array.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like.device}, got it on {array.device}")
 
@@ -144,7 +144,7 @@ def require_like(op: str, name: str, array: Any, like: Any, *, working: bool = F
 
 
 def dtype_name(array: Any) -> str:
-    """The name that the standard gives to the dtype of an array."""
+    """The name of an array's dtype in the array API standard, such as "float32"."""
     dtype = array.dtype
     name = _names.get(type(dtype))
     if name is not None and dtype.isnative:

@@ -121,7 +121,7 @@ def split_ignored(
     indices = require_integers("cross_entropy", "targets", targets, logits)
     xp, kept, ignored = array_namespace(indices), None, whole(ignore_index)
     wraps = ignored is not None and ignored < 0 and xp.isdtype(targets.dtype, "unsigned integer")
-    if ignored is not None and not wraps:  # a negative index would equal large unsigned targets
+    if ignored is not None and not wraps:  # else large unsigned targets would count as ignored
         kept = indices != ignored
         indices = xp.where(kept, indices, 0)
     require_in_range("cross_entropy", "targets", indices, logits.shape[-1], given=targets)

@@ -22,8 +22,8 @@ def accumulate(
     micro_batches: each has `n_targets`, the number of tokens that are not ignored.
 
     The result is sum(n_i loss_i) / N, with N targets in all. A plain mean of the losses would give
-    more weight to the tokens of micro-batches with few targets. Auxiliary losses, such as those of
-    routers, get the same weights. The negatives of a contrastive loss are those of the micro-batch.
+    more weight to the tokens of micro-batches with few targets. Auxiliary losses, such as router
+    losses, get the same weights. A contrastive loss has negatives from one micro-batch only.
 
     ValueError if there are no targets.
     """

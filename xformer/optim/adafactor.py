@@ -54,8 +54,8 @@ def adafactor(
 ) -> tuple[Tree, AdafactorState]:
     """p <- (1 - a * weight_decay) p - a * u / max(1, rms(u) / clip) (arXiv:1804.04235, alg. 4, 5).
 
-    u = g / v^1/2 and v = row column / mean(row), where row and column are running means of
-    g^2 + eps[0]. At step t, a running mean keeps the fraction 1 - t^-decay of its old value.
+    u = g / v^1/2 and v = row column / mean(row). row and column are running means of g^2 + eps[0].
+    At step t, a running mean keeps the fraction 1 - t^-decay of its old value.
     There is no first moment.
 
     params, grads: trees of the same structure; (..., I, O) is a stack of matrices.

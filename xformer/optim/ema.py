@@ -14,8 +14,8 @@ def ema(average: Tree, params: Tree, *, decay: float, donate: bool = False) -> T
     """average + (1 - decay) (params - average), the new average after a training step.
 
     Start with average = params. A decay of 0.999 averages over about 1,000 steps. Averaged
-    parameters often generalise better than those of any single step (arXiv:1806.04498). The formula
-    is that of torch's AveragedModel with get_ema_multi_avg_fn.
+    parameters often generalise better than the parameters of any single step (arXiv:1806.04498).
+    torch's AveragedModel with get_ema_multi_avg_fn uses the same formula.
 
     average, params: trees of the same structure.
     donate: the average may be overwritten; do not use it afterwards.

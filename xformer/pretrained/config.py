@@ -98,7 +98,7 @@ class Config:
         return self._read(name, default, null, _number(low, high))
 
     def flag(self, name: str, *, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
-        """True or False."""
+        """A bool."""
         return self._read(name, default, null, _flag)
 
     def text(

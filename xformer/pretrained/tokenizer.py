@@ -140,14 +140,15 @@ class Tokenizer:
         return ids, mask
 
     def to_json(self) -> str:
-        """What `tokenizer.json` holds: all of it."""
+        """The contents of `tokenizer.json`, as text."""
         text: str = self._inner.to_str(pretty=True)
         return text
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `tokenizer.json`, and `tokenizer_config.json` with the tokens unless it is there.
+        """Write `tokenizer.json`, and `tokenizer_config.json` if the folder has none.
 
-        An interrupted write leaves the old files.
+        tokenizer_config.json has the special tokens and the settings. An interrupted write leaves
+        the old files.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ BERT_KEYS = {  # of tokenizer_config.json: name in tokenizer.json
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
-SPACE = "\u2581"  # stands for a space in pieces
+SPACE = "\u2581"  # represents a space in pieces
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -200,7 +200,7 @@ def _llama2c(path: Path, config: Config) -> Built:
     config = Config({**usual, **config.data}, config.where)
     first = with_id(inner, config, "bos_token")
     _add(inner, inner, config)
-    space = "\u2581"  # stands for a space in pieces
+    space = "\u2581"  # represents a space in pieces
     inner.normalizer = t.normalizers.Sequence(
         [t.normalizers.Prepend(space), t.normalizers.Replace(" ", space)]
     )
