@@ -98,7 +98,7 @@ def blocks(draw: Callable[..., Any], shared: dict[str, Any], biased: bool) -> Bl
     if shared["norm"] == "rms":
         options["norm_offset"] = draw(st.sampled_from([0.0, 1.0]))
     if draw(st.integers(0, 5)) == 0 and not biased:
-        options["shaw"] = draw(st.integers(0, 3))
+        options["shaw_max_distance"] = draw(st.integers(0, 3))
     else:
         near = maybe(st.integers(0, 5))
         options |= {"window": draw(maybe(st.tuples(near, near))), "sinks": draw(flags)}
