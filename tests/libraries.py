@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
 from xformer import backends
 from xformer.backends import Backend
+from xformer.ops._attention import SdpaOptions, sdpa_options
 
 # Name in test ids -> name of the backend.
 LIBRARIES = {
@@ -92,3 +95,12 @@ def header(demanded: Collection[str]) -> list[str]:
     command = [sys.executable, "-m", "xformer", "info"]  # JAX in it keeps memory of the device
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     return (said.stdout + said.stderr).splitlines()
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
+    """(name, kind, default) of each. A kernel of `sdpa` leaves `**options` to `sdpa_options`."""
+    listed = list(inspect.signature(function).parameters.values())
+    if listed[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        checked = inspect.signature(sdpa_options).parameters
+        listed[-1:] = [checked[name] for name in SdpaOptions._fields]
+    return [(p.name, p.kind, p.default) for p in listed]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import json
 import os
 import pickle
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import array_api_strict
 import numpy as np
 import pytest
+from libraries import parameters
 
 import xformer
 from xformer import backends, dispatch, ops
@@ -190,14 +190,12 @@ def test_ops_and_caches_are_pickled(library: Backend) -> None:
 def test_kernel_has_the_signature_of_its_op() -> None:
     importlib.import_module("xformer.models")  # for its ops
     for op in dispatch.ops():
-        wanted = [(p.name, p.kind, p.default) for p in inspect.signature(op).parameters.values()]
+        wanted = parameters(op)
         for name in backends.available():
             op.import_kernels(name)
         for kernel in (k for kernels in op.kernels.values() for k in kernels):
-            signature = inspect.signature(kernel.run)
-            got = [(p.name, p.kind, p.default) for p in signature.parameters.values()]
             if kernel.run.__module__ != __name__:
-                assert got == wanted, kernel.run
+                assert parameters(kernel.run) == wanted, kernel.run
 
 
 # ---- Which library, and when its backend is imported ----

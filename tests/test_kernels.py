@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from array_api_compat import array_namespace, is_array_api_obj
 from devices import SLACK
 from judges import Values, douts, gradients, named
-from libraries import ON_DEVICE, STAND_IN
+from libraries import ON_DEVICE, STAND_IN, parameters
 
 from xformer import RandomKey, backends, dispatch, reference_only, tree
 from xformer.backends import Backend
@@ -198,11 +197,6 @@ def test_signature_is_the_references(
     assert parameters(kernel.run) == parameters(op.reference)
     if kernel.unsupported is not None:
         assert parameters(kernel.unsupported) == parameters(op.reference)
-
-
-def parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
-    signature = inspect.signature(function)
-    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
 
 
 # ---- Ops without one ----

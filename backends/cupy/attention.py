@@ -8,7 +8,7 @@ from array_api_compat import array_namespace
 
 from xformer.backends.cupy.module import contiguous, real_size
 from xformer.backends.cupy.random_bits import words
-from xformer.ops.random_bits import RandomKey
+from xformer.ops._attention import SdpaOptions
 from xformer.typing import Array
 
 WIDTHS = (32, 64, 128, 256)  # of the heads, rounded up
@@ -42,15 +42,12 @@ class Attention(NamedTuple):
 
 def attention(
     arrays: tuple[Array, Array, Array, Array | None, Array | None, Array | None],
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    scale: float,
-    rate: float,
-    key: RandomKey | None,
+    options: SdpaOptions,
 ) -> Attention:
-    """Of q, k, v, bias, sinks, mask and the options, which have been checked."""
+    """The arguments of a kernel. arrays: q, k, v, bias, sinks, mask, which have been checked."""
     q, k, v, bias, sinks, mask = arrays
+    _, _, softcap, scale, rate, key = options
+    left, right = options.band
     q, k, v = rows(q), rows(k), rows(v)
     (_, n_heads, n_queries, width), (_, n_groups, n_keys, value_width) = q.shape, v.shape
     keep = 1.0 - rate if rate < 1 else 1.0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xformer.backends.cupy.attention import BLOCK, Attention, attention, heads_first, strides
 from xformer.backends.cupy.flash_backward import PACK, WIDTHS, backward, shared, width_of
 from xformer.backends.cupy.module import Source, blocks, contiguous, empty, launch
 from xformer.backends.cupy.sdpa import FEW
-from xformer.checks import require_cap, require_gradient
+from xformer.checks import require_gradient
 from xformer.dispatch import kernel
-from xformer.ops._attention import require_heads, scale_of, window_of
-from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import RandomKey
+from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, dtype_name, working_dtype
 from xformer.showing import short
@@ -31,12 +29,7 @@ def unsupported(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> str | None:
     """Why the kernel cannot run."""
     if dtype_name(q) not in STORED:
@@ -48,7 +41,8 @@ def unsupported(
         return "a bias is not added"
     if q.shape[2] <= FEW:
         return f"there are {q.shape[2]} queries, so few that their keys are split over blocks"
-    if dropout_rate and dropout_key is not None and not isinstance(dropout_key.step, int):
+    key = options.get("dropout_key")
+    if options.get("dropout_rate") and key is not None and not isinstance(key.step, int):
         return "the step of dropout_key is an array"  # for which no register is left
     return None
 
@@ -62,25 +56,11 @@ def sdpa(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> tuple[Array, FlashCache]:
     """In one launch; probabilities are rounded to two bytes before their product with v."""
-    require_heads("sdpa", q, k, mask)
-    left, right = window_of("sdpa", window)
-    made = attention(
-        (in_packs(q), in_packs(k), in_packs(v), None, sinks, mask),
-        left,
-        0 if causal else right,
-        None if softcap is None else require_cap("sdpa", softcap),
-        scale_of("sdpa", scale, q),
-        require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key),
-        dropout_key,
-    )
+    checked = sdpa_options(q, k, bias, mask=mask, **options)
+    made = attention((in_packs(q), in_packs(k), in_packs(v), None, sinks, mask), checked)
     by_token, top, total = _forward(made)
     return heads_first(by_token), FlashCache(made, by_token, top, total)
 

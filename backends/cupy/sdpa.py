@@ -6,7 +6,7 @@ together: otherwise all keys of a head would pass through one block.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
@@ -23,11 +23,9 @@ from xformer.backends.cupy.attention import (
 from xformer.backends.cupy.module import EVERY, Source, blocks, empty, launch, real_size, threads
 from xformer.backends.cupy.random_bits import not_a_step
 from xformer.backends.cupy.sdpa_backward import backward
-from xformer.checks import require_cap, require_gradient
+from xformer.checks import require_gradient
 from xformer.dispatch import kernel
-from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
-from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import RandomKey
+from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
@@ -48,12 +46,7 @@ def unsupported(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> str | None:
     """Why the kernel cannot run."""
     width = max(q.shape[3], v.shape[3])
@@ -61,7 +54,7 @@ def unsupported(
         return f"heads are {width} wide, more than {WIDTHS[-1]}"
     if bias is not None and q.dtype.name in STORED:
         return f"a bias is not added in {q.dtype.name}"
-    return not_a_step(dropout_key, q)
+    return not_a_step(options.get("dropout_key"), q)
 
 
 @kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
@@ -73,27 +66,11 @@ def sdpa(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> tuple[Array, SdpaCache]:
     """In one launch, or in two where queries are few and keys many."""
-    require_heads("sdpa", q, k, mask)
-    if bias is not None:
-        require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
-    left, right = window_of("sdpa", window)
-    made = attention(
-        (q, k, v, bias, sinks, mask),
-        left,
-        0 if causal else right,
-        None if softcap is None else require_cap("sdpa", softcap),
-        scale_of("sdpa", scale, q),
-        require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key),
-        dropout_key,
-    )
+    checked = sdpa_options(q, k, bias, mask=mask, **options)
+    made = attention((q, k, v, bias, sinks, mask), checked)
     n_keys = k.shape[2]
     if q.shape[2] > FEW:
         by_token, top, total = _forward(made, 0, 1, n_keys)

@@ -32,8 +32,7 @@ from xformer.backends.cupy.runtimes import runtime_of
 from xformer.backends.cupy.side_by_side import heads_beside, joined
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
-from xformer.ops._attention import require_heads, scale_of, window_of
-from xformer.ops.random_bits import RandomKey
+from xformer.ops._attention import SdpaOptions, sdpa_options
 from xformer.ops.sdpa import sdpa as reference
 from xformer.shapes import STORED, dtype_name, working_dtype
 from xformer.showing import short
@@ -51,12 +50,7 @@ def unsupported(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> str | None:
     """Why the kernel cannot run."""
     own = runtime_of(RUNTIMES, type(q))
@@ -69,16 +63,15 @@ def unsupported(
         "a bias": bias is not None,
         "sinks": sinks is not None,
         "a mask": mask is not None,
-        "a cap of the scores": softcap is not None,
-        "dropout by the library's random bits": bool(dropout_rate),
+        "a cap of the scores": options.get("softcap") is not None,
+        "dropout by the library's random bits": bool(options.get("dropout_rate")),
     }
     if names := [name for name, given in left_out.items() if given]:
         return f"{' and '.join(names)} is not in its graphs"
     lengths = q.shape[2], k.shape[2]
     if any(n % MULTIPLE for n in lengths) or 0 in (*q.shape, *v.shape):
         return f"there are {lengths[0]} queries and {lengths[1]} keys, no multiples of {MULTIPLE}"
-    require_heads("sdpa", q, k, mask)
-    kind = _kind(q, k, v, causal, window, scale)
+    kind = _kind(q, k, v, sdpa_options(q, k, mask=mask, **options))
     if lengths[0] > lengths[1] and (kind.left, kind.right) != (None, None):
         return "there may be queries that see no key"
     capability, version = own.place([q]).capability, library.backend_version()
@@ -102,22 +95,17 @@ def sdpa(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> tuple[Array, Any]:
     """In one call of cuDNN; where it fails, by the next kernel, whose cache then comes back."""
-    kind = _kind(q, k, v, causal, window, scale)
+    kind = _kind(q, k, v, sdpa_options(q, k, **options))
     given = q, k, v
     n_batch, n_heads, n_queries, _ = q.shape
     q, k, v = readable(q), readable(k), readable(v)
     ctx = empty(q, (n_batch, n_queries, n_heads, v.shape[3]))
     lse = empty(q, (n_batch, n_heads, n_queries), working_dtype(q))
     if not ran(kind, {Q: q, K: k, V: v, CTX: ctx, LSE: lse}):
-        found: tuple[Array, Any] = reference(*given, causal=causal, window=window, scale=scale)
+        found: tuple[Array, Any] = reference(*given, **options)
         return found
     return heads_first(ctx), CudnnCache(kind, q, k, v, ctx, lse)
 
@@ -156,10 +144,9 @@ class CudnnCache(NamedTuple):
         return grads
 
 
-def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float | None) -> Kind:
+def _kind(q: Array, k: Array, v: Array, options: SdpaOptions) -> Kind:
     """Of forward, without bounds that bound nothing."""
-    left, right = window_of("sdpa", window)
-    right = 0 if causal else right
+    left, right = options.band
     n_queries, n_keys = q.shape[2], k.shape[2]
     return Kind(
         dtype_name(q),
@@ -168,7 +155,7 @@ def _kind(q: Array, k: Array, v: Array, causal: bool, window: Any, scale: float 
         layout(v),
         None if left is None or left >= n_keys - 1 else left,
         None if right is None or right >= n_queries - 1 else right,
-        scale_of("sdpa", scale, q),
+        options.scale,
         is_deterministic(),
         backward=False,
         joined=joined(q),

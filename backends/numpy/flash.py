@@ -77,7 +77,7 @@ def _at_once(c: Attention, part: Part) -> None:
     np.exp(e, out=e)
     total += np.add.reduce(e, axis=-1, keepdims=True)
     _without_keys(top, total)
-    if c.scores.rate:
+    if c.scores.options.dropout_rate:
         e *= c.scores.kept(part, t, s)
     sums = fold(e, part) @ c.v[theirs]
     np.multiply(unfold(sums, part), _rescaled(c, total), out=c.ctx[own])
@@ -100,7 +100,7 @@ def _plain(c: Attention, part: Part) -> bool:
                 e, _ = c.scores.tile(queries, keys, part, t, s, UNIT)
                 _power(c.scores, e, part, t, s)
                 _add_product(e, _ones(e), total[:, :, t], first)
-                if c.scores.rate:
+                if c.scores.options.dropout_rate:
                     e *= c.scores.kept(part, t, s)
                 _add_product(fold(e, part), v[:, :, s], sums, first)
                 del e  # the next tile's go to the same memory
@@ -129,7 +129,7 @@ def _shifted(c: Attention, part: Part) -> None:
             _take_off_top(e, top, total, unfold(sums, part), first)
             np.exp(e, out=e)
             _add_product(e, _ones(e), total, first)
-            if c.scores.rate:
+            if c.scores.options.dropout_rate:
                 e *= c.scores.kept(part, t, s)
             _add_product(fold(e, part), v[:, :, s], sums, first)
             first = False
@@ -195,7 +195,7 @@ def backward(c: Attention, part: Part, dctx: Array, grads: Gradients) -> None:
     top = top if top.any() else None
     few, once = c.scores.few_queries, c.scores.q.shape[2] <= c.scores.n_rows
     sums = ("dk", grads.k, k), ("dv", grads.v, v)
-    value_scale = c.scores.scale if not c.bias_matters and c.sinks is None else 1.0
+    value_scale = c.scores.options.scale if not c.bias_matters and c.sinks is None else 1.0
     dout = scratch("dout", c.ctx[own].shape, v.dtype)
     np.multiply(dctx[own], _rescaled(c, c.total[own]), out=dout)
     work = Work(
@@ -237,13 +237,13 @@ def _rows_back(
     inner = None
     if high - low > COLUMNS:
         inner = np.vecdot(dout, c.ctx[part.b, part.h, t])[..., None]
-        inner *= (1 - c.scores.rate) * work.value_scale
+        inner *= (1 - c.scores.options.dropout_rate) * work.value_scale
     for s in columns(low, high):
         e, slope = _recomputed(c, part, work, queries, t, s)
         de = scratch("de", (*queries.shape[:3], e.shape[3]), e.dtype)
         de = unfold(np.matmul(dout_rows, work.values[..., s], out=de), part)
         dropped = e
-        if c.scores.rate:
+        if c.scores.options.dropout_rate:
             kept = c.scores.kept(part, t, s)
             dropped = e * kept
             de *= kept
@@ -254,8 +254,8 @@ def _rows_back(
         de *= e
         if c.bias_matters:
             _add_to(grads.bias, de, part, t, s)
-        if work.value_scale != c.scores.scale:
-            de *= c.scores.scale
+        if work.value_scale != c.scores.options.scale:
+            de *= c.scores.options.scale
         if slope is not None:
             de *= slope
         _add_product(fold(de, part), k[:, :, s], dq, s.start == low)
@@ -294,7 +294,8 @@ def _place_for(x: Array, part: Part, name: str) -> Array:
 
 def _rescaled(c: Attention, total: Array) -> Array:
     """1 / total, and what dropout scales up by."""
-    return (1 / (1 - c.scores.rate) if c.scores.rate < 1 else 1.0) / total
+    rate = c.scores.options.dropout_rate
+    return (1 / (1 - rate) if rate < 1 else 1.0) / total
 
 
 def _ones(e: Array) -> Array:

@@ -12,11 +12,9 @@ import numpy as np
 
 from xformer.backends.numpy.flash import Attention, Gradients, attend, backward
 from xformer.backends.numpy.tiles import Scores
-from xformer.checks import require_cap, require_gradient
+from xformer.checks import require_gradient
 from xformer.dispatch import kernel
-from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
-from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import RandomKey
+from xformer.ops._attention import sdpa_options
 from xformer.ops.sdpa import sdpa as reference
 from xformer.showing import short
 from xformer.typing import Array
@@ -30,12 +28,7 @@ def unsupported(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> str | None:
     """Why the kernel cannot run."""
     return "there are no queries" if 0 in q.shape[:3] else None
@@ -50,30 +43,11 @@ def sdpa(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> tuple[Array, SdpaCache]:
     """In parts that need no more memory than their queries, keys and values."""
-    require_heads("sdpa", q, k, mask)
-    if bias is not None:
-        require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
-    left, right = window_of("sdpa", window)
-    scores = Scores(
-        q,
-        k,
-        _four_axes(bias),
-        _four_axes(mask),
-        left,
-        0 if causal else right,
-        None if softcap is None else require_cap("sdpa", softcap),
-        scale_of("sdpa", scale, q),
-        require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key),
-        dropout_key,
-    )
+    checked = sdpa_options(q, k, bias, mask=mask, **options)
+    scores = Scores(q, k, _four_axes(bias), _four_axes(mask), checked, *checked.band)
     ctx = _empty((*q.shape[:3], v.shape[3]), q.dtype)
     top, total = np.empty((2, *q.shape[:3], 1), q.dtype)
     all_parts = Attention(scores, v, sinks, ctx, top, total)

@@ -10,6 +10,7 @@ import numpy as np
 
 from xformer.backends.numpy.philox import words
 from xformer.backends.numpy.threads import blocks, n_threads, scratch
+from xformer.ops._attention import SdpaOptions
 from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
@@ -53,12 +54,9 @@ class Scores(NamedTuple):
     k: Array  # (B, G, S, K)
     bias: Array | None  # four axes, which broadcast to (B, H, T, S)
     mask: Array | None  # as bias
-    left: int | None
+    options: SdpaOptions
+    left: int | None  # of the band that the options allow
     right: int | None
-    softcap: float | None
-    scale: float
-    rate: float
-    key: RandomKey | None
 
     def run(self, fn: Callable[[Part], None], width: int, apart: tuple[bool, bool]) -> None:
         """fn(part) for all batch elements and groups; on threads, where K + M = `width` pays.
@@ -146,7 +144,8 @@ class Scores(NamedTuple):
 
     def factor(self, unit: float) -> float:
         """Of q k^T, for `tile` to make scores of, in that unit."""
-        return self.scale * unit if self.softcap is None else self.scale / self.softcap
+        scale, cap = self.options.scale, self.options.softcap
+        return scale * unit if cap is None else scale / cap
 
     def tile(
         self, queries: Array, keys: Array, part: Part, t: slice, s: slice, unit: float
@@ -159,10 +158,10 @@ class Scores(NamedTuple):
         scores = np.matmul(queries, keys[..., s], out=scratch("scores", shape, dtype))
         scores = unfold(scores, part)
         slope = None
-        if self.softcap is not None:
+        if self.options.softcap is not None:
             np.tanh(scores, out=scores)
             slope = 1 - scores**2
-            scores *= self.softcap * unit
+            scores *= self.options.softcap * unit
         if self.bias is not None:
             scores += own(self.bias, part, t, s) * unit
         return scores, slope
@@ -187,8 +186,9 @@ class Scores(NamedTuple):
         (n_heads, n_queries), n_keys = self.q.shape[1:3], self.k.shape[2]
         b, h, i = np.ogrid[part.b, part.h, t]
         starts = ((b * n_heads + h) * n_queries + i) * n_keys + s.start
-        drawn = words(cast(RandomKey, self.key), starts.reshape(-1), s.stop - s.start)
-        kept = drawn >= round(self.rate * 2**32)
+        key = cast(RandomKey, self.options.dropout_key)
+        drawn = words(key, starts.reshape(-1), s.stop - s.start)
+        kept = drawn >= round(self.options.dropout_rate * 2**32)
         return kept.reshape(*starts.shape, -1).astype(self.q.dtype)
 
 

@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from xformer.checks import finite, require_mask, whole
+from xformer.checks import finite, require_cap, require_mask, whole
+from xformer.ops.dropout import require_rate
+from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
 Window = tuple[int | None, int | None]
+
+
+class SdpaOptions(NamedTuple):
+    """The options of `sdpa` after their checks. `sdpa_options` returns them."""
+
+    causal: bool
+    window: Window
+    softcap: float | None
+    scale: float
+    dropout_rate: float
+    dropout_key: RandomKey | None
+
+    @property
+    def band(self) -> Window:
+        """(left, right) of the keys that a query may attend to, by the window and by causality."""
+        left, right = self.window
+        return left, 0 if self.causal else right
+
+
+def sdpa_options(
+    q: Array,
+    k: Array,
+    bias: Array | None = None,
+    *,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: RandomKey | None = None,
+) -> SdpaOptions:
+    """The options of a call of `sdpa`. It checks them, the heads of q and k, bias and mask.
+
+    The reference and every kernel call it first. The errors are those of `sdpa`.
+    """
+    require_heads("sdpa", q, k, mask)
+    if bias is not None:
+        require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
+    return SdpaOptions(
+        causal,
+        window_of("sdpa", window),
+        None if softcap is None else require_cap("sdpa", softcap),
+        scale_of("sdpa", scale, q),
+        require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key),
+        dropout_key,
+    )
 
 
 def fold(x: Array, k: Array) -> Array:

@@ -6,19 +6,16 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
-from xformer.checks import require_cap, require_gradient
+from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.ops._attention import (
     fold,
     forbid,
-    require_broadcasts,
-    require_heads,
-    scale_of,
+    sdpa_options,
     softmax_or_zero,
     unfold,
-    window_of,
 )
-from xformer.ops.dropout import DropoutCache, dropout, require_rate
+from xformer.ops.dropout import DropoutCache, dropout
 from xformer.ops.random_bits import RandomKey
 from xformer.ops.sum_to import sum_to
 from xformer.shapes import shapes
@@ -62,20 +59,25 @@ def sdpa(
     boolean. Derivation: docs/derivations/sdpa.md
     """
     xp = array_namespace(q)
-    require_heads("sdpa", q, k, mask)
-    if bias is not None:
-        require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
-    window = window_of("sdpa", window)
-    softcap = None if softcap is None else require_cap("sdpa", softcap)
-    rate = require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key)
-    scale = scale_of("sdpa", scale, q)
+    causal, window, softcap, scale, rate, key = sdpa_options(
+        q,
+        k,
+        bias,
+        mask=mask,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
     scores = unfold(fold(q, k) @ k.mT, q) * scale  # (B, H, T, S)
     if softcap is not None:
         scores = softcap * xp.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     probs, shares = softmax_or_zero(forbid(scores, mask, causal, window), sinks)
-    dropped, drop = dropout(probs, rate=rate, key=dropout_key)
+    dropped, drop = dropout(probs, rate=rate, key=key)
     ctx = unfold(fold(dropped, k) @ v, q)  # (B, H, T, M)
     bias_shape = None if bias is None else bias.shape
     return ctx, SdpaCache(q, k, v, probs, shares, scale, softcap, bias_shape, drop)

@@ -24,11 +24,9 @@ from xformer.backends.numba.program.program import Program, of
 from xformer.backends.numba.program.traced import Traced
 from xformer.backends.numba.tuning import HEADS, WORTH
 from xformer.backends.numpy.tiles import FEW
-from xformer.checks import require_cap, require_gradient
+from xformer.checks import require_gradient
 from xformer.dispatch import kernel
-from xformer.ops._attention import require_broadcasts, require_heads, scale_of, window_of
-from xformer.ops.dropout import require_rate
-from xformer.ops.random_bits import RandomKey
+from xformer.ops._attention import sdpa_options
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -43,12 +41,7 @@ def unsupported(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> str | None:
     """Why the kernel cannot run."""
     arrays = [x for x in (q, k, v, bias, sinks) if x is not None]
@@ -58,9 +51,10 @@ def unsupported(
         return "empty arrays have nothing to compute"
     if of([*arrays, mask]) is None:
         return "all of it is constant"
-    if isinstance(dropout_rate, float) and round(dropout_rate * 2**32) == 2**32:
+    rate = options.get("dropout_rate")
+    if isinstance(rate, float) and round(rate * 2**32) == 2**32:
         return "nothing is drawn at a rate of 1"
-    step = getattr(dropout_key, "step", None)
+    step = getattr(options.get("dropout_key"), "step", None)
     if isinstance(step, Traced) and (step.shape or step.dtype.kind not in "iu"):
         return "the step is no single integer"
     return no_products()
@@ -75,26 +69,12 @@ def sdpa(
     sinks: Array | None = None,
     *,
     mask: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: RandomKey | None = None,
+    **options: Any,
 ) -> tuple[Array, SdpaCache]:
     """ctx = dropout(softmax(scale * q k^T + bias)) v, over allowed keys."""
-    require_heads("sdpa", q, k, mask)
-    if bias is not None:
-        require_broadcasts("sdpa", "bias", bias, (*q.shape[:3], k.shape[2]))
-    rate = require_rate("sdpa", "dropout_rate", dropout_rate, "dropout_key", dropout_key)
-    attention = Attention(
-        causal,
-        window_of("sdpa", window),
-        None if softcap is None else require_cap("sdpa", softcap),
-        scale_of("sdpa", scale, q),
-        rate,
-        dropout_key if rate else None,
-    )
+    attention = Attention(*sdpa_options(q, k, bias, mask=mask, **options))
+    if not attention.dropout_rate:
+        attention = attention._replace(dropout_key=None)
     given = Operands.of(attention, q, k, v, bias, sinks, mask)
     cache = _attend(attention, given, None if bias is None else bias.shape)
     ctx = _attend_one(attention, given) if _is_one(attention, given) else cache.ctx
@@ -138,14 +118,18 @@ def _attend_one(attention: Attention, given: Operands) -> Traced:
     return ctx
 
 
+def _has_cap_or_dropout(attention: Attention) -> bool:
+    return attention.softcap is not None or attention.dropout_rate > 0
+
+
 def _is_one(attention: Attention, given: Operands) -> bool:
-    others = attention.softcap is not None or attention.rate or given.has_bias
+    others = _has_cap_or_dropout(attention) or given.has_bias
     return given.q.shape[1] == 1 and not others
 
 
 def _is_plain(attention: Attention, given: Operands) -> bool:
     """Whether `flash` has all that is asked for, and rows enough to pay for its copies."""
-    others = attention.softcap is not None or attention.rate or given.has_bias or given.has_sinks
+    others = _has_cap_or_dropout(attention) or given.has_bias or given.has_sinks
     of_keys = not given.has_mask or given.mask.shape[1:3] == (1, 1)
     return given.q.shape[1] >= FEW and of_keys and not others
 

@@ -22,7 +22,7 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.traced import Traced, constant
-from xformer.ops._attention import Window, fold, forbid, unfold
+from xformer.ops._attention import SdpaOptions, fold, forbid, unfold
 from xformer.ops.random_bits import MASK, RandomKey
 from xformer.typing import Array
 
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
         cls, attention: Attention, q: Array, k: Array, v: Array, bias: Any, sinks: Any, mask: Any
     ) -> Operands:
         """Those of the op; what no loop can read is copied."""
-        step = 0 if attention.key is None else attention.key.step
+        step = 0 if attention.dropout_key is None else attention.dropout_key.step
         step = step if isinstance(step, Traced) else constant(np.array(step, np.int64))
         return cls(
             _rows(tokens(q)),
@@ -111,23 +111,18 @@ def _four_axes(x: Any) -> Traced:
     return _dense(x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x)
 
 
-class Attention(NamedTuple):
-    """The options of one call of `sdpa`."""
+class Attention(SdpaOptions):
+    """The options of one call of `sdpa`. dropout_key is None without dropout."""
 
-    causal: bool
-    window: Window
-    softcap: float | None
-    scale: float
-    rate: float
-    key: RandomKey | None  # None without dropout
+    __slots__ = ()
 
     def numbers(self, given: Operands) -> tuple[int, ...]:
         """Of an instruction, as `read` reads them."""
         q, k, v, bias, _, mask, _ = given
         (b, t, h, width), (s, g), m = q.shape, k.shape[1:3], v.shape[3]
         left, right = self.reach(t, s)
-        drawn = round(self.rate * 2**32), bits(1 / (1 - self.rate))
-        key = self.key or RandomKey(0)
+        drawn = round(self.dropout_rate * 2**32), bits(1 / (1 - self.dropout_rate))
+        key = self.dropout_key or RandomKey(0)
         return (
             *(b, t, h, width, s, g, m, left, right, bits(self.scale), bits(self.softcap or 0)),
             *(*q.strides[:3], *k.strides[:3], *v.strides[:3]),
@@ -162,8 +157,8 @@ class Attention(NamedTuple):
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
-            dropout_rate=self.rate,
-            dropout_key=None if self.key is None else self.key._replace(step=int(step)),
+            dropout_rate=self.dropout_rate,
+            dropout_key=self.dropout_key and self.dropout_key._replace(step=int(step)),
         )
 
     def statistics(
