@@ -131,7 +131,7 @@ class EagerLanguageModel(nn.Module):
 
     def __init__(self, model: Any, params: LanguageModelParams, dropped: bool = False) -> None:
         super().__init__()
-        network = getattr(model, "network", model)
+        network = model.network
         own = params.embed
         self.causal, self.tied = network.causal, params.head is None
         self.table = parameter(own.table)

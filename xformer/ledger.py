@@ -95,7 +95,7 @@ def ledger(
 
     ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
     """
-    network = getattr(model, "network", model)
+    network = model.network
     batch, length = sizes_of(network, batch, length, dtype, optimiser)
     own = TrainConfig(steps=1, optimiser=optimiser).chosen_optimiser()
     tally = Tally()
@@ -135,7 +135,7 @@ def measured_peak(
     ValueError for sizes below 1, another dtype or optimiser, and a model without a loss.
     RuntimeError if the process fails.
     """
-    network = getattr(model, "network", model)
+    network = model.network
     batch, length = sizes_of(network, batch, length, dtype, optimiser)
     network = replace(network, hf_config=None)
     task = pickle.dumps((network, batch, length, dtype, optimiser))

@@ -136,7 +136,7 @@ def _stood_in(model: Any, batch: int, length: int, dtype: str, tally: Tally) -> 
 
 def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any]:
     """The arguments of `forward`, and the arguments of `loss` (None if there is no loss)."""
-    network = getattr(model, "network", model)
+    network = model.network
     tokens = np.zeros((batch, length), np.int64)
     if isinstance(model, Transformer):
         targets = np.full((batch, length + 1), int(model.pad_id == 0))  # no padding: all count

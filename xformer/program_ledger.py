@@ -54,7 +54,7 @@ def program_ledger(
     """
     if (why := backends.unavailable_reason("numba")) is not None:
         raise backends.Unusable(why)
-    network = getattr(model, "network", model)
+    network = model.network
     batch, length = sizes_of(network, batch, length, dtype, optimiser)
     config = TrainConfig(steps=1, optimiser=optimiser)
     own = config.chosen_optimiser()

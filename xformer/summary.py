@@ -133,7 +133,7 @@ def summary(
         raise TypeError(f"summary: model must be one of xformer.models, got {model!r:.60}")
     if dtype not in FLOATING:
         raise ValueError(f"summary: dtype must be {' or '.join(FLOATING)}, got {dtype!r}")
-    network = _network(model)
+    network = model.network
     length = min(LENGTH, context(model) or LENGTH) if length is None else length
     batch, length = require_sizes("summary", 1, batch=batch, length=length)
     limit = _positions(network)
@@ -151,7 +151,7 @@ def summary(
 
 def parts(model: Any) -> Iterator[Part]:
     """The parts of a model, without allocating parameters. Blocks of equal shape are one part."""
-    network = _network(model)
+    network = model.network
     params = network.init_from(Shapes())
     for name, value in zip(params._fields, params, strict=True):
         if name in STACKS:
@@ -162,14 +162,10 @@ def parts(model: Any) -> Iterator[Part]:
 
 def context(model: Any) -> int | None:
     """The longest sequence that a model supports; None if its configuration does not say."""
-    network = _network(model)
+    network = model.network
     limit = _positions(network)
     told = (network.hf_config or {}).get("max_position_embeddings")
     return told if limit is None and isinstance(told, int) else limit
-
-
-def _network(model: Any) -> Any:
-    return getattr(model, "network", model)
 
 
 def _positions(network: Any) -> int | None:

@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table, or the JSON. The weights are not read."""
     model, _ = inspected(Path(args.model))
-    network = getattr(model, "network", model)
+    network = model.network
     network = dataclasses.replace(network, activation_checkpointing=args.activation_checkpointing)
     length = min(LENGTH, context(network) or LENGTH) if args.length is None else args.length
     options: Any = {

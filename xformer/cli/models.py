@@ -73,7 +73,7 @@ def is_own(path: Path) -> bool:
 def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
     model, params = checkpoint.load(path, backend)
     words = vocabulary_of(path)
-    network = getattr(model, "network", model)
+    network = model.network
     is_pair = isinstance(network, EncoderDecoder)
     tables = (network.src_embed, network.target_embed) if is_pair else (network.embed,)
     sizes = sorted({table.vocab_size for table in tables if table is not None})

@@ -101,7 +101,7 @@ def _title(model: Any) -> str:
 
 def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
     """The configuration in a few rows."""
-    network = getattr(model, "network", model)
+    network = model.network
     blocks = blocks_of(network)
     yield "model", _title(model)
     dtypes = ", ".join(dtype for dtype in stored if stored[dtype])
@@ -158,7 +158,7 @@ def _parts(model: Any, found: Summary) -> Iterator[Row]:
         yield part.name, times if whole is None else whole[0], f"{part.n_params:,}", share
         for name, (shapes, size) in groups.items():
             yield f"  {name}", shapes, f"{size:,}", ""
-    head = getattr(getattr(model, "network", model), "head", None)
+    head = model.network.head
     if getattr(head, "tied", False):
         yield "head, tied", "the embedding's table", "0", ""
     yield "total", "", f"{found.n_params:,}", ""
@@ -223,7 +223,7 @@ def _memory(found: Summary) -> Iterator[Row]:
 
 
 def _flops(model: Any, found: Summary) -> Iterator[Row]:
-    flops, both = found.flops, isinstance(getattr(model, "network", model), EncoderDecoder)
+    flops, both = found.flops, isinstance(model.network, EncoderDecoder)
     of = "one token of the source and one of the target, " if both else ""
     yield "FLOPs a token", "", of + "in matmuls, at that length"
     yield "  parameters", scaled(flops.weights, "FLOP"), ""

@@ -41,7 +41,7 @@ def origin_of(path: str) -> Origin:
     if root.is_file():
         raise ValueError(f"--from: must be the folder of a model, got the file {path}")
     model, _ = inspected(root)
-    network = getattr(model, "network", model)
+    network = model.network
     is_causal = isinstance(network, LanguageModel) and network.causal
     if not is_causal or not isinstance(network.head, LMHead):
         names = (getattr(model, "hf_config", None) or {}).get("architectures")
@@ -76,7 +76,7 @@ class Usual(NamedTuple):
 def usual(path: str) -> Usual:
     """Sizes and context length of the model in a folder; if it is pretrained, a learning rate."""
     model = origin_of(path).model
-    network = getattr(model, "network", model)
+    network = model.network
     block, most, length = network.blocks[0], network.context, context(model)
     options = {
         "layers": len(network.blocks),

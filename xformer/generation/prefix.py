@@ -162,7 +162,7 @@ def extended(
 
 def network_of(op: str, model: Any) -> Any:
     """The LanguageModel or EncoderDecoder of a model. ValueError if it cannot generate text."""
-    network = getattr(model, "network", model)
+    network = getattr(model, "network", None)
     writes = isinstance(network, EncoderDecoder) and network.head is not None
     if isinstance(network, LanguageModel):
         writes = network.causal and isinstance(network.head, LMHead)

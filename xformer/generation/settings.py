@@ -84,7 +84,7 @@ def settings_of(model: Any) -> Settings:
 
     PretrainedError, which names file and key, for an invalid value.
     """
-    network = getattr(model, "network", model)
+    network = model.network
     config = getattr(network, "generation_config", None)
     if config is not None:
         return _settings(Config(config, GENERATION), n_tokens(network))

@@ -101,6 +101,11 @@ class EncoderDecoder:
     rewind = renamed.method("rewind", "truncate")
 
     @property
+    def network(self) -> EncoderDecoder:
+        """The model itself. `GPT` and `Transformer` have a `network` too."""
+        return self
+
+    @property
     def target_embed(self) -> EmbedConfig | None:
         """The configuration of the target's embedding."""
         return self.src_embed if self.shared_embed else self.tgt_embed

@@ -124,6 +124,11 @@ class LanguageModel:
     rewind = renamed.method("rewind", "truncate")
 
     @property
+    def network(self) -> LanguageModel:
+        """The model itself. `GPT` and `Transformer` have a `network` too."""
+        return self
+
+    @property
     def d_model(self) -> int:
         """D, the width of the hidden states."""
         return self.blocks[0].d_model

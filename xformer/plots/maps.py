@@ -29,7 +29,7 @@ def attention_maps(
 
     TypeError for another kind of model. ValueError if target does not fit the model.
     """
-    network = getattr(model, "network", model)
+    network = getattr(model, "network", None)
     if not isinstance(network, LanguageModel | EncoderDecoder):
         raise TypeError(f"attention_maps: model must be one of xformer.models, got {model!r:.60}")
     if (target is not None) != isinstance(network, EncoderDecoder):
