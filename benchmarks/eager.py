@@ -142,7 +142,7 @@ class EagerLanguageModel(nn.Module):
         pairs = zip(params.stack.blocks, network.blocks, strict=True)
         self.blocks = nn.ModuleList(Block(own, config, dropped) for own, config in pairs)
         last = params.stack.norm
-        self.norm = None if last is None else Norm(last, network.blocks[-1].norm_config)
+        self.norm = None if last is None else Norm(last, network.blocks[-1].norm)
         self.head = None if self.tied else Linear(params.head)
         if network.rotary is not None:
             angles = _angles(network.hf_config["max_position_embeddings"], network.rotary)

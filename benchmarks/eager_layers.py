@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from benchmarks.eager_linear import grad, linear, parameter
 from xformer.layers import (
+    AttentionConfig,
     AttentionParams,
     BlockConfig,
     BlockParams,
+    FeedForwardConfig,
     FeedForwardParams,
     KeyValueParams,
     NormConfig,
@@ -54,7 +56,9 @@ class Norm(nn.Module):
 class SelfAttention(nn.Module):
     """Attention of a sequence to itself; dropout: of the probabilities."""
 
-    def __init__(self, params: AttentionParams, config: BlockConfig, dropout: float = 0.0) -> None:
+    def __init__(
+        self, params: AttentionParams, config: AttentionConfig, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.head_width, self.grouped = config.head_width, config.kv_heads != config.n_heads
         self.dropout = dropout
@@ -82,7 +86,7 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Attention of a sequence to the memory."""
 
-    def __init__(self, params: AttentionParams, config: BlockConfig) -> None:
+    def __init__(self, params: AttentionParams, config: AttentionConfig) -> None:
         super().__init__()
         self.head_width = config.head_width
         self.q, self.kv, self.o = linear(params.q), linear(*params.kv[:2]), linear(params.o)
@@ -101,7 +105,7 @@ class CrossAttention(nn.Module):
 class FeedForward(nn.Module):
     """Plain, or gated with one product for both ways in."""
 
-    def __init__(self, params: FeedForwardParams, config: BlockConfig) -> None:
+    def __init__(self, params: FeedForwardParams, config: FeedForwardConfig) -> None:
         super().__init__()
         self.gated, self.act = config.gated, ACTIVATIONS[config.activation]
         ways_in = (params.gate, params.up) if params.gate is not None else (params.up,)
@@ -126,14 +130,15 @@ class Block(nn.Module):
     def __init__(self, params: BlockParams, config: BlockConfig, dropped: bool = False) -> None:
         super().__init__()
         self.dropout = config.dropout if dropped else 0.0
-        self.pre, norm = config.norm_placement == "pre", config.norm_config
+        self.pre, norm = config.norm_placement == "pre", config.norm
         self.attn_norm = Norm(params.attn_norm, norm)
-        self.attn = SelfAttention(params.attn, config, config.probs_dropout if dropped else 0.0)
+        self.attn = SelfAttention(params.attn, config.attn, config.attn.dropout if dropped else 0.0)
         self.has_cross = params.cross is not None
         if self.has_cross:
             self.cross_norm = Norm(params.cross_norm, norm)
-            self.cross = CrossAttention(params.cross, config)
-        self.ffn_norm, self.ffn = Norm(params.ffn_norm, norm), FeedForward(params.ffn, config)
+            self.cross = CrossAttention(params.cross, config.attn)
+        self.ffn_norm = Norm(params.ffn_norm, norm)
+        self.ffn = FeedForward(params.ffn, config.ffn)
 
     def forward(
         self,

@@ -133,13 +133,13 @@ def _block(
     config: BlockConfig, batch: int, length: int, *, causal: bool
 ) -> Iterator[Maps | Attention]:
     """Self-attention, and the feed-forward network, or a router and experts."""
-    rows, width, queries = batch * length, config.d_model, config.n_heads * config.head_width
+    rows, width, queries = batch * length, config.d_model, _queries(config)
     yield Maps(rows, width, (queries, *_key_value(config)))
     yield from _heads(config, rows, (length + 1) // 2 if causal else length)
-    d_ff, gated, experts = config.d_ff, config.gated, config.experts
-    if experts is not None:
+    if (experts := config.experts) is not None:
         yield Maps(rows, width, (experts.n_experts,), adapted=False)
-        rows, d_ff, gated = rows * experts.top_k, experts.d_ff, True
+        rows *= experts.top_k
+    d_ff, gated = config.ffn.d_ff, getattr(config.ffn, "gated", True)
     yield Maps(rows, width, (d_ff,) * (2 if gated else 1))
     yield Maps(rows, d_ff, (width,))
 
@@ -147,18 +147,24 @@ def _block(
 def _cross(config: BlockConfig, batch: int, length: int, source: int) -> Iterator[Maps | Attention]:
     """Attention to the memory, whose keys and values have a product of their own."""
     rows, width = batch * length, config.d_model
-    yield Maps(rows, width, (config.n_heads * config.head_width,))
+    yield Maps(rows, width, (_queries(config),))
     yield Maps(batch * source, width, _key_value(config))
     yield from _heads(config, rows, source)
 
 
 def _heads(config: BlockConfig, rows: int, keys: int) -> Iterator[Maps | Attention]:
-    yield Attention(config.n_heads * rows, keys, config.head_width, config.value_width)
-    yield Maps(rows, config.n_heads * config.value_width, (config.d_model,))
+    attn = config.attn
+    yield Attention(attn.n_heads * rows, keys, attn.head_width, attn.value_width)
+    yield Maps(rows, attn.n_heads * attn.value_width, (config.d_model,))
+
+
+def _queries(config: BlockConfig) -> int:
+    return config.attn.n_heads * config.attn.head_width
 
 
 def _key_value(config: BlockConfig) -> tuple[int, int]:
-    return config.kv_heads * config.head_width, config.kv_heads * config.value_width
+    attn = config.attn
+    return attn.kv_heads * attn.head_width, attn.kv_heads * attn.value_width
 
 
 def products(shape: Shape) -> list[Product]:

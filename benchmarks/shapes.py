@@ -65,8 +65,8 @@ class Shape:
         scale its scores: its queries' weights are smaller, as T5 initialises them.
         """
         rng = np.random.default_rng(1)
-        heads = blocks_of(self.network)[0]
-        unscaled = heads.head_width**-0.5 if heads.scale == 1 else 1.0
+        attn = blocks_of(self.network)[0].attn
+        unscaled = attn.head_width**-0.5 if attn.scale == 1 else 1.0
 
         def move(p: np.ndarray) -> np.ndarray:
             return (p + rng.normal(0.0, 0.02, p.shape)).astype(np.float32)
@@ -147,9 +147,9 @@ class Shape:
         else:
             what, layers = "encoder-decoder", f"{len(network.encoder)}+{len(network.decoder)}"
             vocab = f"{network.src_embed.vocab_size}/{network.target_embed.vocab_size}"
-        heads = f"{block.n_heads}"
-        if block.kv_heads != block.n_heads:
-            heads += f"/{block.kv_heads}"
+        heads = f"{block.attn.n_heads}"
+        if block.attn.kv_heads != block.attn.n_heads:
+            heads += f"/{block.attn.kv_heads}"
         return (
             f"{what}, {layers} layers, width {block.d_model}, {heads} heads, vocabulary {vocab}, "
             f"batch {self.batch} of {self._lengths()} tokens{self._extras()}"

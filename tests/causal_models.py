@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from block_configs import block_config, changed
 
 from xformer import pretrained, tree
 from xformer.backends import Backend
-from xformer.layers import BlockConfig, EmbedConfig, KVCache, RelativeConfig
+from xformer.layers import EmbedConfig, KVCache, RelativeConfig
 from xformer.models import GPT, LanguageModel, Transformer
 
 V = 37
@@ -74,7 +74,7 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
     """A decoder and its parameters, in float64, far from uniform."""
     gpt: dict[str, Any] = {"vocab_size": V, "n_layers": 2, "d_model": 12, "n_heads": 3}
     gpt["max_len"] = 40
-    blocks = (BlockConfig(12, 3, 20, activation="gelu"),) * 2
+    blocks = (block_config(12, 3, 20, activation="gelu"),) * 2
     plain = EmbedConfig(V, 12, 12, positions="none")
     if name in CONFIGS:
         config = dict(CONFIGS[name])
@@ -90,7 +90,7 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
             "relative bias": lambda: LanguageModel(
                 plain, blocks, relative=RelativeConfig(3, 8, 16, bidirectional=False)
             ),
-            "shaw": lambda: LanguageModel(plain, (replace(blocks[0], shaw_max_distance=2),) * 2),
+            "shaw": lambda: LanguageModel(plain, (changed(blocks[0], shaw_max_distance=2),) * 2),
             "post-norm": lambda: GPT(**gpt, norm_placement="post"),
         }[name]()
     return model, lively(model, seed)

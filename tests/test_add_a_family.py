@@ -38,7 +38,16 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", [layers.BlockConfig, layers.EmbedConfig, models.LanguageModel], ids=lambda k: k.__name__
+    "kind",
+    [
+        layers.BlockConfig,
+        layers.AttentionConfig,
+        layers.FeedForwardConfig,
+        layers.NormConfig,
+        layers.EmbedConfig,
+        models.LanguageModel,
+    ],
+    ids=lambda k: k.__name__,
 )
 def test_every_option_is_in_a_table(kind: Any) -> None:
     table = PAGE.split(f"([`{kind.__name__}`](")[1].split("\n\n")[1]

@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from libraries import ON_DEVICE
 
 import xformer
 from xformer import backends, catalogue, dispatch, layers, ops, tree
 from xformer.backends import Backend
 from xformer.layers import (
+    AttentionConfig,
     AttentionParams,
     BlockConfig,
     EmbedConfig,
     ExpertsConfig,
+    FeedForwardConfig,
     KeyValueParams,
     LinearParams,
 )
@@ -852,7 +855,7 @@ def test_layers(case: str) -> None:
 
 
 def test_blocks_and_their_memory() -> None:
-    config = BlockConfig(d_model=D, n_heads=H, d_ff=7)
+    config = block_config(d_model=D, n_heads=H, d_ff=7)
     rng = backends.get().generator(0, "float64")
     encoder, decoder = config.init(rng), config.init(rng, cross=True)
     message = "block: memory and params.cross need each other, got ..."
@@ -908,48 +911,57 @@ TRANSFORMER = {
     "max_len": 6,
 }
 ACTIVATIONS = (
-    "block: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigmoid, relu_squared, "
-    "quick_gelu, got 'x'"
+    "feed_forward: activation must be one of relu, gelu, gelu_tanh, silu, tanh, sigmoid, "
+    "relu_squared, quick_gelu, got 'x'"
 )
 BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     *(
-        (BlockConfig, {name: bad}, f"block: {name} must be an int of at least 1, got {bad!r}")
-        for name in ("d_model", "n_heads", "d_ff", "n_kv_heads", "d_head", "d_value")
+        (block_config, {name: bad}, f"attention: {name} must be an int of at least 1, got {bad!r}")
+        for name in ("d_model", "n_heads", "n_kv_heads", "d_head", "d_value")
         for bad in (0, -1, 2.0, "8")
-    ),
-    (
-        BlockConfig,
-        {"n_heads": 3},
-        "block: n_heads = 3 must divide d_model = 8, or d_head must be given",
-    ),
-    (BlockConfig, {"n_kv_heads": 3}, "block: n_kv_heads = 3 must divide 4 heads"),
-    (
-        BlockConfig,
-        {"norm_placement": "both"},
-        'block: norm_placement must be one of "pre", "post", "sandwich", "output", got \'both\'',
-    ),
-    (BlockConfig, {"activation": "x"}, ACTIVATIONS),
-    (BlockConfig, {"dropout": 1.5}, "block: dropout must lie in [0, 1], got 1.5"),
-    (BlockConfig, {"eps": -1.0}, "norm: eps must lie in [0, inf], got -1.0"),
-    (BlockConfig, {"softcap": 0.0}, "block: softcap must be positive and finite, got 0.0"),
-    (
-        BlockConfig,
-        {"window": 5},
-        "block: window must be (left, right), each an int of at least 0 or None, got 5",
     ),
     *(
         (
-            BlockConfig,
+            block_config,
+            {"d_ff": bad},
+            f"feed_forward: d_ff must be an int of at least 1, got {bad!r}",
+        )
+        for bad in (0, -1, 2.0, "8")
+    ),
+    (
+        block_config,
+        {"n_heads": 3},
+        "attention: n_heads = 3 must divide d_model = 8, or d_head must be given",
+    ),
+    (block_config, {"n_kv_heads": 3}, "attention: n_kv_heads = 3 must divide 4 heads"),
+    (
+        block_config,
+        {"norm_placement": "both"},
+        'block: norm_placement must be one of "pre", "post", "sandwich", "output", got \'both\'',
+    ),
+    (block_config, {"activation": "x"}, ACTIVATIONS),
+    (
+        block_config,
+        {"dropout": 1.5, "attn_dropout": 0.0},
+        "block: dropout must lie in [0, 1], got 1.5",
+    ),
+    (block_config, {"eps": -1.0}, "norm: eps must lie in [0, inf], got -1.0"),
+    (block_config, {"softcap": 0.0}, "attention: softcap must be positive and finite, got 0.0"),
+    (
+        block_config,
+        {"window": 5},
+        "attention: window must be (left, right), each an int of at least 0 or None, got 5",
+    ),
+    *(
+        (
+            block_config,
             {"shaw_max_distance": 2, **other},
-            "block: shaw_max_distance excludes sinks, window and softcap",
+            "attention: shaw_max_distance excludes sinks, window and softcap",
         )
         for other in ({"sinks": True}, {"window": (1, 0)}, {"softcap": 2.0})
     ),
-    (
-        BlockConfig,
-        {"experts": ExpertsConfig(3, 2, 5), "hidden_dropout": 0.1},
-        "block: experts have no hidden_dropout",
-    ),
+    (block_config, {"attn_dropout": -0.5}, "attention: dropout must lie in [0, 1], got -0.5"),
+    (block_config, {"hidden_dropout": 2}, "feed_forward: dropout must lie in [0, 1], got 2"),
     (LMHead, {"softcap": 0.0}, "LMHead: softcap must be positive and finite, got 0.0"),
     (LanguageModel, {"out_dropout": 1.5}, "LanguageModel: out_dropout must lie in [0, 1], got 1.5"),
     (
@@ -961,7 +973,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         (
             LanguageModel,
             {
-                "blocks": tuple(BlockConfig(8, 2, 5, experts=own) for own in experts),
+                "blocks": tuple(block_config(8, 2, 5, experts=own) for own in experts),
                 "load_balancing_weight": 0.1,
             },
             "LanguageModel: load_balancing_weight and router_z_weight need layers with experts, "
@@ -999,15 +1011,15 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         xformer.GPT,
         {"n_heads": 3},
-        "block: n_heads = 3 must divide d_model = 8, or d_head must be given",
+        "attention: n_heads = 3 must divide d_model = 8, or d_head must be given",
     ),
-    (xformer.GPT, {"n_heads": 0}, "block: n_heads must be an int of at least 1, got 0"),
+    (xformer.GPT, {"n_heads": 0}, "attention: n_heads must be an int of at least 1, got 0"),
     (
         xformer.GPT,
         {"n_heads": 0, "position_mode": "qkv"},
-        "block: n_heads must be an int of at l...",
+        "attention: n_heads must be an int of at l...",
     ),
-    (xformer.GPT, {"n_kv_heads": 3}, "block: n_kv_heads = 3 must divide 2 heads"),
+    (xformer.GPT, {"n_kv_heads": 3}, "attention: n_kv_heads = 3 must divide 2 heads"),
     (xformer.GPT, {"vocab_size": 0}, "embed: vocab_size must be an int of at least 1, got 0"),
     (xformer.GPT, {"max_len": 0}, "embed: max_len must be an int of at least 1, got 0"),
     (
@@ -1015,7 +1027,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         {"max_len": 0, "tied": False},
         "embed: max_len must be an int of at least 1, g...",
     ),
-    (xformer.GPT, {"d_ff": 0}, "block: d_ff must be an int of at least 1, got 0"),
+    (xformer.GPT, {"d_ff": 0}, "feed_forward: d_ff must be an int of at least 1, got 0"),
     (xformer.GPT, {"activation": "x"}, ACTIVATIONS),
     (
         xformer.GPT,
@@ -1032,7 +1044,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
         {"position_mode": "x"},
         'embed: mode must be "add", "concat" or "qkv", got \'x\'',
     ),
-    (xformer.GPT, {"dropout": 2}, "block: dropout must lie in [0, 1], got 2"),
+    (xformer.GPT, {"dropout": 2}, "attention: dropout must lie in [0, 1], got 2"),
     (
         xformer.Transformer,
         {"n_encoder_layers": -1},
@@ -1064,9 +1076,9 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         xformer.Transformer,
         {"n_heads": 3},
-        "block: n_heads = 3 must divide d_model = 8, or d_head...",
+        "attention: n_heads = 3 must divide d_model = 8, or d_head...",
     ),
-    (xformer.Transformer, {"d_head": 0}, "block: d_head must be an int of at least 1, got 0"),
+    (xformer.Transformer, {"d_head": 0}, "attention: d_head must be an int of at least 1, got 0"),
     (
         xformer.Transformer,
         {"norm_placement": "x"},
@@ -1087,16 +1099,23 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("config", "options", "message"), BAD_CONFIGS)
 def test_bad_configurations(config: Any, options: dict[str, Any], message: str) -> None:
     good = {
-        BlockConfig: BLOCK,
+        block_config: BLOCK,
         EmbedConfig: EMBED,
         LMHead: {},
-        LanguageModel: {"embed": None, "blocks": (BlockConfig(**BLOCK),), "head": None},
+        LanguageModel: {"embed": None, "blocks": (block_config(**BLOCK),), "head": None},
         xformer.GPT: GPT,
         xformer.Transformer: TRANSFORMER,
     }[config]
     config(**good)
     with raises(ValueError, message):
         config(**(good | options))
+
+
+@pytest.mark.parametrize("part", ["attn", "ffn", "norm"])
+def test_parts_of_a_block_that_are_none(part: str) -> None:
+    good: dict[str, Any] = {"attn": AttentionConfig(8, 2), "ffn": FeedForwardConfig(16)}
+    with raises(TypeError, f"block: {part} must be a ..."):
+        BlockConfig(**good | {part: {"d_ff": 16}})
 
 
 def test_parameters_of_another_configuration() -> None:

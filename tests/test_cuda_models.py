@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from causal_models import causal
 from judges import FLOAT32, FLOAT64
 from libraries import ON_DEVICE, only
@@ -94,7 +95,7 @@ def test_sums_are_made_with_the_norm_behind_them(
     library: Backend, launched: list[Any], norm: str, kind: str, sums: list[bool], read: list[bool]
 ) -> None:
     """Those at the end of a block too, and their gradients: a launch for a norm and direction."""
-    config = layers.BlockConfig(6, 2, 11, norm_placement=norm, norm=kind)
+    config = block_config(6, 2, 11, norm_placement=norm, norm=kind)
     rng = library.generator(0)
     x, memory, dy = (rng.normal((2, 3, 6)) for _ in range(3))
     params = config.init(rng, cross=True)
@@ -113,7 +114,7 @@ def test_sums_are_made_with_the_norm_behind_them(
 @pytest.mark.parametrize("shared", [False, True])
 def test_sums_of_parallel_blocks(library: Backend, launched: list[Any], shared: bool) -> None:
     """The last sum of a block is made with the first norm of the next one."""
-    config = layers.BlockConfig(6, 2, 11, parallel=True, shared_norm=shared)
+    config = block_config(6, 2, 11, parallel=True, shared_norm=shared)
     rng = library.generator(0)
     params = config.init(rng)
     launched.clear()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import changed
 from huggingface import (
     FLOAT64,
     Values,
@@ -337,7 +338,9 @@ def test_defaults(family: str) -> None:
 
 def resolved(model: Any) -> Any:
     """The model without its source and without defaults that mean the same."""
-    blocks = (replace(b, d_head=b.head_width, n_kv_heads=b.kv_heads) for b in model.blocks)
+    blocks = (
+        changed(b, d_head=b.attn.head_width, n_kv_heads=b.attn.kv_heads) for b in model.blocks
+    )
     return replace(model, blocks=tuple(blocks), hf_config=None)
 
 

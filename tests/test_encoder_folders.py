@@ -192,12 +192,13 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(family: str, head
     assert shapes_of(model) == on_meta(getattr(transformers, family + head), config)
     block, hf = model.blocks[0], config.to_dict()
     act = hf["activation" if family == "DistilBert" else "hidden_act"]
-    assert block.n_heads == config.num_attention_heads and block.activation == ACTIVATIONS[act]
-    assert block.eps == model.embed.norm.eps == hf.get("layer_norm_eps", 1e-12)
+    assert block.attn.n_heads == config.num_attention_heads
+    assert block.ffn.activation == ACTIVATIONS[act]
+    assert block.norm.eps == model.embed.norm.eps == hf.get("layer_norm_eps", 1e-12)
     hidden, probs = ("dropout", "attention_dropout")
     if family != "DistilBert":
         hidden, probs = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    assert (block.dropout, block.attn_dropout, model.embed.dropout) == (
+    assert (block.dropout, block.attn.dropout, model.embed.dropout) == (
         hf[hidden],
         hf[probs],
         hf[hidden],

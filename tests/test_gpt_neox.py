@@ -157,8 +157,8 @@ def test_defaults() -> None:
 def test_dropout_is_where_it_was() -> None:
     model = pretrained.model(CONFIG | {"hidden_dropout": 0.3, "attention_dropout": 0.2})
     own = model.blocks[0]
-    assert (model.embed.dropout, own.dropout, own.probs_dropout) == (0.3, 0.3, 0.2)
-    assert own.hidden_dropout == model.out_dropout == 0
+    assert (model.embed.dropout, own.dropout, own.attn.dropout) == (0.3, 0.3, 0.2)
+    assert own.ffn.dropout == model.out_dropout == 0
 
 
 def test_old_files(tmp_path: Path) -> None:

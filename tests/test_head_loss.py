@@ -6,17 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 from xformer import GPT, Transformer, backends, ops, reference_only, tree
 from xformer.backends.numpy.linear_cross_entropy import LARGE, LinearCrossEntropyCache
 from xformer.catalogue.case import random
 from xformer.finetune import lora
-from xformer.layers import BlockConfig, EmbedConfig
+from xformer.layers import EmbedConfig
 from xformer.models import EncoderDecoder, LanguageModel, LMHead, MaskedLMHead
 from xformer.models.loss import LogitsLossCache
 
 V = LARGE + 3
-BLOCK = (BlockConfig(8, 2, 12),)
+BLOCK = (block_config(8, 2, 12),)
 EMBED = EmbedConfig(V, 8, 8, positions="none")
 RNG = np.random.default_rng(0)
 TOKENS, TARGETS = RNG.integers(1, V, (2, 3, 5))

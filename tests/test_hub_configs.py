@@ -28,9 +28,9 @@ def test_number_of_parameters(name: str) -> None:
 
 def test_what_they_describe() -> None:
     block = described("gpt2").blocks[0]
-    assert (block.activation, block.eps, block.scale) == ("gelu_tanh", 1e-5, 0.125)
+    assert (block.ffn.activation, block.norm.eps, block.attn.scale) == ("gelu_tanh", 1e-5, 0.125)
     assert described("llama-7b").rotary == RopeConfig(128)
-    assert described("llama-7b").blocks[0].eps == 1e-6
+    assert described("llama-7b").blocks[0].norm.eps == 1e-6
     assert described("Llama-3.1-8B").rotary == RopeConfig(
         128,
         500000.0,
@@ -42,8 +42,8 @@ def test_what_they_describe() -> None:
     )
     assert described("SmolLM2-135M").rotary == RopeConfig(64, 100000.0)
     assert described("SmolLM2-135M").head.tied and not described("TinyLlama-1.1B").head.tied
-    assert {block.window for block in described("Mistral-7B-v0.1").blocks} == {(4095, None)}
-    assert {block.window for block in described("Mistral-7B-v0.3").blocks} == {None}
+    assert {block.attn.window for block in described("Mistral-7B-v0.1").blocks} == {(4095, None)}
+    assert {block.attn.window for block in described("Mistral-7B-v0.3").blocks} == {None}
     mixtral = described("Mixtral-8x7B-v0.1")
     assert (mixtral.load_balancing_weight, mixtral.blocks[0].experts.top_k) == (0.0, 2)
     assert described("Mixtral-8x7B-v0.1", output_router_logits=True).load_balancing_weight == 0.02
@@ -52,24 +52,24 @@ def test_what_they_describe() -> None:
         described("Mixtral-8x7B-v0.1", **other).load_balancing_weight == 0.0
     )  # as transformers has it
     for name in ("Qwen2-0.5B", "Qwen3-0.6B"):
-        assert {block.window for block in described(name).blocks} == {None}
-    assert described("Qwen3-0.6B").blocks[0].qk_norm == "head"
+        assert {block.attn.window for block in described(name).blocks} == {None}
+    assert described("Qwen3-0.6B").blocks[0].attn.qk_norm == "head"
     gemma = described("gemma-2-2b")
-    windows = [block.window for block in gemma.blocks]
+    windows = [block.attn.window for block in gemma.blocks]
     assert windows == [(4095, None), None] * 13
-    assert (gemma.head.tied, gemma.head.softcap, gemma.blocks[0].softcap) == (True, 30.0, 50.0)
-    assert (gemma.embed.scale, gemma.blocks[0].scale) == (48.0, 0.0625)
+    assert (gemma.head.tied, gemma.head.softcap, gemma.blocks[0].attn.softcap) == (True, 30.0, 50.0)
+    assert (gemma.embed.scale, gemma.blocks[0].attn.scale) == (48.0, 0.0625)
 
 
 def test_null_is_all_key_value_heads() -> None:
     for name in ("Llama-3.1-8B", "Mistral-7B-v0.1", "Qwen2-0.5B", "gemma-2-2b"):
         own = described(name, num_key_value_heads=None).blocks[0]
-        assert own.kv_heads == own.n_heads
+        assert own.attn.kv_heads == own.attn.n_heads
 
 
 def test_null_is_no_window_and_no_cap() -> None:
-    assert described("Mistral-7B-v0.1", sliding_window=None).blocks[0].window is None
-    assert described("gemma-2-2b", attn_logit_softcapping=None).blocks[0].softcap is None
+    assert described("Mistral-7B-v0.1", sliding_window=None).blocks[0].attn.window is None
+    assert described("gemma-2-2b", attn_logit_softcapping=None).blocks[0].attn.softcap is None
     assert described("gemma-2-2b", final_logit_softcapping=None).head.softcap is None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from judges import outputs
 from libraries import LIBRARIES, only
 from test_kernels import WITHOUT_GRADIENT
@@ -32,7 +33,7 @@ from xformer.backends import Backend
 from xformer.backends.numpy.threads import forget_scratch, scratch_nbytes
 from xformer.catalogue import Case, cases
 from xformer.dispatch import NoCache, is_inference
-from xformer.layers import BlockConfig, EmbedConfig, NormConfig
+from xformer.layers import EmbedConfig, NormConfig
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.pretrained.tokenizer import tokenizer
 from xformer.sentences import classify, embed
@@ -207,7 +208,7 @@ def test_an_op_says_whether_it_returns_one() -> None:
 
 def encoder(activation_checkpointing: bool = False) -> tuple[LanguageModel, Any]:
     """Of the kind of MiniLM."""
-    block = BlockConfig(64, 4, 256, norm_placement="post", activation="gelu")
+    block = block_config(64, 4, 256, norm_placement="post", activation="gelu")
     embed = EmbedConfig(300, 64, 64, 64, positions="learned", norm=NormConfig())
     model = LanguageModel(
         embed,

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from test_dispatch import python
 
 import xformer
@@ -131,7 +132,7 @@ def test_a_head_of_one_s_own_needs_only_what_is_called() -> None:
             return x, None
 
     embed = layers.EmbedConfig(vocab_size=5, width=4, d_model=4, max_len=8)
-    block = layers.BlockConfig(d_model=4, n_heads=2, d_ff=8)
+    block = block_config(d_model=4, n_heads=2, d_ff=8)
     head: Any = Head()
     model = models.LanguageModel(embed, (block,), head=head)
     tokens = np.asarray([[1, 2, 3]])

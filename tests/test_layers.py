@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 from xformer import layers, reference_only
 from xformer.backends import Backend
@@ -15,7 +16,7 @@ from xformer.layers.residual import Branch, residuals
 
 def test_causal_blocks_do_not_look_ahead(library: Backend) -> None:
     rng = library.generator(0, "float64")
-    config = layers.BlockConfig(d_model=6, n_heads=2, d_ff=11)
+    config = block_config(d_model=6, n_heads=2, d_ff=11)
     params = layers.StackParams.init(rng, (config,) * 2)
     host = np.array(library.to_numpy(rng.normal((2, 5, 6))))
     before, _ = layers.stack(library.asarray(host), params, configs=(config,) * 2, causal=True)
@@ -47,7 +48,7 @@ def test_heads_attend_for_themselves(library: Backend) -> None:
 
 def test_with_a_past_nothing_is_kept(library: Backend) -> None:
     rng = library.generator(0, "float64")
-    config = layers.BlockConfig(d_model=6, n_heads=2, d_ff=11)
+    config = block_config(d_model=6, n_heads=2, d_ff=11)
     params = layers.StackParams.init(rng, (config,) * 2).blocks
     x, kv_cache = rng.normal((2, 5, 6)), (layers.KVCache(),) * 2
     y, cache = layers.blocks(x, params, configs=(config,) * 2, kv_cache=kv_cache)
@@ -62,7 +63,7 @@ def test_with_a_past_nothing_is_kept(library: Backend) -> None:
 def test_memories_are_as_many_as_layers(library: Backend, n: int) -> None:
     """One for all of them apart."""
     rng = library.generator(0, "float64")
-    configs = (layers.BlockConfig(d_model=6, n_heads=2, d_ff=11),) * 2
+    configs = (block_config(d_model=6, n_heads=2, d_ff=11),) * 2
     params = layers.StackParams.init(rng, configs, cross=True, shared_memory=True).blocks
     kv = layers.KeyValue(rng.normal((2, 2, 7, 3)), rng.normal((2, 2, 7, 3)))
     x = rng.normal((2, 5, 6))

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 from xformer import GPT, Transformer, backends, training, tree
 from xformer.backends.numpy.threads import forget_scratch
 from xformer.cli import main
 from xformer.cli.memory import alike
-from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig
+from xformer.layers import EmbedConfig, ExpertsConfig, RelativeConfig, RopeConfig
 from xformer.ledger import STEPS, Same, ledger, measured_peak
 from xformer.measure import arguments, measured, saved_by_part
 from xformer.models import Classifier, EncoderDecoder, LanguageModel, LMHead
@@ -29,8 +30,8 @@ NUMPY = backends.get("numpy")
 SIZES: dict[str, Any] = {"vocab_size": 256, "n_layers": 3, "d_model": 64, "n_heads": 4}
 BLOCK: dict[str, Any] = {"d_model": 64, "n_heads": 4, "d_ff": 96}
 PLAIN = EmbedConfig(300, 64, 64, positions="none")
-T5 = BlockConfig(**BLOCK, norm="rms", bias=False, dropout=0.1)
-EXPERTS = BlockConfig(**BLOCK, experts=ExpertsConfig(n_experts=4, top_k=2, d_ff=48))
+T5 = block_config(**BLOCK, norm="rms", bias=False, dropout=0.1)
+EXPERTS = block_config(**BLOCK, experts=ExpertsConfig(n_experts=4, top_k=2, d_ff=48))
 SOURCE = EmbedConfig(300, 64, 64, max_len=64)
 
 MODELS = {
@@ -44,20 +45,22 @@ MODELS = {
     "two kinds of layers": LanguageModel(
         PLAIN,
         (
-            BlockConfig(**BLOCK, n_kv_heads=2, gated=True, activation="silu", norm="rms"),
-            BlockConfig(**BLOCK, window=(8, None)),
+            block_config(**BLOCK, n_kv_heads=2, gated=True, activation="silu", norm="rms"),
+            block_config(**BLOCK, window=(8, None)),
         )
         * 2,
         rotary=RopeConfig(16),
     ),
     "experts": LanguageModel(
         PLAIN,
-        (EXPERTS, BlockConfig(**BLOCK), EXPERTS),
+        (EXPERTS, block_config(**BLOCK), EXPERTS),
         load_balancing_weight=0.01,
         router_z_weight=0.01,
     ),
-    "shared": LanguageModel(PLAIN, (BlockConfig(**BLOCK),) * 4, n_shared_layer_groups=2),
-    "classes": LanguageModel(SOURCE, (BlockConfig(**BLOCK),) * 3, causal=False, head=Classifier(5)),
+    "shared": LanguageModel(PLAIN, (block_config(**BLOCK),) * 4, n_shared_layer_groups=2),
+    "classes": LanguageModel(
+        SOURCE, (block_config(**BLOCK),) * 3, causal=False, head=Classifier(5)
+    ),
     "T5": EncoderDecoder(
         (T5,) * 2,
         (T5,) * 3,
@@ -243,7 +246,7 @@ def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> N
         for function in (ledger, measured_peak):
             with pytest.raises(ValueError, match=message):
                 function(gpt, **options)
-    bare = LanguageModel(PLAIN, (BlockConfig(**BLOCK),), head=None)
+    bare = LanguageModel(PLAIN, (block_config(**BLOCK),), head=None)
     with pytest.raises(ValueError, match="the model must have a loss"):
         ledger(bare, batch=1, length=8)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 from xformer import dispatch, ops, tree
 from xformer.backends.numpy.stand_in import Tally, is_stand_in, stand_in
@@ -34,7 +35,7 @@ from xformer.ops._attention import forbid
 
 
 def blocks(n: int = 2, **options: Any) -> tuple[BlockConfig, ...]:
-    return (BlockConfig(**{"d_model": 12, "n_heads": 4, "d_ff": 17} | options),) * n
+    return (block_config(**{"d_model": 12, "n_heads": 4, "d_ff": 17} | options),) * n
 
 
 def embed(width: int = 12, **options: Any) -> EmbedConfig:
@@ -242,7 +243,7 @@ def test_flops_are_those_of_all_products_that_run(
     configs, network = [], getattr(model, "network", model)
     for part, times in (("blocks", 1), ("encoder", 1), ("decoder", 2)):
         configs += times * getattr(network, part, ())
-    heads = sum(c.n_heads * (c.head_width + c.value_width) for c in configs)
+    heads = sum(c.attn.n_heads * (c.attn.head_width + c.attn.value_width) for c in configs)
     attention = 2 * heads * batch * length**2
     assert measured(model, batch, length, "float32").flops + attention == Counted.flops
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from judges import (
     FLOAT64,
     named,
@@ -15,7 +16,7 @@ from libraries import only
 
 from xformer import GPT, RandomKey, Transformer, tree
 from xformer.backends import Backend
-from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
+from xformer.layers import EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 
 
@@ -73,7 +74,7 @@ def test_a_sequence_counts_the_same_alone(library: Backend) -> None:
     assert both == pytest.approx((3 * first + 2 * second) / 5, rel=1e-13)
 
 
-BLOCK = BlockConfig(8, 2, 11)
+BLOCK = block_config(8, 2, 11)
 BARE = EmbedConfig(vocab_size=13, width=8, d_model=8, positions="none")
 TOKENS = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
 
@@ -104,7 +105,7 @@ def test_a_mask_is_refused_where_positions_cannot_follow_it() -> None:
 
 
 def test_groups_have_the_parameters_of_their_layers() -> None:
-    wide = BlockConfig(8, 2, 19)
+    wide = block_config(8, 2, 19)
     model = LanguageModel(BARE, (BLOCK, BLOCK, wide, wide), n_shared_layer_groups=2)
     params = model.init()
     assert [block.ffn.up.w.shape for block in params.stack.blocks] == [(8, 11), (8, 19)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
+from block_configs import block_config, changed
 from causal_models import NAMES, V, causal
 
 from xformer import dispatch, inference, ops, reference_only, tree
@@ -16,7 +17,7 @@ from xformer.backends.numpy import linear as kernel_of_linear
 from xformer.backends.numpy import products
 from xformer.backends.numpy.threads import _blas, n_threads
 from xformer.finetune import lora
-from xformer.layers import BlockConfig, EmbedConfig
+from xformer.layers import EmbedConfig
 from xformer.layers.advance import advance
 from xformer.layers.norm import NormParams
 from xformer.layers.rope_config import RopeConfig
@@ -24,7 +25,7 @@ from xformer.models import LanguageModel
 
 LEFT = {"gpt_neox", "mixtral", "qwen3", "gemma2", "positions for q, k, v", "alibi", "shaw"}
 LEFT |= {"relative bias", "post-norm"}
-WIDE = BlockConfig(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm="rms", norm_offset=1.0)
+WIDE = block_config(24, 4, 40, n_kv_heads=2, d_head=10, d_value=6, norm="rms", norm_offset=1.0)
 FORMS = {
     "gelu_tanh, window": {"activation": "gelu_tanh", "window": (3, None)},
     "gated silu, no biases": {"activation": "silu", "gated": True, "bias": False},
@@ -36,7 +37,7 @@ FORMS = {
 
 def own(form: str, *, interleaved: bool = False, dtype: str = "float64") -> tuple[Any, Any]:
     """A model with rotary positions in part of each head, and parameters far from the first."""
-    blocks = (replace(WIDE, **FORMS[form]),) * 3
+    blocks = (changed(WIDE, **FORMS[form]),) * 3
     rotary = RopeConfig(6, interleaved=interleaved)
     embed = EmbedConfig(V, 24, 24, positions="none")
     model = LanguageModel(embed, blocks, rotary=rotary, n_shared_layer_groups=1)
@@ -164,7 +165,7 @@ def test_float32_and_frozen_and_read_only(ran: list[int]) -> None:
 def test_a_row_of_equal_numbers_is_normalised_to_b(dtype: str) -> None:
     w, b = np.random.default_rng(0).normal(size=(2, 768)).astype(dtype)
     x = np.repeat(np.asarray([[100.0], [0.1], [-1e8]], dtype), 768, axis=1)
-    config = BlockConfig(768, 1, 768, eps=1e-12)
+    config = block_config(768, 1, 768, eps=1e-12)
     y = kernel._norm(x, NormParams(w, b), config)
     assert y.dtype == dtype and np.array_equal(y, np.broadcast_to(b, x.shape))
 
@@ -181,7 +182,7 @@ def test_adapters_are_left_to_the_reference(ran: list[int]) -> None:
     model, params = own("gated silu, no biases")
     adapted = lora.attach(params, targets=("*.ffn.gate",), rank=2, alpha=4)
     require_same(model, tree.map(lambda leaf: leaf + 0.1, adapted))
-    last = replace(model, blocks=(*model.blocks[:2], replace(model.blocks[2], softcap=2.0)))
+    last = replace(model, blocks=(*model.blocks[:2], changed(model.blocks[2], softcap=2.0)))
     require_same(last, params)
     assert not ran
 

@@ -6,12 +6,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import threadpoolctl
+from block_configs import block_config, changed
 from test_kernels import LAYOUTS, laid_out
 
 import xformer as xf
@@ -19,11 +19,11 @@ from xformer import dispatch, inference, layers, reference_only, tree
 from xformer.backends.numpy import blocks as kernel
 from xformer.backends.numpy.threads import blas_alone, n_threads
 from xformer.catalogue import Case, cases
-from xformer.layers import BlockConfig, ExpertsConfig, KeyValue, RopeTables
+from xformer.layers import ExpertsConfig, KeyValue, RopeTables
 from xformer.models import LanguageModel
 
 CASES = [case for case in cases() if case.subject == "blocks"]
-CONFIG = BlockConfig(16, 2, 24, activation="gelu")
+CONFIG = block_config(16, 2, 24, activation="gelu")
 RNG = np.random.default_rng(0)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -40,7 +40,7 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def arguments(n: int = 9, length: int = 10, *, n_blocks: int = 3, **changes: Any) -> Arguments:
     """Of `blocks`, for `n` sequences and three layers, with a mask, a memory and positions."""
     rng = xf.backends.get("numpy").generator(1, "float64")
-    config = replace(CONFIG, **changes)
+    config = changed(CONFIG, **changes)
     params = layers.StackParams.init(rng, (config,) * n_blocks, cross=True).blocks
     args = (
         rng.normal((n, length, 16)),
@@ -202,7 +202,7 @@ def a_busy_pool() -> Iterator[None]:
 def test_what_else_the_program_does_changes_no_bit() -> None:
     """Products are large enough to be cut, where they are not within a share."""
     args, options = arguments(9, 60)
-    wide = replace(CONFIG, d_ff=1024)
+    wide = changed(CONFIG, d_ff=1024)
     rng = xf.backends.get("numpy").generator(1, "float64")
     options["configs"] = (wide,) * 3
     params = layers.StackParams.init(rng, options["configs"], cross=True).blocks
@@ -348,7 +348,7 @@ def test_it_says_why_else() -> None:
 
 @pytest.mark.parametrize("how", ["pre", "post"])
 def test_a_model_learns_the_same(how: str) -> None:
-    block = replace(CONFIG, norm_placement=how)
+    block = changed(CONFIG, norm_placement=how)
     model = LanguageModel(layers.EmbedConfig(31, 16, 16, 32), (block,) * 2)
     params = model.init(0, dtype="float64")
     ids = np.random.default_rng(0).integers(0, 31, (6, 11))

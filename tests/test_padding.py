@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
+from block_configs import block_config, changed
 
-from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
+from xformer.layers import EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 
-BLOCK = BlockConfig(8, 2, 11, d_head=4, norm="rms", bias=False)
+BLOCK = block_config(8, 2, 11, d_head=4, norm="rms", bias=False)
 BARE = EmbedConfig(vocab_size=13, width=8, d_model=8, positions="none")
 HALVES = {"factor": 2.0, "short_factor": (1.0, 2.0), "long_factor": (3.0, 4.0)}
 ROTARY = {
@@ -25,7 +24,7 @@ PLACES = {
 MODELS = {
     **{kind: LanguageModel(config, (BLOCK,)) for kind, config in PLACES.items()},
     "alibi": LanguageModel(BARE, (BLOCK,), alibi=True),
-    "window": LanguageModel(BARE, (dataclasses.replace(BLOCK, window=(2, None)),)),
+    "window": LanguageModel(BARE, (changed(BLOCK, window=(2, None)),)),
     **{name: LanguageModel(BARE, (BLOCK,), rotary=config) for name, config in ROTARY.items()},
 }
 

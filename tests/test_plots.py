@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 import xformer as xf
 from xformer import ops, pretrained, training
@@ -326,7 +327,7 @@ def test_the_command_plots_runs(
 
 
 def block(**options: Any) -> BlockConfig:
-    return BlockConfig(**{"d_model": 12, "n_heads": 6, "d_ff": 8} | options)
+    return block_config(**{"d_model": 12, "n_heads": 6, "d_ff": 8} | options)
 
 
 def embed(**options: Any) -> EmbedConfig:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 from devices import array_type
 from libraries import ON_DEVICE, only
 
@@ -23,7 +24,7 @@ from xformer.backends.cupy.module import LAUNCHERS
 from xformer.cli import main
 from xformer.cli import train as train_command
 from xformer.generation import generate
-from xformer.layers import BlockConfig, EmbedConfig, RopeConfig
+from xformer.layers import EmbedConfig, RopeConfig
 from xformer.models import LanguageModel
 from xformer.optim import LossScale
 from xformer.shapes import STORED
@@ -34,7 +35,7 @@ pytest.importorskip("ml_dtypes", reason="there is no bfloat16: ml_dtypes is miss
 
 V, CONTEXT = 29, 8
 GPT = xformer.GPT(V, n_layers=2, d_model=16, n_heads=2, max_len=CONTEXT, dropout=0.1)
-BLOCK = BlockConfig(
+BLOCK = block_config(
     16, n_heads=4, n_kv_heads=2, d_ff=24, activation="silu", gated=True, norm="rms", bias=False
 )
 LLAMA = LanguageModel(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 pytest.importorskip("numba", reason="needs extra numba")
 
@@ -109,7 +110,7 @@ def blocks(draw: Callable[..., Any], shared: dict[str, Any], biased: bool) -> Bl
         options["hidden_dropout"] = draw(rates)
     if shared["norm_placement"] == "pre" and draw(flags):
         options |= {"parallel": True, "shared_norm": draw(flags)}
-    return BlockConfig(**shared, **options)
+    return block_config(**shared, **options)
 
 
 @st.composite

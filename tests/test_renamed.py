@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import operator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import runs
+from block_configs import block_config, changed
 
 import xformer
 from xformer import renamed, training
 from xformer.cli import main, train_from
-from xformer.layers import BlockConfig
+from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import EncoderDecoder, LanguageModel
 
 GPT = xformer.GPT(11, 1, 8, 2, max_len=8)
@@ -46,11 +48,9 @@ def test_methods_and_arguments() -> None:
 @pytest.mark.parametrize(
     ("kind", "old", "new", "value", "given"),
     [
-        (BlockConfig, "norm_kind", "norm", "rms", (8, 2, 5)),
-        (BlockConfig, "shaw", "shaw_max_distance", 3, (8, 2, 5)),
         (xformer.GPT, "norm", "norm_placement", "post", (11, 1, 8, 2, 8)),
         (xformer.GPT, "checkpoint", "activation_checkpointing", True, (11, 1, 8, 2, 8)),
-        (LanguageModel, "source", "hf_config", {"a": 1}, (None, (BlockConfig(8, 2, 5),))),
+        (LanguageModel, "source", "hf_config", {"a": 1}, (None, (block_config(8, 2, 5),))),
     ],
 )
 def test_fields(kind: Any, old: str, new: str, value: Any, given: tuple[Any, ...]) -> None:
@@ -62,19 +62,52 @@ def test_fields(kind: Any, old: str, new: str, value: Any, given: tuple[Any, ...
         kind(*given, **{f"{old}_": value}, **options)
 
 
+FLAT: list[dict[str, Any]] = [
+    {},
+    {"n_kv_heads": 1, "d_head": 3, "d_value": 2, "scale": 0.3, "qk_norm": "all"},
+    {"activation": "silu", "gated": True, "norm": "rms", "norm_offset": 1.0, "eps": 0.1},
+    {"window": (1, None), "softcap": 2.0, "sinks": True},
+    {"bias": False, "qkv_bias": True, "o_bias": None, "ffn_bias": True},
+    {"dropout": 0.1, "hidden_dropout": 0.2},
+    {"dropout": 0.1, "attn_dropout": 0.3, "ffn_bias": None},
+    {"parallel": True, "shared_norm": True, "shaw_max_distance": 3},
+    {"norm_placement": "sandwich", "experts": ExpertsConfig(3, 2, 5)},
+]
+
+
+@pytest.mark.parametrize("options", FLAT)
+def test_a_block_before_it_had_parts(options: dict[str, Any]) -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"^BlockConfig\(.*\) is called BlockConfig\(attn, "
+    ) as said:
+        block = BlockConfig(8, 2, 5, **options)
+    assert block == block_config(8, 2, 5, **options) and len(said) == 1
+
+
+def test_one_option_of_a_block() -> None:
+    """As `dataclasses.replace` gives it, beside the parts."""
+    block = block_config(8, 2, 5, norm="rms", dropout=0.1)
+    with pytest.warns(DeprecationWarning, match=r"^BlockConfig\(window\) is called "):
+        assert replace(block, window=(1, 0)) == changed(block, window=(1, 0))
+    with pytest.warns(DeprecationWarning, match=r"^BlockConfig\(norm\) is called "):
+        assert replace(block, norm="layer") == changed(block, norm="layer")
+
+
 def test_a_placement_is_no_kind_of_norm() -> None:
     """`norm` has another meaning: its old values still give the placement."""
-    with pytest.warns(DeprecationWarning, match=r"^BlockConfig\(norm=\) is called "):
+    with pytest.warns(DeprecationWarning):
         block = BlockConfig(8, 2, 5, norm="post")
-    assert (block.norm_placement, block.norm) == ("post", "layer")
-    with pytest.warns(DeprecationWarning) as said:
+    assert (block.norm_placement, block.norm.kind) == ("post", "layer")
+    with pytest.warns(DeprecationWarning):
         block = BlockConfig(8, 2, 5, norm="post", norm_kind="rms")
-    assert (block.norm_placement, block.norm, len(said)) == ("post", "rms", 2)
-    with pytest.warns(DeprecationWarning, match=r"^BlockConfig\(norm=\) is called "):
-        assert replace(block, norm="sandwich").norm_placement == "sandwich"
-    assert BlockConfig(8, 2, 5, norm="rms").norm_placement == "pre"
-    with pytest.raises(ValueError, match='norm: kind must be "layer" or "rms", got \'x\''):
+    assert (block.norm_placement, block.norm.kind) == ("post", "rms")
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(ValueError, match='norm: kind must be "layer" or "rms", got \'x\''),
+    ):
         BlockConfig(8, 2, 5, norm="x")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window_'"):
+        BlockConfig(8, 2, 5, window_=3)
 
 
 @pytest.mark.parametrize(
@@ -84,32 +117,53 @@ def test_a_placement_is_no_kind_of_norm() -> None:
         (GPT, "checkpoint", "activation_checkpointing"),
         (GPT.network, "source", "hf_config"),
         (GPT.network, "n_groups", "n_shared_layer_groups"),
-        (GPT.network.blocks[0], "norm_kind", "norm"),
-        (GPT.network.blocks[0], "shaw", "shaw_max_distance"),
+        (GPT.network.blocks[0], "norm_kind", "norm.kind"),
+        (GPT.network.blocks[0], "shaw", "attn.shaw_max_distance"),
+        (GPT.network.blocks[0], "n_heads", "attn.n_heads"),
+        (GPT.network.blocks[0], "kv_heads", "attn.kv_heads"),
+        (GPT.network.blocks[0], "d_ff", "ffn.d_ff"),
+        (GPT.network.blocks[0], "bias", "attn.bias"),
     ],
 )
 def test_attributes(owner: Any, old: str, new: str) -> None:
     kind = type(owner).__name__
     with pytest.warns(DeprecationWarning, match=rf"^{kind}\.{old} is called {kind}\.{new};"):
-        assert getattr(owner, old) == getattr(owner, new)
+        assert getattr(owner, old) == operator.attrgetter(new)(owner)
     assert not hasattr(type(owner), old)
 
 
-def test_models_that_were_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = EncoderDecoder(
-        (BlockConfig(8, 2, 5, norm="rms", norm_placement="post"),), (BlockConfig(8, 2, 5),)
-    )
+# A block as version 0.1's files had it before a block had parts. JSON has no tuples.
+FLAT_BLOCK: dict[str, Any] = {
+    "d_model": 8, "n_heads": 2, "d_ff": 5, "n_kv_heads": None, "d_head": None, "d_value": None,
+    "activation": "relu", "gated": False, "experts": None, "norm_placement": "post", "norm": "rms",
+    "norm_offset": 0.0, "eps": 1e-05, "parallel": False, "shared_norm": False, "bias": True,
+    "qkv_bias": None, "o_bias": None, "ffn_bias": None, "qk_norm": None, "scale": None,
+    "window": [2, None], "softcap": None, "sinks": False, "shaw_max_distance": None,
+    "dropout": 0.1, "attn_dropout": None, "hidden_dropout": 0.2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_models_that_were_saved_before(tmp_path: Path, is_older: bool) -> None:
+    own: dict[str, Any] = {"norm": "rms", "window": (2, None), "dropout": 0.1}
+    mixture = ExpertsConfig(3, 2, 5)
+    encoder = block_config(8, 2, 5, norm_placement="post", hidden_dropout=0.2, **own)
+    decoder = block_config(8, 2, 5, norm_placement="post", experts=mixture, **own)
+    model = EncoderDecoder((encoder,), (decoder,))
     training.save(tmp_path, model, model.init(0), xformer.backends.get())
     path = tmp_path / "model.safetensors"
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     config = json.loads(header["__metadata__"]["xformer"])
-    sizes = config["config"]
-    for block in (*sizes["encoder"], *sizes["decoder"]):
-        block["norm_kind"], block["norm"] = block.pop("norm"), block.pop("norm_placement")
-        block["shaw"] = block.pop("shaw_max_distance")
-    sizes["checkpoint"] = sizes.pop("activation_checkpointing")
+    sizes, experts = config["config"], asdict(mixture)
+    sizes["encoder"] = [dict(FLAT_BLOCK)]
+    sizes["decoder"] = [FLAT_BLOCK | {"experts": experts, "hidden_dropout": 0.0}]
+    if is_older:
+        for block in (*sizes["encoder"], *sizes["decoder"]):
+            block["norm_kind"], block["norm"] = block.pop("norm"), block.pop("norm_placement")
+            block["shaw"] = block.pop("shaw_max_distance")
+        sizes["checkpoint"] = sizes.pop("activation_checkpointing")
     header["__metadata__"]["xformer"] = json.dumps(config)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])

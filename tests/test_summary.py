@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 from xformer import backends, optim, pretrained, training, tree
 from xformer.cli import main
 from xformer.cli.summary import scaled
 from xformer.initializers import Shapes
-from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig
+from xformer.layers import EmbedConfig, ExpertsConfig
 from xformer.models import GPT, LanguageModel
 from xformer.pretrained import files
 from xformer.summary import context, ranges, summary
@@ -87,8 +88,8 @@ def test_blocks_of_one_shape_are_one_part() -> None:
     assert names == ["embed", "block 0, in 12 layers", "head"]
     names = [part.name for part in summary(pretrained.model(T5)).parts]
     assert names[1:3] == ["encoder blocks 0-5", "encoder final norm"]
-    dense = BlockConfig(8, 2, 5)
-    sparse = BlockConfig(8, 2, 5, experts=ExpertsConfig(4, 2, 5))
+    dense = block_config(8, 2, 5)
+    sparse = block_config(8, 2, 5, experts=ExpertsConfig(4, 2, 5))
     model = LanguageModel(EmbedConfig(11, 8, 8, positions="none"), (dense, sparse) * 5)
     found = {part.name: part for part in summary(model).parts}
     assert list(found) == ["embed", "blocks 0, 2, ..., 8", "blocks 1, 3, ..., 9", "final norm"]

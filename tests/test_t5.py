@@ -270,9 +270,9 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers() -> None:
     model = pretrained.model(kind("ForConditionalGeneration"))
     block = model.encoder[0]
     assert block == model.decoder[0] and len(model.encoder) == len(model.decoder)
-    assert (block.activation, block.gated) == (config.dense_act_fn, config.is_gated_act)
-    assert block.eps == config.layer_norm_epsilon
-    rates = (block.dropout, block.hidden_dropout, model.src_embed.dropout, model.out_dropout)
+    assert (block.ffn.activation, block.ffn.gated) == (config.dense_act_fn, config.is_gated_act)
+    assert block.norm.eps == config.layer_norm_epsilon
+    rates = (block.dropout, block.ffn.dropout, model.src_embed.dropout, model.out_dropout)
     assert rates == (config.dropout_rate,) * 4
     relative = (model.encoder_relative.n_buckets, model.encoder_relative.max_distance)
     assert relative == (

@@ -156,10 +156,12 @@ def test_what_a_configuration_leaves_out_is_as_in_torch(tmp_path: Path) -> None:
     assert {name: a.shape for name, a in arrays.items()} == shapes
     layer = module.decoder.layers[0]
     for config in (*model.encoder, *model.decoder):
-        assert config.n_heads == module.nhead and config.eps == layer.norm1.eps
-        assert config.dropout == config.hidden_dropout == layer.dropout.p
+        assert config.attn.n_heads == module.nhead and config.norm.eps == layer.norm1.eps
+        assert config.dropout == config.attn.dropout == config.ffn.dropout == layer.dropout.p
         assert (
-            config.activation == "relu" and config.norm_placement == "post" and not layer.norm_first
+            config.ffn.activation == "relu"
+            and config.norm_placement == "post"
+            and not layer.norm_first
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import safetensors
+from block_configs import block_config
 from hostile import files_of_at_most
 from libraries import only
 from safetensors.numpy import load_file, save_file
@@ -21,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 import xformer as xf
 from xformer import optim, training
 from xformer.backends import Backend
-from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, NormConfig, RelativeConfig
+from xformer.layers import EmbedConfig, ExpertsConfig, NormConfig, RelativeConfig
 from xformer.models import EncoderDecoder, LMHead
 
 GPT = xf.GPT(vocab_size=256, n_layers=1, d_model=16, n_heads=2, max_len=8)
@@ -494,8 +495,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 EMBED = EmbedConfig(11, 8, 8, 7, norm=NormConfig("rms"))
-WINDOWED = BlockConfig(8, 2, 4, window=(2, None))
-ROUTED = BlockConfig(8, 2, 4, experts=ExpertsConfig(2, 1, 4))
+WINDOWED = block_config(8, 2, 4, window=(2, None))
+ROUTED = block_config(8, 2, 4, experts=ExpertsConfig(2, 1, 4))
 PAIR = EncoderDecoder(
     (WINDOWED, ROUTED),
     (WINDOWED,),

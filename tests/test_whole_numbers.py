@@ -13,7 +13,14 @@ import xformer
 from xformer import backends, ops, optim, training, tree
 from xformer.checks import require_sizes, whole
 from xformer.generation import beam_search, generate, prefill, samplers, speculative
-from xformer.layers import BlockConfig, EmbedConfig, ExpertsConfig, NormConfig, RelativeConfig
+from xformer.layers import (
+    AttentionConfig,
+    EmbedConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    NormConfig,
+    RelativeConfig,
+)
 from xformer.models import Classifier, Transformer
 from xformer.training import Pairs, Rows, TrainConfig, Windows
 from xformer.training.shuffle import permuted
@@ -33,11 +40,12 @@ def test_a_number_is_the_int(kind: Any) -> None:
     assert xformer.GPT(**sized) == xformer.GPT(**SIZES)
     assert repr(xformer.GPT(**sized)) == repr(xformer.GPT(**SIZES))
     for make, options in (
-        (BlockConfig, {"d_model": 8, "n_heads": 2, "d_ff": 100, "n_kv_heads": 1}),
+        (AttentionConfig, {"d_model": 8, "n_heads": 2, "n_kv_heads": 1}),
         (
             EmbedConfig,
             {"vocab_size": 11, "width": 8, "d_model": 8, "max_len": 100, "positions": "learned"},
         ),
+        (FeedForwardConfig, {"d_ff": 100}),
         (ExpertsConfig, {"n_experts": 4, "top_k": 2, "d_ff": 100}),
         (RelativeConfig, {"n_heads": 2, "n_buckets": 8, "max_distance": 100}),
         (Classifier, {"n_labels": 3}),
@@ -54,7 +62,7 @@ def test_a_number_is_the_int(kind: Any) -> None:
         d_model=kind(8), n_heads=kind(2), d_ff=kind(100), max_len=kind(9),
         n_encoder_layers=kind(1), n_decoder_layers=kind(1), pad_id=kind(0),
     )  # fmt: skip
-    assert type(wide.network.encoder[0].d_ff) is int
+    assert type(wide.network.encoder[0].ffn.d_ff) is int
     ids = np.array([[1, 3]])
     params = wide.init(seed=kind(3))
     new = wide.generate(params, ids, start_id=kind(1), end_id=kind(2), max_new_tokens=kind(4))
@@ -138,7 +146,7 @@ def test_what_is_no_integer(bad: Any) -> None:
     for name in SIZES:
         with pytest.raises(ValueError, match=rf"{name} must be an int of at least 1, got"):
             xformer.GPT(**SIZES | {name: bad})
-    with pytest.raises(ValueError, match="block: d_model must be an int of at least 1, got"):
+    with pytest.raises(ValueError, match="attention: d_model must be an int of at least 1, got"):
         Transformer(11, 11, bad, 2, 1, 1, 9)
     model = xformer.GPT(**SIZES)
     with pytest.raises(ValueError, match="generator: seed must be an int of at least 0, got"):

@@ -19,14 +19,14 @@ from needed import require_package
 
 from xformer import backends, ops, optim
 from xformer.initializers import xavier_uniform
-from xformer.layers import BlockConfig, StackParams, pool, stack
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, StackParams, pool, stack
 from xformer.layers.linear import LinearParams, linear
 
 SIDE, PATCH, N_CLASSES = 8, 4, 10
 N_PATCHES = (SIDE // PATCH) ** 2
 N_TEST = 360  # a fifth of the images
 EPOCHS, BATCH, LR = 30, 64, 2e-3
-BLOCK = BlockConfig(64, 4, 128, dropout=0.1)
+BLOCK = BlockConfig(AttentionConfig(64, 4, dropout=0.1), FeedForwardConfig(128), dropout=0.1)
 CONFIGS = (BLOCK,) * 2
 
 

@@ -18,7 +18,7 @@ from needed import DATA, require_files
 
 from xformer import optim, tree
 from xformer.cli.progress import each
-from xformer.layers import BlockConfig, EmbedConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
 from xformer.models import LanguageModel, LMHead
 
 STEPS, CONTEXT, WIDTH, N_HEADS = 1000, 16, 16, 4
@@ -64,7 +64,9 @@ def replay(text: str) -> tuple[list[float], list[str]]:
 
 def microgpt(vocab_size: int) -> LanguageModel:
     """One layer, RMSNorm before each sublayer and after the embedding, none at the end."""
-    block = BlockConfig(WIDTH, N_HEADS, 4 * WIDTH, norm="rms", bias=False)
+    attn = AttentionConfig(WIDTH, N_HEADS, bias=False)
+    ffn = FeedForwardConfig(4 * WIDTH, bias=False)
+    block = BlockConfig(attn, ffn, NormConfig("rms"))
     norm = NormConfig("rms")
     embed = EmbedConfig(vocab_size, WIDTH, WIDTH, CONTEXT, positions="learned", norm=norm)
     return LanguageModel(embed, (block,), final_norm=False, head=LMHead(tied=False))

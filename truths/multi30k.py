@@ -30,7 +30,7 @@ from xformer import backends, optim, tree
 from xformer.cli import main as xformer
 from xformer.cli.progress import each
 from xformer.generation import beam_search, generate, prefill
-from xformer.layers import BlockConfig, EmbedConfig
+from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig
 from xformer.models import EncoderDecoder, LMHead
 from xformer.training import (
     Pairs,
@@ -113,7 +113,8 @@ def read(folder: Path) -> Corpus:
 
 def translator(vocab_size: int) -> EncoderDecoder:
     """The model: one table for the tokens of both languages and for the output."""
-    block = BlockConfig(WIDTH, 4, 2 * WIDTH, activation="relu", dropout=DROPOUT)
+    attn = AttentionConfig(WIDTH, 4, dropout=DROPOUT)
+    block = BlockConfig(attn, FeedForwardConfig(2 * WIDTH), dropout=DROPOUT)
     embed = EmbedConfig(
         vocab_size, WIDTH, WIDTH, max_len=2 * MAX_LEN, scale=WIDTH**0.5, dropout=DROPOUT
     )

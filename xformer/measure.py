@@ -181,7 +181,10 @@ def blocks_of(network: Any) -> tuple[BlockConfig, ...]:
 def attention_flops(network: Any, length: int) -> int:
     """FLOPs of attention in all layers for one sequence: 2 H (K + M) for each query-key pair."""
     return sum(
-        2 * config.n_heads * (config.head_width + config.value_width) * pairs(length, *how)
+        2
+        * config.attn.n_heads
+        * (config.attn.head_width + config.attn.value_width)
+        * pairs(length, *how)
         for config, *how in _attentions(network)
     )
 
@@ -189,10 +192,10 @@ def attention_flops(network: Any, length: int) -> int:
 def _attentions(network: Any) -> Iterator[tuple[BlockConfig, Any, bool]]:
     """(configuration, window, whether it is causal) of each attention."""
     if isinstance(network, LanguageModel):
-        yield from ((config, config.window, network.causal) for config in network.blocks)
+        yield from ((config, config.attn.window, network.causal) for config in network.blocks)
     else:
-        yield from ((config, config.window, False) for config in network.encoder)
-        yield from ((config, config.window, True) for config in network.decoder)
+        yield from ((config, config.attn.window, False) for config in network.encoder)
+        yield from ((config, config.attn.window, True) for config in network.decoder)
         yield from ((config, None, False) for config in network.decoder)
 
 
@@ -222,10 +225,10 @@ def key_values(network: Any, batch: int, length: int) -> tuple[int, int] | None:
         crossed = own[:1] if network.shared_memory else own
 
     def width(config: BlockConfig) -> int:
-        return config.kv_heads * (config.head_width + config.value_width)
+        return config.attn.kv_heads * (config.attn.head_width + config.attn.value_width)
 
     def kept(config: BlockConfig) -> int:
-        left = None if config.window is None else config.window[0]
+        left = None if config.attn.window is None else config.attn.window[0]
         return length if left is None else min(left + 1, length)
 
     memory = sum(map(width, crossed))

@@ -6,9 +6,11 @@ arguments where they are declared, by `method` and `arguments`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -31,7 +33,6 @@ OPTIONS: dict[str, dict[str, str]] = {  # of each command
     },
 }
 FIELDS = {  # of configurations, in files that earlier versions wrote
-    "BlockConfig": {"norm": "norm_placement", "norm_kind": "norm", "shaw": "shaw_max_distance"},
     "LanguageModel": {  # before EncoderDecoder, whose old names it has too
         "n_groups": "n_shared_layer_groups",
         "balance": "load_balancing_weight",
@@ -48,6 +49,46 @@ FIELDS = {  # of configurations, in files that earlier versions wrote
     }
     | {"graph": "compile"},
 }
+
+# The fields of a BlockConfig before it had parts, in order; where each is now. Then older names.
+BLOCK = {
+    "d_model": "attn.d_model",
+    "n_heads": "attn.n_heads",
+    "d_ff": "ffn.d_ff",
+    "n_kv_heads": "attn.n_kv_heads",
+    "d_head": "attn.d_head",
+    "d_value": "attn.d_value",
+    "activation": "ffn.activation",
+    "gated": "ffn.gated",
+    "experts": "experts",
+    "norm_placement": "norm_placement",
+    "norm": "norm.kind",
+    "norm_offset": "norm.offset",
+    "eps": "norm.eps",
+    "parallel": "parallel",
+    "shared_norm": "shared_norm",
+    "bias": "attn.bias ffn.bias norm.bias",
+    "qkv_bias": "attn.qkv_bias",
+    "o_bias": "attn.o_bias",
+    "ffn_bias": "ffn.bias",  # None: bias
+    "qk_norm": "attn.qk_norm",
+    "scale": "attn.scale",
+    "window": "attn.window",
+    "softcap": "attn.softcap",
+    "sinks": "attn.sinks",
+    "shaw_max_distance": "attn.shaw_max_distance",
+    "dropout": "dropout attn.dropout",
+    "attn_dropout": "attn.dropout",  # None: dropout
+    "hidden_dropout": "ffn.dropout",
+    "kv_heads": "attn.kv_heads",  # to read
+    "head_width": "attn.head_width",
+    "value_width": "attn.value_width",
+    "probs_dropout": "attn.dropout",
+    "norm_config": "norm",
+    "norm_kind": "norm.kind",
+    "shaw": "attn.shaw_max_distance",
+}
+PLACEMENTS = ("pre", "post", "sandwich", "output")  # values of `norm`, when it was the placement
 
 NAMES: dict[str, dict[str, str]] = {
     "xformer": {"Key": "RandomKey", "initial": "initializers"},
@@ -97,9 +138,64 @@ def attribute(new: str) -> Any:
             if instance is None:
                 raise AttributeError(f"type object {owner.__name__!r} has no {self.name!r}")
             _warn(f"{owner.__name__}.{self.name}", f"{owner.__name__}.{new}", 3)
-            return getattr(instance, new)
+            return operator.attrgetter(new)(instance)
 
     return Old()
+
+
+def flat_block(kind: type[T]) -> type[T]:
+    """A decorator of `BlockConfig`: the fields of `BLOCK` as arguments, and to read."""
+    made: Any = kind
+    init, names = made.__init__, tuple(field.name for field in dataclasses.fields(made))
+
+    @functools.wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        was_flat = bool(args) and isinstance(args[0], int)
+        kwargs |= dict(zip(BLOCK if was_flat else names, args, strict=False))
+        old = kwargs.keys() - set(names) | {n for n in ("norm",) if isinstance(kwargs.get(n), str)}
+        if old and old <= BLOCK.keys():
+            _warn(f"BlockConfig({', '.join(sorted(old))})", "BlockConfig(attn, ffn, norm)", 3)
+            kwargs = block_parts(kwargs)
+        init(self, **kwargs)
+
+    made.__init__ = call
+    for name, path in BLOCK.items():
+        if not hasattr(made, name) and name not in names:
+            old = attribute(path.split()[0])
+            old.__set_name__(made, name)
+            setattr(made, name, old)
+    return kind
+
+
+def block_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `BlockConfig` from fields of `BLOCK`. They change parts that are given."""
+    from xformer.layers import AttentionConfig, ExpertsConfig, FeedForwardConfig, NormConfig
+
+    kinds: Any = {"attn": AttentionConfig, "ffn": FeedForwardConfig, "norm": NormConfig}
+    fields = dict(fields)
+    if isinstance(fields.get("window"), list):  # of a file
+        fields["window"] = tuple(fields["window"])
+    if fields.get("norm") in PLACEMENTS:
+        fields["norm_placement"] = fields.pop("norm")
+    parts = {
+        name: fields[name] for name, kind in kinds.items() if isinstance(fields.get(name), kind)
+    }
+    changes: dict[str, dict[str, Any]] = {name: {} for name in ("", *kinds)}
+    for name in [name for name in BLOCK if name in fields and name not in parts]:
+        if fields[name] is not None or name not in ("attn_dropout", "ffn_bias"):
+            for path in BLOCK[name].split():
+                part, _, field = path.rpartition(".")
+                changes[part][field] = fields[name]
+    made = changes.pop("")
+    if (experts := made.pop("experts", None)) is not None:
+        parts["ffn"] = ExpertsConfig(**experts) if isinstance(experts, dict) else experts
+        changes["ffn"] = {}
+    for name, kind in kinds.items():
+        changed = changes[name]
+        made[name] = (
+            dataclasses.replace(parts[name], **changed) if name in parts else kind(**changed)
+        )
+    return made
 
 
 def arguments(**names: str | tuple[str, Sequence[str]]) -> Callable[[T], T]:
@@ -139,6 +235,8 @@ def command_line(argv: Sequence[str]) -> list[str]:
 
 def fields(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     """A file's fields by their new names. kind: of `FIELDS`, if it has any."""
+    if kind == "BlockConfig" and "attn" not in found:
+        return block_parts(found)
     names = FIELDS.get(kind, {})
     if not (names.keys() - set(names.values())) & found.keys():
         return found

@@ -61,7 +61,7 @@ def other_model(params: StackParams, configs: Sequence[BlockConfig]) -> str | No
 
 def other_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockConfig]) -> str | None:
     """Why blocks are not of the usual kind: attention, then a feed-forward network."""
-    if any(c.parallel or c.experts or c.softcap for c in configs):
+    if any(c.parallel or c.experts or c.attn.softcap for c in configs):
         return "parallel blocks, experts or softcap"
     for own in blocks:
         attn, kv, ffn = own.attn, own.attn.kv, own.ffn
@@ -125,7 +125,7 @@ def _attend(
     rotary: layers.RopeTables | None,
     kv_cache: KVCache,
 ) -> tuple[Array, KVCache]:
-    n, n_heads, n_groups = len(x), config.n_heads, config.kv_heads
+    n, n_heads, n_groups = len(x), config.attn.n_heads, config.attn.kv_heads
     projections: Any = params.kv
     q, k = _linear(x, params.q), _linear(x, projections.k)
     v = _linear(x, projections.v).reshape(n, n_groups, 1, -1)
@@ -135,12 +135,12 @@ def _attend(
         both = np.concatenate((q, k), axis=-1).reshape(n, n_heads + n_groups, 1, -1)
         both = _turned(both, rotary)
         q, k = both[:, :n_heads], both[:, n_heads:]
-    if config.window is not None and config.window[0] is not None:
-        kv_cache = kv_cache.last(config.window[0])
+    if config.attn.window is not None and config.attn.window[0] is not None:
+        kv_cache = kv_cache.last(config.attn.window[0])
     kv_cache = append(k, v, kv_cache=kv_cache)
     keys: Any = kv_cache.k
     q = q.reshape(n, n_groups, n_heads // n_groups, -1)
-    q *= k.shape[-1] ** -0.5 if config.scale is None else config.scale
+    q *= k.shape[-1] ** -0.5 if config.attn.scale is None else config.attn.scale
     scores = q @ keys.mT  # (B, G, H / G, S)
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     probs = np.exp(scores, out=scores)
@@ -165,8 +165,8 @@ def _turned(x: Array, rotary: layers.RopeTables) -> Array:
 def _feed(x: Array, params: Any, config: BlockConfig) -> Array:
     hidden = _linear(x, params.up)
     if params.gate is None:
-        return _linear(_activated(hidden, config.activation), params.down)
-    opened = _activated(_linear(x, params.gate), config.activation)
+        return _linear(_activated(hidden, config.ffn.activation), params.down)
+    opened = _activated(_linear(x, params.gate), config.ffn.activation)
     opened *= hidden
     return _linear(opened, params.down)
 
@@ -186,14 +186,14 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
     if params is None:
         return x
     w, b, width = value(params.w), value(params.b), x.shape[-1]
-    if config.norm == "rms":
-        y = x * (w + config.norm_offset if config.norm_offset else w)
-        y /= np.sqrt(np.vecdot(x, x) / width + config.eps)[:, None]
+    if config.norm.kind == "rms":
+        y = x * (w + config.norm.offset if config.norm.offset else w)
+        y /= np.sqrt(np.vecdot(x, x) / width + config.norm.eps)[:, None]
         return y
     wider = np.longdouble if x.dtype == np.float64 else np.float64  # of equal numbers it is exact
     mean = (np.add.reduce(x, axis=-1, dtype=wider) / width)[:, None]
     y = np.subtract(x, mean, dtype=x.dtype, casting="same_kind")
-    y *= w / np.sqrt(np.vecdot(y, y) / width + config.eps)[:, None]
+    y *= w / np.sqrt(np.vecdot(y, y) / width + config.norm.eps)[:, None]
     if b is not None:
         y += b
     return y

@@ -63,7 +63,8 @@ def unsupported(
     if any(config.experts is not None for config in configs):
         return "experts, whose router sees the whole batch"
     if dropout_key is not None and any(
-        config.dropout or config.probs_dropout or config.hidden_dropout for config in configs
+        config.dropout or config.attn.dropout or getattr(config.ffn, "dropout", 0.0)
+        for config in configs
     ):
         return "dropout, whose mask goes by the place in the whole batch"
     return unparted(n, x.shape[1])

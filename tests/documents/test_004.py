@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from block_configs import block_config
 
 from xformer import backends, layers, ops, optim, tree
 
 T, D, F, H = 4, 8, 16, 2
-CONFIG = layers.BlockConfig(d_model=D, n_heads=H, d_ff=F, norm_placement="post", eps=1e-6)
+CONFIG = block_config(d_model=D, n_heads=H, d_ff=F, norm_placement="post", eps=1e-6)
 LR, MAX_STEPS = 0.2, 5000
 
 

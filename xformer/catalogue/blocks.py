@@ -5,7 +5,6 @@ Sizes are those of `xformer.catalogue.layers`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -146,7 +145,39 @@ def _parallel() -> Iterator[Case]:
     yield case("dropout", dropout_rate=0.3, dropout_keys=(KEY, KEY.at(1)))
 
 
-SIZES: Options = {"d_model": 6, "n_heads": 2, "d_ff": 11, "activation": "gelu"}
+LLAMA: Options = {
+    "attn": {"bias": False, "d_head": 4, "n_kv_heads": 1},
+    "ffn": {"bias": False, "gated": True, "activation": "silu"},
+    "norm": {"kind": "rms"},
+}
+DROPOUT: Options = {"attn": {"dropout": 0.3}, "dropout": 0.3}
+RATES: Options = {"attn": {"dropout": 0.3}, "ffn": {"dropout": 0.2}, "dropout": 0.1}
+NO_BIAS: Options = {"attn": {"bias": False}, "ffn": {"bias": False}, "norm": {"bias": False}}
+
+
+def block_config(*options: Options) -> layers.BlockConfig:
+    """A small block. options: of its parts "attn", "ffn" and "norm", and of the block. Later win.
+
+    "ffn" may also be an ExpertsConfig.
+    """
+    parts: dict[str, Any] = {
+        "attn": {"d_model": 6, "n_heads": 2},
+        "ffn": {"d_ff": 11, "activation": "gelu"},
+        "norm": {},
+    }
+    for name, value in ((name, value) for each in options for name, value in each.items()):
+        parts[name] = parts[name] | value if isinstance(value, dict) else value
+    kinds: dict[str, Any] = {
+        "attn": layers.AttentionConfig,
+        "ffn": layers.FeedForwardConfig,
+        "norm": layers.NormConfig,
+    }
+    for name, kind in kinds.items():
+        if isinstance(parts[name], dict):
+            parts[name] = kind(**parts[name])
+    return layers.BlockConfig(**parts)
+
+
 TURNED: Options = {"rotary": turning(4, width=2), "causal": True}
 BLOCK_MASKS: Options = {"mask": mask((5, 1, 1, 4), DEAD_BATCH), "memory_mask": mask((5, 1, 4, 7))}
 
@@ -161,13 +192,13 @@ def _blocks(
     n_blocks: int = 2,
     relative: layers.RelativeConfig | None = None,
     config: Options | None = None,
-    second: Options | None = None,  # options of the second block that differ
+    second: Options | None = None,  # other options of the second block
     **options: Any,
 ) -> Case:
     """A case of a block, of blocks or of a stack, according to the first word of `name`."""
     is_stack, several = name.startswith("stack"), name.startswith("blocks")
-    cfg = layers.BlockConfig(**SIZES | (config or {}))
-    cfgs = (cfg, dataclasses.replace(cfg, **second or {}))
+    cfg = block_config(config or {})
+    cfgs = (cfg, block_config(config or {}, second or {}))
 
     def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
         like: Options = {"cross": bool(cross), "shared_memory": cross in ("shared", "each")}
@@ -182,7 +213,8 @@ def _blocks(
         ready = cross in ("shared", "each") and not is_stack
         memory: Any = rng.normal((5, 7, 6)) if cross else None
         if ready:
-            k, v = (5, cfg.kv_heads, 7, cfg.head_width), (5, cfg.kv_heads, 7, cfg.value_width)
+            n, widths = cfg.attn.kv_heads, (cfg.attn.head_width, cfg.attn.value_width)
+            k, v = ((5, n, 7, width) for width in widths)
             pairs = tuple(layers.KeyValue(rng.normal(k), rng.normal(v)) for _ in cfgs)
             memory = pairs if cross == "each" else pairs[0]
         args = (
@@ -205,59 +237,51 @@ def _blocks(
 
 def _block() -> Iterator[Case]:
     for norm in ("pre", "post"):
-        yield _blocks(f"block: encoder, {norm}", config={"norm_placement": norm, "d_value": 2})
+        yield _blocks(
+            f"block: encoder, {norm}", config={"norm_placement": norm, "attn": {"d_value": 2}}
+        )
         yield _blocks(
             f"block: decoder, {norm}", cross="memory", causal=True, config={"norm_placement": norm}
         )
-    yield _blocks("block: ready keys and values", cross="shared", config={"d_value": 2})
-    wide: Options = {"d_head": 5, "d_value": 2, "eps": 0.1}
+    yield _blocks("block: ready keys and values", cross="shared", config={"attn": {"d_value": 2}})
+    wide: Options = {"attn": {"d_head": 5, "d_value": 2}, "norm": {"eps": 0.1}}
     yield _blocks("block: heads of other widths, eps", cross="memory", config=wide)
     yield _blocks("block: no norms", cross="memory", norms=False)
-    yield _blocks("block: no biases", cross="memory", config={"bias": False})
-    yield _blocks("block: one key head", cross="memory", config={"n_kv_heads": 1})
+    yield _blocks("block: no biases", cross="memory", config=NO_BIAS)
+    yield _blocks("block: one key head", cross="memory", config={"attn": {"n_kv_heads": 1}})
     yield _blocks("block: positions", cross="memory", pos=True)
-    yield _blocks("block: dropout", cross="memory", config={"dropout": 0.3}, dropout_key=KEY)
+    yield _blocks("block: dropout", cross="memory", config=DROPOUT, dropout_key=KEY)
     yield _blocks("block: bias and masks", cross="memory", bias=(2, 1, 4), **BLOCK_MASKS)
     yield from _modern_block()
 
 
 def _modern_block() -> Iterator[Case]:
-    llama: Options = {
-        "norm": "rms",
-        "bias": False,
-        "gated": True,
-        "activation": "silu",
-        "d_head": 4,
-        "n_kv_heads": 1,
-    }
     turned: Options = {"rotary": turning(4), "causal": True}
-    yield _blocks("block: Llama", config=llama, **turned)
-    qwen: Options = {"qkv_bias": True, "qk_norm": "head", "window": (1, 0)}
-    yield _blocks("block: Qwen", config=llama | qwen, **turned)
-    gemma: Options = {
+    yield _blocks("block: Llama", config=LLAMA, **turned)
+    llama: Options = LLAMA["attn"]
+    qwen = LLAMA | {"attn": llama | {"qkv_bias": True, "qk_norm": "head", "window": (1, 0)}}
+    yield _blocks("block: Qwen", config=qwen, **turned)
+    gemma = LLAMA | {
+        "attn": llama | {"softcap": 2.0, "scale": 0.3},
+        "norm": {"kind": "rms", "offset": 1.0},
         "norm_placement": "sandwich",
-        "norm_offset": 1.0,
-        "softcap": 2.0,
-        "scale": 0.3,
     }
-    yield _blocks("block: Gemma 2", config=llama | gemma, **turned)
-    olmo: Options = {"norm_placement": "output", "qk_norm": "all"}
-    yield _blocks("block: OLMo 2", config=llama | olmo, **turned)
+    yield _blocks("block: Gemma 2", config=gemma, **turned)
+    olmo = LLAMA | {"norm_placement": "output", "attn": llama | {"qk_norm": "all"}}
+    yield _blocks("block: OLMo 2", config=olmo, **turned)
     experts = layers.ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
-    yield _blocks("block: Mixtral", config=llama | {"experts": experts}, **turned)
-    yield _blocks(
-        "block: sinks, biases", config={"sinks": True, "o_bias": False, "ffn_bias": False}
-    )
+    yield _blocks("block: Mixtral", config=LLAMA | {"ffn": experts}, **turned)
+    some: Options = {"attn": {"sinks": True, "o_bias": False}, "ffn": {"bias": False}}
+    yield _blocks("block: sinks, biases", config=some)
     yield _blocks("block: parallel", config={"parallel": True})
-    shared: Options = {"parallel": True, "shared_norm": True, "dropout": 0.3}
+    shared: Options = {"parallel": True, "shared_norm": True, **DROPOUT}
     yield _blocks("block: parallel, one norm, dropout", config=shared, dropout_key=KEY)
     for norm in ("sandwich", "output"):
         yield _blocks(f"block: decoder, {norm}", cross="memory", config={"norm_placement": norm})
-    yield _blocks("block: Shaw", config={"shaw_max_distance": 2, "d_value": 2})
+    yield _blocks("block: Shaw", config={"attn": {"shaw_max_distance": 2, "d_value": 2}})
     before: Options = {"kv_cache": lambda rng, _: layers.KVCache(*_heads(rng)), "causal": True}
     yield _blocks("block: after a KV cache", **before)
-    rates: Options = {"dropout": 0.1, "attn_dropout": 0.3, "hidden_dropout": 0.2}
-    yield _blocks("block: three rates of dropout", config=rates, dropout_key=KEY)
+    yield _blocks("block: three rates of dropout", config=RATES, dropout_key=KEY)
 
 
 def _heads(rng: Generator) -> tuple[Array, Array]:
@@ -271,35 +295,38 @@ def _turning_each(rng: Generator, _: Backend) -> layers.RopeTables:
 
 
 def _several() -> Iterator[Case]:
-    yield _blocks("blocks: encoder", config={"norm_placement": "post", "d_value": 2})
+    yield _blocks("blocks: encoder", config={"norm_placement": "post", "attn": {"d_value": 2}})
     yield _blocks("blocks: one for both layers", n_blocks=1, **TURNED)
     each: Options = {"rotary": _turning_each, "bias": (5, 1, 4, 4), "causal": True}
-    yield _blocks("blocks: bias and rotary of each sequence", second={"window": (1, 1)}, **each)
+    yield _blocks(
+        "blocks: bias and rotary of each sequence", second={"attn": {"window": (1, 1)}}, **each
+    )
     again: Options = {"activation_checkpointing": True, "bias": (2, 1, 4), "pos": True}
     yield _blocks("blocks: memory, masks, checkpointing", cross="memory", **again, **BLOCK_MASKS)
-    yield _blocks("blocks: ready keys and values", cross="shared", config={"d_value": 2})
+    yield _blocks("blocks: ready keys and values", cross="shared", config={"attn": {"d_value": 2}})
     yield _blocks("blocks: ready keys and values of each layer", cross="each")
-    rates: Options = {"dropout": 0.1, "attn_dropout": 0.3, "hidden_dropout": 0.2}
-    yield _blocks("blocks: dropout", config=rates, dropout_key=KEY)
+    yield _blocks("blocks: dropout", config=RATES, dropout_key=KEY)
 
 
 def _stack() -> Iterator[Case]:
     for norm in ("pre", "post"):
-        yield _blocks(f"stack: encoder, {norm}", config={"norm_placement": norm, "d_value": 2})
+        yield _blocks(
+            f"stack: encoder, {norm}", config={"norm_placement": norm, "attn": {"d_value": 2}}
+        )
     yield _blocks("stack: decoder", cross="memory", causal=True)
     yield _blocks("stack: bias and positions", cross="memory", bias=(2, 1, 4), pos=True)
-    yield _blocks("stack: shared memory", cross="shared", config={"d_value": 2})
+    yield _blocks("stack: shared memory", cross="shared", config={"attn": {"d_value": 2}})
     yield _blocks("stack: shared memory, positions", cross="shared", pos=True)
     for kind in ("layer", "rms"):
-        normed: Options = {"qk_norm": "head", "norm": kind, "eps": 0.1}
+        normed: Options = {"attn": {"qk_norm": "head"}, "norm": {"kind": kind, "eps": 0.1}}
         yield _blocks(f"stack: shared memory, {kind} norm of keys", cross="shared", config=normed)
     yield _blocks("stack: masks", cross="memory", **BLOCK_MASKS)
-    yield _blocks("stack: dropout", config={"dropout": 0.3}, dropout_rate=0.2, dropout_key=KEY)
+    yield _blocks("stack: dropout", config=DROPOUT, dropout_rate=0.2, dropout_key=KEY)
     yield _blocks("stack: one block for both layers", n_blocks=1)
     relative = layers.RelativeConfig(2, n_buckets=8, max_distance=6)
     yield _blocks("stack: relative bias", relative=relative)
     yield _blocks("stack: relative bias and bias", relative=relative, bias=(5, 1, 4, 4))
-    yield _blocks("stack: other windows, rotary", second={"window": (1, 1)}, **TURNED)
+    yield _blocks("stack: other windows, rotary", second={"attn": {"window": (1, 1)}}, **TURNED)
     again: Options = {
         "activation_checkpointing": True,
         "relative": relative,
@@ -307,7 +334,7 @@ def _stack() -> Iterator[Case]:
         "pos": True,
     }
     yield _blocks("stack: checkpointing", cross="memory", **again, **BLOCK_MASKS)
-    again = {"activation_checkpointing": True, "config": {"parallel": True, "dropout": 0.3}}
+    again = {"activation_checkpointing": True, "config": {"parallel": True, **DROPOUT}}
     yield _blocks("stack: checkpointing, parallel, dropout", dropout_key=KEY, **again)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xformer.backends import Backend, Generator
+from xformer.catalogue.blocks import LLAMA, block_config
 from xformer.catalogue.case import DEAD_BATCH, KEY, Case, Function, Options, drawn, mask, random
 from xformer.layers import (
     BlockConfig,
@@ -98,21 +99,12 @@ def _transformer() -> Iterator[Case]:
     yield case("checkpointing, dropout", {"dropout_key": KEY}, dropout=0.3, **again)
 
 
-LLAMA: Options = {
-    "norm": "rms",
-    "bias": False,
-    "gated": True,
-    "activation": "silu",
-    "d_head": 4,
-    "n_kv_heads": 1,
-}
 PADDED: Options = {"mask": mask((5, 4), DEAD_BATCH)}
 ROPE = RopeConfig(width=4)
 
 
 def _blocks(n: int = 1, **options: Any) -> tuple[BlockConfig, ...]:
-    sizes: Options = {"d_model": 6, "n_heads": 2, "d_ff": 11, "activation": "gelu"}
-    return (BlockConfig(**sizes | options),) * n
+    return (block_config(options),) * n
 
 
 def _embed_config(width: int = 6, **options: Any) -> EmbedConfig:
@@ -151,7 +143,8 @@ def _language_model() -> Iterator[Case]:
     yield case("softcap", _blocks(norm_placement="sandwich", **LLAMA), rotary=ROPE, head=softcap)
     positions: Options = {"positions": lambda rng, _: rng.integers((4,), high=7)}
     yield case("given positions", llama, given=positions, rotary=ROPE)
-    experts = _blocks(2, experts=ExpertsConfig(n_experts=3, top_k=2, d_ff=11), **LLAMA)
+    mixture = ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
+    experts = _blocks(2, **LLAMA | {"ffn": mixture})
     losses: Options = {"load_balancing_weight": 0.3, "router_z_weight": 0.1}
     yield case("experts", (*experts, *llama), given=PADDED, rotary=ROPE, **losses)
     again: Options = {"rotary": ROPE, "activation_checkpointing": True, **losses}
@@ -205,7 +198,11 @@ def _encoder_decoder() -> Iterator[Case]:
 
         return Case("models", f"EncoderDecoder: {note}", make)
 
-    t5: Options = {"norm": "rms", "bias": False, "activation": "relu", "scale": 1.0}
+    t5: Options = {
+        "attn": {"bias": False, "scale": 1.0},
+        "ffn": {"bias": False, "activation": "relu"},
+        "norm": {"kind": "rms"},
+    }
     tables: Options = {
         "encoder_relative": RelativeConfig(2, n_buckets=8, max_distance=6),
         "decoder_relative": RelativeConfig(2, n_buckets=8, max_distance=6, bidirectional=False),

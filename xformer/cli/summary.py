@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from xformer import pretrained
 from xformer.cli.models import is_own
 from xformer.cli.paths import MODEL, nonempty
-from xformer.layers import BlockConfig
+from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.measure import blocks_of
 from xformer.models import EncoderDecoder
 from xformer.pretrained import files
@@ -109,10 +109,11 @@ def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
     depth = f"{len(blocks)}"
     if isinstance(network, EncoderDecoder):
         depth = f"{len(network.encoder)} encoder, {len(network.decoder)} decoder"
-    yield "layers", f"{depth}, width {_each(blocks, 'd_model')}"
-    heads = f"{_each(blocks, 'n_heads')} heads of {_each(blocks, 'head_width')}"
-    if any(b.kv_heads != b.n_heads for b in blocks):
-        heads += f", {_each(blocks, 'kv_heads')} key/value heads"
+    yield "layers", f"{depth}, width {_each(b.d_model for b in blocks)}"
+    attns = [b.attn for b in blocks]
+    heads = f"{_each(a.n_heads for a in attns)} heads of {_each(a.head_width for a in attns)}"
+    if any(a.kv_heads != a.n_heads for a in attns):
+        heads += f", {_each(a.kv_heads for a in attns)} key/value heads"
     yield "attention", heads + _windows(blocks)
     yield "feed-forward", _feed_forward(blocks)
     tables = {name: getattr(network, name, None) for name in ("embed", "src_embed", "tgt_embed")}
@@ -123,26 +124,26 @@ def _about(model: Any, stored: dict[str, int]) -> Iterator[Row]:
     yield "context", "any" if limit is None else f"{limit:,}"
 
 
-def _each(blocks: Sequence[BlockConfig], name: str) -> str:
-    return " or ".join(f"{n:,}" for n in sorted({getattr(block, name) for block in blocks}))
+def _each(numbers: Iterable[int]) -> str:
+    return " or ".join(f"{n:,}" for n in sorted(set(numbers)))
 
 
 def _windows(blocks: Sequence[BlockConfig]) -> str:
-    lefts = [b.window[0] + 1 for b in blocks if b.window is not None and b.window[0] is not None]
+    lefts = [w[0] + 1 for b in blocks if (w := b.attn.window) is not None and w[0] is not None]
     if not lefts:
         return ""
     where = "" if len(lefts) == len(blocks) else f" in {len(lefts)} of {len(blocks)} layers"
-    return f", window {' or '.join(f'{n:,}' for n in sorted(set(lefts)))}{where}"
+    return f", window {_each(lefts)}{where}"
 
 
 def _feed_forward(blocks: Sequence[BlockConfig]) -> str:
     kinds = []
     for block in blocks:
-        gated = ", gated" if block.gated or block.experts is not None else ""
-        kind = f"width {block.d_ff:,}, {block.activation}{gated}"
-        if (e := block.experts) is not None:
-            kind = f"{e.n_experts} experts of width {e.d_ff:,}, {e.activation}{gated}"
-            kind += f", {e.top_k} a token"
+        kind = f"width {block.ffn.d_ff:,}, {block.ffn.activation}"
+        if isinstance(e := block.ffn, ExpertsConfig):
+            kind = f"{e.n_experts} experts of {kind}, gated, {e.top_k} a token"
+        elif e.gated:
+            kind += ", gated"
         kinds.append(kind)
     return "; or ".join(dict.fromkeys(kinds))
 

@@ -81,7 +81,7 @@ def usual(path: str) -> Usual:
     options = {
         "layers": len(network.blocks),
         "d_model": network.d_model,
-        "heads": block.n_heads,
+        "heads": block.attn.n_heads,
         "dropout": block.dropout,
         "max_len": min(length or LONGEST, LONGEST),
         **({} if isinstance(model, GPT) else {"lr": LR}),

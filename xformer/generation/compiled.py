@@ -53,7 +53,7 @@ def why_not_compiled(network: Any, place: Backend, most: int) -> str | None:
     if is_pair and place.graphs:
         return "the model is an encoder-decoder"
     if any(
-        config.shaw_max_distance is not None
+        config.attn.shaw_max_distance is not None
         for config in (network.decoder if is_pair else network.blocks)
     ):
         return "Shaw's relative positions depend on the number of keys"

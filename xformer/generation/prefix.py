@@ -283,7 +283,7 @@ def _bridges(network: Any) -> bool:
     if isinstance(network, EncoderDecoder):
         return False  # targets have no padding mask
     near = any(
-        config.window is not None or config.shaw_max_distance is not None
+        config.attn.window is not None or config.attn.shaw_max_distance is not None
         for config in network.blocks
     )
     return not near and not network.alibi and network.relative is None

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
         attention,
         key_value,
     )
+    from xformer.layers.attention_config import AttentionConfig
     from xformer.layers.block import BlockConfig, BlockParams, block
     from xformer.layers.blocks import blocks
     from xformer.layers.embed import EmbedConfig, EmbedParams, embed
     from xformer.layers.experts import ExpertsConfig, ExpertsParams, mixture
-    from xformer.layers.feed_forward import FeedForwardParams, feed_forward
+    from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
     from xformer.layers.kv_cache import KVCache
     from xformer.layers.linear import LinearParams, LoRAParams, linear, linear_many
     from xformer.layers.norm import NormConfig, NormParams, add_norm, norm
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from xformer.layers.stack import StackParams, stack
 
 __all__ = [
+    "AttentionConfig",
     "AttentionParams",
     "BlockConfig",
     "BlockParams",
@@ -40,6 +42,7 @@ __all__ = [
     "EmbedParams",
     "ExpertsConfig",
     "ExpertsParams",
+    "FeedForwardConfig",
     "FeedForwardParams",
     "KVCache",
     "KeyValue",
@@ -78,12 +81,13 @@ later(
     __name__,
     advance="",
     attention="AttentionParams KeyValue KeyValueParams ShawParams attention key_value",
+    attention_config="AttentionConfig",
     block="BlockConfig BlockParams block",
     blocks="blocks",
     checkpoint="",
     embed="EmbedConfig EmbedParams embed",
     experts="ExpertsConfig ExpertsParams mixture",
-    feed_forward="FeedForwardParams feed_forward",
+    feed_forward="FeedForwardConfig FeedForwardParams feed_forward",
     linear="LinearParams LoRAParams linear linear_many",
     norm="NormConfig NormParams add_norm norm",
     kv_cache="KVCache",

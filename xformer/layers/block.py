@@ -7,18 +7,12 @@ from typing import Any, NamedTuple
 
 from xformer import layers, ops, renamed
 from xformer.backends import Generator
-from xformer.checks import number, plain_numbers, require_cap, require_sizes
+from xformer.checks import number, plain_numbers
 from xformer.initializers import Draw, xavier_uniform
-from xformer.layers.attention import (
-    AttentionParams,
-    KeyValue,
-    KeyValueParams,
-    ShawParams,
-    attention,
-)
-from xformer.layers.feed_forward import FeedForwardParams, feed_forward
+from xformer.layers.attention import AttentionParams, KeyValue, attention
+from xformer.layers.attention_config import AttentionConfig
+from xformer.layers.feed_forward import FeedForwardConfig, FeedForwardParams, feed_forward
 from xformer.layers.kv_cache import KVCache
-from xformer.layers.linear import LinearParams
 from xformer.layers.norm import NormConfig, NormParams
 from xformer.layers.residual import (
     Branch,
@@ -29,8 +23,6 @@ from xformer.layers.residual import (
     residuals,
     summed,
 )
-from xformer.ops._attention import window_of
-from xformer.ops.activation import require_activation
 from xformer.showing import short
 from xformer.typing import Array
 
@@ -38,11 +30,7 @@ SITES = 6  # dropout streams of a block
 NORMS = ("pre", "post", "sandwich", "output")
 
 
-@renamed.arguments(
-    norm=("norm_placement", ("pre", "post", "sandwich", "output")),
-    norm_kind="norm",
-    shaw="shaw_max_distance",
-)
+@renamed.flat_block
 @dataclass(frozen=True)
 class BlockConfig:
     """The configuration of a block. ValueError for options that do not fit together.
@@ -53,72 +41,29 @@ class BlockConfig:
     shared_norm: with parallel, x + attn(norm(x)) + ffn(norm(x))
     """
 
-    d_model: int
-    n_heads: int
-    d_ff: int
-    n_kv_heads: int | None = None  # None: n_heads
-    d_head: int | None = None  # None: d_model / n_heads
-    d_value: int | None = None  # None: d_head
-    activation: str = "relu"
-    gated: bool = False
-    experts: layers.ExpertsConfig | None = None  # instead of the feed-forward network
+    attn: AttentionConfig
+    ffn: FeedForwardConfig | layers.ExpertsConfig
+    norm: NormConfig = NormConfig()  # noqa: RUF009 - frozen
     norm_placement: str = "pre"
-    norm: str = "layer"  # or "rms"
-    norm_offset: float = 0.0  # added to the weight of "rms"
-    eps: float = 1e-5
     parallel: bool = False
     shared_norm: bool = False
-    bias: bool = True
-    qkv_bias: bool | None = None  # of the projections to queries, keys, values; None: bias
-    o_bias: bool | None = None  # of attention's output projection; None: bias
-    ffn_bias: bool | None = None  # of the feed-forward network; None: bias
-    qk_norm: str | None = None  # a norm of queries and keys: of each "head", or of "all" heads
-    scale: float | None = None  # of the scores; None: d_head^-1/2
-    window: tuple[int | None, int | None] | None = None  # of the self-attention (`ops.sdpa`)
-    softcap: float | None = None  # of the scores
-    sinks: bool = False  # a learned sink for each head of the self-attention
-    # L of Shaw's relative positions in the self-attention (arXiv:1803.02155)
-    shaw_max_distance: int | None = None
-    dropout: float = 0.0
-    attn_dropout: float | None = None  # of the attention's probabilities; None: dropout
-    hidden_dropout: float = 0.0  # inside the feed-forward network
-
-    norm_kind = renamed.attribute("norm")
-    shaw = renamed.attribute("shaw_max_distance")
+    dropout: float = 0.0  # of the output of each sublayer
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        require_sizes(
-            "block",
-            1,
-            d_model=self.d_model,
-            n_heads=self.n_heads,
-            d_ff=self.d_ff,
-            n_kv_heads=self.kv_heads,
-        )
-        if self.d_head is None and self.d_model % self.n_heads:
-            raise ValueError(
-                f"block: n_heads = {self.n_heads} must divide d_model = {self.d_model}, "
-                "or d_head must be given"
-            )
-        require_sizes("block", 1, d_head=self.head_width, d_value=self.value_width)
-        for name in ("dropout", "probs_dropout", "hidden_dropout"):
-            number("block", name, getattr(self, name), low=0, high=1)
-        if self.scale is not None:
-            number("block", "scale", self.scale)
-        window_of("block", self.window)
-        if self.softcap is not None:
-            require_cap("block", self.softcap)
-        if self.shaw_max_distance is not None:
-            require_sizes("block", 0, shaw_max_distance=self.shaw_max_distance)
-            if self.sinks or (self.window, self.softcap) != (None, None):
-                raise ValueError("block: shaw_max_distance excludes sinks, window and softcap")
-        if self.experts is not None and self.hidden_dropout:
-            raise ValueError("block: experts have no hidden_dropout")
-        if self.n_heads % self.kv_heads:
-            raise ValueError(
-                f"block: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"
-            )
+        is_dense = isinstance(self.ffn, FeedForwardConfig)
+        for name, is_right, kind in (
+            ("attn", isinstance(self.attn, AttentionConfig), "AttentionConfig"),
+            (
+                "ffn",
+                is_dense or isinstance(self.ffn, layers.ExpertsConfig),
+                "FeedForwardConfig or ExpertsConfig",
+            ),
+            ("norm", isinstance(self.norm, NormConfig), "NormConfig"),
+        ):
+            if not is_right:
+                raise TypeError(f"block: {name} must be a {kind}, got {getattr(self, name)!r:.60}")
+        number("block", "dropout", self.dropout, low=0, high=1)
         if self.norm_placement not in NORMS:
             names = ", ".join(f'"{name}"' for name in NORMS)
             raise ValueError(
@@ -130,35 +75,16 @@ class BlockConfig:
             )
         if self.shared_norm and not self.parallel:
             raise ValueError("block: shared_norm needs parallel")
-        if self.qk_norm not in (None, "head", "all"):
-            raise ValueError(f'block: qk_norm must be None, "head" or "all", got {self.qk_norm!r}')
-        require_activation("block", self.activation)
-        self.norm_config  # noqa: B018 - built here for its checks
 
     @property
-    def kv_heads(self) -> int:
-        """G, the number of key/value heads."""
-        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+    def d_model(self) -> int:
+        """D, the width of the hidden states."""
+        return self.attn.d_model
 
     @property
-    def head_width(self) -> int:
-        """K, the width of a query or key head."""
-        return self.d_model // self.n_heads if self.d_head is None else self.d_head
-
-    @property
-    def value_width(self) -> int:
-        """M, the width of a value head."""
-        return self.head_width if self.d_value is None else self.d_value
-
-    @property
-    def probs_dropout(self) -> float:
-        """The dropout rate of the attention's probabilities."""
-        return self.dropout if self.attn_dropout is None else self.attn_dropout
-
-    @property
-    def norm_config(self) -> NormConfig:
-        """The configuration of every norm of the block."""
-        return NormConfig(self.norm, self.eps, self.norm_offset)
+    def experts(self) -> layers.ExpertsConfig | None:
+        """The configuration of the mixture of experts; None if ffn is a dense network."""
+        return None if isinstance(self.ffn, FeedForwardConfig) else self.ffn
 
     def init(
         self,
@@ -176,80 +102,35 @@ class BlockConfig:
         draw: the distribution of the weights
         out_scale: multiplies the last weights of each residual branch
         """
-        attn = self._attention_init(rng, True, draw, out_scale)
-        if self.sinks:
-            attn = attn._replace(sinks=rng.full((self.n_heads,), 0.0))
-        if self.shaw_max_distance is not None:
-            widths = (self.head_width, self.value_width)
-            tables = (draw(rng, (2 * self.shaw_max_distance + 1, width)) for width in widths)
-            attn = attn._replace(shaw=ShawParams(*tables))
+        options: Any = {"draw": draw, "out_scale": out_scale}
+        attn = self.attn.init(rng, self.norm, **options)
         crossing = None
         if cross:
-            crossing = self._attention_init(rng, not shared_memory, draw, out_scale)
-        inner, outer = (
-            self.norm_placement != "output",
-            self.norm_placement in ("sandwich", "output"),
-        )
+            crossing = self.attn.cross_init(rng, self.norm, shared_memory=shared_memory, **options)
+        before = self.norm_placement != "output"
+        after = self.norm_placement in ("sandwich", "output")
+
+        def norm(has: bool) -> NormParams | None:
+            return self.norm.init(rng, self.d_model) if has else None
+
         return BlockParams(
-            self._norm_init(rng) if inner else None,
+            norm(before),
             attn,
-            self._norm_init(rng) if cross and inner else None,
+            norm(before and cross),
             crossing,
-            self._norm_init(rng) if inner and not self.shared_norm else None,
+            norm(before and not self.shared_norm),
             self._feed_forward_init(rng, draw, out_scale),
-            self._norm_init(rng) if outer else None,
-            self._norm_init(rng) if cross and outer else None,
-            self._norm_init(rng) if outer else None,
+            norm(after),
+            norm(after and cross),
+            norm(after),
         )
-
-    def key_value_init(self, rng: Generator, *, draw: Draw = xavier_uniform) -> KeyValueParams:
-        """Initial projections of a sequence of width d_model to keys and values."""
-        k, v = (
-            self._linear(rng, (self.d_model, self.kv_heads * width), draw, self.qkv_bias)
-            for width in (self.head_width, self.value_width)
-        )
-        return KeyValueParams(k, v, self._qk_norm_init(rng, self.kv_heads))
-
-    def _attention_init(
-        self, rng: Generator, own_memory: bool, draw: Draw, out_scale: float
-    ) -> AttentionParams:
-        q = self._linear(rng, (self.d_model, self.n_heads * self.head_width), draw, self.qkv_bias)
-        kv = self.key_value_init(rng, draw=draw) if own_memory else None
-        shape = (self.n_heads * self.value_width, self.d_model)
-        o = self._linear(rng, shape, draw, self.o_bias, out_scale)
-        return AttentionParams(q, kv, o, self._qk_norm_init(rng, self.n_heads))
 
     def _feed_forward_init(
         self, rng: Generator, draw: Draw, out_scale: float
     ) -> FeedForwardParams | layers.ExpertsParams:
-        if self.experts is not None:
-            return self.experts.init(rng, self.d_model, draw=draw)
-        up = self._linear(rng, (self.d_model, self.d_ff), draw, self.ffn_bias)
-        down = self._linear(rng, (self.d_ff, self.d_model), draw, self.ffn_bias, out_scale)
-        gate = None
-        if self.gated:
-            gate = self._linear(rng, (self.d_model, self.d_ff), draw, self.ffn_bias)
-        return FeedForwardParams(up, down, gate)
-
-    def _linear(
-        self,
-        rng: Generator,
-        shape: tuple[int, int],
-        draw: Draw,
-        bias: bool | None,
-        scale: float = 1.0,
-    ) -> LinearParams:
-        p = LinearParams.init(rng, shape, draw=draw, bias=self.bias if bias is None else bias)
-        return p if scale == 1.0 else p._replace(w=p.w * scale)
-
-    def _norm_init(self, rng: Generator) -> NormParams:
-        return self.norm_config.init(rng, self.d_model, bias=self.bias)
-
-    def _qk_norm_init(self, rng: Generator, n_heads: int) -> NormParams | None:
-        if self.qk_norm is None:
-            return None
-        width = self.head_width * (n_heads if self.qk_norm == "all" else 1)
-        return self.norm_config.init(rng, width, bias=self.bias)
+        if isinstance(self.ffn, FeedForwardConfig):
+            return self.ffn.init(rng, self.d_model, draw=draw, out_scale=out_scale)
+        return self.ffn.init(rng, self.d_model, draw=draw)
 
 
 @short
@@ -342,17 +223,17 @@ def block_terms(
     rate = config.dropout if dropped else 0.0
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]
     attn_options: dict[str, Any] = {
-        "n_heads": config.n_heads,
-        "n_kv_heads": config.n_kv_heads,
-        "qk_norm": config.norm_config,
-        "softcap": config.softcap,
-        "scale": config.scale,
-        "dropout_rate": config.probs_dropout if dropped else 0.0,
+        "n_heads": config.attn.n_heads,
+        "n_kv_heads": config.attn.n_kv_heads,
+        "qk_norm": config.norm,
+        "softcap": config.attn.softcap,
+        "scale": config.attn.scale,
+        "dropout_rate": config.attn.dropout if dropped else 0.0,
     }
-    residual_options: dict[str, Any] = {"config": config.norm_config, "dropout_rate": rate}
+    residual_options: dict[str, Any] = {"config": config.norm, "dropout_rate": rate}
 
     def attend(x: Array) -> tuple[Array, Any]:
-        options: Any = {"mask": mask, "causal": causal, "window": config.window}
+        options: Any = {"mask": mask, "causal": causal, "window": config.attn.window}
         options |= {"rotary": rotary, "kv_cache": kv_cache, "dropout_key": keys[0]}
         return attention(x, params.attn, None, bias, pos, **options, **attn_options)
 
@@ -362,11 +243,12 @@ def block_terms(
         return attention(x, cross, memory, None, pos, memory_pos, **options)
 
     def feed(x: Array) -> tuple[Array, Any]:
-        if config.experts is not None and isinstance(params.ffn, layers.ExpertsParams):
-            return layers.mixture(x, params.ffn, config=config.experts)
-        options: Any = {"dropout_rate": config.hidden_dropout if dropped else 0.0}
         ffn: Any = params.ffn
-        return feed_forward(x, ffn, activation=config.activation, dropout_key=keys[5], **options)
+        if not isinstance(config.ffn, FeedForwardConfig):
+            return layers.mixture(x, ffn, config=config.ffn)
+        options: Any = {"dropout_rate": config.ffn.dropout if dropped else 0.0}
+        activation = config.ffn.activation
+        return feed_forward(x, ffn, activation=activation, dropout_key=keys[5], **options)
 
     if config.parallel:
         norms: Any = (params.attn_norm, params.ffn_norm)

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xformer import ops
+from xformer.backends import Generator
+from xformer.checks import number, plain_numbers, require_sizes
 from xformer.dispatch import overridable
+from xformer.initializers import Draw, xavier_uniform
 from xformer.layers.linear import LinearParams, linear, linear_many
 from xformer.ops.activation import ACTIVATIONS, require_activation
 from xformer.showing import short
 from xformer.typing import Array
+
+
+@dataclass(frozen=True)
+class FeedForwardConfig:
+    """The configuration of a feed-forward network. ValueError for another activation or size."""
+
+    d_ff: int
+    activation: str = "relu"
+    gated: bool = False
+    bias: bool = True
+    dropout: float = 0.0  # of the hidden units
+
+    def __post_init__(self) -> None:
+        plain_numbers(self)
+        require_sizes("feed_forward", 1, d_ff=self.d_ff)
+        require_activation("feed_forward", self.activation)
+        number("feed_forward", "dropout", self.dropout, low=0, high=1)
+
+    def init(
+        self,
+        rng: Generator,
+        d_model: int,
+        *,
+        draw: Draw = xavier_uniform,
+        out_scale: float = 1.0,
+    ) -> FeedForwardParams:
+        """Initial parameters.
+
+        draw: the distribution of the weights
+        out_scale: multiplies the weights of the second linear layer
+        """
+        shape = (d_model, self.d_ff)
+        up = LinearParams.init(rng, shape, draw=draw, bias=self.bias)
+        down = LinearParams.init(rng, shape[::-1], draw=draw, bias=self.bias, scale=out_scale)
+        gate = LinearParams.init(rng, shape, draw=draw, bias=self.bias) if self.gated else None
+        return FeedForwardParams(up, down, gate)
 
 
 @short

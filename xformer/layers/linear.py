@@ -23,9 +23,12 @@ class LinearParams(NamedTuple):
     b: Array | None  # (O,)
 
     @staticmethod
-    def init(rng: Generator, shape: tuple[int, int], *, draw: Draw, bias: bool) -> LinearParams:
-        """Initial parameters: weights by `draw`, a bias of 0 if `bias`."""
-        return LinearParams(draw(rng, shape), rng.full(shape[1:], 0.0) if bias else None)
+    def init(
+        rng: Generator, shape: tuple[int, int], *, draw: Draw, bias: bool, scale: float = 1.0
+    ) -> LinearParams:
+        """Initial parameters: weights by `draw`, times `scale`; a bias of 0 if `bias`."""
+        w, b = draw(rng, shape), rng.full(shape[1:], 0.0) if bias else None
+        return LinearParams(w if scale == 1.0 else w * scale, b)
 
 
 @short

@@ -24,6 +24,7 @@ class NormConfig:
     kind: str = "layer"
     eps: float = 1e-5
     offset: float = 0.0  # "rms": added to the weight (Gemma: 1)
+    bias: bool = True  # of "layer"; "rms" has none
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -33,9 +34,9 @@ class NormConfig:
         if number("norm", "offset", self.offset) and self.kind != "rms":
             raise ValueError('norm: offset needs kind "rms"')
 
-    def init(self, rng: Generator, width: int, *, bias: bool = True) -> NormParams:
-        """Initial parameters: offset + w = 1, and a bias of 0 if `bias`; "rms" has no bias."""
-        has_b = bias and self.kind == "layer"
+    def init(self, rng: Generator, width: int) -> NormParams:
+        """Initial parameters: offset + w = 1, and a bias of 0."""
+        has_b = self.bias and self.kind == "layer"
         w = rng.full((width,), 1.0 - self.offset)
         return NormParams(w, rng.full((width,), 0.0) if has_b else None)
 

@@ -55,8 +55,10 @@ class StackParams(NamedTuple):
         config = configs[0]
         last_norm = None
         if config.norm_placement != "post" if final_norm is None else final_norm:
-            last_norm = config.norm_config.init(rng, config.d_model, bias=config.bias)
-        shared = config.key_value_init(rng, draw=draw) if shared_memory else None
+            last_norm = config.norm.init(rng, config.d_model)
+        shared = None
+        if shared_memory:
+            shared = config.attn.key_value_init(rng, config.norm, draw=draw)
         table = None if relative is None else relative.init(rng, draw=draw)
         return StackParams(blocks, last_norm, shared, table)
 
@@ -138,7 +140,7 @@ def stack(
     )
     norm_cache = None
     if params.norm is not None:
-        x, norm_cache = norm(x, params.norm, config=configs[-1].norm_config)
+        x, norm_cache = norm(x, params.norm, config=configs[-1].norm)
     key = None if dropout_key is None else dropout_key.at(SITES * len(configs) + 1)
     y, drop = ops.dropout(x, rate=0.0 if key is None else dropout_rate, key=key)
     fixed = isinstance(params.relative, Frozen)
@@ -220,7 +222,7 @@ def _sizes(
 
 def _memory_heads(config: BlockConfig) -> dict[str, Any]:
     """The options of `key_value` for the memory."""
-    return {"n_kv_heads": config.kv_heads, "k_norm": config.norm_config}
+    return {"n_kv_heads": config.attn.kv_heads, "k_norm": config.norm}
 
 
 def _without_memory(params: StackParams) -> StackParams:

@@ -334,7 +334,7 @@ class EncoderDecoder:
         """
         if state.target.is_static:
             return state._replace(length=state.target.truncated_length(n))
-        windows = [config.window for config in self.decoder]
+        windows = [config.attn.window for config in self.decoder]
         kv_cache = truncated(state.kv_cache, windows, length=state.length, n=n)
         return state._replace(kv_cache=kv_cache, length=state.length - n)
 

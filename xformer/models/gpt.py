@@ -8,9 +8,12 @@ from typing import Any
 
 from xformer import backends, ops, renamed
 from xformer.backends import Generator
-from xformer.checks import plain_numbers, require_layers, require_sizes
+from xformer.checks import plain_numbers, require_layers
+from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
+from xformer.layers.feed_forward import FeedForwardConfig
+from xformer.layers.norm import NormConfig
 from xformer.models.language_model import (
     BalancedLossCache,
     LanguageModel,
@@ -66,18 +69,17 @@ class GPT:
     @cached_property
     def network(self) -> LanguageModel:
         """The `LanguageModel` of this configuration."""
-        (d_model,) = require_sizes("block", 1, d_model=self.d_model)
-        block = BlockConfig(
-            d_model=d_model,
+        attn = AttentionConfig(
+            d_model=self.d_model,
             n_heads=self.n_heads,
-            d_ff=4 * d_model if self.d_ff is None else self.d_ff,
             n_kv_heads=self.n_kv_heads,
-            activation=self.activation,
-            norm_placement=self.norm_placement,
-            eps=self.eps,
             bias=self.bias,
             dropout=self.dropout,
         )
+        d_ff = 4 * self.d_model if self.d_ff is None else self.d_ff
+        ffn = FeedForwardConfig(d_ff, self.activation, bias=self.bias)
+        norm = NormConfig(eps=self.eps, bias=self.bias)
+        block = BlockConfig(attn, ffn, norm, self.norm_placement, dropout=self.dropout)
         embed = EmbedConfig(
             vocab_size=self.vocab_size,
             width=self.d_model,

@@ -352,7 +352,7 @@ class LanguageModel:
         """
         if state.is_static:
             return state._replace(length=state.truncated_length(n))
-        windows = [config.window for config in self.blocks]
+        windows = [config.attn.window for config in self.blocks]
         kv_cache = truncated(state.kv_cache, windows, length=state.length, n=n)
         length = state.length - n
         mask = None if state.mask is None else state.mask[:, :length]
@@ -382,7 +382,7 @@ class LanguageModel:
         if not self.alibi:
             return None
         sizes = {"n_queries": x.shape[1], "n_keys": n_keys}
-        return layers.alibi(self.blocks[0].n_heads, **sizes, like=x, at=at)
+        return layers.alibi(self.blocks[0].attn.n_heads, **sizes, like=x, at=at)
 
     def loss(
         self,

@@ -19,8 +19,11 @@ from xformer.checks import (
     require_tokens,
 )
 from xformer.dispatch import inference
+from xformer.layers.attention_config import AttentionConfig
 from xformer.layers.block import BlockConfig
 from xformer.layers.embed import EmbedConfig
+from xformer.layers.feed_forward import FeedForwardConfig
+from xformer.layers.norm import NormConfig
 from xformer.models.encoder_decoder import (
     EncoderDecoder,
     EncoderDecoderCache,
@@ -80,32 +83,31 @@ class Transformer:
             n_encoder_layers=self.n_encoder_layers,
             n_decoder_layers=self.n_decoder_layers,
         )
-        block = self.network.encoder[0]  # built here for its checks
+        attn = self.network.encoder[0].attn  # built here for its checks
         smaller = min(self.src_vocab_size, self.tgt_vocab_size)
         require_id("Transformer", smaller, pad_id=self.pad_id)
-        if self.position_mode == "qkv" and block.value_width != block.head_width:
+        if self.position_mode == "qkv" and attn.value_width != attn.head_width:
             raise ValueError(
-                f"Transformer: position_mode 'qkv' needs d_value = d_head = {block.head_width}, "
-                f"got {block.value_width}"
+                f"Transformer: position_mode 'qkv' needs d_value = d_head = {attn.head_width}, "
+                f"got {attn.value_width}"
             )
 
     @cached_property
     def network(self) -> EncoderDecoder:
         """The `EncoderDecoder` of this configuration."""
-        (d_model,) = require_sizes("block", 1, d_model=self.d_model)
-        block = BlockConfig(
-            d_model=d_model,
+        attn = AttentionConfig(
+            d_model=self.d_model,
             n_heads=self.n_heads,
-            d_ff=4 * d_model if self.d_ff is None else self.d_ff,
             n_kv_heads=self.n_kv_heads,
             d_head=self.d_head,
             d_value=self.d_value,
-            activation=self.activation,
-            norm_placement=self.norm_placement,
-            eps=self.eps,
             bias=self.bias,
             dropout=self.dropout,
         )
+        d_ff = 4 * self.d_model if self.d_ff is None else self.d_ff
+        ffn = FeedForwardConfig(d_ff, self.activation, bias=self.bias)
+        norm = NormConfig(eps=self.eps, bias=self.bias)
+        block = BlockConfig(attn, ffn, norm, self.norm_placement, dropout=self.dropout)
 
         def embed(vocab_size: int, width: int | None) -> EmbedConfig:
             in_heads = self.position_mode == "qkv"
@@ -116,7 +118,7 @@ class Transformer:
                 max_len=self.max_len,
                 positions=self.positions,
                 mode=self.position_mode,
-                d_positions=block.head_width if in_heads else self.d_positions,
+                d_positions=attn.head_width if in_heads else self.d_positions,
                 dropout=self.dropout,
             )
 

@@ -12,7 +12,13 @@ import numpy as np
 from xformer import backends, tree
 from xformer.checks import require_sizes
 from xformer.dispatch import reference_only
-from xformer.layers import BlockConfig, EmbedConfig, StackParams
+from xformer.layers import (
+    AttentionConfig,
+    BlockConfig,
+    EmbedConfig,
+    FeedForwardConfig,
+    StackParams,
+)
 from xformer.layers.block import BlockCache
 from xformer.models import LanguageModel, LMHead
 from xformer.ops._loss import one
@@ -69,7 +75,8 @@ def at_initialisation(
     norm: the placement of norms, as `norm_placement` of `layers.BlockConfig`.
     """
     (n_layers,) = require_sizes("flow", 1, n_layers=n_layers)
-    block = BlockConfig(d_model, n_heads, 4 * d_model, norm_placement=norm)
+    attn, ffn = AttentionConfig(d_model, n_heads), FeedForwardConfig(4 * d_model)
+    block = BlockConfig(attn, ffn, norm_placement=norm)
     embed = EmbedConfig(VOCABULARY, d_model, d_model, LENGTH)
     model = LanguageModel(embed, (block,) * n_layers, head=LMHead(tied=False))
     rng = backends.get("numpy").generator(seed, "float64")

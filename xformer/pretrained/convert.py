@@ -38,7 +38,7 @@ def as_llama(model: Any, params: Any) -> tuple[Any, Any]:
         "num_attention_heads": source["n_heads"],
         "num_key_value_heads": source["n_kv_heads"],
         "max_position_embeddings": source["max_len"],
-        "rms_norm_eps": block.eps,
+        "rms_norm_eps": block.norm.eps,
         "rope_theta": model.rotary.theta,
         "tie_word_embeddings": source["tied"],
         **TOKENS,
@@ -46,7 +46,7 @@ def as_llama(model: Any, params: Any) -> tuple[Any, Any]:
 
     def moved(name: str, node: LinearParams) -> LinearParams:
         if name.endswith((".attn.q", ".attn.kv.k")):
-            return node._replace(w=half_split(node.w, block.head_width))
+            return node._replace(w=half_split(node.w, block.attn.head_width))
         return node
 
     return model_of(config), tree.map_nodes(moved, params, LinearParams)

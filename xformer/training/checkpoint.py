@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -128,24 +128,29 @@ def _model(text: str | None, path: Path) -> Any:
     raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
 
 
-def _made(kind: Any, fields: Any) -> Any:
+def _made(kind: Any, found: Any) -> Any:
     """The configuration of class `kind` from JSON, with nested configurations and tuples."""
     hints = get_type_hints(kind)
-    fields = renamed.fields(kind.__name__, dict(fields))
-    return kind(**{name: _value(hints.get(name), value) for name, value in fields.items()})
+    found = renamed.fields(kind.__name__, dict(found))
+    return kind(**{name: _value(hints.get(name), value) for name, value in found.items()})
 
 
 def _value(hint: Any, value: Any) -> Any:
     """`value` as a configuration or a tuple if its type hint says so; else unchanged."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    kind = next((k for k in kinds if is_dataclass(k) or get_origin(k) is tuple), None)
-    if kind is None or value is None:
+    kinds = tuple(k for k in kinds if is_dataclass(k) or get_origin(k) is tuple)
+    if not kinds or value is None or is_dataclass(value):
         return value
+    kind = next((k for k in kinds if is_dataclass(k) and _has_fields(k, value)), kinds[0])
     if is_dataclass(kind):
         return _made(kind, value)
     if not isinstance(value, list):
         raise TypeError(f"must be a list, got {value!r:.60}")
     return tuple(_value(get_args(kind)[0], item) for item in value)
+
+
+def _has_fields(kind: Any, value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() <= {field.name for field in fields(kind)}
 
 
 def _wrong_dtypes(arrays: Mapping[str, np.ndarray], backend: backends.Backend) -> str | None:

@@ -20,7 +20,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     own = bert.block(c, act="gelu_new", dropout=0.0, sizes=(4096, 64, 16384))
     top: Any = bert.pooler(names)
     if head == "masked-lm":
-        top = MaskedLMHead(own.activation, own.eps)
+        top = MaskedLMHead(own.ffn.activation, own.norm.eps)
     elif head == "classifier":
         top = Classifier(c.labels(), dropout=rate(c, "classifier_dropout_prob", 0.1))
     model = bert.encoder(

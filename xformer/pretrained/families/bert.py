@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from xformer.layers import BlockConfig, EmbedConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, LanguageModel, MaskedLMHead, Pooler
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, layers, rate
@@ -22,7 +22,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     own = block(c)
     top: Any = pooler(names)
     if head == "masked-lm":
-        top = MaskedLMHead(own.activation, own.eps)
+        top = MaskedLMHead(own.ffn.activation, own.norm.eps)
     elif head == "classifier":
         top = Classifier(c.labels(), dropout=classifier_dropout(c, own))
     return encoder(c, own, top)
@@ -36,15 +36,18 @@ def block(
 ) -> BlockConfig:
     """A post-LN block; act, dropout, sizes (D, H, F): the family's defaults."""
     width, heads, hidden = sizes
-    return BlockConfig(
+    attn = AttentionConfig(
         d_model=c.integer("hidden_size", low=1, default=width),
         n_heads=c.integer("num_attention_heads", low=1, default=heads),
+        dropout=rate(c, "attention_probs_dropout_prob", dropout),
+    )
+    ffn = FeedForwardConfig(
         d_ff=c.integer("intermediate_size", low=1, default=hidden),
         activation=activation(c, "hidden_act", act),
-        norm_placement="post",
-        eps=c.number("layer_norm_eps", low=0, default=1e-12),
-        dropout=rate(c, "hidden_dropout_prob", dropout),
-        attn_dropout=rate(c, "attention_probs_dropout_prob", dropout),
+    )
+    norm_config = NormConfig(eps=c.number("layer_norm_eps", low=0, default=1e-12))
+    return BlockConfig(
+        attn, ffn, norm_config, "post", dropout=rate(c, "hidden_dropout_prob", dropout)
     )
 
 
@@ -73,7 +76,7 @@ def encoder(
         max_len=c.integer("max_position_embeddings", low=1, default=512),
         positions="learned",
         n_types=c.integer("type_vocab_size", default=2),
-        norm=NormConfig(eps=own.eps),
+        norm=own.norm,
         dropout=own.dropout,
         **embed,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from xformer.layers import BlockConfig, EmbedConfig, NormConfig
+from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
 from xformer.models import Classifier, LanguageModel, MaskedLMHead
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, layers, rate
@@ -21,32 +21,32 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.ignore("tie_weights_", "tie_word_embeddings", "qa_dropout")
     c.ignore("sinusoidal_pos_embds")  # how the learned positions began
     c.ignore("is_causal")  # of decoders
-    own = BlockConfig(
+    attn = AttentionConfig(
         d_model=c.integer("dim", low=1, default=768),
         n_heads=c.integer("n_heads", low=1, default=12),
+        dropout=rate(c, "attention_dropout", 0.1),
+    )
+    ffn = FeedForwardConfig(
         d_ff=c.integer("hidden_dim", low=1, default=3072),
         activation=activation(c, "activation", "gelu"),
-        norm_placement="post",
-        eps=EPS,
-        dropout=rate(c, "dropout", 0.1),
-        attn_dropout=rate(c, "attention_dropout", 0.1),
     )
+    block = BlockConfig(attn, ffn, NormConfig(eps=EPS), "post", dropout=rate(c, "dropout", 0.1))
     embed = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=30522),
-        width=own.d_model,
-        d_model=own.d_model,
+        width=block.d_model,
+        d_model=block.d_model,
         max_len=c.integer("max_position_embeddings", low=1, default=512),
         positions="learned",
-        norm=NormConfig(eps=EPS),
-        dropout=own.dropout,
+        norm=block.norm,
+        dropout=block.dropout,
     )
     top: Any = None
     last = rate(c, "seq_classif_dropout", 0.2)
     if head == "masked-lm":
-        top = MaskedLMHead(own.activation, EPS)
+        top = MaskedLMHead(ffn.activation, EPS)
     elif head == "classifier":
         top = Classifier(c.labels(), dense="relu", dropout=last)
-    return LanguageModel(embed, (own,) * layers(c, "n_layers", 6), causal=False, head=top)
+    return LanguageModel(embed, (block,) * layers(c, "n_layers", 6), causal=False, head=top)
 
 
 def links(model: LanguageModel) -> Links:

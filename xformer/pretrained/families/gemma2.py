@@ -12,6 +12,7 @@ from xformer.pretrained.families.llama import (
     decoder,
     family,
     feed_forward_links,
+    gated,
     top_links,
     window,
     windows,
@@ -31,9 +32,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         d_head=256,
         norm_placement="sandwich",
         norm_offset=1.0,
-        activation=activation(c, "hidden_activation", "gelu_pytorch_tanh"),
-        qkv_bias=bias,
-        o_bias=bias,
+        ffn=gated(c, activation(c, "hidden_activation", "gelu_pytorch_tanh")),
+        bias=bias,
         scale=c.number("query_pre_attn_scalar", low=1e-9, default=256.0) ** -0.5,
         softcap=c.number("attn_logit_softcapping", low=1e-9, default=50.0, null=None),
     )
@@ -44,7 +44,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     return decoder(
         c,
         head,
-        tuple(replace(own, window=size) for size in sizes),
+        tuple(replace(own, attn=replace(own.attn, window=size)) for size in sizes),
         max_len=8192,
         tied=True,
         embed_scale=own.d_model**0.5,

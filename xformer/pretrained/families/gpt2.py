@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from xformer.layers import BlockConfig, EmbedConfig
+from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
@@ -19,18 +19,17 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.ignore(*(f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels")))
     c.ignore("summary_type", "summary_use_proj", "summary_last_dropout")
     c.ignore("classifier_dropout", "hidden_dropout")  # of a head for each token
-    own = BlockConfig(
-        d_model=width,
-        n_heads=c.integer("n_head", low=1, default=12),
-        d_ff=c.integer("n_inner", low=1, default=4 * width),
-        activation=activation(c, "activation_function", "gelu_new"),
-        eps=c.number("layer_norm_epsilon", low=0, default=1e-5),
-        dropout=rate(c, "resid_pdrop", 0.1),
-        attn_dropout=rate(c, "attn_pdrop", 0.1),
+    heads, d_ff = (
+        c.integer("n_head", low=1, default=12),
+        c.integer("n_inner", low=1, default=4 * width),
     )
+    attn = AttentionConfig(width, heads, dropout=rate(c, "attn_pdrop", 0.1))
+    ffn = FeedForwardConfig(d_ff, activation(c, "activation_function", "gelu_new"))
+    norm_config = NormConfig(eps=c.number("layer_norm_epsilon", low=0, default=1e-5))
+    block = BlockConfig(attn, ffn, norm_config, dropout=rate(c, "resid_pdrop", 0.1))
     by_layer = c.flag("scale_attn_by_inverse_layer_idx", default=False)
     scaled = c.flag("scale_attn_weights", default=True)
-    scale = own.head_width**-0.5 if scaled else 1.0
+    scale = attn.head_width**-0.5 if scaled else 1.0
     embed = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=50257),
         width=width,
@@ -40,7 +39,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         dropout=rate(c, "embd_pdrop", 0.1),
     )
     blocks = tuple(
-        replace(own, scale=scale / (i + 1) if by_layer else scale)
+        replace(block, attn=replace(attn, scale=scale / (i + 1) if by_layer else scale))
         for i in range(layers(c, "n_layer", 12))
     )
     tied = c.flag("tie_word_embeddings", default=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from xformer.layers import BlockConfig, EmbedConfig
+from xformer.layers import AttentionConfig, BlockConfig, EmbedConfig, FeedForwardConfig, NormConfig
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
@@ -18,31 +18,35 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a configuration."""
     # Of a head for each token; and names of old files, which transformers does not read either.
     c.ignore("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")
-    bias = c.flag("attention_bias", default=True)
-    own = BlockConfig(
+    attn = AttentionConfig(
         d_model=c.integer("hidden_size", low=1, default=6144),
         n_heads=c.integer("num_attention_heads", low=1, default=64),
+        bias=c.flag("attention_bias", default=True),
+        dropout=rate(c, "attention_dropout", 0.0),
+    )
+    c.only("head_dim", attn.head_width)  # which the rotary embedding reads
+    ffn = FeedForwardConfig(
         d_ff=c.integer("intermediate_size", low=1, default=24576),
         activation=activation(c, "hidden_act", "gelu"),
-        parallel=c.flag("use_parallel_residual", default=True),
-        eps=c.number("layer_norm_eps", low=0, default=1e-5),
-        qkv_bias=bias,
-        o_bias=bias,
-        dropout=rate(c, "hidden_dropout", 0.0),
-        attn_dropout=rate(c, "attention_dropout", 0.0),
     )
-    c.only("head_dim", own.head_width)  # which the rotary embedding reads
+    block = BlockConfig(
+        attn,
+        ffn,
+        NormConfig(eps=c.number("layer_norm_eps", low=0, default=1e-5)),
+        parallel=c.flag("use_parallel_residual", default=True),
+        dropout=rate(c, "hidden_dropout", 0.0),
+    )
     embed = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=50432),
-        width=own.d_model,
-        d_model=own.d_model,
+        width=attn.d_model,
+        d_model=attn.d_model,
         positions="none",
-        dropout=own.dropout,
+        dropout=block.dropout,
     )
     max_len = c.integer("max_position_embeddings", low=1, default=2048)
-    turned = rope(c, width=own.head_width, max_len=max_len, share=0.25, names=ROTARY)
+    turned = rope(c, width=attn.head_width, max_len=max_len, share=0.25, names=ROTARY)
     top = decoder_head(c, head, tied=c.flag("tie_word_embeddings", default=False))
-    return LanguageModel(embed, (own,) * layers(c, default=44), rotary=turned, head=top)
+    return LanguageModel(embed, (block,) * layers(c, default=44), rotary=turned, head=top)
 
 
 def links(model: LanguageModel) -> Links:
@@ -52,7 +56,7 @@ def links(model: LanguageModel) -> Links:
         theirs, ours = f"gpt_neox.layers.{i}", f"stack.blocks.{i}"
         qkv = f"{theirs}.attention.query_key_value"
         yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
-        yield from fused(f"{qkv}.weight", f"{qkv}.bias", f"{ours}.attn", groups=config.n_heads)
+        yield from fused(f"{qkv}.weight", f"{qkv}.bias", f"{ours}.attn", groups=config.attn.n_heads)
         yield from linear(f"{theirs}.attention.dense", f"{ours}.attn.o")
         yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
         yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up")

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from xformer.layers import BlockConfig, EmbedConfig
+from xformer.layers import (
+    AttentionConfig,
+    BlockConfig,
+    EmbedConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    NormConfig,
+)
 from xformer.models import LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, activation, decoder_head, layers, rate
@@ -19,7 +26,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.unread("rope_interleaved", False)
     c.ignore("is_llama_config", "max_sequence_length")  # of SmolLM2 and Llama 1; nothing reads them
     bias = c.flag("attention_bias", default=False)
-    own = block(c, qkv_bias=bias, o_bias=bias, ffn_bias=c.flag("mlp_bias", default=False))
+    own = block(c, bias=bias, ffn=gated(c, bias=c.flag("mlp_bias", default=False)))
     return decoder(c, head, (own,) * layers(c))
 
 
@@ -29,29 +36,41 @@ def block(
     eps: float = 1e-6,
     kv_heads: int | None = None,
     d_head: int | None = None,
-    **own: Any,
+    ffn: FeedForwardConfig | ExpertsConfig | None = None,
+    norm_placement: str = "pre",
+    norm_offset: float = 0.0,
+    **attn: Any,
 ) -> BlockConfig:
-    """A block of RMSNorm, rotary attention and SwiGLU, with what a family has of its `own`.
+    """A block of RMSNorm, rotary attention and a gated feed-forward network.
 
-    eps, kv_heads, d_head: the family's defaults; kv_heads: for no key at all, null is all heads.
+    eps, d_head: the family's defaults
+    kv_heads: the family's default if the key is absent. null means all heads.
+    ffn: None: `gated(c)`
+    attn: further options of the attention. By default it has no biases.
     """
     heads = c.integer("num_attention_heads", low=1)
-    kv_heads = heads if kv_heads is None else kv_heads
     options: dict[str, Any] = {
         "d_model": c.integer("hidden_size", low=1),
         "n_heads": heads,
-        "n_kv_heads": c.integer("num_key_value_heads", low=1, default=kv_heads, null=heads),
+        "n_kv_heads": c.integer(
+            "num_key_value_heads", low=1, default=kv_heads or heads, null=heads
+        ),
         "d_head": c.integer("head_dim", low=1, default=d_head),
-        "d_ff": c.integer("intermediate_size", low=1),
-        "gated": True,
-        "norm": "rms",
-        "eps": c.number("rms_norm_eps", low=0, default=eps),
         "bias": False,
-        "attn_dropout": rate(c, "attention_dropout", 0.0),
+        "dropout": rate(c, "attention_dropout", 0.0),
     }
-    if "activation" not in own:
-        options["activation"] = activation(c, "hidden_act", "silu")
-    return BlockConfig(**options | own)
+    return BlockConfig(
+        AttentionConfig(**options | attn),
+        gated(c) if ffn is None else ffn,
+        NormConfig("rms", c.number("rms_norm_eps", low=0, default=eps), norm_offset),
+        norm_placement,
+    )
+
+
+def gated(c: Config, act: str | None = None, *, bias: bool = False) -> FeedForwardConfig:
+    """A gated feed-forward network. act: None: the value of `hidden_act`, by default SiLU."""
+    act = activation(c, "hidden_act", "silu") if act is None else act
+    return FeedForwardConfig(c.integer("intermediate_size", low=1), act, gated=True, bias=bias)
 
 
 def decoder(
@@ -75,7 +94,7 @@ def decoder(
         positions="none",
         scale=embed_scale,
     )
-    turned = rope(c, width=blocks[0].head_width, max_len=max_len, theta=theta)
+    turned = rope(c, width=blocks[0].attn.head_width, max_len=max_len, theta=theta)
     is_tied = c.flag("tie_word_embeddings", default=tied)
     top = decoder_head(c, head, tied=is_tied, softcap=softcap)
     return LanguageModel(embed, blocks, rotary=turned, head=top, **own)

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from xformer.layers import BlockConfig, EmbedConfig, RopeConfig, rope_tables
+from xformer.layers import (
+    AttentionConfig,
+    BlockConfig,
+    EmbedConfig,
+    FeedForwardConfig,
+    NormConfig,
+    RopeConfig,
+    rope_tables,
+)
 from xformer.models import LanguageModel, LMHead
 from xformer.pretrained import llama2c
 from xformer.pretrained.config import Config
@@ -35,26 +43,23 @@ TABLES = ("freq_cis_real", "freq_cis_imag")
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """The model of a header."""
-    block = BlockConfig(
+    attn = AttentionConfig(
         d_model=c.integer("d_model", low=1),
         n_heads=c.integer("n_heads", low=1),
         n_kv_heads=c.integer("n_kv_heads", low=1),
-        d_ff=c.integer("d_ff", low=1),
-        activation="silu",
-        gated=True,
-        norm="rms",
         bias=False,
     )
+    ffn = FeedForwardConfig(c.integer("d_ff", low=1), "silu", gated=True, bias=False)
     embed = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1),
-        width=block.d_model,
-        d_model=block.d_model,
+        width=attn.d_model,
+        d_model=attn.d_model,
         max_len=c.integer("max_len", low=1),
         positions="none",
     )
-    turned = RopeConfig(block.head_width, interleaved=True)
+    turned = RopeConfig(attn.head_width, interleaved=True)
     head_config = LMHead(tied=c.flag("tied"))
-    blocks = (block,) * layers(c, "n_layers")
+    blocks = (BlockConfig(attn, ffn, NormConfig("rms")),) * layers(c, "n_layers")
     return LanguageModel(embed, blocks, rotary=turned, head=head_config)
 
 

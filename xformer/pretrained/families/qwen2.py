@@ -27,7 +27,7 @@ def sliding(c: Config, own: BlockConfig) -> tuple[BlockConfig, ...]:
     first = c.integer("max_window_layers", default=28)
     slides = tuple(size is not None and i >= first for i in range(n_layers))
     sizes = windows(c, n_layers, size, slides)
-    return tuple(replace(own, window=size) for size in sizes)
+    return tuple(replace(own, attn=replace(own.attn, window=size)) for size in sizes)
 
 
 FAMILY = family("Qwen2", build)

@@ -17,7 +17,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     own = bert.block(c)
     top: Any = bert.pooler(names)
     if head == "masked-lm":
-        top = MaskedLMHead("gelu", own.eps)
+        top = MaskedLMHead("gelu", own.norm.eps)
     elif head == "classifier":
         rate = bert.classifier_dropout(c, own)
         top = Classifier(c.labels(), dense_dropout=rate, dropout=rate)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from xformer.layers import BlockConfig, EmbedConfig, RelativeConfig
+from xformer.layers import (
+    AttentionConfig,
+    BlockConfig,
+    EmbedConfig,
+    FeedForwardConfig,
+    NormConfig,
+    RelativeConfig,
+)
 from xformer.models import EncoderDecoder, LanguageModel, LMHead
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import ACTIVATIONS, Family, layers, rate
@@ -27,7 +34,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
         "n_buckets": c.integer("relative_attention_num_buckets", low=4, high=1 << 20, default=32),
         "max_distance": c.integer("relative_attention_max_distance", low=2, default=128),
     }
-    relative = RelativeConfig(own.n_heads, **buckets)
+    relative = RelativeConfig(own.attn.n_heads, **buckets)
     n_layers = layers(c, "num_layers", 6)
     encoder = (own,) * n_layers
     decoder = (own,) * layers(c, "num_decoder_layers", n_layers)
@@ -45,7 +52,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
         src_embed=embed,
         shared_embed=True,
         encoder_relative=relative,
-        decoder_relative=RelativeConfig(own.n_heads, bidirectional=False, **buckets),
+        decoder_relative=RelativeConfig(own.attn.n_heads, bidirectional=False, **buckets),
         head=top if head == "lm" else None,
         out_dropout=dropout,
     )
@@ -61,20 +68,23 @@ def block(c: Config) -> BlockConfig:
     c.only("dense_act_fn", act)
     c.only("is_gated_act", bool(gate))
     dropout = rate(c, "dropout_rate", 0.1)
-    return BlockConfig(
+    attn = AttentionConfig(
         d_model=c.integer("d_model", low=1, default=512),
         n_heads=c.integer("num_heads", low=1, default=8),
         d_head=c.integer("d_kv", low=1, default=64),
-        d_ff=c.integer("d_ff", low=1, default=2048),
-        activation=ACTIVATIONS[act],
-        gated=bool(gate),
-        norm="rms",
-        eps=c.number("layer_norm_epsilon", low=0, default=1e-6),
         bias=False,
         scale=1.0,
         dropout=dropout,
-        hidden_dropout=dropout,
     )
+    ffn = FeedForwardConfig(
+        d_ff=c.integer("d_ff", low=1, default=2048),
+        activation=ACTIVATIONS[act],
+        gated=bool(gate),
+        bias=False,
+        dropout=dropout,
+    )
+    norm_config = NormConfig("rms", c.number("layer_norm_epsilon", low=0, default=1e-6))
+    return BlockConfig(attn, ffn, norm_config, dropout=dropout)
 
 
 def links(model: EncoderDecoder | LanguageModel) -> Links:
@@ -105,7 +115,7 @@ def stack_links(
         last = f"{layer}.{2 if cross else 1}"
         yield from norm(f"{last}.layer_norm", f"{leaf}.ffn_norm")
         ffn = f"{last}.DenseReluDense"
-        parts = {"wi_0": "gate", "wi_1": "up"} if config.gated else {"wi": "up"}
+        parts = {"wi_0": "gate", "wi_1": "up"} if config.ffn.gated else {"wi": "up"}
         for name, part in parts.items():
             yield from linear(f"{ffn}.{name}", f"{leaf}.ffn.{part}")
         yield from linear(f"{ffn}.wo", f"{leaf}.ffn.down")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from xformer.layers import BlockConfig
+from xformer.layers import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family, layers, rate
@@ -39,17 +39,22 @@ def block(c: Config) -> BlockConfig:
     """A layer of either."""
     c.ignore("batch_first", "enable_nested_tensor", "mask_check")  # the same numbers
     dropout = rate(c, "dropout", 0.1)
-    return BlockConfig(
+    bias = c.flag("bias", default=True)
+    attn = AttentionConfig(
         d_model=c.integer("d_model", low=1, default=512),
         n_heads=c.integer("nhead", low=1, default=8),
+        bias=bias,
+        dropout=dropout,
+    )
+    ffn = FeedForwardConfig(
         d_ff=c.integer("dim_feedforward", low=1, default=2048),
         activation=c.text("activation", choices=("relu", "gelu"), default="relu"),
-        norm_placement="pre" if c.flag("norm_first", default=False) else "post",
-        eps=c.number("layer_norm_eps", low=0, default=1e-5),
-        bias=c.flag("bias", default=True),
+        bias=bias,
         dropout=dropout,
-        hidden_dropout=dropout,
     )
+    norm_config = NormConfig(eps=c.number("layer_norm_eps", low=0, default=1e-5), bias=bias)
+    placement = "pre" if c.flag("norm_first", default=False) else "post"
+    return BlockConfig(attn, ffn, norm_config, placement, dropout=dropout)
 
 
 def links(model: EncoderDecoder) -> Links:

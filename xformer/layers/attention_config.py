@@ -1,0 +1,143 @@
+"""The configuration of attention in a block, and its initial parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xformer.backends import Generator
+from xformer.checks import number, plain_numbers, require_cap, require_sizes
+from xformer.initializers import Draw, xavier_uniform
+from xformer.layers.attention import AttentionParams, KeyValueParams, ShawParams
+from xformer.layers.linear import LinearParams
+from xformer.layers.norm import NormConfig, NormParams
+from xformer.ops._attention import window_of
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The configuration of a block's attention. ValueError for options that do not fit together.
+
+    `window`, `sinks` and `shaw_max_distance` are for the self-attention only. The other options are
+    for the cross-attention too.
+    """
+
+    d_model: int
+    n_heads: int
+    n_kv_heads: int | None = None  # None: n_heads
+    d_head: int | None = None  # None: d_model / n_heads
+    d_value: int | None = None  # None: d_head
+    bias: bool = True
+    qkv_bias: bool | None = None  # of the projections to queries, keys, values; None: bias
+    o_bias: bool | None = None  # of the output projection; None: bias
+    qk_norm: str | None = None  # a norm of queries and keys: of each "head", or of "all" heads
+    scale: float | None = None  # of the scores; None: d_head^-1/2
+    window: tuple[int | None, int | None] | None = None  # (left, right), of `ops.sdpa`
+    softcap: float | None = None  # of the scores
+    sinks: bool = False  # a learned sink for each head
+    # L of Shaw's relative positions (arXiv:1803.02155)
+    shaw_max_distance: int | None = None
+    dropout: float = 0.0  # of the probabilities
+
+    def __post_init__(self) -> None:
+        plain_numbers(self)
+        sizes = {"d_model": self.d_model, "n_heads": self.n_heads, "n_kv_heads": self.kv_heads}
+        require_sizes("attention", 1, **sizes)
+        if self.d_head is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"attention: n_heads = {self.n_heads} must divide d_model = {self.d_model}, "
+                "or d_head must be given"
+            )
+        require_sizes("attention", 1, d_head=self.head_width, d_value=self.value_width)
+        number("attention", "dropout", self.dropout, low=0, high=1)
+        if self.scale is not None:
+            number("attention", "scale", self.scale)
+        window_of("attention", self.window)
+        if self.softcap is not None:
+            require_cap("attention", self.softcap)
+        if self.shaw_max_distance is not None:
+            require_sizes("attention", 0, shaw_max_distance=self.shaw_max_distance)
+            if self.sinks or (self.window, self.softcap) != (None, None):
+                raise ValueError("attention: shaw_max_distance excludes sinks, window and softcap")
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"attention: n_kv_heads = {self.kv_heads} must divide {self.n_heads} heads"
+            )
+        if self.qk_norm not in (None, "head", "all"):
+            raise ValueError(
+                f'attention: qk_norm must be None, "head" or "all", got {self.qk_norm!r}'
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """G, the number of key/value heads."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """K, the width of a query or key head."""
+        return self.d_model // self.n_heads if self.d_head is None else self.d_head
+
+    @property
+    def value_width(self) -> int:
+        """M, the width of a value head."""
+        return self.head_width if self.d_value is None else self.d_value
+
+    def init(
+        self,
+        rng: Generator,
+        norm: NormConfig,
+        *,
+        draw: Draw = xavier_uniform,
+        out_scale: float = 1.0,
+    ) -> AttentionParams:
+        """Initial parameters of a self-attention.
+
+        norm: the configuration of the norm of queries and keys
+        draw: the distribution of the weights
+        out_scale: multiplies the weights of the output projection
+        """
+        params = self.cross_init(rng, norm, draw=draw, out_scale=out_scale)
+        if self.sinks:
+            params = params._replace(sinks=rng.full((self.n_heads,), 0.0))
+        if self.shaw_max_distance is not None:
+            widths = (self.head_width, self.value_width)
+            tables = (draw(rng, (2 * self.shaw_max_distance + 1, width)) for width in widths)
+            params = params._replace(shaw=ShawParams(*tables))
+        return params
+
+    def cross_init(
+        self,
+        rng: Generator,
+        norm: NormConfig,
+        *,
+        shared_memory: bool = False,
+        draw: Draw = xavier_uniform,
+        out_scale: float = 1.0,
+    ) -> AttentionParams:
+        """Initial parameters of a cross-attention. See `init`.
+
+        shared_memory: without a projection to keys and values
+        """
+        q = self._qkv_init(rng, self.n_heads * self.head_width, draw)
+        kv = None if shared_memory else self.key_value_init(rng, norm, draw=draw)
+        shape, bias = (self.n_heads * self.value_width, self.d_model), self.o_bias
+        bias = self.bias if bias is None else bias
+        o = LinearParams.init(rng, shape, draw=draw, bias=bias, scale=out_scale)
+        return AttentionParams(q, kv, o, self._qk_norm_init(rng, norm, self.n_heads))
+
+    def key_value_init(
+        self, rng: Generator, norm: NormConfig, *, draw: Draw = xavier_uniform
+    ) -> KeyValueParams:
+        """Initial projections of a sequence of width d_model to keys and values."""
+        widths = (self.head_width, self.value_width)
+        k, v = (self._qkv_init(rng, self.kv_heads * width, draw) for width in widths)
+        return KeyValueParams(k, v, self._qk_norm_init(rng, norm, self.kv_heads))
+
+    def _qkv_init(self, rng: Generator, width: int, draw: Draw) -> LinearParams:
+        bias = self.bias if self.qkv_bias is None else self.qkv_bias
+        return LinearParams.init(rng, (self.d_model, width), draw=draw, bias=bias)
+
+    def _qk_norm_init(self, rng: Generator, norm: NormConfig, n_heads: int) -> NormParams | None:
+        if self.qk_norm is None:
+            return None
+        return norm.init(rng, self.head_width * (n_heads if self.qk_norm == "all" else 1))
