@@ -71,6 +71,7 @@ def is_own(path: Path) -> bool:
 
 
 def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
+    model: Any
     model, params = checkpoint.load(path, backend)
     words = vocabulary_of(path)
     network = model.network

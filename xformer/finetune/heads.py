@@ -74,7 +74,7 @@ def with_classifier(
         config.pop(key, None)
     if config.get("pad_token_id") is None:
         config["pad_token_id"] = pad_id
-    new = pretrained.model(config)
+    new: Any = pretrained.model(config)
     table = value(params.embed.table)
     dtype = "float64" if table.dtype == array_namespace(table).float64 else "float32"
     rng = backends.backend_of(table).generator(seed, dtype)

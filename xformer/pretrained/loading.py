@@ -14,6 +14,7 @@ import numpy as np
 
 from xformer import backends, tree
 from xformer.initializers import Shapes
+from xformer.models.language_model import LanguageModel, LanguageModelParams
 from xformer.pretrained import families, files
 from xformer.pretrained.config import Config
 from xformer.pretrained.family import Family
@@ -26,8 +27,10 @@ from xformer.pretrained.reading import PretrainedError, read_json
 
 def model(
     config: Mapping[str, Any], *, names: Collection[str] | None = None, where: str = "config.json"
-) -> Any:
+) -> LanguageModel | Any:
     """The model that a configuration in Hugging Face's format describes, without parameters.
+
+    It is a LanguageModel, or an EncoderDecoder for T5 and nn.Transformer.
 
     names: of the tensors in the files. For some families only they show which parts a model has.
     where: the name of the configuration in messages.
@@ -68,12 +71,13 @@ def load(
     device: str | None = None,
     *,
     progress: Callable[[str, int, int], Any] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[LanguageModel | Any, LanguageModelParams | Any]:
     """(model, params) from a folder with config.json and safetensors files.
 
     model, params = load("gpt2")
     logits, cache = model.forward(params, tokens)
 
+    model: a LanguageModel, or an EncoderDecoder for T5 and nn.Transformer
     folder: or a file, which is read as a llama2.c checkpoint (`.bin`, version 0).
     progress: called at the start and after each tensor, with the name of the work, the bytes of
         parameters that are loaded, and their total.

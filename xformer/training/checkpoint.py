@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from xformer import backends, models, renamed, tree
 from xformer.files import replacing
 from xformer.initializers import Shapes
+from xformer.models.language_model import LanguageModelParams
 from xformer.training.storable import on_host, require_storable
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -80,12 +81,15 @@ def write_arrays(
     part.chmod(stat.S_IMODE(mode))
 
 
-def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any, Any]:
-    """The model and its parameters on `backend`.
+def load(
+    folder: str | os.PathLike[str], backend: backends.Backend
+) -> tuple[models.GPT | Any, LanguageModelParams | Any]:
+    """The model and its parameters on `backend`. The model is of a class that `save` takes.
 
     FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.
     """
-    model, path = inspect(folder), Path(folder) / WEIGHTS
+    model: Any = inspect(folder)
+    path = Path(folder) / WEIGHTS
     try:
         arrays = load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
@@ -96,7 +100,7 @@ def load(folder: str | os.PathLike[str], backend: backends.Backend) -> tuple[Any
     return model, tree.unflatten(model.init_from(Shapes()), leaves)
 
 
-def inspect(folder: str | os.PathLike[str]) -> Any:
+def inspect(folder: str | os.PathLike[str]) -> models.GPT | Any:
     """The model, without reading its parameters.
 
     FileNotFoundError if there is no checkpoint, CheckpointError if it is damaged.

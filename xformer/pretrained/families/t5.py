@@ -115,7 +115,8 @@ def stack_links(
         last = f"{layer}.{2 if cross else 1}"
         yield from norm(f"{last}.layer_norm", f"{leaf}.ffn_norm")
         ffn = f"{last}.DenseReluDense"
-        parts = {"wi_0": "gate", "wi_1": "up"} if config.ffn.gated else {"wi": "up"}
+        gated = isinstance(config.ffn, FeedForwardConfig) and config.ffn.gated
+        parts = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
         for name, part in parts.items():
             yield from linear(f"{ffn}.{name}", f"{leaf}.ffn.{part}")
         yield from linear(f"{ffn}.wo", f"{leaf}.ffn.down")
