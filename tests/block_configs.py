@@ -50,6 +50,8 @@ def block_config(d_model: int, n_heads: int, d_ff: int, **options: Any) -> Block
 
 def changed(config: BlockConfig, **options: Any) -> BlockConfig:
     """A copy with other options, by the same names. dropout: of the sublayers alone."""
+    if "experts" in options:
+        config = replace(config, ffn=options.pop("experts"))
     changes: dict[str, dict[str, Any]] = {"": {}, **{part: {} for part in PARTS}}
     if "bias" in options:
         bias = {"bias": options.pop("bias")}
@@ -57,5 +59,7 @@ def changed(config: BlockConfig, **options: Any) -> BlockConfig:
     for name, value in options.items():
         part, field = NAMES.get(name, ("", name))
         changes[part][field] = value
-    parts = {part: replace(getattr(config, part), **changes[part]) for part in PARTS}
+    parts = {
+        part: replace(getattr(config, part), **changes[part]) for part in PARTS if changes[part]
+    }
     return replace(config, **parts, **changes[""])
