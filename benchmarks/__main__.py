@@ -10,13 +10,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import contestants, machine, report, step
+from benchmarks import contestants, machine, report, step, stored
 from benchmarks.contestants import PEER
 from benchmarks.harness import Disagreement, Ended
 from benchmarks.shapes import BY_NAME, SHAPES, Shape
 from xformer import backends
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = 1
             continue
         print(report.text(found))
-        out = args.out / default_name(found, f"step-{name}")
-        report.write(found, out)
+        out = stored.path_of(found, f"step-{name}", args.out)
+        stored.write(found, out)
         print(f"\nWritten: {out}\n")
     return status
 
@@ -75,7 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "shape is not for training)",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
     args = parser.parse_args(argv)
     args.shape = _unique(args.shape or [shape.name for shape in SHAPES])
     args.contestant, args.work = _unique(args.contestant or []), _unique(args.work or [])
@@ -92,15 +90,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--work must be forward for {name}, got {', '.join(args.work)}")
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    if not args.out.is_dir():
+    if args.out is not None and not args.out.is_dir():
         parser.error(f"--out: there is no folder {args.out}")
     return args
-
-
-def default_name(found: dict[str, Any], question: str = "step") -> str:
-    """By day and commit, so that a result does not replace one of other code."""
-    commit = (found["commit"] or "no-commit")[:9] + ("-dirty" if found["dirty"] else "")
-    return f"{question}-{found['date'][:10]}-{commit}.json"
 
 
 def _unique(names: Sequence[str]) -> list[str]:

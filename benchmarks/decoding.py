@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import harness, machine, report
-from benchmarks.__main__ import RESULTS, default_name
+from benchmarks import harness, machine, report, stored
 from benchmarks.harness import Disagreement
 from xformer import pretrained, tree
 
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__)
     parser.add_argument("--shape", action="append", choices=BY_NAME, help="default: all")
     parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
     args = parser.parse_args(argv)
     if importlib.util.find_spec("transformers") is None:
         parser.error("transformers is not installed")
@@ -81,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"benchmarks: nothing is reported.\n{wrong}", file=sys.stderr)
             return 1
         print(table(found))
-        out = args.out / default_name(found, f"decoding-{name}")
-        report.write(found, out)
+        out = stored.path_of(found, f"decoding-{name}", args.out)
+        stored.write(found, out)
         print(f"\nWritten: {out}\n")
     return 0
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import embeddings_page, harness, machine, report
-from benchmarks.__main__ import RESULTS, default_name
+from benchmarks import embeddings_page, harness, machine, stored
 from benchmarks.harness import Disagreement
 
 OURS, THEIRS = "xformer", "sentence-transformers"
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ours", metavar="VENV", required=True, help="with this library")
     parser.add_argument("--theirs", metavar="VENV", required=True, help=f"with {THEIRS}")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: in results/")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help=stored.DEFAULT)
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
     args = parser.parse_args(argv)
     venvs = {OURS: Path(args.ours), THEIRS: Path(args.theirs)}
@@ -69,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in found["rows"]:
         row["install_bytes"] = installed(venvs[row["name"]])
     print(embeddings_page.text(found))
-    out = args.out or RESULTS / default_name(found, "embeddings")
-    report.write(found, out)
+    out = args.out or stored.path_of(found, "embeddings")
+    stored.write(found, out)
     print(f"\nWritten: {out}")
     if args.page is not None:
         embeddings_page.update(args.page, found, out)

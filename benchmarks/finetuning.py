@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import machine, report
-from benchmarks.__main__ import RESULTS, default_name
+from benchmarks import machine, stored
 from benchmarks.embeddings_page import BEGIN, END
 from xformer import backends, finetune, pretrained, tree
 from xformer.finetune import Task, TrainConfig, lora
@@ -49,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--data", type=Path, metavar="FOLDER", required=True, help=f"of {MODEL}, {WORDS}, {TEXT}"
     )
     parser.add_argument("--steps", type=int, default=500, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: in results/")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help=stored.DEFAULT)
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
     args = parser.parse_args(argv)
     found = machine.describe(["numpy"]) | {"threads": machine.share_threads()}
     with tqdm(total=args.steps * len(WAYS), unit="step", disable=None, leave=False) as bar:
         found |= measure(args.data, args.steps, bar.update)
     print(text(found))
-    out = args.out or RESULTS / default_name(found, "finetuning")
-    report.write(found, out)
+    out = args.out or stored.path_of(found, "finetuning")
+    stored.write(found, out)
     print(f"\nWritten: {out}")
     if args.page is not None:
         update(args.page, found, out)

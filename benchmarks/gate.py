@@ -16,8 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import contestants, decoding, machine, report, step
-from benchmarks.__main__ import RESULTS, default_name
+from benchmarks import contestants, decoding, machine, report, step, stored
 from benchmarks.gate_shapes import BY_NAME
 from benchmarks.harness import Disagreement, Ended
 
@@ -44,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = 1
             continue
         print(decoding.table(found) if name in DECODING else report.text(found))
-        out = args.out / default_name(found, f"gate-{name}")
-        report.write(found, out)
+        out = stored.path_of(found, f"gate-{name}", args.out)
+        stored.write(found, out)
         print(f"\nWritten: {out}\n")
         all_found.append(found | {"shape": name})
     print(summary(all_found))
@@ -57,11 +56,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__)
     parser.add_argument("--shape", action="append", choices=NAMES, help="repeatable (default: all)")
     parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
     args = parser.parse_args(argv)
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    if not args.out.is_dir():
+    if args.out is not None and not args.out.is_dir():
         parser.error(f"--out: there is no folder {args.out}")
     if importlib.util.find_spec("transformers") is None:
         parser.error("transformers is not installed")

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import harness, machine, report
-from benchmarks.__main__ import RESULTS, default_name
+from benchmarks import harness, machine, stored
 from benchmarks.embeddings_page import BEGIN, END
 from benchmarks.harness import Disagreement
 from xformer import backends, inference, pretrained
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--data", type=Path, metavar="FOLDER", required=True, help=f"of {MODEL}, {WORDS}, {STORY}"
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: in results/")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help=stored.DEFAULT)
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
     args = parser.parse_args(argv)
     libraries = [name for name in LIBRARIES if name in backends.available()]
@@ -53,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks: nothing is reported.\n{wrong}", file=sys.stderr)
         return 1
     print(text(found))
-    out = args.out or RESULTS / default_name(found, "generation")
-    report.write(found, out)
+    out = args.out or stored.path_of(found, "generation")
+    stored.write(found, out)
     print(f"\nWritten: {out}")
     if args.page is not None:
         update(args.page, found, out)

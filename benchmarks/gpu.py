@@ -62,8 +62,8 @@ from benchmarks import (
     machine,
     report,
     step,
+    stored,
 )
-from benchmarks.__main__ import RESULTS, default_name
 from benchmarks.gpu_attention import attention
 from benchmarks.gpu_plan import Plan, able, planned
 from benchmarks.harness import Disagreement
@@ -127,7 +127,7 @@ def parser_of() -> argparse.ArgumentParser:
         default=MINUTES,
         help="then no section begins, and processes are stopped (default %(default)s)",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
     parser.add_argument(
         "--pack", type=Path, metavar="FOLDER", help="fetch wheels for a machine without a network"
     )
@@ -169,15 +169,17 @@ class Run:
         place = plan.place
         self.found: dict[str, Any] = machine.describe([])
         self.found |= {"device": place.describe(), "dry_run": self.dry}
+        if (gpu := None if self.dry else machine.nvidia_smi("name")) is not None:
+            self.found["machine"]["gpu"] = gpu
         self.found["versions"] |= gpu_libraries.versions(place)
         self.found |= {"running": None, "sections": {}, "left_out": {}, "wrong": []}
         question = ["gpu", *(["dry-run"] if self.dry else []), *(args.section or [])[:1]]
         # A part does not replace another.
-        self.out = args.out / default_name(self.found, "-".join(question))
+        self.out = stored.path_of(self.found, "-".join(question), args.out)
 
     def write(self) -> None:
         """JSON, and the table beside it; each whole or not at all."""
-        report.write(self.found, self.out)
+        stored.write(self.found, self.out)
         report.replace(self.out.with_suffix(".md"), gpu_page.text(self.found) + "\n")
 
     def keep(self, name: str, found: Any) -> None:

@@ -61,12 +61,16 @@ def environment() -> dict[str, str]:
 
 
 def threads() -> dict[str, Any]:
-    """The threads that the libraries of this process have; it loads none for that."""
+    """The threads that the libraries of this process have, and the kernels of each BLAS.
+
+    It loads no library for that.
+    """
     found: dict[str, Any] = {"cpus": n_cpus()}
     if "torch" in sys.modules:
         found["torch"] = sys.modules["torch"].get_num_threads()
-    pools = threadpoolctl.threadpool_info()
-    return found | {"blas": [p["num_threads"] for p in pools if p["user_api"] == "blas"]}
+    pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    kernels = [pool.get("architecture", "unknown") for pool in pools]
+    return found | {"blas": [pool["num_threads"] for pool in pools], "blas_kernels": kernels}
 
 
 def free_memory(device: str | None = None) -> int | None:

@@ -7,15 +7,13 @@ measured here. Machines are named by their processor.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.__main__ import RESULTS
+from benchmarks import report, stored
 from benchmarks.contestants import COMPILED, JITTED, PEER
 from benchmarks.embeddings_page import END
 
@@ -58,14 +56,14 @@ Runs = Mapping[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; put it on a page, draw the picture where that is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
-    parser.add_argument("--results", type=Path, metavar="FOLDER", default=RESULTS)
+    parser.add_argument("--results", type=Path, metavar="FOLDER", default=stored.RESULTS)
     parser.add_argument(
         "--machine", action="append", metavar="CPU", help="repeatable; default: the newest run's"
     )
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="needs the extra plot")
     args = parser.parse_args(argv)
-    runs = [stored(args.results, machine) for machine in args.machine or [None]]
+    runs = [runs_of(args.results, machine) for machine in args.machine or [None]]
     for machine, found in zip(args.machine or [""], runs, strict=True):
         if not any(found.values()):
             own = f" of a machine named {machine!r}" if machine else ""
@@ -86,14 +84,14 @@ products that the work needs, by NumPy's BLAS (numba's own may be faster), over 
 QUESTIONS = {"step": STEPS, "decoding": TOKENS, "start": STARTS}
 
 
-def stored(folder: Path, machine: str | None) -> dict[str, Runs]:
+def runs_of(folder: Path, machine: str | None) -> dict[str, Runs]:
     """Of each question the newest runs; without a machine, of the one that ran last."""
     every: dict[str, list[Any]] = {}
     for question, shapes in QUESTIONS.items():
         files = (
-            path for shape in shapes for path in folder.glob(f"{question}-{shape}-[0-9]*.json")
+            path for shape in shapes for path in folder.glob(f"**/{question}-{shape}-[0-9]*.json")
         )
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+        found = [stored.read(path) for path in files]
         every[question] = [r for r in found if question != "step" or r["work"] in r["works"]]
     if machine is None:
         last = max((r for found in every.values() for r in found), key=_date, default=None)

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import harness, machine, report
-from benchmarks.__main__ import RESULTS, default_name
+from benchmarks import harness, machine, report, stored
 from benchmarks.decoding import BY_NAME, varied
 from benchmarks.harness import Disagreement
 from xformer import pretrained
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.starts", description=__doc__)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
     parser.add_argument("--rounds", type=int, metavar="N", default=ROUNDS)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
     args = parser.parse_args(argv)
     for name in args.shape or SHAPES:
         found = machine.describe(["numpy", "torch"], (*machine.PACKAGES, "transformers"))
@@ -48,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"benchmarks: nothing is reported.\n{wrong}", file=sys.stderr)
             return 1
         print(table(found))
-        out = args.out / default_name(found, f"start-{name}")
-        report.write(found, out)
+        out = stored.path_of(found, f"start-{name}", args.out)
+        stored.write(found, out)
         print(f"\nWritten: {out}\n")
     return 0
 

@@ -29,9 +29,10 @@ from benchmarks import (
     step,
     worker,
 )
-from benchmarks.__main__ import default_name, main
+from benchmarks.__main__ import main
 from benchmarks.contestants import COMPILED, PEER
 from benchmarks.shapes import BY_NAME, LLAMA, MINILM, Shape
+from benchmarks.stored import default_name
 from benchmarks.worker import LIGHT
 from xformer import GPT, Transformer, backends, ops, optim, pretrained, tree
 from xformer.dispatch import Kernel, overridable
