@@ -1,4 +1,4 @@
-"""Files and folders that take their place whole or not at all."""
+"""Write files and folders atomically: each is complete at its final path, or absent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 
 @contextmanager
 def replacing(*targets: Path) -> Iterator[list[Path]]:
-    """Names beside `targets`, of one folder, to write to; they take the targets' places at the end.
+    """Yield temporary paths to write to; on exit they replace `targets`, in the order given.
 
-    In the order given, and each is on the disk before it gets its name. After an error the targets
-    are what they were and nothing lies beside them.
+    targets: files of one folder; the temporary paths are in the same folder.
+
+    Each file is flushed to the disk before it is renamed. If the body raises, the targets are
+    unchanged, and the temporary files are deleted.
     """
     parts = [t.with_name(f".{t.name}.{os.urandom(4).hex()}.part") for t in targets]
     try:
@@ -31,26 +33,31 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
 
 
 def aside(path: Path) -> Path:
-    """An unused name beside a file, for what is no longer in use and not to be lost."""
+    """Return an unused path in the folder of `path`: `NAME.aside`, `NAME.aside-2`, ...
+
+    The caller moves a file there that is no longer in use, but must not be lost.
+    """
     numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     names = (path.with_name(f"{path.name}.aside{number}") for number in numbers)
     return next(name for name in names if not os.path.lexists(name))
 
 
 def require_new(folder: Path) -> None:
-    """FileExistsError where there is such a file, or a folder that is not empty."""
+    """Raise FileExistsError if `folder` is a file, or a folder that is not empty."""
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is in use; name a new folder")
 
 
 @contextmanager
 def making(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write files to; at the end it becomes `target`, whole.
+    """Yield a temporary folder to write files to; on exit it is renamed to `target`.
 
-    They are on the disk before. After an error nothing lies there. FileExistsError as
-    `require_new`.
+    The files are flushed to the disk before the rename. If the body raises, the temporary folder
+    is deleted, and `target` is not made.
+
+    Raises FileExistsError if `target` is a file, or a folder that is not empty.
     """
-    import shutil  # which takes long to import, and a process that reads needs none of it
+    import shutil  # it takes long to import, and a process that only reads does not need it
 
     require_new(target)
     target = target.absolute()

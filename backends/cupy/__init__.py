@@ -1,7 +1,8 @@
 """CuPy: NVIDIA GPUs through CUDA.
 
-The kernels' Python imports no CuPy, so that tests can launch them where there is no GPU: see
-`module`. `device` and `driver` do, when the backend is asked for and at the first launch.
+The kernels' Python modules do not import CuPy, so that tests can launch the kernels without a GPU
+(see `module`). `device` and `driver` import CuPy: when the backend is opened, and at the first
+launch.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ __all__ = [
 
 
 def backend(device: str | None = None) -> Backend:
-    """The CuPy backend; device "cuda" or "cuda:N", the current device unless given."""
+    """Return the CuPy backend.
+
+    device: "cuda" or "cuda:N"; None: the current device
+    """
     from xformer.backends.cupy.device import opened
 
     return opened(device)

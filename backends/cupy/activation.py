@@ -1,4 +1,4 @@
-"""The activations, each one launch forward and one backward."""
+"""The activations: one kernel launch forward, and one backward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=(*ACTIVATIONS, "erf"))
-BLOCK = 256  # threads, each with a pack of elements
+BLOCK = 256  # threads; each computes one pack of elements
 
 
 def unsupported(x: Array, *, approximate: str = "none") -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return None if approximate in ("none", "tanh") else f"there is no form {approximate!r}"
 
 
 @kernel(ops.gelu, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache]:
-    """y = x * Phi(x)."""
+    """Return (y = x * Phi(x), cache)."""
     return activation(x, "gelu" if approximate == "none" else "gelu_tanh")
 
 
@@ -43,7 +43,11 @@ for _op in (ops.erf, ops.quick_gelu, ops.relu, ops.relu_squared, ops.sigmoid, op
 
 
 def activation(x: Array, name: str) -> tuple[Array, ActivationCache]:
-    """y = act(x), elementwise, for an activation of that name."""
+    """Return (y = act(x), cache).
+
+    x: any shape
+    name: a value of the macro ACTIVATION
+    """
     x = contiguous(x)
     y = empty(x)
     elementwise(SOURCE, "activation_forward", (x, y), ACTIVATION=name)
@@ -58,7 +62,7 @@ class ActivationCache(NamedTuple):
     name: str
 
     def backward(self, dy: Array) -> Array:
-        """dx = dy * act'(x)."""
+        """Return dx = dy * act'(x)."""
         require_gradient(self.name, "dy", dy, self.x)
         dy = contiguous(dy)
         dx = empty(dy)
@@ -67,7 +71,10 @@ class ActivationCache(NamedTuple):
 
 
 def elementwise(source: Source, name: str, arrays: tuple[Array, ...], **macros: Any) -> None:
-    """Launch a kernel that gives each thread one pack of contiguous arrays of one shape."""
+    """Launch an elementwise kernel in which each thread computes one pack of elements.
+
+    arrays: contiguous and of one shape, first arguments of the kernel
+    """
     like = arrays[0]
     vec = wide(like.size, *arrays)
     grid = blocks(like.size, BLOCK * (16 // like.dtype.itemsize if vec else 1))

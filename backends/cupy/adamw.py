@@ -1,4 +1,4 @@
-"""A step of Adam in few launches over all leaves."""
+"""One step of Adam: each launch updates many leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xformer.optim.adam import adam_update as reference
 from xformer.typing import Array
 
 SOURCE = Source(__file__, WIDE=(0, 1), LEAVES=(LEAVES,))
-SHARE = 1 << 12  # elements of a block
+SHARE = 1 << 12  # elements that a block updates
 
 
 def unsupported(
@@ -32,7 +32,11 @@ def unsupported(
     eps: float,
     donate: bool = False,
 ) -> str | None:
-    """All leaves must be as the first, and numbers on the device where they are."""
+    """Return why the kernel cannot run, or None if it can.
+
+    All parameters must have the library and dtype of the first. `rate`, `root` and `keep` must be
+    numbers, or arrays () of that library.
+    """
     numbers: tuple[Any, ...] = (rate, root, keep)
     for x in numbers:
         if not isinstance(x, Real) and (type(x) is not type(params[0]) or x.shape != ()):
@@ -54,7 +58,11 @@ def adam_update(
     eps: float,
     donate: bool = False,
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    """New arrays, or the old ones where they are donated and contiguous."""
+    """Return the updated parameters, m and v.
+
+    They are the arguments' arrays, updated in place, if those are donated, contiguous and share no
+    memory; else new arrays.
+    """
     beta1, beta2 = betas
     step, on_device = (keep, rate, root), None
     if not all(isinstance(x, Real) for x in step):
@@ -69,7 +77,7 @@ def adam_update(
 
 
 def _together(numbers: Sequence[Any], p: Array) -> Array:
-    """One array of numbers, of which some are arrays (); nothing is waited for."""
+    """Return one array of the numbers, of which some are arrays (), without a synchronization."""
     xp = array_namespace(p)
     values = [in_dtype(x, p) for x in numbers]
     return xp.stack([xp.full((), x, dtype=p.dtype) if isinstance(x, float) else x for x in values])

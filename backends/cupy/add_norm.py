@@ -1,4 +1,4 @@
-"""`layers.add_norm`: a norm's own kernels, which make the sum in passing and add its gradient."""
+"""`layers.add_norm` by the kernels of the norms, which also compute the sum and its gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormConfig) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     has_b = config.kind == "rms" and params.b is not None
     return 'kind "rms" has no bias, got params.b' if has_b else None
 
@@ -26,7 +26,10 @@ def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormCo
 def add_norm(
     x: Array, r: Array | None, params: NormParams, *, config: NormConfig
 ) -> tuple[tuple[Array, Array], AddNormCache]:
-    """x and r are read once, s and y written."""
+    """Return ((s = x + r, y = norm(s)), cache); one launch reads x and r and writes s and y.
+
+    x, r: (..., D); r None: s = x
+    """
     if r is not None:
         require_gradient("add_norm", "r", r, x)
     w, b = value(params.w), value(params.b)
@@ -47,13 +50,18 @@ def add_norm(
 class AddNormCache(NamedTuple):
     """Saved by `add_norm` for backward."""
 
-    norm: Any  # of the kernel, whose x is the sum
+    norm: Any  # the cache of the norm's kernel, whose x is the sum s
     has_r: bool
     fixed_w: bool
     fixed_b: bool
 
     def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None, NormParams]:
-        """As in the reference."""
+        """Return dx, dr (the same array; None without r) and the gradients of the parameters.
+
+        ds: (..., D), the gradient of the sum; None: 0
+        dy: (..., D)
+        A frozen parameter has the gradient None.
+        """
         for name, given in (("ds", ds), ("dy", dy)):
             if given is not None:
                 require_gradient("add_norm", name, given, self.norm.x)

@@ -1,4 +1,4 @@
-"""`append` in place: behind what is there, or in a column whose number lies on the device."""
+"""`append` to a KV cache in place: after the last token, or at an index stored on the device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from xformer.shapes import STORED
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
-BLOCK = 256  # threads, each with an element
+BLOCK = 256  # threads; each copies one element
 
 append = kernel(reference, "cupy", unsupported=unsupported)(in_place)
 
 
 def static_unsupported(k: Array, v: Array, *, kv_cache: KVCache) -> str | None:
-    """Why `append_at` cannot run."""
+    """Return why `append_at` cannot run, or None if it can."""
     keys, values, _, at = kv_cache
     if at is None or keys is None or values is None:
         return "the KV cache is not static"
@@ -35,7 +35,11 @@ def static_unsupported(k: Array, v: Array, *, kv_cache: KVCache) -> str | None:
 
 @kernel(reference, "cupy", unsupported=static_unsupported, storage_dtypes=STORED)
 def append_at(k: Array, v: Array, *, kv_cache: KVCache) -> KVCache:
-    """Written into the KV cache's own arrays."""
+    """Write the keys and values of one token into the arrays of a static KV cache; return it.
+
+    k: (B, G, 1, K)   v: (B, G, 1, M)
+    Raises ValueError if there is more than one token.
+    """
     if k.shape[2] != 1:
         raise ValueError(f"append: a static KV cache takes one token at a time, got {k.shape[2]}")
     k, v = contiguous(k), contiguous(v)

@@ -1,4 +1,4 @@
-"""What attention's kernels are given, forward and backward: attention.cuh from the host's side."""
+"""Arguments of the attention kernels, forward and backward: the host side of attention.cuh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_OWN, MAX_OTHER, OTHER_BYTES = 16, 32, 16 << 10
 
 
 class Attention(NamedTuple):
-    """What scores and ctx are computed from; arrays are read by their strides."""
+    """The inputs of scores and ctx; the kernels read the arrays by their strides."""
 
     q: Array  # (B, H, T, K)
     k: Array  # (B, G, S, K)
@@ -26,8 +26,8 @@ class Attention(NamedTuple):
     sinks: Array | None  # (H,), contiguous
     mask: Array | None
     scale: float
-    keep: float  # what probabilities that dropout keeps are divided by
-    numbers: tuple[Any, ...]  # ATTENTION_PARAMETERS of attention.cuh behind the arrays
+    keep: float  # divisor of the probabilities that dropout keeps
+    numbers: tuple[Any, ...]  # the ATTENTION_PARAMETERS of attention.cuh after the arrays
 
     @property
     def width(self) -> int:
@@ -36,7 +36,11 @@ class Attention(NamedTuple):
         return next(width for width in WIDTHS if width >= most)
 
     def arguments(self, *others: Array) -> tuple[Any, ...]:
-        """ATTENTION_PARAMETERS; others: whose rows are accessed too."""
+        """Return ATTENTION_PARAMETERS of attention.cuh.
+
+        others: further arrays whose rows the kernel accesses; the kernel accesses rows in packs
+        only if all arrays allow it
+        """
         return (*self[:6], *self.numbers, packed(*self[:3], *others))
 
 
@@ -44,7 +48,11 @@ def attention(
     arrays: tuple[Array, Array, Array, Array | None, Array | None, Array | None],
     options: SdpaOptions,
 ) -> Attention:
-    """The arguments of a kernel. arrays: q, k, v, bias, sinks, mask, which have been checked."""
+    """Return the inputs of the kernels.
+
+    arrays: q, k, v, bias, sinks, mask, already checked
+    options: of `sdpa`, already checked
+    """
     q, k, v, bias, sinks, mask = arrays
     _, _, softcap, scale, rate, key = options
     left, right = options.band
@@ -54,12 +62,12 @@ def attention(
     numbers = (
         *(n_heads, n_groups, n_queries, n_keys, width, value_width),
         *(*strides(q)[:3], *strides(k)[:3], *strides(v)[:3], *strides(bias), *strides(mask)),
-        n_keys if left is None else min(left, n_keys),  # which bounds nothing
+        n_keys if left is None else min(left, n_keys),  # n_keys is no bound
         n_queries if right is None else min(right, n_queries),
         scale / (softcap or 1.0),
         softcap or 0.0,
         keep,
-        round(rate * 2**32),  # of the 2^32 words the lowest that keeps
+        round(rate * 2**32),  # the lowest of the 2^32 random words that keeps a probability
         *((0, 0, 0, 0, None) if key is None or rate == 0 else words(key)),
     )
     sinks = None if sinks is None else contiguous(sinks)
@@ -67,24 +75,28 @@ def attention(
 
 
 def tile(width: int, size: int, own_bytes: int) -> tuple[int, int]:
-    """OWN and OTHER of attention_tiles.cuh, for numbers of `size` bytes."""
+    """Return OWN and OTHER of attention_tiles.cuh, for numbers of `size` bytes.
+
+    width: of the heads, one of `WIDTHS`
+    own_bytes: of shared memory for the block's own rows
+    """
     own = max(MIN_OWN, min(own_bytes // (64 * size), own_bytes // (width * size)))
     return own, min(MAX_OTHER, OTHER_BYTES // (width * size))
 
 
 def shared(width: int, size: int, own: int, other: int, n_own: int) -> int:
-    """Bytes of n_own tiles of own rows, two of other rows, and one of weights."""
-    pack = 16 // size  # behind every row
+    """Return the bytes of n_own tiles of own rows, two tiles of other rows and one of weights."""
+    pack = 16 // size  # padding after every row
     return size * ((n_own * own + 2 * other) * (width + pack) + own * (other + pack))
 
 
 def rows(x: Array) -> Array:
-    """x, copied where its last axis is not contiguous."""
+    """Return x, or a copy if its last axis is not contiguous."""
     return x if x.shape[-1] < 2 or x.strides[-1] == x.dtype.itemsize else contiguous(x)
 
 
 def strides(x: Array | None) -> tuple[int, ...]:
-    """In elements, of all four axes that x broadcasts to; 0 where it is broadcast."""
+    """Return the strides, in elements, of the four axes that x broadcasts to; 0 if broadcast."""
     if x is None:
         return (0, 0, 0, 0)
     pairs = zip(x.shape, x.strides, strict=True)
@@ -93,7 +105,10 @@ def strides(x: Array | None) -> tuple[int, ...]:
 
 
 def packed(*arrays: Array) -> int:
-    """1 where all rows can be accessed in packs, else 0: 16 bytes, 8 of two-byte numbers."""
+    """Return 1 if all rows can be accessed in packs, else 0.
+
+    A pack has 16 bytes, or 8 bytes of two-byte numbers.
+    """
     pack = 16 // real_size(arrays[0])  # elements
     return int(all(_in_packs(x, pack * x.dtype.itemsize) for x in arrays))
 
@@ -104,5 +119,5 @@ def _in_packs(x: Array, size: int) -> bool:
 
 
 def heads_first(x: Array) -> Array:
-    """(B, T, H, K) -> (B, H, T, K), a view: the heads of a token stay side by side in memory."""
+    """Return x (B, T, H, K) as a view (B, H, T, K); the heads of a token stay adjacent."""
     return array_namespace(x).permute_dims(x, (0, 2, 1, 3))

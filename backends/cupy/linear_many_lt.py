@@ -1,7 +1,8 @@
-"""`linear_many` by cuBLASLt: several maps of one x in one product, forward and for dx.
+"""`linear_many` by cuBLASLt: several linear maps of one x in one matmul, forward and for dx.
 
-Forward in a strided batch, where the weights lie as `packed` places them. dx is one product of
-gradients that lie side by side, as attention makes them, and of a copy of the weights side by side.
+- Forward is one strided batched matmul if the weights are stored as `packed` stores them.
+- dx is one matmul if the gradients dy are slices of one array, as attention's backward makes them.
+  Its second factor is a copy of all weights side by side.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     for own in params:
         leaves = own if isinstance(own, LinearParams) else (own,)
         if not all(leaf is None or isinstance(leaf, type(x)) for leaf in leaves):
@@ -35,11 +36,14 @@ def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) ->
     return None
 
 
-@kernel(reference, "cupy", unsupported=unsupported)  # what is in two bytes the reference takes too
+@kernel(reference, "cupy", unsupported=unsupported)  # the reference takes bfloat16 and float16 too
 def linear_many(
     x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], LinearsCache]:
-    """Each y = x w + b."""
+    """Return (y = x w + b for each map, cache).
+
+    all_kept: all results stay in use, so that they may share one array.
+    """
     for w, b in params:
         ops.linear.reference.check((x, w, b), {}, ops.linear)  # type: ignore[attr-defined]
     ys = _at_once(x, params) if all_kept or is_inference() else None
@@ -49,9 +53,10 @@ def linear_many(
 
 
 def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | None:
-    """All maps from the first that is like the last by one product; None where that cannot be.
+    """Return the results of all maps, or None if they cannot share one matmul.
 
-    What one y needs keeps the memory of all.
+    The maps from the first whose w has the shape of the last w share the matmul; each earlier map
+    has a matmul of its own. The shared results are views of one array: each keeps all in memory.
     """
     start = next(i for i, own in enumerate(params) if own.w.shape == params[-1].w.shape)
     one, several = params[:start], params[start:]
@@ -68,7 +73,7 @@ def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | 
 
 
 class Map(NamedTuple):
-    """One of them."""
+    """What backward needs of one map."""
 
     w: Array  # (I, O)
     has_b: bool
@@ -82,9 +87,9 @@ class LinearsCache(NamedTuple):
     maps: tuple[Map, ...]
 
     def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams, ...]]:
-        """dx = sum of dy w^T; dw = x^T dy, db = sums of dy of each.
+        """Return dx = sum of dy w^T over the maps, and for each map dw = x^T dy and db = sum of dy.
 
-        Each map has its own product for dw. One joined product is not expected to fill the device
+        Each map has a separate matmul for dw. One joined matmul is not expected to fill the device
         better: cuBLASLt is expected to split both over the rows.
         """
         for own, dy in zip(self.maps, dys, strict=True):
@@ -99,7 +104,10 @@ class LinearsCache(NamedTuple):
 
 
 def _dx(dys: Sequence[Array], ws: Sequence[Array]) -> Array:
-    """dys (N, O_i) times ws^T in one product; else each product is added to those before it."""
+    """Return dx (N, I), the sum of dy (N, O_i) times w^T over the maps.
+
+    It is one matmul if that is faster and the layouts allow it; else each map's matmul adds to dx.
+    """
     if gains(dys, ws) and (dy := whole(dys)) is not None and (w := beside(ws)) is not None:
         return PRODUCTS.back(dy, w)
     dx = PRODUCTS.back(dys[0], ws[0])
@@ -109,5 +117,8 @@ def _dx(dys: Sequence[Array], ws: Sequence[Array]) -> Array:
 
 
 def gains(dys: Sequence[Array], ws: Sequence[Array]) -> bool:
-    """Whether dx (N, I) is read and written again more often than the weights are to be copied."""
+    """Return whether one matmul moves fewer elements than separate ones.
+
+    One matmul saves reading and writing dx (N, I) for each further map, but copies the weights.
+    """
     return len(ws) > 1 and dys[0].shape[0] * (len(ws) - 1) > sum(w.shape[1] for w in ws)
