@@ -1,15 +1,16 @@
-"""Work that is the same each time but for numbers, as one launch: a CUDA graph.
+"""A repeated step as a CUDA graph: one launch for all its kernels.
 
     call = Captured(step, place)
-    state, results = call(state, inputs)  # as step, whose work is captured in the second call
+    state, results = call(state, inputs)  # the same as step; the second call records the graph
 
-What follows from shapes, Python's numbers and the order of calls is then fixed; what changes lies
-in arrays of their own, the state's and the inputs', which kernels read where they lie.
+The graph fixes shapes, Python's numbers and the order of the kernels. Only the contents of the
+arrays of the state and of the inputs may change; the kernels read these arrays at fixed addresses.
 
     step(state, inputs) -> (state, results)
 
-state: a dict of arrays   inputs: a dict of numbers and arrays, of the host or the device
-results: a tuple of trees, which the next launch writes over, as it does the state.
+state: a dict of arrays
+inputs: a dict of numbers, and of arrays on the host or the device
+results: a tuple of trees; the next launch overwrites the results and the state
 """
 
 from __future__ import annotations
@@ -33,45 +34,48 @@ Step = Callable[[dict[str, Array], Any], tuple[dict[str, Array], tuple[Any, ...]
 
 
 class Graph(Protocol):
-    """Work that was recorded, and its memory. CuPy's is in `driver`; tests bring their own."""
+    """Recorded work and its memory. CuPy's class is in `driver`; tests have another one."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """Within it memory is the graph's own, and so is the stream, which is waited for."""
+        """Return a context that uses the graph's memory pool and stream, and waits at its end."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """The same, and nothing is done: it is recorded. An error ends it, and leaves stream and
-        memory as they were before."""
+        """Return a context that records work for the graph's pool and stream, and runs nothing.
+
+        An error ends the recording, and restores the stream and the memory pool.
+        """
 
     def launch(self) -> None:
-        """Do what was recorded, on the current stream; behind an error nothing was done."""
+        """Run the recorded work on the current stream. If it raises, nothing has run."""
 
 
-GRAPHS: dict[type, Callable[[], Graph]] = {}  # type of the arrays -> a new graph
+GRAPHS: dict[type, Callable[[], Graph]] = {}  # type of the arrays -> constructor of a graph
 
 
 class Captured:
-    """`step` on arrays that stay where they are; the first call does the work, the second records.
+    """`step` on arrays with fixed addresses. The first call runs it, the second records the graph.
 
-    The arrays of the first state are the state from then on. An input on the device is read in
-    place while it is the same array. When another array is passed, the work is recorded again, with
-    a buffer that each further input is copied to. A call with arrays of other shapes, and every
-    call where recording fails, is made as it is, which is said once.
+    - The arrays of the first state hold the state of all later calls.
+    - An input on the device is read in place while it is the same array. If another array is
+      passed, the work is recorded again, with a buffer that later inputs are copied to.
+    - If a call has arrays of other shapes, or recording fails, `step` runs without a graph. A
+      warning says so once.
     """
 
     def __init__(self, step: Step, place: Backend) -> None:
         self._step, self._place = step, place
-        self._kind: Any = None  # of the state and the inputs of the first call
-        self._results: tuple[Any, ...] | None = None  # what the graph writes to
-        self._moving: set[str] = set()  # inputs on the device that were another array before
+        self._kind: Any = None  # shapes and dtypes of the first call's state and inputs
+        self._results: tuple[Any, ...] | None = None  # the graph writes to these arrays
+        self._moving: set[str] = set()  # inputs on the device that changed to another array
         self._said: set[str] = set()
         self._constants: Constants = {}
-        self._held: dict[int, Any] = {}  # what the graph's launches need, by `runtimes.hold`
-        self._graph: Graph | None = None  # the last one to go: its memory is free by then
+        self._held: dict[int, Any] = {}  # objects that the launches need, see `runtimes.hold`
+        self._graph: Graph | None = None  # deleted last: then its memory is no longer in use
 
     def __call__(
         self, state: dict[str, Array], inputs: Any
     ) -> tuple[dict[str, Array], tuple[Any, ...]]:
-        """The state after the step, in the arrays of the first call, and the results."""
+        """Return the state after the step, in the arrays of the first call, and the results."""
         kind = _kind(state), _kind(inputs)
         if self._kind is None:
             self._kind = kind
@@ -84,7 +88,7 @@ class Captured:
                 self._forget()
                 return self._first(state, inputs)
             for name, own in self._state.items():
-                if state[name] is not own:  # after a step that was made as it is
+                if state[name] is not own:  # after a step that ran without the graph
                     own[...] = state[name]
             for name, own in self._inputs.items():
                 if own is not inputs[name]:
@@ -96,7 +100,7 @@ class Captured:
         return self._step(state, {name: self._of_device(x) for name, x in inputs.items()})
 
     def _first(self, state: dict[str, Array], inputs: Any) -> Any:
-        """The work itself, which compiles kernels and asks for the memory that recording needs."""
+        """Run the step. It compiles kernels and allocates the memory that recording needs."""
         self._state = dict(state)
         self._inputs = {name: self._kept(name, x) for name, x in inputs.items()}
         if len({id(own) for own in state.values()}) < len(state):
@@ -108,28 +112,28 @@ class Captured:
             with self._graph.apart():
                 return self._state, self._run()
         except BaseException:
-            self._kind = None  # a call that comes after all begins anew
+            self._kind = None  # the next call, if any, is a first call again
             self._forget()
             raise
 
     def _launched(self, graph: Graph) -> bool:
-        """Whether the graph was launched, in the first such call recorded before."""
+        """Record the graph if it is not recorded, and launch it; return whether this succeeded."""
         try:
             if self._results is None:
                 with graph.recording():
                     self._results = self._run()
             graph.launch()
         except Exception as error:
-            # Whatever it is: CuPy raises CUDARuntimeError, CompileException, OutOfMemoryError,
-            # NotImplementedError, TypeError, ... Nothing was done. The step is now made call by
-            # call, and raises again what is its own: bad shapes, or too little memory.
+            # CuPy raises CUDARuntimeError, CompileException, OutOfMemoryError,
+            # NotImplementedError, TypeError, ... Nothing has run. The step now runs call by call,
+            # and raises again if the error is its own: bad shapes, or too little memory.
             text = str(error) or type(error).__name__
             self.say(f"{_place_of(error)}{text}; steps are made call by call")
             return False
         return True
 
     def _forget(self) -> None:
-        """The graph, and the memory that was its own."""
+        """Delete the graph and free its memory."""
         self._graph = self._results = None
         self._constants.clear()
         self._held.clear()
@@ -143,12 +147,12 @@ class Captured:
         return results
 
     def _others(self, inputs: dict[str, Any]) -> set[str]:
-        """Those on the device that are read where they lie, and are now another array."""
+        """Return the names of the inputs read in place that are another array in this call."""
         fixed = {name for name, x in inputs.items() if is_of_device(x)} - self._moving
         return {name for name in fixed if self._inputs[name] is not inputs[name]}
 
     def _kept(self, name: str, value: Any) -> Array:
-        """What the graph reads of an input."""
+        """Return the array that the graph reads for an input: the input itself, or a copy."""
         own = self._of_device(value)
         if own is value and name in self._moving:
             own = array_namespace(value).asarray(value, copy=True)
@@ -158,12 +162,12 @@ class Captured:
         return value if is_of_device(value) else self._place.asarray(value)
 
     def explain(self) -> str:
-        """Whether there is a graph, and what was said of it."""
+        """Return a sentence: whether there is a graph, and the causes that `say` reported."""
         what = "a graph is launched" if self._graph is not None else "there is no graph"
         return "; ".join([f"backend {self._place.name}: {what}", *sorted(self._said)])
 
     def say(self, why: str) -> None:
-        """Why there is no graph: a RuntimeWarning, once for each cause."""
+        """Give a RuntimeWarning about why there is no graph, once for each cause."""
         if why not in self._said:
             self._said.add(why)
             message = f"backend {self._place.name}: no graph: {why}"
@@ -171,7 +175,7 @@ class Captured:
 
 
 def is_of_device(x: Any) -> bool:
-    """Whether it is an array, and none of the host."""
+    """Return whether x is an array on the device."""
     return hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic)
 
 
@@ -184,14 +188,14 @@ def _graph_for(array_type: type) -> Graph:
 
 
 def _kind(values: Any) -> Any:
-    """Shapes and dtypes, of arrays and of numbers."""
+    """Return the name, shape and dtype of each array or number in the tree `values`."""
     leaves = tree.flatten(values).items()
     arrays = ((name, x if hasattr(x, "dtype") else np.asarray(x)) for name, x in leaves)
     return tuple((name, x.shape, x.dtype) for name, x in arrays)
 
 
 def _place_of(error: BaseException) -> str:
-    """The function of this library that an error comes from."""
+    """Return the innermost function of this library in the traceback, as "module.name: ", or ""."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [(f.f_globals.get("__name__", ""), f.f_code.co_qualname) for f in frames]
     own = [f"{m}.{name}" for m, name in names if m.startswith("xformer.") and m != __name__]

@@ -1,4 +1,4 @@
-"""Sums over rows, in a fixed order."""
+"""Sums over rows in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from xformer.shapes import working_dtype
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY)
-# Blocks of the first stage: a fixed number, so that every device makes the same sums. Each has rows
-# enough that the sums are few bytes beside the rows.
+# Most blocks of the first stage, and fewest rows of a block. PARTS is fixed, so that the sums are
+# the same on every device. With ROWS rows a block writes few bytes compared to those it reads.
 PARTS, ROWS = 1024, 4
-ROW_PARTS = 64  # of a sum over rows, for each 32 columns, at most
-PART = 256  # rows that a part has at least
-EACH = 8  # rows of a warp, where that leaves more than one warp to a block
-SHARED = 48 << 10  # bytes that a block has on every device
+ROW_PARTS = 64  # most parts of `row_sums`, for each 32 columns
+PART = 256  # fewest rows of a part of `row_sums`
+EACH = 8  # rows of a warp, if a block then has more than one warp
+SHARED = 48 << 10  # bytes of shared memory of a block on every device
 
 
 def parts_of(rows: int) -> int:
-    """How many blocks share that many rows, each with a row of `parts`."""
+    """Return the number of blocks for so many rows; each block writes one row of `parts`."""
     return min(PARTS, blocks(rows, ROWS))
 
 
 def column_sums(parts: Array) -> Array:
-    """out (K, D) = sum of parts (K, P, D) over P: the second stage."""
+    """Return out (K, D) = sum of parts (K, P, D) over P: the second stage."""
     k, n_parts, width = parts.shape
     return _summed(parts, k, n_parts, k * n_parts, width)
 
 
 def row_sums(x: Array) -> Array:
-    """out (D,) = sum of x (N, D), contiguous, over N: both stages, or one where rows are few."""
+    """Return out (D,) = sum of x (N, D), contiguous, over N; it takes one or two stages."""
     rows, width = x.shape
     size = max(PART, blocks(rows, ROW_PARTS))
     parts = _summed(x, max(1, blocks(rows, size)), size, rows, width)
@@ -49,5 +49,5 @@ def _summed(parts: Array, k: int, n_parts: int, total: int, width: int) -> Array
 
 
 def fits_shared(size: int) -> int:
-    """`size` where that many bytes of sums fit in shared memory, 0 where they must lie outside."""
-    return size if size <= SHARED - 1024 else 0  # the rest is for block_reduce
+    """Return `size` if so many bytes of sums fit in shared memory, else 0."""
+    return size if size <= SHARED - 1024 else 0  # block_reduce needs the rest

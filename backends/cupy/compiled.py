@@ -1,4 +1,4 @@
-"""Functions of trees as CUDA graphs: what is donated is the state of a `Captured`."""
+"""Functions of trees as CUDA graphs: the donated arrays are the state of a `Captured`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from xformer.typing import Array
 
 @dataclass(frozen=True)
 class _Given:
-    """Stands in a tree of results for an array of the state."""
+    """A placeholder in a tree of results for an array of the state."""
 
     name: str
 
 
 class _Step:
-    """The function as `Captured` wants it: the results that fit, in order, are the new state."""
+    """The function with the signature that `Captured` needs.
+
+    A result with the shape and dtype of an array of the state becomes its new value.
+    """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
-        self.arguments: tuple[Any, ...] = ()  # of the call that is under way
+        self.arguments: tuple[Any, ...] = ()  # of the current call
 
     def __call__(self, state: dict[str, Array], inputs: dict[str, Any]) -> Any:
         own = []
@@ -51,9 +54,13 @@ class _Step:
 
 
 class Compiled:
-    """As `Backend.compiled`: a graph of the first trees; others of another build run as they are.
+    """The result of `Backend.compiled`: `fn` as a CUDA graph for trees built as the first ones.
 
-    The donated arrays of the first call are those that every call gives back.
+    `fn` runs without the graph if the arguments' trees are built otherwise. Results that fit are
+    stored in the donated arrays of the first call.
+
+    donated: indices of the arguments whose arrays may be overwritten
+    lends: results may be the graph's own arrays, which the next call overwrites; else copies
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class Compiled:
         self.fn, self.donated, self.lends = fn, frozenset(donated), lends
         self._step = _Step(fn)
         self._call = Captured(self._step, place)
-        self._kind: list[Any] | None = None  # how the trees of the first call are built
+        self._kind: list[Any] | None = None  # the structure of the first call's trees
 
     def __call__(self, *arguments: Any) -> Any:
         state, inputs, kind = dict[str, Array](), dict[str, Any](), list[Any]()
@@ -89,7 +96,7 @@ class Compiled:
         return _mapped(lambda x: self._out(x, state), results)
 
     def explain(self) -> str:
-        """Whether there is a graph, or why not."""
+        """Return a sentence: whether there is a graph, or why not."""
         return self._call.explain()
 
     def _out(self, x: Any, state: dict[str, Array]) -> Any:
@@ -99,12 +106,12 @@ class Compiled:
 
 
 def _mapped(fn: Callable[[Any], Any], node: Any) -> Any:
-    """`tree.map` of what may be a leaf, or nothing."""
+    """Return `tree.map` of fn over `node`, which may also be a leaf or None."""
     return tree.map(fn, [node])[0]
 
 
 def _at(names: Iterator[str], state: dict[str, Array], inputs: dict[str, Any], x: Any) -> Any:
-    """The array for the next leaf of an argument."""
+    """Return the array for x, the next leaf of an argument."""
     name = next(names)
     return state.get(name, inputs.get(name, x))
 
@@ -114,5 +121,5 @@ def _fits(own: Array, x: Array) -> bool:
 
 
 def _is_input(x: Any) -> bool:
-    """Whether it is an array or a number, which may be another at each call."""
+    """Return whether x is an array or a number, which may differ from call to call."""
     return hasattr(x, "dtype") or (isinstance(x, int | float) and not isinstance(x, bool))

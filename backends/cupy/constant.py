@@ -1,4 +1,4 @@
-"""`constant` in a captured step: brought from the host once, there as long as the step is."""
+"""`constant` in a captured step: copied from the host once, and kept as long as the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _kept: ContextVar[Constants | None] = ContextVar("constants", default=None)
 
 @contextmanager
 def keeping(constants: Constants) -> Iterator[None]:
-    """Within this context constants are kept here, and brought from the host where they are not."""
+    """Return a context in which `constant` stores its arrays in `constants` and reuses them."""
     token = _kept.set(constants)
     try:
         yield
@@ -29,7 +29,7 @@ def keeping(constants: Constants) -> Iterator[None]:
 def unsupported(
     like: Array, *, of: Callable[..., Any], args: tuple[Any, ...], dtype: Any = None
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return "no step is captured" if _kept.get() is None else None
 
 
@@ -37,7 +37,7 @@ def unsupported(
 def constant(
     like: Array, *, of: Callable[..., Any], args: tuple[Any, ...], dtype: Any = None
 ) -> Array:
-    """The array of an earlier call of the step."""
+    """Return the array that an earlier call of the step stored, or a new array, which is stored."""
     kept: Any = _kept.get()
     key = of, args, str(dtype)
     if key not in kept:

@@ -1,4 +1,4 @@
-"""`cross_entropy`: a block a token; the mean without a look at the number of tokens."""
+"""`cross_entropy`: one block a token. The mean does not bring the number of tokens to the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Array, CrossEntropyCache]:
-    """loss of each token by one launch, their sum or mean by another."""
+    """Return (loss, cache): one launch for the tokens' losses, another for their sum or mean.
+
+    logits: (..., V)
+    targets: (...), integers
+    """
     label_smoothing = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z_loss = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
@@ -55,12 +59,15 @@ class CrossEntropyCache(NamedTuple):
     ignore_index: int | None
     top: Array  # (...), max(logits); 0 for ignored tokens
     total: Array  # (...), sum(exp(logits - top)); 0 for ignored tokens
-    scale: Array | None  # (): 1, or 1 / number of tokens; None where tokens are kept apart
+    scale: Array | None  # (): 1, or 1 / number of tokens; None for reduction "none"
     label_smoothing: float
     z_loss: float
 
     def backward(self, dloss: Array | None = None) -> Array:
-        """dlogits as in the reference."""
+        """Return dlogits (..., V).
+
+        dloss: the gradient of the loss, (), or (...) for reduction "none"; None: 1
+        """
         dloss = one(self.logits) if dloss is None else dloss
         shape = self.top.shape if self.scale is None else ()
         require_gradient("cross_entropy", "dloss", dloss, self.top, shape)
@@ -68,7 +75,7 @@ class CrossEntropyCache(NamedTuple):
 
 
 def int64_targets(logits: Array, targets: Array) -> Array:
-    """The targets as the kernels read them."""
+    """Return the targets (...) as contiguous int64, which the kernels read."""
     targets = require_integers("cross_entropy", "targets", targets, logits)
     xp = array_namespace(targets)
     return contiguous(xp.astype(targets, xp.int64, copy=False))
@@ -86,11 +93,13 @@ def token_losses(
     n_classes: int | None = None,
     dlogits: Array | None = None,
 ) -> None:
-    """Write the loss (...) of each token of logits (..., V); all arrays are contiguous.
+    """Write the loss of each token to `loss` (...). All arrays are contiguous.
 
+    logits: (..., step)
     saved: top and total (...), written for a backward, or None
-    n_classes: of logits (..., step), how many columns count; without it all
-    dlogits: (..., step), perhaps the logits themselves: the gradient of the sum of the losses
+    n_classes: the first columns of the logits that are classes; None: all
+    dlogits: (..., step), written: the gradient of the sum of the losses; may be `logits`
+    Raises ValueError if the shapes do not fit.
     """
     step = logits.shape[-1]
     width = step if n_classes is None else n_classes
@@ -112,7 +121,10 @@ def token_losses(
 def total_loss(
     loss: Array, targets: Array, ignore_index: int | None, reduction: str
 ) -> tuple[Array, Array]:
-    """The sum or mean of the tokens' losses, and 1 or 1 / number of tokens that are kept: ()."""
+    """Return (total, scale), both (): the sum or mean of the losses, and its factor.
+
+    scale: 1 for a sum, 1 / number of tokens that are not ignored for a mean
+    """
     total, scale = empty(loss, ()), empty(loss, ())
     launch(
         SOURCE,
@@ -130,10 +142,10 @@ def total_loss(
 
 
 def dlogits(cache: CrossEntropyCache, dloss: Array, out: Array) -> Array:
-    """The gradient, written to `out` (..., V), contiguous.
+    """Write the gradient of the logits to `out` (..., V), contiguous, and return it.
 
-    That may be the logits themselves, for a caller who owns them and needs them no more: then this
-    is the cache's last backward.
+    `out` may be the cache's logits, if they belong to the caller and nobody needs them any more.
+    The cache has no further backward then.
     """
     logits, targets, ignore_index, top, total, scale, label_smoothing, z_loss = cache
     width = logits.shape[-1]
@@ -152,11 +164,11 @@ def dlogits(cache: CrossEntropyCache, dloss: Array, out: Array) -> Array:
 
 
 def _threads(logits: Array, by_packs: int) -> int:
-    """Of a block: no more than its row has packs."""
+    """Return the threads of a block, at most about one for each access of its row."""
     step = logits.shape[-1]
     return threads(step * logits.dtype.itemsize // 16 if by_packs else step, MAX_THREADS)
 
 
 def _ignored(ignore_index: int | None) -> tuple[int, int]:
-    """Whether an index is ignored, and which."""
+    """Return (1, ignore_index), or (0, 0) if no index is ignored."""
     return (0, 0) if ignore_index is None else (1, int(ignore_index))

@@ -1,14 +1,14 @@
-"""Products by cuBLASLt, through NVIDIA's bindings (extra `nvmath`), where they are installed.
+"""Matmuls by cuBLASLt, through NVIDIA's bindings (extra `nvmath`) if they are installed.
 
     multiply(x, w, y, bias=b)              # y = x w + b
-    multiply(x.T, dy, dw, sums=db)         # dw = x^T dy, db = sums of dy over its rows
+    multiply(x.T, dy, dw, sums=db)         # dw = x^T dy, db = sum of dy over its rows
     multiply(more_dy, w.T, dx, add=True)   # dx += more_dy w^T
     multiply_gelu(x, w, y, b, aux)         # y = gelu(aux), aux = x w + b
     multiply_slope(dy, w.T, dx, aux)       # dx = dy w^T gelu'(aux)
     multiply_each(x, [w, w2], ys, [b, b2]) # ys[i] = x w_i + b_i
 
-Of float32 matrices, or of two bytes, whose products are summed in float32, and rounded unless `out`
-is float32. `lt_plan` has what is kept of each kind of product.
+Matrices are float32, float16 or bfloat16. Sums are in float32; they are rounded to the dtype of
+`out` if it has two bytes. `lt_plan` describes the plan that is kept for each kind of matmul.
 """
 
 from __future__ import annotations
@@ -39,56 +39,59 @@ from xformer.backends.cupy.runtimes import Lent, Runtime, failed, runtime_of
 from xformer.shapes import STORED, dtype_name
 from xformer.typing import Array
 
-KEPT = 1024  # plans: texts that grow have products of another kind for each length
+KEPT = 1024  # plans: a growing sequence needs another kind of matmul for each length
 
 
 class Place(NamedTuple):
-    """Where work goes."""
+    """The device and stream that run a matmul, and its precision."""
 
     device: int
-    stream: int  # its address
-    tf32: bool  # whether factors of float32 may be rounded
+    stream: int  # address
+    tf32: bool  # whether float32 factors may be rounded to TF32
 
 
 RUNTIMES: dict[type, Runtime] = {}
 
 
 class Plans(dict[Any, Plan | None]):
-    """Of kinds of products; None: cuBLASLt has no algorithm, or failed. They are freed with it."""
+    """Kind of matmul -> plan, or None if cuBLASLt has no algorithm or failed.
+
+    The plans are freed when the dictionary is deleted.
+    """
 
     def forget(self) -> None:
-        """Free what cuBLASLt holds."""
+        """Free the descriptors of all plans, and remove the plans."""
         for plan in filter(None, self.values()):
             _close(plan)
         self.clear()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # when a thread ends; else the process frees all
+        if not is_finalizing():  # a thread ends; when the process ends, it frees all
             self.forget()
 
 
 def _close(plan: Plan) -> None:
-    with suppress(Exception):  # a library that has failed may fail at this too: some bytes are lost
+    with suppress(Exception):  # a library that failed may fail here too: some bytes are lost
         plan.close()
 
 
 class State(threading.local):
-    """Of one thread: descriptors are written to before each product."""
+    """The state of one thread, since each matmul writes to the descriptors of its plan."""
 
     def __init__(self) -> None:
-        self.handles: dict[Any, Lent] = {}  # of a device
+        self.handles: dict[Any, Lent] = {}  # device -> handle
         self.plans = Plans()
-        self.failure = ""  # why cuBLASLt is not asked any more
-        self.said: set[Any] = set()  # causes of failures
+        self.failure = ""  # why cuBLASLt is no longer called; "" while it is
+        self.said: set[Any] = set()  # causes of failures that were reported
 
 
 _state = State()
-_FACTORS = np.array([0, 1], np.float32)  # of a product, and of what it is added to
+_FACTORS = np.array([0, 1], np.float32)  # of the matmul, and of the matrix it is added to
 ZERO, ONE = (_FACTORS[i:].ctypes.data for i in range(2))
 
 
 def why_not(x: Array, w: Array) -> str | None:
-    """Why products of x and w are not cuBLASLt's; None where they are."""
+    """Return why cuBLASLt cannot multiply x and w, or None if it can."""
     lt = runtime_of(RUNTIMES, type(x)).library()
     if isinstance(lt, str):
         return lt
@@ -100,7 +103,7 @@ def why_not(x: Array, w: Array) -> str | None:
 
 
 def readable(x: Array) -> Array:
-    """x (N, M), copied where neither its rows nor its columns are contiguous, or they overlap."""
+    """Return x (N, M), or a copy if cuBLASLt cannot read it (see `lt_plan.layout`)."""
     return contiguous(x) if layout(x) is None else x
 
 
@@ -113,11 +116,15 @@ def multiply(
     bias: Array | None = None,
     sums: Array | None = None,
 ) -> None:
-    """out (M, N) = a (M, K) b (K, N), or with `add` out + a b; all of them `readable`.
+    """Write out = a b, or out + a b if `add`, with a bias or the sums of b.
 
-    Of the dtype of `out` one of bias (N,), which is added, where rows of `out` are contiguous, and
-    sums (N,), written to: those of b over its rows. By a launch of their own where cuBLASLt has no
-    algorithm that does both; by cuBLAS where it has none at all, or failed.
+    a: (M, K)   b: (K, N)   out: (M, N); all three are `readable`
+    bias: (N,), of the dtype of `out`, added to each row; rows of `out` must be contiguous
+    sums: (N,), of the dtype of `out`, written: the sum of b over its rows. At most one of `bias`
+        and `sums` is given.
+
+    If cuBLASLt has no algorithm with the bias or sums, another launch computes them. If it has no
+    algorithm at all or failed, cuBLAS computes the matmul.
     """
     name, vector = ("BIAS", bias) if sums is None else ("BGRAD", sums)
     if _ran(a, b, out, name if vector is not None else "DEFAULT", vector, add=add):
@@ -131,9 +138,11 @@ def multiply(
 
 
 def multiply_gelu(a: Array, b: Array, out: Array, bias: Array | None, aux: Array | None) -> None:
-    """out = gelu(aux), aux = a b + bias, by tanh in few digits: enough for bfloat16.
+    """Write aux = a b + bias and out = gelu(aux).
 
-    out and aux are contiguous, from 16 bytes on; without aux nothing is kept.
+    GELU uses a tanh of low precision, which suffices for bfloat16.
+    a: (M, K)   b: (K, N)   bias: (N,)
+    out, aux: (M, N), contiguous, aligned to 16 bytes; aux None: it is not written
     """
     name = "GELU" + ("" if aux is None else "_AUX") + ("" if bias is None else "_BIAS")
     if (aux is None or fits_aux(out)) and _ran(a, b, out, name, bias, aux):
@@ -145,7 +154,10 @@ def multiply_gelu(a: Array, b: Array, out: Array, bias: Array | None, aux: Array
 
 
 def multiply_slope(a: Array, b: Array, out: Array, aux: Array) -> None:
-    """out = a b gelu'(aux), as of `multiply_gelu`."""
+    """Write out (M, N) = a (M, K) b (K, N) times gelu'(aux), elementwise.
+
+    out, aux: (M, N), contiguous, aligned to 16 bytes; aux: from `multiply_gelu`
+    """
     if fits_aux(out) and _ran(a, b, out, "DGELU", None, aux):
         return
     multiply(a, b, out)
@@ -156,9 +168,11 @@ def multiply_slope(a: Array, b: Array, out: Array, aux: Array) -> None:
 def multiply_each(
     a: Array, several: Sequence[Array], out: Array, biases: Sequence[Array | None]
 ) -> bool:
-    """out[i] = a several[i] + biases[i] in one launch; False where there is no such algorithm.
+    """Write out[i] = a several[i] + biases[i] in one launch; return False if no algorithm does it.
 
-    several, biases: as `distances` has them. out: (len(several), M, N), contiguous.
+    several, biases: stored at equal distances, see `distances`
+    out: (len(several), M, N), contiguous
+    Raises ValueError if the distances are not equal.
     """
     steps = distances(several, biases)
     if steps is None:
@@ -169,9 +183,10 @@ def multiply_each(
 
 
 def distances(several: Sequence[Array], biases: Sequence[Array | None]) -> tuple[int, int] | None:
-    """From each matrix to the next, and from each bias, as `packed` places those of two bytes.
+    """Return the elements from each matrix to the next, and from each bias to the next.
 
-    None where they lie otherwise: by chance others do too, and their last bits would hang on it.
+    Returns None unless the arrays have two bytes a number and are stored as `packed` stores them.
+    Other arrays may be at equal distances by chance; the last bits of results would depend on it.
     """
     if dtype_name(several[0]) not in STORED or layout(several[0]) is None:
         return None
@@ -182,12 +197,12 @@ def distances(several: Sequence[Array], biases: Sequence[Array | None]) -> tuple
 
 
 class Batch(NamedTuple):
-    """Several products of one first factor."""
+    """A batch of matmuls with the same first factor."""
 
     size: int
-    apart: int  # elements from one second factor to the next; results follow each other
-    vector_apart: int
-    beside: tuple[Array | None, ...]  # whose memory it is, but for the first of each
+    apart: int  # elements from one second factor to the next; results are adjacent
+    vector_apart: int  # elements from one bias to the next
+    beside: tuple[Array | None, ...]  # all results, and the second factors and biases but the first
 
 
 def _ran(
@@ -201,20 +216,21 @@ def _ran(
     add: bool = False,
     batch: Batch | None = None,
 ) -> bool:
-    """Whether there is an algorithm with the epilogue of that name, which then was started.
+    """Start the matmul with the epilogue `name`; return whether cuBLASLt has an algorithm for it.
 
-    False too where cuBLASLt fails: it is not asked again for this kind of product.
+    vector: the bias or sums of the epilogue   aux: its matrix
+    Returns False also if cuBLASLt fails; it is then not called again for this kind of matmul.
     """
     if _state.failure:
         return False
     result = matrix(out)
     by_rows = not result.as_it_is
-    if name == "BGRAD":  # of b, which is the first factor where rows are
+    if name == "BGRAD":  # the sums of b, which is cuBLASLt's first factor if `out` is by rows
         name += "A" if by_rows else "B"
-    # A matrix by rows is made as its transpose, of transposed factors in the other order.
+    # If `out` is by rows, its transpose is computed: transposed factors in the other order.
     three = (b, a, out) if by_rows else (a.T, b.T, out.T)
     of = matrix(three[0]), matrix(three[1]), result if by_rows else matrix(three[2])
-    if batch is not None:  # by rows, as all that is contiguous is taken to be
+    if batch is not None:  # `out` is by rows, since it is contiguous
         n = batch.size
         of = of[0].several(n, batch.apart), of[1].several(n, 0), of[2].several(n, out.size)
     pointed = 0 if vector is None else vector.data.ptr, 0 if aux is None else aux.data.ptr
@@ -226,11 +242,11 @@ def _ran(
     key = device, of, name, tf32, apart, *map(aligned, pointed)
     try:
         return _started(own, place, key, pointed, three, add)
-    except MemoryError:  # of the device: no way of making products does without memory
+    except MemoryError:  # of the device: every other matmul needs memory too
         raise
     except Exception as error:
-        # Whatever it is: bindings and cuda.core of other versions raise AttributeError and
-        # TypeError, the library its own error with any status. Other ways can make the product.
+        # Bindings and cuda.core of other versions raise AttributeError and TypeError; the library
+        # raises its own error with any status. Another library can compute the matmul.
         _fail(own.library(), key, error)
         return False
 
@@ -243,12 +259,12 @@ def _started(
     three: tuple[Array, Array, Array],
     add: bool,
 ) -> bool:
-    """Whether there is an algorithm for such a kind, which then was started."""
+    """Start the matmul if the kind `key` has a plan; return whether it has one."""
     lt, plan = own.library(), _plan(own.library(), key, pointed)
     if plan is None:
         return False
     plan.point(lt, pointed)
-    # Back in the pool when this returns, it serves only what comes later on the same stream.
+    # The pool gets it back when this returns, and lends it only to later work of this stream.
     held = own.memory(plan.workspace) if plan.workspace else None
     left, right, d = (x.data.ptr for x in three)
     lt.matmul(
@@ -260,7 +276,10 @@ def _started(
 
 
 def _plan(lt: Any, key: Any, pointed: tuple[int, int]) -> Plan | None:
-    """Kept, or made; all are forgotten where they would be too many. key: of `_ran`."""
+    """Return the plan of the kind `key`, from `_ran`; it is made if it is not kept.
+
+    If there are already `KEPT` plans, all are freed before another is made.
+    """
     plans = _state.plans
     if key not in plans:
         if len(plans) >= KEPT:
@@ -274,7 +293,7 @@ def _plan(lt: Any, key: Any, pointed: tuple[int, int]) -> Plan | None:
 
 
 def _fail(lt: Any, key: Any, error: Exception) -> None:
-    """Do not ask cuBLASLt for such a kind again, or not at all, and say so once a cause."""
+    """Stop calling cuBLASLt for the kind `key`, or for all kinds; warn once for each cause."""
     device, _, name, *_ = key
     if plan := _state.plans.get(key):
         _close(plan)

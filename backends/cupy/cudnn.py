@@ -1,8 +1,8 @@
-"""Attention by cuDNN, through NVIDIA's frontend (extra `cudnn`), where both are installed.
+"""Attention by cuDNN, through NVIDIA's frontend (extra `cudnn`), if both are installed.
 
-    ran(kind, {Q: q, K: k, V: v, CTX: ctx, LSE: lse})  # False: it is another kernel's
+    ran(kind, {Q: q, K: k, V: v, CTX: ctx, LSE: lse})  # False: another kernel must compute it
 
-`cudnn_plan` has what is kept of each kind of attention.
+`cudnn_plan` describes the plan that is kept for each kind of attention.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from xformer.backends.cupy.cudnn_plan import Kind, Plan, Q, planned
 from xformer.backends.cupy.runtimes import Lent, Runtime, failed, hold, runtime_of
 from xformer.typing import Array
 
-# 9.16: before it backward brings lengths from the host where keys are no multiple of 128.
+# 9.16: before it, backward copies lengths from the host if keys are no multiple of 128.
 OLDEST = 91600
 KEPT = 256  # plans
 
 
 class Place(NamedTuple):
-    """Where work goes."""
+    """The device and stream that run attention."""
 
     device: int
-    stream: int  # its address
-    capability: int  # of the device, 90 for 9.0
+    stream: int  # address
+    capability: int  # compute capability of the device, 90 for 9.0
 
 
 RUNTIMES: dict[type, Runtime] = {}
 
 
 class State(threading.local):
-    """Of one thread: a handle has one stream at a time."""
+    """The state of one thread, since a handle has one stream at a time."""
 
     def __init__(self) -> None:
-        self.handles: dict[Any, Lent] = {}  # of a device
-        self.plans: dict[Any, Plan | str] = {}  # or why there is none
-        self.said: set[Any] = set()  # causes of failures
+        self.handles: dict[Any, Lent] = {}  # device -> handle
+        self.plans: dict[Any, Plan | str] = {}  # kind -> plan, or why there is none
+        self.said: set[Any] = set()  # causes of failures that were reported
 
 
 _state = State()
@@ -44,15 +44,19 @@ INSTEAD = "such attention is left to another kernel from now on"
 
 
 def plan_of(q: Array, kind: Kind) -> Plan | str:
-    """Kept, or made; all are forgotten where they would be too many. Or why there is none."""
+    """Return the plan of a kind, or a sentence that says why there is none.
+
+    The plan is made if it is not kept. If there are already `KEPT` plans, all are removed first.
+    """
     own = runtime_of(RUNTIMES, type(q))
     return _plan(own, own.place([q]), type(q), kind)
 
 
 def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
-    """Whether the kind's graph was started on the current stream; arrays: all that it names.
+    """Start the graph of a kind on the current stream; return whether it was started.
 
-    False where there is no plan, or cuDNN fails: it is not asked again for this kind.
+    arrays: all arrays of the graph, by their numbers (`Q`, `K`, ...)
+    Returns False if there is no plan, or cuDNN fails; it is then not called again for this kind.
     """
     like = arrays[Q]
     own = runtime_of(RUNTIMES, type(like))
@@ -60,7 +64,7 @@ def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
     plan = _plan(own, place, type(like), kind)
     if isinstance(plan, str):
         return False
-    # Back in the pool when this returns, it serves only what comes later on the same stream.
+    # The pool gets it back when this returns, and lends it only to later work of this stream.
     held = own.memory(plan.workspace) if plan.workspace else None
     addresses = {uid: x.data.ptr for uid, x in arrays.items()}
     try:
@@ -84,18 +88,18 @@ def _plan(own: Runtime, place: Place, array_type: type, kind: Kind) -> Plan | st
             _state.plans.clear()
         try:
             found = planned(own.library(), _handle(own, array_type, place).handle, kind)
-        except MemoryError:  # as of products: other attention needs memory too
+        except MemoryError:  # other kernels of attention need memory too
             raise
         except Exception as error:
-            # Whatever it is: the frontend has errors of its own, pybind's TypeError for other
-            # versions' arguments, RuntimeError of the driver. Other kernels need none of it.
+            # The frontend raises its own errors, pybind raises TypeError for arguments of other
+            # versions, the driver RuntimeError. Other kernels do not depend on them.
             found = failed(_state.said, "a plan of cuDNN", error, INSTEAD)
         _state.plans[key] = found
     return found
 
 
 def _handle(own: Runtime, array_type: type, place: Place) -> Lent:
-    """The device's, on the current stream."""
+    """Return the device's handle, set to the current stream."""
     cudnn, key = own.library(), (array_type, place.device)
     if key not in _state.handles:
         _state.handles[key] = Lent(cudnn, place.device, cudnn.create_handle)

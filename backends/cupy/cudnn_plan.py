@@ -1,4 +1,4 @@
-"""What is kept of a kind of attention by cuDNN: graphs, forward and backward, and plans."""
+"""Graphs of cuDNN's attention, forward and backward, and the plan for each kind of attention."""
 
 from __future__ import annotations
 
@@ -7,54 +7,60 @@ from typing import Any, NamedTuple
 
 from xformer.backends.cupy.side_by_side import widths_beside
 
-# What the arrays are called in a graph.
+# The numbers of the arrays in a graph.
 Q, K, V, CTX, LSE, DCTX, DQ, DK, DV = range(1, 10)
 TYPES = {"bfloat16": "BFLOAT16", "float16": "HALF"}
-BYTES = 2  # of a number of each
+BYTES = 2  # of a number of each type
 
 
 class Layout(NamedTuple):
-    """Where the elements of an array of four axes lie; strides in elements."""
+    """The shape and strides of an array of four axes; strides in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 class Kind(NamedTuple):
-    """All that a graph depends on. Results lie by token, (B, T, H, M), as heads merge."""
+    """All that a graph depends on. Results are stored as (B, T, H, M), so heads merge as a view."""
 
     dtype: str
     q: Layout  # (B, H, T, K)
     k: Layout  # (B, G, S, K)
     v: Layout  # (B, G, S, M)
-    left: int | None  # keys before a query's own that it sees; None: all
-    right: int | None  # keys behind
+    left: int | None  # keys before its own position that a query attends to; None: all
+    right: int | None  # keys after it
     scale: float
     deterministic: bool
     backward: bool  # which of the two graphs
-    joined: bool = False  # whether its dq, dk and dv are slices, as `heads_beside` makes them
+    joined: bool = False  # whether dq, dk and dv are slices of one array, see `heads_beside`
 
 
 class Plan(NamedTuple):
-    """A graph that can be run, in so many bytes of workspace."""
+    """A graph that is ready to run, and the bytes of its workspace."""
 
     graph: Any
     workspace: int
 
 
 def by_rows(*shape: int) -> Layout:
-    """Of a contiguous array."""
+    """Return the layout of a contiguous array."""
     return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))))
 
 
 def by_token(b: int, h: int, t: int, k: int, *, step: int | None = None) -> Layout:
-    """Of (B, H, T, K) that lies as (B, T, H, K), tokens `step` elements apart, or H K."""
+    """Return the layout of an array (B, H, T, K) that is stored as (B, T, H, K).
+
+    step: elements from one token to the next; None: H K
+    """
     step = h * k if step is None else step
     return Layout((b, h, t, k), (t * step, k, step, 1))
 
 
 def planned(cudnn: Any, handle: Any, kind: Kind) -> Plan | str:
-    """The plan of a kind; a sentence where cuDNN has none. Any other error is a failure."""
+    """Return the plan of a kind, or a sentence if cuDNN does not support it.
+
+    Any other error of cuDNN is raised.
+    """
     graph_of = backward_graph if kind.backward else forward_graph
     try:
         return _built(cudnn, graph_of(cudnn, handle, kind))
@@ -63,7 +69,10 @@ def planned(cudnn: Any, handle: Any, kind: Kind) -> Plan | str:
 
 
 def forward_graph(cudnn: Any, handle: Any, kind: Kind) -> Any:
-    """ctx, and lse (B, H, T, 1) = log(sum(exp(scores)))."""
+    """Return the graph that computes ctx (B, H, T, M) and lse (B, H, T, 1), for a kind.
+
+    lse = log(sum(exp(scores)))
+    """
     graph = _graph(cudnn, handle, kind)
     q, k, v = _inputs(cudnn, graph, kind)
     b, h, t, _ = kind.q.shape
@@ -74,7 +83,7 @@ def forward_graph(cudnn: Any, handle: Any, kind: Kind) -> Any:
 
 
 def backward_graph(cudnn: Any, handle: Any, kind: Kind) -> Any:
-    """dq, dk, dv; dctx lies by token too."""
+    """Return the graph that computes dq, dk and dv, for a kind; dctx is stored as (B, T, H, M)."""
     graph = _graph(cudnn, handle, kind)
     q, k, v = _inputs(cudnn, graph, kind)
     b, h, t, _ = kind.q.shape
@@ -112,7 +121,7 @@ def _inputs(cudnn: Any, graph: Any, kind: Kind) -> list[Any]:
 
 
 def _tensor(cudnn: Any, graph: Any, uid: int, layout: Layout, dtype: str | None = None) -> Any:
-    """An input, of float32 unless stored in less."""
+    """Return an input of the graph; float32 if `dtype` is None."""
     return graph.tensor(
         dim=list(layout.shape),
         stride=list(layout.strides),
@@ -127,10 +136,10 @@ def _output(tensor: Any, uid: int, layout: Layout) -> Any:
 
 
 def _options(cudnn: Any, kind: Kind) -> dict[str, Any]:
-    """Scale and band. cuDNN's left bound counts the query's own key.
+    """Return the options for scale and band. cuDNN's left bound includes the query's own position.
 
-    If T = S both alignments have the same diagonal. Top-left is asked for, because more of cuDNN's
-    engines support it; bottom-right only if it makes a difference.
+    If T = S, both alignments have the same diagonal. Top-left is then requested, because more of
+    cuDNN's engines support it; bottom-right is requested only if it makes a difference.
     """
     differs = kind.q.shape[2] != kind.k.shape[2] and (kind.left, kind.right) != (None, None)
     alignments = cudnn.diagonal_alignment
@@ -143,9 +152,10 @@ def _options(cudnn: Any, kind: Kind) -> dict[str, Any]:
 
 
 def _built(cudnn: Any, graph: Any) -> Plan:
-    """The first of the library's own plans that can be built.
+    """Return the first of the library's plans that can be built.
 
-    The frontend has plans of its own beside them, compiled by other packages when they are needed.
+    Plans of the frontend itself are skipped: other packages compile them when they are needed.
+    Raises the last error if no plan can be built.
     """
     graph.validate()
     graph.build_operation_graph()
@@ -156,7 +166,7 @@ def _built(cudnn: Any, graph: Any) -> Plan:
             continue
         try:
             graph.select_plan(index).build_plans()
-        except Exception as error:  # of whatever kind: the next one may be built
+        except Exception as error:  # of any type: the next plan may be built
             refused = error
         else:
             return Plan(graph, graph.get_workspace_size())

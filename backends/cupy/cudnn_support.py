@@ -1,11 +1,11 @@
-"""What cuDNN's attention supports in bfloat16 and float16, by compute capability.
+"""The limits of cuDNN's attention in bfloat16 and float16, by compute capability.
 
 From NVIDIA's support matrix of scaled dot product attention
 (https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html) and from what
 version 1.32 of its frontend checks (cudnn_frontend/node/sdpa_support_surface.h and
 scaled_dot_product_flash_attention.h), of cuDNN 9.16 and newer:
 
-| capability | heads, forward | heads, backward | deterministic backward |
+| capability | widest heads, forward | widest heads, backward | deterministic backward |
 |---|---|---|---|
 | 8.x | 256 | 128 | yes |
 | 9.x | 256 | 256 | yes |
@@ -31,7 +31,7 @@ class Widths(NamedTuple):
     backward: int
 
 
-# By the major number of the capability. Any other, newer ones too, has the strictest limits.
+# By the major number of the capability. All others, newer ones too, have the strictest limits.
 WIDEST = {9: Widths(256, 256)}
 OTHERS = Widths(256, 128)
 # Further widths (keys, values) of backward, and the version of cuDNN that added them.
@@ -42,9 +42,13 @@ DETERMINISTIC = {10: 91800}  # the version that added it; the others always had 
 def unsupported(
     capability: int, version: int, widths: tuple[int, int], *, backward: bool, deterministic: bool
 ) -> str | None:
-    """Why cuDNN of that version has no attention on a device; None where it may have.
+    """Return why cuDNN does not support attention on a device, or None if it may.
 
-    capability: 90 for 9.0   widths: of keys, and of values   deterministic: of a backward.
+    capability: compute capability of the device, 90 for 9.0
+    version: of cuDNN, 91800 for 9.18
+    widths: of the heads of keys, and of values
+    backward: the direction to check: backward if true, else forward
+    deterministic: whether backward must be deterministic
     """
     here = f"on compute capability {capability / 10}"
     if capability < OLDEST_CAPABILITY:
@@ -62,5 +66,5 @@ def unsupported(
 
 
 def _named(version: int) -> str:
-    """9.18 of 91800."""
+    """Return a version as text: "9.18" for 91800."""
     return f"{version // 10000}.{version // 100 % 100}"

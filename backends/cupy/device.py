@@ -20,8 +20,8 @@ from xformer.backends.cupy.packed import packed
 from xformer.shapes import STORED
 from xformer.typing import Array
 
-OLDEST = (14, 2)  # as the extras cuda12 and cuda13 ask for
-CAPABILITY = 80  # 8.0, whose blocks have the shared memory that sdpa asks for
+OLDEST = (14, 2)  # the oldest CuPy; the extras cuda12 and cuda13 require the same
+CAPABILITY = 80  # 8.0: its blocks have the shared memory that sdpa needs
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CupyBackend(Backend):
     precisions = STORED
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """The values of an array as a NumPy array on the host."""
+        """Return a copy of an array on the host, as a NumPy array."""
         host: np.ndarray = cupy.asnumpy(array)
         return host
 
@@ -42,7 +42,7 @@ class CupyBackend(Backend):
         self.device.synchronize()
 
     def memory(self) -> Memory:
-        """Bytes in use, and the size that the pools of the device's memory have grown to."""
+        """Return the bytes in use, and the bytes that the device's memory pools hold."""
         with self.device:
             pools = driver.pools()
             used, total = (p.used_bytes() for p in pools), (p.total_bytes() for p in pools)
@@ -50,7 +50,10 @@ class CupyBackend(Backend):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The device is CuPy's current one; what CuPy says of too little memory is said in full."""
+        """Return a context in which the device is CuPy's current one.
+
+        Raises MemoryError instead of CuPy's OutOfMemoryError, with the device's memory and advice.
+        """
         try:
             with self.device:
                 yield
@@ -58,13 +61,16 @@ class CupyBackend(Backend):
             raise MemoryError(self._too_little(error)) from error
 
     def deterministic(self) -> AbstractContextManager[None]:
-        """Sums over repeated ids in a fixed order; all else is repeatable as it is."""
+        """Return a context that sums over repeated ids in a fixed order.
+
+        All other kernels are repeatable without it.
+        """
         return deterministic()
 
     def compiled(
         self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
     ) -> Callable[..., Any]:
-        """A CUDA graph."""
+        """Return `fn` as a CUDA graph; the arguments are described in `Backend.compiled`."""
         return Compiled(fn, donated, self, lends=lends)
 
     def _stored_as(self, params: Any, dtype: Any) -> Any:
@@ -87,13 +93,17 @@ class CupyBackend(Backend):
             return cupy.asarray(host)
 
     def device_name(self) -> str:
-        """What the device is called."""
+        """Return the name of the device."""
         name: bytes = cupy.cuda.runtime.getDeviceProperties(self.device.id)["name"]
         return name.decode()
 
 
 def opened(device: str | None) -> Backend:
-    """The backend on "cuda" or "cuda:N", on the current device unless given."""
+    """Return the backend on a device.
+
+    device: "cuda" or "cuda:N"; None: the current device
+    Raises Unusable if CuPy or the device cannot be used, ValueError if there is no such device.
+    """
     _require_version(cupy.__version__)
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -109,7 +119,7 @@ def opened(device: str | None) -> Backend:
 
 
 def _require_version(version: str) -> None:
-    """Unusable for a CuPy that is too old."""
+    """Raise Unusable if CuPy is too old."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found and (int(found[1]), int(found[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
@@ -120,8 +130,8 @@ def _require_version(version: str) -> None:
 
 
 def _require_capability(found: CupyBackend) -> None:
-    """Unusable for a device whose blocks have too little shared memory."""
-    capability = int(found.device.compute_capability)  # which CuPy keeps
+    """Raise Unusable if the device's compute capability is below `CAPABILITY`."""
+    capability = int(found.device.compute_capability)  # CuPy caches it
     if capability < CAPABILITY:
         raise Unusable(
             f"backend cupy cannot be used: its kernels need compute capability {CAPABILITY / 10} "
@@ -130,8 +140,8 @@ def _require_capability(found: CupyBackend) -> None:
 
 
 def _why(error: Exception) -> str:
-    """What an error means that CUDA gives in the place of the number of devices."""
-    if "InsufficientDriver" in str(error):  # what it says without a driver too
+    """Return why CUDA raised `error` when it was asked for the number of devices."""
+    if "InsufficientDriver" in str(error):  # the error without a driver, too
         return "there is no NVIDIA driver, or it is too old for CuPy's CUDA"
     return "no CUDA device is visible"
 

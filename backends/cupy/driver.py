@@ -1,4 +1,4 @@
-"""Launching on CuPy's arrays: NVRTC compiles at the first launch, later ones look the kernel up."""
+"""Launches kernels on CuPy's arrays. NVRTC compiles a kernel at its first launch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xformer.backends.cupy.module import LAUNCHERS, MAKERS, Source, arithmetic
 from xformer.backends.cupy.runtimes import Runtime
 from xformer.typing import Array
 
-FREELY = 48 << 10  # bytes of dynamic shared memory that a kernel has without asking
+FREELY = 48 << 10  # bytes of dynamic shared memory that a kernel has without a request
 
 ARRAY = cupy.ndarray
 _NULL = np.uint64(0)
 _modules: dict[Any, Any] = {}
-_kernels: dict[Any, tuple[Any, type]] = {}  # and the type of its numbers
-_granted: dict[Any, int] = {}  # bytes of dynamic shared memory
+_kernels: dict[Any, tuple[Any, type]] = {}  # kernel, and the type of its floating-point arguments
+_granted: dict[Any, int] = {}  # (kernel, device) -> bytes of dynamic shared memory requested
 
 
 def launch(
@@ -39,7 +39,10 @@ def launch(
     shared: int,
     macros: dict[str, Any],
 ) -> None:
-    """`module.launch` on CuPy's current device and stream."""
+    """Run a kernel on CuPy's current device and stream; the arguments are those of `module.launch`.
+
+    Raises ValueError if an array is on another device.
+    """
     current = cupy.cuda.runtime.getDevice()
     _require_current(name, args, current)
     key = (source.name, name, like.dtype, *macros.values())
@@ -48,14 +51,14 @@ def launch(
         known = _kernels[key] = _kernel(source, name, like.dtype.name, macros)
     kernel, real = known
     plain = tuple([_argument(arg, real) for arg in args])
-    if shared > _granted.get((key, current), FREELY):  # of the kernel on each device
+    if shared > _granted.get((key, current), FREELY):  # requested once for each device
         kernel.max_dynamic_shared_size_bytes = _granted[key, current] = shared
     kernel(grid, block, plain, shared_mem=shared)
 
 
 @contextmanager
 def rounding_to_tf32() -> Iterator[None]:
-    """What `products.tf32` asks of CuPy."""
+    """Return a context in which CuPy rounds float32 factors of matmuls to TF32."""
     linalg = _linalg()
     before = linalg.get_compute_type(np.float32)
     linalg.set_compute_type(np.float32, linalg.COMPUTE_TYPE_TF32)
@@ -67,7 +70,7 @@ def rounding_to_tf32() -> Iterator[None]:
 
 @functools.cache
 def _linalg() -> Any:
-    from cupy._core import _routines_linalg  # there is no other door to it
+    from cupy._core import _routines_linalg  # CuPy has no public access to it
 
     return _routines_linalg
 
@@ -77,27 +80,30 @@ def _linalg() -> Any:
 
 @functools.cache
 def bindings() -> Any:
-    """NVIDIA's of cuBLASLt; a sentence where they, the library or its driver are missing."""
+    """Return NVIDIA's bindings of cuBLASLt, or a sentence that says why they cannot be used."""
     try:
         from nvmath.bindings import cublasLt
 
-        cublasLt.get_version()  # which loads the library
-    except Exception as error:  # with another cuda.core AttributeError or TypeError, at import
+        cublasLt.get_version()  # it loads the library
+    except Exception as error:  # another cuda.core raises AttributeError or TypeError at import
         why = packages.missing("nvmath") or packages.no_library("cublasLt", error)
         return _cannot_be_called("cuBLASLt", why, error)
     return cublasLt
 
 
 def _cannot_be_called(name: str, why: str, error: Exception) -> str:
-    """A sentence; a RuntimeWarning too where it is there, but does not fit what it needs."""
+    """Return a sentence; give a RuntimeWarning too if a package is installed but does not fit."""
     said = f"{name} cannot be called: {why}"
-    if not isinstance(error, ImportError | OSError | RuntimeError):  # it, its library, or a driver
+    if not isinstance(error, ImportError | OSError | RuntimeError):  # something is missing
         warnings.warn(f"backend cupy: {said}", RuntimeWarning, stacklevel=2)
     return said
 
 
 def place(arrays: list[Array]) -> Place:
-    """CuPy's current device, on which the arrays must lie, its stream and `rounding_to_tf32`."""
+    """Return CuPy's current device and stream, and whether `rounding_to_tf32` is active.
+
+    Raises ValueError if an array is on another device.
+    """
     current = cupy.cuda.runtime.getDevice()
     _require_current("linear", arrays, current)
     linalg = _linalg()
@@ -106,7 +112,7 @@ def place(arrays: list[Array]) -> Place:
 
 
 def memory(size: int) -> Any:
-    """Bytes of CuPy's pool."""
+    """Return `size` bytes from CuPy's memory pool."""
     return cupy.cuda.alloc(size)
 
 
@@ -115,8 +121,8 @@ def memory(size: int) -> Any:
 
 @functools.cache
 def frontend() -> Any:
-    """NVIDIA's of cuDNN; a sentence where it or the library are missing, or too old."""
-    if (why := packages.missing("cudnn")) is not None:  # some it imports in later calls
+    """Return NVIDIA's frontend of cuDNN, or a sentence that says why it cannot be used."""
+    if (why := packages.missing("cudnn")) is not None:  # it imports some packages in later calls
         return f"cuDNN cannot be called: {why}"
     try:
         import cudnn
@@ -133,15 +139,18 @@ def frontend() -> Any:
 
 
 def attention_place(arrays: list[Array]) -> attention.Place:
-    """CuPy's current device, on which the arrays must lie, and its stream."""
+    """Return CuPy's current device, its stream and its compute capability.
+
+    Raises ValueError if an array is on another device.
+    """
     current = cupy.cuda.runtime.getDevice()
     _require_current("sdpa", arrays, current)
-    capability = int(cupy.cuda.Device(current).compute_capability)  # which CuPy keeps
+    capability = int(cupy.cuda.Device(current).compute_capability)  # CuPy caches it
     return attention.Place(current, cupy.cuda.get_current_stream().ptr, capability)
 
 
 def beside() -> dict[str, str]:
-    """NVIDIA's libraries that kernels call: the version of each, or why it cannot be called."""
+    """Return, for each NVIDIA library that kernels call, its version or why it cannot be called."""
     found = {}
     for name, library in (("cuBLASLt", bindings()), ("cuDNN", frontend())):
         if not isinstance(library, str):
@@ -155,7 +164,7 @@ def beside() -> dict[str, str]:
 
 
 class Graph:
-    """`captured.Graph`, on CuPy's current device."""
+    """A CUDA graph on CuPy's current device, for `captured`."""
 
     def __init__(self) -> None:
         _free_left()
@@ -167,9 +176,13 @@ class Graph:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What was begun before is waited for, and what is done within, also behind an error."""
+        """Return a context that uses the graph's memory pool and stream.
+
+        It waits for the current stream before, and for the graph's stream after, even if the body
+        raises.
+        """
         cupy.cuda.get_current_stream().synchronize()
-        cupy.get_default_memory_pool().free_all_blocks()  # which the graph's pool cannot use
+        cupy.get_default_memory_pool().free_all_blocks()  # the graph's pool cannot use these
         with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
             try:
                 yield
@@ -181,34 +194,37 @@ class Graph:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """An error ends it."""
+        """Return a context that records work into the graph and runs nothing.
+
+        An error ends the recording.
+        """
         with cupy.cuda.using_allocator(self._pool.malloc), self._stream:
             self._stream.begin_capture()
             try:
                 yield
             except BaseException:
-                # Whatever it raises: CUDA has given up the graph, and says so; the first error
-                # is the one to show. The stream is no longer captured in any case.
+                # CUDA has discarded the graph, and raises another error about it. The first error
+                # is the one to show. In any case the stream no longer records.
                 with suppress(Exception):
                     self._stream.end_capture()
                 raise
             self._graph = self._stream.end_capture()
 
     def launch(self) -> None:
-        """On the current stream."""
+        """Run the recorded work on the current stream."""
         self._graph.launch()
 
 
 def pools() -> list[Any]:
-    """CuPy's pool of the device's memory, and those of graphs."""
+    """Return CuPy's pool of device memory and the pools of all graphs."""
     _free_left()
     return [cupy.get_default_memory_pool(), *(graph._pool for graph in list(_graphs)), *_left]
 
 
 def _leave(pool: Any) -> None:
-    """Give back the memory of a graph that is gone: a pool without references keeps it for ever.
+    """Free the memory of a deleted graph. A pool that nobody refers to would keep it for ever.
 
-    The arrays that outlive the graph, its state, are in the pool: it stays until they are gone.
+    The arrays of the graph's state may outlive the graph. The pool is kept until they are deleted.
     """
     _left.append(pool)
     _free_left()
@@ -222,7 +238,7 @@ def _free_left() -> None:
 
 
 _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-_left: list[Any] = []  # pools of graphs that are gone
+_left: list[Any] = []  # pools of deleted graphs
 
 
 # ---- For kernels ----
@@ -241,13 +257,13 @@ def _require_current(name: str, args: Sequence[Any], current: int) -> None:
 
 
 def _argument(arg: Any, real: type) -> Any:
-    if isinstance(arg, ARRAY) or type(arg) is int:  # which CuPy hands over as a long long
+    if isinstance(arg, ARRAY) or type(arg) is int:  # CuPy passes an int as a long long
         return arg
     if arg is None:
         return _NULL
     if isinstance(arg, list):
         words = [x if isinstance(x, int) else 0 if x is None else x.data.ptr for x in arg]
-        return np.array(words, np.int64).view(f"V{8 * len(words)}")  # one value, of so many bytes
+        return np.array(words, np.int64).view(f"V{8 * len(words)}")  # one value of this many bytes
     return real(arg) if isinstance(arg, float) else np.int64(arg)
 
 

@@ -1,4 +1,4 @@
-"""`dropout`: bits drawn and used in one launch."""
+"""`dropout`: one launch draws random bits and applies them."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
-BLOCK = 256  # threads, of four elements each
+BLOCK = 256  # threads; each computes four elements
 
 
 def unsupported(x: Array, *, rate: float, key: RandomKey | None) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return not_a_step(key, x)
 
 
 @kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
-    """y = x * keep / (1 - rate)."""
+    """Return (y = x * keep / (1 - rate), cache)."""
     rate = require_rate("dropout", "rate", rate, "key", key)
     return _drop(x, rate, key), DropoutCache(rate, key, x.shape)
 
 
 @short
 class DropoutCache(NamedTuple):
-    """Saved by `dropout` for backward: no array."""
+    """Saved by `dropout` for backward: no array, since the key gives the same mask again."""
 
     rate: float
     key: RandomKey | None
     shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> Array:
-        """dx = dy * keep / (1 - rate), with the forward mask."""
+        """Return dx = dy * keep / (1 - rate), with the mask of forward."""
         require_shape("dropout", "dy", dy, self.shape)
         return _drop(dy, self.rate, self.key)
 
 
 def _drop(x: Array, rate: float, key: RandomKey | None) -> Array:
-    lowest = round(rate * 2**32)  # of the 2^32 words the lowest that keeps
+    lowest = round(rate * 2**32)  # the lowest of the 2^32 random words that keeps an element
     if rate == 0 or key is None:
         return x
     if lowest == 2**32:

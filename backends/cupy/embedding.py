@@ -1,4 +1,4 @@
-"""`embedding`: rows in one launch; its gradient is `index_add`'s."""
+"""`embedding`: one launch copies the rows. `index_add` computes the gradient."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
-BLOCK = 256  # threads, each with a pack of elements
+BLOCK = 256  # threads; each copies one pack of elements
 
 
 @kernel(reference, "cupy", storage_dtypes=STORED)
 def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
-    """y = table[ids], NaN where an id is out of range."""
+    """Return (y = table[ids], cache). The row of an id out of range is NaN.
+
+    table: (V, D)
+    ids: (...), integers
+    """
     ids = contiguous(require_ids("embedding", "ids", ids, table.shape[0], table))
     table = contiguous(table)
     n_rows, width = table.shape
@@ -41,13 +45,13 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
 
 @short
 class EmbeddingCache(NamedTuple):
-    """Saved by `embedding` for backward: no copy of the table."""
+    """Saved by `embedding` for backward: the ids, but not the table."""
 
     ids: Array  # (...)
     table_shape: tuple[int, int]  # (V, D)
 
     def backward(self, dy: Array) -> Array:
-        """dtable = zeros with dy added at the rows ids, with no copy of the zeros."""
+        """Return dtable (V, D): zeros, with the rows of dy (..., D) added in place at ids."""
         require_shape("embedding", "dy", dy, (*self.ids.shape, self.table_shape[1]))
         xp = array_namespace(dy)
         dtable = xp.zeros(self.table_shape, dtype=working_dtype(dy), device=dy.device)

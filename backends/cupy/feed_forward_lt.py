@@ -1,7 +1,8 @@
-"""`feed_forward` in bfloat16 by cuBLASLt: GELU and its slope within the products.
+"""`feed_forward` in bfloat16 by cuBLASLt: the matmuls also compute GELU and its derivative.
 
-The hidden layer is written by the product that makes it, and its gradient by the next. How many
-digits its tanh has NVIDIA does not say; the instruction has 11, and float16 would show it.
+Forward, the first matmul writes the hidden layer after GELU. Backward, a matmul writes the gradient
+of the hidden layer before GELU. NVIDIA does not say how precise cuBLASLt's tanh is. The tanh
+instruction has 11 bits, which would be visible in float16.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def unsupported(
     dropout_rate: float = 0.0,
     dropout_key: ops.RandomKey | None = None,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if activation != "gelu_tanh" or params.gate is not None:
         return "only gelu_tanh, and no gate"
     if dropout_rate:
@@ -55,7 +56,7 @@ def feed_forward(
     dropout_rate: float = 0.0,
     dropout_key: ops.RandomKey | None = None,
 ) -> tuple[Array, FeedForwardCache]:
-    """y = hidden w_down + b_down, hidden = gelu(before), before = x w_up + b_up."""
+    """Return (y = hidden w_down + b_down, cache); hidden = gelu(before), before = x w_up + b_up."""
     (w, b), (w_down, b_down) = params.up, params.down
     check = ops.linear.reference.check  # type: ignore[attr-defined]
     check((x, w, b), {}, ops.linear)
@@ -84,7 +85,10 @@ class FeedForwardCache(NamedTuple):
     x_shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> tuple[Array, FeedForwardParams]:
-        """dbefore = (dy w_down^T) gelu'(before), in one product."""
+        """Return dx and the gradients of the parameters.
+
+        dbefore = (dy w_down^T) gelu'(before) is one matmul.
+        """
         shape = (*self.x_shape[:-1], self.w_down.shape[1])
         require_gradient("linear", "dy", dy, self.hidden, shape)
         rows = PRODUCTS.rows(dy)

@@ -1,4 +1,4 @@
-"""`sdpa` of numbers of two bytes by tensor cores."""
+"""`sdpa` in float16 and bfloat16 by tensor cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xformer.showing import short
 from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=STORED, WIDTH=WIDTHS)
-# Queries of each width that a block holds, and keys that pass by; as in flash.cu.
+# Head width -> (queries of a block, keys that it loads at a time), as in flash.cu.
 TILES = {32: (128, 64), 64: (128, 64), 128: (128, 32)}
 
 
@@ -31,7 +31,7 @@ def unsupported(
     mask: Array | None = None,
     **options: Any,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if dtype_name(q) not in STORED:
         return f"it multiplies numbers of two bytes, not {q.dtype.name}"
     for width in (q.shape[3], v.shape[3]):
@@ -43,7 +43,7 @@ def unsupported(
         return f"there are {q.shape[2]} queries, so few that their keys are split over blocks"
     key = options.get("dropout_key")
     if options.get("dropout_rate") and key is not None and not isinstance(key.step, int):
-        return "the step of dropout_key is an array"  # for which no register is left
+        return "the step of dropout_key is an array"  # the kernel has no register left for it
     return None
 
 
@@ -58,7 +58,11 @@ def sdpa(
     mask: Array | None = None,
     **options: Any,
 ) -> tuple[Array, FlashCache]:
-    """In one launch; probabilities are rounded to two bytes before their product with v."""
+    """Return (ctx, cache) by one launch.
+
+    Probabilities are rounded to two bytes before the matmul with v.
+    q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
+    """
     checked = sdpa_options(q, k, bias, mask=mask, **options)
     made = attention((in_packs(q), in_packs(k), in_packs(v), None, sinks, mask), checked)
     by_token, top, total = _forward(made)
@@ -67,7 +71,7 @@ def sdpa(
 
 @short
 class FlashCache(NamedTuple):
-    """Saved by `flash` for backward."""
+    """Saved by `sdpa` for backward; probabilities are recomputed from top and total."""
 
     attention: Attention
     by_token: Array  # ctx, (B, T, H, M)
@@ -75,7 +79,10 @@ class FlashCache(NamedTuple):
     total: Array  # (B, H, T), sum of exp(scores - top)
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, None, Array | None]:
-        """dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx."""
+        """Return dq, dk, dv, None and dsinks, from dctx (B, H, T, M).
+
+        dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx
+        """
         n_batch, n_queries, n_heads, width = self.by_token.shape
         shape = n_batch, n_heads, n_queries, width
         require_gradient("sdpa", "dctx", dctx, self.by_token, shape)
@@ -83,14 +90,14 @@ class FlashCache(NamedTuple):
 
 
 def in_packs(x: Array) -> Array:
-    """x, copied where a row of it does not begin at 16 bytes, or its numbers lie apart."""
+    """Return x, or a copy if a row is not aligned to 16 bytes or not contiguous."""
     *starts, step = strides(x)
     there = x.data.ptr % 16 == 0 and not any(n % PACK for n in starts) and step == 1
     return x if there else contiguous(x)
 
 
 def _forward(a: Attention) -> tuple[Array, Array, Array]:
-    """ctx (B, T, H, M), top and total (B, H, T)."""
+    """Return ctx (B, T, H, M), and top and total (B, H, T)."""
     n_batch, n_heads, n_queries, _ = a.q.shape
     real, (own, other) = working_dtype(a.q), TILES[width_of(a)]
     ctx = empty(a.q, (n_batch, n_queries, n_heads, a.v.shape[3]))

@@ -1,4 +1,4 @@
-"""The gradients of `flash`: a launch for its rows, one for queries, one for keys and values."""
+"""The gradients of `flash`: a launch for the rows, one for queries, one for keys and values."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ PACK = 8  # numbers that are accessed together: 16 bytes
 WIDTHS = (32, 64, 128)  # of the heads, rounded up
 SOURCE = Source(__file__, dtypes=STORED, WIDTH=WIDTHS)
 WARPS = 4  # of a block
-# Rows of each width that a block holds, and those that pass by; as in flash_backward.cu.
+# Head width -> (rows of a block, rows that it loads at a time), as in flash_backward.cu.
 TILES = {32: (128, 32), 64: (128, 16), 128: (64, 32)}
 
 
 def width_of(a: Attention) -> int:
-    """The head width that the kernels are compiled for."""
+    """Return the head width that the kernels are compiled for."""
     return next(width for width in WIDTHS if width >= a.width)
 
 
 def shared(a: Attention, n_rows: int) -> int:
-    """Bytes of that many rows."""
+    """Return the bytes of shared memory for `n_rows` rows."""
     return a.q.dtype.itemsize * n_rows * (width_of(a) + PACK)
 
 
 def backward(
     a: Attention, by_token: Array, top: Array, total: Array, dctx: Array
 ) -> tuple[Array, Array, Array, None, Array | None]:
-    """dq, dk, dv, no dbias, dsinks, from what `FlashCache` keeps; dctx by 16 bytes."""
+    """Return dq, dk, dv, None (no bias) and dsinks.
+
+    a, by_token, top, total: the fields of `FlashCache`
+    dctx: (B, H, T, M), with rows aligned to 16 bytes
+    """
     (n_batch, n_heads, n_queries, _), (_, n_groups, n_keys, m) = a.q.shape, a.v.shape
     dq, dk, dv = heads_beside(a.q, (a.q.shape, a.k.shape, a.v.shape))
     lse, inner, shares, at_dctx = empty(top), empty(top), None, strides(dctx)[:3]

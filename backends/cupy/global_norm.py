@@ -1,4 +1,4 @@
-"""Clipping by the norm over all gradients, on the device, in few launches over all leaves."""
+"""Clips gradients by their global norm on the device; each launch takes many leaves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from xformer.optim.clip import clip_leaves as reference
 from xformer.typing import Array
 
 SOURCE = Source(__file__, WIDE=(0, 1), LEAVES=(LEAVES,))
-SHARE = 1 << 14  # elements of a block that sums: a fixed number, so that all devices sum alike
-SCALED = 1 << 12  # of one that multiplies
+SHARE = 1 << 14  # elements that a block sums: fixed, so that sums are the same on every device
+SCALED = 1 << 12  # elements that a block multiplies by the factor
 
 
 def unsupported(grads: Sequence[Array], *, max_norm: float, donate: bool = False) -> str | None:
-    """All leaves must be as the first."""
+    """Return why the kernel cannot run, or None if it can.
+
+    All leaves must have the library and dtype of the first.
+    """
     return not_alike(grads)
 
 
@@ -24,7 +27,11 @@ def unsupported(grads: Sequence[Array], *, max_norm: float, donate: bool = False
 def clip_leaves(
     grads: Sequence[Array], *, max_norm: float, donate: bool = False
 ) -> tuple[Sequence[Array], Array]:
-    """Never in place: whether the norm is finite would have to be waited for."""
+    """Return the clipped gradients, and their global norm () before clipping.
+
+    The gradients are new arrays, even if `donate`: to work in place, the host would have to wait
+    until it knows whether the norm is finite.
+    """
     leaves = [contiguous(g) for g in grads]
     norm, scale = norm_and_scale(leaves, max_norm)
     clipped = [empty(g) for g in leaves]
@@ -34,7 +41,10 @@ def clip_leaves(
 
 
 def norm_and_scale(leaves: Sequence[Array], max_norm: float) -> tuple[Array, Array]:
-    """sqrt(sum of x^2) over contiguous arrays of one dtype, at least one, and their factor: ()."""
+    """Return (norm, scale), both (): the global norm of the leaves, and the factor that clips them.
+
+    leaves: at least one, contiguous, of one dtype
+    """
     parts = empty(leaves[0], (sum(blocks(x.size, SHARE) for x in leaves),))
     start = 0
     for args, options in launches(SHARE, leaves):

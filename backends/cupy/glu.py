@@ -1,4 +1,4 @@
-"""`glu`: the activation and the product in one launch, forward and backward."""
+"""`glu`: activation and product in one launch forward, and one backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1), ACTIVATION=tuple(ACTIVATION
 
 @kernel(reference, "cupy", storage_dtypes=STORED)
 def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, GluCache]:
-    """y = act(gate) * up, elementwise."""
+    """Return (y = act(gate) * up, cache), elementwise; all arrays are (..., F)."""
     require_activation("glu", activation)
     gate, up, y = contiguous(gate), contiguous(up), empty(gate)
     elementwise(SOURCE, "glu_forward", (gate, up, y), ACTIVATION=activation)
@@ -28,14 +28,14 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
 
 @short
 class GluCache(NamedTuple):
-    """Saved by `glu` for backward; the activation is computed again."""
+    """Saved by `glu` for backward; the activation is recomputed."""
 
     gate: Array  # (..., F)
     up: Array  # (..., F)
     activation: str
 
     def backward(self, dy: Array) -> tuple[Array, Array]:
-        """dgate = dy * up * act'(gate); dup = dy * act(gate)."""
+        """Return dgate = dy * up * act'(gate) and dup = dy * act(gate)."""
         require_gradient("glu", "dy", dy, self.gate)
         arrays = self.gate, self.up, contiguous(dy), empty(dy), empty(dy)
         elementwise(SOURCE, "glu_backward", arrays, ACTIVATION=self.activation)

@@ -1,4 +1,4 @@
-"""`in_range` for ids on the device, which are not waited for."""
+"""`in_range` for ids on the device, without a synchronization."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from xformer.typing import Array
 
 @kernel(reference, "cupy")
 def in_range(ids: Array, *, size: int) -> bool:
-    """Nothing is known to be out of range: the kernels give NaN for an id that is."""
+    """Return True without a check: the kernels return NaN for an id out of range."""
     return True

@@ -1,4 +1,4 @@
-"""`index_add`, the gradient of `embedding` too: by atomic additions, or sorted.
+"""`index_add`, by atomic additions or in sorted order. `embedding`'s backward uses it too.
 
 with deterministic():
     grads = cache.backward()
@@ -28,7 +28,7 @@ _deterministic: ContextVar[bool] = ContextVar("deterministic", default=False)
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Within this context sums over repeated ids are made in a fixed order, which takes longer."""
+    """Return a context that sums over repeated ids in a fixed order, which takes longer."""
     token = _deterministic.set(True)
     try:
         yield
@@ -37,13 +37,16 @@ def deterministic() -> Iterator[None]:
 
 
 def is_deterministic() -> bool:
-    """Whether `deterministic` is active."""
+    """Return whether `deterministic` is active."""
     return _deterministic.get()
 
 
 @kernel(reference, "cupy")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
-    """out = x, then out[ids[n]] += y[n] for every n."""
+    """Return (out, cache): a copy of x (V, D) with out[ids[n]] += y[n] for every n.
+
+    y: (N, D)   ids: (N,), integers
+    """
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     out = x.copy() if x.flags.c_contiguous else contiguous(x)
     add_rows(out, y, ids)
@@ -51,10 +54,11 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
 
 
 def add_rows(out: Array, y: Array, ids: Array) -> None:
-    """out[ids[n]] += y[n] in place; out (V, D) contiguous, ids (N,), y (N, D), of the dtype of out
-    or stored in less.
+    """Add out[ids[n]] += y[n] in place for every n. A row whose id is not in [0, V) is skipped.
 
-    A row whose id does not lie in [0, V) is left out.
+    out: (V, D), contiguous
+    y: (N, D), of the dtype of `out`, or of two bytes if `out` is float32
+    ids: (N,)
     """
     xp = array_namespace(out)
     ids = contiguous(xp.astype(ids, xp.int64, copy=False))

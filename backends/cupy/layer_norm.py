@@ -1,4 +1,4 @@
-"""`layer_norm`: a block a row; the parameters' gradients by sums of fixed order."""
+"""`layer_norm`: one block a row. The parameters' gradients are sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 def layer_norm(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
 ) -> tuple[Array, LayerNormCache]:
-    """y = (x - mean) * rstd * w + b, and mean and rstd in passing."""
+    """Return (y = (x - mean) * rstd * w + b, cache).
+
+    x: (..., D)   w, b: (D,)
+    eps_inside: whether eps is added under the root, else to the root
+    """
     eps = number("layer_norm", "eps", eps, low=0)
     require_axis("layer_norm", x, -1)
     return forward(x, None, w, b, eps, eps_inside)
@@ -39,7 +43,7 @@ def layer_norm(
 def forward(
     x: Array, addend: Array | None, w: Array, b: Array | None, eps: float, eps_inside: bool = True
 ) -> tuple[Array, LayerNormCache]:
-    """y of x + addend; the sum is the x of the cache."""
+    """Return (y, cache) of `layer_norm` for x + addend; the cache's x is the sum."""
     x, w, b = contiguous(x), contiguous(w), None if b is None else contiguous(b)
     addend = None if addend is None else contiguous(addend)
     s = None if addend is None else empty(x)
@@ -67,16 +71,20 @@ class LayerNormCache(NamedTuple):
     w: Array  # (D,)
     mean: Array  # (N,)
     rstd: Array  # (N,)
-    eps_outside: float  # eps where it stands outside the root, else 0
+    eps_outside: float  # eps if it is added to the root, else 0
     has_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
-        """dx, dw, db as in the reference."""
+        """Return dx (..., D), dw (D,) and db (D,), or None for db without b; dy: (..., D)."""
         require_gradient("layer_norm", "dy", dy, self.x)
         return self.gradients(None, dy)
 
     def gradients(self, ds: Array | None, dy: Array) -> tuple[Array, Array, Array | None]:
-        """Of x, to whose gradient ds is added, of w and of b."""
+        """Return dx, dw and db (None without b).
+
+        ds: (..., D), added to dx; None: 0
+        dy: (..., D)
+        """
         x, w, mean, rstd, eps_outside, has_b = self
         ds, dy = None if ds is None else contiguous(ds), contiguous(dy)
         rows, width = mean.shape[0], w.shape[0]

@@ -1,4 +1,4 @@
-"""One launch over many leaves: their addresses travel in its arguments."""
+"""One launch over many leaves: its arguments hold their addresses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 from xformer.backends.cupy.module import blocks, wide
 from xformer.typing import Array
 
-LEAVES = 50  # of a launch: adamw takes 72 bytes for each, and all its arguments 4,096 at most
+LEAVES = 50  # of a launch: adamw needs 72 bytes for each, and arguments have at most 4,096 bytes
 BLOCK = 256  # threads
 
 
 def apart(leaves: Sequence[Array]) -> bool:
-    """Whether no two contiguous arrays share memory: else none may be written over."""
+    """Return whether no two of the arrays share memory. If two do, none may be overwritten.
+
+    leaves: contiguous
+    """
     spans = sorted((x.data.ptr, x.data.ptr + x.nbytes) for x in leaves if x.size)
     return all(stop <= start for (_, stop), (start, _) in pairwise(spans))
 
@@ -22,10 +25,14 @@ def apart(leaves: Sequence[Array]) -> bool:
 def launches(
     share: int, *trees: Sequence[Array]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """First arguments, and options, of the launches that go over all leaves, contiguous, of trees.
+    """Yield the first arguments and the options of each launch, for all leaves of the trees.
 
-    The arguments: for each tree the list of its leaves, then their sizes, their first blocks, and
-    share, the elements of a block. Leaves that can be read 16 bytes at a time come first.
+    share: elements of a block
+    trees: lists of contiguous leaves; leaves of one index have one size
+
+    The arguments are, for each tree, the list of its leaves; then the sizes of the leaves, the
+    number of the first block of each, and `share`. Leaves that can be read 16 bytes at a time are
+    first.
     """
     groups: dict[int, list[tuple[Array, ...]]] = {1: [], 0: []}
     for leaf in zip(*trees, strict=True):

@@ -1,4 +1,4 @@
-"""`linear`: products of two dimensions, of which none copies a factor; the bias added in place."""
+"""`linear` by matmuls of two-dimensional arrays that copy no factor; the bias is added in place."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from xformer.typing import Array
 def linear(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> tuple[Array, LinearCache]:
-    """y = x w + b."""
+    """Return (y = x w + b, cache).
+
+    x: (..., I)   w: (I, O)   b: (O,)
+    fixed: whether w is not trained, so that backward does not need x
+    """
     return forward(Products(), x, w, b, fixed)
 
 
 def forward(
     products: Products, x: Array, w: Array, b: Array | None, fixed: bool
 ) -> tuple[Array, LinearCache]:
-    """`linear` by some library's products."""
+    """Return (y = x w + b, cache) of `linear`, by the matmuls of `products`."""
     w = products.matrix(w)
     y = products.affine(products.rows(x), w, b)
     cache = LinearCache(None if fixed else x, w, b is not None, x.shape, products)
@@ -42,7 +46,10 @@ class LinearCache(NamedTuple):
     products: Products
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
-        """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows."""
+        """Return dx = dy w^T, dw = x^T dy (None if w is not trained), db = sum of dy over its rows.
+
+        dy: (..., O)
+        """
         require_gradient("linear", "dy", dy, self.w, (*self.x_shape[:-1], self.w.shape[1]))
         rows = self.products.rows(dy)
         dx = self.products.back(rows, self.w).reshape(self.x_shape)
