@@ -1,13 +1,13 @@
 """`linear_cross_entropy` in chunks of rows: memory holds the logits of one chunk at a time.
 
-One launch writes the losses of a chunk, and over its logits their gradient, of the sum of the
-losses. Products make its share of dx, dw and db of it before the next chunk overwrites it. A
-backward multiplies them by a factor, which stays on the device: dloss, over the number of tokens
-where the loss is their mean.
+One launch writes the losses of a chunk. It overwrites the logits by the gradient of the sum of the
+losses. Matmuls then compute the chunk's share of dx, dw and db, before the next chunk overwrites
+the gradient. Backward multiplies dx, dw and db by a factor that stays on the device: dloss, divided
+by the number of tokens if the loss is their mean.
 
-Products are fast where rows begin, and matrices end, at multiples of 128 bytes. So w, and b, are
-copied once with zeros behind the last class (`row_width`). The logits there are not looked at, and
-their gradient is 0, whatever x and w hold.
+Matmuls are fast if rows begin, and matrices end, at multiples of 128 bytes. So w and b are copied
+once, with columns of zeros after the last class (`row_width`). The kernel ignores the logits of
+these columns; their gradient is 0, whatever x and w hold.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from xformer.shapes import STORED, working_dtype
 from xformer.showing import short
 from xformer.typing import Array
 
-CHUNK = 1 << 29  # bytes of logits, to the nearest number of chunks: few sums of dw
-ROWS = 256  # of a chunk a multiple, as of the tiles of products; with fewer w is not copied
-COLUMNS = 64  # of a row of logits a multiple, if that is little more
-LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
+CHUNK = 1 << 29  # bytes of a chunk of logits, rounded; so large that dw has few sums
+ROWS = 256  # a chunk has a multiple of it, as tiles of matmuls; with fewer rows w is not copied
+COLUMNS = 64  # a row of logits has a multiple of it, if that is at most 12.5 % more
+LARGE = 1 << 12  # V; with fewer classes logits are a small part of the memory of training
 
 
 def unsupported(
@@ -46,7 +46,7 @@ def unsupported(
     reduction: str = "mean",
     fixed: bool = False,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if w.shape[1] < LARGE and w.dtype.name not in STORED:
         return f"there are fewer than {LARGE} classes"
     return 'reduction "none" has a dloss for each token' if reduction == "none" else None
@@ -65,13 +65,17 @@ def linear_cross_entropy(
     reduction: str = "mean",
     fixed: bool = False,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
-    """The loss, and its gradients unless within `inference()`."""
+    """Return (loss, cache). The cache holds the gradients; it is None within `inference()`.
+
+    x: (..., D)   w: (D, V)   b: (V,)   targets: (...), integers
+    fixed: whether w is not trained
+    """
     options = Options(targets, ignore_index, label_smoothing, z_loss, reduction)
     return forward(Products(), x, w, b, options, fixed)
 
 
 class Options(NamedTuple):
-    """Those of the loss."""
+    """The options of the loss."""
 
     targets: Array
     ignore_index: int | None
@@ -83,7 +87,7 @@ class Options(NamedTuple):
 def forward(
     products: Products, x: Array, w: Array, b: Array | None, options: Options, fixed: bool
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
-    """`linear_cross_entropy` by some library's products."""
+    """Return (loss, cache) of `linear_cross_entropy`, by the matmuls of `products`."""
     targets, ignore_index, label_smoothing, z_loss, reduction = options
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = finite("cross_entropy", "z_loss", z_loss)
@@ -98,10 +102,10 @@ def forward(
     dx, grads = None if is_inference() else empty(xs), NONE
     size = chunk_rows(n, width * xs.dtype.itemsize)
     buffer = empty(xs, (size, width))
-    for start in range(0, max(n, 1), size):  # once where there is no row
+    for start in range(0, max(n, 1), size):  # once if there is no row
         at = slice(start, min(start + size, n))
         logits = products.affine(xs[at, :], w, b, buffer[: at.stop - at.start, :])
-        slopes = None if dx is None else logits  # which they overwrite
+        slopes = None if dx is None else logits  # the gradient overwrites the logits
         own = loss[at], (None, None), ignore_index, a, z
         token_losses(logits, targets[at], *own, n_classes=n_classes, dlogits=slopes)
         if dx is not None:
@@ -116,19 +120,25 @@ def forward(
 
 
 def chunk_rows(n: int, row_bytes: int) -> int:
-    """Rows of each chunk but the last, at least one."""
+    """Return the rows of each chunk except the last; at least one.
+
+    n: rows of all chunks   row_bytes: bytes of a row of logits
+    """
     size = max(1, blocks(n, max(1, round(n * row_bytes / CHUNK))))
     return size if size < ROWS else min(n, blocks(size, ROWS) * ROWS)
 
 
 def row_width(n_classes: int) -> int:
-    """Columns of a row of logits: the classes, and up to 12.5 % more for whole packs and tiles."""
+    """Return the columns of a row of logits: the classes, and padding to whole packs or tiles.
+
+    The padding to a multiple of `COLUMNS` is at most 12.5 %; with few classes it is to 8.
+    """
     step = COLUMNS if n_classes >= 8 * COLUMNS else 8
     return blocks(n_classes, step) * step
 
 
 def padded(x: Array, width: int) -> Array:
-    """x (..., V) with zeros behind the last axis: (..., width), by columns if x is."""
+    """Return a copy of x (..., V) with zeros appended: (..., width). It is by columns if x is."""
     if x.ndim == 2 and x.strides[0] < x.strides[1]:
         held = empty(x, (width, x.shape[0]))
         held[: x.shape[1], :] = x.T
@@ -141,7 +151,7 @@ def padded(x: Array, width: int) -> Array:
 
 
 def of_classes(grads: Gradients, n_classes: int) -> Gradients:
-    """The gradients without what `padded` added."""
+    """Return the gradients without the columns that `padded` added."""
     dw, db = grads
     dw = dw if dw is None or dw.shape[1] == n_classes else dw[:, :n_classes]
     return Gradients(dw, db if db is None else db[:n_classes])
@@ -157,7 +167,7 @@ class LinearCrossEntropyCache(NamedTuple):
     scale: Array  # (): 1, or 1 / number of tokens
 
     def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
-        """Times dloss and scale."""
+        """Return dx, dw and db: the saved gradients times dloss and scale; dloss None: 1."""
         dloss = one(self.scale) if dloss is None else dloss
         require_gradient("linear_cross_entropy", "dloss", dloss, self.scale, ())
         factor = dloss * self.scale
@@ -166,9 +176,10 @@ class LinearCrossEntropyCache(NamedTuple):
 
 
 def _times(grad: Array, factor: Array) -> Array:
-    """grad * factor, with the layout of grad, rounded once if grad is stored in less than factor.
+    """Return grad * factor with the layout and dtype of grad, rounded once.
 
-    By rows: of a matrix by columns, as a tied head's dw, CuPy would transpose what it computes.
+    A matrix by columns, as dw of a tied head, is multiplied as its transpose: CuPy would return the
+    product by rows.
     """
     if grad.ndim == 2 and grad.flags.f_contiguous and not grad.flags.c_contiguous:
         return _times(grad.T, factor).T

@@ -1,7 +1,10 @@
-"""`linear` and `linear_cross_entropy` by cuBLASLt, which fuses what cuBLAS leaves over.
+"""`linear` and `linear_cross_entropy` by cuBLASLt, which fuses further work with the matmuls.
 
-Forward the bias; backward its gradient, the float32 gradient of a weight in two bytes, and sums of
-products: of dw over chunks of rows. Several maps of one x are in `linear_many_lt`.
+- Forward, the matmul adds the bias.
+- Backward, the matmul sums the bias gradient, writes a float32 gradient of a two-byte weight, and
+  adds to dw of earlier chunks of rows.
+
+Several linear maps of one x are in `linear_many_lt`.
 """
 
 from __future__ import annotations
@@ -20,24 +23,27 @@ from xformer.typing import Array
 
 
 class FusedProducts(Products):
-    """The same by cuBLASLt: of matrices with gaps between rows, and rounded once."""
+    """The matmuls of a linear map by cuBLASLt.
+
+    It reads matrices with gaps between rows without a copy, and rounds each result once.
+    """
 
     def matrix(self, x: Array) -> Array:
-        """x (N, M), copied where neither rows nor columns are contiguous."""
+        """Return x (N, M), or a copy if neither its rows nor its columns are contiguous."""
         return readable(x)
 
     def rows(self, x: Array) -> Array:
-        """x (..., D) as a matrix (N, D)."""
+        """Return x (..., D) as a matrix (N, D)."""
         return readable(flat(x))
 
     def affine(self, x: Array, w: Array, b: Array | None, out: Array | None = None) -> Array:
-        """x w + b; the bias is contiguous."""
+        """Return x w + b, written to `out` (N, O) if given; x: (N, I), w: (I, O), b: (O,)."""
         y = empty(x, (x.shape[0], w.shape[1])) if out is None else out
         multiply(x, w, y, bias=None if b is None else contiguous(b))
         return y
 
     def back(self, dy: Array, w: Array, out: Array | None = None, *, add: bool = False) -> Array:
-        """dy w^T, with `add` out + dy w^T."""
+        """Return dy w^T (N, I), written to `out` if given; if `add`, out + dy w^T."""
         dx = empty(dy, (dy.shape[0], w.shape[0])) if out is None else out
         multiply(dy, w.T, dx, add=add)
         return dx
@@ -45,12 +51,16 @@ class FusedProducts(Products):
     def parameters(
         self, x: Array | None, dy: Array, w: Array, has_b: bool, so_far: Gradients = NONE
     ) -> Gradients:
-        """dw = x^T dy + dw so far, in float32, and with it sums of dy over its rows."""
+        """Return dw = x^T dy and db = sum of dy over its rows, both added to `so_far`.
+
+        x: (N, I); None: no dw   dy: (N, O)   has_b: whether there is a db
+        w: (I, O); dw has its layout. Gradients of two-byte weights are float32.
+        """
         if x is None:
             return Gradients(None, added(so_far.db, row_sums(contiguous(dy))) if has_b else None)
         real, dw, add = working_dtype(dy), so_far.dw, so_far.dw is not None
         if dw is None:
-            by_rows = layout(w)[0]  # type: ignore[index]  # it has one: it was multiplied by
+            by_rows = layout(w)[0]  # type: ignore[index]  # not None, since forward multiplied by w
             dw = empty(w, w.shape, real) if by_rows else empty(w, w.shape[::-1], real).T
         db = empty(dy, w.shape[1:], real) if has_b else None
         multiply(x.T, dy, dw, add=add, sums=db)
@@ -63,7 +73,7 @@ PRODUCTS = FusedProducts()
 def linear_unsupported(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return why_not(x, w)
 
 
@@ -71,7 +81,11 @@ def linear_unsupported(
 def linear(
     x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
 ) -> tuple[Array, by_cublas.LinearCache]:
-    """y = x w + b."""
+    """Return (y = x w + b, cache).
+
+    x: (..., I)   w: (I, O)   b: (O,)
+    fixed: whether w is not trained, so that backward does not need x
+    """
     return by_cublas.forward(PRODUCTS, x, w, b, fixed)
 
 
@@ -90,7 +104,7 @@ def head_unsupported(
     reduction: str = "mean",
     fixed: bool = False,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return why_not(x, w) or head.unsupported(x, w, targets=targets, reduction=reduction)
 
 
@@ -107,6 +121,10 @@ def linear_cross_entropy(
     reduction: str = "mean",
     fixed: bool = False,
 ) -> tuple[Array, head.LinearCrossEntropyCache | None]:
-    """The loss, and its gradients unless within `inference()`."""
+    """Return (loss, cache). The cache holds the gradients; it is None within `inference()`.
+
+    x: (..., D)   w: (D, V)   b: (V,)   targets: (...), integers
+    fixed: whether w is not trained
+    """
     options = head.Options(targets, ignore_index, label_smoothing, z_loss, reduction)
     return head.forward(PRODUCTS, x, w, b, options, fixed)

@@ -1,4 +1,4 @@
-"""What is kept of a kind of product by cuBLASLt: descriptors, and the algorithm that it advises."""
+"""The plan of a kind of matmul by cuBLASLt: descriptors, and the algorithm of its heuristics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from xformer.typing import Array
 
-WORKSPACE = 32 << 20  # bytes that an algorithm may ask for, as NVIDIA advises for Hopper
-AUX_STEP = 8  # elements, of which its rows are a multiple
-ALIGNMENT = 256  # bytes, which cuBLASLt takes for granted unless it is told otherwise
-KEPT = 4096  # ways in which matrices lie
+WORKSPACE = 32 << 20  # bytes that an algorithm may use, as NVIDIA recommends for Hopper
+AUX_STEP = 8  # rows of an epilogue's matrix have a multiple of so many elements
+ALIGNMENT = 256  # bytes; cuBLASLt assumes this alignment unless another one is set
+KEPT = 4096  # layouts that are cached
 
-# Of library_types.h and cublas_api.h.
+# Constants of library_types.h and cublas_api.h.
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
 WIDTHS = {0: 4, 2: 2, 14: 2}  # bytes
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
@@ -24,32 +24,36 @@ SUCCESS, NOT_SUPPORTED = 0, 15
 
 
 class Matrix(NamedTuple):
-    """A matrix in memory as cuBLASLt counts, by columns: one by rows is its own transpose there."""
+    """A matrix in memory as cuBLASLt reads it: by columns. A matrix by rows is read transposed."""
 
     type: int
     rows: int
     columns: int
     step: int  # elements from one column to the next
-    as_it_is: bool  # else its transpose
+    as_it_is: bool  # whether it is read as it is, else transposed
     alignment: int  # bytes
-    batch: int = 1  # how many of them there are
-    apart: int = 0  # elements from one to the next
+    batch: int = 1  # number of matrices
+    apart: int = 0  # elements from one matrix to the next
 
     def several(self, batch: int, apart: int) -> Matrix:
-        """This and others like it behind it, or as many times this one where they are 0 apart."""
+        """Return a batch of matrices of this layout, the first of which is this one.
+
+        batch: number of matrices
+        apart: elements from one to the next; 0: each is this matrix
+        """
         aligned_too = self.alignment if not apart else aligned(apart * WIDTHS[self.type])
         return self._replace(batch=batch, apart=apart, alignment=min(self.alignment, aligned_too))
 
 
 def layout(x: Array) -> tuple[bool, int] | None:
-    """Whether x (N, M) lies by rows, else by columns, and elements from one to the next.
+    """Return (whether x (N, M) is stored by rows, elements from one row or column to the next).
 
-    None where the elements of neither are contiguous, or rows overlap.
+    Returns None if neither rows nor columns are contiguous, or they overlap.
     """
     return _layout(x.shape, x.strides, x.itemsize)
 
 
-@functools.lru_cache(KEPT)  # a model has few, and to work them out takes longer than to look
+@functools.lru_cache(KEPT)  # a model has few layouts, and a look-up is faster than computing them
 def _layout(shape: tuple[int, int], strides: tuple[int, int], size: int) -> tuple[bool, int] | None:
     (n, m), (down, across) = shape, strides
     if (across == size or m == 1) and (n == 1 or down >= m * size):
@@ -60,7 +64,7 @@ def _layout(shape: tuple[int, int], strides: tuple[int, int], size: int) -> tupl
 
 
 def matrix(x: Array) -> Matrix:
-    """x (N, M) for cuBLASLt; ValueError where it has no layout."""
+    """Return x (N, M) as cuBLASLt reads it. Raises ValueError if it has no layout."""
     return _matrix(x.shape, x.strides, x.dtype, aligned(x.data.ptr))
 
 
@@ -75,30 +79,30 @@ def _matrix(shape: tuple[int, int], strides: tuple[int, int], dtype: Any, alignm
 
 
 def aligned(address: int) -> int:
-    """The power of two that an address is a multiple of, as far as it matters."""
+    """Return the largest power of two that divides the address, at most `ALIGNMENT`."""
     power = address & -address
     return power if power < ALIGNMENT else ALIGNMENT
 
 
 def fits_aux(out: Array) -> bool:
-    """Whether out (N, M), contiguous, may have an array of its shape beside it in an epilogue."""
+    """Return whether an epilogue may read or write a matrix of the shape of out (N, M)."""
     return bool(out.shape[1] % AUX_STEP == 0)
 
 
 class Held(NamedTuple):
-    """Memory of the host that cuBLASLt reads, and its address, for which NumPy takes long."""
+    """Host memory that cuBLASLt reads, and its address, which NumPy takes long to return."""
 
     values: np.ndarray
     at: int
 
 
 def held(values: np.ndarray) -> Held:
-    """As the array lies."""
+    """Return the array with its address."""
     return Held(values, values.ctypes.data)
 
 
 class Plan(NamedTuple):
-    """d = op(a) op(b) with an epilogue."""
+    """Descriptors and the algorithm of d = op(a) op(b) with an epilogue."""
 
     operation: int
     a: int
@@ -106,11 +110,11 @@ class Plan(NamedTuple):
     d: int
     algorithm: Held
     pointed: Held  # the addresses of the epilogue's vector, and of its matrix
-    close: Callable[[], None]  # frees what cuBLASLt holds
+    close: Callable[[], None]  # frees the descriptors
     workspace: int = 0  # bytes that the algorithm needs
 
     def point(self, lt: Any, pointed: tuple[int, int]) -> None:
-        """The epilogue's vector and matrix are those at these addresses, where there are any."""
+        """Set the addresses of the epilogue's vector and matrix; 0: there is none."""
         names = lt.MatmulDescAttribute
         for i, name in enumerate((names.BIAS_POINTER, names.EPILOGUE_AUX_POINTER)):
             if pointed[i]:
@@ -127,13 +131,16 @@ def planned(
     tf32: bool,
     vector_apart: int = 0,
 ) -> Plan | None:
-    """The plan of a product of two matrices into a third; None where there is no algorithm.
+    """Return the plan of a matmul, or None if cuBLASLt has no algorithm for it.
 
-    pointed: the addresses of the epilogue's vector and of its matrix, which lies as the third one,
-    or 0; the heuristics see how they are aligned. vector_apart: elements from the vector of one of
-    several products to that of the next.
+    pointed: addresses of the epilogue's vector and matrix, or 0; the heuristics use their
+        alignment. The matrix has the layout of the result.
+    of: the two factors and the result
+    epilogue: a name of `Epilogue`
+    tf32: whether float32 factors may be rounded to TF32
+    vector_apart: of a batch, the elements from one vector to the next
     """
-    with ExitStack() as stack:  # what was created, where anything raises
+    with ExitStack() as stack:  # frees the descriptors if anything raises
         plan = _plan(lt, stack, of, COMPUTE_32F_FAST_TF32 if tf32 else COMPUTE_32F)
         _describe(lt, plan, pointed, of, epilogue, vector_apart)
         if not _advised(lt, handle, plan, of):
@@ -143,7 +150,7 @@ def planned(
 
 
 def _plan(lt: Any, stack: ExitStack, of: tuple[Matrix, Matrix, Matrix], compute: int) -> Plan:
-    """Descriptors, which `stack` frees, and room for an algorithm."""
+    """Return a plan with descriptors, which `stack` frees, and an empty algorithm."""
     operation = lt.matmul_desc_create(compute, TYPES["float32"])
     stack.callback(lt.matmul_desc_destroy, operation)
     a, b, d = (_described(lt, stack, x) for x in of)
@@ -162,7 +169,7 @@ def _describe(
 ) -> None:
     names = lt.MatmulDescAttribute
     attributes = {
-        names.TRANSA: int(of[0].as_it_is),  # what is wanted is the transpose of each
+        names.TRANSA: int(of[0].as_it_is),  # the matmul needs the transpose of each factor
         names.TRANSB: int(of[1].as_it_is),
         names.EPILOGUE: lt.Epilogue[epilogue],
     }
@@ -178,7 +185,7 @@ def _describe(
 
 
 def _described(lt: Any, stack: ExitStack, x: Matrix) -> int:
-    """The descriptor of a matrix, or of several."""
+    """Return the descriptor of a matrix, or of a batch; `stack` frees it."""
     made: int = lt.matrix_layout_create(x.type, x.rows, x.columns, x.step)
     stack.callback(lt.matrix_layout_destroy, made)
     if x.batch > 1:
@@ -189,10 +196,10 @@ def _described(lt: Any, stack: ExitStack, x: Matrix) -> int:
 
 
 def _advised(lt: Any, handle: int, plan: Plan, of: tuple[Matrix, Matrix, Matrix]) -> bool:
-    """Whether there is an algorithm, which `plan.algorithm` then holds.
+    """Store the best algorithm of the heuristics in `plan.algorithm`; return whether there is one.
 
-    What is split among blocks is added up in float32 in the workspace, by a step of its own: other
-    schemes round parts to the type of d, or add them in the order in which they are ready.
+    If blocks split a sum, a separate step adds the parts in float32 in the workspace. Other schemes
+    are excluded: they round parts to the type of d, or add them in the order of completion.
     """
     names = lt.MatmulPreferenceAttribute
     attributes = {
@@ -226,7 +233,7 @@ def _set(
     descriptor: int,
     attributes: dict[int, int],
 ) -> None:
-    """Each attribute in the bytes that the bindings say it has."""
+    """Set the attributes of a descriptor, each in the type that the bindings name for it."""
     for name, number in attributes.items():
         held = np.array([number], dtype(name))
         set_one(descriptor, name, held.ctypes.data, held.nbytes)

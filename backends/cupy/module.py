@@ -1,11 +1,11 @@
-"""CUDA source and its launch: the one seam between the kernels' Python and what runs them.
+"""CUDA sources and kernel launches: the only interface between kernels' Python and the launcher.
 
     SOURCE = Source(__file__, WIDE=(0, 1))  # softmax.cu beside softmax.py
     launch(SOURCE, "softmax_forward", x, grid=(rows,), block=(128,), args=(x, y, width), WIDE=1)
 
-The arrays choose the launcher: CuPy's is in `driver`; the tests bring one that runs the same source
-on the CPU. So nothing here and in the kernels' Python imports CuPy. How a kernel is written and
-tested: docs/cuda-kernels.md
+The type of the arrays selects the launcher. CuPy's is in `driver`; the tests have one that runs the
+same source on the CPU. So neither this module nor the kernels' Python imports CuPy.
+docs/cuda-kernels.md explains how to write and test a kernel.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from array_api_compat import array_namespace
 from xformer.shapes import STORED, dtype_name
 from xformer.typing import Array
 
-# Compiled at the first launch; the names of REAL, the type of arithmetic and of the arrays, but for
-# those of STORED, whose names storage.cuh has.
+# dtype -> the C++ name of REAL, the type of arithmetic, and of arrays. storage.cuh has the names of
+# the types in STORED.
 REALS = {"float32": "float", "float64": "double"}
 EVERY = (*REALS, *STORED)
 MAX_THREADS = 256  # of a block that works on one row
 
 Launcher = Callable[..., None]
-LAUNCHERS: dict[type, Launcher] = {}  # type of the arrays -> what launches on them
-# -> what makes them from a shape and a dtype, where the standard's `empty` takes the host longer.
+LAUNCHERS: dict[type, Launcher] = {}  # type of the arrays -> launcher
+# Type of the arrays -> a function that makes one, if it is faster than the array API's `empty`.
 MAKERS: dict[type, Callable[..., Array]] = {}
 
 
 class Source:
-    """A .cu file, compiled for each type of numbers and choice of its macros that is launched.
+    """A .cu file, compiled for each dtype and each choice of macros that is launched.
 
-    beside: the .py file of the same name   dtypes: of the arrays   macros: name -> the values that
-    it may have.
+    beside: the .py file of the same name
+    dtypes: of the arrays that the kernels take
+    macros: name -> all values
     """
 
     def __init__(
@@ -50,11 +51,14 @@ class Source:
 
     @cached_property
     def text(self) -> str:
-        """The file with its headers in place: compilers that cache by source see all of it."""
+        """The file with its headers inserted: a compiler that caches by source needs all of it."""
         return "\n".join(_expanded(self.path, set()))
 
     def options(self, dtype: str, macros: dict[str, Any]) -> tuple[str, ...]:
-        """Options of the compiler. TypeError, ValueError for a dtype, macros it does not have."""
+        """Return the compiler's options.
+
+        Raises TypeError for a dtype, and ValueError for macros, that the source does not have.
+        """
         if dtype not in self.dtypes:
             raise TypeError(f"{self.path.name} is for {', '.join(self.dtypes)}, got {dtype}")
         if macros.keys() != self.macros.keys() or any(
@@ -67,7 +71,7 @@ class Source:
         return "-std=c++17", f"-DREAL={REALS[arithmetic(dtype)]}", *given
 
     def variants(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every dtype and choice of macros."""
+        """Yield every combination of dtype and macros."""
         for dtype, *values in product(self.dtypes, *self.macros.values()):
             yield dtype, dict(zip(self.macros, values, strict=True))
 
@@ -96,12 +100,16 @@ def launch(
     shared: int = 0,
     **macros: Any,
 ) -> None:
-    """Run `name` of `source` on the current device, REAL, or STORED, the dtype of `like`.
+    """Run the kernel `name` of `source` on the current device.
 
-    args: arrays, None for a null pointer, ints as long long, floats as REAL; a list of arrays and
-    None, or of ints, as a struct of one array of as many, by value. shared: bytes of dynamic shared
-    memory of a block. No blocks, no launch. ValueError for arrays of another device than the
-    current one.
+    like: an array; its dtype is REAL, or STORED for two-byte numbers
+    grid, block: numbers of blocks, and of threads of a block; if there are no blocks, nothing runs
+    args: arrays; None for a null pointer; ints, passed as long long; floats, passed as REAL; lists
+        of arrays and None, or of ints, passed by value as a struct that holds one array
+    shared: bytes of dynamic shared memory of a block
+    macros: name -> value, for each macro of the source
+
+    Raises ValueError if an array is not on the current device.
     """
     if 0 in grid:
         return
@@ -118,26 +126,29 @@ def _launcher(array_type: type) -> Launcher:
     raise TypeError(f"launch: arrays must be CuPy's, got {array_type.__name__} of {module}")
 
 
-# ---- What the kernels' Python has in common ----
+# ---- Shared by the kernels' Python ----
 
 
 def arithmetic(dtype: str) -> str:
-    """The name of the dtype in which arrays of `dtype` are computed with."""
+    """Return the name of the dtype in which kernels compute with arrays of `dtype`."""
     return "float32" if dtype in STORED else dtype
 
 
 def real_size(x: Array) -> int:
-    """Bytes of a number of `working_dtype(x)`."""
+    """Return the bytes of a number of `working_dtype(x)`."""
     return 4 if dtype_name(x) in STORED else int(x.dtype.itemsize)
 
 
 def contiguous(x: Array) -> Array:
-    """x, copied where it is not contiguous."""
+    """Return x, or a copy if it is not contiguous."""
     return x if x.flags.c_contiguous else array_namespace(x).ascontiguousarray(x)
 
 
 def not_alike(leaves: Sequence[Array]) -> str | None:
-    """Why one launcher cannot take them all; None where all are as the first, of a real dtype."""
+    """Return why one launcher cannot take all leaves, or None.
+
+    All must have the library of the first and its dtype, which must be a key of `REALS`.
+    """
     kind, dtype = type(leaves[0]), leaves[0].dtype
     if dtype_name(leaves[0]) in REALS and all(type(x) is kind and x.dtype == dtype for x in leaves):
         return None
@@ -145,9 +156,9 @@ def not_alike(leaves: Sequence[Array]) -> str | None:
 
 
 def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Array:
-    """An array to be written to, of the shape and dtype of `like` unless given.
+    """Return a new array without values, of the shape and dtype of `like` unless given.
 
-    On the current device: CuPy makes arrays on no other, whatever `device=` says.
+    It is on the current device: CuPy makes arrays on no other device, whatever `device=` is.
     """
     shape = like.shape if shape is None else shape
     dtype = like.dtype if dtype is None else dtype
@@ -156,9 +167,9 @@ def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
 
 
 def wide(width: int, *arrays: Array | None) -> int:
-    """1 where rows of `width` elements can be read and written 16 bytes at a time, else 0."""
+    """Return 1 if rows of `width` elements can be read and written 16 bytes at a time, else 0."""
     size = 16
-    for a in arrays:  # in generators this would take twice as long
+    for a in arrays:  # generators would take twice as long
         if a is not None:
             if a.data.ptr % 16:
                 return 0
@@ -167,14 +178,15 @@ def wide(width: int, *arrays: Array | None) -> int:
 
 
 def threads(items: int, limit: int = MAX_THREADS) -> int:
-    """Threads of a block for that many items: a power of two of whole warps, at most `limit`."""
+    """Return the threads of a block for so many items: a power of two from 32 to `limit`."""
     return min(limit, max(32, 1 << (items - 1).bit_length()))
 
 
 def row_threads(width: int, is_wide: int, x: Array) -> int:
-    """Threads of a block that works on one row of x, one access each at a time.
+    """Return the threads of a block that works on one row of x.
 
-    As few whole warps as finish the row in as few turns as `MAX_THREADS` would.
+    These are the fewest whole warps that finish the row in as few turns as `MAX_THREADS` threads.
+    In each turn a thread makes one access.
     """
     accesses = width * x.dtype.itemsize // 16 if is_wide else width
     turns = blocks(accesses, MAX_THREADS)
@@ -182,5 +194,5 @@ def row_threads(width: int, is_wide: int, x: Array) -> int:
 
 
 def blocks(items: int, size: int) -> int:
-    """Blocks of `size` that cover all items."""
+    """Return how many blocks of `size` items cover all items: the quotient, rounded up."""
     return -(-items // size)

@@ -1,14 +1,14 @@
-"""NVIDIA's packages beside CuPy: which are missing, by name, and which extra brings them.
+"""Names the NVIDIA packages that are missing, and the extra that installs them.
 
-A machine may have some of them, of `pip install --no-deps` for one. What an extra asks for in
-pyproject.toml is what is named here.
+A machine may have only some of them, for example after `pip install --no-deps`. The packages here
+are those of the extras in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import importlib.util
 
-# Modules that NVIDIA's import when they are imported, or in a call, and whose package has each.
+# Extra -> the modules that it needs, at import or in a call, and the package of each.
 PACKAGES = {
     "nvmath": {
         "nvmath": "nvmath-python",
@@ -18,7 +18,7 @@ PACKAGES = {
     },
     "cudnn": {"cudnn": "nvidia-cudnn-frontend", "cuda.bindings": "cuda-bindings"},
 }
-# What brings the library itself, which the bindings open when they are first called.
+# Library -> the command that installs it. The bindings open the library at their first call.
 LIBRARIES = {
     "cublasLt": "pip install 'xformer-array[cuda13]' (or [cuda12])",
     "cudnn": "pip install 'xformer-array[cudnn]' (CUDA 12: [cudnn-cu12])",
@@ -26,7 +26,7 @@ LIBRARIES = {
 
 
 def missing(extra: str) -> str | None:
-    """Which packages of an extra are missing, as a sentence; None where all are installed."""
+    """Return a sentence that names the missing packages of an extra, or None if none is missing."""
     names = [name for module, name in PACKAGES[extra].items() if not is_installed(module)]
     if not names:
         return None
@@ -35,9 +35,9 @@ def missing(extra: str) -> str | None:
 
 
 def no_library(name: str, error: Exception) -> str:
-    """Why the bindings cannot call a library: it is not found, or they say something else."""
+    """Return why the bindings cannot call a library, from the error that they raised."""
     said = str(error)
-    if "driver" in said.lower():  # without one they look for no library
+    if "driver" in said.lower():  # without a driver they do not look for the library
         return f"there is no NVIDIA driver ({said})"
     if f"lib{name.lower()}" in said.lower() or "unable to find symbol" in said.lower():
         return f"lib{name} was not found ({said}): {LIBRARIES[name]}"
@@ -45,10 +45,10 @@ def no_library(name: str, error: Exception) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found; packages around it are imported."""
+    """Return whether a module can be found. It imports the packages that contain the module."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # of a package around it
+    except ImportError:  # of a package that contains it
         return False
-    except ValueError:  # imported, by other means
+    except ValueError:  # it is already imported, and has no spec
         return True

@@ -1,7 +1,7 @@
-"""Arrays of a tree in one: equal ones that follow each other are then equally far apart.
+"""Stores all arrays of a tree in one array, so that equal neighbours are at equal distances.
 
-So a product takes several maps of one x at once, as to queries, keys and values (`linear_lt`).
-Each of them keeps all in memory.
+One batched matmul then computes several linear maps of one x, as for queries, keys and values
+(`linear_many_lt`). Each array of the tree is a view, and keeps the whole array in memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=STORED, WIDE=(0, 1), LEAVES=(LEAVES,))
 SHARE = 1 << 13  # elements of a block
-ALIGNMENT = 256  # bytes, at multiples of which each of them begins
+ALIGNMENT = 256  # bytes; each array begins at a multiple of it
 
 
 def packed(params: Any, dtype: Any) -> Any:
-    """Copies of float32 parameters rounded to two bytes, by few launches over all leaves.
+    """Return a copy of float32 parameters rounded to two bytes; each launch rounds many leaves.
 
     params: a tree of float32 arrays on the current device
-    dtype: of `STORED`
-    Returns the same tree. Leaves follow each other in its order, each by columns if it was, else
-    by rows.
+    dtype: one of `STORED`
+
+    The leaves are views of one array, in the order of the tree. A leaf is stored by columns if it
+    was, else by rows.
     """
     leaves = tree.flatten(tree.thaw(params)).values()
     if not leaves:
@@ -59,9 +60,10 @@ def packed(params: Any, dtype: Any) -> Any:
 
 
 def distance(arrays: Sequence[Array | None]) -> int | None:
-    """Elements from each to the next where they are alike and lie as `packed` places them.
+    """Return the elements from each array to the next, or None if they are not at equal distances.
 
-    0 where all are None; None where they lie otherwise.
+    The arrays must have one shape, dtype and layout, and a distance that `packed` may have made.
+    Returns 0 if all arrays are None.
     """
     first = arrays[0]
     if first is None or arrays[1] is None:

@@ -1,11 +1,12 @@
-"""Matrices as cuBLAS reads them where they lie, and whether it may round them.
+"""Matmuls by cuBLAS that copy no factor that cuBLAS can read, and the switch for TF32.
 
     with tf32():
         loss, cache = model.loss(params, tokens, targets)
         grads = cache.backward()
 
-Products are `a.dot(b)` and `a.dot(b, out)` of two dimensions: CuPy then copies no transposed
-factor, and writes to `out` itself. `@` takes longer to begin, and with more dimensions it copies.
+Matmuls are `a.dot(b)` and `a.dot(b, out)` of two-dimensional arrays: CuPy then does not copy a
+transposed factor, and writes directly to `out`. `@` takes longer to start, and copies if there are
+more dimensions.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from xformer.typing import Array
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Within this context products of float32 matrices round their factors to TF32.
+    """Return a context in which matmuls of float32 matrices round their factors to TF32.
 
-    To 10 bits behind the point in the place of 23, for tensor cores; sums stay in float32. It is
-    CuPy's own switch, of the whole process; as it was before (unless set, by CUPY_TF32 of the
-    environment) it is again afterwards. Unusable where there is no CuPy or no device.
+    TF32 has 10 bits of mantissa instead of 23, and uses tensor cores; sums stay in float32. The
+    switch is CuPy's, for the whole process. After the context it has its earlier value; its default
+    is CUPY_TF32 of the environment.
+
+    Raises Unusable if CuPy is not installed, or there is no device.
     """
     backends.get("cupy")
     from xformer.backends.cupy import driver
@@ -40,7 +43,7 @@ def tf32() -> Iterator[None]:
 
 
 class Gradients(NamedTuple):
-    """Those of the parameters of a linear map; None: of none, or not wanted."""
+    """The gradients of a linear map's parameters; None if a parameter is missing or not trained."""
 
     dw: Array | None  # (I, O)
     db: Array | None  # (O,)
@@ -50,33 +53,35 @@ NONE = Gradients(None, None)
 
 
 class Products:
-    """The products of a linear map by CuPy: cuBLAS's, and what it does not do behind them."""
+    """The matmuls of a linear map by CuPy's cuBLAS; bias and sums are separate launches."""
 
     def matrix(self, x: Array) -> Array:
-        """x (N, M) as they read it, copied where it lies otherwise."""
+        """Return x (N, M), or a copy if it is not contiguous by rows or by columns."""
         return x if x.flags.f_contiguous else contiguous(x)
 
     def rows(self, x: Array) -> Array:
-        """x (..., D) as a matrix (N, D)."""
+        """Return x (..., D) as a contiguous matrix (N, D)."""
         return contiguous(flat(x))
 
     def affine(self, x: Array, w: Array, b: Array | None, out: Array | None = None) -> Array:
-        """x w + b of rows x (N, I), w (I, O), b (O,); written to `out` (N, O) if given."""
+        """Return x w + b, written to `out` (N, O) if given; x: (N, I), w: (I, O), b: (O,)."""
         y = x.dot(w) if out is None else x.dot(w, out)
         return y if b is None else added(y, b)
 
     def back(self, dy: Array, w: Array, out: Array | None = None) -> Array:
-        """dy w^T (N, I)."""
+        """Return dy w^T (N, I), written to `out` if given; dy: (N, O), w: (I, O)."""
         return dy.dot(w.T) if out is None else dy.dot(w.T, out)
 
     def parameters(
         self, x: Array | None, dy: Array, w: Array, has_b: bool, so_far: Gradients = NONE
     ) -> Gradients:
-        """dw = x^T dy, None without x, and db = sums of dy over its rows, added to those so far.
+        """Return dw = x^T dy and db = sum of dy over its rows, both added to `so_far`.
 
-        dw lies in memory as w does: that of a tied head, whose w is a transposed table, so becomes
-        the table's without a copy. Of two-byte numbers it is float32, but CuPy has no product that
-        gives it: sums are in float32, and rounded once to the two bytes.
+        x: (N, I); None: no dw   dy: (N, O)   w: (I, O)   has_b: whether there is a db
+
+        dw has the layout of w. So dw of a tied head, whose w is the transposed table, is the
+        table's gradient without a copy. If dy has two bytes a number, dw is float32. But CuPy has
+        no matmul with a float32 result: it sums in float32 and rounds once to two bytes.
         """
         dw = None
         if x is not None:
@@ -86,9 +91,10 @@ class Products:
 
 
 def product_into(a: Array, b: Array, out: Array, *, add: bool = False) -> None:
-    """out (M, N) = a (M, K) b (K, N), or with `add` out + a b, rounded as cuBLAS rounds a b.
+    """Write out = a b, or out + a b if `add`; a b is rounded to the dtype of a first.
 
-    Whatever lies between rows; what cuBLAS cannot read is copied.
+    a: (M, K)   b: (K, N)   out: (M, N), with any strides
+    Factors that are not contiguous by rows or by columns are copied.
     """
     a, b = (x if x.flags.c_contiguous or x.flags.f_contiguous else contiguous(x) for x in (a, b))
     product = array_namespace(out).astype(a.dot(b), out.dtype, copy=False)
@@ -99,12 +105,12 @@ def product_into(a: Array, b: Array, out: Array, *, add: bool = False) -> None:
 
 
 def flat(x: Array) -> Array:
-    """x (..., D) as (N, D)."""
+    """Return x (..., D) as (N, D)."""
     return x if x.ndim == 2 else x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def added(total: Array | None, part: Array) -> Array:
-    """total + part, in place where there is a total."""
+    """Return total + part, added to `total` in place; `part` if `total` is None."""
     if total is None:
         return part
     total += part

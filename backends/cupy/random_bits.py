@@ -1,4 +1,4 @@
-"""`random_bits`: a thread for four words."""
+"""`random_bits`: each thread writes four words."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from xformer.shapes import require_array
 from xformer.typing import Array
 
 SOURCE = Source(__file__)
-BLOCK = 256  # threads, of four words each
+BLOCK = 256  # threads; each writes four words
 
 
 def unsupported(like: Array, *, key: RandomKey, size: int) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return not_a_step(key, like)
 
 
 @kernel(reference, "cupy", unsupported=unsupported)
 def random_bits(like: Array, *, key: RandomKey, size: int) -> Array:
-    """Philox4x32-10, int64."""
+    """Return `size` random words of 32 bits as int64 (size,), by Philox4x32-10.
+
+    like: an array of the library and device of the result
+    """
     require_key("random_bits", key)
     require_sizes("random_bits", 0, size=size)
     require_array("random_bits", "like", like)
@@ -37,13 +40,19 @@ def random_bits(like: Array, *, key: RandomKey, size: int) -> Array:
 
 
 def words(key: RandomKey) -> tuple[int, int, int, int, Array | None]:
-    """The key as the kernels take it: key0, key1, site, step, and where on the device step lies."""
+    """Return the kernels' arguments for a key: key0, key1, site, step, and step on the device.
+
+    If key.step is an array, the fourth is 0 and the fifth the array; else the fifth is None.
+    """
     seed = key.seed & MASK, key.seed >> 32, key.site
     return (*seed, key.step, None) if isinstance(key.step, int) else (*seed, 0, key.step)
 
 
 def not_a_step(key: Any, like: Array) -> str | None:
-    """Why kernels cannot run with this key: its step is an int, or lies where `like` does."""
+    """Return why kernels cannot run with this key, or None if they can.
+
+    key.step must be an int, or an int64 array () of the library of `like`.
+    """
     if not isinstance(key, RandomKey) or isinstance(key.step, int):
         return None
     there = type(key.step) is type(like) and key.step.dtype.name == "int64"

@@ -1,4 +1,4 @@
-"""`rms_norm`: a block a row; the gain's gradient by sums of fixed order."""
+"""`rms_norm`: one block a row. The gradient of w is a sum in a fixed order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOURCE = Source(__file__, dtypes=EVERY, WIDE=(0, 1))
 def unsupported(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return "there is no w to add the offset to" if w is None and offset != 0 else None
 
 
@@ -37,7 +37,10 @@ def unsupported(
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> tuple[Array, RmsNormCache]:
-    """y = (offset + w) * x * rstd, and rstd in passing."""
+    """Return (y = (offset + w) * x * rstd, cache).
+
+    x: (..., D)   w: (D,); None: y = x * rstd
+    """
     eps = number("rms_norm", "eps", eps, low=0)
     offset = number("rms_norm", "offset", offset)
     require_axis("rms_norm", x, -1)
@@ -47,7 +50,7 @@ def rms_norm(
 def forward(
     x: Array, addend: Array | None, w: Array | None, eps: float, offset: float
 ) -> tuple[Array, RmsNormCache]:
-    """y of x + addend; the sum is the x of the cache."""
+    """Return (y, cache) of `rms_norm` for x + addend; the cache's x is the sum."""
     x, w = contiguous(x), None if w is None else contiguous(w)
     addend = None if addend is None else contiguous(addend)
     s = None if addend is None else empty(x)
@@ -77,12 +80,16 @@ class RmsNormCache(NamedTuple):
     offset: float
 
     def backward(self, dy: Array) -> tuple[Array, Array | None]:
-        """dx and dw as in the reference."""
+        """Return dx (..., D) and dw (D,), or None for dw without w; dy: (..., D)."""
         require_gradient("rms_norm", "dy", dy, self.x)
         return self.gradients(None, dy)
 
     def gradients(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None]:
-        """Of x, to whose gradient ds is added, and of w."""
+        """Return dx and dw (None without w).
+
+        ds: (..., D), added to dx; None: 0
+        dy: (..., D)
+        """
         x, w, rstd, offset = self
         ds, dy = None if ds is None else contiguous(ds), contiguous(dy)
         rows, width = rstd.shape[0], x.shape[-1]

@@ -1,4 +1,4 @@
-"""`rope` in one launch that reads its input by strides, and lays out its output alike."""
+"""`rope` in one launch that reads x by its strides; y has the same order of axes in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ BLOCK = 256  # threads
 
 @kernel(reference, "cupy", storage_dtypes=STORED)
 def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
-    """(a, b) -> (a cos - b sin, b cos + a sin) for pairs of channels."""
+    """Return (y, cache): pairs of channels (a, b) become (a cos - b sin, b cos + a sin).
+
+    x: (B, H, T, K)   cos, sin: (T, R/2) or (B, T, R/2)
+    interleaved: whether the pairs are neighbours (2i, 2i + 1), else (i, i + R/2)
+    """
     require_tables(x, cos, sin)
     cos, sin = contiguous(cos), contiguous(sin)
     cache = RopeCache(cos, sin, interleaved, tuple(x.shape), x.dtype)
@@ -29,7 +33,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
 
 @short
 class RopeCache(NamedTuple):
-    """Saved by `rope` for backward: the tables, which all its calls share."""
+    """Saved by `rope` for backward: the tables, which all calls share."""
 
     cos: Array  # (T, R/2) or (B, T, R/2)
     sin: Array  # like cos
@@ -38,7 +42,7 @@ class RopeCache(NamedTuple):
     dtype: Any  # of x
 
     def backward(self, dy: Array) -> Array:
-        """dx is dy turned back."""
+        """Return dx: dy rotated by the opposite angles; dy: (B, H, T, K)."""
         require_shape("rope", "dy", dy, self.shape)
         require_same_library("rope", "dy", dy, self.cos)
         require_same_device("rope", "dy", dy, self.cos)
@@ -48,7 +52,10 @@ class RopeCache(NamedTuple):
 
 
 def _turn(x: Array, cos: Array, sin: Array, interleaved: bool, sign: int) -> Array:
-    """Where the heads of a token lie side by side in x they do so in y: they merge with no copy."""
+    """Return x rotated by the angles, or by the opposite angles if `sign` is -1.
+
+    If the heads of a token are adjacent in x, they are adjacent in the result, and merge as a view.
+    """
     batch, heads, length, width = x.shape
     half, rows = cos.shape[-1], batch * heads * length
     by_token = x.strides[1] < x.strides[2]

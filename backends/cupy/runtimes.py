@@ -1,4 +1,4 @@
-"""What kernels ask, that call a library of NVIDIA's, of the library of their arrays."""
+"""What the array library provides to kernels that call a library of NVIDIA: device, memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from xformer.typing import Array
 
 
 class Runtime(NamedTuple):
-    """CuPy's are in `driver`; tests bring their own."""
+    """Functions of one array library. CuPy's are in `driver`; tests have others."""
 
-    library: Callable[[], Any]  # NVIDIA's package, or why it cannot be used, in words
-    place: Callable[[list[Array]], Any]  # where work goes; ValueError for arrays of another device
-    memory: Callable[[int], Any]  # so many bytes of the device, from `ptr` on
+    library: Callable[[], Any]  # NVIDIA's package, or a sentence that says why it cannot be used
+    place: Callable[[list[Array]], Any]  # device and stream; ValueError for arrays elsewhere
+    memory: Callable[[int], Any]  # so many bytes of device memory, from address `ptr` on
 
 
 def runtime_of(known: dict[type, Runtime], array_type: type) -> Runtime:
-    """That of CuPy's arrays, or of the stand-in's."""
+    """Return the runtime of an array type in `known`; CuPy's is added when it is first needed."""
     if array_type not in known:
         from xformer.backends.cupy import driver
 
@@ -31,11 +31,15 @@ def runtime_of(known: dict[type, Runtime], array_type: type) -> Runtime:
 
 # ---- Failures ----
 
-FIRST = 4  # words of an error's text that tell it from others of its type
+FIRST = 4  # words of an error's text that distinguish it from others of its type
 
 
 def failed(said: set[Any], what: str, error: BaseException, instead: str) -> str:
-    """A sentence about an error; a RuntimeWarning too where `said` has no such cause yet."""
+    """Return a sentence about an error, and give it as a RuntimeWarning once for each cause.
+
+    said: causes of earlier warnings; a new cause is added
+    what: what failed   instead: what happens from now on
+    """
     why = f"{what} failed ({type(error).__name__}: {error}); {instead}"
     cause = type(error).__name__, getattr(error, "status", None) or _beginning(error), instead
     if cause not in said:
@@ -45,21 +49,22 @@ def failed(said: set[Any], what: str, error: BaseException, instead: str) -> str
 
 
 def _beginning(error: BaseException) -> tuple[str, ...]:
-    """The first words of its text without numbers, such as addresses, which differ each time."""
+    """Return the first words of an error's text, except words with digits, such as addresses."""
     words = str(error).split()[:FIRST]
     return tuple(word for word in words if not any(letter.isdigit() for letter in word))
 
 
 # ---- Handles ----
 
-# Of libraries and devices: handles whose thread is gone, for the next thread.
+# Library -> device -> handles of threads that have ended, for the next thread.
 _free: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
 
 
 class Lent:
-    """A library's handle, of one thread at a time.
+    """A library's handle, used by one thread at a time.
 
-    It is never destroyed, which would wait for the device and end captures of other threads.
+    It is never destroyed: this would wait for the device, and end captures of other threads. When
+    the object is deleted, another thread may use the handle.
     """
 
     def __init__(self, library: Any, device: Any, create: Callable[[], Any]) -> None:
@@ -67,18 +72,18 @@ class Lent:
         self.handle = self._others.pop() if self._others else create()
 
     def __del__(self) -> None:
-        if hasattr(self, "handle"):  # it was created
+        if hasattr(self, "handle"):  # `create` did not raise
             self._others.append(self.handle)
 
 
-# ---- What a graph's launches need ----
+# ---- Objects that a graph's launches need ----
 
 _held: ContextVar[dict[int, Any] | None] = ContextVar("held", default=None)
 
 
 @contextmanager
 def holding(things: dict[int, Any]) -> Iterator[None]:
-    """Within this context what is passed to `hold` is kept here: a graph's launches need it."""
+    """Return a context in which `hold` stores its arguments in `things`, for a graph's launches."""
     token = _held.set(things)
     try:
         yield
@@ -87,7 +92,10 @@ def holding(things: dict[int, Any]) -> Iterator[None]:
 
 
 def hold(*things: Any) -> None:
-    """Keep what holds a library's kernels and memory as long as the graph that is captured."""
+    """Keep objects that own a library's kernels or memory as long as the graph being captured.
+
+    Without a capture it does nothing.
+    """
     kept = _held.get()
     if kept is not None:
         kept.update((id(thing), thing) for thing in things)

@@ -1,7 +1,7 @@
-"""`sdpa` in tiles that live in shared memory: of the scores only top and total of each query stay.
+"""`sdpa` in tiles in shared memory: only the top and total of each query's scores are stored.
 
-Of few queries, as in decoding, the keys are split over blocks, whose sums a second launch puts
-together: otherwise all keys of a head would pass through one block.
+If there are few queries, as in decoding, the keys are split over blocks, and a second launch
+combines their sums. Otherwise one block would read all keys of a head.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from xformer.typing import Array
 
 SOURCE = Source(__file__, dtypes=EVERY, WIDTH=WIDTHS, FEW=(0, 1))
 OWN_BYTES = 32 << 10  # as in sdpa.cu
-FEW = MIN_OWN  # queries, at most, that are few
-# Keys of a block then, or a multiple of them: the same on every device, as its sums are.
-SPLIT, MAX_SPLITS = 128, 64  # the latter as in sdpa.cu
+FEW = MIN_OWN  # most queries for which the keys are split
+# Keys of a split, or a multiple of them: fixed, so that sums are the same on every device.
+SPLIT, MAX_SPLITS = 128, 64  # MAX_SPLITS as in sdpa.cu
 
 
 def unsupported(
@@ -48,7 +48,7 @@ def unsupported(
     mask: Array | None = None,
     **options: Any,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     width = max(q.shape[3], v.shape[3])
     if width > WIDTHS[-1]:
         return f"heads are {width} wide, more than {WIDTHS[-1]}"
@@ -68,7 +68,10 @@ def sdpa(
     mask: Array | None = None,
     **options: Any,
 ) -> tuple[Array, SdpaCache]:
-    """In one launch, or in two where queries are few and keys many."""
+    """Return (ctx, cache) by one launch, or by two if there are few queries and many keys.
+
+    q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
+    """
     checked = sdpa_options(q, k, bias, mask=mask, **options)
     made = attention((q, k, v, bias, sinks, mask), checked)
     n_keys = k.shape[2]
@@ -84,7 +87,7 @@ def sdpa(
 
 @short
 class SdpaCache(NamedTuple):
-    """Saved by `sdpa` for backward."""
+    """Saved by `sdpa` for backward; probabilities are recomputed from top and total."""
 
     attention: Attention
     by_token: Array  # ctx, (B, T, H, M)
@@ -92,7 +95,10 @@ class SdpaCache(NamedTuple):
     total: Array  # (B, H, T), sum of exp(scores - top)
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx."""
+        """Return dq, dk, dv, dbias and dsinks, from dctx (B, H, T, M).
+
+        dscores = probs * (dprobs - inner), inner = sum(dprobs * probs) = dctx . ctx
+        """
         n_batch, n_queries, n_heads, width = self.by_token.shape
         shape = n_batch, n_heads, n_queries, width
         require_gradient("sdpa", "dctx", dctx, self.by_token, shape)
@@ -100,14 +106,16 @@ class SdpaCache(NamedTuple):
 
 
 def split_of(n_keys: int) -> int:
-    """Keys of each split, of which there are at most MAX_SPLITS."""
+    """Return the keys of each split, so that there are at most MAX_SPLITS splits."""
     return SPLIT * blocks(n_keys, SPLIT * MAX_SPLITS)
 
 
 def _forward(a: Attention, few: int, n_splits: int, split: int) -> tuple[Array, Array, Array]:
-    """ctx (B, T, H, M), top and total (B, H, T); where there are splits, theirs along a first axis.
+    """Return ctx (B, T, H, M), and top and total (B, H, T).
 
-    few: 0 or 1, then ctx is not rounded to what q is stored in   split: keys of a split.
+    few: 1 if there are few queries, else 0; if 1, ctx is not rounded to the dtype of q
+    n_splits: number of splits; if more than one, each result has a first axis of the splits
+    split: keys of a split
     """
     n_batch, n_heads, n_queries, _ = a.q.shape
     size, lead = real_size(a.q), () if n_splits == 1 else (n_splits,)
@@ -130,7 +138,7 @@ def _forward(a: Attention, few: int, n_splits: int, split: int) -> tuple[Array, 
 
 
 def _combined(a: Attention, split: int) -> tuple[Array, Array, Array]:
-    """As `_forward`, of all splits together."""
+    """Return ctx (B, T, H, M), and top and total (B, H, T), from splits of `split` keys each."""
     n_splits = blocks(a.k.shape[2], split)
     parts = _forward(a, 1, n_splits, split)
     ctx = empty(a.q, parts[0].shape[1:])

@@ -29,7 +29,11 @@ OWN_BYTES = 16 << 10  # as in sdpa_backward.cu
 def backward(
     a: Attention, by_token: Array, top: Array, total: Array, dctx: Array
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """dq, dk, dv, dbias, dsinks, from what `SdpaCache` keeps."""
+    """Return dq, dk, dv, dbias and dsinks; None for dbias and dsinks without bias and sinks.
+
+    a, by_token, top, total: the fields of `SdpaCache`
+    dctx: (B, H, T, M)
+    """
     (n_batch, n_heads, n_queries, _), (_, n_groups, n_keys, _) = a.q.shape, a.v.shape
     dq, dk, dv = heads_beside(a.q, (a.q.shape, a.k.shape, a.v.shape))
     dctx = rows(dctx)
@@ -48,19 +52,19 @@ def backward(
 
 
 class Launcher(NamedTuple):
-    """Launches with what the kernels have in common."""
+    """Launches the kernels of backward, with their common arguments."""
 
     attention: Attention
-    first: tuple[Any, ...]  # arguments
+    first: tuple[Any, ...]  # the common first arguments
 
     @property
     def own(self) -> int:
-        """Queries, or keys, of a block."""
+        """Rows of a block: queries, or keys in the kernel for keys and values."""
         return tile(self.attention.width, real_size(self.attention.q), OWN_BYTES)[0]
 
     @property
     def other(self) -> int:
-        """Of the other kind, of a tile."""
+        """Rows of a tile that a block loads: keys, or queries in the kernel for keys and values."""
         return tile(self.attention.width, real_size(self.attention.q), OWN_BYTES)[1]
 
     def __call__(self, name: str, grid: int, *args: Any) -> None:
@@ -78,11 +82,11 @@ class Launcher(NamedTuple):
 
 
 def _dbias(run: Launcher, bias: Array, inner: Array) -> Array:
-    """dscores, summed over what shares a number of the bias: tile by tile, then over the tiles."""
+    """Return dbias: dscores summed over broadcast axes, first in each tile, then over the tiles."""
     xp, a = array_namespace(bias), run.attention
     (n_batch, _, n_queries, _), n_keys = a.q.shape, a.k.shape[2]
     lead_b, lead_h, t, s = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    same_for_all = s == 1 and a.sinks is None  # that the softmax is over, and so without effect
+    same_for_all = s == 1 and a.sinks is None  # one bias for all keys has no effect on softmax
     if same_for_all or 0 in (*a.q.shape[:3], n_keys):
         return xp.zeros_like(bias)
     row_tiles, column_tiles = blocks(n_queries, run.own), blocks(n_keys, run.other)

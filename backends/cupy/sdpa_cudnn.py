@@ -1,4 +1,4 @@
-"""`sdpa` of numbers of two bytes by cuDNN."""
+"""`sdpa` in float16 and bfloat16 by cuDNN."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from xformer.shapes import STORED, dtype_name, working_dtype
 from xformer.showing import short
 from xformer.typing import Array
 
-MULTIPLE = 64  # of lengths: texts of every length would each need plans, which take long to make
-LAYOUTS = 4096  # that are remembered
+MULTIPLE = 64  # lengths are a multiple of it: each length needs plans, which take long to make
+LAYOUTS = 4096  # layouts that are cached
 
 
 def unsupported(
@@ -52,7 +52,7 @@ def unsupported(
     mask: Array | None = None,
     **options: Any,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     own = runtime_of(RUNTIMES, type(q))
     library = own.library()
     if isinstance(library, str):
@@ -97,7 +97,10 @@ def sdpa(
     mask: Array | None = None,
     **options: Any,
 ) -> tuple[Array, Any]:
-    """In one call of cuDNN; where it fails, by the next kernel, whose cache then comes back."""
+    """Return (ctx, cache) by one call of cuDNN. If it fails, the next kernel returns both.
+
+    q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
+    """
     kind = _kind(q, k, v, sdpa_options(q, k, **options))
     given = q, k, v
     n_batch, n_heads, n_queries, _ = q.shape
@@ -112,7 +115,7 @@ def sdpa(
 
 @short
 class CudnnCache(NamedTuple):
-    """Saved by `sdpa` by cuDNN for backward."""
+    """Saved by `sdpa` for backward; cuDNN recomputes the probabilities from lse."""
 
     kind: Kind
     q: Array  # (B, H, T, K)
@@ -122,9 +125,10 @@ class CudnnCache(NamedTuple):
     lse: Array  # (B, H, T), log(sum(exp(scores)))
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, None, None]:
-        """dscores = probs * (dprobs - inner), probs = exp(scores - lse), inner = dctx . ctx.
+        """Return dq, dk, dv, None and None, from dctx (B, H, T, M).
 
-        Where cuDNN fails, forward and backward of the next kernel.
+        dscores = probs * (dprobs - inner), probs = exp(scores - lse), inner = dctx . ctx
+        If cuDNN fails, the next kernel runs forward and backward.
         """
         kind, q, k, v, ctx, lse = self
         n_batch, n_queries, n_heads, width = ctx.shape
@@ -136,7 +140,7 @@ class CudnnCache(NamedTuple):
         return heads_first(dq), heads_first(dk), heads_first(dv), None, None
 
     def _by_another(self, dctx: Array) -> tuple[Array, Array, Array, None, None]:
-        """As it was asked for going forward, in deterministic mode too."""
+        """Return the gradients by the next kernel, deterministic if forward was to be."""
         kind, band = self.kind, (self.kind.left, self.kind.right)
         with deterministic() if kind.deterministic else nullcontext():
             _, cache = reference(self.q, self.k, self.v, window=band, scale=kind.scale)
@@ -145,7 +149,7 @@ class CudnnCache(NamedTuple):
 
 
 def _kind(q: Array, k: Array, v: Array, options: SdpaOptions) -> Kind:
-    """Of forward, without bounds that bound nothing."""
+    """Return the kind of attention, forward. A bound that excludes no key is None."""
     left, right = options.band
     n_queries, n_keys = q.shape[2], k.shape[2]
     return Kind(
@@ -162,15 +166,18 @@ def _kind(q: Array, k: Array, v: Array, options: SdpaOptions) -> Kind:
     )
 
 
-# ---- How arrays lie ----
+# ---- Layouts of arrays ----
 
 
 def is_readable(x: Array) -> bool:
-    """Whether cuDNN can read it where it lies: rows from 16 bytes on, each element once."""
+    """Return whether cuDNN can read x without a copy.
+
+    Its rows must be contiguous and aligned to 16 bytes, and no axis may be broadcast.
+    """
     return x.data.ptr % 16 == 0 and _has_readable_rows(x.shape, x.strides, x.itemsize)
 
 
-@functools.lru_cache(LAYOUTS)  # a model has few, and to work them out takes longer than to look
+@functools.lru_cache(LAYOUTS)  # a model has few layouts; a look-up is faster than computing them
 def _has_readable_rows(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
     *starts, step = strides
     rows = (stride for n, stride in zip(shape, starts, strict=False) if n > 1)
@@ -178,29 +185,29 @@ def _has_readable_rows(shape: tuple[int, ...], strides: tuple[int, ...], size: i
 
 
 def layout(x: Array) -> Layout:
-    """Of `readable(x)`."""
+    """Return the layout of `readable(x)`."""
     return _layout(x.shape, x.strides if is_readable(x) else None, x.itemsize)
 
 
 @functools.lru_cache(LAYOUTS)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...] | None, size: int) -> Layout:
-    """strides: in bytes; None: of a contiguous array."""
+    """Return the layout of an array; strides: in bytes, None: it is contiguous."""
     whole = by_rows(*shape)
     if strides is None:
         return whole
-    # Of an axis of one element any stride would do, but for those that cuDNN refuses.
+    # The stride of an axis of one element has no effect, but cuDNN refuses some values.
     triples = zip(shape, strides, whole.strides, strict=True)
     steps = (own if n == 1 else stride // size for n, stride, own in triples)
     return Layout(shape, tuple(steps))
 
 
 def readable(x: Array) -> Array:
-    """x, copied where it is not."""
+    """Return x, or a contiguous copy if cuDNN cannot read x."""
     if is_readable(x):
         return x
     return x.copy() if x.flags.c_contiguous else contiguous(x)
 
 
 def _tokens_first(dctx: Array) -> Array:
-    """(B, H, T, M) -> (B, T, H, M), contiguous."""
+    """Return dctx (B, H, T, M) as a contiguous array (B, T, H, M)."""
     return readable(contiguous(array_namespace(dctx).permute_dims(dctx, (0, 2, 1, 3))))

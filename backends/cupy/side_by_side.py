@@ -1,10 +1,10 @@
-"""Matrices beside each other in one: of what is there already, and of copies.
+"""Matrices side by side in one array: views of adjacent slices, and copies.
 
     dq, dk, dv = heads_beside(q, (q.shape, k.shape, v.shape))  # slices of one array
-    whole(dq, dk, dv)                                          # (N, H K + G K + G M), a view
+    whole([dq, dk, dv])                                        # (N, H K + G K + G M), a view
     beside([w_q, w_k, w_v])                                    # (D, H K + G K + G M), a copy
 
-So dx = dq w_q^T + dk w_k^T + dv w_v^T is one product.
+So dx = dq w_q^T + dk w_k^T + dv w_v^T is one matmul.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ Shape = tuple[int, ...]
 
 
 def joined(like: Array) -> bool:
-    """Whether products read slices where they lie: cuBLAS would be given copies."""
+    """Return whether matmuls read slices in place: cuBLASLt does, cuBLAS needs copies."""
     return why_not(like, like) is None
 
 
 def widths_beside(shapes: Sequence[Shape], size: int) -> list[int]:
-    """The stride in elements from one token to the next, for dq, dk and dv.
+    """Return the elements from one token to the next, for each of dq, dk and dv.
 
-    shapes: (B, H, T, K), (B, G, S, K), (B, G, S, M)   size: bytes of a number. One array holds all
-    three if T = S, else dk and dv.
+    shapes: (B, H, T, K), (B, G, S, K), (B, G, S, M)
+    size: bytes of a number
+
+    One array holds all three if T = S, else one holds dk and dv. If a slice would not be aligned to
+    `PACK`, each has an array of its own.
     """
     own = [shape[1] * shape[3] for shape in shapes]
     if any(width * size % PACK for width in own):
@@ -52,9 +55,10 @@ def widths_beside(shapes: Sequence[Shape], size: int) -> list[int]:
 def heads_beside(
     like: Array, shapes: Sequence[Shape], *, beside: bool | None = None
 ) -> list[Array]:
-    """New arrays of these shapes (B, H, T, K), by token: (B, T, H, K), as `widths_beside` says.
+    """Return new arrays without values, (B, T, H, K) for each shape (B, H, T, K).
 
-    beside: False for an array of each; what `joined` says unless given.
+    beside: whether they are slices of common arrays, see `widths_beside`, else separate arrays;
+        None: `joined(like)`
     """
     own = [shape[1] * shape[3] for shape in shapes]
     wide = own
@@ -72,7 +76,7 @@ def heads_beside(
 
 
 def step_of(x: Array) -> int:
-    """Elements from one token to the next of an array (B, T, H, K) of `heads_beside`."""
+    """Return the elements from one token to the next in an array (B, T, H, K) of `heads_beside`."""
     n_batch, n_rows, n_heads, width = x.shape
     if n_batch * n_rows < 2:
         return int(n_heads * width)
@@ -80,10 +84,10 @@ def step_of(x: Array) -> int:
 
 
 def whole(parts: Sequence[Array]) -> Array | None:
-    """`parts` (N, O_i), adjacent column slices of one array, as one view (N, sum of O_i).
+    """Return adjacent column slices (N, O_i) of one array as one view (N, sum of O_i).
 
-    None if they are not slices of one array. Separate arrays may be adjacent by chance: then the
-    last bits of a product would depend on where the allocator put them.
+    Returns None if they are not adjacent slices of one array. Separate arrays may be adjacent by
+    chance: then the last bits of a matmul would depend on the allocator.
     """
     held = parts[0].base
     n_rows = parts[0].shape[0]
@@ -109,9 +113,10 @@ def whole(parts: Sequence[Array]) -> Array | None:
 
 
 def beside(ws: Sequence[Array]) -> Array | None:
-    """Matrices (I, O_i) in one, (I, sum of O_i), that lies as they do, by rows or by columns.
+    """Return a copy of matrices (I, O_i) side by side, (I, sum of O_i), by rows or columns as they.
 
-    None where some lie otherwise than others, or there are more than a launch takes.
+    Returns None if some are by rows and others by columns, if columns have gaps between them, or if
+    there are more than `MOST` matrices.
     """
     found = [layout(w) for w in ws]
     if len(ws) > MOST or any(own is None or own[0] != found[0][0] for own in found):  # type: ignore[index]
@@ -124,7 +129,7 @@ def beside(ws: Sequence[Array]) -> Array | None:
         return y
     if any(step != n_rows for step in steps):
         return None
-    y = empty(ws[0], (sum(widths), n_rows))  # whose rows are the columns, all of them on end
+    y = empty(ws[0], (sum(widths), n_rows))  # its rows are the columns of all matrices
     sizes = [width * n_rows for width in widths]
     _launch(ws, y, sizes, sizes)
     return y.T

@@ -1,4 +1,4 @@
-"""`softmax`: a block a row, along any axis."""
+"""`softmax` along any axis: one block a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = Source(__file__, WIDE=(0, 1))
 
 @kernel(reference, "cupy")
 def softmax(x: Array, *, axis: int = -1) -> tuple[Array, SoftmaxCache]:
-    """y = exp(x - max(x)) / sum(exp(x - max(x))) along `axis`."""
+    """Return (y, cache), y = exp(x - max(x)) / sum(exp(x - max(x))) along `axis`."""
     require_axis("softmax", x, axis)
     x, y = contiguous(x), empty(x)
     _launch("softmax_forward", (x, y), axis)
@@ -32,7 +32,7 @@ class SoftmaxCache(NamedTuple):
     axis: int
 
     def backward(self, dy: Array) -> Array:
-        """dx = y * (dy - sum(dy * y))."""
+        """Return dx = y * (dy - sum(dy * y)), the sum along the axis."""
         require_gradient("softmax", "dy", dy, self.y)
         dy, dx = contiguous(dy), empty(dy)
         _launch("softmax_backward", (self.y, dy, dx), self.axis)

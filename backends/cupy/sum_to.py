@@ -1,4 +1,4 @@
-"""`sum_to` of what is stored in two bytes, where whole leading axes are summed, in float32."""
+"""`sum_to` of two-byte numbers over leading axes, summed in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, *, shape: tuple[int, ...]) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if x.dtype.name not in STORED:
         return f"CuPy's own sums are right in {x.dtype.name}"
     if tuple(x.shape[x.ndim - len(shape) :]) != tuple(shape):
@@ -25,7 +25,10 @@ def unsupported(x: Array, *, shape: tuple[int, ...]) -> str | None:
 
 @kernel(reference, "cupy", unsupported=unsupported, storage_dtypes=STORED)
 def sum_to(x: Array, *, shape: tuple[int, ...]) -> Array:
-    """In a fixed order; float32, as gradients of parameters are."""
+    """Return x summed over its leading axes to `shape`, in a fixed order.
+
+    The result is float32, like gradients of parameters.
+    """
     xp = array_namespace(x)
     lead = math.prod(x.shape[: x.ndim - len(shape)])
     rows = contiguous(xp.reshape(x, (lead, math.prod(shape))))
