@@ -112,7 +112,7 @@ def _noted(name: str, **about: Any) -> Any:
 
 
 def about_of(model: Any) -> dict[str, Any]:
-    """The description of a model that a run stores, from which `origin` builds it again."""
+    """The description of a model that a run stores. `origin` builds the model from it."""
     if isinstance(model, GPT):
         return {"name": "GPT", **dataclasses.asdict(model)}
     return {"name": name_of(model), "source": dict(model.hf_config)}

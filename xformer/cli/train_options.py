@@ -40,7 +40,7 @@ PRESETS = {
     "small": Preset(4, 128, 4, 128, 8, 1500, 4e-3),
     "medium": Preset(6, 384, 6, 256, 12, 3000, 1e-3),
 }
-# Defaults, beside those of the preset.
+# Defaults of the options that a preset does not set.
 DEFAULTS: dict[str, Any] = {
     "origin": None,
     "data": None,
@@ -69,9 +69,9 @@ DEFAULTS: dict[str, Any] = {
     "keep_checkpoints": 2,
     "sample_every": None,
 }
-# Of which older runs have no note; they went by the usual value.
+# Options that older runs do not store; these runs used the default.
 ADDED = ("origin", "precision", "deterministic", "compile")
-# Of what has no usual value, its type.
+# Types of the options whose default is None.
 TYPES: dict[str, type] = {
     **dict.fromkeys(("origin", "data", "tokenizer", "device", "precision"), str),
     **dict.fromkeys(("weight_decay", "ema"), float),
@@ -81,14 +81,14 @@ TYPES: dict[str, type] = {
 # Fields of `TrainConfig` whose options have other names.
 FIELDS = {"batch_size": "batch", "eval_every": "validate_every", "eval_batches": "validate_batches"}
 DTYPES = ("float32", "float64")
-# May differ when a run is resumed: they do not change what is computed.
+# Options that may differ when a run is resumed: they do not change what is computed.
 FREE = (
     *("data", "backend", "device", "activation_checkpointing", "deterministic", "compile"),
     *("checkpoint_every", "keep_checkpoints", "sample_every"),
 )
-# Fixed by the model of --from.
+# Options that the model of --from fixes.
 OWN = ("tokenizer", "layers", "d_model", "heads", "dropout")
-# End a run; may differ when it is resumed.
+# Options that end a run; they may differ when it is resumed.
 ENDS = ("steps", "patience")
 ABOUT_ENDS = tuple(f"training.{name}" for name in ENDS)  # in a run's `about`
 

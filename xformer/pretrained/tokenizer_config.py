@@ -34,8 +34,8 @@ REGISTERED = {
     "roberta": "RobertaTokenizer",
     "t5": "T5Tokenizer",
 }
-GENERIC = ("mistral", "mixtral")  # only tokenizer.json counts, whatever class is named
-FIXED = ("qwen2",)  # the registered class counts, whatever class is named
+GENERIC = ("mistral", "mixtral")  # only tokenizer.json is used, whatever class a file names
+FIXED = ("qwen2",)  # the registered class is used, whatever class a file names
 ALIASES = {
     **dict.fromkeys(
         [f"{kind}Tokenizer" for kind in ("DistilBert", "Electra", "MobileBert", "SqueezeBert")],

@@ -1,4 +1,4 @@
-"""Families of models: for each `model_type` of a config.json what it means. One family a file."""
+"""Families of models, one a file: how to read and write each `model_type` of a config.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PLACES = {
 
 
 class _Families(Mapping[str, Family]):
-    """By `model_type`. A family's file is imported when first asked for: all take 10 ms."""
+    """`model_type` -> family. A family's file is imported when it is first used: all take 10 ms."""
 
     def __getitem__(self, name: str) -> Family:
         file, _, place = _PLACES[name].partition(".")

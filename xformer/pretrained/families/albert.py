@@ -14,7 +14,7 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration; a bare one has a pooler where the file has one."""
+    """Return the model of a configuration. A model without a head has a pooler if the file does."""
     c.only("inner_group_num", 1)
     c.ignore("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
     own = bert.block(c, act="gelu_new", dropout=0.0, sizes=(4096, 64, 16384))
@@ -39,7 +39,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Names."""
+    """Yield the links of ALBERT's tensors."""
     yield from bert.embed_links("albert.embeddings")
     yield from linear("albert.encoder.embedding_hidden_mapping_in", "embed.project")
     for i in range(model.n_shared_layer_groups or 0):
@@ -77,6 +77,6 @@ FAMILY = Family(
         "predictions.decoder.bias": "predictions.bias",
     },
     buffers=bert.FAMILY.buffers,
-    # The sentence-order head that ALBERT was trained with, and the pooler below it.
+    # The sentence-order head of ALBERT's pretraining, and the pooler that it reads.
     unused=(r"sop_classifier\..*", r"albert\.pooler\..*"),
 )

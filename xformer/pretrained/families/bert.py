@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805), and what its descendants share with it."""
+"""BERT (arXiv:1810.04805), and functions that the families derived from it share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration; a bare one has a pooler where the file has one."""
-    # Of Google's Chinese and multilingual models; nothing reads them.
+    """Return the model of a configuration. A model without a head has a pooler if the file does."""
+    # Keys of Google's Chinese and multilingual models; nothing reads them.
     unread = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head")
     c.ignore(*(f"pooler_{key}" for key in unread))
     c.unread("pooler_type", "first_token_transform")
@@ -34,7 +34,10 @@ def block(
     dropout: float = 0.1,
     sizes: tuple[int, int, int] = (768, 12, 3072),
 ) -> BlockConfig:
-    """A post-LN block; act, dropout, sizes (D, H, F): the family's defaults."""
+    """Return a post-LN block.
+
+    act, dropout, sizes: the family's defaults; sizes: d_model, heads and d_ff
+    """
     width, heads, hidden = sizes
     attn = AttentionConfig(
         d_model=c.integer("hidden_size", low=1, default=width),
@@ -60,15 +63,17 @@ def encoder(
     width: int | None = None,
     **embed: Any,
 ) -> LanguageModel:
-    """An encoder of such blocks.
+    """Return an encoder of blocks `own`.
 
-    vocab_size: the family's default   width: of the embedding   embed: what is its own there.
+    vocab_size: the family's default
+    width: of the embedding; None: d_model
+    embed: further options of the embedding
     """
     c.only("position_embedding_type", "absolute")
     if isinstance(head, MaskedLMHead):
         c.only("tie_word_embeddings", True)
     c.ignore("tie_word_embeddings", "classifier_dropout", "classifier_dropout_prob")
-    c.ignore("is_causal")  # of decoders
+    c.ignore("is_causal")  # only decoders use it
     table = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=vocab_size),
         width=own.d_model if width is None else width,
@@ -84,18 +89,18 @@ def encoder(
 
 
 def pooler(names: Collection[str] | None) -> Pooler | None:
-    """The pooler of a bare model, None for files that have none."""
+    """Return the pooler of a model without a head; None if its file has none."""
     there = names is None or any("pooler." in name for name in names)
     return Pooler() if there else None
 
 
 def classifier_dropout(c: Config, own: BlockConfig) -> float:
-    """The rate of a classifier's dropout: that of the hidden states, unless given."""
+    """Return the classifier's dropout rate; by default it is the rate of the hidden states."""
     return rate(c, "classifier_dropout", own.dropout)
 
 
 def links(model: LanguageModel, name: str = "bert") -> Links:
-    """Names of the encoder and of BERT's heads."""
+    """Yield the links of the encoder and of BERT's heads. name: the prefix of the tensors."""
     yield from embed_links(f"{name}.embeddings")
     for i in range(len(model.blocks)):
         theirs, ours = f"{name}.encoder.layer.{i}", f"stack.blocks.{i}"
@@ -123,7 +128,7 @@ def links(model: LanguageModel, name: str = "bert") -> Links:
 
 
 def embed_links(theirs: str) -> Links:
-    """The embedding."""
+    """Yield the links of the embedding."""
     yield from same(f"{theirs}.word_embeddings.weight", "embed.table")
     yield from same(f"{theirs}.position_embeddings.weight", "embed.positions")
     yield from same(f"{theirs}.token_type_embeddings.weight", "embed.types")
@@ -144,6 +149,6 @@ FAMILY = Family(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     buffers=(r".*embeddings\.position_ids", r".*embeddings\.token_type_ids"),
-    # The sentence-pair head that BERT was trained with, and the pooler below it.
+    # The sentence-pair head of BERT's pretraining, and the pooler that it reads.
     unused=(r"cls\.seq_relationship\..*", r"bert\.pooler\..*"),
 )

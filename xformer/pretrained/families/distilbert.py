@@ -15,12 +15,12 @@ EPS = 1e-12
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration."""
+    """Return the model of a configuration."""
     if head == "masked-lm":
         c.only("tie_word_embeddings", True)
     c.ignore("tie_weights_", "tie_word_embeddings", "qa_dropout")
-    c.ignore("sinusoidal_pos_embds")  # how the learned positions began
-    c.ignore("is_causal")  # of decoders
+    c.ignore("sinusoidal_pos_embds")  # the initial values of the learned positions
+    c.ignore("is_causal")  # only decoders use it
     attn = AttentionConfig(
         d_model=c.integer("dim", low=1, default=768),
         n_heads=c.integer("n_heads", low=1, default=12),
@@ -50,7 +50,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Names."""
+    """Yield the links of DistilBERT's tensors."""
     embeddings = "distilbert.embeddings"
     yield from same(f"{embeddings}.word_embeddings.weight", "embed.table")
     yield from same(f"{embeddings}.position_embeddings.weight", "embed.positions")

@@ -22,9 +22,9 @@ from xformer.pretrained.names import Links, attention, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration: every second layer has a window, the first one too."""
+    """Return the model of a configuration. By default layers 0, 2, 4, ... have a sliding window."""
     c.only("use_bidirectional_attention", False)
-    c.ignore("hidden_act", "cache_implementation")  # hidden_activation counts
+    c.ignore("hidden_act", "cache_implementation")  # hidden_activation is used instead
     bias = c.flag("attention_bias", default=False)
     own = block(
         c,
@@ -39,7 +39,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     )
     n_layers = layers(c)
     alternate = tuple(i % 2 == 0 for i in range(n_layers))
-    c.unread("sliding_window_size", c.data.get("sliding_window"))  # of the 9B model
+    c.unread("sliding_window_size", c.data.get("sliding_window"))  # the 9B model has it
     sizes = windows(c, n_layers, window(c, default=4096), alternate)
     return decoder(
         c,
@@ -53,7 +53,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Llama's names, but for the norms': two before, two after."""
+    """Yield the links. The names are Llama's, except for the norms: two before, two after."""
     yield from same("model.embed_tokens.weight", "embed.table")
     for i in range(len(model.blocks)):
         theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"

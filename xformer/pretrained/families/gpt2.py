@@ -13,12 +13,12 @@ from xformer.pretrained.names import Links, fused, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration."""
+    """Return the model of a configuration."""
     width = c.integer("n_embd", low=1, default=768)
     c.ignore("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn")
     c.ignore(*(f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels")))
     c.ignore("summary_type", "summary_use_proj", "summary_last_dropout")
-    c.ignore("classifier_dropout", "hidden_dropout")  # of a head for each token
+    c.ignore("classifier_dropout", "hidden_dropout")  # of a token classifier
     heads, d_ff = (
         c.integer("n_head", low=1, default=12),
         c.integer("n_inner", low=1, default=4 * width),
@@ -47,7 +47,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Names; its `Conv1D` weights are (I, O) as ours are."""
+    """Yield the links. Weights of `Conv1D` are (I, O) in the file too."""
     yield from same("transformer.wte.weight", "embed.table")
     yield from same("transformer.wpe.weight", "embed.positions")
     for i in range(len(model.blocks)):

@@ -15,8 +15,8 @@ ROTARY = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration."""
-    # Of a head for each token; and names of old files, which transformers does not read either.
+    """Return the model of a configuration."""
+    # Keys of a token classifier, and of old files; transformers does not read the latter either.
     c.ignore("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")
     attn = AttentionConfig(
         d_model=c.integer("hidden_size", low=1, default=6144),
@@ -24,7 +24,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
         bias=c.flag("attention_bias", default=True),
         dropout=rate(c, "attention_dropout", 0.0),
     )
-    c.only("head_dim", attn.head_width)  # which the rotary embedding reads
+    c.only("head_dim", attn.head_width)  # RoPE of transformers reads it
     ffn = FeedForwardConfig(
         d_ff=c.integer("intermediate_size", low=1, default=24576),
         activation=activation(c, "hidden_act", "gelu"),
@@ -50,7 +50,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Names; each head's queries, keys and values lie side by side."""
+    """Yield the links. In the file, the queries, keys and values of a head are side by side."""
     yield from same("gpt_neox.embed_in.weight", "embed.table")
     for i, config in enumerate(model.blocks):
         theirs, ours = f"gpt_neox.layers.{i}", f"stack.blocks.{i}"
@@ -67,7 +67,7 @@ def links(model: LanguageModel) -> Links:
 
 
 def links_in_memory(model: LanguageModel) -> Links:
-    """The head, which transformers 5 calls as others' in memory."""
+    """Yield the link of the head, which transformers 5 names `lm_head` in memory."""
     yield from linear("lm_head", "head")
 
 
@@ -81,7 +81,7 @@ FAMILY = Family(
     links=links,
     in_memory=links_in_memory,
     prefix="gpt_neox.",
-    free=("is_decoder",),  # at either value the same model
+    free=("is_decoder",),  # both values give the same model
     tied=dict.fromkeys(("embed_out.weight", "lm_head.weight"), "gpt_neox.embed_in.weight"),
     buffers=(r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
 )

@@ -1,4 +1,4 @@
-"""Llama 1 to 3 (arXiv:2302.13971, 2407.21783) and SmolLM2; what its descendants share with it."""
+"""Llama 1 to 3 (arXiv:2302.13971, 2407.21783), SmolLM2, and functions for derived families."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from xformer.pretrained.rope import rope
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration."""
-    c.ignore("pretraining_tp")  # more than 1: the same products in parts
+    """Return the model of a configuration."""
+    c.ignore("pretraining_tp")  # if above 1, the same matmuls are computed in parts
     c.unread("rope_interleaved", False)
-    c.ignore("is_llama_config", "max_sequence_length")  # of SmolLM2 and Llama 1; nothing reads them
+    c.ignore("is_llama_config", "max_sequence_length")  # in SmolLM2 and Llama 1; nothing reads them
     bias = c.flag("attention_bias", default=False)
     own = block(c, bias=bias, ffn=gated(c, bias=c.flag("mlp_bias", default=False)))
     return decoder(c, head, (own,) * layers(c))
@@ -41,7 +41,7 @@ def block(
     norm_offset: float = 0.0,
     **attn: Any,
 ) -> BlockConfig:
-    """A block of RMSNorm, rotary attention and a gated feed-forward network.
+    """Return a block of RMSNorm, attention with RoPE and a gated feed-forward network.
 
     eps, d_head: the family's defaults
     kv_heads: the family's default if the key is absent. null means all heads.
@@ -68,7 +68,7 @@ def block(
 
 
 def gated(c: Config, act: str | None = None, *, bias: bool = False) -> FeedForwardConfig:
-    """A gated feed-forward network. act: None: the value of `hidden_act`, by default SiLU."""
+    """Return a gated feed-forward network. act: None: the value of `hidden_act`, default SiLU."""
     act = activation(c, "hidden_act", "silu") if act is None else act
     return FeedForwardConfig(c.integer("intermediate_size", low=1), act, gated=True, bias=bias)
 
@@ -85,7 +85,12 @@ def decoder(
     softcap: float | None = None,
     **own: Any,
 ) -> LanguageModel:
-    """A decoder of such blocks; max_len, theta, tied: the family's defaults."""
+    """Return a decoder of `blocks`.
+
+    head: the head, as in `Family.heads`
+    max_len, theta, tied: the family's defaults
+    own: further options of `LanguageModel`
+    """
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
     embed = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1),
@@ -101,13 +106,19 @@ def decoder(
 
 
 def window(c: Config, default: int | None = None) -> tuple[int, None] | None:
-    """The window of `sliding_window` tokens, of which a query itself is one; None: of all."""
+    """Return (tokens before the query, None), the window; None if there is none.
+
+    `sliding_window` is one more, because it includes the query.
+    """
     size = c.integer("sliding_window", low=1, default=default, null=None)
     return None if size is None else (size - 1, None)
 
 
 def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -> tuple[Any, ...]:
-    """For each layer `sliding` or None, by `layer_types`; by `default` where there are none."""
+    """Return the window of each layer: `sliding` or None.
+
+    default: whether each layer has a window, if the key `layer_types` is missing
+    """
     choices = ("full_attention", "sliding_attention")
     kinds = c.texts("layer_types", choices=choices, length=n_layers, default=None)
     slides = default if kinds is None else tuple(kind == choices[1] for kind in kinds)
@@ -117,7 +128,7 @@ def windows(c: Config, n_layers: int, sliding: Any, default: tuple[bool, ...]) -
 
 
 def links(model: LanguageModel) -> Links:
-    """Names, of all that a descendant may have too."""
+    """Yield the links of all tensors that Llama or a family derived from it may have."""
     yield from same("model.embed_tokens.weight", "embed.table")
     for i in range(len(model.blocks)):
         yield from block_links(f"model.layers.{i}", f"stack.blocks.{i}")
@@ -126,7 +137,7 @@ def links(model: LanguageModel) -> Links:
 
 
 def block_links(theirs: str, ours: str) -> Links:
-    """Attention and both norms."""
+    """Yield the links of attention and of both norms of a block."""
     yield from norm(f"{theirs}.input_layernorm", f"{ours}.attn_norm")
     yield from attention(
         f"{theirs}.self_attn", f"{ours}.attn", "q_proj", "k_proj", "v_proj", "o_proj"
@@ -137,20 +148,20 @@ def block_links(theirs: str, ours: str) -> Links:
 
 
 def feed_forward_links(theirs: str, ours: str) -> Links:
-    """The gated feed-forward network."""
+    """Yield the links of the gated feed-forward network."""
     for name in ("gate", "up", "down"):
         yield from linear(f"{theirs}.{name}_proj", f"{ours}.{name}")
 
 
 def top_links() -> Links:
-    """The final norm and the heads."""
+    """Yield the links of the final norm and of the heads."""
     yield from norm("model.norm", "stack.norm")
     yield from linear("lm_head", "head")
     yield from linear("score", "head.out")
 
 
 def family(name: str, build: Any, links: Any = links) -> Family:
-    """The family whose architectures begin with `name`."""
+    """Return the family whose architectures begin with `name`."""
     return Family(
         heads={
             f"{name}ForCausalLM": "lm",

@@ -1,6 +1,6 @@
-"""llama2.c's models: Llama with interleaved rotary pairs, in one `.bin` file.
+"""Models of llama2.c: Llama with interleaved RoPE pairs, in one `.bin` file.
 
-The file has a kind of tensor for all layers together; here layer i of `wq` is called `wq.i`.
+The file has one tensor of each kind for all layers together. Here layer i of `wq` is named `wq.i`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TABLES = ("freq_cis_real", "freq_cis_imag")
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a header."""
+    """Return the model of a configuration, which has the sizes of the file's header."""
     attn = AttentionConfig(
         d_model=c.integer("d_model", low=1),
         n_heads=c.integer("n_heads", low=1),
@@ -64,7 +64,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Names."""
+    """Yield the links of all tensors."""
     yield from same("token_embedding", "embed.table")
     for i in range(len(model.blocks)):
         for theirs, ours in MAPS.items():
@@ -79,7 +79,7 @@ FAMILY = Family(heads={}, build=build, links=links, buffers=TABLES)
 
 
 class Mapped:
-    """The tensors of a file, in the manner of `files.Tensors`."""
+    """The tensors of a `.bin` file by name, with the methods of `files.Tensors`."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._arrays: dict[str, np.ndarray] = {}
@@ -99,30 +99,33 @@ class Mapped:
         return name in self._arrays
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Sizes of a tensor."""
+        """The shape of a tensor."""
         return self._arrays[name].shape
 
     def dtype(self, name: str) -> str:
-        """As safetensors files call it."""
+        """The dtype of a tensor, as safetensors names it."""
         return "F32"
 
     def read(self, name: str, dtype: str = "float32") -> np.ndarray:
-        """A tensor: a view of the file where dtype is float32."""
+        """A tensor as `dtype`: a view of the file if that is float32, else a copy."""
         return self._arrays[name].astype(dtype, copy=False)
 
     def equal(self, a: str, b: str) -> bool:
-        """Whether two tensors hold the same numbers."""
+        """Whether two tensors have the same numbers. NaN equals NaN."""
         return bool(np.array_equal(self._arrays[a], self._arrays[b], equal_nan=True))
 
     def fetch(self, dtype: str) -> None:
-        """Nothing: these files are small."""
+        """Do nothing, because these files are small."""
 
     def release(self, name: str) -> None:
-        """Nothing: these files are small."""
+        """Do nothing, because these files are small."""
 
 
 def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Mapped]:
-    """The configuration and the tensors of a `.bin` file. PretrainedError where it is damaged."""
+    """The configuration and the tensors of a `.bin` file.
+
+    FileNotFoundError if there is no file, PretrainedError if it is damaged.
+    """
     header, arrays = llama2c.read(path)
     if header.n_layers > MAX_LAYERS:
         message = f"{path}: n_layers must be at most {MAX_LAYERS}, got {header.n_layers}"
@@ -134,7 +137,11 @@ def open_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Mapped]:
 def write_file(
     path: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a `.bin` file; an interrupted write leaves the old one."""
+    """Write a `.bin` file. An interrupted write leaves the old file.
+
+    config: the sizes, by the names of `llama2c.Header`
+    tensors: by the names of `links`
+    """
     header = llama2c.Header(*(config[name] for name in llama2c.Header._fields))
     arrays = {name: array for name, array in tensors.items() if "." not in name}
     for name in (*MAPS, *NORMS):

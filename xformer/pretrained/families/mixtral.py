@@ -15,7 +15,7 @@ PARTS = (("w1", "gate"), ("w3", "up"), ("w2", "down"))
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration."""
+    """Return the model of a configuration."""
     c.only("router_jitter_noise", 0.0, 0)
     act = activation(c, "hidden_act", "silu")
     mixture = ExpertsConfig(
@@ -38,7 +38,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """Llama's names, but for the experts'."""
+    """Yield the links. The names are Llama's, except for the experts."""
     yield from same("model.embed_tokens.weight", "embed.table")
     for i, config in enumerate(model.blocks):
         theirs, ours = f"model.layers.{i}", f"stack.blocks.{i}"
@@ -53,7 +53,10 @@ def links(model: LanguageModel) -> Links:
 
 
 def links_in_memory(model: LanguageModel) -> Links:
-    """The experts, which transformers 5 stacks in memory: gate (E, F, I) above up (E, F, I)."""
+    """Yield the links of the experts in memory, where transformers 5 stacks them.
+
+    gate (E, F, I) and up (E, F, I) are one tensor (E, 2 F, I), gate first.
+    """
     for i in range(len(model.blocks)):
         theirs, ours = f"model.layers.{i}.mlp", f"stack.blocks.{i}.ffn"
         both = (f"{ours}.gate", f"{ours}.up")

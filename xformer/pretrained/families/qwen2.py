@@ -13,14 +13,17 @@ from xformer.pretrained.family import layers
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration."""
-    c.unread("use_mrope", False)  # positions of pictures
+    """Return the model of a configuration."""
+    c.unread("use_mrope", False)  # position ids of images
     blocks = sliding(c, block(c, kv_heads=32, qkv_bias=True))
     return decoder(c, head, blocks, max_len=32768)
 
 
 def sliding(c: Config, own: BlockConfig) -> tuple[BlockConfig, ...]:
-    """The blocks: with a window from the layer `max_window_layers` on, where windows are used."""
+    """Return the blocks of all layers, each `own` with its sliding window or None.
+
+    If `use_sliding_window` is true, by default layers from `max_window_layers` on have a window.
+    """
     n_layers = layers(c)
     size = window(c, default=4096)
     size = size if c.flag("use_sliding_window", default=False) else None

@@ -1,4 +1,4 @@
-"""RoBERTa (arXiv:1907.11692): BERT with other heads; positions begin after that of padding."""
+"""RoBERTa (arXiv:1907.11692): BERT with other heads. Position ids begin after the padding id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xformer.pretrained.names import Links, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """The model of a configuration; a bare one has a pooler where the file has one."""
+    """Return the model of a configuration. A model without a head has a pooler if the file does."""
     own = bert.block(c)
     top: Any = bert.pooler(names)
     if head == "masked-lm":
@@ -26,7 +26,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
 
 
 def links(model: LanguageModel) -> Links:
-    """BERT's names, but for the heads'."""
+    """Yield the links. The names are BERT's, except for the heads."""
     if isinstance(model.head, MaskedLMHead):
         yield from linear("lm_head.dense", "head.dense")
         yield from norm("lm_head.layer_norm", "head.norm")

@@ -20,7 +20,7 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder | LanguageModel:
-    """The model of a configuration. Version 1.1's head is not tied, where the file has one."""
+    """Return the model of a configuration. In T5 1.1 the head is tied only if the file has none."""
     own, dropout = block(c), rate(c, "dropout_rate", 0.1)
     c.ignore("n_positions", "classifier_dropout")
     embed = EmbedConfig(
@@ -38,7 +38,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
     n_layers = layers(c, "num_layers", 6)
     encoder = (own,) * n_layers
     decoder = (own,) * layers(c, "num_decoder_layers", n_layers)
-    # Whether to tie decides about a scale too; transformers 5 has a key for that alone.
+    # By default tie_word_embeddings decides about the scale too; transformers 5 has a key for it.
     ties = c.flag("tie_word_embeddings", default=True)
     scales = c.flag("scale_decoder_outputs", default=ties)
     if head == "encoder":
@@ -59,7 +59,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
 
 
 def block(c: Config) -> BlockConfig:
-    """A pre-LN block of RMSNorm, whose scores are not scaled."""
+    """Return a pre-LN block with RMSNorm and attention scores that are not scaled."""
     kind = c.text("feed_forward_proj", default="relu")
     gate, _, act = kind.rpartition("-")
     act = "gelu_new" if kind == "gated-gelu" else act
@@ -88,7 +88,7 @@ def block(c: Config) -> BlockConfig:
 
 
 def links(model: EncoderDecoder | LanguageModel) -> Links:
-    """Names."""
+    """Yield the links of an encoder-decoder, or of the encoder alone."""
     if isinstance(model, LanguageModel):
         yield from same("shared.weight", "embed.table")
         yield from stack_links("encoder", "stack", model.blocks)
@@ -102,7 +102,10 @@ def links(model: EncoderDecoder | LanguageModel) -> Links:
 def stack_links(
     theirs: str, ours: str, blocks: tuple[BlockConfig, ...], *, cross: bool = False
 ) -> Links:
-    """An encoder or a decoder; the table of the relative bias lies in its first layer."""
+    """Yield the links of an encoder or a decoder. Its first layer has the relative bias's table.
+
+    cross: whether the blocks have cross-attention
+    """
     table = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     yield from same(table, f"{ours}.relative")
     for i, config in enumerate(blocks):
@@ -144,6 +147,6 @@ FAMILY = Family(
         "decoder.embed_tokens.weight": "shared.weight",
         "lm_head.weight": "shared.weight",
     },
-    # A table that old files have and nothing reads.
+    # Old files have this table, but nothing reads it.
     buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
 )

@@ -1,9 +1,9 @@
-"""torch's `nn.Transformer` and `nn.TransformerEncoder`: their state dicts as safetensors.
+"""torch's `nn.Transformer` and `nn.TransformerEncoder`: their state dicts in safetensors files.
 
-A state dict says nothing of the number of heads. A config.json beside it has the arguments of the
-constructor: {"model_type": "nn.Transformer", "d_model": 512, "nhead": 8, ...}, for an encoder
-"num_layers" and "final_norm" (whether it was given a norm, with the layers' eps and bias) too.
-Sequences are (B, T, D) vectors.
+A state dict does not store the number of heads. So a config.json beside it has the arguments of the
+constructor: {"model_type": "nn.Transformer", "d_model": 512, "nhead": 8, ...}. For an encoder it
+also has "num_layers" and "final_norm": whether the encoder has a final norm, with the eps and bias
+of the layers. Sequences are vectors (B, T, D).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xformer.pretrained.names import Links, fused, linear, norm
 
 
 def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder:
-    """`nn.Transformer`, which has a final norm on both sides."""
+    """Return the model of an `nn.Transformer`: encoder and decoder each have a final norm."""
     own = block(c)
     return EncoderDecoder(
         encoder=(own,) * layers(c, "num_encoder_layers", 6),
@@ -29,15 +29,15 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
 
 
 def build_encoder(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
-    """`nn.TransformerEncoder` of `nn.TransformerEncoderLayer`s."""
+    """Return the model of an `nn.TransformerEncoder` of `nn.TransformerEncoderLayer`s."""
     blocks = (block(c),) * layers(c, "num_layers")
     final_norm = c.flag("final_norm", default=False)
     return LanguageModel(None, blocks, causal=False, final_norm=final_norm, head=None)
 
 
 def block(c: Config) -> BlockConfig:
-    """A layer of either."""
-    c.ignore("batch_first", "enable_nested_tensor", "mask_check")  # the same numbers
+    """Return the block of a configuration, for encoder and decoder layers."""
+    c.ignore("batch_first", "enable_nested_tensor", "mask_check")  # they do not change the result
     dropout = rate(c, "dropout", 0.1)
     bias = c.flag("bias", default=True)
     attn = AttentionConfig(
@@ -58,18 +58,18 @@ def block(c: Config) -> BlockConfig:
 
 
 def links(model: EncoderDecoder) -> Links:
-    """Names of `nn.Transformer`."""
+    """Yield the links of `nn.Transformer`."""
     yield from stack_links("encoder.", "encoder", len(model.encoder))
     yield from stack_links("decoder.", "decoder", len(model.decoder), cross=True)
 
 
 def encoder_links(model: LanguageModel) -> Links:
-    """Names of `nn.TransformerEncoder`."""
+    """Yield the links of `nn.TransformerEncoder`."""
     yield from stack_links("", "stack", len(model.blocks))
 
 
 def stack_links(theirs: str, ours: str, n_layers: int, *, cross: bool = False) -> Links:
-    """An encoder or a decoder."""
+    """Yield the links of an encoder or a decoder. cross: whether it has cross-attention."""
     norms = ("attn_norm", "cross_norm", "ffn_norm") if cross else ("attn_norm", "ffn_norm")
     for i in range(n_layers):
         layer, leaf = f"{theirs}layers.{i}", f"{ours}.blocks.{i}"
@@ -84,7 +84,7 @@ def stack_links(theirs: str, ours: str, n_layers: int, *, cross: bool = False) -
 
 
 def multihead_links(theirs: str, ours: str) -> Links:
-    """`nn.MultiheadAttention`."""
+    """Yield the links of an `nn.MultiheadAttention`."""
     yield from fused(f"{theirs}.in_proj_weight", f"{theirs}.in_proj_bias", ours)
     yield from linear(f"{theirs}.out_proj", f"{ours}.o")
 
