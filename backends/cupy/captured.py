@@ -126,7 +126,7 @@ class Captured:
         except Exception as error:
             # CuPy raises CUDARuntimeError, CompileException, OutOfMemoryError,
             # NotImplementedError, TypeError, ... Nothing has run. The step now runs call by call,
-            # and raises again if the error is its own: bad shapes, or too little memory.
+            # and raises again if the step is wrong (bad shapes), or there is too little memory.
             text = str(error) or type(error).__name__
             self.say(f"{_place_of(error)}{text}; steps are made call by call")
             return False

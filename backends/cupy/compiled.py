@@ -60,7 +60,7 @@ class Compiled:
     stored in the donated arrays of the first call.
 
     donated: indices of the arguments whose arrays may be overwritten
-    lends: results may be the graph's own arrays, which the next call overwrites; else copies
+    lends: whether other results may be arrays that the next call overwrites, else they are copies
     """
 
     def __init__(

@@ -245,8 +245,8 @@ def _ran(
     except MemoryError:  # of the device: every other matmul needs memory too
         raise
     except Exception as error:
-        # Bindings and cuda.core of other versions raise AttributeError and TypeError; the library
-        # raises its own error with any status. Another library can compute the matmul.
+        # Bindings and cuda.core of other versions raise AttributeError and TypeError; cuBLASLt
+        # raises cuBLASLtError with any status. Another library can compute the matmul.
         _fail(own.library(), key, error)
         return False
 
@@ -264,7 +264,7 @@ def _started(
     if plan is None:
         return False
     plan.point(lt, pointed)
-    # The pool gets it back when this returns, and lends it only to later work of this stream.
+    # When this returns, the workspace is free for later work of this stream, but of no other.
     held = own.memory(plan.workspace) if plan.workspace else None
     left, right, d = (x.data.ptr for x in three)
     lt.matmul(

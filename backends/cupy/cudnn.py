@@ -64,7 +64,7 @@ def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
     plan = _plan(own, place, type(like), kind)
     if isinstance(plan, str):
         return False
-    # The pool gets it back when this returns, and lends it only to later work of this stream.
+    # When this returns, the workspace is free for later work of this stream, but of no other.
     held = own.memory(plan.workspace) if plan.workspace else None
     addresses = {uid: x.data.ptr for uid, x in arrays.items()}
     try:
@@ -73,7 +73,7 @@ def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
         plan.graph.execute(addresses, None if held is None else held.ptr, handle=lent.handle)
     except MemoryError:
         raise
-    except Exception as error:  # as in `_plan`
+    except Exception as error:  # of any type, see `_plan`
         key = type(like), place.device, kind
         _state.plans[key] = failed(_state.said, "attention by cuDNN", error, INSTEAD)
         return False

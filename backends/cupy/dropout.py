@@ -35,7 +35,7 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
 
 @short
 class DropoutCache(NamedTuple):
-    """Saved by `dropout` for backward: no array, since the key gives the same mask again."""
+    """Saved by `dropout` for backward: the key, which gives the same mask again, but no mask."""
 
     rate: float
     key: RandomKey | None

@@ -130,7 +130,7 @@ def _launcher(array_type: type) -> Launcher:
 
 
 def arithmetic(dtype: str) -> str:
-    """Return the name of the dtype in which kernels compute with arrays of `dtype`."""
+    """Return the name of the dtype in which kernels compute for arrays of `dtype`."""
     return "float32" if dtype in STORED else dtype
 
 

@@ -113,7 +113,7 @@ def whole(parts: Sequence[Array]) -> Array | None:
 
 
 def beside(ws: Sequence[Array]) -> Array | None:
-    """Return a copy of matrices (I, O_i) side by side, (I, sum of O_i), by rows or columns as they.
+    """Return a copy of matrices (I, O_i) side by side: (I, sum of O_i), in their layout.
 
     Returns None if some are by rows and others by columns, if columns have gaps between them, or if
     there are more than `MOST` matrices.

@@ -108,7 +108,7 @@ def _sampling_defaults(in_files: dict[str, Any]) -> dict[str, Any]:
 
 
 def announce(args: argparse.Namespace, settings: Settings, chosen: Choice) -> None:
-    """Print the used settings of the model's files on stderr, and warn of those not followed."""
+    """Print the used settings of the model's files on stderr, and warn of unused settings."""
     keys = [*chosen.keys, *KEPT]
     if args.max_new_tokens is None:
         keys.append("max_length" if settings.max_new_tokens is None else "max_new_tokens")

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, save the best model, and print a sample of it."""
     options = train_options.settled(args)
-    with kernels_of(options.backend):  # a resumed run brings its backend
+    with kernels_of(options.backend):  # a resumed run has stored its backend
         return _run(options)
 
 

@@ -1,4 +1,4 @@
-"""The options of `xformer train`, and those that a resumed run brings."""
+"""The options of `xformer train`, and the options that a resumed run has stored."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that a run stores for `settled`. Resuming changes only those that end a run."""
+    """The options that a run stores for `settled`. Resuming changes only `ENDS` among them."""
     names = (*DEFAULTS, *Preset._fields) if options.resume is None else ENDS
     before = {} if options.resume is None else _of_run(options.resume)
     return before | {name: getattr(options, name) for name in names}

@@ -235,7 +235,7 @@ def _require_unknown(inner: Any, config: Config, wanted: int) -> None:
 def require_agreement(inner: Any, config: Config) -> None:
     """PretrainedError if BERT's normaliser in tokenizer.json has other settings than config.
 
-    It is for classes that are not in `KINDS`, for which it is unknown whose settings count.
+    It is for classes that are not in `KINDS`, because it is unknown which settings they use.
     """
     for part in _normalizers(inner):
         for key, theirs in BERT_KEYS.items():
