@@ -160,7 +160,7 @@ def fetch(data: mmap.mmap) -> None:
 def _other_cores() -> set[int]:
     """The cores that the program may use, except the current one. Empty outside Linux.
 
-    A new thread starts on the current core and would share it with its parent, while the new
+    A new thread starts on the current core and would share it with its parent. Meanwhile the new
     threads of OpenBLAS keep the other cores busy with waiting. On two cores the start would take
     10 % longer.
     """

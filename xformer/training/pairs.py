@@ -24,9 +24,9 @@ class Bucket(NamedTuple):
 class Pairs:
     """A `Source` of pairs of texts, for `EncoderDecoder.loss`: src, tgt, targets and src_mask.
 
-    Pairs whose longer side, rounded up to a `multiple`, is the same form a bucket. An epoch
-    shuffles each bucket, cuts it into batches of similar size, and yields the batches of all
-    buckets in random order, so that every pair occurs once.
+    Pairs form a bucket if the length of their longer side, rounded up to a `multiple`, is the same.
+    An epoch shuffles each bucket and cuts it into batches of similar size. It yields the batches of
+    all buckets in random order. Every pair occurs once.
 
     sources: token ids of each source
     targets: token ids of each target, without bos_id and eos_id. The decoder reads bos_id and the

@@ -88,9 +88,9 @@ def texts(
     field: of the JSON objects of a .jsonl file
     progress: called with the name of the work, the bytes that are read and the total bytes
 
-    FileNotFoundError if path does not exist. ValueError if there is no text, if a file is not UTF-8
-    (with the offset of the byte), if a line has no such field (with the number of the line), for a
-    pipe and for an empty path.
+    FileNotFoundError if path does not exist. ValueError for an empty path, for a pipe, and if there
+    is no text. ValueError with the offset of the byte if a file is not UTF-8, and with the number
+    of the line if a line has no such field.
     """
     if path is None:
         name = "source code of Python's standard library"
