@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sentences import BERT, write_model
 
-from benchmarks import embeddings, embeddings_page
+from benchmarks import embeddings, embeddings_page, stored
 from benchmarks.step import Disagreement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +106,7 @@ def test_the_page_shows_a_committed_run() -> None:
     page = PAGE.read_text(encoding="utf-8")
     (link,) = re.findall(r"\[All figures\]\((\S+)\)", page)
     result = (PAGE.parent / link).resolve()
-    found = json.loads(result.read_text(encoding="utf-8"))
+    found = stored.read(result)
     begin, end = embeddings_page.BEGIN, embeddings_page.END
     assert f"{begin}{embeddings_page.shown(PAGE, found, result)}{end}" in page
     assert found["difference"] <= found["tolerance"]

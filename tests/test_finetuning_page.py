@@ -12,7 +12,7 @@ import pytest
 from truths import published
 
 from benchmarks import finetuning as benchmark
-from benchmarks import machine
+from benchmarks import machine, stored
 from xformer.finetune import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ def test_the_table_is_of_a_committed_run() -> None:
     run = r"<!-- run -->\n(.*)\n\[All figures\]\((.*)\)\.\n<!-- end -->"
     (found,) = re.findall(run, PAGE, re.DOTALL)
     shown, path = found
-    assert shown == benchmark.text(json.loads((DOCS / path).read_text(encoding="utf-8")))
+    assert shown == benchmark.text(stored.read(DOCS / path))
 
 
 def test_the_benchmark_runs(

@@ -12,7 +12,7 @@ import pytest
 from truths import published
 
 from benchmarks import generation as benchmark
-from benchmarks import machine
+from benchmarks import machine, stored
 from xformer.generation import generate
 from xformer.pretrained import load
 
@@ -46,7 +46,7 @@ def test_the_examples_print_what_is_shown(
 def test_the_table_is_of_a_committed_run() -> None:
     run = r"<!-- run -->\n(.*)\n\[All figures\]\((.*)\)\.\n<!-- end -->"
     ((shown, path),) = re.findall(run, PAGE, re.DOTALL)
-    assert shown == benchmark.text(json.loads((DOCS / path).read_text(encoding="utf-8")))
+    assert shown == benchmark.text(stored.read(DOCS / path))
 
 
 @pytest.fixture
