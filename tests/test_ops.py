@@ -196,7 +196,7 @@ def test_equal_large_logits_are_equally_probable(library: Backend) -> None:
 
 @pytest.mark.parametrize("width", [7, 384, 768, 5000])
 @EVERYWHERE
-def test_a_row_of_equal_numbers_is_normalised_to_b(width: int, library: Backend) -> None:
+def test_layer_norm_of_a_row_of_equal_numbers_is_b(width: int, library: Backend) -> None:
     """The rounded mean is not that number, and rstd would divide the rest by itself."""
     values = np.asarray([100.0, 0.1, -1e8, 3e4 / 7, 0.0, 1e15], "float32")
     rng = np.random.default_rng(0)
@@ -215,7 +215,7 @@ def test_a_row_of_equal_numbers_is_normalised_to_b(width: int, library: Backend)
 
 
 @EVERYWHERE
-def test_rows_far_from_zero_are_normalised_as_exactly_as_they_are_known(library: Backend) -> None:
+def test_layer_norm_of_rows_far_from_zero_is_as_exact_as_they_are_known(library: Backend) -> None:
     means = np.asarray([[10], [1e2], [1e3], [-1e4], [1e5]])
     x = (np.random.default_rng(0).normal(size=(5, 700)) + means).astype("float32")
     exact = (x - x.mean(axis=-1, keepdims=True, dtype=float)) / x.std(

@@ -257,7 +257,7 @@ class KeyValueHeadsCache(NamedTuple):
     def backward(
         self, dk: Array, dv: Array
     ) -> tuple[Array, Array, NormParams | None, Array | None]:
-        """Gradients of both of the pair, k_norm and pos."""
+        """Gradients of x w_k + b_k and x w_v + b_v, of k_norm and of pos."""
         dk, dk_norm, dpos_k = self.k.backward(dk)
         dv, _, dpos_v = self.v.backward(dv)
         return dk, dv, dk_norm, None if dpos_k is None else dpos_k + dpos_v

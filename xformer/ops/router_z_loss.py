@@ -37,7 +37,7 @@ def router_z_loss(logits: Array, *, mask: Array | None = None) -> tuple[Array, R
 
 @short
 class RouterZLossCache(NamedTuple):
-    """Saved by `router_z_loss` for backward; probabilities are recomputed from top."""
+    """Saved by `router_z_loss` for backward, which recomputes the probabilities."""
 
     logits: Array  # (N, E), with zeros in masked rows
     top: Array  # (N, 1), the highest logit of a row

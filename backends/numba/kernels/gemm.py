@@ -195,7 +195,10 @@ def _order(by_rows: bool) -> Any:
 
 @rowwise
 def add_bias(b: int, y: Any, sizes: Any) -> None:
-    """y += b, of N rows of M numbers. y: (address, down)."""
+    """Add b (M) to each row of y (N, M), in place.
+
+    b: its address   y: (its address, the bytes from one row to the next)   sizes: (N, M)
+    """
     n, m = sizes
     own = float32s(b, (m,))
     for i in range(n):

@@ -1,4 +1,4 @@
-"""A program: the instructions that a function of arrays has left, and what they read and write."""
+"""A program: the recorded instructions of a function of arrays, with what they read and write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Places = Sequence[Sequence[int]]
 class Instruction(NamedTuple):
     """run(*outs, *ins) computes outs on arrays of NumPy; `native` computes the same without Python.
 
-    Neither reads what an out held before, nor writes to ins. Of a native one ins are arrays.
+    Neither reads the old values of outs, nor writes to ins. A native one has only arrays as ins.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """Instructions in the order in which they were recorded, for so many threads."""
+    """Instructions in the order in which they were recorded, for a number of threads."""
 
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
@@ -45,14 +45,14 @@ class Program:
         self.inputs: list[Traced] = []
 
     def input(self, name: str, shape: Shape, dtype: Any, strides: Shape) -> Traced:
-        """An array that each run is given."""
+        """Declare an input: an array that each run gets."""
         itemsize = np.dtype(dtype).itemsize
         given = laid_out(self, Buffer(math.prod(shape) * itemsize, name), shape, dtype, strides)
         self.inputs.append(given)
         return given
 
     def number(self, name: str, dtype: Any) -> Traced:
-        """A number of Python's that each run is given."""
+        """Declare an input that is a Python number."""
         given = self.input(name, (), dtype, ())
         given.is_number = True
         return given
@@ -78,17 +78,20 @@ class Program:
         in_place: Places = (),
         checks: bool = False,
     ) -> None:
-        """One instruction more; a constant is given as the array that it is."""
+        """Append an instruction. Operands that are constants are stored as arrays."""
         known = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
         one = Instruction(name, run, tuple(outs), tuple(known), native, in_place, checks)
         self.code.append(one)
 
     def pieces(self, size: int) -> int:
-        """One for each thread, where so many elements are worth a thread."""
+        """The number of pieces of work: one a thread if `size` elements are worth it, else 1."""
         return self.threads if size > WORTH else 1
 
     def needed(self, results: Sequence[Traced]) -> list[Instruction]:
-        """The code less what neither the results depend on nor checks."""
+        """The instructions that `results` depend on, and those that check values.
+
+        The others are dropped (dead-code elimination), as are those with only empty outputs.
+        """
         wanted = {x.buffer for x in results}
         kept = []
         for one in reversed(self.code):
@@ -101,7 +104,7 @@ class Program:
 
 
 def of(operands: Sequence[Operand]) -> Program | None:
-    """The program that records what is done to these; None where all of them are constants."""
+    """The program that records operations on these operands; None if all are constants."""
     found = {x.program for x in operands if isinstance(x, Traced) and x.program is not None}
     if len(found) > 1:
         raise ValueError("arrays of two programs meet: one of them was kept from another recording")
