@@ -73,23 +73,22 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def archive(results: Path = RESULTS) -> list[Path]:
-    """Move all but the newest result of each question to `HISTORY`. Returns the files removed.
+def archive(results: Path = RESULTS) -> tuple[list[Path], list[Path]]:
+    """Move all but the newest result of each question to `HISTORY`.
 
-    ValueError, before anything is written, for a result that has no rows of times.
+    Returns the files that were moved, and those that stay because they have no rows of times.
     """
     questions: dict[tuple[Path, str], list[Path]] = {}
     for path in sorted(results.glob("*/*.json")):
         if name := NAME.fullmatch(path.name):
             questions.setdefault((path.parent, name["question"]), []).append(path)
-    older, rows = [], set(_history(results / HISTORY))
+    older, kept, rows = [], [], set(_history(results / HISTORY))
     for (folder, question), paths in questions.items():
         *before, _ = sorted(paths, key=lambda path: read(path)["date"])
-        older += before
         for path in before:
-            if not (found := list(rows_of(read(path), folder.name, question))):
-                raise ValueError(f"{path} has no rows of times, which {HISTORY} could hold")
-            rows |= set(found)
+            found = set(rows_of(read(path), folder.name, question))
+            (older if found else kept).append(path)
+            rows |= found
     if older:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -97,7 +96,8 @@ def archive(results: Path = RESULTS) -> list[Path]:
         report.replace(results / HISTORY, text.getvalue())
     for path in older:
         path.unlink()
-    return older
+        path.with_suffix(".md").unlink(missing_ok=True)
+    return older, kept
 
 
 def _history(path: Path) -> Iterator[tuple[str, ...]]:
@@ -108,8 +108,10 @@ def _history(path: Path) -> Iterator[tuple[str, ...]]:
 
 def rows_of(found: dict[str, Any], machine: str, question: str) -> Iterator[tuple[str, ...]]:
     """The rows of `HISTORY` of a result: one for each contestant and work."""
-    blas = " ".join(found.get("threads", {}).get("blas_kernels", []))
-    for row in found.get("rows", []):
+    listed = found.get("rows")
+    for row in listed if isinstance(listed, list) else []:
+        threads = row.get("threads") or found.get("threads", {})
+        blas = " ".join(threads.get("blas_kernels", []))
         for work, times in row.items():
             if isinstance(times, dict) and "min_ms" in times:
                 cells = (
@@ -121,13 +123,17 @@ def rows_of(found: dict[str, Any], machine: str, question: str) -> Iterator[tupl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Move older results of all machines to the history."""
+    """Move older results of all machines to the history. Returns 1 if some cannot be moved."""
     if argv or sys.argv[1:]:
         print("python -m benchmarks.stored takes no arguments", file=sys.stderr)
         return 2
-    for path in archive():
+    moved, kept = archive()
+    for path in moved:
         print(f"{path.name}: now in {HISTORY}")
-    return 0
+    for path in kept:
+        why = f"it has no rows of times, which {HISTORY} could hold"
+        print(f"{path} stays beside a newer result: {why}", file=sys.stderr)
+    return int(bool(kept))
 
 
 if __name__ == "__main__":

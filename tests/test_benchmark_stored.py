@@ -20,13 +20,13 @@ def result(day: int, least: float, machine: dict[str, Any] = MACHINE) -> dict[st
         "commit": f"{day:040x}",
         "dirty": False,
         "machine": machine,
-        "threads": {"cpus": 2, "blas_kernels": ["Zen", "Haswell"]},
+        "threads": {"cpus": 2, "blas_kernels": ["Zen"]},
         "rows": [
             {"name": "torch eager", "step": {"min_ms": 2.0, "median_ms": 3.0, "ratio": 1.0}},
             {
                 "name": "numpy kernel",
                 "peak_bytes": 7,
-                "threads": {"cpus": 2},
+                "threads": {"cpus": 2, "blas_kernels": ["Zen", "Haswell"]},
                 "step": {"min_ms": least, "median_ms": 4.0, "ratio": least / 2},
                 "forward": {"min_ms": 0.5},
             },
@@ -65,8 +65,10 @@ def test_a_machine_is_written_once(results: Path, tmp_path: Path) -> None:
 
 def test_older_results_become_rows(results: Path) -> None:
     older, newest, other = keep(result(3, 1.0)), keep(result(4, 1.5)), keep(result(2, 9.0), "gate")
-    assert stored.archive(results) == [older] and not older.exists()
-    assert newest.exists() and other.exists() and stored.archive(results) == []
+    older.with_suffix(".md").write_text("its table")
+    assert stored.archive(results) == ([older], [])
+    assert not older.exists() and not older.with_suffix(".md").exists()
+    assert newest.exists() and other.exists() and stored.archive(results) == ([], [])
     with (results / "history.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 and {row["question"] for row in rows} == {"step-tiny"}
@@ -86,17 +88,23 @@ def test_older_results_become_rows(results: Path) -> None:
         "blas": "Zen Haswell",
     }
     last = keep(result(5, 0.5))
-    assert stored.archive(results) == [newest] and last.exists()
+    assert stored.archive(results) == ([newest], []) and last.exists()
     assert len((results / "history.csv").read_text().splitlines()) == 1 + 6
 
 
-def test_what_has_no_rows_is_not_lost(results: Path) -> None:
-    times, without = keep(result(2, 1.0)), keep(result(3, 1.0) | {"rows": []}, "embeddings")
+@pytest.mark.parametrize("rows", [[], {"numpy": {"min_ms": 1.0}}, [{"name": "numpy"}]])
+def test_what_has_no_rows_stays(
+    rows: Any, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times, without = keep(result(2, 1.0)), keep(result(3, 1.0) | {"rows": rows}, "generation")
     keep(result(4, 1.0))
-    keep(result(4, 1.0), "embeddings")
-    with pytest.raises(ValueError, match=r"embeddings-.*\.json has no rows of times"):
-        stored.archive(results)
-    assert times.exists() and without.exists() and not (results / "history.csv").exists()
+    keep(result(4, 1.0), "generation")
+    monkeypatch.setattr("sys.argv", ["stored"])
+    monkeypatch.setattr(stored.archive, "__defaults__", (results,))
+    assert stored.main() == 1
+    said = capsys.readouterr()
+    assert f"{times.name}: now in history.csv" in said.out and not times.exists()
+    assert f"{without} stays beside a newer result" in said.err and without.exists()
 
 
 def test_the_committed_results() -> None:
