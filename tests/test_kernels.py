@@ -54,9 +54,9 @@ KERNELS = [
     if library not in ("numba", "numba.kernels")
 ]
 UPDATES = (adam_update, clip_leaves, ema_leaves)  # test_optim_kernels.py
-# append: test_past.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
+# append: test_kv_cache.py, constant: test_cuda_graphs.py, held: test_checkpointing.py, advance:
 # test_numpy_advance.py, sum_to, whose kernel is for what is stored in two bytes alone:
-# test_cuda_precision.py, turns: test_rotary.py
+# test_cuda_precision.py, cos_sin: test_rotary.py
 WITHOUT_GRADIENT = (random_bits, in_range, greedy, append, constant, held, advance, sum_to)
 WITHOUT_GRADIENT += (*UPDATES, cos_sin)
 # Of many ops, whose rounding adds up either way: test_numpy_blocks.py

@@ -192,10 +192,10 @@ def overridable(
 ) -> Any:
     """A decorator: make `reference` an op for which backends may register kernels.
 
-    backward: whether it returns (y, cache); False: it may return anything
-    drops: whether `inference()` replaces its cache by NoCache. False: the cache consists of caches
-        of other ops, which are replaced, and of values that are needed within `inference()`.
-    TypeError for a reference without a name.
+    backward: True if the reference returns (y, cache). False if it may return anything.
+    drops: True if `inference()` replaces the whole cache by NoCache. False for a cache of caches of
+        other ops, which are replaced one by one, and of values that `inference()` needs.
+    TypeError if the reference has no `__name__`.
     """
     if reference is not None and not hasattr(reference, "__name__"):
         raise TypeError(f"overridable: the reference must have a __name__, got {reference!r}")

@@ -193,7 +193,7 @@ def _even(n: int, most: int) -> int:
 
 @rowwise
 def _next(left: int) -> int:
-    """The rows of a tile."""
+    """The number of rows of the next tile: the largest of ROWS that fits into `left` rows."""
     for rows in ROWS:
         if left >= rows:
             return rows

@@ -51,7 +51,10 @@ def replaced(model: Any, params: Any, tensors: Mapping[str, Tensor], path: Path)
 
 
 def _leaves(link: Link, tensor: Tensor, leaves: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The parameters of a tensor, by name. PretrainedError for another shape."""
+    """The model's parameters that a tensor of the adapter's file replaces, by name.
+
+    PretrainedError if the tensor has another shape than the model expects.
+    """
     (wanted,) = link.shapes({name: leaves[name].shape for name in link.ours}).values()
     if tensor.shape != wanted:
         raise PretrainedError(f"{path}: {tensor.name} must be {wanted}, got shape {tensor.shape}")

@@ -78,15 +78,16 @@ def width_of(network: Any, prompts: Ids | PrefilledPrompt) -> int:
 
 
 class CompiledTokens:
-    """The compiled decoding of a batch of texts, for `stream` and `speculative`.
+    """Decodes a batch of texts by a compiled step, for `stream` and `speculative`.
 
-    The KV cache is preallocated, and each call donates it. It may have more slots than `most`, the
-    tokens of the longest text, so that other texts can use the same program. A full cache is
-    replaced by one with twice the slots, and the call is compiled again. The keys and values of an
-    encoder-decoder's source are only read; they are padded to few lengths (`bucket`).
+    The KV cache is preallocated, and a step may overwrite the cache that it gets. The cache may
+    have more slots than `most`, the length of the longest text in tokens, so that other texts can
+    use the same program. A full cache is replaced by one with twice the slots, and the step is
+    compiled again. The keys and values of an encoder-decoder's source never change. They are
+    padded to one of a few lengths (`bucket`).
 
-    is_greedy: a call also returns the next ids of greedy decoding.
-    asked: compile prompts too.
+    is_greedy: a step also returns the next ids of greedy decoding.
+    asked: True if the user asked for compilation. Prompts are compiled too.
     """
 
     def __init__(

@@ -72,7 +72,10 @@ class RopeConfig:
 
     @property
     def max_unscaled_len(self) -> float:
-        """The longest length with unchanged frequencies; inf if they do not depend on it."""
+        """The longest sequence, in tokens, for which the length does not change the frequencies.
+
+        inf if they never depend on the length.
+        """
         if self.scaling == "dynamic" and self.max_len is not None:
             return self.max_len
         if self.scaling == "longrope" and self.original_max_len is not None:

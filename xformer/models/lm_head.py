@@ -70,7 +70,11 @@ class LMHead:
         dropout_key: ops.RandomKey | None = None,
         **options: Any,
     ) -> tuple[Array, Any]:
-        """The cross-entropy of targets (B, T). options: of `ops.cross_entropy`."""
+        """(loss, cache): the cross-entropy of the logits of x (B, T, D) and targets (B, T).
+
+        options: keyword arguments of `ops.cross_entropy`
+        mask, dropout_key: not used; other heads use them
+        """
         if self.softcap is not None:
             return cross_entropy_of(*self.forward(x, params, table), targets, options)
         return self._topped(partial(linear_loss, targets, options), x, params, table)

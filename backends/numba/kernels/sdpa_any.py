@@ -31,7 +31,11 @@ N_SAVED = 4  # ctx, top, total, dctx: behind the operands of a backward
 
 @native
 def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """ctx, top, total; the operands. Pieces are tiles of rows, of all heads of queries."""
+    """Compute one piece of ctx, top and total.
+
+    args: the outputs, then the operands (`read`). top: the largest score of a row. total: its sum
+    of exponentials. The work is split into tiles of query rows, over all sequences and heads.
+    """
     a = words(args, 3)
     g = read(args + 8 * 3, args + 8 * (3 + N_INS), memory)
     (b, t, h), s, m = g.q.shape[:3], g.k.shape[1], g.v.shape[3]

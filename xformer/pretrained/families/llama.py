@@ -88,7 +88,8 @@ def decoder(
     """Return a decoder of `blocks`.
 
     head: the head, as in `Family.heads`
-    max_len, theta, tied: the family's defaults
+    max_len, theta, tied: the family's values if the configuration has no such key
+    embed_scale, softcap: the scale of the embedding, and the softcap of the logits
     own: further options of `LanguageModel`
     """
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
