@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory in bytes, without the temporaries of ops."""
+    """The bytes that a model needs. Temporary arrays within an op are not counted."""
 
     params: int
     forward: int  # output and cache of a forward

@@ -57,7 +57,7 @@ def layer_norm(
 def normalise(
     x: Array, r: Array | None, w: Array, b: Array | None, eps: float
 ) -> tuple[Array, Array, LayerNormCache]:
-    """s = x + r, x where r is None; its norm; and what the backward wants."""
+    """(s, y, cache): s = x + r, or x if r is None; y is the layer norm of s."""
     program, has_b = program_of(x, r, w, b), b is not None
     x, r, w, b = terms(x, r, w, b)
     order = order_of(x, 1)

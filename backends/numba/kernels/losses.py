@@ -94,9 +94,11 @@ def total(program: Program, losses: Array, weight: Array) -> Array:
 
 @native
 def read_targets(args: int, piece: int, pieces: int, memory: int) -> None:
-    """targets, weight; what was given, N, V, whether some are ignored, which, whether it is a mean.
+    """Copy the target ids, with the ids to ignore marked, and compute the weight of a token's loss.
 
-    Ids were checked, but lie where others may write: what has become wrong since is ignored.
+    args: targets and weight (outputs); the given ids, N, V, whether there is an id to ignore, that
+    id, whether the loss is a mean. The ids were checked before, but the caller may have changed the
+    array since: an id that is out of range is ignored.
     """
     a = words(args, 8)
     n, n_classes, ignores, ignored, is_mean = a[3], a[4], a[5], a[6], a[7]

@@ -102,10 +102,10 @@ def _attend(attention: Attention, given: Operands, bias_shape: tuple[int, ...] |
 
 
 def _attend_one(attention: Attention, given: Operands) -> Traced:
-    """ctx of one query a head.
+    """ctx if each head has one query, as in decoding.
 
-    A backward's scores have other roundings, and need a top of theirs: that of `_attend`, which no
-    program without a backward computes.
+    It does not save `top`, the largest score of a row: a backward rounds its scores differently and
+    reads the `top` of `_attend`. A program without a backward drops the instruction of `_attend`.
     """
     (b, _, h), m, program = given.q.shape[:3], given.v.shape[3], program_of(given)
     ctx = program.fresh((b, 1, h, m), np.float32)

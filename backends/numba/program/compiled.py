@@ -23,13 +23,14 @@ DONATED = READ | 0x400  # C-contiguous and aligned; and writeable
 
 
 class Compiled:
-    """fn(*trees) -> a tree, which depends on its arguments alone.
+    """A function of trees as a program: recorded at the first call of each kind, then replayed.
 
-    Arrays and numbers of the arguments are inputs of the program; all else of them (names,
-    booleans, None, configurations) is a part of its kind. donated: numbers of arguments whose
-    arrays the call may write over, but for `Frozen` ones; the results that have their layouts are
-    then in their memory. lends: all other results are in memory that the next call writes over,
-    unless somebody still refers to it.
+    fn: its result may depend on its arguments only. Arrays and numbers in them are inputs of the
+        program. Everything else (names, booleans, None, configurations) selects the program.
+    donated: indices of arguments whose arrays the call may overwrite, except `Frozen` ones. A
+        result with the layout of such an array is written into its memory.
+    lends: True: other results are in memory that the next call reuses, unless somebody still refers
+        to them.
     """
 
     def __init__(
