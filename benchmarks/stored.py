@@ -9,6 +9,7 @@ A question is the name of a result without its day and commit.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
@@ -96,7 +97,6 @@ def archive(results: Path = RESULTS) -> tuple[list[Path], list[Path]]:
         report.replace(results / HISTORY, text.getvalue())
     for path in older:
         path.unlink()
-        path.with_suffix(".md").unlink(missing_ok=True)
     return older, kept
 
 
@@ -124,9 +124,8 @@ def rows_of(found: dict[str, Any], machine: str, question: str) -> Iterator[tupl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Move older results of all machines to the history. Returns 1 if some cannot be moved."""
-    if argv or sys.argv[1:]:
-        print("python -m benchmarks.stored takes no arguments", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stored", description=main.__doc__)
+    parser.parse_args(argv)
     moved, kept = archive()
     for path in moved:
         print(f"{path.name}: now in {HISTORY}")

@@ -867,6 +867,13 @@ def test_blocks_and_their_memory() -> None:
         layers.block(SEQUENCE, encoder, memory_mask=np.ones((5, 5), bool), config=config)
     with raises(ValueError, "blocks: params must hold a block for each of 2 layers, ..."):
         layers.stack(SEQUENCE, layers.StackParams((), None, None), configs=(config,) * 2)
+    experts = block_config(D, H, 7, experts=ExpertsConfig(3, 2, 5))
+    with raises(
+        ValueError, "block: params.ffn must be ExpertsParams by config, got FeedForward..."
+    ):
+        layers.block(SEQUENCE, encoder, config=experts)
+    with raises(ValueError, "block: params.ffn must be FeedForwardParams by config, got ..."):
+        layers.block(SEQUENCE, experts.init(rng), config=config)
     shared = layers.StackParams.init(rng, (config,), cross=True, shared_memory=True)
     with raises(ValueError, "stack: params.memory needs a memory, got None"):
         layers.stack(SEQUENCE, shared, configs=(config,) * 2)

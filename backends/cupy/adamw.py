@@ -77,7 +77,7 @@ def adam_update(
 
 
 def _together(numbers: Sequence[Any], p: Array) -> Array:
-    """Return one array of the numbers, of which some are arrays (), without a synchronization."""
+    """Return one array of numbers and arrays (), without a synchronization."""
     xp = array_namespace(p)
     values = [in_dtype(x, p) for x in numbers]
     return xp.stack([xp.full((), x, dtype=p.dtype) if isinstance(x, float) else x for x in values])

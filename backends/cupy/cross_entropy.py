@@ -144,7 +144,7 @@ def total_loss(
 def dlogits(cache: CrossEntropyCache, dloss: Array, out: Array) -> Array:
     """Write the gradient of the logits to `out` (..., V), contiguous, and return it.
 
-    `out` may be the cache's logits, if they belong to the caller and nobody needs them any more.
+    `out` may be the cache's logits, if the caller does not need them any more.
     The cache has no further backward then.
     """
     logits, targets, ignore_index, top, total, scale, label_smoothing, z_loss = cache

@@ -222,7 +222,7 @@ def pools() -> list[Any]:
 
 
 def _leave(pool: Any) -> None:
-    """Free the memory of a deleted graph. A pool that nobody refers to would keep it for ever.
+    """Free the memory of a deleted graph. Otherwise its pool would keep the memory for ever.
 
     The arrays of the graph's state may outlive the graph. The pool is kept until they are deleted.
     """

@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
     apart: int = 0  # elements from one matrix to the next
 
     def several(self, batch: int, apart: int) -> Matrix:
-        """Return a batch of matrices of this layout, the first of which is this one.
+        """Return a batch of matrices of this layout. This matrix is the first.
 
         batch: number of matrices
         apart: elements from one to the next; 0: each is this matrix

@@ -51,18 +51,14 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        is_dense = isinstance(self.ffn, FeedForwardConfig)
-        for name, is_right, kind in (
-            ("attn", isinstance(self.attn, AttentionConfig), "AttentionConfig"),
-            (
-                "ffn",
-                is_dense or isinstance(self.ffn, layers.ExpertsConfig),
-                "FeedForwardConfig or ExpertsConfig",
-            ),
-            ("norm", isinstance(self.norm, NormConfig), "NormConfig"),
-        ):
-            if not is_right:
-                raise TypeError(f"block: {name} must be a {kind}, got {getattr(self, name)!r:.60}")
+        for part, kind in (("attn", AttentionConfig), ("norm", NormConfig)):
+            if not isinstance(got := getattr(self, part), kind):
+                raise TypeError(f"block: {part} must be a {kind.__name__}, got {got!r:.60}")
+        is_dense = isinstance(self.ffn, FeedForwardConfig)  # then experts are not imported
+        if not is_dense and not isinstance(self.ffn, layers.ExpertsConfig):
+            raise TypeError(
+                f"block: ffn must be a FeedForwardConfig or ExpertsConfig, got {self.ffn!r:.60}"
+            )
         number("block", "dropout", self.dropout, low=0, high=1)
         if self.norm_placement not in NORMS:
             names = ", ".join(f'"{name}"' for name in NORMS)
@@ -219,6 +215,11 @@ def block_terms(
     see `block`.
     """
     _require_memory(params, config, memory, memory_pos, memory_mask)
+    is_dense = isinstance(config.ffn, FeedForwardConfig)
+    if is_dense != isinstance(params.ffn, FeedForwardParams):
+        wanted = "FeedForwardParams" if is_dense else "ExpertsParams"
+        got = type(params.ffn).__name__
+        raise ValueError(f"block: params.ffn must be {wanted} by config, got {got}")
     dropped = dropout_key is not None
     rate = config.dropout if dropped else 0.0
     keys = [dropout_key and dropout_key.at(site) for site in range(SITES)]

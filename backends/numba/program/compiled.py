@@ -29,8 +29,8 @@ class Compiled:
         program. Everything else (names, booleans, None, configurations) selects the program.
     donated: indices of arguments whose arrays the call may overwrite, except `Frozen` ones. A
         result with the layout of such an array is written into its memory.
-    lends: True: other results are in memory that the next call reuses, unless somebody still refers
-        to them.
+    lends: whether the next call reuses the memory of other results. It does not if the caller still
+        refers to them.
     """
 
     def __init__(

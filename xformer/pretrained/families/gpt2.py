@@ -19,10 +19,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.ignore(*(f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels")))
     c.ignore("summary_type", "summary_use_proj", "summary_last_dropout")
     c.ignore("classifier_dropout", "hidden_dropout")  # of a token classifier
-    heads, d_ff = (
-        c.integer("n_head", low=1, default=12),
-        c.integer("n_inner", low=1, default=4 * width),
-    )
+    heads = c.integer("n_head", low=1, default=12)
+    d_ff = c.integer("n_inner", low=1, default=4 * width)
     attn = AttentionConfig(width, heads, dropout=rate(c, "attn_pdrop", 0.1))
     ffn = FeedForwardConfig(d_ff, activation(c, "activation_function", "gelu_new"))
     norm_config = NormConfig(eps=c.number("layer_norm_epsilon", low=0, default=1e-5))
