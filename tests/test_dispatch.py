@@ -196,6 +196,9 @@ def test_kernel_has_the_signature_of_its_op() -> None:
         for kernel in (k for kernels in op.kernels.values() for k in kernels):
             if kernel.run.__module__ != __name__:
                 assert parameters(kernel.run) == wanted, kernel.run
+                # numba's takes the arguments of every op.
+                if kernel.unsupported is not None and kernel.library != "numba":
+                    assert parameters(kernel.unsupported) == wanted, kernel.unsupported
 
 
 # ---- Which library, and when its backend is imported ----
