@@ -13,6 +13,7 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,59 @@ def loss_curve(run: Path) -> Path:
     return save(figure, PICTURES / "loss.svg")
 
 
+@styled()
+def idea() -> Path:
+    """An op: its forward, its cache and its backward, beside the formulas of RMSNorm."""
+    figure, ((axes,),) = panels(1, 1, (8, 3.6))
+    axes.set(xlim=(0, 16), ylim=(0, 7.2))
+    axes.axis("off")
+    rstd = r"\mathrm{rstd}"
+    forward = (
+        rf"$\hat{{x}} = x\;{rstd},\quad {rstd} = (\mathrm{{mean}}(x^2) + \epsilon)^{{-1/2}}$",
+        r"$y = w \odot \hat{x}$",
+    )
+    dxhat = r"d\hat{x}"
+    backward = (
+        rf"$dx = {rstd}\,({dxhat} - \hat{{x}}\;\mathrm{{mean}}({dxhat} \odot \hat{{x}})),\quad "
+        rf"{dxhat} = dy \odot w$",
+        r"$dw = \sum_{\mathrm{rows}} dy \odot \hat{x}$",
+    )
+    rows = (
+        (4.8, "y, cache = rms_norm(x, w)", forward),
+        (0.3, "dx, dw = cache.backward(dy)", backward),
+    )
+    for (bottom, code, formulas), colour in zip(rows, COLOURS[:2], strict=True):
+        axes.add_patch(_box(2, bottom, 12, 2.1, colour))
+        axes.text(2.4, bottom + 1.05, code, va="center", family="monospace", fontsize=9.5)
+        for height, formula in zip((1.5, 0.6), formulas, strict=True):
+            axes.text(7.3, bottom + height, formula, va="center", fontsize=10)
+    axes.add_patch(_box(5.6, 3.15, 4.8, 0.9, COLOURS[6]))
+    axes.text(8, 3.6, "cache:  x,  w,  rstd", ha="center", va="center", fontsize=9.5)
+    arrows = (
+        (1.2, 5.85, 2, 5.85),
+        (14, 5.85, 14.8, 5.85),
+        (14.8, 1.35, 14, 1.35),
+        (2, 1.35, 1.2, 1.35),
+    )
+    for x, y, to_x, to_y in (*arrows, (8, 4.8, 8, 4.05), (8, 3.15, 8, 2.4)):
+        axes.annotate("", (to_x, to_y), (x, y), arrowprops={"arrowstyle": "->", "lw": 1.2})
+    for x, y, name in (
+        (0.6, 5.85, "x, w"),
+        (15.3, 5.85, "y"),
+        (15.3, 1.35, "dy"),
+        (0.6, 1.35, "dx, dw"),
+    ):
+        axes.text(x, y, name, ha="center", va="center", fontsize=10.5)
+    return save(figure, PICTURES / "idea.svg")
+
+
+def _box(left: float, bottom: float, width: float, height: float, colour: str) -> Any:
+    from matplotlib.patches import FancyBboxPatch
+
+    style = {"boxstyle": "round,pad=0,rounding_size=0.25", "fc": "white", "ec": colour, "lw": 1.3}
+    return FancyBboxPatch((left, bottom), width, height, **style)
+
+
 def curves() -> None:
     """Two short runs, side by side: `xformer plot`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -83,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, help="folder of a run of `xformer train`")
     run = parser.parse_args().run
+    idea()
     flow()
     curves()
     if (DATA / "stories260K.bin").is_file():
