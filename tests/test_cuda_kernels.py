@@ -645,7 +645,7 @@ def test_linear(library: Backend, rows: int) -> None:
     """Rows beyond the parts of their sum; weights that lie sideways, as a tied head's do."""
     x, w, b = normal(rows, 5), normal(5, 33), normal(33)
     require_exact(library, ops.linear, x, w, b)
-    require_exact(library, ops.linear, x, w, b, fixed=True)
+    require_exact(library, ops.linear, x, w, b, trainable=False)
     y, cache = ops.linear(library.asarray(x), library.asarray(w.T.copy()).T)
     dx, dw, db = cache.backward(y)
     assert dw.T.flags.c_contiguous and db is None
@@ -694,7 +694,7 @@ def test_head_in_chunks(library: Backend, chunks: None, rows: int, reduction: st
     require_exact(library, ops.linear_cross_entropy, x, w, b, **options)
     options |= {"label_smoothing": 0.1, "z_loss": 0.01}
     require_exact(library, ops.linear_cross_entropy, x, w, **options)
-    require_exact(library, ops.linear_cross_entropy, x, w, b, fixed=True, **options)
+    require_exact(library, ops.linear_cross_entropy, x, w, b, trainable=False, **options)
 
 
 def test_head_that_is_tied(library: Backend, chunks: None) -> None:

@@ -57,7 +57,7 @@ def test_linear_in_two_bytes(library: Backend, lt: Any, precision: str) -> None:
     require_exact(library, precision, ops.linear, x, w, b, kinds="ssff")
     assert asked_each_time(library, lt) == ["BIAS", "DEFAULT", "BGRADA"]
     require_exact(library, precision, ops.linear, x, w, kinds="ssf-")
-    require_exact(library, precision, ops.linear, x, w, kinds="ss--", fixed=True)
+    require_exact(library, precision, ops.linear, x, w, kinds="ss--", trainable=False)
     assert asked(lt) == ["DEFAULT"] * (5 if is_stand_in(library) else 10)
     table = on(library, w.T.copy(), DTYPES[precision])
     y, cache = ops.linear(on(library, x, table.dtype), table.T, on(library, b, table.dtype))

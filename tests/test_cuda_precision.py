@@ -177,7 +177,7 @@ def test_linear(library: Backend, precision: str) -> None:
     options: Any = {"roundings": 2}
     require_exact(library, precision, ops.linear, x, w, b, kinds="ssff", **options)
     require_exact(library, precision, ops.linear, x, w, kinds="ssf-", **options)
-    require_exact(library, precision, ops.linear, x, w, kinds="ss--", fixed=True, **options)
+    require_exact(library, precision, ops.linear, x, w, kinds="ss--", trainable=False, **options)
     table = on(library, w.T.copy(), DTYPES[precision])
     _, cache = ops.linear(on(library, x, table.dtype), table.T)
     assert cache.backward(on(library, normal(4, 200, 33), table.dtype))[1].T.flags.c_contiguous

@@ -28,7 +28,7 @@ LEAD, WIDTH, CLASSES = (7, 39), 67, 101
 OF_ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": 3}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"reduction": "sum", "fixed": True},
+    {"reduction": "sum", "trainable": False},
     {"label_smoothing": 1.0},
     {**OF_ALL, "reduction": "sum"},
     OF_ALL,

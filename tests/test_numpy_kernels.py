@@ -96,7 +96,7 @@ ROWS, COLUMNS = (SHAPE, (WIDTH, 101), (101,)), ((3, WIDTH), (WIDTH, 1009), (1009
 LINEAR: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
     (ops.linear, ROWS, {}),
     (ops.linear, (*COLUMNS[:2], None), {}),
-    (ops.linear, COLUMNS, {"fixed": True}),
+    (ops.linear, COLUMNS, {"trainable": False}),
 )
 
 

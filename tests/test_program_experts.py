@@ -93,7 +93,7 @@ def test_nothing_is_chosen(n: int, c: int) -> None:
 
 def test_experts_that_are_not_trained() -> None:
     arrays = inputs(chosen(31, 2, range(3)), 3, 8, 9)
-    run = judged(with_gradients(fixed=True), arrays)
+    run = judged(with_gradients(trainable=False), arrays)
     assert len(run.results) == 3 and "experts dw" not in names(run)
 
 

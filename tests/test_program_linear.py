@@ -30,10 +30,10 @@ def laid(x: np.ndarray, layout: str) -> np.ndarray:
     return np.asfortranarray(x) if layout == "columns" else x
 
 
-def mapped(*arrays: Any, fixed: bool = False) -> list[Any]:
+def mapped(*arrays: Any, trainable: bool = True) -> list[Any]:
     """y and gradients of x, w, b; arrays: x, w, dy, or with b."""
     x, w, *b, dy = arrays
-    y, cache = ops.linear(x, w, *b, fixed=fixed)
+    y, cache = ops.linear(x, w, *b, trainable=trainable)
     return [y, *(grad for grad in cache.backward(dy) if grad is not None)]
 
 
@@ -47,10 +47,10 @@ def test_linear(n: int, i: int, o: int, layout: str) -> None:
     np.testing.assert_array_equal(run.results[2].strides, arrays[1].strides)
 
 
-def test_more_axes_no_bias_and_fixed_weights() -> None:
+def test_more_axes_no_bias_and_frozen_weights() -> None:
     x, w, dy = normal(3, 5, 24), normal(24, 33), normal(3, 5, 33)
     judged(mapped, [x, w, dy])
-    run = judged(lambda *arrays: mapped(*arrays, fixed=True), [x, w, dy])
+    run = judged(lambda *arrays: mapped(*arrays, trainable=False), [x, w, dy])
     assert names(run) == ["linear", "linear dx"]
 
 
@@ -130,7 +130,7 @@ def test_constants() -> None:
         xp = x.__array_namespace__()
         ones = xp.ones((24, 3), dtype=np.float32)
         known, _ = ops.linear(xp.ones((2, 24), dtype=np.float32), ones)
-        y, cache = ops.linear(x, ones, fixed=True)
+        y, cache = ops.linear(x, ones, trainable=False)
         return [known, y, cache.backward(xp.ones((5, 3), dtype=np.float32))[0]]
 
     x = normal(5, 24)

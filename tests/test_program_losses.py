@@ -92,9 +92,9 @@ def test_chunks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * abs(wanted).max())
 
 
-def test_fixed_weights_and_no_bias() -> None:
+def test_frozen_weights_and_no_bias() -> None:
     arrays = map_arrays(90, 48, 65, None)
-    run = judged(losses_of_map({"fixed": True}, bias=False), arrays, others=OTHERS)
+    run = judged(losses_of_map({"trainable": False}, bias=False), arrays, others=OTHERS)
     assert not {"linear dw", "linear db"} & set(names(run))
 
 

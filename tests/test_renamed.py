@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import runs
 from block_configs import block_config, changed
 
 import xformer
-from xformer import renamed, training
+from xformer import ops, renamed, training
 from xformer.cli import main, train_from
+from xformer.dispatch import explain, reference_only
 from xformer.layers import BlockConfig, ExpertsConfig
 from xformer.models import EncoderDecoder, LanguageModel
 
@@ -60,6 +62,41 @@ def test_fields(kind: Any, old: str, new: str, value: Any, given: tuple[Any, ...
     assert getattr(got, new) == value
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         kind(*given, **{f"{old}_": value}, **options)
+
+
+X, W = np.ones((2, 3)), np.ones((3, 4))
+WS = np.ones((2, 3, 4)), np.ones((2, 3, 4)), np.ones((2, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "options"),
+    [
+        (ops.linear, (X, W), {}),
+        (ops.linear_cross_entropy, (X, W), {"targets": np.zeros(2, int)}),
+        (ops.experts, (X, *WS, np.ones((2, 1))), {"ids": np.zeros((2, 1), int)}),
+    ],
+)
+def test_an_argument_with_the_opposite_value(
+    op: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """By a kernel of NumPy and by the reference."""
+    for context in (nullcontext(), reference_only()):
+        with context:
+            for old in (True, False):
+                wanted, wanted_cache = op(*args, **options, trainable=not old)
+                message = rf"^{op.__name__}\(fixed={old}\) is called .*\(trainable={not old}\);"
+                with pytest.warns(DeprecationWarning, match=message) as said:
+                    y, cache = op(*args, **options, fixed=old)
+                assert len(said) == 1 and said[0].filename == __file__
+                assert np.array_equal(y, wanted) and type(cache) is type(wanted_cache)
+                grads = [c.backward(*([] if y.ndim == 0 else [y])) for c in (cache, wanted_cache)]
+                for got, grad in zip(*grads, strict=True):
+                    assert (got is None) == (grad is None) and (got is None or (got == grad).all())
+                assert (grads[0][1] is None) == old
+    with pytest.warns(DeprecationWarning, match=r"\(trainable=False\);") as said:
+        text = explain(op, *args, **options, fixed=True)
+    assert len(said) == 1 and said[0].filename == __file__
+    assert text == explain(op, *args, **options, trainable=False)
 
 
 FLAT: list[dict[str, Any]] = [

@@ -92,6 +92,7 @@ class Overridable(Generic[P, R]):
         self.kernels: dict[str, list[Kernel]] = {}
         self._imported: set[str] = set()  # libraries whose kernels were imported, if any
         self._check: Callable[..., None] | None = getattr(reference, "check", None)
+        self._rename: Callable[..., None] | None = getattr(reference, "rename", None)
 
     def __get__(self, instance: Any, owner: Any = None) -> Overridable[P, R]:
         """The op itself. This method makes `help` show the op's signature instead of the class."""
@@ -99,6 +100,8 @@ class Overridable(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the op."""
+        if kwargs and self._rename is not None:
+            self._rename(kwargs)
         if self._check is not None:
             self._check(args, kwargs, self)
         kind = type(args[0]) if args else list
@@ -386,6 +389,8 @@ def saved(cache: Any) -> Any:
 
 def explain(op: Overridable[..., Any], *args: Any, **kwargs: Any) -> str:
     """A text: which implementation of `op` these arguments would run, and why others would not."""
+    if op._rename is not None:
+        op._rename(kwargs)
     library = op._library(args, kwargs)
     asked, lines, chosen = op.asked(library), [], None
     for candidate in asked:

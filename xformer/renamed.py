@@ -201,7 +201,8 @@ def block_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
 def arguments(**names: str | tuple[str, Sequence[str]]) -> Callable[[T], T]:
     """A decorator of a function or a class: old keyword arguments, each with its new name.
 
-    With the values that the old name had, if the name has another meaning now.
+    names: "new"; "not new" if the new argument has the opposite value; ("new", values) if the old
+        name has another meaning now: `values` are those of the old meaning
     """
 
     def decorate(target: T) -> T:
@@ -264,15 +265,25 @@ def about(found: Any) -> Any:
 
 
 def _accepting(function: Any, title: str, names: dict[str, str | tuple[str, Sequence[str]]]) -> Any:
+    def rename(kwargs: dict[str, Any]) -> None:
+        for old, new in names.items():
+            new, values = new if isinstance(new, tuple) else (new, None)
+            if old not in kwargs or (values is not None and kwargs[old] not in values):
+                continue
+            value, warned = kwargs.pop(old), (f"{title}({old}=)", f"{title}({new}=)")
+            if new.startswith("not "):
+                new, value = new.removeprefix("not "), not value
+                warned = f"{title}({old}={not value})", f"{title}({new}={value})"
+            _warn(*warned, 4)
+            kwargs[new] = value  # `dataclasses.replace` gives the new one too
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for old, new in names.items() if kwargs else ():
-            new, values = new if isinstance(new, tuple) else (new, None)
-            if old in kwargs and (values is None or kwargs[old] in values):
-                _warn(f"{title}({old}=)", f"{title}({new}=)", 3)
-                kwargs[new] = kwargs.pop(old)  # `dataclasses.replace` gives the new one too
+        if kwargs:
+            rename(kwargs)
         return function(*args, **kwargs)
 
+    call.rename = rename  # type: ignore[attr-defined]  # kernels of an op need the new names
     return call
 
 

@@ -42,8 +42,8 @@ def add_norm(
         ops.layer_norm.reference.check((x, w, b), {}, ops.layer_norm)  # type: ignore[attr-defined]
         require_axis("layer_norm", x, -1)
         y, cache = layer_norm.forward(x, r, w, b, config.eps)
-    fixed = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
-    return (cache.x, y), AddNormCache(cache, r is not None, *fixed)
+    frozen = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
+    return (cache.x, y), AddNormCache(cache, r is not None, *frozen)
 
 
 @short
@@ -52,8 +52,8 @@ class AddNormCache(NamedTuple):
 
     norm: Any  # the cache of the norm's kernel, whose x is the sum s
     has_r: bool
-    fixed_w: bool
-    fixed_b: bool
+    frozen_w: bool
+    frozen_b: bool
 
     def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None, NormParams]:
         """Return dx, dr (the same array; None without r) and the gradients of the parameters.
@@ -66,5 +66,5 @@ class AddNormCache(NamedTuple):
             if given is not None:
                 require_gradient("add_norm", name, given, self.norm.x)
         dx, dw, *db = self.norm.gradients(ds, dy)
-        dparams = NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])
+        dparams = NormParams(None if self.frozen_w else dw, None if self.frozen_b else db[0])
         return dx, dx if self.has_r else None, dparams

@@ -15,23 +15,23 @@ from xformer.typing import Array
 
 @kernel(reference, "cupy", storage_dtypes=STORED)
 def linear(
-    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+    x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, LinearCache]:
     """Return (y = x w + b, cache).
 
     x: (..., I)   w: (I, O)   b: (O,)
-    fixed: whether w is not trained, so that backward does not need x
+    trainable: whether w is trained; if not, x is not saved and dw is None
     """
-    return forward(Products(), x, w, b, fixed)
+    return forward(Products(), x, w, b, trainable)
 
 
 def forward(
-    products: Products, x: Array, w: Array, b: Array | None, fixed: bool
+    products: Products, x: Array, w: Array, b: Array | None, trainable: bool
 ) -> tuple[Array, LinearCache]:
     """Return (y = x w + b, cache) of `linear`, by the matmuls of `products`."""
     w = products.matrix(w)
     y = products.affine(products.rows(x), w, b)
-    cache = LinearCache(None if fixed else x, w, b is not None, x.shape, products)
+    cache = LinearCache(x if trainable else None, w, b is not None, x.shape, products)
     return y.reshape((*x.shape[:-1], w.shape[1])), cache
 
 

@@ -44,7 +44,7 @@ def unsupported(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
     if w.shape[1] < LARGE and w.dtype.name not in STORED:
@@ -63,15 +63,15 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """Return (loss, cache). The cache holds the gradients; it is None within `inference()`.
 
     x: (..., D)   w: (D, V)   b: (V,)   targets: (...), integers
-    fixed: whether w is not trained
+    trainable: whether w is trained
     """
     options = Options(targets, ignore_index, label_smoothing, z_loss, reduction)
-    return forward(Products(), x, w, b, options, fixed)
+    return forward(Products(), x, w, b, options, trainable)
 
 
 class Options(NamedTuple):
@@ -85,7 +85,7 @@ class Options(NamedTuple):
 
 
 def forward(
-    products: Products, x: Array, w: Array, b: Array | None, options: Options, fixed: bool
+    products: Products, x: Array, w: Array, b: Array | None, options: Options, trainable: bool
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """Return (loss, cache) of `linear_cross_entropy`, by the matmuls of `products`."""
     targets, ignore_index, label_smoothing, z_loss, reduction = options
@@ -110,7 +110,7 @@ def forward(
         token_losses(logits, targets[at], *own, n_classes=n_classes, dlogits=slopes)
         if dx is not None:
             products.back(logits, w, dx[at, :])
-            rows = None if fixed else xs[at, :]
+            rows = xs[at, :] if trainable else None
             grads = products.parameters(rows, logits, w, b is not None, grads)
     total, scale = total_loss(loss, targets, ignore_index, reduction)
     if dx is None:

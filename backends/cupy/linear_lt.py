@@ -71,7 +71,7 @@ PRODUCTS = FusedProducts()
 
 
 def linear_unsupported(
-    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+    x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
     return why_not(x, w)
@@ -79,14 +79,14 @@ def linear_unsupported(
 
 @kernel(ops.linear, "cupy", unsupported=linear_unsupported, storage_dtypes=STORED)
 def linear(
-    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+    x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, by_cublas.LinearCache]:
     """Return (y = x w + b, cache).
 
     x: (..., I)   w: (I, O)   b: (O,)
-    fixed: whether w is not trained, so that backward does not need x
+    trainable: whether w is trained; if not, x is not saved and dw is None
     """
-    return by_cublas.forward(PRODUCTS, x, w, b, fixed)
+    return by_cublas.forward(PRODUCTS, x, w, b, trainable)
 
 
 # ---- The head ----
@@ -102,7 +102,7 @@ def head_unsupported(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
     return why_not(x, w) or head.unsupported(x, w, targets=targets, reduction=reduction)
@@ -119,12 +119,12 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> tuple[Array, head.LinearCrossEntropyCache | None]:
     """Return (loss, cache). The cache holds the gradients; it is None within `inference()`.
 
     x: (..., D)   w: (D, V)   b: (V,)   targets: (...), integers
-    fixed: whether w is not trained
+    trainable: whether w is trained
     """
     options = head.Options(targets, ignore_index, label_smoothing, z_loss, reduction)
-    return head.forward(PRODUCTS, x, w, b, options, fixed)
+    return head.forward(PRODUCTS, x, w, b, options, trainable)

@@ -26,7 +26,7 @@ def experts(
     *,
     ids: Array,
     activation: str = "silu",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> tuple[Array, ExpertsCache]:
     """Gather the rows of each expert that has any, and add what it makes of them."""
     ids = require_choice(private(ids), w_gate, activation)
@@ -37,7 +37,7 @@ def experts(
         y_e, part = one_expert(x[rows], w_e, share, activation)
         y[rows] += y_e
         parts.append(part)
-    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, fixed, tuple(parts))
+    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, trainable, tuple(parts))
 
 
 @short
@@ -50,7 +50,7 @@ class ExpertsCache(NamedTuple):
     w_down: Array  # (E, F, D)
     ids: Array  # (N, C)
     activation: str
-    fixed: bool
+    trainable: bool
     parts: tuple[ExpertCache, ...]  # of each expert that has rows, in order
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
@@ -59,11 +59,13 @@ class ExpertsCache(NamedTuple):
         x, ids = self.x, self.ids
         dx, dweights = np.zeros(x.shape, dy.dtype), np.zeros(ids.shape, dy.dtype)
         dws: list[Array] = []
-        if not self.fixed:
+        if self.trainable:
             dws = [np.zeros(w.shape, dy.dtype) for w in (self.w_gate, self.w_up, self.w_down)]
         for (e, rows, own), part in zip(_assigned(ids), self.parts, strict=True):
             w_e = self.w_gate[e], self.w_up[e], self.w_down[e]
-            dx_e, dw_e, dshare = part.backward(dy[rows], x[rows], w_e, self.activation, self.fixed)
+            dx_e, dw_e, dshare = part.backward(
+                dy[rows], x[rows], w_e, self.activation, self.trainable
+            )
             dx[rows] += dx_e
             for dw, own_dw in zip(dws, dw_e, strict=False):
                 dw[e] = own_dw

@@ -27,11 +27,11 @@ Map = tuple[Array, Array | None]  # w (I, O), b (O,)
 
 @kernel(reference, "numpy")
 def linear(
-    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+    x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, LinearCache]:
     """Pieces of y, each of them by one thread."""
     (y,) = mapped(x, [(w, b)])
-    return y, LinearCache(None if fixed else x, w, b, x.shape)
+    return y, LinearCache(x if trainable else None, w, b, x.shape)
 
 
 @short

@@ -43,7 +43,7 @@ def unsupported(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> str | None:
     """Why the kernel cannot run."""
     if w.shape[1] < LARGE:  # whatever N is: `measure` finds from few tokens what many would keep
@@ -62,7 +62,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """The loss, and its gradients unless within `inference()`. Ignored tokens are left out."""
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
@@ -79,16 +79,22 @@ def linear_cross_entropy(
             logits *= slope[:, None]
             less(logits, tokens.targets[at], np.full_like(slope, weight), a)
 
-    grads = in_chunks(xs, w, b, differentiate, back=back, fixed=fixed)
+    grads = in_chunks(xs, w, b, differentiate, back=back, trainable=trainable)
     loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)
     return loss, cache_of(grads, x.shape, chosen)
 
 
 def in_chunks(
-    x: Array, w: Array, b: Array | None, differentiate: Differentiate, *, back: bool, fixed: bool
+    x: Array,
+    w: Array,
+    b: Array | None,
+    differentiate: Differentiate,
+    *,
+    back: bool,
+    trainable: bool,
 ) -> Gradients | None:
     """`differentiate` all rows, on all threads; with `back` what their gradients add up to."""
-    n, grads = len(x), Gradients.of(x, w, b, fixed) if back else None
+    n, grads = len(x), Gradients.of(x, w, b, trainable) if back else None
     size = max(1, -(-n // max(1, round(n * w.shape[1] / CHUNK))))
     for start in range(0, max(n, 1), size):  # once where there is no row
         _chunk(x, w, b, slice(start, min(start + size, n)), differentiate, grads)
@@ -133,11 +139,11 @@ class Gradients(NamedTuple):
     db: Array | None  # (V,)
 
     @staticmethod
-    def of(x: Array, w: Array, b: Array | None, fixed: bool) -> Gradients:
+    def of(x: Array, w: Array, b: Array | None, trainable: bool) -> Gradients:
         """Nothing yet."""
         return Gradients(
             np.empty(x.shape, x.dtype),
-            None if fixed else np.empty_like(w),
+            np.empty_like(w) if trainable else None,
             None if b is None else np.empty_like(b),
         )
 

@@ -70,14 +70,14 @@ def _linear() -> Iterator[Case]:
         x = (*lead, 5)
         yield _op(f"linear: x {x}", ops.linear, x, (5, 7), (7,))
         yield _op(f"linear: x {x}, no b", ops.linear, x, (5, 7), None)
-    yield _op("linear: w fixed", _fixed_linear, (2, 5), (7,), w=_normal((5, 7)), fixed=True)
+    yield _op("linear: w frozen", _frozen_linear, (2, 5), (7,), w=_normal((5, 7)), trainable=False)
 
 
 def _normal(shape: tuple[int, ...]) -> Draw:
     return lambda rng, _: rng.normal(shape)
 
 
-def _fixed_linear(x: Array, b: Array, *, w: Array, **options: Any) -> tuple[Array, Any]:
+def _frozen_linear(x: Array, b: Array, *, w: Array, **options: Any) -> tuple[Array, Any]:
     """`ops.linear` with w as an option, not an argument."""
     y, cache = ops.linear(x, w, b, **options)
     return y, Without(cache, (1,))
@@ -317,11 +317,11 @@ def _linear_losses() -> Iterator[Case]:
     # So many classes that kernels use chunks.
     yield case("4099 classes", n_classes=4099)
     yield case("4099 classes, all options", n_classes=4099, low=-1, reduction="sum", **together)
-    fixed: Options = {"targets": _ids((2, 3), 7), "w": _normal((5, 4099)), "fixed": True}
-    yield _op("linear_cross_entropy: w fixed", _fixed_linear_loss, (2, 3, 5), (4099,), **fixed)
+    frozen: Options = {"targets": _ids((2, 3), 7), "w": _normal((5, 4099)), "trainable": False}
+    yield _op("linear_cross_entropy: w frozen", _frozen_linear_loss, (2, 3, 5), (4099,), **frozen)
 
 
-def _fixed_linear_loss(x: Array, b: Array, *, w: Array, **options: Any) -> tuple[Array, Any]:
+def _frozen_linear_loss(x: Array, b: Array, *, w: Array, **options: Any) -> tuple[Array, Any]:
     """`ops.linear_cross_entropy` with w as an option, not an argument."""
     loss, cache = ops.linear_cross_entropy(x, w, b, **options)
     return loss, Without(cache, (1,))
@@ -348,11 +348,11 @@ def _experts() -> Iterator[Case]:
     yield case("one row", 1, _choice(1, 5, 2))
     yield case("no rows", 0, _choice(0, 5, 2))
     ws = {"gate": _normal((5, 3, 11)), "up": _normal((5, 3, 11)), "down": _normal((5, 11, 3))}
-    options: Options = {"ids": _choice(7, 5, 2), "fixed": True, **ws}
-    yield _op("experts: fixed", _fixed_experts, (7, 3), (7, 2), **options)
+    options: Options = {"ids": _choice(7, 5, 2), "trainable": False, **ws}
+    yield _op("experts: frozen", _frozen_experts, (7, 3), (7, 2), **options)
 
 
-def _fixed_experts(
+def _frozen_experts(
     x: Array, weights: Array, *, gate: Array, up: Array, down: Array, **options: Any
 ) -> tuple[Array, Any]:
     """`ops.experts` with the experts' weights as options, not arguments."""

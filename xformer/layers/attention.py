@@ -141,9 +141,9 @@ def attention(
     if params.o is not None:
         y, o_cache = linear(y, params.o)
     tables = (params.sinks,) if params.shaw is None else params.shaw
-    fixed = tuple(isinstance(table, Frozen) for table in tables)
+    frozen = tuple(isinstance(table, Frozen) for table in tables)
     caches = (maps, q_cache, kv_saved, core, o_cache)
-    return y, AttentionCache(*caches, fixed, kv_cache, n_new)
+    return y, AttentionCache(*caches, frozen, kv_cache, n_new)
 
 
 @short
@@ -155,7 +155,7 @@ class AttentionCache(NamedTuple):
     kv: KeyValueHeadsCache | KeyValueSaved | None
     core: Any  # of `ops.sdpa` or `ops.shaw`
     o: Any
-    fixed: tuple[bool, ...]  # whether the sinks, or each of Shaw's tables, are frozen
+    frozen: tuple[bool, ...]  # whether the sinks, or each of Shaw's tables, are frozen
     kv_cache: KVCache | None  # with the keys and values of x
     n_new: int  # the number of new keys, after those of the KV cache
 
@@ -186,9 +186,9 @@ class AttentionCache(NamedTuple):
 
     def _tables(self, grads: list[Any]) -> tuple[Any, ...]:
         """Gradients of bias, sinks and shaw, from the core's last two gradients."""
-        if len(self.fixed) == 1:
-            return grads[0], None if self.fixed[0] else grads[1], None
-        kept = (None if f else grad for f, grad in zip(self.fixed, grads, strict=True))
+        if len(self.frozen) == 1:
+            return grads[0], None if self.frozen[0] else grads[1], None
+        kept = (None if f else grad for f, grad in zip(self.frozen, grads, strict=True))
         return None, None, ShawParams(*kept)
 
 

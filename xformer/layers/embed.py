@@ -189,10 +189,10 @@ def embed(
         x, drop_cache = ops.dropout(x, rate=rate, key=dropout_key)
     if params.project is not None:
         x, project_cache = linear(x, params.project)
-    fixed = tuple(isinstance(a, Frozen) for a in (params.table, params.positions, params.types))
+    frozen = tuple(isinstance(a, Frozen) for a in (params.table, params.positions, params.types))
     caches = (table_cache, positions_cache, types_cache, norm_cache, project_cache, drop_cache)
     pos_shape = None if pos is None else tuple(pos.shape)
-    cache = saved(EmbedCache(*caches, config, pos_shape, fixed, start))
+    cache = saved(EmbedCache(*caches, config, pos_shape, frozen, start))
     return (x, pos if config.mode == "qkv" else None), cache
 
 
@@ -208,13 +208,13 @@ class EmbedCache(NamedTuple):
     drop: Any  # of dropout; None without dropout
     config: EmbedConfig
     pos_shape: tuple[int, ...] | None
-    fixed: tuple[bool, ...]  # which of table, positions and types are frozen
+    frozen: tuple[bool, ...]  # which of table, positions and types are frozen
     start: Any
 
     def backward(self, dx: Array, dpos: Array | None = None) -> EmbedParams:
         """Gradients of params; None for frozen ones. dpos: the gradient of pos in mode "qkv"."""
         config = self.config
-        fixed_table, fixed_positions, fixed_types = self.fixed
+        frozen_table, frozen_positions, frozen_types = self.frozen
         dproject: Any = None
         dnorm = dtypes = None
         if self.project is not None:
@@ -223,7 +223,7 @@ class EmbedCache(NamedTuple):
             dx = self.drop.backward(dx)
         if self.norm is not None:
             dx, dnorm = self.norm.backward(dx)
-        if self.types is not None and not fixed_types:
+        if self.types is not None and not frozen_types:
             dtypes = self.types.backward(dx)
         if config.mode == "add":
             dpos = dx
@@ -231,9 +231,9 @@ class EmbedCache(NamedTuple):
             dpos = dx[..., config.width :]
             dx = dx[..., : config.width]
         dpositions = dtable = None
-        if config.positions == "learned" and not fixed_positions:
+        if config.positions == "learned" and not frozen_positions:
             dpositions = self._positions_backward(dpos)
-        if not fixed_table:
+        if not frozen_table:
             dtable = self.table.backward(dx if config.scale == 1.0 else dx * config.scale)
         return EmbedParams(dtable, dpositions, dproject, dtypes, dnorm)
 

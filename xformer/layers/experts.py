@@ -92,12 +92,19 @@ def mixture(
         probs, softmax = ops.softmax(logits)
         weights = xp.take_along_axis(probs, ids, axis=-1)
     gate, up, down = map(value, params[1:])
-    fixed = tuple(isinstance(w, Frozen) for w in params[1:])
+    frozen = tuple(isinstance(w, Frozen) for w in params[1:])
     y, experts = ops.experts(
-        rows, gate, up, down, weights, ids=ids, activation=config.activation, fixed=all(fixed)
+        rows,
+        gate,
+        up,
+        down,
+        weights,
+        ids=ids,
+        activation=config.activation,
+        trainable=not all(frozen),
     )
     return xp.reshape(y, x.shape), MixtureCache(
-        logits, ids, router, softmax, experts, x.shape, config.normalise, fixed
+        logits, ids, router, softmax, experts, x.shape, config.normalise, frozen
     )
 
 
@@ -112,7 +119,7 @@ class MixtureCache(NamedTuple):
     experts: Any  # of the kernel that ran
     shape: tuple[int, ...]
     normalise: bool  # `ExpertsConfig.normalise`
-    fixed: tuple[bool, ...]  # which of gate, up and down are frozen
+    frozen: tuple[bool, ...]  # which of gate, up and down are frozen
 
     def backward(
         self, dy: Array, drouter_logits: Array | None = None
@@ -133,7 +140,7 @@ class MixtureCache(NamedTuple):
         if drouter_logits is not None:
             require_gradient("mixture", "drouter_logits", drouter_logits, self.router_logits)
             dlogits = dlogits + drouter_logits
-        kept = [None if f else dw for f, dw in zip(self.fixed, dexperts, strict=True)]
+        kept = [None if f else dw for f, dw in zip(self.frozen, dexperts, strict=True)]
         dx_router, (drouter, _) = self.router.backward(dlogits)
         return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *kept)
 

@@ -51,9 +51,9 @@ def linear(x: Array, params: LinearParams | LoRAParams) -> tuple[Array, LinearCa
         low, down = linear(x, LinearParams(params.a, None))  # (..., R)
         more, up = linear(low, LinearParams(params.b, None))
         return y + more * params.scale.value, LoRACache(base, down, up, params.scale)
-    fixed = (isinstance(params.w, Frozen), isinstance(params.b, Frozen))
-    y, cache = ops.linear(x, value(params.w), value(params.b), fixed=fixed[0])
-    return y, LinearCache(cache, fixed[1])
+    frozen = (isinstance(params.w, Frozen), isinstance(params.b, Frozen))
+    y, cache = ops.linear(x, value(params.w), value(params.b), trainable=not frozen[0])
+    return y, LinearCache(cache, frozen[1])
 
 
 @short
@@ -61,12 +61,12 @@ class LinearCache(NamedTuple):
     """Saved by `linear` for backward."""
 
     op: Any  # of the kernel that ran
-    fixed_b: bool
+    frozen_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, LinearParams]:
         """Gradients of x and params; None for frozen ones."""
         dx, dw, db = self.op.backward(dy)
-        return dx, LinearParams(dw, None if self.fixed_b else db)
+        return dx, LinearParams(dw, None if self.frozen_b else db)
 
 
 @short

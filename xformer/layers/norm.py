@@ -61,8 +61,8 @@ def norm(x: Array, params: NormParams, *, config: NormConfig) -> tuple[Array, No
         y, cache = ops.rms_norm(x, value(params.w), eps=config.eps, offset=config.offset)
     else:
         y, cache = ops.layer_norm(x, value(params.w), value(params.b), eps=config.eps)
-    fixed = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
-    return y, NormCache(cache, *fixed)
+    frozen = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
+    return y, NormCache(cache, *frozen)
 
 
 @short
@@ -70,13 +70,13 @@ class NormCache(NamedTuple):
     """Saved by `norm` for backward."""
 
     norm: Any
-    fixed_w: bool
-    fixed_b: bool
+    frozen_w: bool
+    frozen_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, NormParams]:
         """Gradients of x and params; None for frozen ones."""
         dx, dw, *db = self.norm.backward(dy)
-        return dx, NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])
+        return dx, NormParams(None if self.frozen_w else dw, None if self.frozen_b else db[0])
 
 
 @overridable

@@ -143,9 +143,9 @@ def stack(
         x, norm_cache = norm(x, params.norm, config=configs[-1].norm)
     key = None if dropout_key is None else dropout_key.at(SITES * len(configs) + 1)
     y, drop = ops.dropout(x, rate=0.0 if key is None else dropout_rate, key=key)
-    fixed = isinstance(params.relative, Frozen)
+    frozen = isinstance(params.relative, Frozen)
     return y, StackCache(
-        blocks_cache, norm_cache, memory_cache, drop, relative_cache, bias_shape, fixed
+        blocks_cache, norm_cache, memory_cache, drop, relative_cache, bias_shape, frozen
     )
 
 
@@ -159,7 +159,7 @@ class StackCache(NamedTuple):
     drop: Any
     relative: Any
     bias_shape: tuple[int, ...] | None
-    fixed_relative: bool
+    frozen_relative: bool
 
     @property
     def blocks(self) -> tuple[Any, ...]:
@@ -180,7 +180,7 @@ class StackCache(NamedTuple):
         dmemory_params = drelative = None
         if self.memory is not None:
             dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
-        if self.relative is not None and not self.fixed_relative:
+        if self.relative is not None and not self.frozen_relative:
             drelative = self.relative.backward(sum_to(dbias, shape=(1, *dbias.shape[-3:])))
         dbias = None if self.bias_shape is None else sum_to(dbias, shape=self.bias_shape)
         dparams = StackParams(dblocks, dnorm, dmemory_params, drelative)

@@ -40,7 +40,7 @@ def linear_loss(
         return cross_entropy_of(*linear(x, params), targets, options)
     w, b = params
     loss, cache = ops.linear_cross_entropy(
-        x, value(w), value(b), targets=targets, fixed=isinstance(w, Frozen), **options
+        x, value(w), value(b), targets=targets, trainable=not isinstance(w, Frozen), **options
     )
     return loss, LinearCache(cache, isinstance(b, Frozen))
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer import renamed
 from xformer.checks import require_axis, require_gradient, require_ids
 from xformer.dispatch import overridable
 from xformer.ops.activation import ACTIVATIONS, require_activation
@@ -17,6 +18,7 @@ Weights = tuple[Array, Array, Array]  # gate (D, F), up (D, F), down (F, D) of o
 
 
 @overridable
+@renamed.arguments(fixed="not trainable")
 @shapes("x (N, D)  w_gate (E, D, F)  w_up (E, D, F)  w_down (E, F, D)  weights (N, C)  ids (N, C)")
 def experts(
     x: Array,
@@ -27,7 +29,7 @@ def experts(
     *,
     ids: Array,
     activation: str = "silu",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> tuple[Array, ExpertsCache]:
     """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc.
 
@@ -39,7 +41,7 @@ def experts(
     ids: should be distinct within a row, which is not checked. An expert chosen twice gets the sum
         of both weights.
     activation: a name in `activation.ACTIVATIONS`.
-    fixed: the experts are not trained; their gradients are None.
+    trainable: False: the experts are not trained, and their gradients are None.
 
     ValueError for another shape, an id out of range and an unknown activation; TypeError for
     another dtype. Derivation: docs/derivations/experts.md
@@ -53,7 +55,7 @@ def experts(
         y_e, part = one_expert(_chosen_rows(x, ids, e), w_e, share, activation)
         y = y + y_e
         parts.append(part)
-    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, fixed, tuple(parts))
+    return y, ExpertsCache(x, w_gate, w_up, w_down, ids, activation, trainable, tuple(parts))
 
 
 @short
@@ -66,11 +68,11 @@ class ExpertsCache(NamedTuple):
     w_down: Array  # (E, F, D)
     ids: Array  # (N, C)
     activation: str
-    fixed: bool
+    trainable: bool
     parts: tuple[ExpertCache, ...]  # of each expert, with 0 in rows that did not choose it
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
-        """dx, dw_gate, dw_up, dw_down (None if fixed) and dweights.
+        """dx, dw_gate, dw_up, dw_down (None unless trainable) and dweights.
 
         Each expert computes them from the rows of dy that chose it; dx is the sum over experts.
         """
@@ -81,12 +83,12 @@ class ExpertsCache(NamedTuple):
         for e, part in enumerate(self.parts):
             w_e = self.w_gate[e, ...], self.w_up[e, ...], self.w_down[e, ...]
             dy_e, x_e = _chosen_rows(dy, ids, e), _chosen_rows(x, ids, e)
-            dx_e, dw_e, dshare = part.backward(dy_e, x_e, w_e, self.activation, self.fixed)
+            dx_e, dw_e, dshare = part.backward(dy_e, x_e, w_e, self.activation, self.trainable)
             dx = dx + dx_e
             dws.append(dw_e)
             dshares.append(dshare)
         dw_gate, dw_up, dw_down = (
-            None if self.fixed else xp.stack(dw) for dw in zip(*dws, strict=True)
+            xp.stack(dw) if self.trainable else None for dw in zip(*dws, strict=True)
         )
         dweights = xp.take_along_axis(xp.stack(dshares, axis=1), ids, axis=1)  # (N, C)
         return dx, dw_gate, dw_up, dw_down, dweights
@@ -112,9 +114,9 @@ class ExpertCache(NamedTuple):
     share: Array  # (N,)
 
     def backward(
-        self, dy: Array, x: Array, ws: Weights, activation: str, fixed: bool
+        self, dy: Array, x: Array, ws: Weights, activation: str, trainable: bool
     ) -> tuple[Array, Weights, Array]:
-        """Gradients of x, of the three weights (each None if fixed), and of share."""
+        """Gradients of x, of the three weights (each None unless trainable), and of share."""
         w_gate, w_up, w_down = ws
         up, share = self.up, self.share[:, None]
         act, act_cache = ACTIVATIONS[activation](self.gate)  # recomputed
@@ -124,7 +126,7 @@ class ExpertCache(NamedTuple):
         dhidden = share * dshared
         dgate, dup = act_cache.backward(dhidden * up), dhidden * act
         dx = dgate @ w_gate.T + dup @ w_up.T
-        if fixed:
+        if not trainable:
             return dx, (None, None, None), dshare
         return dx, (x.T @ dgate, x.T @ dup, (share * hidden).T @ dy), dshare
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
+from xformer import renamed
 from xformer.checks import require_gradient
 from xformer.dispatch import overridable
 from xformer.shapes import shapes
@@ -15,14 +16,15 @@ from xformer.typing import Array
 
 
 @overridable
+@renamed.arguments(fixed="not trainable")
 @shapes("x (..., I)  w (I, O)  b (O)")
 def linear(
-    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+    x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, LinearCache]:
     """y = x w + b over the last axis.
 
     x: (..., I)   w: (I, O)   b: (O,) or None   y: (..., O)
-    fixed: w is not trained; x is not saved, and dw is None.
+    trainable: False: w is not trained; x is not saved, and dw is None.
 
     ValueError if shapes do not fit, TypeError if dtypes or libraries differ.
     Derivation: docs/derivations/linear.md
@@ -31,7 +33,7 @@ def linear(
     y = xp.reshape(_rows(x) @ w, (*x.shape[:-1], w.shape[1]))
     if b is not None:
         y = y + b
-    return y, LinearCache(None if fixed else x, w, b is not None, x.shape)
+    return y, LinearCache(x if trainable else None, w, b is not None, x.shape)
 
 
 @short

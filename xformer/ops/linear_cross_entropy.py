@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from xformer import renamed
 from xformer.dispatch import overridable
 from xformer.ops.cross_entropy import cross_entropy
 from xformer.ops.linear import linear
@@ -13,6 +14,7 @@ from xformer.typing import Array
 
 
 @overridable
+@renamed.arguments(fixed="not trainable")
 @shapes("x (..., D)  w (D, V)  b (V)  targets (...)")
 def linear_cross_entropy(
     x: Array,
@@ -24,19 +26,19 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> tuple[Array, LinearCrossEntropyCache]:
     """loss = cross_entropy(x w + b), as one op, so that a kernel need not store all logits.
 
     x: (..., D)   w: (D, V)   b: (V,) or None   targets: (...) integers in [0, V)
     loss: (), or (...) for reduction "none"
     ignore_index, label_smoothing, z_loss, reduction: options of `cross_entropy`.
-    fixed: w is not trained; its gradient is None.
+    trainable: False: w is not trained, and its gradient is None.
 
     Raises as `linear` and `cross_entropy` do.
     Derivation: docs/derivations/linear_cross_entropy.md
     """
-    logits, linear_cache = linear(x, w, b, fixed=fixed)  # (..., V)
+    logits, linear_cache = linear(x, w, b, trainable=trainable)  # (..., V)
     loss, loss_cache = cross_entropy(
         logits,
         targets=targets,

@@ -39,8 +39,8 @@ def add_norm(
         s, y, cache = rms_norm.normalise(x, r, w, config.eps, config.offset)
     else:
         s, y, cache = layer_norm.normalise(x, r, w, b, config.eps)
-    fixed = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
-    return (s, y), AddNormCache(cache, *fixed, r is not None)
+    frozen = isinstance(params.w, Frozen), params.b is None or isinstance(params.b, Frozen)
+    return (s, y), AddNormCache(cache, *frozen, r is not None)
 
 
 @short
@@ -48,8 +48,8 @@ class AddNormCache(NamedTuple):
     """Saved by `add_norm` for backward."""
 
     norm: layer_norm.LayerNormCache | rms_norm.RmsNormCache
-    fixed_w: bool
-    fixed_b: bool
+    frozen_w: bool
+    frozen_b: bool
     has_r: bool
 
     def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None, NormParams]:
@@ -57,5 +57,5 @@ class AddNormCache(NamedTuple):
         if ds is not None:
             require_gradient("add_norm", "ds", ds, self.norm.x)
         dx, dw, *db = self.norm.added(dy, ds)
-        dparams = NormParams(None if self.fixed_w else dw, None if self.fixed_b else db[0])
+        dparams = NormParams(None if self.frozen_w else dw, None if self.frozen_b else db[0])
         return dx, dx if self.has_r else None, dparams

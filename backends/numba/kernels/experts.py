@@ -45,7 +45,7 @@ def unsupported(
     *,
     ids: Array,
     activation: str = "silu",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> str | None:
     """Why the kernel cannot run."""
     if activation not in FORMULAS:
@@ -65,7 +65,7 @@ def experts(
     *,
     ids: Array,
     activation: str = "silu",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> tuple[Array, ExpertsCache]:
     """y_n = sum_c weights_nc * (act(x_n w_gate_e) * (x_n w_up_e)) w_down_e, e = ids_nc."""
     ids = require_choice(ids, w_gate, activation)
@@ -76,7 +76,7 @@ def experts(
     hidden = _emit_hidden(gate, up, weights, order, activation)
     each = grouped.emit_grouped("experts down", [Pair(hidden, w_down)], order)
     y = grouped.emit_sums("experts sums", each, order, len(x))
-    return y, ExpertsCache(x, w_gate, w_up, w_down, weights, order, gate, up, activation, fixed)
+    return y, ExpertsCache(x, w_gate, w_up, w_down, weights, order, gate, up, activation, trainable)
 
 
 @short
@@ -92,10 +92,10 @@ class ExpertsCache(NamedTuple):
     gate: Array  # (M, F), M = N C
     up: Array  # (M, F)
     activation: str
-    fixed: bool
+    trainable: bool
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
-        """Gradients of x, of the experts (None where fixed), and of the choices' weights."""
+        """Gradients of x, of the experts (None unless trainable), and of the choices' weights."""
         require_gradient("experts", "dy", dy, self.x)
         order, w_gate, w_up, w_down = self.order, self.w_gate, self.w_up, self.w_down
         dy_rows = grouped.emit_rows("experts dy rows", dy, order)
@@ -104,7 +104,7 @@ class ExpertsCache(NamedTuple):
         pairs = [Pair(dgate, w_gate.mT), Pair(dup, w_up.mT)]
         each = grouped.emit_grouped("experts dx rows", pairs, order)
         dx = grouped.emit_sums("experts dx", each, order, len(dy))
-        if self.fixed:
+        if not self.trainable:
             return dx, None, None, None, dweights
         rows = grouped.emit_rows("experts rows", self.x, order)
         triples = (rows, w_gate, dgate), (rows, w_up, dup), (shared[0], w_down, dy_rows)
@@ -127,10 +127,10 @@ def _emit_hidden(gate: Array, up: Array, weights: Array, order: Order, activatio
 
 
 def _emit_backward(cache: ExpertsCache, dshared: Array) -> list[Array]:
-    """dgate and dup (M, F), dweights (N, C), and unless fixed again weight * act(gate) * up."""
+    """dgate and dup (M, F), dweights (N, C); if trainable, weight * act(gate) * up again."""
     gate, weights, activation = cache.gate, cache.weights, cache.activation
     program, (code, number) = cache.order.rows.program, FORMULAS[activation]
-    shapes = [gate.shape, gate.shape, weights.shape, *([] if cache.fixed else [gate.shape])]
+    shapes = [gate.shape, gate.shape, weights.shape, *([gate.shape] if cache.trainable else [])]
     outs = [program.fresh(shape, np.float32) for shape in shapes]
 
     def run(dgate: Any, dup: Any, dweights: Any, *others: Any) -> None:

@@ -31,7 +31,9 @@ from xformer.showing import short
 from xformer.typing import Array
 
 
-def unsupported(x: Array, w: Array, b: Array | None = None, *, fixed: bool = False) -> str | None:
+def unsupported(
+    x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
+) -> str | None:
     """Why the kernel cannot run."""
     arrays = [array for array in (x, w, b) if array is not None]
     if any(array.dtype != np.float32 for array in arrays):
@@ -41,23 +43,23 @@ def unsupported(x: Array, w: Array, b: Array | None = None, *, fixed: bool = Fal
 
 @kernel(ops.linear, "numba.kernels", unsupported=unsupported)
 def linear(
-    x: Array, w: Array, b: Array | None = None, *, fixed: bool = False
+    x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, LinearCache]:
     """y = x w + b."""
-    y, sums, cache = begun(x, w, b, fixed=fixed)
+    y, sums, cache = begun(x, w, b, trainable=trainable)
     emit_sums("linear", sums)
     return y, cache
 
 
 def begun(
-    x: Array, w: Array, b: Array | None, *, fixed: bool
+    x: Array, w: Array, b: Array | None, *, trainable: bool
 ) -> tuple[Array, list[Sums], LinearCache]:
     """`linear`, less the sums that are still to be recorded: those of several maps go together."""
     recorder, rows = program.of([x, w, b]), rows_of(x)
     assert recorder is not None  # else this were unsupported
     y = recorder.fresh((rows.shape[0], w.shape[1]), np.float32)
     sums = emit_parts("linear", y, [Pair(rows, w)], b)
-    cache = LinearCache(None if fixed else rows, w, b is not None, x.shape)
+    cache = LinearCache(rows if trainable else None, w, b is not None, x.shape)
     return reshape(y, (*x.shape[:-1], w.shape[1])), [sums] if sums else [], cache
 
 

@@ -50,7 +50,7 @@ def unsupported(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> str | None:
     """Why the kernel cannot run."""
     arrays = [x, w] if b is None else [x, w, b]
@@ -74,7 +74,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
-    fixed: bool = False,
+    trainable: bool = True,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
     """The loss, and its gradients unless within `inference()`."""
     options = checked(label_smoothing, z_loss, reduction, ignore_index)
@@ -92,7 +92,7 @@ def linear_cross_entropy(
     dw = db = None
     for at in _chunks(head.x.shape[0], w.shape[1]):
         dlogits = head.differentiate(tokens, at, losses, dx, back=back)
-        if back and not fixed:
+        if back and trainable:
             dw = weight_gradient(recorder, head.x[at], w, dlogits, dw)
         if back and b is not None:
             db = column_sums(recorder, dlogits, db)

@@ -40,7 +40,7 @@ def linear_many(
 ) -> tuple[tuple[Array, ...], JoinedCache]:
     """Each y = x w + b."""
     ys, sums, caches = zip(
-        *(begun(x, value(p.w), value(p.b), fixed=isinstance(p.w, Frozen)) for p in params),
+        *(begun(x, value(p.w), value(p.b), trainable=not isinstance(p.w, Frozen)) for p in params),
         strict=True,
     )
     emit_sums("linear", [one for several in sums for one in several])
@@ -58,5 +58,5 @@ class JoinedCache(LinearsCache):
         dx, dparams = input_gradient(maps, rows), []
         for own, dy in zip(self.maps, rows, strict=True):
             dw, db = own.op.gradients(dy)  # type: ignore[union-attr]
-            dparams.append(LinearParams(dw, None if own.fixed_b else db))  # type: ignore[union-attr]
+            dparams.append(LinearParams(dw, None if own.frozen_b else db))  # type: ignore[union-attr]
         return dx, tuple(dparams)
