@@ -88,7 +88,7 @@ def causal(name: str, seed: int = 0) -> tuple[Any, Any]:
             "no positions": lambda: GPT(**gpt, positions="none"),
             "alibi": lambda: LanguageModel(plain, blocks, alibi=True),
             "relative bias": lambda: LanguageModel(
-                plain, blocks, relative=RelativeConfig(3, 8, 16, bidirectional=False)
+                plain, blocks, relative_bias=RelativeConfig(3, 8, 16, bidirectional=False)
             ),
             "shaw": lambda: LanguageModel(plain, (changed(blocks[0], shaw_max_distance=2),) * 2),
             "post-norm": lambda: GPT(**gpt, norm_placement="post"),

@@ -345,7 +345,7 @@ DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "groups": ({"n_kv_heads": 2}, {}),
     "scale": ({"scale": 1.3, "n_kv_heads": 1}, {}),
     "alibi": ({}, {"alibi": True}),
-    "relative": ({}, {"relative": RelativeConfig(6, n_buckets=8, max_distance=6)}),
+    "relative": ({}, {"relative_bias": RelativeConfig(6, n_buckets=8, max_distance=6)}),
     "rotary, norms": ({"qk_norm": "head", "d_head": 4}, {"rotary": RopeConfig(4)}),
     "parallel": ({"parallel": True}, {}),
     "shaw": ({"shaw_max_distance": 2}, {}),
@@ -417,9 +417,11 @@ def bias_of(model: LanguageModel, params: Any, length: int) -> np.ndarray | None
     if model.alibi:
         like = np.zeros(())
         return xf.layers.alibi(6, n_queries=length, n_keys=length, like=like).reshape(6, length, -1)
-    if model.relative is not None:
+    if model.relative_bias is not None:
         sizes = {"n_queries": length, "n_keys": length}
-        return xf.layers.relative_bias(params.stack.relative, **sizes, config=model.relative)[0][0]
+        return xf.layers.relative_bias(
+            params.stack.relative_bias, **sizes, config=model.relative_bias
+        )[0][0]
     return None
 
 

@@ -146,7 +146,7 @@ def samples(draw: Callable[..., Any]) -> Sample:
         causal=causal,
         rotary=turned,
         alibi=kind == "alibi",
-        relative=buckets if kind == "relative" else None,
+        relative_bias=buckets if kind == "relative" else None,
         out_dropout=draw(rates),
         head=head,
     )

@@ -13,14 +13,18 @@ import numpy as np
 import pytest
 import runs
 from block_configs import block_config, changed
+from safetensors.numpy import load_file
 
 import xformer
 from xformer import ops, renamed, training
 from xformer.cli import main, train_from
 from xformer.dispatch import explain, reference_only
-from xformer.layers import BlockConfig, ExpertsConfig
+from xformer.layers import BlockConfig, ExpertsConfig, RelativeConfig, StackParams, advance, stack
 from xformer.models import EncoderDecoder, LanguageModel
+from xformer.training import checkpoint
 
+BUCKETS = RelativeConfig(2, 8, 16)
+PAIR = (block_config(8, 2, 5),), (block_config(8, 2, 5),)
 GPT = xformer.GPT(11, 1, 8, 2, max_len=8)
 
 
@@ -52,6 +56,9 @@ def test_methods_and_arguments() -> None:
     [
         (xformer.GPT, "norm", "norm_placement", "post", (11, 1, 8, 2, 8)),
         (xformer.GPT, "checkpoint", "activation_checkpointing", True, (11, 1, 8, 2, 8)),
+        (LanguageModel, "relative", "relative_bias", BUCKETS, (None, (block_config(8, 2, 5),))),
+        (EncoderDecoder, "encoder_relative", "encoder_relative_bias", BUCKETS, PAIR),
+        (EncoderDecoder, "decoder_relative", "decoder_relative_bias", BUCKETS, PAIR),
         (LanguageModel, "source", "hf_config", {"a": 1}, (None, (block_config(8, 2, 5),))),
     ],
 )
@@ -153,6 +160,9 @@ def test_a_placement_is_no_kind_of_norm() -> None:
         (GPT, "norm", "norm_placement"),
         (GPT, "checkpoint", "activation_checkpointing"),
         (GPT.network, "source", "hf_config"),
+        (GPT.network, "relative", "relative_bias"),
+        (EncoderDecoder(*PAIR), "encoder_relative", "encoder_relative_bias"),
+        (EncoderDecoder(*PAIR), "decoder_relative", "decoder_relative_bias"),
         (GPT.network, "n_groups", "n_shared_layer_groups"),
         (GPT.network.blocks[0], "norm_kind", "norm.kind"),
         (GPT.network.blocks[0], "shaw", "attn.shaw_max_distance"),
@@ -205,6 +215,55 @@ def test_models_that_were_saved_before(tmp_path: Path, is_older: bool) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
     assert training.inspect(tmp_path) == model
+
+
+def test_a_relative_bias_of_layers() -> None:
+    configs, rng = PAIR[0], xformer.backends.get().generator(0)
+    with pytest.warns(DeprecationWarning, match=r"^init\(relative=\) is called "):
+        params = StackParams.init(rng, configs, relative=BUCKETS)
+    with pytest.warns(
+        DeprecationWarning, match=r"^StackParams\.relative is called .*_bias;"
+    ) as said:
+        assert params.relative is params.relative_bias is not None
+    assert said[0].filename == __file__
+    x = np.ones((1, 3, 8), np.float32)
+    wanted, _ = stack(x, params, configs=configs, relative_bias=BUCKETS, causal=True)
+    with pytest.warns(DeprecationWarning, match=r"^stack\(relative=\) is called "):
+        y, _ = stack(x, params, configs=configs, relative=BUCKETS, causal=True)
+    assert np.array_equal(y, wanted)
+    past: Any = {"kv_cache": (xformer.layers.KVCache(),), "n_cached": 0}
+    with pytest.warns(DeprecationWarning, match=r"^advance\(relative=\) is called "):
+        y, _ = advance(x, params, configs=configs, relative=BUCKETS, **past)
+    assert np.array_equal(y, wanted)
+
+
+def test_parameters_that_were_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model, and of a run's state, which has them several times."""
+    model = EncoderDecoder(*PAIR, encoder_relative_bias=BUCKETS, decoder_relative_bias=BUCKETS)
+    params, backend, flatten = model.init(0), xformer.backends.get(), xformer.tree.flatten
+    state = training.State(params, {"m": params, "step": 3}, params)
+
+    def with_old_names(found: dict[str, Any]) -> dict[str, Any]:
+        return {name.replace("relative_bias", "relative"): part for name, part in found.items()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(xformer.tree, "flatten", lambda params: with_old_names(flatten(params)))
+        patch.setattr(checkpoint, "asdict", lambda model: with_old_names(asdict(model)))
+        training.save(tmp_path, model, params, backend)
+        about = {"model": with_old_names(asdict(model))}
+        training.write_state(tmp_path / "state", state, backend, about)
+    assert '"encoder_relative":' in (tmp_path / "config.json").read_text()
+    assert "encoder.relative" in load_file(tmp_path / "model.safetensors")
+    found, loaded = training.load(tmp_path, backend)
+    assert found == model
+    saved = training.read_state(tmp_path / "state")
+    assert "optimiser.m.decoder.relative" in saved.arrays
+    saved.require(json.loads(json.dumps({"model": asdict(model)})))
+    for got, wanted in ((loaded, params), (saved.restored(state, backend), state)):
+        leaves = flatten(got)
+        assert leaves.keys() == flatten(wanted).keys()
+        for name, leaf in flatten(wanted).items():
+            np.testing.assert_array_equal(leaves[name], leaf)  # nan too
 
 
 def test_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -274,7 +274,7 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers() -> None:
     assert block.norm.eps == config.layer_norm_epsilon
     rates = (block.dropout, block.ffn.dropout, model.src_embed.dropout, model.out_dropout)
     assert rates == (config.dropout_rate,) * 4
-    relative = (model.encoder_relative.n_buckets, model.encoder_relative.max_distance)
+    relative = (model.encoder_relative_bias.n_buckets, model.encoder_relative_bias.max_distance)
     assert relative == (
         config.relative_attention_num_buckets,
         config.relative_attention_max_distance,

@@ -502,7 +502,7 @@ PAIR = EncoderDecoder(
     (WINDOWED,),
     EMBED,
     shared_embed=True,
-    encoder_relative=RelativeConfig(2),
+    encoder_relative_bias=RelativeConfig(2),
     head=LMHead(),
     hf_config={"eos_token_id": [1, 2]},
 )

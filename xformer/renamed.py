@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,14 +33,20 @@ OPTIONS: dict[str, dict[str, str]] = {  # of each command
     },
 }
 FIELDS = {  # of configurations, in files that earlier versions wrote
-    "LanguageModel": {  # before EncoderDecoder, whose old names it has too
+    "LanguageModel": {
         "n_groups": "n_shared_layer_groups",
         "balance": "load_balancing_weight",
         "router_z": "router_z_weight",
         "checkpoint": "activation_checkpointing",
+        "relative": "relative_bias",
         "source": "hf_config",
     },
-    "EncoderDecoder": {"checkpoint": "activation_checkpointing", "source": "hf_config"},
+    "EncoderDecoder": {
+        "checkpoint": "activation_checkpointing",
+        "encoder_relative": "encoder_relative_bias",
+        "decoder_relative": "decoder_relative_bias",
+        "source": "hf_config",
+    },
     "GPT": {"norm": "norm_placement", "checkpoint": "activation_checkpointing"},
     "Transformer": {"norm": "norm_placement", "checkpoint": "activation_checkpointing"},
     "notes": {  # of a run of `xformer train`
@@ -49,6 +55,9 @@ FIELDS = {  # of configurations, in files that earlier versions wrote
     }
     | {"graph": "compile"},
 }
+
+# New and old parts of the names of parameters, in files that earlier versions wrote.
+PARAMETERS = {"relative_bias": "relative"}
 
 # The fields of a BlockConfig before it had parts, in order; where each is now. Then older names.
 BLOCK = {
@@ -112,6 +121,13 @@ def new_name(module: str, name: str) -> str:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     _warn(f"{module}.{name}", f"{module}.{new}", 4)
     return new
+
+
+def value_of(instance: Any, old: str, new: str) -> Any:
+    """The value of the attribute `new`, with a warning. For a property `old` of a NamedTuple."""
+    kind = type(instance).__name__
+    _warn(f"{kind}.{old}", f"{kind}.{new}", 4)
+    return getattr(instance, new)
 
 
 def method(old: str, new: str, **names: str) -> Any:
@@ -251,10 +267,19 @@ def configuration(found: Any) -> Any:
     if not isinstance(found, dict):
         return found
     for kind, names in FIELDS.items():
-        old = names.keys() - set(names.values())
-        if kind != "notes" and old <= found.keys():
+        if kind != "notes" and all(n in found or names[n] in found for n in names):
             found = fields(kind, found)
     return {name: configuration(part) for name, part in found.items()}
+
+
+def parameters(found: Mapping[str, T], wanted: Iterable[str]) -> dict[str, T]:
+    """A file's arrays by the new names of `PARAMETERS`, where these are in `wanted`."""
+    arrays = dict(found)
+    for new in wanted:
+        old = ".".join(PARAMETERS.get(part, part) for part in new.split("."))
+        if new not in arrays and old in arrays:
+            arrays[new] = arrays.pop(old)
+    return arrays
 
 
 def about(found: Any) -> Any:

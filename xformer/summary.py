@@ -21,7 +21,11 @@ from xformer.shapes import FLOATING
 
 LENGTH = 1024
 STACKS = {"stack": "blocks", "encoder": "encoder", "decoder": "decoder"}  # -> configurations
-AROUND = {"norm": "final norm", "memory": "keys and values of memory", "relative": "relative bias"}
+AROUND = {
+    "norm": "final norm",
+    "memory": "keys and values of memory",
+    "relative_bias": "relative bias",
+}
 EXPERTS = ("ffn.gate", "ffn.up", "ffn.down")
 
 

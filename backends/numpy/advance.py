@@ -37,7 +37,7 @@ def unsupported(
     configs: Sequence[BlockConfig],
     kv_cache: Sequence[KVCache],
     n_cached: int,
-    relative: layers.RelativeConfig | None = None,
+    relative_bias: layers.RelativeConfig | None = None,
     rotary: layers.RopeTables | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
@@ -45,7 +45,7 @@ def unsupported(
     """Why the kernel cannot run."""
     if x.shape[1] != 1 or kv_cache[0].k is None or kv_cache[0].write_index is not None:
         return "not one token after others"
-    if not (memory is bias is pos is relative is mask is memory_mask is None):
+    if not (memory is bias is pos is relative_bias is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
     return other_model(params, configs)
 
@@ -54,7 +54,7 @@ def other_model(params: StackParams, configs: Sequence[BlockConfig]) -> str | No
     """What of `unsupported` is the same for every token."""
     if any(c.norm_placement == "post" for c in configs):
         return "post-LN"
-    if not (params.memory is params.relative is None):
+    if not (params.memory is params.relative_bias is None):
         return "a shared memory or a relative bias"
     return other_blocks(params.blocks, configs)
 
@@ -86,7 +86,7 @@ def advance(
     configs: Sequence[BlockConfig],
     kv_cache: Sequence[KVCache],
     n_cached: int,
-    relative: layers.RelativeConfig | None = None,
+    relative_bias: layers.RelativeConfig | None = None,
     rotary: layers.RopeTables | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,

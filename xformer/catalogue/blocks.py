@@ -190,7 +190,7 @@ def _blocks(
     bias: tuple[int, ...] | None = None,
     norms: bool = True,
     n_blocks: int = 2,
-    relative: layers.RelativeConfig | None = None,
+    relative_bias: layers.RelativeConfig | None = None,
     config: Options | None = None,
     second: Options | None = None,  # other options of the second block
     **options: Any,
@@ -204,7 +204,7 @@ def _blocks(
         like: Options = {"cross": bool(cross), "shared_memory": cross in ("shared", "each")}
         if is_stack or several:
             own = cfgs[:n_blocks]  # with one block, both layers share its parameters
-            params: Any = layers.StackParams.init(rng, own, relative=relative, **like)
+            params: Any = layers.StackParams.init(rng, own, relative_bias=relative_bias, **like)
             params = params if is_stack else params.blocks
         else:
             params = cfg.init(rng, **like)
@@ -227,7 +227,7 @@ def _blocks(
         )
         given = drawn(rng, backend, options)
         if is_stack:
-            return partial(layers.stack, configs=cfgs, relative=relative, **given), args
+            return partial(layers.stack, configs=cfgs, relative_bias=relative_bias, **given), args
         if several:
             return partial(layers.blocks, configs=cfgs, **given), args
         return partial(layers.block, config=cfg, **given), args
@@ -323,13 +323,13 @@ def _stack() -> Iterator[Case]:
     yield _blocks("stack: masks", cross="memory", **BLOCK_MASKS)
     yield _blocks("stack: dropout", config=DROPOUT, dropout_rate=0.2, dropout_key=KEY)
     yield _blocks("stack: one block for both layers", n_blocks=1)
-    relative = layers.RelativeConfig(2, n_buckets=8, max_distance=6)
-    yield _blocks("stack: relative bias", relative=relative)
-    yield _blocks("stack: relative bias and bias", relative=relative, bias=(5, 1, 4, 4))
+    relative_bias = layers.RelativeConfig(2, n_buckets=8, max_distance=6)
+    yield _blocks("stack: relative bias", relative_bias=relative_bias)
+    yield _blocks("stack: relative bias and bias", relative_bias=relative_bias, bias=(5, 1, 4, 4))
     yield _blocks("stack: other windows, rotary", second={"attn": {"window": (1, 1)}}, **TURNED)
     again: Options = {
         "activation_checkpointing": True,
-        "relative": relative,
+        "relative_bias": relative_bias,
         "bias": (5, 1, 4, 4),
         "pos": True,
     }

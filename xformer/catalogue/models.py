@@ -176,8 +176,8 @@ def _encoders(case: Any) -> Iterator[Case]:
     yield case("pooler", blocks, "pooled", {"pooling": "pooler"}, head=Pooler(), **bert)
     sentence: Options = {"normalize": True, "mask": mask((5, 4))}
     yield case("mean, normalised", blocks, "pooled", sentence, head=Pooler(), **bert)
-    relative = RelativeConfig(2, n_buckets=8, max_distance=6)
-    yield case("relative bias", _blocks(), "forward", head=None, relative=relative, causal=False)
+    buckets: Options = {"relative_bias": RelativeConfig(2, n_buckets=8, max_distance=6)}
+    yield case("relative bias", _blocks(), "forward", head=None, causal=False, **buckets)
 
 
 def _encoder_decoder() -> Iterator[Case]:
@@ -204,8 +204,10 @@ def _encoder_decoder() -> Iterator[Case]:
         "norm": {"kind": "rms"},
     }
     tables: Options = {
-        "encoder_relative": RelativeConfig(2, n_buckets=8, max_distance=6),
-        "decoder_relative": RelativeConfig(2, n_buckets=8, max_distance=6, bidirectional=False),
+        "encoder_relative_bias": RelativeConfig(2, n_buckets=8, max_distance=6),
+        "decoder_relative_bias": RelativeConfig(
+            2, n_buckets=8, max_distance=6, bidirectional=False
+        ),
     }
     shared: Options = {"src_embed": _embed_config(positions="none"), "shared_embed": True}
     t5_like: Options = {"encoder": _blocks(**t5), "decoder": _blocks(**t5), **tables, **shared}

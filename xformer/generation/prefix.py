@@ -286,7 +286,7 @@ def _bridges(network: Any) -> bool:
         config.attn.window is not None or config.attn.shaw_max_distance is not None
         for config in network.blocks
     )
-    return not near and not network.alibi and network.relative is None
+    return not near and not network.alibi and network.relative_bias is None
 
 
 def _start_id(network: EncoderDecoder, start: int | None) -> int:

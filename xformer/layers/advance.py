@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xformer import layers
+from xformer import layers, renamed
 from xformer.dispatch import overridable
 from xformer.layers.attention import KeyValue
 from xformer.layers.block import BlockConfig
@@ -14,6 +14,7 @@ from xformer.typing import Array
 
 
 @overridable(backward=False)
+@renamed.arguments(relative="relative_bias")
 def advance(
     x: Array,
     params: StackParams,
@@ -24,7 +25,7 @@ def advance(
     configs: Sequence[BlockConfig],
     kv_cache: Sequence[KVCache],
     n_cached: int | Array,
-    relative: layers.RelativeConfig | None = None,
+    relative_bias: layers.RelativeConfig | None = None,
     rotary: layers.RopeTables | None = None,
     mask: Array | None = None,
     memory_mask: Array | None = None,
@@ -40,7 +41,7 @@ def advance(
     kv_cache: of each layer, with the tokens before
     n_cached: the number of tokens before, including those that windows have dropped; for a static
         KV cache an integer array () (`KVCache.write_index`)
-    relative, rotary: of `layers.stack`
+    relative_bias, rotary: of `layers.stack`
     ValueError for shapes and numbers that do not fit.
     """
     y, cache = stack(
@@ -52,7 +53,7 @@ def advance(
         configs=configs,
         kv_cache=kv_cache,
         n_cached=n_cached,
-        relative=relative,
+        relative_bias=relative_bias,
         rotary=rotary,
         mask=mask,
         causal=True,

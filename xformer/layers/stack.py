@@ -26,9 +26,15 @@ class StackParams(NamedTuple):
     blocks: tuple[BlockParams, ...]
     norm: NormParams | None  # the final norm that pre-LN needs
     memory: KeyValueParams | None  # the projection of the memory, shared by all blocks
-    relative: Array | None = None  # (N, H), the table of a relative bias, shared by all blocks
+    relative_bias: Array | None = None  # (N, H), the table of a relative bias, shared by all blocks
+
+    @property
+    def relative(self) -> Array | None:
+        """The old name of `relative_bias`."""
+        return renamed.value_of(self, "relative", "relative_bias")
 
     @staticmethod
+    @renamed.arguments(relative="relative_bias")
     def init(
         rng: Generator,
         configs: Sequence[BlockConfig],
@@ -36,7 +42,7 @@ class StackParams(NamedTuple):
         final_norm: bool | None = None,
         cross: bool = False,
         shared_memory: bool = False,
-        relative: layers.RelativeConfig | None = None,
+        relative_bias: layers.RelativeConfig | None = None,
         draw: Draw = xavier_uniform,
         out_scale: float = 1.0,
     ) -> StackParams:
@@ -45,7 +51,7 @@ class StackParams(NamedTuple):
         final_norm: None: True unless the blocks are post-LN
         cross, draw, out_scale: of `BlockConfig.init`
         shared_memory: one projection of the memory for all blocks
-        relative: the configuration of a relative bias, or None
+        relative_bias: the configuration of a relative bias, or None
         """
         require_configs("stack", configs)
         options: Any = {"cross": cross, "draw": draw, "out_scale": out_scale}
@@ -59,11 +65,16 @@ class StackParams(NamedTuple):
         shared = None
         if shared_memory:
             shared = config.attn.key_value_init(rng, config.norm, draw=draw)
-        table = None if relative is None else relative.init(rng, draw=draw)
+        table = None if relative_bias is None else relative_bias.init(rng, draw=draw)
         return StackParams(blocks, last_norm, shared, table)
 
 
-@renamed.arguments(checkpoint="activation_checkpointing", n_past="n_cached", past="kv_cache")
+@renamed.arguments(
+    checkpoint="activation_checkpointing",
+    n_past="n_cached",
+    past="kv_cache",
+    relative="relative_bias",
+)
 def stack(
     x: Array,
     params: StackParams,
@@ -73,7 +84,7 @@ def stack(
     memory_pos: Array | None = None,
     *,
     configs: Sequence[BlockConfig],
-    relative: layers.RelativeConfig | None = None,
+    relative_bias: layers.RelativeConfig | None = None,
     rotary: layers.RopeTables | None = None,
     kv_cache: Sequence[KVCache] | None = None,
     n_cached: int | Array = 0,
@@ -94,7 +105,7 @@ def stack(
         cross-attention
     bias, pos, memory_pos, rotary, mask, causal, memory_mask, dropout_key: of `layers.block`
     configs: of each layer
-    relative: the configuration of params.relative; the relative bias is added to bias
+    relative_bias: the configuration of params.relative_bias; the relative bias is added to bias
     kv_cache: of each layer, for decoding. The cache then has the new KV caches, and nothing is
         saved for backward.
     n_cached: the number of tokens before x, including those that windows have dropped; for a static
@@ -105,7 +116,7 @@ def stack(
     ValueError for shapes and numbers that do not fit.
     """
     require_configs("stack", configs)
-    memory_cache = relative_cache = None
+    memory_cache = relative_bias_cache = None
     if isinstance(memory, Sequence):
         params = _without_memory(params)
     elif params.memory is not None:
@@ -115,12 +126,14 @@ def stack(
         memory, memory_cache = key_value(memory, params.memory, memory_pos, **heads)
         memory_pos = None  # the keys and values include it
     bias_shape = None if bias is None else tuple(bias.shape)
-    if (params.relative is None) != (relative is None):
-        raise ValueError("stack: params.relative and relative need each other, got only one")
-    if relative is not None:
+    if (params.relative_bias is None) != (relative_bias is None):
+        raise ValueError(
+            "stack: params.relative_bias and relative_bias need each other, got only one"
+        )
+    if relative_bias is not None:
         sizes = _sizes(x.shape[1], kv_cache, n_cached)
-        table = value(params.relative)
-        more, relative_cache = layers.relative_bias(table, config=relative, **sizes)
+        table = value(params.relative_bias)
+        more, relative_bias_cache = layers.relative_bias(table, config=relative_bias, **sizes)
         bias = more if bias is None else bias + more
     x, blocks_cache = blocks(
         x,
@@ -143,9 +156,9 @@ def stack(
         x, norm_cache = norm(x, params.norm, config=configs[-1].norm)
     key = None if dropout_key is None else dropout_key.at(SITES * len(configs) + 1)
     y, drop = ops.dropout(x, rate=0.0 if key is None else dropout_rate, key=key)
-    frozen = isinstance(params.relative, Frozen)
+    frozen = isinstance(params.relative_bias, Frozen)
     return y, StackCache(
-        blocks_cache, norm_cache, memory_cache, drop, relative_cache, bias_shape, frozen
+        blocks_cache, norm_cache, memory_cache, drop, relative_bias_cache, bias_shape, frozen
     )
 
 
@@ -157,9 +170,9 @@ class StackCache(NamedTuple):
     norm: Any
     memory: Any
     drop: Any
-    relative: Any
+    relative_bias: Any
     bias_shape: tuple[int, ...] | None
-    frozen_relative: bool
+    frozen_relative_bias: bool
 
     @property
     def blocks(self) -> tuple[Any, ...]:
@@ -177,13 +190,15 @@ class StackCache(NamedTuple):
         if self.norm is not None:
             dy, dnorm = self.norm.backward(dy)
         dx, dblocks, dmemory, dbias, dpos, dmemory_pos = self.layers.backward(dy, drouter_logits)
-        dmemory_params = drelative = None
+        dmemory_params = drelative_bias = None
         if self.memory is not None:
             dmemory, dmemory_params, dmemory_pos = self.memory.backward(*dmemory)
-        if self.relative is not None and not self.frozen_relative:
-            drelative = self.relative.backward(sum_to(dbias, shape=(1, *dbias.shape[-3:])))
+        if self.relative_bias is not None and not self.frozen_relative_bias:
+            drelative_bias = self.relative_bias.backward(
+                sum_to(dbias, shape=(1, *dbias.shape[-3:]))
+            )
         dbias = None if self.bias_shape is None else sum_to(dbias, shape=self.bias_shape)
-        dparams = StackParams(dblocks, dnorm, dmemory_params, drelative)
+        dparams = StackParams(dblocks, dnorm, dmemory_params, drelative_bias)
         return dx, dparams, dmemory, dbias, dpos, dmemory_pos
 
 

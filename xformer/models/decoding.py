@@ -46,7 +46,7 @@ def decode(
         configs=model.blocks,
         kv_cache=state.static_kv_cache() if state.is_static else state.kv_cache,
         n_cached=state.length,
-        relative=model.relative,
+        relative_bias=model.relative_bias,
         rotary=rotary,
         mask=key_mask,
     )

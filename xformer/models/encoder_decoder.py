@@ -38,7 +38,12 @@ from xformer.typing import Array
 Top = Callable[[Array, Any, Any], tuple[Array, Any]]  # (x, its parameters, table) -> (y, cache)
 
 
-@renamed.arguments(checkpoint="activation_checkpointing", source="hf_config")
+@renamed.arguments(
+    checkpoint="activation_checkpointing",
+    decoder_relative="decoder_relative_bias",
+    encoder_relative="encoder_relative_bias",
+    source="hf_config",
+)
 @dataclass(frozen=True)
 class EncoderDecoder:
     """The configuration of a model from two sequences to logits, or hidden states without a head.
@@ -56,8 +61,8 @@ class EncoderDecoder:
     src_embed: EmbedConfig | None = None
     tgt_embed: EmbedConfig | None = None
     shared_embed: bool = False
-    encoder_relative: RelativeConfig | None = None
-    decoder_relative: RelativeConfig | None = None
+    encoder_relative_bias: RelativeConfig | None = None
+    decoder_relative_bias: RelativeConfig | None = None
     encoder_norm: bool | None = None  # a final norm; None: True unless the blocks are post-LN
     decoder_norm: bool | None = None
     shared_memory: bool = False
@@ -95,6 +100,8 @@ class EncoderDecoder:
         number("EncoderDecoder", "out_dropout", self.out_dropout, low=0, high=1)
 
     checkpoint = renamed.attribute("activation_checkpointing")
+    encoder_relative = renamed.attribute("encoder_relative_bias")
+    decoder_relative = renamed.attribute("decoder_relative_bias")
     source = renamed.attribute("hf_config")
     start = renamed.method("start", "init_state")
     extend = renamed.method("extend", "decode", every="all_logits")
@@ -134,13 +141,16 @@ class EncoderDecoder:
 
         src, tgt = embedding(self.src_embed), embedding(self.tgt_embed)
         encoder = StackParams.init(
-            rng, self.encoder, final_norm=self.encoder_norm, relative=self.encoder_relative
+            rng,
+            self.encoder,
+            final_norm=self.encoder_norm,
+            relative_bias=self.encoder_relative_bias,
         )
         decoder = StackParams.init(
             rng,
             self.decoder,
             final_norm=self.decoder_norm,
-            relative=self.decoder_relative,
+            relative_bias=self.decoder_relative_bias,
             cross=True,
             shared_memory=self.shared_memory,
         )
@@ -173,7 +183,7 @@ class EncoderDecoder:
             params.encoder,
             pos=pos,
             configs=self.encoder,
-            relative=self.encoder_relative,
+            relative_bias=self.encoder_relative_bias,
             mask=_keys("src_mask", src_mask, src),
             dropout_rate=self.out_dropout,
             dropout_key=keys[1],
@@ -237,7 +247,7 @@ class EncoderDecoder:
             pos,
             memory_pos,
             configs=self.decoder,
-            relative=self.decoder_relative,
+            relative_bias=self.decoder_relative_bias,
             mask=_keys("tgt_mask", tgt_mask, tgt),
             causal=True,
             memory_mask=_keys("src_mask", src_mask, memory),
@@ -379,7 +389,7 @@ class EncoderDecoder:
             configs=self.decoder,
             kv_cache=target.static_kv_cache() if target.is_static else state.kv_cache,
             n_cached=state.length,
-            relative=self.decoder_relative,
+            relative_bias=self.decoder_relative_bias,
             mask=target.key_mask(tokens.shape[1])[:, None, :, :] if target.is_static else None,
             memory_mask=_keys("src_mask", state.src_mask, state.memory[0].k[:, 0, :, :]),
         )

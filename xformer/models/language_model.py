@@ -42,6 +42,7 @@ from xformer.typing import Array
     balance="load_balancing_weight",
     router_z="router_z_weight",
     checkpoint="activation_checkpointing",
+    relative="relative_bias",
     source="hf_config",
 )
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class LanguageModel:
 
     If embed is None, the input is vectors (B, T, D) instead of tokens. The parameters are separate
     data: `init` or `xformer.pretrained.load` returns them. Positions enter through the embedding,
-    `rotary`, `alibi` or `relative`.
+    `rotary`, `alibi` or `relative_bias`.
 
     With a mixture of experts, the loss also has `load_balancing_weight` times `ops.load_balancing`
     and `router_z_weight` times `ops.router_z_loss`, of the routers of all layers together.
@@ -63,7 +64,7 @@ class LanguageModel:
     causal: bool = True
     rotary: layers.RopeConfig | None = None
     alibi: bool = False
-    relative: layers.RelativeConfig | None = None
+    relative_bias: layers.RelativeConfig | None = None
     final_norm: bool | None = None  # None: True unless the blocks are post-LN
     # The number of groups of layers with shared parameters (ALBERT); None: nothing is shared.
     n_shared_layer_groups: int | None = None
@@ -118,6 +119,7 @@ class LanguageModel:
     balance = renamed.attribute("load_balancing_weight")
     router_z = renamed.attribute("router_z_weight")
     checkpoint = renamed.attribute("activation_checkpointing")
+    relative = renamed.attribute("relative_bias")
     source = renamed.attribute("hf_config")
     start = renamed.method("start", "init_state")
     extend = renamed.method("extend", "decode", every="all_logits")
@@ -153,7 +155,7 @@ class LanguageModel:
             rng,
             first_blocks,
             final_norm=self.final_norm,
-            relative=self.relative,
+            relative_bias=self.relative_bias,
             draw=draw,
             out_scale=1 / math.sqrt(2 * n_layers),
         )
@@ -238,7 +240,7 @@ class LanguageModel:
             self._alibi(x, length),
             pos,
             configs=self.blocks,
-            relative=self.relative,
+            relative_bias=self.relative_bias,
             rotary=self._rotary(x, length, positions, math.inf if are_given else length),
             mask=None if mask is None else mask[:, None, None, :],
             causal=self.causal,

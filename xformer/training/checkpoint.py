@@ -96,8 +96,9 @@ def load(
         raise CheckpointError(f"{path}: {error}") from error
     if wrong := _wrong_dtypes(arrays, backend):
         raise CheckpointError(f"{path}: {wrong}")
-    leaves = {name: backend.asarray(array) for name, array in arrays.items()}
-    return model, tree.unflatten(model.init_from(Shapes()), leaves)
+    like = model.init_from(Shapes())
+    arrays = renamed.parameters(arrays, tree.flatten(like))
+    return model, tree.unflatten(like, {name: backend.asarray(a) for name, a in arrays.items()})
 
 
 def inspect(folder: str | os.PathLike[str]) -> models.GPT | Any:
@@ -173,6 +174,7 @@ def _require_parameters(model: Any, have: dict[str, tuple[int, ...]], path: Path
         raise CheckpointError(f"{path} does not have the {sum(layers)} layers of its configuration")
     leaves = tree.flatten(model.init_from(Shapes()))
     wanted = {name: leaf.shape for name, leaf in leaves.items()}
+    have = renamed.parameters(have, wanted)
     if wrong := sorted(n for n in wanted.keys() | have.keys() if wanted.get(n) != have.get(n)):
         name = wrong[0]
         raise CheckpointError(

@@ -67,8 +67,9 @@ class Saved(NamedTuple):
 
         ValueError, which lists differences, if names, shapes or dtypes differ from `like`.
         """
-        have: dict[str, Any] = self.arrays | self.numbers
         wanted = {name: tree.value(leaf) for name, leaf in tree.flatten(like).items()}
+        arrays = renamed.parameters(self.arrays, wanted)
+        have: dict[str, Any] = arrays | self.numbers
         differ = [
             f"{name} is {_kind(have.get(name))} there, {_kind(wanted.get(name))} here"
             for name in [*wanted, *(name for name in have if name not in wanted)]
@@ -79,8 +80,8 @@ class Saved(NamedTuple):
 
         def one(leaf: Any) -> Any:
             name = next(rest)
-            if name in self.arrays:
-                return backend.asarray(self.arrays[name])
+            if name in arrays:
+                return backend.asarray(arrays[name])
             return type(leaf)(self.numbers[name])
 
         return tree.map(one, like)

@@ -34,7 +34,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
         "n_buckets": c.integer("relative_attention_num_buckets", low=4, high=1 << 20, default=32),
         "max_distance": c.integer("relative_attention_max_distance", low=2, default=128),
     }
-    relative = RelativeConfig(own.attn.n_heads, **buckets)
+    relative_bias = RelativeConfig(own.attn.n_heads, **buckets)
     n_layers = layers(c, "num_layers", 6)
     encoder = (own,) * n_layers
     decoder = (own,) * layers(c, "num_decoder_layers", n_layers)
@@ -42,7 +42,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
     ties = c.flag("tie_word_embeddings", default=True)
     scales = c.flag("scale_decoder_outputs", default=ties)
     if head == "encoder":
-        options: Any = {"causal": False, "relative": relative, "head": None}
+        options: Any = {"causal": False, "relative_bias": relative_bias, "head": None}
         return LanguageModel(embed, encoder, out_dropout=dropout, **options)
     absent = ties if names is None else "lm_head.weight" not in names
     top = LMHead(tied=scales or absent, scale=own.d_model**-0.5 if scales else 1.0)
@@ -51,8 +51,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
         decoder=decoder,
         src_embed=embed,
         shared_embed=True,
-        encoder_relative=relative,
-        decoder_relative=RelativeConfig(own.attn.n_heads, bidirectional=False, **buckets),
+        encoder_relative_bias=relative_bias,
+        decoder_relative_bias=RelativeConfig(own.attn.n_heads, bidirectional=False, **buckets),
         head=top if head == "lm" else None,
         out_dropout=dropout,
     )
@@ -107,7 +107,7 @@ def stack_links(
     cross: whether the blocks have cross-attention
     """
     table = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    yield from same(table, f"{ours}.relative")
+    yield from same(table, f"{ours}.relative_bias")
     for i, config in enumerate(blocks):
         layer, leaf = f"{theirs}.block.{i}.layer", f"{ours}.blocks.{i}"
         yield from attention(f"{layer}.0.SelfAttention", f"{leaf}.attn", "q", "k", "v", "o")
