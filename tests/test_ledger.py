@@ -213,7 +213,7 @@ def test_the_command_prints_the_accounts(
 ) -> None:
     model = MODELS["GPT"]
     training.save(tmp_path / "gpt", model, model.init(), NUMPY)
-    command = ["memory", "--model", str(tmp_path / "gpt"), "--batch", "16", "--length", "64"]
+    command = ["memory", "--model", str(tmp_path / "gpt"), "--batch", "16", "--seq-len", "64"]
     assert main([*command, "--measure"]) == 0
     printed, said = capsys.readouterr()
     assert "layers 0-2" in printed and "each" in printed and "peak" in printed

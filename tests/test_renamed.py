@@ -273,6 +273,9 @@ def test_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(FutureWarning, match="^--context is called --max-len;"):
         got = renamed.command_line(["train", "--context=8", "--steps", "3"])
     assert got == ["train", "--max-len=8", "--steps", "3"]
+    for command in ("memory", "summary"):
+        with pytest.warns(FutureWarning, match="^--length is called --seq-len;"):
+            assert renamed.command_line([command, "--length", "8"]) == [command, "--seq-len", "8"]
     with pytest.warns(FutureWarning, match="^xformer check is called xformer gradcheck;"):
         assert main(["check", "--only", "no such case"]) == 1
     assert "no case has 'no such case'" in capsys.readouterr().err

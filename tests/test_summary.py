@@ -271,7 +271,7 @@ def test_the_json_has_what_the_library_finds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]
 ) -> None:
     folder = headers(tmp_path, config)
-    data = json.loads(output(capsys, "--model", str(folder), "--length", "9", "--json"))
+    data = json.loads(output(capsys, "--model", str(folder), "--seq-len", "9", "--json"))
     found = summary(pretrained.model(config), length=9)
     assert data["parameters"] == found.n_params
     assert data["active_parameters"] == found.n_active
@@ -349,5 +349,5 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_length_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(tmp_path / "gpt2", TINY)
-    assert main(["summary", "--model", str(folder), "--length", "17"]) == 1
+    assert main(["summary", "--model", str(folder), "--seq-len", "17"]) == 1
     assert "length must be at most 16" in capsys.readouterr().err

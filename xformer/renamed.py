@@ -19,9 +19,13 @@ COMMANDS = {"check": "gradcheck", "flow": "signal-flow", "ledger": "memory"}
 OPTIONS: dict[str, dict[str, str]] = {  # of each command
     "finetune": {"--validate": "--validation-fraction"},
     "generate": {"--checkpoint": "--model", "--max-new": "--max-new-tokens"},
-    "memory": {"--checkpoint-activations": "--activation-checkpointing"},
+    "memory": {
+        "--checkpoint-activations": "--activation-checkpointing",
+        "--length": "--seq-len",
+    },
     "prepare": {"--share": "--validation-fraction", "--vocabulary": "--tokenizer"},
     "signal-flow": {"--width": "--d-model"},
+    "summary": {"--length": "--seq-len"},
     "train": {
         "--at": "--resume-step",
         "--checkpoint-activations": "--activation-checkpointing",

@@ -21,7 +21,7 @@ ABOUT = (
     "The memory of the arrays of a training step. This is a lower bound: Python takes 1.4 to 2 MB "
     "more, about 10 percent of what the preset tiny needs. A moving average (another copy of the "
     "parameters) and gradient accumulation are not counted. If --model is a training run, only its "
-    "model is read; batch, length and optimiser are the options below."
+    "model is read; batch, sequence length and optimiser are the options below."
 )
 
 
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
     length = f"tokens of a sequence (default: {LENGTH}, or the context length if that is less)"
-    add("--length", type=int, help=length)
+    add("--seq-len", type=int, help=length)
     add("--dtype", default="float32", choices=FLOATING, help="default: float32")
     add("--optimiser", default="adamw", choices=OPTIMISERS, help="default: adamw")
     add(
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     model, _ = inspected(Path(args.model))
     network = model.network
     network = dataclasses.replace(network, activation_checkpointing=args.activation_checkpointing)
-    length = min(LENGTH, context(network) or LENGTH) if args.length is None else args.length
+    length = min(LENGTH, context(network) or LENGTH) if args.seq_len is None else args.seq_len
     options: Any = {
         "batch": args.batch,
         "length": length,

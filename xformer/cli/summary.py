@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences in a batch (default: 1)")
     length = "tokens of a sequence (default: 1024, or the context length if that is less)"
-    parser.add_argument("--length", type=int, help=length)
+    parser.add_argument("--seq-len", type=int, help=length)
     parser.add_argument("--dtype", default="float32", choices=FLOATING, help="default: float32")
     parser.add_argument("--verbose", action="store_true", help="show the name of every parameter")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         dtype = tensors.dtype(name)
         size = WIDTHS.get(dtype, 0) * math.prod(tensors.shape(name))
         stored[dtype] = stored.get(dtype, 0) + size
-    found = summary(model, batch=args.batch, length=args.length, dtype=args.dtype)
+    found = summary(model, batch=args.batch, length=args.seq_len, dtype=args.dtype)
     if args.json:
         print(json.dumps(_data(model, stored, found), indent=2))
         return 0
