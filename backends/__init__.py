@@ -9,7 +9,7 @@ kernels that it registers for the ops.
 
 from __future__ import annotations
 
-if __name__ == "backends":  # possible if the checkout is on the path, as in an editable install
+if __name__ == "backends":  # possible if the checkout is on sys.path
     raise ImportError("backends/ is imported as xformer.backends")
 
 import importlib
@@ -23,7 +23,7 @@ from xformer.renamed import new_name
 from xformer.typing import Array
 
 NAMES = ("numpy", "cupy", "torch", "jax", "array-api-strict", "numba", "mkl")
-ON_NUMPY = ("numba", "mkl")  # other kernels for NumPy arrays: `xformer.kernels`
+ON_NUMPY = ("numba", "mkl")  # further kernels for NumPy arrays, chosen by `xformer.kernels`
 WITH_NUMPY = ("numpy", *ON_NUMPY)
 
 _INSTALL = {
@@ -56,25 +56,25 @@ def __getattr__(name: str) -> Any:
 
 
 def get(name: str = "numpy", device: str | None = None) -> Backend:
-    """The backend called `name`, on `device` (None: the library's default device).
+    """Return the backend called `name`, on `device` (None: the library's default device).
 
     "numba" and "mkl" use NumPy arrays. Their kernels run only within `active()` of the backend, and
     in functions to which the backend is passed.
 
-    ValueError for an unknown name. Unusable (an ImportError) if the backend cannot be used here;
-    its message says why, and how to install it.
+    Raises ValueError for an unknown name, and Unusable (an ImportError) if the backend cannot be
+    used here. The message says why, and how to install it.
     """
     return _open(name, device)[1]
 
 
 def backend_of(array: Array) -> Backend:
-    """The backend of an array, on the library's default device.
+    """Return the backend of an array, on the default device of the array's library.
 
     For a NumPy array it is the backend whose kernels run, such as "numba" within
     `xformer.kernels("numba")`.
-    ValueError if no backend uses the array's library.
+    Raises ValueError if no backend uses the array's library.
     """
-    library = library_of(type(array))  # it imports the backend's module
+    library = library_of(type(array))  # this imports the backend's module
     if library == "numpy":
         library = chosen_kernels()
     module = sys.modules.get(package_of(library) or "")
@@ -85,17 +85,17 @@ def backend_of(array: Array) -> Backend:
 
 
 def names() -> tuple[str, ...]:
-    """`NAMES`, and the names of backends in other distributions (CONTRIBUTING.md)."""
+    """Return `NAMES`, then the names of backends in other distributions (see CONTRIBUTING.md)."""
     return *NAMES, *plugins()
 
 
 def available() -> tuple[str, ...]:
-    """Names of the backends that can be used here, in the order of `names()`."""
+    """Return the names of the backends that can be used here, in the order of `names()`."""
     return tuple(name for name in names() if unavailable_reason(name) is None)
 
 
 def unavailable_reason(name: str) -> str | None:
-    """Why backend `name` cannot be used here; None if it can."""
+    """Return why backend `name` cannot be used here, or None if it can."""
     try:
         _open(name, None)
     except Unusable as error:
@@ -104,17 +104,17 @@ def unavailable_reason(name: str) -> str | None:
 
 
 def require_kernels(name: str) -> None:
-    """Import the kernels `name`, one of `ON_NUMPY`. Unusable if they cannot run here."""
+    """Import the kernels `name`, one of `ON_NUMPY`. Raise Unusable if they cannot run here."""
     module, _ = _open(name, None)
     if name == "mkl":
         module.run_on_one_thread()
 
 
 def beside(name: str) -> dict[str, str]:
-    """The additional libraries that kernels of backend `name` call: cuBLASLt and cuDNN for CuPy.
+    """Return the further libraries that kernels of backend `name` call: cuBLASLt, cuDNN for CuPy.
 
     The values are the version of each library, or why it cannot be called. No device is needed.
-    Empty for other backends, and if CuPy is not installed.
+    The result is empty for other backends, and if CuPy is not installed.
     """
     if name != "cupy":
         return {}
@@ -122,8 +122,8 @@ def beside(name: str) -> dict[str, str]:
         driver = importlib.import_module("xformer.backends.cupy.driver")
     except ImportError:
         return {}
-    found: dict[str, str] = driver.beside()
-    return found
+    versions: dict[str, str] = driver.beside()
+    return versions
 
 
 def _open(name: str, device: str | None) -> tuple[ModuleType, Backend]:

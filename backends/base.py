@@ -22,7 +22,7 @@ class Unusable(ImportError):
 
 
 class Memory(NamedTuple):
-    """Memory in bytes; None if neither the library nor the system reports it."""
+    """Bytes of memory. A field is None if neither the library nor the system reports it."""
 
     in_use: int | None
     peak: int | None
@@ -32,11 +32,11 @@ class Memory(NamedTuple):
 class Backend:
     """An array library on one device: creation, transfer, synchronisation, memory.
 
-    name: as in `xformer.backends.NAMES`
-    xp: the array API namespace
-    device: None for the default device
-    dtypes: floating dtypes for computation
-    version: of the library
+    name: the backend's name, as in `xformer.backends.NAMES`
+    xp: the library's array API namespace
+    device: the library's device object; None for its default device
+    dtypes: names of the floating dtypes to compute in
+    version: the version of the library
     """
 
     name: str
@@ -45,48 +45,49 @@ class Backend:
     dtypes: tuple[str, ...]
     version: str
 
-    hint = ""  # end of a message: what to do about a missing dtype
-    compiles = False  # compiles again for every shape, which takes long
-    graphs = False  # a compiled function owns its arrays, so it serves one caller at a time
-    defers = False  # asynchronous: a call returns before the work is done; reading a number waits
-    # Storage dtypes of weights and activations in kernels, which compute in float32.
+    hint = ""  # appended to the message about a missing dtype: what to do about it
+    compiles = False  # whether it compiles again for every shape, which takes long
+    graphs = False  # whether a compiled function owns its arrays, so that callers must take turns
+    defers = False  # whether calls are asynchronous: they return before the work is done
+    # Dtypes in which kernels can store weights and activations. They compute in float32.
     precisions: ClassVar[tuple[str, ...]] = ()
 
     def asarray(self, values: Any, dtype: str | None = None) -> Array:
-        """An array of this backend from host data (numbers, sequences, NumPy arrays).
+        """Return an array of this backend from host data: numbers, sequences, NumPy arrays.
 
-        dtype: a name of the standard ("float32", "int64"); None: the dtype of the values.
+        dtype: a name of the array API standard ("float32", "int64"); None: the dtype of `values`
 
-        ValueError for a dtype that is not boolean, integer or one of `dtypes`. TypeError for arrays
-        with a mask or units, which would be lost.
+        Raises ValueError if the dtype is not boolean, integer or one of `dtypes`, and TypeError
+        for arrays with a mask or units, which would be lost.
         """
         if (why := refusal(type(values))) is not None:
             raise TypeError(f"backend {self.name}: values must be an array, got {why}")
         host = np.asarray(values)
         try:
-            kind = host.dtype if dtype is None else np.dtype(dtype)
+            new_dtype = host.dtype if dtype is None else np.dtype(dtype)
         except TypeError:
             raise ValueError(
                 f"backend {self.name}: dtype must be a name like float32 or int64, got {dtype!r}"
             ) from None
-        if kind.kind not in "biu":
-            self._require_dtype(kind.name)
-        return self._from_host(host.astype(kind.newbyteorder("="), copy=False))
+        if new_dtype.kind not in "biu":
+            self._require_dtype(new_dtype.name)
+        return self._from_host(host.astype(new_dtype.newbyteorder("="), copy=False))
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """The values of an array as a NumPy array on the host."""
+        """Return the values of `array` as a NumPy array on the host."""
         return np.asarray(array)
 
     def cast_params(self, params: Any, precision: str | None) -> Any:
-        """A copy of float32 parameters in the storage dtype `precision`, for forward and backward.
+        """Return a copy of float32 parameters in the dtype `precision`, for forward and backward.
 
         Activations and their gradients then have this dtype too. Sums, statistics, losses and
         gradients of parameters are float32.
 
-        precision: one of `precisions`; None: the parameters are returned unchanged.
+        params: a tree of arrays
+        precision: one of `precisions`; None: the parameters are returned unchanged
 
-        ValueError if the backend does not support the precision, or parameters are not float32.
-        ImportError if ml_dtypes, the NumPy dtype of bfloat16, is not installed.
+        Raises ValueError if the backend does not support the precision, or if a parameter is not
+        float32; ImportError if bfloat16 needs the package ml_dtypes and it is not installed.
         """
         if precision is None:
             return params
@@ -97,100 +98,101 @@ class Backend:
                 raise ValueError(f"precision {precision} is for float32 parameters, got {p.dtype}")
             return p
 
-        return self._stored_as(tree.map(require, params), _stored(precision))
+        return self._stored_as(tree.map(require, params), _storage_dtype(precision))
 
     def require_precision(self, precision: str) -> None:
-        """ValueError for a precision that the backend does not support.
+        """Raise ValueError if the backend does not support the storage dtype `precision`.
 
-        ImportError if ml_dtypes, the NumPy dtype of bfloat16, is not installed.
+        Raises ImportError if bfloat16 needs the package ml_dtypes and it is not installed.
         """
         if precision not in self.precisions:
-            able = " and ".join((*self.dtypes, *self.precisions))
-            but = "; backend cupy does" if precision in STORED and not self.precisions else ""
-            raise ValueError(f"backend {self.name} stores numbers in {able}, not {precision}{but}")
-        _stored(precision)
+            supported = " and ".join((*self.dtypes, *self.precisions))
+            hint = "; backend cupy does" if precision in STORED and not self.precisions else ""
+            raise ValueError(
+                f"backend {self.name} stores numbers in {supported}, not {precision}{hint}"
+            )
+        _storage_dtype(precision)
 
     def _stored_as(self, params: Any, dtype: Any) -> Any:
-        """Copies of parameters in a dtype. Backends with `precisions` implement it."""
+        """Return a copy of `params` in `dtype`. Backends with `precisions` implement it."""
         raise NotImplementedError
 
     def upcast(self, array: Array) -> Array:
-        """An array in the dtype to compute in: float32 if its dtype is one of `precisions`."""
+        """Return `array` in the dtype to compute in: float32 if it is stored in less precision."""
         dtype = working_dtype(array)
         return array if array.dtype == dtype else self.xp.astype(array, dtype)
 
     def synchronize(self) -> None:
-        """Wait until all work handed to the device is done (nothing to do on a CPU)."""
+        """Wait until the device has finished all its work. On a CPU it returns at once."""
 
     def memory(self) -> Memory:
-        """Bytes in use and their peak so far, of the process or of the device's allocator."""
+        """Return the bytes in use and their peak: of the process or of the device's allocator."""
         return process_memory()
 
     def active(self) -> AbstractContextManager[None]:
-        """A context for work on this device. A MemoryError in it says how much is needed and free.
+        """Return a context for work on this device.
 
-        Use it around one call, and never across a yield: the caller of the generator would run
-        inside the context.
+        A MemoryError inside it says how much memory is needed and how much is free. Use the context
+        around one call, and never across a `yield`: the generator's caller would run inside it.
         """
         return nullcontext()
 
     def deterministic(self) -> AbstractContextManager[None]:
-        """A context in which the same work gives bit-identical results on this device.
+        """Return a context in which the same work gives bit-identical results on this device.
 
-        Use it around one call. On a CPU results are always bit-identical.
+        Use the context around one call. On a CPU results are always bit-identical.
         """
         return nullcontext()
 
     def compiled(
         self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
     ) -> Callable[..., Any] | None:
-        """`fn` compiled into one call, for arrays of this device; None if the library cannot.
+        """Return `fn` compiled into one call on this device; None if the library cannot compile.
 
-        fn: a pure function, as for `xformer.compile`. Arrays of its closure are those of the first
-            call.
-        donated: indices of arguments whose arrays the call may overwrite.
-        lends: the next call may overwrite all results except those that replace donated arrays.
+        fn: a pure function, as for `xformer.compile`. Arrays of its closure keep the values of the
+            first call.
+        donated: indices of the arguments whose arrays the call may overwrite
+        lends: whether the next call may overwrite the results that do not replace donated arrays
 
         The returned function has `explain()`. It may have `repeated(n, *arguments)`, which runs n
-        calls in one. The first results of each call replace the donated arguments of the next.
+        calls in one: the first results of each call replace the donated arguments of the next.
         """
         return None
 
     def records(self, dtype: Any) -> bool:
-        """Whether functions of arrays of this dtype are compiled by default.
+        """Return whether functions of arrays of this dtype are compiled by default.
 
-        True for a backend that compiles in milliseconds.
+        True if the backend compiles them in milliseconds.
         """
         return False
 
     def generator(self, seed: int, dtype: str = "float32") -> Generator:
-        """A generator that draws on the host, so that every backend gets the same numbers.
+        """Return a generator of random arrays, whose numbers are equal on all backends.
 
-        ValueError for a dtype that is not in `dtypes`, and for a seed that is not an integer of at
-        least 0.
+        Raises ValueError if dtype is not in `dtypes`, or if seed is not an integer >= 0.
         """
         self._require_dtype(dtype)
         (seed,) = require_sizes("generator", 0, seed=seed)
         return Generator(self, seed, dtype)
 
     def describe(self) -> str:
-        """One line of text: library, version, device and floating dtypes."""
+        """Return one line of text: library, version, device and floating dtypes."""
         return f"{self.name} {self.version} on {self.device_name()}, {', '.join(self.dtypes)}"
 
     def _require_dtype(self, dtype: str) -> None:
         if dtype not in self.dtypes:
-            able = " and ".join(self.dtypes)
-            raise ValueError(f"backend {self.name} computes in {able}, not {dtype}{self.hint}")
+            supported = " and ".join(self.dtypes)
+            raise ValueError(f"backend {self.name} computes in {supported}, not {dtype}{self.hint}")
 
     def _from_host(self, host: np.ndarray) -> Array:
         return self.xp.asarray(host, device=self.device)
 
     def device_name(self) -> str:
-        """The name of the device."""
+        """Return the name of the device."""
         return "cpu" if self.device is None else str(self.device)
 
 
-def _stored(precision: str) -> Any:
+def _storage_dtype(precision: str) -> Any:
     if precision == "float16":
         return np.dtype(precision)
     try:
@@ -202,30 +204,33 @@ def _stored(precision: str) -> Any:
 
 
 class Generator:
-    """Seeded random numbers: drawn on the host in float64, rounded to `dtype`, then transferred."""
+    """A source of random arrays with a seed.
+
+    Numbers are drawn on the host in float64, rounded to `dtype`, then moved to the device.
+    """
 
     def __init__(self, backend: Backend, seed: int, dtype: str) -> None:
         self.backend, self.dtype = backend, dtype
         self._rng = np.random.Generator(np.random.PCG64(seed))
 
     def normal(self, shape: Sequence[int], *, mean: float = 0.0, std: float = 1.0) -> Array:
-        """Independent normal numbers of the given shape."""
+        """Return an array of independent normal numbers."""
         return self._move(self._rng.normal(mean, std, tuple(shape)))
 
     def uniform(self, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0) -> Array:
-        """Independent numbers uniform in [low, high)."""
+        """Return an array of independent numbers, uniform in [low, high)."""
         return self._move(self._rng.uniform(low, high, tuple(shape)))
 
     def integers(self, shape: Sequence[int], *, low: int = 0, high: int) -> Array:
-        """Independent integers in [low, high), int64, or int32 if a library has no int64."""
+        """Return independent integers in [low, high): int64, or int32 if there is no int64."""
         return self.backend.asarray(self._rng.integers(low, high, tuple(shape)))
 
     def full(self, shape: Sequence[int], value: float) -> Array:
-        """An array of one value; it draws no random number."""
+        """Return an array filled with `value`. It draws no random number."""
         return self._move(np.full(tuple(shape), value))
 
     def stack(self, draw: Callable[[], Array], n: int) -> Array:
-        """`n` draws of one shape along a new first axis."""
+        """Call `draw` n times and stack the results, of one shape, along a new first axis."""
         with self.backend.active():
             return self.backend.xp.stack([draw() for _ in range(n)])
 
@@ -234,7 +239,7 @@ class Generator:
 
 
 def process_memory() -> Memory:
-    """Resident bytes of this process and their peak; None if the system does not report them."""
+    """Return the resident bytes of this process and their peak; None for what is not reported."""
     try:
         # Not getrusage: on Linux its peak includes the peak of the parent process.
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:

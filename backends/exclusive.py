@@ -1,4 +1,4 @@
-"""Changes that only one caller makes at a time, where signal handlers may compute too."""
+"""A lock for short changes of shared data in a program whose signal handlers may compute too."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 
 class Exclusive:
-    """Another thread waits; a signal handler amid a change of the same thread is refused."""
+    """Run one change at a time.
+
+    Another thread waits. A signal handler that interrupts a change on its own thread cannot wait
+    for it, so its change is refused.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # to read what the changes write
+        self.lock = threading.RLock()  # hold it to read the data that the changes write
         self._is_changing = False
 
     def run(self, change: Callable[..., bool], *args: Any) -> bool:
-        """What change(*args) returns, or False if it is refused."""
+        """Return change(*args), or False if the change is refused."""
         with self.lock:
             if self._is_changing:
                 return False

@@ -20,7 +20,7 @@ from xformer.training import Pairs, Windows
 
 X = np.random.default_rng(3).normal(size=(2, 3)).astype(np.float32)
 IDS = np.array([[1, 3, 2]])
-GOT = ", which computes otherwise than numpy.ndarray"
+GOT = ", whose operators differ from numpy.ndarray's"
 
 
 class Metres(np.ndarray):
@@ -147,7 +147,7 @@ def test_torch_tensors_with_a_mask_or_rows_of_many_lengths() -> None:
     rows = [torch.ones(2), torch.ones(3)]
     ragged = torch.nested.nested_tensor(rows, layout=torch.jagged)
     for bad in (hidden, ragged):
-        got = f"{type(bad).__name__}, which computes otherwise than torch.Tensor"
+        got = f"{type(bad).__name__}, whose operators differ from torch.Tensor's"
         with raises(TypeError, f"gelu: x must be an array, got {got}"):
             ops.gelu(bad)
     parameter = torch.nn.Parameter(torch.ones(2, 3), requires_grad=False)

@@ -93,7 +93,7 @@ TYPES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "matrix": (
         (X, MATRIX),
         {},
-        "op: w must be an array, got matrix, which computes otherwise than numpy.ndarray",
+        "op: w must be an array, got matrix, whose operators differ from numpy.ndarray's",
     ),
     "integer": ((X.astype(int), W), {}, "op: x must be float32 or float64, got int64"),
     "boolean": ((X > 0, W), {}, "op: x must be float32 or float64, got bool"),

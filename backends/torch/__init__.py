@@ -19,7 +19,7 @@ __all__ = ["TorchBackend", "backend", "refusal"]
 def refusal(array_type: type) -> str | None:
     """What tensors of that type are, where they compute otherwise than torch's plain ones."""
     if array_type.__module__.startswith(("torch.masked.", "torch.nested.")):
-        return f"{array_type.__name__}, which computes otherwise than torch.Tensor"
+        return f"{array_type.__name__}, whose operators differ from torch.Tensor's"
     return None
 
 
