@@ -123,7 +123,7 @@ def test_errors_of_other_threads_come_out() -> None:
     assert n_threads() == 3
 
 
-def test_everywhere_and_nobody_waits() -> None:
+def test_on_every_thread_and_nobody_waits() -> None:
     """Who has done all of it goes on, while another is still on its way back."""
     hold, left = threading.Event(), threading.Event()
     there, seen = threading.Barrier(2, timeout=SECONDS), list[int]()
@@ -139,7 +139,7 @@ def test_everywhere_and_nobody_waits() -> None:
 
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         try:
-            kernels.everywhere(fn, 2)
+            kernels.on_every_thread(fn, 2)
             assert main in seen and not left.is_set()
         finally:
             hold.set()
@@ -148,7 +148,7 @@ def test_everywhere_and_nobody_waits() -> None:
     assert sorted(done) == [0, 1] and len(seen) == 2
 
 
-def test_everywhere_errors_of_other_threads_come_out() -> None:
+def test_on_every_thread_errors_of_other_threads_come_out() -> None:
     main, failed = threading.get_ident(), threading.Event()
 
     def fn() -> bool:
@@ -161,10 +161,10 @@ def test_everywhere_errors_of_other_threads_come_out() -> None:
     for _ in range(3):
         failed.clear()
         with pytest.raises(ZeroDivisionError, match="there"):
-            kernels.everywhere(fn, 2)
+            kernels.on_every_thread(fn, 2)
 
 
-def test_everywhere_alone() -> None:
+def test_on_every_thread_alone() -> None:
     """With one thread, within a piece, and while another thread of the program has the pool."""
     seen: list[int] = []
     ident = threading.get_ident
@@ -173,9 +173,9 @@ def test_everywhere_alone() -> None:
         seen.append(ident())
         return True
 
-    kernels.everywhere(fn, 1)
+    kernels.on_every_thread(fn, 1)
     with kernels._state.pool:
-        kernels.everywhere(fn, 2)
+        kernels.on_every_thread(fn, 2)
     assert seen == [ident()] * 2
 
 
@@ -280,7 +280,7 @@ def test_scratch_is_a_threads_own_and_its_holders() -> None:
     assert scratch("a", (3, 2), np.float64).ctypes.data == address
     b = scratch("a", (100,), np.float64)
     assert b.shape == (100,) and b.dtype == np.float64 and b.flags.writeable
-    assert len(kernels._kept.pools["a"]) == 1  # what was too small is gone
+    assert len(kernels._local.pools["a"]) == 1  # what was too small is gone
     other = []
     thread = threading.Thread(target=lambda: other.append(scratch("a", (100,), np.float64)))
     thread.start()
@@ -294,10 +294,10 @@ def test_a_pool_keeps_few_buffers_whatever_was_held_at_once() -> None:
         x[...] = i
     assert [x[0] for x in held] == list(range(20))  # each has memory of its own
     del held, x
-    before = len(kernels._kept.pools["held"])
+    before = len(kernels._local.pools["held"])
     for size in (3, 5, 500, 20):
         scratch("held", (size,), np.float32)
-    assert before == kernels.POOLED and len(kernels._kept.pools["held"]) == 1
+    assert before == kernels.POOLED and len(kernels._local.pools["held"]) == 1
 
 
 def test_two_threads_that_want_blas_alone() -> None:
@@ -487,7 +487,7 @@ def test_a_signal_handler_that_uses_the_threads() -> None:
         blocks(lambda start, stop: seen.append(start), 4, 1)
         with blas_alone():
             blocks(lambda start, stop: seen.append(start), 4, 1)
-            kernels.everywhere(lambda: bool(seen.append(4)), 2)
+            kernels.on_every_thread(lambda: bool(seen.append(4)), 2)
         assert n_threads() in (1, 3)
         return sorted(seen)
 
@@ -495,7 +495,7 @@ def test_a_signal_handler_that_uses_the_threads() -> None:
 
     def handle() -> None:
         got = count()
-        if got[:9] != wanted or set(got[9:]) - {4}:  # two threads come to `everywhere`, or one
+        if got[:9] != wanted or set(got[9:]) - {4}:  # two threads come to `on_every_thread`, or one
             wrong.append(got)
 
     got = interrupted(count, handle)

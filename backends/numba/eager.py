@@ -18,7 +18,7 @@ from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, placed
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
 from xformer.backends.numba.tuning import LEAST
-from xformer.backends.numpy.leaves import apart
+from xformer.backends.numpy.leaves import share_no_memory
 from xformer.backends.numpy.threads import n_threads
 from xformer.dispatch import Overridable, chosen_kernels, is_inference, is_reference_only
 from xformer.ops.random_bits import RandomKey, require_key
@@ -76,7 +76,7 @@ class Eager:
             return "only float32"
         if sum([x.size for x in call.inputs]) < self.least:
             return f"fewer than {self.least} elements"
-        if call.donated and not apart(call.inputs):
+        if call.donated and not share_no_memory(call.inputs):
             return "arrays that may be written over share memory"
         program = call.program()
         return program if isinstance(program, str) else program.python

@@ -19,16 +19,16 @@ xp: Any = array_api_compat.numpy
 
 
 class NumpyBackend(Backend):
-    """Arrays in the memory of the process; its name says whose kernels run within `active()`."""
+    """NumPy on the CPU. `name` says which kernels run within `active()`: numpy, numba or mkl."""
 
     def active(self) -> AbstractContextManager[None]:
-        """`xformer.kernels` of this name."""
+        """Return the context `xformer.kernels(name)` of this backend."""
         return kernels(self.name)
 
     def compiled(
         self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
     ) -> Callable[..., Any] | None:
-        """A program of numba's kernels, where numba is installed."""
+        """Return `fn` as a program of numba's kernels; None if numba is not installed."""
         try:
             from xformer.backends.numba.program.compiled import Compiled
         except ImportError:
@@ -36,12 +36,12 @@ class NumpyBackend(Backend):
         return Compiled(fn, donated, lends=lends)
 
     def records(self, dtype: Any) -> bool:
-        """True for float32, which programs have kernels for, of backend numba."""
+        """Return True for float32 on backend numba: programs have kernels for float32 only."""
         return bool(dtype == numpy.float32 and self.name == "numba" and not is_reference_only())
 
 
 def backend(device: str | None = None) -> Backend:
-    """The NumPy backend; its only device is "cpu"."""
+    """Return the NumPy backend; its only device is "cpu"."""
     if device not in (None, "cpu"):
         raise ValueError(f"backend numpy has one device, cpu, got {device!r}")
     return NumpyBackend("numpy", xp, None, ("float32", "float64"), numpy.__version__)

@@ -1,4 +1,4 @@
-"""A step of Adam over all leaves: each piece goes through all of it while it is in the cache."""
+"""One step of Adam over all leaves. Each part of a leaf stays in the cache for the whole step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numpy.leaves import apart, over, unlike
+from xformer.backends.numpy.leaves import over, share_no_memory, unsupported_leaves
 from xformer.backends.numpy.threads import scratch
 from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update as reference
@@ -27,8 +27,8 @@ def unsupported(
     eps: float,
     donate: bool = False,
 ) -> str | None:
-    """All leaves must be as the first."""
-    return unlike(params)
+    """Return why the kernel cannot run, or None if it can."""
+    return unsupported_leaves(params)
 
 
 @kernel(reference, "numpy", unsupported=unsupported)
@@ -45,7 +45,10 @@ def adam_update(
     eps: float,
     donate: bool = False,
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    """p <- keep p - (rate root) m / (sqrt(v) + eps root): a division less than the formula has."""
+    """Return new params, m and v: p = keep p - (rate root) m / (sqrt(v) + eps root).
+
+    It has one division less than the formula of the reference.
+    """
     beta1, beta2 = betas
     keep, rate, eps = float(keep), float(rate) * float(root), eps * float(root)
 
@@ -60,6 +63,6 @@ def adam_update(
         np.multiply(np.divide(new_m, t, out=t), rate, out=t)
         np.subtract(p if keep == 1 else np.multiply(p, keep, out=new_p), t, out=new_p)
 
-    donate = donate and apart([*params, *m, *v])
+    donate = donate and share_no_memory([*params, *m, *v])
     params, m, v = over(step, params, grads, m, v, replaced=(0, 2, 3), donate=donate)
     return params, m, v

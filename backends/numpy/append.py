@@ -1,4 +1,4 @@
-"""`append` in place."""
+"""`append` to a KV cache in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping: the norm by dot products of parts, and no copy where nothing is clipped."""
+"""Clip gradients by their global norm. Gradients that need no clipping are not copied."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xformer.backends.numpy.leaves import apart, over, unlike
+from xformer.backends.numpy.leaves import over, share_no_memory, unsupported_leaves
 from xformer.dispatch import kernel
 from xformer.optim.clip import clip_leaves as reference
 from xformer.typing import Array
 
 
 def unsupported(grads: Sequence[Array], *, max_norm: float, donate: bool = False) -> str | None:
-    """All leaves must be as the first."""
-    return unlike(grads)
+    """Return why the kernel cannot run, or None if it can."""
+    return unsupported_leaves(grads)
 
 
 @kernel(reference, "numpy", unsupported=unsupported)
 def clip_leaves(
     grads: Sequence[Array], *, max_norm: float, donate: bool = False
 ) -> tuple[Sequence[Array], Array]:
-    """Sorted, the squares of the parts have one sum, whichever thread was first."""
+    """Return the clipped gradients and their norm before clipping, from dot products of parts.
+
+    The sums of squares are sorted before they are added, so the order of threads does not matter.
+    """
     squares: list[float] = []
     over(lambda g: squares.append(float(np.dot(g, g))), grads)
     norm = grads[0].dtype.type(math.sqrt(sum(sorted(squares))))
     scale = np.minimum(max_norm / (norm + 1e-6), 1.0)
     if scale == 1:
         return grads, norm
-    # Of a norm that is not finite, nothing would tell which gradient was not.
-    kept = donate and bool(np.isfinite(norm)) and apart(grads)
+    # If the norm is not finite, keep the gradients: they show which one is not finite.
+    overwrite = donate and bool(np.isfinite(norm)) and share_no_memory(grads)
     (clipped,) = over(
-        lambda g, out: np.multiply(g, scale, out=out), grads, replaced=(0,), donate=kept
+        lambda g, out: np.multiply(g, scale, out=out), grads, replaced=(0,), donate=overwrite
     )
     return clipped, norm

@@ -1,4 +1,4 @@
-"""`cos_sin` of a text that grows: rows of tables that are kept."""
+"""`cos_sin` for decoding: rows of cached tables."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from xformer.layers.rope_config import RopeConfig
 from xformer.layers.rope_tables import cos_sin as reference
 from xformer.typing import Array
 
-ROWS = 256  # of a table
+ROWS = 256  # positions of a table
 
 
 def unsupported(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if positions.shape != (1,) or length or not is_inference():
-        return "not one position within inference(), or frequencies that go by it"
+        return "not one position within inference(), or frequencies that depend on the length"
     return None
 
 
@@ -26,7 +26,7 @@ def unsupported(positions: Array, *, config: RopeConfig, length: int, dtype: Any
 def cos_sin(
     positions: Array, *, config: RopeConfig, length: int, dtype: Any
 ) -> tuple[Array, Array]:
-    """A row of a table."""
+    """Return cos and sin of one position, views of a cached table."""
     table, row = divmod(int(positions[0]), ROWS)
     cos, sin = _table(table, config, length, dtype)
     return cos[row : row + 1], sin[row : row + 1]
@@ -34,9 +34,9 @@ def cos_sin(
 
 @functools.lru_cache(maxsize=64)
 def _table(table: int, config: RopeConfig, length: int, dtype: Any) -> tuple[Array, Array]:
-    """For positions from ROWS table on; nobody can write to it."""
+    """Return cos and sin of the positions from ROWS * table on, as read-only arrays."""
     positions = np.arange(ROWS * table, ROWS * (table + 1))
-    found = reference.reference(positions, config=config, length=length, dtype=dtype)
-    for part in found:
-        part.flags.writeable = False
-    return found
+    tables = reference.reference(positions, config=config, length=length, dtype=dtype)
+    for array in tables:
+        array.flags.writeable = False
+    return tables

@@ -1,4 +1,4 @@
-"""`experts` with each expert's rows alone: C / E of the products of the reference."""
+"""`experts` with only the chosen rows of each expert: C / E of the reference's products."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def experts(
     activation: str = "silu",
     trainable: bool = True,
 ) -> tuple[Array, ExpertsCache]:
-    """Gather the rows of each expert that has any, and add what it makes of them."""
+    """Gather the rows of each chosen expert, and add its weighted output to these rows of y."""
     ids = require_choice(private(ids), w_gate, activation)
     y, parts = np.zeros(x.shape, x.dtype), []
-    for e, rows, own in _assigned(ids):
-        share = np.where(own, weights[rows], 0).sum(axis=1)
+    for e, rows, is_chosen in _assigned(ids):
+        share = np.where(is_chosen, weights[rows], 0).sum(axis=1)
         w_e = w_gate[e], w_up[e], w_down[e]
         y_e, part = one_expert(x[rows], w_e, share, activation)
         y[rows] += y_e
@@ -51,30 +51,33 @@ class ExpertsCache(NamedTuple):
     ids: Array  # (N, C)
     activation: str
     trainable: bool
-    parts: tuple[ExpertCache, ...]  # of each expert that has rows, in order
+    parts: tuple[ExpertCache, ...]  # one for each chosen expert, in ascending order
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
-        """The gradients of each expert at its rows; zeros where an expert has none."""
+        """Return the gradients of x, w_gate, w_up, w_down and weights.
+
+        The weight gradients of an expert that no row chose are 0.
+        """
         require_gradient("experts", "dy", dy, self.x)
         x, ids = self.x, self.ids
         dx, dweights = np.zeros(x.shape, dy.dtype), np.zeros(ids.shape, dy.dtype)
         dws: list[Array] = []
         if self.trainable:
             dws = [np.zeros(w.shape, dy.dtype) for w in (self.w_gate, self.w_up, self.w_down)]
-        for (e, rows, own), part in zip(_assigned(ids), self.parts, strict=True):
+        for (e, rows, is_chosen), part in zip(_assigned(ids), self.parts, strict=True):
             w_e = self.w_gate[e], self.w_up[e], self.w_down[e]
             dx_e, dw_e, dshare = part.backward(
                 dy[rows], x[rows], w_e, self.activation, self.trainable
             )
             dx[rows] += dx_e
-            for dw, own_dw in zip(dws, dw_e, strict=False):
-                dw[e] = own_dw
-            dweights[rows] += np.where(own, dshare[:, None], 0)
+            for dw, dw_of_expert in zip(dws, dw_e, strict=False):
+                dw[e] = dw_of_expert
+            dweights[rows] += np.where(is_chosen, dshare[:, None], 0)
         return dx, *(dws or (None, None, None)), dweights
 
 
 def _assigned(ids: Array) -> Iterator[tuple[int, Array, Array]]:
-    """Each expert that was chosen, the rows that chose it, and in which of their places."""
+    """Yield each chosen expert e, the indices (R,) of its rows, and ids[rows] == e (R, C)."""
     for e in np.unique(ids):
         rows = np.flatnonzero((ids == e).any(axis=1))
         yield int(e), rows, ids[rows] == e

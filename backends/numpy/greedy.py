@@ -1,4 +1,4 @@
-"""`greedy` in a quarter of the time: Python looks at one number, where NumPy has arrays."""
+"""`greedy` that tests one logit of each row for NaN, in a quarter of the reference's time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from xformer.typing import Array
 
 @kernel(reference, "numpy")
 def greedy(logits: Array) -> Array:
-    """Of NaN and others NaN is the largest."""
-    ids = logits.argmax(axis=-1)
+    """Return the argmax of each row, or -1 if the row's maximum is not finite."""
+    ids = logits.argmax(axis=-1)  # of a NaN, if the row has any
     for row, best in enumerate(ids.tolist()):
         if not math.isfinite(logits[row, best]):
             ids[row] = -1

@@ -1,4 +1,4 @@
-"""A private copy of ids: no other thread can write to it."""
+"""Private copies of ids, to which no other thread can write."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 
 
 def private(ids: Any) -> Any:
-    """A copy of NumPy's arrays, for a check and for what trusts it: a thread may refill the ids.
+    """Return a copy of `ids` if it is a NumPy array, else `ids`.
 
-    Of the same type: the check refuses subclasses such as masked arrays.
+    Kernels check the copy, then use it: another thread may write new ids into the original.
+    Subclasses are kept, so that the check can refuse masked arrays.
     """
     return np.array(ids, subok=True) if isinstance(ids, np.ndarray) else ids

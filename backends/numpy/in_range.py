@@ -1,4 +1,4 @@
-"""`in_range` by the smallest and the largest, without three arrays of their size."""
+"""`in_range` by the minimum and the maximum, without three arrays of the size of the ids."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from xformer.typing import Array
 
 @kernel(reference, "numpy")
 def in_range(ids: Array, *, size: int) -> bool:
-    """Whether all lie in [0, size)."""
+    """Return whether all ids are in [0, size)."""
     return ids.size == 0 or bool(ids.min() >= 0 and ids.max() < size)

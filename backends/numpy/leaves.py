@@ -1,4 +1,4 @@
-"""One computation over all leaves of trees, element by element, in one job for all threads."""
+"""Elementwise computations over all leaves of several trees, as one job for all threads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xformer.backends.numpy.rows import BLOCK
 from xformer.backends.numpy.threads import run, scratch
 from xformer.typing import Array
 
-SMALL = 1 << 13  # elements, at most, of leaves that are gathered: calls cost more than copies
-KINDS = (np.ndarray, np.generic)
+SMALL = 1 << 13  # elements; smaller leaves are gathered, as calls cost more than copies
+ARRAY_TYPES = (np.ndarray, np.generic)
 
 Step = Callable[..., Any]
 
@@ -22,10 +22,16 @@ Step = Callable[..., Any]
 def over(
     step: Step, *trees: Sequence[Array], replaced: tuple[int, ...] = (), donate: bool = False
 ) -> list[list[Array]]:
-    """What step(*parts, *outs), of flat parts of all leaves, writes in the place of some trees.
+    """Compute new leaves for some of the trees: the arrays that `step` writes.
 
-    replaced: which of the trees have an `out`. donate: an out is the part itself, which is written
-    over, but for leaves that are read-only or not contiguous. They must be `apart`.
+    step: called as step(*ins, *outs) on 1-D parts of the leaves: ins has a part of each tree, outs
+        a part of each new leaf.
+    trees: lists of leaves; leaf i has the same shape in all trees.
+    replaced: indices of the trees for which new leaves are computed.
+    donate: overwrite the old leaves, except leaves that are read-only or not contiguous. No two
+        leaves may then share memory (`share_no_memory`).
+
+    Returns a list of new leaves for each index in `replaced`.
     """
     leaves = [Leaf(arrays, replaced, donate) for arrays in zip(*trees, strict=True)]
     small = [leaf for leaf in leaves if leaf.size <= SMALL]
@@ -39,66 +45,67 @@ def over(
     return [[leaf.shaped(i) for leaf in leaves] for i in range(len(replaced))]
 
 
-def apart(leaves: Sequence[Array]) -> bool:
-    """Whether no two arrays share memory, as views of one may: else none may be written over."""
+def share_no_memory(leaves: Sequence[Array]) -> bool:
+    """Return whether no two arrays share memory, so that each can be overwritten."""
     owners = []
     for x in leaves:
         base = x.base
         if base is not None and (type(base) is not np.ndarray or base.base is not None):
-            return _spans_are_apart(leaves)  # memory of something else, as of a file
+            return _spans_are_disjoint(leaves)  # another object owns the memory, such as a file
         owners.append(id(x if base is None else base))
-    return len(set(owners)) == len(owners) or _spans_are_apart(leaves)
+    return len(set(owners)) == len(owners) or _spans_are_disjoint(leaves)
 
 
-def _spans_are_apart(leaves: Sequence[Array]) -> bool:
+def _spans_are_disjoint(leaves: Sequence[Array]) -> bool:
     spans = sorted(np.lib.array_utils.byte_bounds(x) for x in leaves if x.size)
     return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
-def unlike(leaves: Sequence[Array]) -> str | None:
-    """Why these leaves cannot go through one loop: the first does not speak for the others."""
-    kind = leaves[0].dtype
-    if kind.char in "fd" and all(isinstance(x, KINDS) and x.dtype == kind for x in leaves):
+def unsupported_leaves(leaves: Sequence[Array]) -> str | None:
+    """Return why `over` cannot run on these leaves, or None if it can."""
+    dtype = leaves[0].dtype
+    if dtype.char in "fd" and all(isinstance(x, ARRAY_TYPES) and x.dtype == dtype for x in leaves):
         return None
     return "the leaves must all be NumPy's, and all float32 or all float64"
 
 
 class Leaf:
-    """Arrays of one shape, flat: in the order in which the elements of the first one lie.
+    """Leaf i of all trees, as 1-D arrays in the memory order of the first tree's leaf.
 
-    That of its shape, or of the reverse, as of weights that a file holds sideways.
+    The order is C or Fortran order: a checkpoint may store a weight matrix transposed.
+    `old` has the leaf of each tree, `new` the output for each index in `replaced`.
     """
 
     def __init__(self, arrays: Sequence[Array], replaced: tuple[int, ...], donate: bool) -> None:
         flags = arrays[0].flags
-        self.turned = flags.f_contiguous and not flags.c_contiguous
-        lying = [x.T for x in arrays] if self.turned else arrays
-        self.size, self.shape = lying[0].size, lying[0].shape
-        self.old = [x.reshape(-1) for x in lying]
+        self.is_transposed = flags.f_contiguous and not flags.c_contiguous
+        in_order = [x.T for x in arrays] if self.is_transposed else arrays
+        self.size, self.shape = in_order[0].size, in_order[0].shape
+        self.old = [x.reshape(-1) for x in in_order]
         self.new: list[Array] = []
-        self.own: list[Array | None] = []  # what is written over, as it was given
+        self.overwritten: list[Array | None] = []  # the array of the caller behind `new`, or None
         for k in replaced:
-            own = donate and lying[k].flags.c_contiguous and lying[k].flags.writeable
-            self.new.append(self.old[k] if own else np.empty_like(self.old[k]))
-            self.own.append(arrays[k] if own else None)
+            overwrite = donate and in_order[k].flags.c_contiguous and in_order[k].flags.writeable
+            self.new.append(self.old[k] if overwrite else np.empty_like(self.old[k]))
+            self.overwritten.append(arrays[k] if overwrite else None)
 
     def shaped(self, i: int) -> Array:
-        """What was written as the i-th."""
-        if self.own[i] is not None:
-            return self.own[i]
+        """Return new[i] in the shape of the leaf."""
+        if self.overwritten[i] is not None:
+            return self.overwritten[i]
         x = self.new[i].reshape(self.shape)
-        return x.T if self.turned else x
+        return x.T if self.is_transposed else x
 
 
 def _evenly(size: int) -> Iterator[tuple[int, int]]:
-    """Parts of at most a block, as large as each other."""
+    """Return (start, stop) of equal parts of [0, size), of at most BLOCK elements each."""
     n = -(-size // BLOCK)
     length = -(-size // n)
     return ((start, min(start + length, size)) for start in range(0, size, length))
 
 
 def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
-    """Leaves that are, together, no longer small."""
+    """Group leaves so that each group but the last has more than SMALL elements."""
     group: list[Leaf] = []
     size = 0
     for leaf in leaves:
@@ -111,15 +118,15 @@ def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
         yield group
 
 
-def _sliced(step: Step, leaf: Leaf, at: slice) -> None:
-    step(*[x[at] for x in (*leaf.old, *leaf.new)])
+def _sliced(step: Step, leaf: Leaf, part: slice) -> None:
+    step(*[x[part] for x in (*leaf.old, *leaf.new)])
 
 
 def _gathered(step: Step, leaves: list[Leaf]) -> None:
-    """The same for several leaves at once, which are copied to one and back."""
-    size, kind = sum(leaf.size for leaf in leaves), leaves[0].old[0].dtype
+    """Call `step` once for several leaves: concatenate them, and copy the outputs back."""
+    size, dtype = sum(leaf.size for leaf in leaves), leaves[0].old[0].dtype
     n_old, n_new = len(leaves[0].old), len(leaves[0].new)
-    rows = scratch("leaves", (n_old + n_new, size), kind)
+    rows = scratch("leaves", (n_old + n_new, size), dtype)
     for i in range(n_old):
         np.concatenate([leaf.old[i] for leaf in leaves], out=rows[i])
     step(*rows)

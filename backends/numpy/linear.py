@@ -15,7 +15,7 @@ import numpy as np
 
 from xformer.backends.numpy import products
 from xformer.backends.numpy.products import product
-from xformer.backends.numpy.threads import blas_alone, lined, run
+from xformer.backends.numpy.threads import aligned, blas_alone, run
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.ops.linear import linear as reference
@@ -53,7 +53,7 @@ class LinearCache(NamedTuple):
 def mapped(x: Array, maps: Sequence[Map]) -> list[Array]:
     """x w + b by each of the maps."""
     rows = _rows(x)
-    ys = [lined((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
+    ys = [aligned((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
     if is_inference() and len(rows) <= products.FEW:
         _few_rows(rows, maps, ys)
     else:
@@ -80,7 +80,7 @@ def gradients(
 ) -> tuple[Array, list[tuple[Array | None, Array | None]]]:
     """dx, to which all maps add, and (dw, db) of each; no dw where x is None."""
     rows, w_of = [_rows(dy) for dy in dys], [w for w, _ in maps]
-    dx = lined((len(rows[0]), x_shape[-1]), rows[0].dtype)
+    dx = aligned((len(rows[0]), x_shape[-1]), rows[0].dtype)
     pieces = products.products([(dy, w.T) for dy, w in zip(rows, w_of, strict=True)], dx)
     dmaps: list[tuple[Array | None, Array | None]] = []
     for (w, b), dy in zip(maps, rows, strict=True):

@@ -1,4 +1,4 @@
-"""`linear_many`: the pieces of all maps are one job, so that threads synchronise once."""
+"""`linear_many` whose products are all computed in one job, so that threads synchronise once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
-    """Why the kernel cannot run."""
-    for own in params:
-        leaves = own if isinstance(own, LinearParams) else (own,)
+    """Return why the kernel cannot run, or None if it can."""
+    for p in params:
+        leaves = p if isinstance(p, LinearParams) else (p,)
         if not all(leaf is None or isinstance(leaf, np.ndarray) for leaf in leaves):
             return "adapters or frozen parameters"
     return None
@@ -29,7 +29,7 @@ def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) ->
 def linear_many(
     x: Array, params: tuple[LinearParams, ...], *, all_kept: bool = False
 ) -> tuple[tuple[Array, ...], LinearsCache]:
-    """Pieces of each y."""
+    """Return x w + b for each of `params`."""
     for w, b in params:
         ops.linear.reference.check((x, w, b), {})  # type: ignore[attr-defined]
     return tuple(mapped(x, params)), LinearsCache(x, params)
@@ -43,8 +43,8 @@ class LinearsCache(NamedTuple):
     params: tuple[LinearParams, ...]
 
     def backward(self, *dys: Array) -> tuple[Array, tuple[LinearParams, ...]]:
-        """dx = sum dy w^T, dw = x^T dy, db = sum of dy over its rows: pieces of all at once."""
-        for own, dy in zip(self.params, dys, strict=True):
-            require_gradient("linear", "dy", dy, own.w, (*self.x.shape[:-1], own.w.shape[1]))
+        """Return dx = sum dy w^T, and for each map dw = x^T dy and db = sum of the rows of dy."""
+        for p, dy in zip(self.params, dys, strict=True):
+            require_gradient("linear", "dy", dy, p.w, (*self.x.shape[:-1], p.w.shape[1]))
         dx, dparams = gradients(self.x, self.x.shape, self.params, dys)
-        return dx, tuple(LinearParams(*own) for own in dparams)
+        return dx, tuple(LinearParams(*p) for p in dparams)

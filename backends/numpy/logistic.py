@@ -1,4 +1,4 @@
-"""The sigmoids that gelu and silu are made of, in place: 1 / (1 + 2^(x P(x^2)))."""
+"""The sigmoid of gelu and silu, in place: 1 / (1 + 2^(x P(x^2))) with a polynomial P."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ LOG2_E = math.log2(math.e)
 
 
 def inverse_sigmoid(x: Array, p: tuple[float, ...], out: Array, square: Array | None) -> Array:
-    """1 + 2^(x P(x^2)), P by Horner's rule; infinite where it overflows: the sigmoid is 0.
+    """Write 1 + 2^(x P(x^2)) to `out` and return it; inf where it overflows and the sigmoid is 0.
 
-    square: x^2, wanted where P is no constant.
+    p: coefficients of P, the constant first; P is computed by Horner's rule.
+    square: x^2; None if P is constant.
     """
     np.multiply(x if square is None else square, p[-1], out=out)
     for c in p[-2:0:-1]:
@@ -29,7 +30,7 @@ def inverse_sigmoid(x: Array, p: tuple[float, ...], out: Array, square: Array | 
 
 
 def within(x: Array, far: float) -> Array:
-    """x, or x cut to [-far, far] where it goes beyond: infinity would make NaN."""
+    """Return x if it is within [-far, far], else a clipped copy: infinity would become NaN."""
     if np.minimum.reduce(x) >= -far and np.maximum.reduce(x) <= far:
         return x
     return np.clip(x, -far, far)

@@ -1,4 +1,4 @@
-"""The words of `random_bits` at any place, on unsigned integers, in the cache."""
+"""Words of the stream of `random_bits` from any index on, in blocks that fit in the cache."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import numpy as np
 from xformer.ops.random_bits import MASK, MULTIPLIERS, ROUNDS, WEYL, RandomKey
 from xformer.typing import Array
 
-BLOCK = 1 << 14  # counters; what they go through fits in a core's L2 cache
+BLOCK = 1 << 14  # counters; the arrays for this many fit in a core's L2 cache
 _LOW, _HIGH = np.uint64(MASK), np.uint64(32)
 
 
 def words(key: RandomKey, starts: Array, width: int) -> Array:
-    """Elements start, ..., start + width - 1 of a stream, for starts (N,): uint32 (N, width).
+    """Return words start, ..., start + width - 1 of the stream of `key` for each start.
 
-    Rows that begin at a multiple of 4 cost least.
+    starts: (N,). The result is uint32 (N, width). It is fastest if all starts are multiples of 4.
     """
     first, shift = np.divmod(starts, 4)
     n = -(-(width + int(shift.max(initial=0))) // 4)
     counters = (first[:, None] + np.arange(n)).reshape(-1).astype(np.uint64)
     out = np.empty((counters.size, 4), np.uint32)
-    for at in range(0, counters.size, BLOCK):
-        _philox(counters[at : at + BLOCK], key, out[at : at + BLOCK])
+    for begin in range(0, counters.size, BLOCK):
+        _philox(counters[begin : begin + BLOCK], key, out[begin : begin + BLOCK])
     out = out.reshape(len(starts), 4 * n)
     if shift.any():
         return np.take_along_axis(out, shift[:, None] + np.arange(width), axis=1)
@@ -29,7 +29,10 @@ def words(key: RandomKey, starts: Array, width: int) -> Array:
 
 
 def _philox(counters: Array, key: RandomKey, out: Array) -> None:
-    """`xformer.ops.random_bits.philox`, with products of 64 bits and in place."""
+    """Write 4 words for each counter to `out` (N, 4), as `xformer.ops.random_bits.philox`.
+
+    It multiplies in 64 bits and in place.
+    """
     c0, c1 = counters & _LOW, counters >> _HIGH
     c2, c3 = np.full_like(c0, key.site), np.full_like(c0, int(key.step))
     k0, k1 = key.seed & MASK, key.seed >> 32

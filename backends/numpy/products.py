@@ -1,4 +1,4 @@
-"""Matrix products cut into pieces, for `threads.run`."""
+"""Matrix products cut into pieces of rows or columns, for `threads.run`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from xformer.backends.numpy.threads import n_threads, scratch
 from xformer.dispatch import chosen_kernels
 from xformer.typing import Array
 
-SMALL = 1 << 18  # multiplications: not worth waking a thread for, nor does OpenBLAS, for matrices
-VECTOR = 1 << 13  # the same of a vector and a matrix, for OpenBLAS
-FEW = 128  # rows, at most, for which `worth_threads` decides within inference()
-# A thread is awake after 50 us or more. It is worth waking for a product whose weights, times the
-# rows and what reading the weights takes, are more: one of 0.4 ms.
+SMALL = 1 << 18  # multiplications; a smaller product uses one thread, as in OpenBLAS
+VECTOR = 1 << 13  # multiplications; OpenBLAS computes a smaller matrix-vector product on one thread
+FEW = 128  # rows; up to this many, `worth_threads` decides within inference()
+# Waking a thread takes 50 us or more. That pays for products of 0.4 ms or more, whose weights times
+# (rows + READ) exceed WORTH. READ is the cost of reading a weight, in multiplications.
 READ, WORTH = 20, 20_000_000
-AS_IT_IS, TRANSPOSED = 111, 112  # of CBLAS
-LARGEST = 2**31 - 1
-PIECE = 1536  # rows or columns, at most: fewer pack the other factor more often
+AS_IT_IS, TRANSPOSED = 111, 112  # CblasNoTrans, CblasTrans
+LARGEST = 2**31 - 1  # CBLAS counts in int32
+PIECE = (
+    1536  # rows or columns of a piece, at most. Smaller pieces pack the other factor more often.
+)
 
 
 def product(
@@ -31,10 +33,13 @@ def product(
     add: bool = False,
     step: int | None = None,
 ) -> list[Callable[[], None]]:
-    """Pieces of y[...] = x w + b, or with `add` of y += x w, independent of each other.
+    """Return functions that together compute y[...] = x w + b, or y += x w + b if `add`.
 
-    x: (N, I)   w: (I, O)   b: (O,) or None   y: (N, O). Rows of y or columns, whichever are more:
-    `step` of them, unless given by the number of threads, on which the last bit may then depend.
+    x: (N, I)   w: (I, O)   b: (O,) or None   y: (N, O)
+    step: rows of each function, or columns if y has more columns than rows. None: it depends on the
+        number of threads, and so may the last bits of y.
+
+    The functions are independent: they can run on several threads.
     """
     return products([(x, w)], y, b, add=add, step=step)
 
@@ -47,7 +52,10 @@ def products(
     add: bool = False,
     step: int | None = None,
 ) -> list[Callable[[], None]]:
-    """As `product`, of the sum of all x w."""
+    """Return functions that compute y[...] = b + the sum of x w over all (x, w) in `factors`.
+
+    The other arguments are those of `product`.
+    """
     n, m = y.shape
     multiply = chosen()
     if step is None:
@@ -66,36 +74,36 @@ def products(
 
 
 def worth_threads(n: int, size: int) -> bool:
-    """Whether several threads pay for a product of n rows, at most `FEW`, and so many weights."""
+    """Return whether several threads pay for a product of n <= FEW rows and `size` weights."""
     return size * (READ + n) > WORTH
 
 
 def wakes_blas(n: int, size: int) -> bool:
-    """Whether BLAS would wake its threads for it."""
+    """Return whether BLAS would use several threads for a product of n rows and `size` weights."""
     return n * size > (SMALL if n > 1 else VECTOR)
 
 
 def by_numpy(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
-    """out = x w, or out += x w, on this thread."""
+    """Compute out[...] = x w, or out += x w if `add`, on this thread."""
     if add:
         out += np.matmul(x, w, out=scratch("product", out.shape, out.dtype))
     else:
         np.matmul(x, w, out=out)
 
 
-# As `by_numpy`, of kernels that have another; `mkl` puts its own here.
+# Functions in place of `by_numpy`, by the name of kernels that have one: "mkl".
 MULTIPLY: dict[str, Callable[..., None]] = {}
 
 
 def chosen() -> Callable[..., None]:
-    """The product of the kernels that run here (`xformer.kernels`)."""
+    """Return `by_numpy`, or the function that the chosen kernels use instead of it."""
     return MULTIPLY.get(chosen_kernels(), by_numpy)
 
 
 def layout(a: Array) -> tuple[int, int] | None:
-    """Whether rows or columns are contiguous, and from one to the next; None: neither, or a vector.
+    """Return how BLAS can read matrix `a`, as `leading` does; None if it cannot, or for a vector.
 
-    NumPy takes vectors by another routine, which is faster.
+    NumPy computes products with vectors by a faster routine.
     """
     if min(a.shape) < 2 or max(*a.shape, *(stride // a.itemsize for stride in a.strides)) > LARGEST:
         return None
@@ -103,20 +111,28 @@ def layout(a: Array) -> tuple[int, int] | None:
 
 
 def leading(a: Array) -> tuple[int, int] | None:
-    """Whether rows or columns are contiguous, and the leading dimension; None: neither.
+    """Return AS_IT_IS if rows of `a` are contiguous, TRANSPOSED if columns are, and the stride.
 
-    The stride of an axis of length 1 may be any number.
+    The stride between rows, or between columns, is in elements: the leading dimension of BLAS.
+    None if neither is contiguous. NumPy may give an axis of length 1 any stride.
     """
-    (n, m), (down, across), size = a.shape, a.strides, a.itemsize
-    if (m == 1 or across == size) and (n == 1 or (down >= m * size and down % size == 0)):
-        return AS_IT_IS, m if n == 1 else down // size
-    if (n == 1 or down == size) and (m == 1 or (across >= n * size and across % size == 0)):
-        return TRANSPOSED, n if m == 1 else across // size
+    (n, m), (row_stride, column_stride), size = a.shape, a.strides, a.itemsize
+    if (m == 1 or column_stride == size) and (
+        n == 1 or (row_stride >= m * size and row_stride % size == 0)
+    ):
+        return AS_IT_IS, m if n == 1 else row_stride // size
+    if (n == 1 or row_stride == size) and (
+        m == 1 or (column_stride >= n * size and column_stride % size == 0)
+    ):
+        return TRANSPOSED, n if m == 1 else column_stride // size
     return None
 
 
 def _step(length: int, size: int) -> int:
-    """The length of a piece: as many for each thread as for the others."""
+    """Return the length of a piece, so that each thread gets equally many pieces.
+
+    length: rows or columns to cut   size: multiplications of the whole product
+    """
     threads = n_threads()
     if size <= SMALL or threads == 1:
         return max(length, 1)

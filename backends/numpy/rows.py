@@ -1,4 +1,4 @@
-"""Arrays as rows or flat, and their blocks, a few of which fit in a core's L2 cache."""
+"""Views of arrays as rows or as one row, and blocks of rows that fit in a core's L2 cache."""
 
 from __future__ import annotations
 
@@ -7,35 +7,40 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numpy.threads import Piece, blocks, even, scratch
+from xformer.backends.numpy.threads import Piece, blocks, even_size, scratch
 from xformer.typing import Array
 
-BLOCK = 1 << 16  # elements
+BLOCK = 1 << 16  # elements; a few blocks fit in the L2 cache
 
 
 def flat(x: Any) -> Array:
-    """x as one row; a copy where it is not contiguous."""
+    """Return x as a 1-D array: a view if x is contiguous, else a copy."""
     return np.ascontiguousarray(x).reshape(-1)
 
 
 def rows(x: Any) -> Array:
-    """x as (N, D), D its last axis; a copy where it is not contiguous."""
+    """Return x (..., D) as (N, D): a view if x is contiguous, else a copy."""
     return np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def row_blocks(piece: Piece, n: int, width: int, block: int = BLOCK) -> None:
-    """piece(start, stop) for blocks of n rows of that width, on all threads."""
-    blocks(piece, n, _most(width, block))
+    """Call piece(start, stop) for blocks of n rows on all threads.
+
+    A block has about `block` elements; a row has `width`.
+    """
+    blocks(piece, n, _max_rows(width, block))
 
 
-def _most(width: int, block: int) -> int:
+def _max_rows(width: int, block: int) -> int:
+    """Return the number of rows of a block."""
     return max(1, block // max(1, width))
 
 
 def factor(row: Array) -> Array:
-    """What a (N, 2) of a column and zeros is multiplied with for the product of column and row.
+    """Return (2, D): `row` (D,) and a row of zeros, the second factor of an outer product by BLAS.
 
-    An outer product by BLAS, which wants two columns, takes half as long as broadcasting.
+    The first factor is (N, 2): the column and zeros. BLAS is slow for one column. With two it takes
+    half the time of broadcasting.
     """
     pair = np.zeros((2, row.size), row.dtype)
     pair[0] = row
@@ -43,28 +48,31 @@ def factor(row: Array) -> Array:
 
 
 class Sums:
-    """Sums over rows: of each block of `row_blocks` alone, then of these in their order.
+    """Sums of n rows: each block of `row_blocks` is summed alone, then the sums of the blocks.
 
-    The same in every run, and more exact than one running sum.
+    The order of additions is the same in every run. It is more exact than one running sum.
     """
 
     def __init__(self, n: int, width: int, dtype: Any, block: int = BLOCK) -> None:
-        self.size = even(n, _most(width, block))
-        self.parts = np.empty((-(-n // self.size), width), dtype)
+        self.size = even_size(n, _max_rows(width, block))
+        self.parts = np.empty((-(-n // self.size), width), dtype)  # a row for each block
 
     def of(self, start: int) -> Array:
-        """Where the block that begins at row `start` puts its sum."""
+        """Return the array (width,) for the sum of the block that begins at row `start`."""
         part: Array = self.parts[start // self.size]
         return part
 
     def total(self) -> Array:
-        """The sum over all rows."""
-        first: Array = self.parts[0] if len(self.parts) == 1 else np.add.reduce(self.parts, axis=0)
-        return first
+        """Return the sum of all rows, (width,)."""
+        total: Array = self.parts[0] if len(self.parts) == 1 else np.add.reduce(self.parts, axis=0)
+        return total
 
 
 def masked(x: Array, keep: Array, out: Array) -> None:
-    """x where `keep`, else 0, of contiguous arrays, by bits: `where` takes twice as long."""
+    """Write x to `out` where `keep` is true or 1, else 0. All arrays are contiguous.
+
+    It masks the bits of x: `np.where` takes twice as long.
+    """
     integer = np.dtype(f"i{x.itemsize}")
     mask = scratch("mask", x.shape, integer)
     mask[...] = np.negative(keep.view(np.int8), out=scratch("keep", x.shape, np.int8))  # 0 or -1

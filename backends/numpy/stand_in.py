@@ -1,4 +1,4 @@
-"""Parameters of no memory, whose products are counted in place of being computed."""
+"""Stand-ins for parameters: they take no memory, and their products are counted, not computed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ _ZERO = {dtype: np.zeros((), dtype) for dtype in ("float32", "float64")}
 
 
 class Tally:
-    """FLOPs of the products of stand-ins, 2 for a multiplication and an addition."""
+    """The FLOPs of products with stand-ins. A multiplication and an addition count as 2."""
 
     def __init__(self) -> None:
         self.flops = 0
 
 
 class StandIn(np.ndarray):
-    """Zeros that all lie in one place. Its views are stand-ins too, all else that it gives is not.
+    """An array of zeros whose elements are all the same number in memory.
 
-    A product with it gives zeros, at once, and is written in its tally. What is written to one goes
-    nowhere. `np.empty_like` of it stands in for memory that would be new: see `is_unmade`.
+    - A view of a stand-in is a stand-in. Other operations return plain arrays.
+    - A matmul returns zeros at once, and adds its FLOPs to `tally`.
+    - A ufunc whose `out` is a stand-in computes nothing.
+    - `np.empty_like` returns a stand-in for a new array (`is_unmade`).
     """
 
     tally: Tally
@@ -47,9 +49,9 @@ class StandIn(np.ndarray):
         return y
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        if function is np.take:  # which would make a copy of the whole, to take from
+        if function is np.take:  # NumPy would copy the whole array first
             return _take(*args, **options)
-        if function is np.zeros_like:  # of an optimiser's state
+        if function is np.zeros_like:  # the state of an optimiser
             return stand_in(args[0].shape, args[0].dtype.name, args[0].tally)
         if function is np.empty_like:
             return np.broadcast_to(np.zeros((), args[0].dtype), args[0].shape).view(StandIn)
@@ -58,19 +60,19 @@ class StandIn(np.ndarray):
 
 
 def stand_in(shape: Sequence[int], dtype: str, tally: Tally) -> StandIn:
-    """A parameter of that shape."""
-    found = np.broadcast_to(_ZERO[dtype], tuple(shape)).view(StandIn)
-    found.tally = tally
-    return found
+    """Return a stand-in for a parameter. Its products are added to `tally`."""
+    array = np.broadcast_to(_ZERO[dtype], tuple(shape)).view(StandIn)
+    array.tally = tally
+    return array
 
 
 def is_unmade(array: Array) -> bool:
-    """Whether an array stands in for one that is made of a parameter, as its gradient is."""
+    """Return whether `array` stands in for a new array of a parameter's shape, as its gradient."""
     return isinstance(array, StandIn) and not is_stand_in(array)
 
 
 def is_stand_in(array: Array) -> bool:
-    """Whether an array is a parameter's stand-in, or a view of one."""
+    """Return whether `array` is a stand-in for a parameter, or a view of a stand-in."""
     return any(np.may_share_memory(array, zero) for zero in _ZERO.values())
 
 

@@ -1,10 +1,11 @@
-"""Pieces of an array's rows on several threads: NumPy lets go of the GIL while it computes.
+"""A thread pool for NumPy kernels. NumPy releases the GIL while it computes.
 
-As many threads as NumPy's BLAS has, which follows the user (`OPENBLAS_NUM_THREADS`,
-`threadpoolctl.threadpool_limits`). While pieces run, BLAS has one: each of them calls it itself.
-
-What a kernel cuts may depend on that number, and with it the last bits of sums and products; not on
-which thread is first, nor on what the rest of the program does meanwhile.
+- A kernel cuts its work into pieces, mostly ranges of rows: fn(start, stop) computes one piece.
+- The number of threads is that of NumPy's BLAS, so users set it with `OPENBLAS_NUM_THREADS` or
+  `threadpoolctl.threadpool_limits`.
+- While pieces run, BLAS has one thread, because pieces call BLAS themselves.
+- The number of threads may change how a kernel cuts its work, and so the last bits of sums and
+  products. The order in which threads run, and the rest of the program, never change a result.
 """
 
 from __future__ import annotations
@@ -28,174 +29,170 @@ import numpy as np
 from xformer.backends.exclusive import Exclusive
 from xformer.typing import Array
 
-Piece = Callable[[int, int], Any]
-_Pool = list[tuple[Array, int]]  # buffers, and where a line begins in them
+Piece = Callable[[int, int], Any]  # fn(start, stop)
+_Buffer = tuple[Array, int]  # bytes, and the index of the first byte at a multiple of LINE
 
-LINE = 64  # bytes of memory that come together
-POOLED = 4  # buffers of one name that a thread keeps; signal handlers may hold any number
+LINE = 64  # bytes of a cache line
+POOLED = 4  # idle buffers of one name that a thread keeps
 
 
 def n_threads() -> int:
-    """How many threads BLAS has, or had before pieces ran; 1 in a piece, or if it does not say."""
-    if _kept.n_threads:
-        return _kept.n_threads
-    with _state.numbers.lock:
-        return min((n for _, n in _numbers()), default=1)
+    """Return the number of threads to use: that of BLAS outside this module's calls.
 
-
-def in_piece() -> bool:
-    """Whether this thread does a piece, and others do the rest."""
-    return _kept.in_piece
+    It is 1 within a piece, and if no BLAS is found.
+    """
+    if _local.n_threads:
+        return _local.n_threads
+    with _state.blas_counts.lock:
+        return min((n for _, n in _thread_counts()), default=1)
 
 
 def blocks(fn: Piece, n: int, size: int) -> None:
-    """fn(start, stop) over [0, n), in pieces of `even(n, size)`, on the threads of NumPy's BLAS.
+    """Call fn(start, stop) for pieces of [0, n) of `even_size(n, size)` each, on the thread pool.
 
-    In the caller, one after the other, where there is one piece or one thread, within a piece, and
-    while another thread of the program has the pool. What a piece raises comes out; then the pieces
-    that have not begun are left out.
+    The calling thread computes all pieces in order if there is one piece or one thread, within
+    another piece, and while another thread of the program uses the pool. If a piece raises, pieces
+    that have not begun are skipped, and the error is raised here.
     """
-    size = even(n, size)
+    size = even_size(n, size)
     helpers = min(-(-n // size), n_threads()) - 1 if n > size else 0
     if helpers < 1:
         for start in range(0, n, size):
             fn(start, min(start + size, n))
-    elif _kept.n_threads:
-        _shared(fn, n, size, helpers)
+    elif _local.n_threads:
+        _run_pieces(fn, n, size, helpers)
     else:
-        with _one_thread() as has_pool:
-            _shared(fn, n, size, helpers if has_pool else 0)
+        with _one_blas_thread() as has_pool:
+            _run_pieces(fn, n, size, helpers if has_pool else 0)
 
 
-def everywhere(fn: Callable[[], bool], threads: int) -> None:
-    """fn() here and on so many threads less one, where no other of the program has them.
+def on_every_thread(fn: Callable[[], bool], threads: int) -> None:
+    """Call fn() on this thread, and on `threads` - 1 others unless the pool is in use.
 
-    They share the work out, and none calls BLAS, which keeps its threads. Where fn gives True here,
-    all of it is done, and nobody waits for the others to come back, which takes longer than a small
-    model's layer; else what they raise comes out.
+    The calls share the work out among themselves. They must not call BLAS, which keeps its threads.
+    fn() returns True on this thread if all work is done. Then the other calls are not waited for:
+    that takes longer than a layer of a small model. Otherwise an error of theirs is raised here.
     """
     if threads < 2:
         fn()
         return
-    before = _kept.n_threads, _kept.in_piece
-    with nullcontext(True) if _kept.n_threads else _pool() as has_pool:
+    before = _local.n_threads
+    with nullcontext(True) if _local.n_threads else _pool() as has_pool:
         helpers, done = threads - 1 if has_pool else 0, False
         job = _Job(lambda start, stop: fn(), helpers, 1)
-        _kept.n_threads, _kept.in_piece = 1, True  # what a signal handler computes, it does alone
+        _local.n_threads = 1  # a signal handler computes on this thread alone
         try:
-            _begin(job, helpers)
+            _submit(job, helpers)
             done = fn()
         finally:
-            _withdraw(job, helpers, wait=not done)
-            _kept.n_threads, _kept.in_piece = before
+            _end(job, helpers, wait=not done)
+            _local.n_threads = before
         if not done and job.error is not None:
             raise job.error
 
 
-def even(n: int, most: int) -> int:
-    """The size of pieces of n, of at most `most`: equal ones and, if it can be, an even number.
+def even_size(n: int, most: int) -> int:
+    """Return the size of equal pieces of n, at most `most`: an even number of pieces, if several.
 
-    Then two threads are ready together; and the pieces do not depend on how many threads there are.
+    Two threads then finish together, and the pieces do not depend on the number of threads.
     """
     pieces = -(-n // most)
     return max(1, -(-n // (pieces + pieces % 2))) if pieces > 1 else most
 
 
-def run(todo: list[Callable[[], Any]]) -> None:
-    """All of these, on the threads of NumPy's BLAS."""
+def run(calls: list[Callable[[], Any]]) -> None:
+    """Call all of `calls` on the thread pool, as `blocks` does."""
 
     def piece(start: int, stop: int) -> None:
         for i in range(start, stop):
-            todo[i]()
+            calls[i]()
 
-    blocks(piece, len(todo), 1)
+    blocks(piece, len(calls), 1)
 
 
 @contextmanager
 def blas_alone() -> Iterator[None]:
-    """BLAS has one thread meanwhile, and `blocks` as many as BLAS had: for many small products.
+    """Return a context in which BLAS has one thread, and `blocks` as many as BLAS had before.
 
-    It would wake the others for a vector and 10,000 weights.
+    It is for many small products: BLAS wakes its threads for a vector times 10,000 weights.
     """
-    if _kept.n_threads:
+    if _local.n_threads:
         yield
         return
     n = n_threads()
-    with _one_thread() as has_pool:
-        _kept.n_threads = n if has_pool else 0
+    with _one_blas_thread() as has_pool:
+        _local.n_threads = n if has_pool else 0
         try:
             yield
         finally:
-            _kept.n_threads = 0
+            _local.n_threads = 0
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Memory from this thread's pool of that name, not cleared.
+    """Return an uninitialised array, backed by this thread's scratch buffers called `name`.
 
-    It goes back to the pool when no array refers to it any more. So a signal handler that computes
-    while this thread does gets other memory. A fresh array of its size would cost a page fault for
-    every 4 KiB.
+    A buffer is reused when no array refers to it any more. So a signal handler that interrupts this
+    thread gets another buffer. A new array instead would cost a page fault for every 4 KiB.
     """
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    pool = _kept.pools.setdefault(name, [])
-    buffer = _free(pool, nbytes, _IDLE)
+    pool = _local.pools.setdefault(name, [])
+    buffer = _idle_buffer(pool, nbytes, _IDLE)
     if buffer is None:
-        buffer = _lined(nbytes)
-        busy = [other for other in pool if _free([other], 0, _IDLE) is None]
-        _kept.pools[name] = [*busy, buffer][-POOLED:]  # the idle ones are too small
+        buffer = _aligned_buffer(nbytes)
+        busy = [other for other in pool if _idle_buffer([other], 0, _IDLE) is None]
+        _local.pools[name] = [*busy, buffer][-POOLED:]  # the idle buffers are too small
     return np.ndarray(shape, dtype, *buffer)
 
 
-def _free(pool: _Pool, nbytes: int, idle: int) -> tuple[Array, int] | None:
-    """The first buffer of `nbytes` or more with `idle` references."""
+def _idle_buffer(pool: list[_Buffer], nbytes: int, idle: int) -> _Buffer | None:
+    """Return the first buffer with `nbytes` usable bytes or more, and exactly `idle` references."""
     for raw, offset in pool:
         if sys.getrefcount(raw) == idle and raw.nbytes >= offset + nbytes:
             return raw, offset
     return None
 
 
-def lined(shape: tuple[int, ...], dtype: Any) -> Array:
-    """An array that begins with a line of memory, not cleared: vectors of a core lie in one each.
+def aligned(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return an uninitialised array that begins at a cache line.
 
-    NumPy's own begin 16 bytes behind; numba's steps take 2 % longer in them.
+    NumPy's arrays begin 16 bytes later, and numba's kernels take 2 % longer with them.
     """
     dtype = np.dtype(dtype)
-    return np.ndarray(shape, dtype, *_lined(math.prod(shape) * dtype.itemsize))
+    return np.ndarray(shape, dtype, *_aligned_buffer(math.prod(shape) * dtype.itemsize))
 
 
-def _lined(nbytes: int) -> tuple[Array, int]:
-    """Memory, and where a line begins in it that so many bytes follow."""
+def _aligned_buffer(nbytes: int) -> _Buffer:
     raw = np.empty(nbytes + LINE, np.uint8)
     return raw, -raw.ctypes.data % LINE
 
 
 def scratch_nbytes() -> int:
-    """Bytes that the `scratch` of all threads takes."""
-    pools = [pool for kept in _everyone.values() for pool in list(kept.values())]
-    return sum(raw.nbytes for pool in pools for raw, _ in pool)
+    """Return the bytes of the `scratch` buffers of all threads."""
+    buffers = [pool for pools in _pools_of_threads.values() for pool in list(pools.values())]
+    return sum(raw.nbytes for pool in buffers for raw, _ in pool)
 
 
 def forget_scratch() -> None:
-    """Let go of the `scratch` of all threads."""
-    for kept in list(_everyone.values()):
-        kept.clear()
+    """Drop the `scratch` buffers of all threads."""
+    for pools in list(_pools_of_threads.values()):
+        pools.clear()
 
 
 class _State:
-    """The pool; in the child of a fork, which has none of its threads, a new one."""
+    """The thread pool and the thread counts of BLAS. A forked child replaces it: see `_forked`."""
 
     def __init__(self) -> None:
-        self.pool = threading.Lock()  # of whoever has all threads
+        self.pool = threading.Lock()  # held by the thread that uses the pool
         self.jobs: SimpleQueue[tuple[_Job, Context]] = SimpleQueue()
-        self.n_threads = 0
-        self.numbers = Exclusive()  # BLAS's numbers of threads are read or set
-        self.inside: set[object] = set()  # calls of `_one_thread`
-        self.before: dict[Any, int] = {}  # then, of each library, the number to go back to
+        self.n_threads = 0  # worker threads that have been started
+        self.blas_counts = Exclusive()  # guards `callers`, `before` and the counts of BLAS
+        self.callers: set[object] = set()  # calls of `_one_blas_thread` that have not returned
+        self.before: dict[Any, int] = {}  # thread count of each library before the first caller
 
 
 class _Job:
-    """One call of `blocks`: its threads take pieces until none is left."""
+    """One call of `blocks` or `on_every_thread`: threads take pieces until all are taken."""
 
     def __init__(self, fn: Piece, n: int, size: int) -> None:
         self.fn, self.n, self.size = fn, n, size
@@ -211,38 +208,37 @@ class _Job:
             self.error = error
 
 
-class _Pools(dict[str, _Pool]):
-    """Scratch memory by its name; unlike a dict, it can be referred to weakly."""
+class _Pools(dict[str, list[_Buffer]]):
+    """The scratch buffers of one thread by name. Unlike a dict, it allows weak references."""
 
 
-class _Kept(threading.local):
-    """A thread's own buffers, which go with it."""
+class _ThreadLocal(threading.local):
+    """Data of one thread."""
 
     def __init__(self) -> None:
-        self.pools = _everyone[threading.get_ident()] = _Pools()
-        self.n_threads = 0  # within `blas_alone`
-        self.in_piece = False
+        self.pools = _pools_of_threads[threading.get_ident()] = _Pools()
+        self.n_threads = 0  # threads for `blocks`: 1 within a piece; 0: see `n_threads()`
 
 
-# References to a buffer that no array refers to, as `_free` counts them: it depends on the Python.
-_IDLE = next(n for n in itertools.count() if _free([_lined(0)], 0, n))
+# The reference count of a buffer that no array uses, in `_idle_buffer`. Pythons differ in it.
+_IDLE = next(n for n in itertools.count() if _idle_buffer([_aligned_buffer(0)], 0, n))
 _state = _State()
-_everyone: WeakValueDictionary[int, _Pools] = WeakValueDictionary()
-_kept = _Kept()
+_pools_of_threads: WeakValueDictionary[int, _Pools] = WeakValueDictionary()
+_local = _ThreadLocal()
 
 
-def _begin(job: _Job, helpers: int) -> None:
-    """Give it to helpers."""
+def _submit(job: _Job, helpers: int) -> None:
+    """Queue the job once for each of `helpers` worker threads. Start threads if there are fewer."""
     state = _state
     for _ in range(helpers):
         state.jobs.put((job, copy_context()))
     while state.n_threads < helpers:
-        threading.Thread(target=_help, args=(state.jobs,), daemon=True).start()
+        threading.Thread(target=_work_on, args=(state.jobs,), daemon=True).start()
         state.n_threads += 1
 
 
-def _withdraw(job: _Job, helpers: int, *, wait: bool) -> None:
-    """It is over for helpers that have not come to it yet; wait: for the others."""
+def _end(job: _Job, helpers: int, *, wait: bool) -> None:
+    """Remove the job's entries from the queue; wait: for the workers that have taken an entry."""
     for _ in range(helpers):
         try:
             _state.jobs.get_nowait()
@@ -251,35 +247,37 @@ def _withdraw(job: _Job, helpers: int, *, wait: bool) -> None:
                 job.done.get()
 
 
-def _shared(fn: Piece, n: int, size: int, helpers: int) -> None:
+def _run_pieces(fn: Piece, n: int, size: int, helpers: int) -> None:
+    """Call fn for all pieces, on this thread and on `helpers` workers."""
     job = _Job(fn, n, size)
-    before = _kept.n_threads, _kept.in_piece
-    _kept.n_threads, _kept.in_piece = 1, True  # what a signal handler computes, it does alone
+    before = _local.n_threads
+    _local.n_threads = 1  # a signal handler computes on this thread alone
     try:
-        _begin(job, helpers)
+        _submit(job, helpers)
         job.work()
-        _withdraw(job, helpers, wait=True)
+        _end(job, helpers, wait=True)
     finally:
-        _kept.n_threads, _kept.in_piece = before
+        _local.n_threads = before
     if job.error is not None:
         raise job.error
 
 
-def _help(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
-    _kept.n_threads, _kept.in_piece = 1, True  # always
+def _work_on(jobs: SimpleQueue[tuple[_Job, Context]]) -> None:
+    """Run jobs forever: the target of a worker thread."""
+    _local.n_threads = 1
     while True:
         job, context = jobs.get()
-        for library in filter(_of_thread, _blas()):
+        for library in filter(_counts_per_thread, _blas()):
             library.set_num_threads(1)
         done = job.done
         context.run(job.work)
-        del job, context  # their arrays, and scratch among them, are free for what comes next
+        del job, context  # so that the next job can reuse their scratch buffers
         done.put(None)
 
 
 @contextmanager
 def _pool() -> Iterator[bool]:
-    """True where this thread has all others, since no other of the program has them."""
+    """Hold the pool unless another thread of the program holds it; yield whether it is held."""
     pool, has_pool = _state.pool, False
     try:
         has_pool = pool.acquire(blocking=False)
@@ -290,69 +288,73 @@ def _pool() -> Iterator[bool]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[bool]:
-    """As `_pool`; BLAS has one thread, until the last that wants it so has left."""
-    state, one, before = _state, object(), list[tuple[Any, int]]()
+def _one_blas_thread() -> Iterator[bool]:
+    """Give BLAS one thread, and try to hold the pool; yield whether this call may use the pool.
+
+    BLAS gets its threads back when the last of several concurrent calls returns.
+    """
+    state, caller, before = _state, object(), list[tuple[Any, int]]()
     with _pool() as has_pool:
         try:
-            changes = state.numbers.run(_enter, state, one, before)
-            yield has_pool and changes
+            has_set = state.blas_counts.run(_set_one_thread, state, caller, before)
+            yield has_pool and has_set
         finally:
-            if one in state.inside:
-                state.numbers.run(_leave, state, one, before)
+            if caller in state.callers:
+                state.blas_counts.run(_restore_threads, state, caller, before)
 
 
-def _enter(state: _State, one: object, before: list[tuple[Any, int]]) -> bool:
-    state.inside.add(one)
-    before += _numbers()
-    state.before = {library: n for library, n in before if not _of_thread(library)}
+def _set_one_thread(state: _State, caller: object, before: list[tuple[Any, int]]) -> bool:
+    """Give each BLAS library one thread; append its former count to `before`."""
+    state.callers.add(caller)
+    before += _thread_counts()
+    state.before = {library: n for library, n in before if not _counts_per_thread(library)}
     for library, _ in before:
         library.set_num_threads(1)
     return True
 
 
-def _leave(state: _State, one: object, before: list[tuple[Any, int]]) -> bool:
-    """The last to leave gives BLAS its threads back."""
-    state.inside.discard(one)
+def _restore_threads(state: _State, caller: object, before: list[tuple[Any, int]]) -> bool:
+    """Give each BLAS library its former count of threads, if this is the last caller."""
+    state.callers.discard(caller)
     for library, n in before:
-        if not state.inside or _of_thread(library):
+        if not state.callers or _counts_per_thread(library):
             library.set_num_threads(n)
         if hasattr(library, "clear_controlling_thread"):  # threadpoolctl 3.8
-            library.clear_controlling_thread()  # else only this thread could set it
-    if not state.inside:
+            library.clear_controlling_thread()  # else only this thread could set the count
+    if not state.callers:
         state.before = {}
     return True
 
 
-def _numbers() -> list[tuple[Any, int]]:
-    """Of each library, how many threads it has, or had before the first call of `_one_thread`."""
+def _thread_counts() -> list[tuple[Any, int]]:
+    """Return each BLAS library and its thread count, as it was before `_one_blas_thread`."""
     before = _state.before
     return [(x, before.get(x) or x.get_num_threads() or 1) for x in _blas()]
 
 
-def _of_thread(library: Any) -> bool:
-    """Whether each thread of the program has a number of its own."""
+def _counts_per_thread(library: Any) -> bool:
+    """Return whether the library has a separate thread count for each thread of the program."""
     return getattr(library, "threading_layer", None) == "openmp"
 
 
 def libraries() -> list[str]:
-    """Files of NumPy's BLAS."""
+    """Return the paths of NumPy's BLAS libraries."""
     return [library.filepath for library in _blas()]
 
 
 @functools.cache
 def _blas() -> list[Any]:
-    """NumPy's own BLAS, or all there are. Looking for them takes a millisecond."""
-    import threadpoolctl  # takes longer than the rest of this file, and a start may do without
+    """Return the BLAS libraries that NumPy ships, or else all that are loaded. It takes 1 ms."""
+    import threadpoolctl  # its import takes longer than this file; many programs do not need it
 
-    found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    loaded = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
     folder = Path(np.__file__).parent.parent
-    own = [x for x in found if Path(x.filepath).is_relative_to(folder) and "numpy" in x.filepath]
-    return own or found
+    ours = [x for x in loaded if Path(x.filepath).is_relative_to(folder) and "numpy" in x.filepath]
+    return ours or loaded
 
 
 def _forked() -> None:
-    """The child has none of the threads that wanted BLAS to have one."""
+    """In a forked child, which has none of the parent's threads: new pool, former BLAS counts."""
     global _state
     before, _state = _state.before, _State()
     for library, n in before.items():
