@@ -138,16 +138,16 @@ def test_gradients_of_a_bias_that_is_shared(axes: tuple[bool, ...], monkeypatch:
     """By batch, heads, queries or keys: no thread adds where another one does."""
     monkeypatch.setattr(tiles, "TILE", 1)  # a part for each head of the keys
     monkeypatch.setattr(tiles, "THREADED", 0)
-    add = flash._add_to
+    add = flash._add_to_dbias
 
     def slowly(dbias: Array, dscores: Array, part: Any, t: slice, s: slice) -> None:
-        here = dbias[tiles.place(dbias, part, t, s)]
+        here = dbias[tiles.tile_index(dbias, part, t, s)]
         before = here.copy()
         time.sleep(0.001)  # for another thread to add, which would be lost
         here[...] = before
         add(dbias, dscores, part, t, s)
 
-    monkeypatch.setattr(flash, "_add_to", slowly)
+    monkeypatch.setattr(flash, "_add_to_dbias", slowly)
     shape = tuple(1 if shared else n for n, shared in zip(FULL, axes, strict=True))
     given = inputs((4, 2), FULL[2:], bias=shape)
     require_same(given, causal=True)

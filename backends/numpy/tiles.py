@@ -1,4 +1,8 @@
-"""Tiles of attention's scores: which there are, what they hold, and which of them dropout keeps."""
+"""Tiles of attention scores: their queries and keys, their scores, and their dropout masks.
+
+A part is some batch elements with some groups of heads. A tile is some queries (slice t) and some
+keys (slice s) of a part.
+"""
 
 from __future__ import annotations
 
@@ -14,54 +18,58 @@ from xformer.ops._attention import SdpaOptions
 from xformer.ops.random_bits import RandomKey
 from xformer.typing import Array
 
-ROWS = (64, 256)  # queries of a tile: fewer do less beyond a diagonal, more read keys less often
+# Queries of a tile, at least and at most. With fewer, less work is wasted beyond the diagonal; with
+# more, keys are read less often.
+ROWS = (64, 256)
 COLUMNS = 512  # keys of a tile, at most
-TILE = 1 << 17  # elements of a tile, over all its heads: two of them fit in a core's L2 cache
-THREADED = 1 << 22  # multiplications that are worth waking a thread for
-FEW = 16  # queries for which copies do not pay; keys of which one may have all the weight
-NARROW = 512  # keys of a tile that is masked whole: faster than short pieces of its rows
+TILE = 1 << 17  # scores of a tile, over all its heads; two tiles fit in a core's L2 cache
+THREADED = 1 << 22  # multiplications; more are worth waking a thread for
+FEW = 16  # fewer queries: keys are not copied. Fewer keys: one may have all the weight.
+NARROW = 512  # keys; a tile of at most this many is masked whole, not in short pieces of its rows
 
 
 def _vector_exp2() -> bool:
-    """Whether this NumPy on this machine takes powers of 2 of a whole vector at once."""
-    introspect = getattr(np.lib, "introspect", None)  # of NumPy 2.1
+    """Return whether this NumPy has a SIMD `exp2` for float32 on this machine."""
+    introspect = getattr(np.lib, "introspect", None)  # since NumPy 2.1
     if introspect is None:
         return False
-    found = introspect.opt_func_info(func_name="^exp2$", signature="float32")
-    return "baseline" not in found.get("exp2", {}).get("ff", {}).get("current", "baseline")
+    targets = introspect.opt_func_info(func_name="^exp2$", signature="float32")
+    return "baseline" not in targets.get("exp2", {}).get("ff", {}).get("current", "baseline")
 
 
-EXP2 = _vector_exp2()  # then they take half the time of powers of e
+EXP2 = _vector_exp2()  # if it has one, exp2 takes half the time of exp
 
 
 class Part(NamedTuple):
-    """Batch elements and groups of heads that are taken on at once."""
+    """Batch elements b, key heads g and their query heads h, computed in one call."""
 
     b: slice
-    g: slice  # heads of the keys
-    h: slice  # heads of the queries
+    g: slice  # of G key heads
+    h: slice  # of H query heads
 
     @property
     def shared(self) -> int:
-        """How many heads of queries share one of the keys."""
+        """The number of query heads that share a key head, r = H / G."""
         return (self.h.stop - self.h.start) // (self.g.stop - self.g.start)
 
 
 class Scores(NamedTuple):
-    """What the scores of `sdpa` are made of."""
+    """The arrays and options that determine the scores of `sdpa`, and the order of its tiles."""
 
     q: Array  # (B, H, T, K)
     k: Array  # (B, G, S, K)
     bias: Array | None  # four axes, which broadcast to (B, H, T, S)
-    mask: Array | None  # as bias
+    mask: Array | None  # boolean, four axes, which broadcast to (B, H, T, S); True: may attend
     options: SdpaOptions
-    left: int | None  # of the band that the options allow
-    right: int | None
+    left: int | None  # keys before the query's own that it may attend to; None: all
+    right: int | None  # keys after it; None: all
 
-    def run(self, fn: Callable[[Part], None], width: int, apart: tuple[bool, bool]) -> None:
-        """fn(part) for all batch elements and groups; on threads, where K + M = `width` pays.
+    def run(self, fn: Callable[[Part], None], width: int, independent: tuple[bool, bool]) -> None:
+        """Call fn(part) for all parts, on several threads if that pays.
 
-        apart: whether parts of different batch elements, and of different groups, may run at once.
+        width: multiplications for each score
+        independent: whether parts of different batch elements can run at once, and whether parts
+            of different groups can
         """
         (n_batch, n_heads, n_queries), n_groups = self.q.shape[:3], self.k.shape[1]
         size = n_batch * n_heads * n_queries * self.k.shape[2]
@@ -71,24 +79,27 @@ class Scores(NamedTuple):
         threads = n_threads() if size * width > THREADED else 1
         lists: dict[tuple[int, int], list[Part]] = {}
         for part in self._parts(threads):
-            place = part.b.start if apart[0] else 0, part.g.start if apart[1] else 0
-            lists.setdefault(place, []).append(part)
-        todo = list(lists.values())
+            key = part.b.start if independent[0] else 0, part.g.start if independent[1] else 0
+            lists.setdefault(key, []).append(part)
+        in_order = list(lists.values())  # the parts of one list run one after the other
 
         def piece(start: int, stop: int) -> None:
-            for parts in todo[start:stop]:
+            for parts in in_order[start:stop]:
                 for part in parts:
                     fn(part)
 
-        blocks(piece, len(todo), 1 if threads > 1 else max(1, len(todo)))
+        blocks(piece, len(in_order), 1 if threads > 1 else max(1, len(in_order)))
 
     def _parts(self, threads: int) -> Iterator[Part]:
-        """As many heads as a tile holds, then as many batch elements; something for each thread."""
+        """Yield parts with as many heads, then batch elements, as a tile holds.
+
+        They are smaller if there would be fewer parts than threads.
+        """
         n_batch, n_groups, n_keys = self.k.shape[:3]
         r = self.q.shape[1] // n_groups
-        group = max(1, r * self.n_rows * min(COLUMNS, n_keys))  # elements
-        n_g = _even(n_groups, TILE // group, threads if n_batch < threads else 1)
-        n_b = _even(n_batch, TILE // (group * n_groups), threads)
+        group = max(1, r * self.n_rows * min(COLUMNS, n_keys))  # scores of a tile of one group
+        n_g = _even_size(n_groups, TILE // group, threads if n_batch < threads else 1)
+        n_b = _even_size(n_batch, TILE // (group * n_groups), threads)
         for b in range(0, n_batch, n_b):
             for g in range(0, n_groups, n_g):
                 end = min(g + n_g, n_groups)
@@ -96,151 +107,162 @@ class Scores(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        """How many queries a tile has."""
+        """The number of queries of a tile."""
         return min(max(ROWS[0], self.k.shape[2] // 8), ROWS[1], self.q.shape[2])
 
     @property
     def few_queries(self) -> bool:
-        """Whether they are too few for copies of the keys to pay."""
+        """Whether there are too few queries for copies of the keys to pay."""
         return self.q.shape[2] < FEW
 
     @property
-    def everywhere(self) -> tuple[slice, slice]:
-        """All queries and all keys."""
+    def whole(self) -> tuple[slice, slice]:
+        """The slices t of all queries and s of all keys."""
         return slice(0, self.q.shape[2]), slice(0, self.k.shape[2])
 
     @property
     def few_keys(self) -> bool:
-        """Whether no query sees more than a few keys."""
+        """Whether the band allows every query fewer than FEW keys."""
         n_keys = self.k.shape[2]
         if self.left is not None and self.right is not None:
             n_keys = min(n_keys, self.left + self.right + 1)
         return n_keys < FEW
 
     def rows(self, part: Part) -> Iterator[tuple[slice, int, int]]:
-        """Tiles' queries, the last first, and from which to which key they may see any."""
+        """Yield (t, low, high) from the last queries to the first.
+
+        No query of the slice t may attend to a key outside [low, high).
+        """
         n_queries, n_keys = self.q.shape[2], self.k.shape[2]
-        ahead = n_keys - n_queries
-        least, most = self._unpadded(part)
+        ahead = n_keys - n_queries  # query i is aligned with key i + ahead
+        first, end = self._unmasked_keys(part)
         for start in reversed(range(0, n_queries, self.n_rows)):
-            stop, low, high = min(start + self.n_rows, n_queries), least, most
+            stop, low, high = min(start + self.n_rows, n_queries), first, end
             if self.left is not None:
                 low = max(low, start + ahead - self.left)
             if self.right is not None:
                 high = min(high, stop + ahead + self.right)
             yield slice(start, stop), low, max(low, high)
 
-    def _unpadded(self, part: Part) -> tuple[int, int]:
-        """From which to which key a mask of keys alone lets anybody see."""
+    def _unmasked_keys(self, part: Part) -> tuple[int, int]:
+        """Return (first, end) of the keys that a padding mask (B, 1, 1, S) allows in this part."""
         n_keys = self.k.shape[2]
         if self.mask is None or self.mask.shape[1:] != (1, 1, n_keys):
             return 0, n_keys
-        seen = np.flatnonzero(own(self.mask, part).any(axis=(0, 1, 2)))
-        return (int(seen[0]), int(seen[-1]) + 1) if seen.size else (0, 0)
+        allowed = np.flatnonzero(tile_of(self.mask, part).any(axis=(0, 1, 2)))
+        return (int(allowed[0]), int(allowed[-1]) + 1) if allowed.size else (0, 0)
 
     def queries(self, part: Part, t: slice) -> Array:
-        """(b, g, r * t, K): the heads of a group as more rows."""
+        """Return the queries t as (b, g, r * t, K): the heads of a group become rows."""
         return fold(self.q[part.b, part.h, t], part)
 
     def factor(self, unit: float) -> float:
-        """Of q k^T, for `tile` to make scores of, in that unit."""
-        scale, cap = self.options.scale, self.options.softcap
-        return scale * unit if cap is None else scale / cap
+        """Return the factor of q k^T that `tile` expects: scale * unit, or scale / softcap."""
+        scale, softcap = self.options.scale, self.options.softcap
+        return scale * unit if softcap is None else scale / softcap
 
     def tile(
         self, queries: Array, keys: Array, part: Part, t: slice, s: slice, unit: float
     ) -> tuple[Array, Array | None]:
-        """Scores (b, h, t, s), times unit; the slope of the softcap.
+        """Return the scores of a tile times unit, (b, h, t, s), and the softcap's derivative there.
 
-        queries (b, g, r * t, K), keys (b, g, K, S), one of them times `factor`.
+        queries: (b, g, r * t, K)   keys: (b, g, K, S); one of them multiplied by `factor(unit)`
+        The scores are scratch memory. The derivative is None without a softcap.
         """
         shape, dtype = (*queries.shape[:3], s.stop - s.start), queries.dtype
         scores = np.matmul(queries, keys[..., s], out=scratch("scores", shape, dtype))
         scores = unfold(scores, part)
-        slope = None
+        derivative = None
         if self.options.softcap is not None:
             np.tanh(scores, out=scores)
-            slope = 1 - scores**2
+            derivative = 1 - scores**2
             scores *= self.options.softcap * unit
         if self.bias is not None:
-            scores += own(self.bias, part, t, s) * unit
-        return scores, slope
+            scores += tile_of(self.bias, part, t, s) * unit
+        return scores, derivative
 
-    def forbid(self, x: Array, part: Part, t: slice, s: slice, what: float) -> None:
-        """x = what, 0 or -inf, where a query may not attend: whatever is there, NaN perhaps."""
+    def forbid(self, x: Array, part: Part, t: slice, s: slice, value: float) -> None:
+        """Set x (b, h, t, s) to `value`, 0 or -inf, where a query may not attend to a key.
+
+        x may be NaN there.
+        """
         n, m = x.shape[2:]
         if self.mask is not None:
-            allowed = own(self.mask, part, t, s)
+            allowed = tile_of(self.mask, part, t, s)
             if not allowed.all():
-                np.copyto(x, what, where=~allowed)
-        first = t.start + self.k.shape[2] - self.q.shape[2] - s.start  # the key of the first query
+                np.copyto(x, value, where=~allowed)
+        # The column of x that is aligned with the first query.
+        first = t.start + self.k.shape[2] - self.q.shape[2] - s.start
         if self.right is not None and first + self.right + 1 < m:
             start = max(0, first + self.right + 1) if m > NARROW else 0
-            _replace(x[..., start:], None, first + self.right - start, what)
+            _replace(x[..., start:], None, first + self.right - start, value)
         if self.left is not None and first + n - 1 - self.left > 0:
             stop = min(m, first + n - 1 - self.left) if m > NARROW else m
-            _replace(x[..., :stop], first - self.left, None, what)
+            _replace(x[..., :stop], first - self.left, None, value)
 
-    def kept(self, part: Part, t: slice, s: slice) -> Array:
-        """1 where dropout keeps a probability of the tile, else 0: (b, h, t, s)."""
+    def dropout_mask(self, part: Part, t: slice, s: slice) -> Array:
+        """Return (b, h, t, s): 1 where dropout keeps a probability of the tile, else 0."""
         (n_heads, n_queries), n_keys = self.q.shape[1:3], self.k.shape[2]
         b, h, i = np.ogrid[part.b, part.h, t]
         starts = ((b * n_heads + h) * n_queries + i) * n_keys + s.start
         key = cast(RandomKey, self.options.dropout_key)
-        drawn = words(key, starts.reshape(-1), s.stop - s.start)
-        kept = drawn >= round(self.options.dropout_rate * 2**32)
-        return kept.reshape(*starts.shape, -1).astype(self.q.dtype)
+        random = words(key, starts.reshape(-1), s.stop - s.start)
+        keep = random >= round(self.options.dropout_rate * 2**32)
+        return keep.reshape(*starts.shape, -1).astype(self.q.dtype)
 
 
 def columns(low: int, high: int) -> Iterator[slice]:
-    """Keys of the tiles."""
+    """Return the slices s of the tiles' keys, which cover [low, high)."""
     return (slice(i, min(i + COLUMNS, high)) for i in range(low, high, COLUMNS))
 
 
 def fold(x: Array, part: Part) -> Array:
-    """(b, h, t, .) -> (b, g, r * t, .); a copy, where heads share keys and x is not contiguous."""
+    """Reshape x (b, h, t, .) to (b, g, r * t, .): a view if contiguous or r = 1, else a copy."""
     r = part.shared
     return x if r == 1 else x.reshape(x.shape[0], x.shape[1] // r, r * x.shape[2], x.shape[3])
 
 
 def unfold(x: Array, part: Part) -> Array:
-    """(b, g, r * t, .) -> (b, h, t, .), of contiguous memory."""
+    """Reshape contiguous x (b, g, r * t, .) to a view (b, h, t, .): the inverse of `fold`."""
     r = part.shared
     return x if r == 1 else x.reshape(x.shape[0], x.shape[1] * r, x.shape[2] // r, x.shape[3])
 
 
 def transposed(x: Array, scale: float, name: str) -> Array:
-    """scale * x (b, g, S, .) as (b, g, ., S): BLAS is faster with it than with a view."""
+    """Return scale * x (b, g, S, .) as (b, g, ., S), in the scratch buffer `name`.
+
+    BLAS is faster with this copy than with a transposed view.
+    """
     b, g, s, k = x.shape
     return np.multiply(x.mT, scale, out=scratch(name, (b, g, k, s), x.dtype))
 
 
-def _even(n: int, most: int, least_pieces: int) -> int:
-    """The size of equal pieces of n, of at most `most` and at least 1."""
+def _even_size(n: int, most: int, least_pieces: int) -> int:
+    """Return the size of equal pieces of n: at most `most`, and at least `least_pieces` of them."""
     pieces = max(-(-n // max(1, most)), min(n, least_pieces), 1)
     return max(1, -(-n // pieces))
 
 
-def own(x: Array, part: Part, *rest: slice) -> Array:
-    """What an array that broadcasts to (B, H, T, S) holds for a part, or for a tile of it."""
-    return x[place(x, part, *rest)]
+def tile_of(x: Array, part: Part, *tile: slice) -> Array:
+    """Return the part of an array x that broadcasts to (B, H, T, S), or its tile (t, s)."""
+    return x[tile_index(x, part, *tile)]
 
 
-def place(x: Array, part: Part, *rest: slice) -> tuple[slice, ...]:
-    """Where that is."""
-    axes = zip(x.shape, (part.b, part.h, *rest), strict=False)
-    return tuple(slice(None) if n == 1 else own for n, own in axes)
+def tile_index(x: Array, part: Part, *tile: slice) -> tuple[slice, ...]:
+    """Return the index of `tile_of`: a whole axis where x has length 1."""
+    axes = zip(x.shape, (part.b, part.h, *tile), strict=False)
+    return tuple(slice(None) if n == 1 else index for n, index in axes)
 
 
-def _replace(x: Array, low: int | None, high: int | None, what: float) -> None:
-    """Write `what`, 0 or -inf, to x except where row + low <= column <= row + high.
+def _replace(x: Array, low: int | None, high: int | None, value: float) -> None:
+    """Write `value`, 0 or -inf, to x except where row + low <= column <= row + high.
 
-    Bit operations take as long as an addition would, and a third of the time of `copyto`.
+    Bit operations take as long as an addition, a third of the time of `copyto`.
     """
     inside, infinite = _band(*x.shape[2:], low, high, x.dtype)
     bits = x.view(inside.dtype)
     np.bitwise_and(bits, inside, out=bits)
-    if what:
+    if value:
         np.bitwise_or(bits, infinite, out=bits)
 
 
@@ -248,7 +270,10 @@ def _replace(x: Array, low: int | None, high: int | None, what: float) -> None:
 def _band(
     n: int, m: int, low: int | None, high: int | None, dtype: np.dtype
 ) -> tuple[Array, Array]:
-    """Two arrays of bits (n, m): set where row + low <= column <= row + high; -inf elsewhere."""
+    """Return integers (n, m) to combine with the bits of x by `&`, and others by `|`.
+
+    They are all ones and 0 where row + low <= column <= row + high; else 0 and the bits of -inf.
+    """
     column, row = np.arange(m), np.arange(n)[:, None]
     inside = (low is None or column >= row + low) & (high is None or column <= row + high)
     infinite = np.asarray(-np.inf, dtype).view(f"i{dtype.itemsize}")
