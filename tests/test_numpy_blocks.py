@@ -313,8 +313,8 @@ def test_errors_of_the_backward() -> None:
 @pytest.mark.parametrize(
     ("n", "changes", "why"),
     [
-        (10, {}, "10 sequences do not part evenly among 3 threads"),
-        (3, {"length": 4}, "1 sequences of 4 tokens are too little for a thread"),
+        (10, {}, "10 sequences cannot be divided evenly among 3 threads"),
+        (3, {"length": 4}, "1 sequences of 4 tokens are too few for a thread"),
         (9, {"dropout": 0.1}, "dropout"),
         (9, {"experts": ExpertsConfig(n_experts=2, top_k=1, d_ff=8)}, "experts"),
     ],
@@ -332,12 +332,12 @@ def test_it_says_why_else() -> None:
     args, options = arguments()
     assert (
         kernel.unsupported(args[0][0], *args[1:], **options)
-        == "x or memory is no batch of sequences"
+        == "x and memory are not batches of one size"
     )
     short = (*args[:2], args[2][:8], *args[3:])
-    assert kernel.unsupported(*short, **options) == "x or memory is no batch of sequences"
+    assert kernel.unsupported(*short, **options) == "x and memory are not batches of one size"
     kv_cache = (layers.KVCache(),) * 3
-    assert kernel.unsupported(*args, kv_cache=kv_cache, **options) == "a text that grows"
+    assert kernel.unsupported(*args, kv_cache=kv_cache, **options) == "there is a KV cache"
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         assert kernel.unsupported(*args, **options) == "one thread"
     kept, _ = arguments(9, 5)

@@ -1,4 +1,4 @@
-"""`advance` by one token: as few calls as can be, since each takes as long as its arithmetic."""
+"""`advance` by one token in few NumPy calls: calling one takes as long as its arithmetic."""
 
 from __future__ import annotations
 
@@ -42,36 +42,36 @@ def unsupported(
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if x.shape[1] != 1 or kv_cache[0].k is None or kv_cache[0].write_index is not None:
-        return "not one token after others"
-    if not (memory is bias is pos is relative_bias is mask is memory_mask is None):
+        return "not one token that follows a growing KV cache"
+    if not (memory is bias is pos is relative is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
-    return other_model(params, configs)
+    return unsupported_model(params, configs)
 
 
-def other_model(params: StackParams, configs: Sequence[BlockConfig]) -> str | None:
-    """What of `unsupported` is the same for every token."""
+def unsupported_model(params: StackParams, configs: Sequence[BlockConfig]) -> str | None:
+    """Return why the kernel cannot run for this model, whatever the token is."""
     if any(c.norm_placement == "post" for c in configs):
         return "post-LN"
     if not (params.memory is params.relative_bias is None):
         return "a shared memory or a relative bias"
-    return other_blocks(params.blocks, configs)
+    return unsupported_blocks(params.blocks, configs)
 
 
-def other_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockConfig]) -> str | None:
-    """Why blocks are not of the usual kind: attention, then a feed-forward network."""
+def unsupported_blocks(blocks: Sequence[BlockParams], configs: Sequence[BlockConfig]) -> str | None:
+    """Return why blocks are not self-attention, then a feed-forward network; None if they are."""
     if any(c.parallel or c.experts or c.attn.softcap for c in configs):
         return "parallel blocks, experts or softcap"
-    for own in blocks:
-        attn, kv, ffn = own.attn, own.attn.kv, own.ffn
+    for block in blocks:
+        attn, kv, ffn, cross = block.attn, block.attn.kv, block.ffn, block.cross
         if kv is None or not isinstance(ffn, FeedForwardParams):
-            return "keys from elsewhere or experts"
-        if not all(x is None for x in (attn.sinks, attn.shaw, attn.q_norm, kv.k_norm, own.cross)):
-            return "norms of queries, sinks, Shaw's positions or cross-attention"
+            return "no projections of keys and values, or experts"
+        if not all(x is None for x in (attn.sinks, attn.shaw, attn.q_norm, kv.k_norm, cross)):
+            return "norms of queries and keys, sinks, Shaw's positions or cross-attention"
         maps = (attn.q, kv.k, kv.v, attn.o, ffn.up, ffn.down, ffn.gate or ffn.up)
         if not all(isinstance(p, LinearParams) for p in maps):
-            return "adapters, or no map after the heads"
+            return "adapters, or no output projection"
     return None
 
 
@@ -91,15 +91,18 @@ def advance(
     mask: Array | None = None,
     memory_mask: Array | None = None,
 ) -> tuple[Array, tuple[KVCache, ...]]:
-    """Its vector (B, D) through all layers."""
-    grown, y, order = [], x[:, 0], order_of(params.blocks, configs)
-    with blas_alone(), np.errstate(over="ignore"):  # of silu, where its sigmoid is 0
+    """Return the hidden state (B, 1, D) of one token after all layers, and the longer KV caches.
+
+    x: (B, 1, D)
+    """
+    kv_caches, y, order = [], x[:, 0], order_of(params.blocks, configs)
+    with blas_alone(), np.errstate(over="ignore"):  # exp overflows in silu if the sigmoid is 0
         for i, config in enumerate(configs):
-            own = params.blocks[order[i]]
-            y, after = _block(y, own, config, rotary, kv_cache[i])
-            grown.append(after)
+            block = params.blocks[order[i]]
+            y, longer = _block(y, block, config, rotary, kv_cache[i])
+            kv_caches.append(longer)
         y = _norm(y, params.norm, configs[-1])
-    return y[:, None], tuple(grown)
+    return y[:, None], tuple(kv_caches)
 
 
 def _block(
@@ -132,9 +135,9 @@ def _attend(
     if rotary is None:
         q, k = q.reshape(n, n_heads, 1, -1), k.reshape(n, n_groups, 1, -1)
     else:
-        both = np.concatenate((q, k), axis=-1).reshape(n, n_heads + n_groups, 1, -1)
-        both = _turned(both, rotary)
-        q, k = both[:, :n_heads], both[:, n_heads:]
+        qk = np.concatenate((q, k), axis=-1).reshape(n, n_heads + n_groups, 1, -1)
+        qk = _rotated(qk, rotary)
+        q, k = qk[:, :n_heads], qk[:, n_heads:]
     if config.attn.window is not None and config.attn.window[0] is not None:
         kv_cache = kv_cache.last(config.attn.window[0])
     kv_cache = append(k, v, kv_cache=kv_cache)
@@ -148,8 +151,8 @@ def _attend(
     return _linear((probs @ kv_cache.v).reshape(n, -1), params.o), kv_cache
 
 
-def _turned(x: Array, rotary: layers.RopeTables) -> Array:
-    """`ops.rope`."""
+def _rotated(x: Array, rotary: layers.RopeTables) -> Array:
+    """Return x (B, H, 1, K) after RoPE, as `ops.rope` computes it."""
     cos, sin, interleaved = rotary
     if cos.ndim == 3:
         cos, sin = cos[:, None], sin[:, None]
@@ -166,9 +169,9 @@ def _feed(x: Array, params: Any, config: BlockConfig) -> Array:
     hidden = _linear(x, params.up)
     if params.gate is None:
         return _linear(_activated(hidden, config.ffn.activation), params.down)
-    opened = _activated(_linear(x, params.gate), config.ffn.activation)
-    opened *= hidden
-    return _linear(opened, params.down)
+    gated = _activated(_linear(x, params.gate), config.ffn.activation)
+    gated *= hidden
+    return _linear(gated, params.down)
 
 
 def _activated(x: Array, name: str) -> Array:
@@ -190,7 +193,7 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
         y = x * (w + config.norm.offset if config.norm.offset else w)
         y /= np.sqrt(np.vecdot(x, x) / width + config.norm.eps)[:, None]
         return y
-    wider = np.longdouble if x.dtype == np.float64 else np.float64  # of equal numbers it is exact
+    wider = np.longdouble if x.dtype == np.float64 else np.float64  # exact for equal numbers
     mean = (np.add.reduce(x, axis=-1, dtype=wider) / width)[:, None]
     y = np.subtract(x, mean, dtype=x.dtype, casting="same_kind")
     y *= w / np.sqrt(np.vecdot(y, y) / width + config.norm.eps)[:, None]

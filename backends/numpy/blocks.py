@@ -1,7 +1,7 @@
-"""`blocks`: each thread takes its share of the batch through all layers.
+"""`blocks` by data parallelism: each thread computes all layers for its share of the batch.
 
-Threads wait for each other once forward and once backward, not in every op, and while one waits for
-memory another computes.
+Threads wait for each other once in forward and once in backward, not in every op. While one thread
+waits for memory, another computes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from xformer.layers.kv_cache import KVCache
 from xformer.showing import short
 from xformer.typing import Array
 
-ROWS = 128  # tokens of a share, for each other one: the gradients of all shares must be added
-UNEVEN = 9 / 8  # the largest share over the mean, at most
+# Least tokens of a share, times the number of other shares: their gradients must be added up.
+ROWS = 128
+UNEVEN = 9 / 8  # most sequences of the largest share, over the mean of all shares
 
 
 def unsupported(
@@ -48,38 +49,38 @@ def unsupported(
     dropout_key: ops.RandomKey | None = None,
     activation_checkpointing: bool = False,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if kv_cache is not None:
-        return "a text that grows"
-    is_batch, kept = _is_array(x) and x.ndim == 3, tree.flatten((memory,)).values()
-    if not is_batch or not all(_is_array(a) and a.shape[:1] == x.shape[:1] for a in kept):
-        return "x or memory is no batch of sequences"
+        return "there is a KV cache"
+    is_batch, memories = _is_array(x) and x.ndim == 3, tree.flatten((memory,)).values()
+    if not is_batch or not all(_is_array(a) and a.shape[:1] == x.shape[:1] for a in memories):
+        return "x and memory are not batches of one size"
     n = len(x)
     fits = [_fits(a, 4, 1, n) for a in (bias, mask, memory_mask) if a is not None]
     if rotary is not None:
         fits += _fits(rotary.cos, 3, n), _fits(rotary.sin, 3, n)
     if not all(fits):
-        return f"bias, masks or rotary are neither one for all {n} sequences nor one for each"
+        return f"bias, masks or rotary tables are neither for all {n} sequences nor for each"
     if any(config.experts is not None for config in configs):
-        return "experts, whose router sees the whole batch"
+        return "experts: their router needs the whole batch"
     if dropout_key is not None and any(
         config.dropout or config.attn.dropout or getattr(config.ffn, "dropout", 0.0)
         for config in configs
     ):
-        return "dropout, whose mask goes by the place in the whole batch"
-    return unparted(n, x.shape[1])
+        return "dropout: its mask depends on the index in the whole batch"
+    return unsupported_batch(n, x.shape[1])
 
 
-def unparted(n: int, length: int) -> str | None:
-    """Why n sequences of this length are no shares of a batch."""
+def unsupported_batch(n: int, length: int) -> str | None:
+    """Return why n sequences of `length` tokens are not divided among threads, or None."""
     threads = n_threads()
     size = -(-n // threads)
     if threads == 1:
         return "one thread"
     if size * threads > UNEVEN * n:
-        return f"{n} sequences do not part evenly among {threads} threads"
+        return f"{n} sequences cannot be divided evenly among {threads} threads"
     if size * length < ROWS * (1 if is_inference() else threads - 1):
-        return f"{size} sequences of {length} tokens are too little for a thread"
+        return f"{size} sequences of {length} tokens are too few for a thread"
     return None
 
 
@@ -101,8 +102,11 @@ def blocks(
     dropout_key: ops.RandomKey | None = None,
     activation_checkpointing: bool = False,
 ) -> tuple[Array, SharesCache | BlocksCache]:
-    """Shares of x, of memory, and of what else each sequence has its own of."""
-    how: Any = {
+    """Compute `blocks` for shares of the batch at once.
+
+    A share is a slice of x, of memory, and of each array that has an entry for each sequence.
+    """
+    config_options: Any = {
         "configs": configs,
         "causal": causal,
         "activation_checkpointing": activation_checkpointing,
@@ -112,116 +116,127 @@ def blocks(
     caches: list[Any] = [None] * len(shares)
 
     def forward(i: int) -> None:
-        own = partial(_own, shares[i], n)
-        options: Any = {"mask": own(mask, 4), "memory_mask": own(memory_mask, 4)}
+        share = partial(_share, shares[i], n)
+        options: Any = {"mask": share(mask, 4), "memory_mask": share(memory_mask, 4)}
         if rotary is not None:
-            tables = own(rotary.cos, 3), own(rotary.sin, 3)
+            tables = share(rotary.cos, 3), share(rotary.sin, 3)
             options["rotary"] = layers.RopeTables(*tables, rotary.interleaved)
-        its = tree.map(lambda a: a[shares[i]], memory)
-        given: Any = x[shares[i]], params, its, own(bias, 4), pos, memory_pos
+        memory_share = tree.map(lambda a: a[shares[i]], memory)
+        args: Any = x[shares[i]], params, memory_share, share(bias, 4), pos, memory_pos
         run: Any = reference.reference
-        y[shares[i]], caches[i] = run(*given, **how, **options)
+        y[shares[i]], caches[i] = run(*args, **config_options, **options)
 
-    with suppress(TypeError, ValueError):  # which name shapes of a share
+    # An error would name the shapes of a share. The reference then raises it for the whole batch.
+    with suppress(TypeError, ValueError):
         on_threads([partial(forward, i) for i in range(len(shares))])
-        return y, SharesCache(tuple(shares), tuple(caches), y.shape, _is_own(bias, 4, n))
+        return y, SharesCache(tuple(shares), tuple(caches), y.shape, _is_per_sequence(bias, 4, n))
     options: Any = {"rotary": rotary, "mask": mask, "memory_mask": memory_mask}
-    return reference.reference(x, params, memory, bias, pos, memory_pos, **how, **options)
+    return reference.reference(
+        x, params, memory, bias, pos, memory_pos, **config_options, **options
+    )
 
 
 @short
 class SharesCache(NamedTuple):
-    """Saved by `blocks` for backward."""
+    """Saved by `blocks` for backward: the reference's cache of each share of the batch."""
 
-    shares: tuple[slice, ...]  # of the batch
-    caches: tuple[BlocksCache, ...]  # of each share
-    shape: tuple[int, ...]
-    own_bias: bool  # whether each sequence has its own
+    shares: tuple[slice, ...]  # sequences of each share
+    caches: tuple[BlocksCache, ...]  # one for each share
+    shape: tuple[int, ...]  # of y: (B, T, D)
+    bias_per_sequence: bool  # whether bias has an entry for each sequence
 
     @property
     def blocks(self) -> NoReturn:
-        """AttributeError, where `BlocksCache` has the cache of each layer."""
+        """Raise AttributeError: `BlocksCache.blocks` has a cache for each layer, this has not."""
         without_layers()
 
     def backward(self, dy: Array, drouter_logits: Sequence[None] | None = None) -> tuple[Any, ...]:
-        """Gradients of x, params, memory, bias, pos, memory_pos; there are no routers.
+        """Return the gradients of x, params, memory, bias, pos, memory_pos.
 
-        Those of a layer's parameters are added when the last share has them, and not kept.
+        drouter_logits: None, or None for each layer: there are no routers.
+
+        The parameter gradients of a layer are added up while backward runs, so that the gradients
+        of all shares and layers are never in memory together.
         """
         require_shape("blocks", "dy", dy, self.shape)
         require_no_routers(drouter_logits)
         order, n = self.caches[0].order, len(self.shares)
-        turns = [n * order[i + 1 :].count(which) for i, which in enumerate(order)]
+        # Layers with the same parameters add to the same total, the last layer first.
+        positions = [n * order[i + 1 :].count(which) for i, which in enumerate(order)]
         totals = [_Total() for _ in range(max(order) + 1)]
         dx = np.empty(self.shape, dy.dtype)
-        rest: list[Any] = [None] * len(self.shares)
+        other_grads: list[Any] = [None] * len(self.shares)
 
         def backward(i: int) -> None:
-            own = self.caches[i]
-            places = zip(own.blocks, order, turns, strict=True)
-            own_layers = (_Layer(cache, totals[which], turn + i) for cache, which, turn in places)
-            cache = own._replace(blocks=tuple(own_layers))
-            dx[self.shares[i]], _, *rest[i] = cache.backward(dy[self.shares[i]])
+            cache = self.caches[i]
+            layers_of_share = tuple(
+                _Layer(layer, totals[which], position + i)
+                for layer, which, position in zip(cache.blocks, order, positions, strict=True)
+            )
+            cache = cache._replace(blocks=layers_of_share)
+            dx[self.shares[i]], _, *other_grads[i] = cache.backward(dy[self.shares[i]])
 
         on_threads([partial(backward, i) for i in range(len(self.shares))])
-        dmemory, dbias, *dpositions = zip(*rest, strict=True)
+        dmemory, dbias, *dpositions = zip(*other_grads, strict=True)
         return (
             dx,
             tuple(total.value for total in totals),
-            tree.map(_together, *dmemory),
-            tree.map(_together if self.own_bias else _sum, *dbias),
+            tree.map(_concatenated, *dmemory),
+            tree.map(_concatenated if self.bias_per_sequence else _sum, *dbias),
             *(tree.map(_sum, *dpos) for dpos in dpositions),
         )
 
 
 def without_layers() -> NoReturn:
-    """AttributeError: there is no cache of each layer."""
+    """Raise AttributeError: there is no cache of each layer."""
     raise AttributeError(
-        "blocks: each thread took its sequences through all layers; within reference_only() "
-        "there is one cache a layer"
+        "blocks: each thread computed all layers for its sequences, so there is no cache of each "
+        "layer; there is within reference_only()"
     )
 
 
 def require_no_routers(drouter_logits: Sequence[None] | None) -> None:
-    """ValueError for the gradient of a router, of which there is none."""
+    """Raise ValueError if drouter_logits has a gradient: there is no router."""
     if any(dlogits is not None for dlogits in drouter_logits or ()):
         raise ValueError("blocks: drouter_logits must be None, there are no experts")
 
 
 class _Total:
-    """The sum of a block's gradients, in turn, whichever is ready first.
+    """The sum of the gradients of one block's parameters, added in a fixed order.
 
-    From the last layer that has its parameters to the first, and in each in the order of shares.
+    `add` may be called in any order: a gradient that is early is held until its position comes.
     """
 
     def __init__(self) -> None:
         self.value: Any = None
         self._lock, self._next, self._early = threading.Lock(), 0, dict[int, Any]()
 
-    def add(self, turn: int, dparams: Any) -> None:
+    def add(self, position: int, dparams: Any) -> None:
+        """Add the gradients at `position`, 0 first, and all later ones that are waiting."""
         with self._lock:
-            self._early[turn] = dparams
+            self._early[position] = dparams
             while self._next in self._early:
-                more = self._early.pop(self._next)
-                self.value = more if self._next == 0 else add(self.value, more)
+                grads = self._early.pop(self._next)
+                self.value = grads if self._next == 0 else add(self.value, grads)
                 self._next += 1
 
 
 class _Layer(NamedTuple):
-    """The cache of one layer and share, which hands on the gradients of the parameters."""
+    """The cache of one layer and share. Its parameter gradients are added to `total`."""
 
     cache: Any
     total: _Total
-    turn: int  # in which it is added
+    position: int  # in the order of additions to `total`
 
     def backward(self, dy: Array) -> tuple[Any, ...]:
-        """As `BlockCache.backward`, None in the place of dparams."""
-        dx, dparams, *rest = self.cache.backward(dy)
-        self.total.add(self.turn, dparams)
-        return dx, None, *rest
+        """Return the gradients of `BlockCache.backward`, with None for dparams."""
+        dx, dparams, *other_grads = self.cache.backward(dy)
+        self.total.add(self.position, dparams)
+        return dx, None, *other_grads
 
 
 def _shares(n: int) -> list[slice]:
+    """Return the slice of n sequences for each thread."""
     size = -(-n // n_threads())
     return [slice(start, start + size) for start in range(0, n, size)]
 
@@ -231,20 +246,24 @@ def _is_array(a: Any) -> bool:
 
 
 def _fits(a: Any, ndim: int, *leading: int) -> bool:
-    """Whether it is an array of less than ndim dimensions, or of ndim and such a leading length."""
+    """Return whether `a` is an array of fewer than ndim axes, or of ndim with a first axis allowed.
+
+    leading: allowed lengths of the first axis
+    """
     return _is_array(a) and (a.ndim < ndim or (a.ndim == ndim and a.shape[0] in leading))
 
 
-def _is_own(a: Array | None, ndim: int, n: int) -> bool:
-    """Whether each of n sequences has its own, in an array of ndim dimensions."""
+def _is_per_sequence(a: Array | None, ndim: int, n: int) -> bool:
+    """Return whether `a` has ndim axes, and an entry for each of n sequences."""
     return a is not None and a.ndim == ndim and a.shape[0] == n
 
 
-def _own(share: slice, n: int, a: Array | None, ndim: int) -> Array | None:
-    return a[share] if a is not None and _is_own(a, ndim, n) else a
+def _share(share: slice, n: int, a: Array | None, ndim: int) -> Array | None:
+    """Return a[share] if `a` has an entry for each of n sequences, else `a`."""
+    return a[share] if a is not None and _is_per_sequence(a, ndim, n) else a
 
 
-def _together(*shares: Array) -> Array:
+def _concatenated(*shares: Array) -> Array:
     return np.concatenate(shares)
 
 

@@ -1,4 +1,4 @@
-"""`cross_entropy` in blocks of rows: no array of the logits' size but their gradient."""
+"""`cross_entropy` in blocks of rows. Only the gradient is an array of the logits' size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Array, CrossEntropyCache]:
-    """Of each row top, total, the target's logit and, with label smoothing, the mean."""
+    """Compute the loss from each row's maximum, sum of exponentials and target logit."""
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
@@ -56,14 +56,14 @@ def cross_entropy(
 
 @short
 class CrossEntropyCache(NamedTuple):
-    """Saved by `cross_entropy` for backward; probabilities are recomputed from top."""
+    """Saved by `cross_entropy` for backward; probabilities are exp(logits - top) / total."""
 
     logits: Array  # (..., V)
     targets: Array  # (...), ignored ones set to 0
-    kept: Array | None  # (...), boolean; None where all are
+    kept: Array | None  # (...), boolean: the target is not ignored; None if no target is ignored
     top: Array  # (N,), max(x)
     total: Array  # (N,), sum(exp(x - top))
-    weight: Array  # (N,), 0 for ignored tokens
+    weight: Array  # (N,), the factor of a token's loss, 0 for ignored tokens
     label_smoothing: float
     z_loss: float
     reduction: str
@@ -76,37 +76,40 @@ class CrossEntropyCache(NamedTuple):
         dlogits = np.empty(self.logits.shape, dloss.dtype)
         dxs, targets, a = rows(dlogits), self.targets.reshape(-1), self.label_smoothing
         scale = dloss.reshape(-1) * self.weight  # (N,)
-        slope = scale * slopes(self.top, self.total, self.z_loss)
+        factor = scale * exp_factor(self.top, self.total, self.z_loss)
 
         def piece(x: Array, at: slice) -> None:
             dx = dxs[at]
             np.exp(np.subtract(x, self.top[at, None], out=dx), out=dx)
-            dx *= slope[at, None]
-            less(dx, targets[at], scale[at], a)
+            dx *= factor[at, None]
+            subtract_targets(dx, targets[at], scale[at], a)
 
         _over_rows(piece, self.logits, self.kept)
         return dlogits
 
 
 class Tokens(NamedTuple):
-    """Of each token what its loss needs of its logits."""
+    """What the loss and its gradient need of each token's logits. `read` fills it in."""
 
     targets: Array  # (N,), ignored ones set to 0
-    top: Array  # (N,), the highest logit
-    total: Array  # (N,), the sum of exp(x - top)
-    hit: Array  # (N,), the target's logit less top
-    mean: Array  # (N,), of the logits less top; with label smoothing
+    top: Array  # (N,), max(x)
+    total: Array  # (N,), sum(exp(x - top))
+    hit: Array  # (N,), x[target] - top
+    mean: Array  # (N,), mean(x - top); only with label smoothing
     label_smoothing: float
     z_loss: float
 
     @staticmethod
     def of(targets: Array, dtype: Any, label_smoothing: float, z_loss: float) -> Tokens:
-        """Nothing yet, of any token."""
+        """Return uninitialised arrays for all `targets`."""
         top, total, hit, mean = (np.empty(targets.size, dtype) for _ in range(4))
         return Tokens(targets.reshape(-1), top, total, hit, mean, label_smoothing, z_loss)
 
     def read(self, x: Array, at: slice, e: Array) -> None:
-        """These tokens' from their logits x; exp(x - top) to e, which may be x."""
+        """Fill in the tokens `at` from their logits x (n, V), and write exp(x - top) to e.
+
+        e may be x itself.
+        """
         top = np.maximum.reduce(x, axis=-1, out=self.top[at])
         np.subtract(x, top[:, None], out=e)
         self.hit[at] = e[np.arange(len(e)), self.targets[at]]
@@ -116,7 +119,7 @@ class Tokens(NamedTuple):
         np.add.reduce(e, axis=-1, out=self.total[at])
 
     def losses(self) -> Array:
-        """(N,)."""
+        """Return the loss of each token, (N,)."""
         a, loss = self.label_smoothing, np.log(self.total)  # lse - top
         if a < 1:  # a factor of 0 would make NaN of a logit of -inf
             loss -= (1 - a) * self.hit
@@ -127,22 +130,22 @@ class Tokens(NamedTuple):
         return loss
 
 
-def slopes(top: Array, total: Array, z_loss: float) -> Array:
-    """(N,), what exp(x - top) is multiplied by for the gradient of lse + z lse^2."""
+def exp_factor(top: Array, total: Array, z_loss: float) -> Array:
+    """Return (N,): times exp(x - top) it is the gradient of lse + z lse^2, lse = logsumexp(x)."""
     return (1 + 2 * z_loss * (np.log(total) + top)) / total
 
 
-def less(dx: Array, targets: Array, scale: Any, label_smoothing: float) -> None:
-    """dx -= scale * ((1 - a) onehot(target) + a / V), of each token."""
+def subtract_targets(dx: Array, targets: Array, scale: Any, label_smoothing: float) -> None:
+    """Subtract scale * ((1 - a) onehot(target) + a / V) from dx (n, V); a is label_smoothing."""
     dx[np.arange(len(dx)), targets] -= (1 - label_smoothing) * scale
     if label_smoothing:
         dx -= (label_smoothing / dx.shape[1] * scale)[:, None]
 
 
 def _over_rows(piece: Callable[[Array, slice], None], logits: Array, kept: Array | None) -> None:
-    """piece(logits, where) of each block of rows, with zeros for ignored tokens.
+    """Call piece(x, at) for each block of rows: x are the logits (n, V) of the rows `at`.
 
-    What stands there, NaN perhaps, must not spread.
+    The logits of ignored tokens are set to 0, since they may be NaN.
     """
     xs = rows(logits)
     keeps = None if kept is None else kept.reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""`dropout` in blocks of rows; the mask is kept as bits: making it again would cost most of all."""
+"""`dropout` in blocks of rows. The mask is saved as bits: to draw it again would take longest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if isinstance(rate, float) and 0 < rate < 1 - 2**-32:
         return None
     return "nothing is drawn at a rate of 0 or 1"
@@ -26,9 +26,9 @@ def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:
 
 @kernel(reference, "numpy", unsupported=unsupported)
 def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
-    """Draw the words of a block of rows, keep a bit of each, and apply them."""
+    """y = x * keep / (1 - rate). The mask `keep` is drawn, packed and applied block by block."""
     rate = require_rate("dropout", "rate", rate, "key", key)
-    lowest = np.uint32(round(rate * 2**32))  # of the 2^32 words the lowest that keeps
+    lowest = np.uint32(round(rate * 2**32))  # elements with a random word >= lowest are kept
     y, xs = np.empty(x.shape, x.dtype), rows(np.atleast_1d(x))
     ys, (n, width) = y.reshape(xs.shape), xs.shape
     bits = np.empty((n, -(-width // 8)), np.uint8)
@@ -47,10 +47,10 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
 
 @short
 class DropoutCache(NamedTuple):
-    """Saved by `dropout` for backward: a bit for each element."""
+    """Saved by `dropout` for backward: the mask, one bit for each element."""
 
     rate: float
-    bits: Array  # (N, D / 8), of x as (N, D)
+    bits: Array  # (N, D / 8 rounded up), uint8, for x as (N, D)
     shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> Array:
@@ -68,5 +68,6 @@ class DropoutCache(NamedTuple):
 
 
 def _drop(x: Array, rate: float, keep: Array, out: Array) -> None:
+    """Write x * keep / (1 - rate) to `out`."""
     np.divide(x, 1 - rate, out=out)
     masked(out, keep, out=out)

@@ -1,4 +1,4 @@
-"""`embedding` whose backward writes only to the rows that were taken."""
+"""`embedding` whose backward writes only to the rows of the table that the ids select."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EmbeddingCache(NamedTuple):
     table_shape: tuple[int, int]  # (V, D)
 
     def backward(self, dy: Array) -> Array:
-        """dtable = zeros with dy added at the rows ids; memory of the others is never touched."""
+        """dtable = zeros with dy added at the rows ids. Other rows are never touched in memory."""
         require_shape("embedding", "dy", dy, (*self.ids.shape, self.table_shape[1]))
         from xformer.backends.numpy.index_add import add_rows
 

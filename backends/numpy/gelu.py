@@ -1,6 +1,7 @@
-"""`gelu` block by block: each goes through all operations in the cache of its core.
+"""`gelu` block by block: all operations on a block run while it is in a core's cache.
 
-Both forms are x / (1 + 2^(x P(x^2))). In the tanh form P has two terms and is exact.
+Both forms are computed as x / (1 + 2^(x P(x^2))) with a polynomial P. The tanh form has exactly
+this form, and P has two terms.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from xformer.showing import short
 from xformer.typing import Array
 
 TANH = (-2 * SCALE * LOG2_E, -2 * SCALE * LOG2_E * CUBIC)
-# -log2(Phi(x) / Phi(-x)) / x for |x| < 6.6, of least error in x Phi(x): 7e-8. Beyond, Phi is 0 or 1
-# to rounding, and stays so.
+# P for -log2(Phi(x) / Phi(-x)) / x, fitted for |x| < 6.6. The error of x Phi(x) is at most 7e-8.
+# For larger |x|, Phi is 0 or 1 to rounding, with this P too.
 EXACT = (
     -2.3022072035797034,
     -0.10483858130837506,
@@ -35,7 +36,7 @@ EXACT = (
 
 
 def unsupported(x: Array, *, approximate: str = "none") -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     if approximate == "tanh" or (approximate == "none" and x.dtype == np.float32):
         return None
     return "only float32 or the tanh form"
@@ -43,7 +44,7 @@ def unsupported(x: Array, *, approximate: str = "none") -> str | None:
 
 @kernel(reference, "numpy", unsupported=unsupported)
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
-    """y = x * Phi(x), in place of the arrays of x's size that the reference makes."""
+    """y = x * Phi(x), without the reference's temporary arrays of x's size."""
     p = TANH if approximate == "tanh" else EXACT
     y = np.empty(x.shape, x.dtype)
     xs, ys = flat(x), flat(y)
@@ -54,7 +55,7 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
         inverse_sigmoid(near, p, y, _square(near))
         np.divide(x if near is x else np.maximum(x, -FAR), y, out=y)  # 0 at -inf
 
-    with np.errstate(over="ignore"):  # where Phi is 0
+    with np.errstate(over="ignore"):  # exp2 overflows where Phi is 0
         blocks(piece, xs.size, BLOCK)
     return y, GeluCache(x, approximate)
 
@@ -63,19 +64,19 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
 class GeluCache(NamedTuple):
     """Saved by `gelu` for backward."""
 
-    x: Array
-    approximate: str
+    x: Array  # (...)
+    approximate: str  # "none" or "tanh"
 
     def backward(self, dy: Array) -> Array:
         """dx = dy * (Phi + x * Phi')."""
         require_gradient("gelu", "dy", dy, self.x)
         dx = np.empty(dy.shape, dy.dtype)
         xs, dys, dxs = flat(self.x), flat(dy), flat(dx)
-        slope = _tanh_slope if self.approximate == "tanh" else _exact_slope
+        derivative = _tanh_derivative if self.approximate == "tanh" else _exact_derivative
 
         def piece(start: int, stop: int) -> None:
             dx = dxs[start:stop]
-            slope(within(xs[start:stop], FAR), out=dx)
+            derivative(within(xs[start:stop], FAR), out=dx)
             dx *= dys[start:stop]
 
         with np.errstate(over="ignore"):
@@ -83,8 +84,11 @@ class GeluCache(NamedTuple):
         return dx
 
 
-def _tanh_slope(x: Array, out: Array) -> None:
-    """Phi * (1 + (1 - Phi) x u'), u = 2 SCALE (x + CUBIC x^3) the logarithm of Phi / (1 - Phi)."""
+def _tanh_derivative(x: Array, out: Array) -> None:
+    """Write Phi * (1 + (1 - Phi) x u') to `out`.
+
+    u = log(Phi / (1 - Phi)) = 2 SCALE (x + CUBIC x^3).
+    """
     square = _square(x)
     phi = inverse_sigmoid(x, TANH, scratch("phi", x.shape, x.dtype), square)
     np.reciprocal(phi, out=phi)
@@ -97,8 +101,8 @@ def _tanh_slope(x: Array, out: Array) -> None:
     out *= phi
 
 
-def _exact_slope(x: Array, out: Array) -> None:
-    """Phi + x exp(-x^2 / 2) / sqrt(2 pi)."""
+def _exact_derivative(x: Array, out: Array) -> None:
+    """Write Phi + x exp(-x^2 / 2) / sqrt(2 pi) to `out`."""
     square = _square(x)
     phi = inverse_sigmoid(x, EXACT, scratch("phi", x.shape, x.dtype), square)
     np.reciprocal(phi, out=phi)

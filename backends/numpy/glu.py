@@ -1,4 +1,4 @@
-"""`glu` with silu (SwiGLU), block by block through all operations in the cache of a core."""
+"""`glu` with silu (SwiGLU): all operations on a block run while it is in a core's cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SILU = (-LOG2_E,)
 
 
 def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return None if activation == "silu" else "only silu"
 
 
@@ -37,7 +37,7 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
         np.divide(gate if near is gate else np.maximum(gate, -FAR), y, out=y)  # 0 at -inf
         y *= ups[start:stop]
 
-    with np.errstate(over="ignore"):  # where the sigmoid is 0
+    with np.errstate(over="ignore"):  # exp2 overflows where the sigmoid is 0
         blocks(piece, ys.size, BLOCK)
     return y, GluCache(gate, up)
 

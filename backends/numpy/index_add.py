@@ -1,4 +1,4 @@
-"""`index_add` by sorted segments: one pass, where the reference makes log2(N)."""
+"""`index_add` by sorted segments: one pass instead of the reference's log2(N)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xformer.typing import Array
 
 @kernel(reference, "numpy")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
-    """Sort the rows by id and sum each run with `add.reduceat`."""
+    """Sort the rows by id, and sum the rows of each id with `add.reduceat`."""
     ids = require_ids("index_add", "ids", private(ids), x.shape[0], x)
     out = x.copy()
     add_rows(out, y, ids)
@@ -22,8 +22,8 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
 
 
 def add_rows(out: Array, y: Array, ids: Array) -> None:
-    """out[ids[n]] += y[n] for every n, in place; ids in range."""
+    """Compute out[ids[n]] += y[n] for every n, in place. The ids must be in range."""
     if ids.size:
         order = np.argsort(ids, kind="stable")
-        found, start = np.unique(ids[order], return_index=True)
-        out[found] += np.add.reduceat(y[order], start, axis=0)
+        unique_ids, start = np.unique(ids[order], return_index=True)
+        out[unique_ids] += np.add.reduceat(y[order], start, axis=0)

@@ -1,4 +1,4 @@
-"""`layer_norm` in blocks of rows: each goes through all operations in the cache of its core."""
+"""`layer_norm` in blocks of rows: all operations on a block run while it is in a core's cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from xformer.ops.layer_norm import layer_norm as reference
 from xformer.showing import short
 from xformer.typing import Array
 
-FAR = 8.0  # mean over deviation: with less, what the mean loses by rounding is too little to show
+# |mean| / standard deviation. Above it, the mean is corrected by the mean of the centred row, since
+# its rounding error would show.
+FAR = 8.0
 
 
 @kernel(reference, "numpy")
 def layer_norm(
     x: Array, w: Array, b: Array | None = None, *, eps: float = 1e-5, eps_inside: bool = True
 ) -> tuple[Array, LayerNormCache]:
-    """Centred rows, their variance from these, then rstd, w and b in place."""
+    """Centre the rows, compute the variance of the result, then apply rstd, w and b in place."""
     eps = number("layer_norm", "eps", eps, low=0)
     require_axis("layer_norm", x, -1)
     y, xs, width = np.empty(x.shape, x.dtype), rows(x), x.shape[-1]
@@ -43,8 +45,8 @@ def layer_norm(
             y += b
 
     row_blocks(piece, *xs.shape)
-    outside = 0.0 if eps_inside else eps
-    return y, LayerNormCache(x, w, mean, rstd, outside, b is not None)
+    eps_outside = 0.0 if eps_inside else eps
+    return y, LayerNormCache(x, w, mean, rstd, eps_outside, b is not None)
 
 
 @short
@@ -54,8 +56,8 @@ class LayerNormCache(NamedTuple):
     x: Array  # (..., D)
     w: Array  # (D,)
     mean: Array  # (N,)
-    rstd: Array  # (N, 2), the second column zeros
-    eps_outside: float  # eps where it stands outside the root, else 0
+    rstd: Array  # (N, 2), 1 / sqrt(var + eps) or 1 / (sqrt(var) + eps), and a column of zeros
+    eps_outside: float  # eps if it is added outside the root, else 0
     has_b: bool
 
     def backward(self, dy: Array) -> tuple[Array, Array, Array | None]:
@@ -73,21 +75,21 @@ class LayerNormCache(NamedTuple):
             np.subtract(xs[at], self.mean[at, None], out=centred)
             np.multiply(dy, centred, out=dx)
             np.matmul(rstd, dx, out=dw.of(start))
-            slope = dx @ w * rstd / width  # mean of dxhat * xhat
+            mean = dx @ w * rstd / width  # mean(dxhat * xhat)
             if self.eps_outside:
-                slope /= self._share(rstd)
+                mean /= self._std_ratio(rstd)
             if self.has_b:
                 np.matmul(np.ones_like(rstd), dy, out=db.of(start))
             np.multiply(dy, w, out=dx)
             dx -= (dy @ w / width)[:, None]
-            centred *= (slope * rstd)[:, None]
+            centred *= (mean * rstd)[:, None]
             dx -= centred
             dx *= rstd[:, None]
 
         row_blocks(piece, *xs.shape)
         return dx, dw.total(), db.total() if self.has_b else None
 
-    def _share(self, rstd: Array) -> Array:
-        """1 - eps * rstd = std / (std + eps); 1 in a constant row, whose xhat is 0."""
-        share = 1 - self.eps_outside * rstd
-        return np.where(share > 0, share, 1)
+    def _std_ratio(self, rstd: Array) -> Array:
+        """Return std / (std + eps) = 1 - eps * rstd; 1 for a constant row, whose xhat is 0."""
+        ratio = 1 - self.eps_outside * rstd
+        return np.where(ratio > 0, ratio, 1)

@@ -1,7 +1,8 @@
-"""`linear` in pieces of rows, or of columns, each with its bias while it is in the cache.
+"""`linear` in pieces of rows or columns. The bias is added to a piece while it is in the cache.
 
-On the threads of `threads.blocks`: those of BLAS wait by spinning, and would take time from these,
-and from other processes. On a machine with others, a token of GPT-2 takes eight times as long.
+It uses the thread pool of `threads`, not the threads of BLAS. Those wait by spinning, which takes
+time from other threads and processes: with other processes on the machine, a token of GPT-2 takes
+eight times as long.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Map = tuple[Array, Array | None]  # w (I, O), b (O,)
 def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, LinearCache]:
-    """Pieces of y, each of them by one thread."""
+    """y = x w + b. Each piece of y is computed by one thread."""
     (y,) = mapped(x, [(w, b)])
     return y, LinearCache(x if trainable else None, w, b, x.shape)
 
@@ -44,26 +45,29 @@ class LinearCache(NamedTuple):
     x_shape: tuple[int, ...]
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
-        """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows: pieces of all three at once."""
+        """Return dx = dy w^T, dw = x^T dy, db = sum of the rows of dy, all three in one job."""
         require_gradient("linear", "dy", dy, self.w, (*self.x_shape[:-1], self.w.shape[1]))
         dx, ((dw, db),) = gradients(self.x, self.x_shape, [(self.w, self.b)], [dy])
         return dx, dw, db
 
 
 def mapped(x: Array, maps: Sequence[Map]) -> list[Array]:
-    """x w + b by each of the maps."""
+    """Return x w + b for each (w, b) in `maps`."""
     rows = _rows(x)
     ys = [aligned((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
     if is_inference() and len(rows) <= products.FEW:
         _few_rows(rows, maps, ys)
     else:
-        todo = (product(rows, w, y, b) for (w, b), y in zip(maps, ys, strict=True))
-        run([piece for pieces in todo for piece in pieces])
+        products_of_maps = (product(rows, w, y, b) for (w, b), y in zip(maps, ys, strict=True))
+        run([piece for pieces in products_of_maps for piece in pieces])
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 
 
 def _few_rows(rows: Array, maps: Sequence[Map], ys: Sequence[Array]) -> None:
-    """Most of these products are done before another thread is awake."""
+    """Write the products of a few rows to `ys`, on one thread unless several threads pay.
+
+    Most of these products are done before another thread has woken.
+    """
     n, size = len(rows), max(w.size for w, _ in maps)
     with blas_alone() if products.wakes_blas(n, size) else nullcontext():
         for (w, b), y in zip(maps, ys, strict=True):
@@ -78,15 +82,19 @@ def _few_rows(rows: Array, maps: Sequence[Map], ys: Sequence[Array]) -> None:
 def gradients(
     x: Array | None, x_shape: tuple[int, ...], maps: Sequence[Map], dys: Sequence[Array]
 ) -> tuple[Array, list[tuple[Array | None, Array | None]]]:
-    """dx, to which all maps add, and (dw, db) of each; no dw where x is None."""
-    rows, w_of = [_rows(dy) for dy in dys], [w for w, _ in maps]
+    """Return dx, the sum over all maps, and (dw, db) of each map.
+
+    x: the input (..., I) of all maps; None: dw is not computed
+    maps, dys: (w, b) of each map, and the gradient (..., O) of its output
+    """
+    rows, weights = [_rows(dy) for dy in dys], [w for w, _ in maps]
     dx = aligned((len(rows[0]), x_shape[-1]), rows[0].dtype)
-    pieces = products.products([(dy, w.T) for dy, w in zip(rows, w_of, strict=True)], dx)
+    pieces = products.products([(dy, w.T) for dy, w in zip(rows, weights, strict=True)], dx)
     dmaps: list[tuple[Array | None, Array | None]] = []
     for (w, b), dy in zip(maps, rows, strict=True):
         dw = db = None
         if x is not None:
-            dw = np.empty_like(w, dy.dtype)  # as w lies in memory: a tied head's lies sideways
+            dw = np.empty_like(w, dy.dtype)  # in w's memory order: that of a tied head is Fortran
             pieces += product(_rows(x).T, dy, dw)
         if b is not None:
             db = np.empty_like(b, dy.dtype)

@@ -1,7 +1,7 @@
-"""`linear_cross_entropy` in chunks of rows: of all logits, those of one chunk are there at a time.
+"""`linear_cross_entropy` in chunks of rows: only one chunk of logits is in memory at a time.
 
-They become their own gradient in place, and that its share of dx, dw and db, before the next chunk
-overwrites it. A backward has nothing left to do but to multiply by dloss.
+The forward replaces a chunk of logits by its gradient, and adds the chunk's part of dx, dw and db.
+The backward only multiplies these by dloss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.cross_entropy import Tokens, less, slopes
+from xformer.backends.numpy.cross_entropy import Tokens, exp_factor, subtract_targets
 from xformer.backends.numpy.ids import private
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
@@ -25,11 +25,11 @@ from xformer.ops.linear_cross_entropy import linear_cross_entropy as reference
 from xformer.showing import short
 from xformer.typing import Array
 
-CHUNK = 1 << 24  # logits, to the nearest number of chunks: 64 MB, rows enough for fast products
-LARGE = 1 << 12  # V; with fewer classes the logits are a small part of what a model keeps
-STEP = 1024  # rows or columns of a piece of a product, however many threads there are
-# Of the logits of some rows, and which they are: keeps what the loss needs, and has their gradients
-# take their place where those are wanted.
+CHUNK = 1 << 24  # logits of a chunk, about: 64 MB, with enough rows for fast products
+LARGE = 1 << 12  # V; with fewer classes the logits are a small part of a model's saved arrays
+STEP = 1024  # rows or columns of a piece of a product, for any number of threads
+# differentiate(logits, rows): store what the loss needs of the logits of these rows, and replace
+# them by their gradients if gradients are wanted.
 Differentiate = Callable[[Array, slice], None]
 
 
@@ -45,8 +45,8 @@ def unsupported(
     reduction: str = "mean",
     trainable: bool = True,
 ) -> str | None:
-    """Why the kernel cannot run."""
-    if w.shape[1] < LARGE:  # whatever N is: `measure` finds from few tokens what many would keep
+    """Return why the kernel cannot run, or None if it can."""
+    if w.shape[1] < LARGE:  # whatever N is, because `measure` extrapolates from few tokens
         return f"there are fewer than {LARGE} classes"
     return 'reduction "none" has a dloss for each token' if reduction == "none" else None
 
@@ -64,22 +64,22 @@ def linear_cross_entropy(
     reduction: str = "mean",
     trainable: bool = True,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
-    """The loss, and its gradients unless within `inference()`. Ignored tokens are left out."""
+    """Compute the loss, and its gradients unless within `inference()`, of tokens not ignored."""
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     xs, targets, chosen = kept_rows(x, w, private(targets), ignore_index)
     weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0
-    tokens, back = Tokens.of(targets, x.dtype, a, z), not is_inference()
+    tokens, with_gradients = Tokens.of(targets, x.dtype, a, z), not is_inference()
 
     def differentiate(logits: Array, at: slice) -> None:
         tokens.read(logits, at, logits)
-        if back:
-            slope = weight * slopes(tokens.top[at], tokens.total[at], z)
-            logits *= slope[:, None]
-            less(logits, tokens.targets[at], np.full_like(slope, weight), a)
+        if with_gradients:
+            factor = weight * exp_factor(tokens.top[at], tokens.total[at], z)
+            logits *= factor[:, None]
+            subtract_targets(logits, tokens.targets[at], np.full_like(factor, weight), a)
 
-    grads = in_chunks(xs, w, b, differentiate, back=back, trainable=trainable)
+    grads = in_chunks(xs, w, b, differentiate, with_gradients=with_gradients, trainable=trainable)
     loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)
     return loss, cache_of(grads, x.shape, chosen)
 
@@ -90,13 +90,16 @@ def in_chunks(
     b: Array | None,
     differentiate: Differentiate,
     *,
-    back: bool,
+    with_gradients: bool,
     trainable: bool,
 ) -> Gradients | None:
-    """`differentiate` all rows, on all threads; with `back` what their gradients add up to."""
-    n, grads = len(x), Gradients.of(x, w, b, trainable) if back else None
+    """Call `differentiate` for the logits of all rows x (N, D), chunk by chunk, on all threads.
+
+    Return the gradients if they are wanted, else None.
+    """
+    n, grads = len(x), Gradients.of(x, w, b, trainable) if with_gradients else None
     size = max(1, -(-n // max(1, round(n * w.shape[1] / CHUNK))))
-    for start in range(0, max(n, 1), size):  # once where there is no row
+    for start in range(0, max(n, 1), size):  # once if there is no row, to set dw and db
         _chunk(x, w, b, slice(start, min(start + size, n)), differentiate, grads)
     return grads
 
@@ -104,7 +107,10 @@ def in_chunks(
 def kept_rows(
     x: Array, w: Array, targets: Array, ignore_index: int | None
 ) -> tuple[Array, Array, Array | None]:
-    """Rows and targets that are not ignored, and which they are; None: all."""
+    """Return the rows (N, D) and targets (N,) that are not ignored, and their indices or None.
+
+    The indices are None if nothing is ignored.
+    """
     targets, kept = split_ignored(w, targets, ignore_index)
     xs, targets = x.reshape(targets.size, x.shape[-1]), targets.reshape(-1)
     if kept is None or kept.all():
@@ -122,7 +128,7 @@ class LinearCrossEntropyCache(NamedTuple):
     db: Array | None  # (V,)
 
     def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
-        """Times dloss; as they are where that is 1, as it is of a loss that nothing follows."""
+        """Return the saved gradients times dloss: the saved arrays themselves if dloss is 1."""
         dloss = one(self.dx) if dloss is None else dloss
         require_gradient("linear_cross_entropy", "dloss", dloss, self.dx, ())
         if dloss == 1:
@@ -132,15 +138,15 @@ class LinearCrossEntropyCache(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """For dloss = 1, of the tokens that are not ignored."""
+    """The gradients for dloss = 1, of the tokens that are not ignored."""
 
     dx: Array  # (N, D)
-    dw: Array | None  # (D, V), as w lies in memory: a tied head's lies sideways
+    dw: Array | None  # (D, V), in the memory order of w: Fortran order for a tied head
     db: Array | None  # (V,)
 
     @staticmethod
     def of(x: Array, w: Array, b: Array | None, trainable: bool) -> Gradients:
-        """Nothing yet."""
+        """Return uninitialised arrays. `add` of the first chunk overwrites them."""
         return Gradients(
             np.empty(x.shape, x.dtype),
             np.empty_like(w) if trainable else None,
@@ -148,15 +154,15 @@ class Gradients(NamedTuple):
         )
 
     def add(self, x: Array, w: Array, dlogits: Array, at: slice) -> None:
-        """What a chunk of rows adds; the first one is what is there."""
-        # Each of these sums over all of V and takes the longest, so that they come first.
+        """Write dx of the rows `at`; add their part of dw and db. Row 0 overwrites dw and db."""
+        # The pieces of dx sum over V and take longest, so they are first.
         pieces = product(dlogits, w.T, self.dx[at], step=STEP // 4)
         add = at.start > 0
         if self.dw is not None:
-            dw, own = self.dw, (x[at].T, dlogits)
+            dw, factors = self.dw, (x[at].T, dlogits)
             if not dw.flags.c_contiguous:
-                dw, own = dw.T, (dlogits.T, x[at])
-            pieces += product(*own, dw, add=add, step=STEP)
+                dw, factors = dw.T, (dlogits.T, x[at])
+            pieces += product(*factors, dw, add=add, step=STEP)
         if self.db is not None:
             ones = np.ones((1, len(dlogits)), dlogits.dtype)
             pieces += product(ones, dlogits, self.db[None], add=add, step=8 * STEP)
@@ -171,7 +177,7 @@ def _chunk(
     differentiate: Differentiate,
     grads: Gradients | None,
 ) -> None:
-    """These rows: their logits, which become dlogits."""
+    """Compute the logits of the rows `at`, differentiate them, and add to the gradients."""
     logits = scratch("logits", (at.stop - at.start, w.shape[1]), x.dtype)
     run(product(x[at], w, logits, b, step=STEP))
 
@@ -186,7 +192,7 @@ def _chunk(
 def cache_of(
     grads: Gradients | None, shape: tuple[int, ...], chosen: Array | None
 ) -> LinearCrossEntropyCache | None:
-    """With zeros for the tokens that were left out."""
+    """Return the cache, with dx in the given shape (..., D), and 0 in dx for ignored tokens."""
     if grads is None:
         return None
     dx = grads.dx

@@ -1,4 +1,4 @@
-"""`rms_norm` in blocks of rows: each goes through all operations in the cache of its core."""
+"""`rms_norm` in blocks of rows: all operations on a block run while it is in a core's cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xformer.typing import Array
 def unsupported(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None if it can."""
     return "w is None" if w is None else None
 
 
@@ -26,7 +26,7 @@ def unsupported(
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> tuple[Array, RmsNormCache]:
-    """The mean square of a row as one product, then rstd and the gain in place."""
+    """y = gain * x / sqrt(mean(x^2) + eps), gain = w + offset."""
     eps = number("rms_norm", "eps", eps, low=0)
     offset = number("rms_norm", "offset", offset)
     require_axis("rms_norm", x, -1)
@@ -51,8 +51,8 @@ class RmsNormCache(NamedTuple):
     """Saved by `rms_norm` for backward."""
 
     x: Array  # (..., D)
-    gain: Array  # (D,)
-    rstd: Array  # (N, 2), the second column zeros
+    gain: Array  # (D,), w + offset
+    rstd: Array  # (N, 2), 1 / sqrt(mean(x^2) + eps) of each row, and a column of zeros
 
     def backward(self, dy: Array) -> tuple[Array, Array]:
         """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * gain."""
@@ -66,9 +66,9 @@ class RmsNormCache(NamedTuple):
             x, dy, dx, rstd = xs[at], dys[at], dxs[at], self.rstd[at, 0]
             np.multiply(dy, x, out=dx)
             np.matmul(rstd, dx, out=dw.of(start))
-            slope = dx @ gain * rstd**2 / width  # mean of dxhat * xhat, times rstd
+            mean = dx @ gain * rstd**2 / width  # mean(dxhat * xhat) * rstd
             np.multiply(dy, gain, out=dx)
-            dx -= np.multiply(x, slope[:, None], out=scratch("xhat", x.shape, x.dtype))
+            dx -= np.multiply(x, mean[:, None], out=scratch("xhat", x.shape, x.dtype))
             dx *= rstd[:, None]
 
         row_blocks(piece, *xs.shape)
