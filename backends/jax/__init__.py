@@ -1,6 +1,6 @@
-"""JAX, as an array library: eager, or under `jax.jit`.
+"""JAX as an array library, eager or under `jax.jit`.
 
-JAX computes in float64 only where the program has enabled it, before the first array.
+JAX computes in float64 only if the program has enabled it before it creates the first array.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xformer.backends.base import Backend, Memory, Unusable, process_memory
 from xformer.tree import Constant, Frozen
 from xformer.typing import Array
 
-# Parameters that hold such leaves can be arguments of compiled functions.
+# So that parameters with Frozen and Constant leaves can be arguments of compiled functions.
 jax.tree_util.register_pytree_node(
     Frozen, lambda leaf: ((leaf.value,), None), lambda _, c: Frozen(*c)
 )
@@ -26,44 +26,50 @@ jax.tree_util.register_pytree_node(Constant, lambda leaf: ((), leaf), lambda lea
 
 __all__ = ["JaxBackend", "backend", "enable_float64"]
 
-DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # read by XLA when a process first uses it
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # XLA reads it at its first use in a process
 
 
 @dataclass(frozen=True)
 class JaxBackend(Backend):
-    """Arrays on JAX's default device or a named one."""
+    """JAX on its default device or on another platform."""
 
     compiles = True
     hint = "; xformer.backends.jax.enable_float64() lets JAX compute in float64"
 
     def synchronize(self) -> None:
-        """Wait until what was dispatched is done: a value is asked from the device."""
+        """Wait until the device has finished all its work.
+
+        It moves a number to the device, then waits for this number and for all live arrays.
+        """
         jax.device_put(np.zeros(()), self.device).block_until_ready()
         for array in jax.live_arrays():
             array.block_until_ready()
 
     def memory(self) -> Memory:
-        """Bytes of the process, or of the accelerator's allocator."""
+        """Return the bytes of the accelerator's allocator, or of the process if there is none."""
         stats = self._device().memory_stats()
         if not stats:
             return process_memory()
         return Memory(stats.get("bytes_in_use"), stats.get("peak_bytes_in_use"))
 
     def deterministic(self) -> AbstractContextManager[None]:
-        """As the process was started. ValueError on a GPU without XLA's flag for it."""
+        """Return a context that does nothing: XLA's flag decides, before the program starts.
+
+        Raises ValueError on a GPU if the flag is not in XLA_FLAGS.
+        """
         if self._device().platform == "gpu" and DETERMINISTIC not in os.environ.get(
             "XLA_FLAGS", ""
         ):
             raise ValueError(
-                f"backend jax gives the same bits each time only with XLA_FLAGS={DETERMINISTIC}, "
-                f"set before the program starts"
+                f"backend jax is deterministic only with XLA_FLAGS={DETERMINISTIC}, set before the "
+                f"program starts"
             )
         return nullcontext()
 
     def compiled(
         self, fn: Callable[..., Any], donated: Sequence[int], *, lends: bool = False
     ) -> Callable[..., Any]:
-        """`jax.jit`."""
+        """Return `fn` compiled by `jax.jit`. JAX never overwrites results, whatever `lends` is."""
         from xformer.backends.jax.compiled import Compiled
 
         return Compiled(fn, donated)
@@ -75,28 +81,31 @@ class JaxBackend(Backend):
         return self.device or jax.devices()[0]
 
     def device_name(self) -> str:
-        """What the device is called."""
+        """Return JAX's name of the kind of device."""
         return str(self._device().device_kind)
 
 
 def backend(device: str | None = None) -> Backend:
-    """The JAX backend; device as a platform of JAX: "cpu", "gpu", "tpu"."""
+    """Return the JAX backend. device: a platform of JAX, "cpu", "gpu" or "tpu"; None: default."""
     try:
-        where = None if device is None else jax.devices(device)[0]
+        chosen = None if device is None else jax.devices(device)[0]
     except RuntimeError as error:
         raise Unusable(f"backend jax cannot use {device}: {error}") from error
-    wide = bool(jax.config.jax_enable_x64)
-    dtypes = ("float32", "float64") if wide else ("float32",)
-    return JaxBackend("jax", jax.numpy, where, dtypes, jax.__version__)
+    has_float64 = bool(jax.config.jax_enable_x64)
+    dtypes = ("float32", "float64") if has_float64 else ("float32",)
+    return JaxBackend("jax", jax.numpy, chosen, dtypes, jax.__version__)
 
 
 def enable_float64() -> None:
-    """Let JAX compute in float64 and int64 from now on: for the whole process."""
+    """Make JAX compute in float64 and int64, from now on and in the whole process."""
     jax.config.update("jax_enable_x64", True)
 
 
 def _narrow(host: np.ndarray) -> np.ndarray:
-    """int64 as int32 where JAX has no int64, instead of its warning. ValueError if it is not."""
+    """Return int64 as int32 (unsigned too) if JAX has no int64: without JAX's warning.
+
+    Raises ValueError if the values do not fit.
+    """
     narrow = {"int64": "int32", "uint64": "uint32"}.get(host.dtype.name)
     if narrow is None or jax.config.jax_enable_x64:
         return host

@@ -15,72 +15,80 @@ from xformer import tree
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands in arguments for an array: the i-th of those donated, or of the others."""
+class _Placeholder:
+    """The mark of an array in the arguments: array i of the donated arrays, or of the others."""
 
     donated: bool
     i: int
 
 
-class _Build:
-    """Arguments without their arrays: equal of all that are built alike."""
+class _Structure:
+    """Arguments with a placeholder for each array, hashable by structure and other leaves.
 
-    def __init__(self, like: Any) -> None:
-        leaves, nodes = tree.parts(like)
-        self.like, self._key = like, (nodes, tuple(leaves))
+    `jax.jit` compiles again for a structure that is not equal to an earlier one.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        leaves, nodes = tree.parts(arguments)
+        self.arguments, self._key = arguments, (nodes, tuple(leaves))
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Build) and self._key == other._key
+        return isinstance(other, _Structure) and self._key == other._key
 
 
 class Compiled:
-    """As `Backend.compiled`: JAX compiles anew for other shapes, dtypes, and what is no array.
+    """A function of trees that `jax.jit` compiles, as `Backend.compiled` returns it.
 
-    Donated arrays are deleted by the call; `Frozen` ones are not donated.
+    JAX compiles again for other shapes or dtypes, and for other leaves that are not arrays.
+    A call deletes donated arrays, except `Frozen` ones. A function that JAX cannot trace runs
+    uncompiled, with a RuntimeWarning.
     """
 
     def __init__(self, fn: Callable[..., Any], donated: Sequence[int]) -> None:
         self.fn, self.donated = fn, frozenset(donated)
-        self._said: set[str] = set()
+        self._warnings: set[str] = set()
         self._call: Any = jax.jit(self._flat, static_argnums=0, donate_argnums=1)
 
     def __call__(self, *arguments: Any) -> Any:
         arrays: dict[bool, list[Any]] = {True: [], False: []}
-        frozen = {id(x.value) for own in arguments for x in tree.parts(own)[0] if _is_frozen(x)}
+        frozen = {id(x.value) for arg in arguments for x in tree.parts(arg)[0] if _is_frozen(x)}
 
-        def placed(x: Any, *, donated: bool) -> Any:
+        def placeholder(x: Any, *, donated: bool) -> Any:
             if not _is_input(x):
                 return x
             donated = donated and isinstance(x, jax.Array) and id(x) not in frozen
             arrays[donated].append(x)
-            return _Place(donated, len(arrays[donated]) - 1)
+            return _Placeholder(donated, len(arrays[donated]) - 1)
 
-        like = []
+        without_arrays = []
         for i, argument in enumerate(arguments):
-            own = partial(placed, donated=i in self.donated)
-            like.append(tree.map(own, [argument])[0])
+            replace = partial(placeholder, donated=i in self.donated)
+            without_arrays.append(tree.map(replace, [argument])[0])
         try:
-            return self._call(_Build(like), arrays[True], arrays[False])
-        except JAXTypeError as error:  # raised while it is traced, before anything is done
+            return self._call(_Structure(without_arrays), arrays[True], arrays[False])
+        except JAXTypeError as error:  # raised while JAX traces, so nothing has been computed
             why = f"backend jax: not compiled: {str(error).splitlines()[0]}"
-        if why not in self._said:
-            self._said.add(why)
+        if why not in self._warnings:
+            self._warnings.add(why)
             warnings.warn(why, RuntimeWarning, stacklevel=3)
         return self.fn(*arguments)
 
-    def _flat(self, build: _Build, donated: list[Any], others: list[Any]) -> Any:
-        arrays = {True: donated, False: others}
-        return self.fn(
-            *tree.map(lambda x: arrays[x.donated][x.i] if isinstance(x, _Place) else x, build.like)
-        )
+    def _flat(self, structure: _Structure, donated: list[Any], other: list[Any]) -> Any:
+        """Call fn with the arrays at their placeholders: the function that JAX traces."""
+        arrays = {True: donated, False: other}
+
+        def filled(x: Any) -> Any:
+            return arrays[x.donated][x.i] if isinstance(x, _Placeholder) else x
+
+        return self.fn(*tree.map(filled, structure.arguments))
 
     def explain(self) -> str:
-        """How often JAX has compiled it."""
+        """Return how often JAX has compiled the function, and why it did not."""
         compiled = f"backend jax: jax.jit, compiled {self._call._cache_size()} times"
-        return "\n".join([compiled, *sorted(self._said)])
+        return "\n".join([compiled, *sorted(self._warnings)])
 
 
 def _is_frozen(leaf: Any) -> bool:
@@ -88,5 +96,5 @@ def _is_frozen(leaf: Any) -> bool:
 
 
 def _is_input(x: Any) -> bool:
-    """Whether it is an array or a number, which may be another at each call."""
+    """Return whether x is an array or a number: its value may differ in each call."""
     return hasattr(x, "dtype") or (isinstance(x, int | float) and not isinstance(x, bool))

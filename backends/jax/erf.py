@@ -1,4 +1,4 @@
-"""`erf` by JAX's own function."""
+"""`erf` by `jax.scipy.special.erf`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from xformer.typing import Array
 
 @kernel(reference, "jax")
 def erf(x: Array) -> tuple[Array, ErfCache]:
-    """jax.scipy.special.erf."""
+    """Return erf(x)."""
     return jax.scipy.special.erf(x), ErfCache(x)

@@ -1,7 +1,8 @@
-"""`held` under tracing, by a condition that never holds and that XLA cannot decide.
+"""`held` under tracing, for activation checkpointing: it keeps XLA from reusing the forward's work.
 
-Not by `jax.lax.optimization_barrier`, which `jax.checkpoint` relies on: on the CPU, XLA drops it
-before it merges equal computations, and nothing is saved.
+Values depend on a condition that is never true, which XLA cannot know. `jax.checkpoint` uses
+`jax.lax.optimization_barrier` instead. On the CPU, XLA removes the barrier before it merges equal
+computations, and no memory is saved.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from xformer.typing import Array
 
 @kernel(reference, "jax")
 def held(x: Array, *, memory: Any, key: RandomKey | None, dy: Array) -> tuple[Any, ...]:
-    """The same values, unless an element of dy is at once NaN and 0."""
+    """Return x, memory and key unchanged, but dependent on dy: on whether dy[0] is NaN and 0."""
     if not isinstance(dy, jax.core.Tracer):
         return x, memory, key
     first = jnp.reshape(dy, (-1,))[:1]
     never = jnp.any(jnp.isnan(first) & (first == 0))
     x, memory = tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), (x, memory))
-    if key is not None:  # else dropout's bits would be kept, not drawn again
+    if key is not None:  # so that dropout's random bits are drawn again, not saved
         key = key._replace(step=jnp.uint32(key.step) + never.astype(jnp.uint32))
     return x, memory, key

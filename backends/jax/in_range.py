@@ -1,4 +1,4 @@
-"""`in_range` where ids are on a device, or, under tracing, have no values, as nothing has there."""
+"""`in_range` for ids on a device, and under tracing, where arrays have no values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from xformer.typing import Array
 
 @kernel(reference, "jax")
 def in_range(ids: Array, *, size: int) -> bool:
-    """Values are looked at on the host; elsewhere JAX clamps an id that is out of range."""
+    """Return whether all ids are in [0, size); True if they are not on the host.
+
+    JAX clamps ids out of range on a device.
+    """
     if isinstance(ids, jax.core.Tracer) or any(d.platform != "cpu" for d in ids.devices()):
         return True
     host = np.asarray(ids)

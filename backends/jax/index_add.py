@@ -11,6 +11,6 @@ from xformer.typing import Array
 
 @kernel(reference, "jax")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
-    """x.at[ids].add(y), which sums repeated ids."""
+    """Return x.at[ids].add(y). Rows of y with the same id are summed."""
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     return x.at[ids].add(y), IndexAddCache(ids, x.shape)

@@ -1,4 +1,4 @@
-"""`random_bits` in uint32, since JAX has int64 only where a program enables it."""
+"""`random_bits` in uint32, because JAX has int64 only if a program enables it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from xformer.typing import Array
 
 @kernel(reference, "jax")
 def random_bits(like: Array, *, key: RandomKey, size: int) -> Array:
-    """Philox4x32-10 on words that wrap by themselves; blocks are counted in 32 bits."""
+    """Return `size` words of Philox4x32-10, computed in uint32; block counters have 32 bits."""
     require_key("random_bits", key)
     require_sizes("random_bits", 0, size=size)
     seed = jnp.uint32(key.seed & MASK), jnp.uint32(key.seed >> 32)
     return _words(*seed, jnp.uint32(key.step), jnp.uint32(key.site), size=size)
 
 
-@partial(jax.jit, static_argnames="size")  # 200 small operations otherwise
+@partial(jax.jit, static_argnames="size")  # else about 200 small operations
 def _words(k0: Array, k1: Array, step: Array, site: Array, *, size: int) -> Array:
     block = jnp.arange(-(-size // 4), dtype=jnp.uint32)
     zero = jnp.zeros_like(block)
@@ -37,7 +37,7 @@ def _words(k0: Array, k1: Array, step: Array, site: Array, *, size: int) -> Arra
 
 
 def _multiply(m: int, x: Array) -> tuple[Array, Array]:
-    """High and low word of m * x by 16-bit halves."""
+    """Return the high and the low word of m * x, computed from 16-bit halves."""
     m_high, m_low = jnp.uint32(m >> 16), jnp.uint32(m & 0xFFFF)
     x_high, x_low = x >> 16, x & 0xFFFF
     cross = m_high * x_low + (m_low * x_low >> 16)  # < 2^32

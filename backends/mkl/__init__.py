@@ -1,8 +1,8 @@
-"""NumPy arrays whose linear maps are products by Intel's MKL (extra `mkl`).
+"""Linear maps of NumPy arrays with the matrix products of Intel's MKL (extra `mkl`).
 
     with xformer.kernels("mkl"): ...
 
-The other kernels are those of `xformer.backends.numba`; some of them have products of their own.
+All other kernels are those of `xformer.backends.numba`. Some of them compute products without MKL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 
-from xformer.backends import numba, numpy  # noqa: F401 - numba's kernels go with it
+from xformer.backends import numba, numpy  # noqa: F401 - registers numba's kernels
 from xformer.backends.base import Backend
 from xformer.backends.mkl.gemm import multiply, run_on_one_thread
 from xformer.backends.numpy.products import MULTIPLY
@@ -22,11 +22,11 @@ MULTIPLY["mkl"] = multiply
 
 
 def backend(device: str | None = None) -> Backend:
-    """NumPy's backend under another name."""
+    """Return the NumPy backend with the name "mkl", which chooses its kernels."""
     return replace(numpy.backend(device), name="mkl", version=_version())
 
 
 @cache
 def _version() -> str:
-    """Of the package: looking for it takes a millisecond."""
+    """Return the version of the package mkl. To find it takes a millisecond."""
     return version("mkl")

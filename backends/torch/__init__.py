@@ -1,4 +1,4 @@
-"""PyTorch, as an array library: no autograd is used or needed."""
+"""PyTorch as an array library, without autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TorchBackend", "backend", "refusal"]
 
 
 def refusal(array_type: type) -> str | None:
-    """What tensors of that type are, where they compute otherwise than torch's plain ones."""
+    """Return why tensors of `array_type` are refused: masked and nested ones. None: accepted."""
     if array_type.__module__.startswith(("torch.masked.", "torch.nested.")):
         return f"{array_type.__name__}, whose operators differ from torch.Tensor's"
     return None
@@ -29,21 +29,21 @@ class TorchBackend(Backend):
 
     @property
     def defers(self) -> bool:  # type: ignore[override]
-        """Whether work is under way when a call returns: on CUDA."""
+        """Whether a call returns before its work is done: on CUDA."""
         return self._on_cuda()
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """The values of a tensor as a NumPy array on the host."""
+        """Return the values of a tensor as a NumPy array on the host."""
         host: np.ndarray = array.detach().cpu().numpy()
         return host
 
     def synchronize(self) -> None:
-        """Wait for the CUDA device, where there is one."""
+        """Wait until the CUDA device has finished all its work. On the CPU it returns at once."""
         if self._on_cuda():
             torch.cuda.synchronize(self.device)
 
     def memory(self) -> Memory:
-        """Bytes of the process; or in use by CUDA tensors, and what their pool has grown to."""
+        """Return bytes of CUDA tensors and the peak of torch's pool; on the CPU, of the process."""
         if not self._on_cuda():
             return process_memory()
         return Memory(
@@ -52,7 +52,10 @@ class TorchBackend(Backend):
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
-        """torch's own switch, of the whole process; its RuntimeError says what has no such form."""
+        """Return a context with torch's deterministic algorithms, in the whole process.
+
+        torch raises RuntimeError for an operation that has no deterministic algorithm.
+        """
         before = torch.are_deterministic_algorithms_enabled()
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True)
@@ -65,20 +68,20 @@ class TorchBackend(Backend):
         return self.device is not None and torch.device(self.device).type == "cuda"
 
     def _from_host(self, host: np.ndarray) -> Array:
-        # Copies, since the host's may be read-only; torch knows no negative strides.
+        # torch.tensor copies, since `host` may be read-only. torch supports no negative strides.
         return torch.tensor(np.asarray(host, order="C"), device=self.device)
 
     def device_name(self) -> str:
-        """What the device is called."""
+        """Return the name of the CUDA device, or "cpu"."""
         return torch.cuda.get_device_name(self.device) if self._on_cuda() else "cpu"
 
 
 def backend(device: str | None = None) -> Backend:
-    """The torch backend; device as torch names it: "cpu" (the default), "cuda", "cuda:1"."""
+    """Return the torch backend. device: torch's name, "cpu" (the default), "cuda", "cuda:1"."""
     try:
-        kind = "cpu" if device is None else torch.device(device).type
+        device_type = "cpu" if device is None else torch.device(device).type
     except RuntimeError as error:
         raise ValueError(f"backend torch has no device {device!r}: {error}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device_type == "cuda" and not torch.cuda.is_available():
         raise Unusable(f"backend torch cannot use {device}: no CUDA device is visible")
     return TorchBackend("torch", xp, device, ("float32", "float64"), torch.__version__)

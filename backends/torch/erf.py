@@ -1,4 +1,4 @@
-"""`erf` by torch's own function."""
+"""`erf` by `torch.erf`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from xformer.typing import Array
 
 @kernel(reference, "torch")
 def erf(x: Array) -> tuple[Array, ErfCache]:
-    """torch.erf."""
+    """Return erf(x)."""
     return torch.erf(x), ErfCache(x)

@@ -1,4 +1,4 @@
-"""`in_range` for tensors whose values are on a device, or, on torch's meta device, nowhere."""
+"""`in_range` for tensors on a CUDA device, or on torch's meta device, which stores no values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from xformer.typing import Array
 
 
 def unsupported(ids: Array, *, size: int) -> str | None:
-    """Why this kernel, which looks at nothing, must not answer for these ids."""
-    return "the ids have values to look at" if ids.device.type == "cpu" else None
+    """Return why the kernel must not run: it does not read the ids. None if it may."""
+    return "the ids are on the CPU, where they can be read" if ids.device.type == "cpu" else None
 
 
 @kernel(reference, "torch", unsupported=unsupported)
 def in_range(ids: Array, *, size: int) -> bool:
-    """Nothing is known to be out of range; on CUDA torch itself reports an id that is, later."""
+    """Return True without reading the ids. On CUDA, torch reports an id out of range later."""
     return True

@@ -1,4 +1,4 @@
-"""`index_add` by torch's own function."""
+"""`index_add` by `torch.index_add`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from xformer.typing import Array
 
 @kernel(reference, "torch")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
-    """torch.index_add, which sums repeated ids (on CUDA in no fixed order)."""
+    """Return x with y added at the rows ids. Rows of y with the same id are summed.
+
+    On CUDA the order of the sums is not fixed.
+    """
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     return torch.index_add(x, 0, ids, y), IndexAddCache(ids, x.shape)
