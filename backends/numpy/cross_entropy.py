@@ -34,20 +34,20 @@ def cross_entropy(
     z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
-    targets, kept = split_ignored(logits, private(targets), ignore_index)
+    targets, keep = split_ignored(logits, private(targets), ignore_index)
     tokens = Tokens.of(targets, logits.dtype, a, z)
 
-    def piece(x: Array, at: slice) -> None:
-        tokens.read(x, at, scratch("exp", x.shape, x.dtype))
+    def piece(x: Array, span: slice) -> None:
+        tokens.read(x, span, scratch("exp", x.shape, x.dtype))
 
-    _over_rows(piece, logits, kept)
+    _over_rows(piece, logits, keep)
     loss = tokens.losses()
-    weight = np.ones_like(loss) if kept is None else kept.reshape(-1).astype(loss.dtype)
+    weight = np.ones_like(loss) if keep is None else keep.reshape(-1).astype(loss.dtype)
     loss *= weight
     if reduction == "mean":
         weight /= max(np.add.reduce(weight), 1)
     cache = CrossEntropyCache(
-        logits, targets, kept, tokens.top, tokens.total, weight, a, z, reduction
+        logits, targets, keep, tokens.top, tokens.total, weight, a, z, reduction
     )
     if reduction == "none":
         return loss.reshape(targets.shape), cache
@@ -60,7 +60,7 @@ class CrossEntropyCache(NamedTuple):
 
     logits: Array  # (..., V)
     targets: Array  # (...), ignored ones set to 0
-    kept: Array | None  # (...), boolean: the target is not ignored; None if no target is ignored
+    keep: Array | None  # (...), boolean: the target is not ignored; None if no target is ignored
     top: Array  # (N,), max(x)
     total: Array  # (N,), sum(exp(x - top))
     weight: Array  # (N,), the factor of a token's loss, 0 for ignored tokens
@@ -78,13 +78,13 @@ class CrossEntropyCache(NamedTuple):
         scale = dloss.reshape(-1) * self.weight  # (N,)
         factor = scale * exp_factor(self.top, self.total, self.z_loss)
 
-        def piece(x: Array, at: slice) -> None:
-            dx = dxs[at]
-            np.exp(np.subtract(x, self.top[at, None], out=dx), out=dx)
-            dx *= factor[at, None]
-            subtract_targets(dx, targets[at], scale[at], a)
+        def piece(x: Array, span: slice) -> None:
+            dx = dxs[span]
+            np.exp(np.subtract(x, self.top[span, None], out=dx), out=dx)
+            dx *= factor[span, None]
+            subtract_targets(dx, targets[span], scale[span], a)
 
-        _over_rows(piece, self.logits, self.kept)
+        _over_rows(piece, self.logits, self.keep)
         return dlogits
 
 
@@ -105,18 +105,18 @@ class Tokens(NamedTuple):
         top, total, hit, mean = (np.empty(targets.size, dtype) for _ in range(4))
         return Tokens(targets.reshape(-1), top, total, hit, mean, label_smoothing, z_loss)
 
-    def read(self, x: Array, at: slice, e: Array) -> None:
-        """Fill in the tokens `at` from their logits x (n, V), and write exp(x - top) to e.
+    def read(self, x: Array, span: slice, e: Array) -> None:
+        """Fill in the tokens `span` from their logits x (n, V), and write exp(x - top) to e.
 
         e may be x itself.
         """
-        top = np.maximum.reduce(x, axis=-1, out=self.top[at])
+        top = np.maximum.reduce(x, axis=-1, out=self.top[span])
         np.subtract(x, top[:, None], out=e)
-        self.hit[at] = e[np.arange(len(e)), self.targets[at]]
+        self.hit[span] = e[np.arange(len(e)), self.targets[span]]
         if self.label_smoothing:
-            np.mean(e, axis=-1, out=self.mean[at])
+            np.mean(e, axis=-1, out=self.mean[span])
         np.exp(e, out=e)
-        np.add.reduce(e, axis=-1, out=self.total[at])
+        np.add.reduce(e, axis=-1, out=self.total[span])
 
     def losses(self) -> Array:
         """Return the loss of each token, (N,)."""
@@ -142,19 +142,19 @@ def subtract_targets(dx: Array, targets: Array, scale: Any, label_smoothing: flo
         dx -= (label_smoothing / dx.shape[1] * scale)[:, None]
 
 
-def _over_rows(piece: Callable[[Array, slice], None], logits: Array, kept: Array | None) -> None:
-    """Call piece(x, at) for each block of rows: x are the logits (n, V) of the rows `at`.
+def _over_rows(piece: Callable[[Array, slice], None], logits: Array, keep: Array | None) -> None:
+    """Call piece(x, span) for each block of rows: x are the logits (n, V) of the rows `span`.
 
     The logits of ignored tokens are set to 0, since they may be NaN.
     """
     xs = rows(logits)
-    keeps = None if kept is None else kept.reshape(-1, 1)
+    keep_column = None if keep is None else keep.reshape(-1, 1)
 
     def block(start: int, stop: int) -> None:
-        at = slice(start, stop)
-        x = xs[at]
-        if keeps is not None and not keeps[at].all():
-            x = np.where(keeps[at], x, 0)
-        piece(x, at)
+        span = slice(start, stop)
+        x = xs[span]
+        if keep_column is not None and not keep_column[span].all():
+            x = np.where(keep_column[span], x, 0)
+        piece(x, span)
 
     row_blocks(block, *xs.shape)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.rows import Sums, factor, row_blocks, rows
+from xformer.backends.numpy.rows import Sums, outer_factor, row_blocks, rows
 from xformer.backends.numpy.threads import scratch
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
@@ -14,8 +14,8 @@ from xformer.ops.layer_norm import layer_norm as reference
 from xformer.showing import short
 from xformer.typing import Array
 
-# |mean| / standard deviation. Above it, the mean is corrected by the mean of the centred row, since
-# its rounding error would show.
+# |mean| / standard deviation. If it is larger, the rounding error of the mean matters, and the mean
+# of the centred row is added to the mean.
 FAR = 8.0
 
 
@@ -27,20 +27,20 @@ def layer_norm(
     eps = number("layer_norm", "eps", eps, low=0)
     require_axis("layer_norm", x, -1)
     y, xs, width = np.empty(x.shape, x.dtype), rows(x), x.shape[-1]
-    ys, gain = y.reshape(xs.shape), factor(w)
+    ys, gain = y.reshape(xs.shape), outer_factor(w)
     mean, rstd = np.empty(len(xs), x.dtype), np.zeros((len(xs), 2), x.dtype)
 
     def piece(start: int, stop: int) -> None:
-        x, y, at = xs[start:stop], ys[start:stop], slice(start, stop)
-        mean[at] = np.einsum("ij->i", x) / width
-        np.subtract(x, mean[at, None], out=y)
+        x, y, span = xs[start:stop], ys[start:stop], slice(start, stop)
+        mean[span] = np.einsum("ij->i", x) / width
+        np.subtract(x, mean[span, None], out=y)
         var = np.vecdot(y, y) / width
-        if np.any(FAR * np.sqrt(var) < np.abs(mean[at])):
-            mean[at] += np.einsum("ij->i", y) / width
-            np.subtract(x, mean[at, None], out=y)
+        if np.any(FAR * np.sqrt(var) < np.abs(mean[span])):
+            mean[span] += np.einsum("ij->i", y) / width
+            np.subtract(x, mean[span, None], out=y)
             var = np.vecdot(y, y) / width
-        rstd[at, 0] = 1 / np.sqrt(var + eps) if eps_inside else 1 / (np.sqrt(var) + eps)
-        y *= np.matmul(rstd[at], gain, out=scratch("gain", y.shape, y.dtype))
+        rstd[span, 0] = 1 / np.sqrt(var + eps) if eps_inside else 1 / (np.sqrt(var) + eps)
+        y *= np.matmul(rstd[span], gain, out=scratch("gain", y.shape, y.dtype))
         if b is not None:
             y += b
 
@@ -69,10 +69,10 @@ class LayerNormCache(NamedTuple):
         dw, db = (Sums(len(xs), width, dy.dtype) for _ in range(2))
 
         def piece(start: int, stop: int) -> None:
-            at = slice(start, stop)
-            dy, dx, rstd = dys[at], dxs[at], self.rstd[at, 0]
+            span = slice(start, stop)
+            dy, dx, rstd = dys[span], dxs[span], self.rstd[span, 0]
             centred = scratch("centred", dy.shape, dy.dtype)
-            np.subtract(xs[at], self.mean[at, None], out=centred)
+            np.subtract(xs[span], self.mean[span, None], out=centred)
             np.multiply(dy, centred, out=dx)
             np.matmul(rstd, dx, out=dw.of(start))
             mean = dx @ w * rstd / width  # mean(dxhat * xhat)

@@ -72,12 +72,12 @@ def linear_cross_entropy(
     weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0
     tokens, with_gradients = Tokens.of(targets, x.dtype, a, z), not is_inference()
 
-    def differentiate(logits: Array, at: slice) -> None:
-        tokens.read(logits, at, logits)
+    def differentiate(logits: Array, span: slice) -> None:
+        tokens.read(logits, span, logits)
         if with_gradients:
-            factor = weight * exp_factor(tokens.top[at], tokens.total[at], z)
+            factor = weight * exp_factor(tokens.top[span], tokens.total[span], z)
             logits *= factor[:, None]
-            subtract_targets(logits, tokens.targets[at], np.full_like(factor, weight), a)
+            subtract_targets(logits, tokens.targets[span], np.full_like(factor, weight), a)
 
     grads = in_chunks(xs, w, b, differentiate, with_gradients=with_gradients, trainable=trainable)
     loss = np.add.reduce(tokens.losses()) * xs.dtype.type(weight)
@@ -111,11 +111,11 @@ def kept_rows(
 
     The indices are None if nothing is ignored.
     """
-    targets, kept = split_ignored(w, targets, ignore_index)
+    targets, keep = split_ignored(w, targets, ignore_index)
     xs, targets = x.reshape(targets.size, x.shape[-1]), targets.reshape(-1)
-    if kept is None or kept.all():
+    if keep is None or keep.all():
         return xs, targets, None
-    chosen = np.flatnonzero(kept)
+    chosen = np.flatnonzero(keep)
     return xs[chosen], targets[chosen], chosen
 
 
@@ -153,15 +153,15 @@ class Gradients(NamedTuple):
             None if b is None else np.empty_like(b),
         )
 
-    def add(self, x: Array, w: Array, dlogits: Array, at: slice) -> None:
-        """Write dx of the rows `at`; add their part of dw and db. Row 0 overwrites dw and db."""
+    def add(self, x: Array, w: Array, dlogits: Array, span: slice) -> None:
+        """Write dx of the rows `span`; add their part of dw and db. Row 0 overwrites dw and db."""
         # The pieces of dx sum over V and take longest, so they are first.
-        pieces = product(dlogits, w.T, self.dx[at], step=STEP // 4)
-        add = at.start > 0
+        pieces = product(dlogits, w.T, self.dx[span], step=STEP // 4)
+        add = span.start > 0
         if self.dw is not None:
-            dw, factors = self.dw, (x[at].T, dlogits)
+            dw, factors = self.dw, (x[span].T, dlogits)
             if not dw.flags.c_contiguous:
-                dw, factors = dw.T, (dlogits.T, x[at])
+                dw, factors = dw.T, (dlogits.T, x[span])
             pieces += product(*factors, dw, add=add, step=STEP)
         if self.db is not None:
             ones = np.ones((1, len(dlogits)), dlogits.dtype)
@@ -173,20 +173,20 @@ def _chunk(
     x: Array,
     w: Array,
     b: Array | None,
-    at: slice,
+    span: slice,
     differentiate: Differentiate,
     grads: Gradients | None,
 ) -> None:
-    """Compute the logits of the rows `at`, differentiate them, and add to the gradients."""
-    logits = scratch("logits", (at.stop - at.start, w.shape[1]), x.dtype)
-    run(product(x[at], w, logits, b, step=STEP))
+    """Compute the logits of the rows `span`, differentiate them, and add to the gradients."""
+    logits = scratch("logits", (span.stop - span.start, w.shape[1]), x.dtype)
+    run(product(x[span], w, logits, b, step=STEP))
 
     def piece(start: int, stop: int) -> None:
-        differentiate(logits[start:stop], slice(at.start + start, at.start + stop))
+        differentiate(logits[start:stop], slice(span.start + start, span.start + stop))
 
     row_blocks(piece, *logits.shape)
     if grads is not None:
-        grads.add(x, w, logits, at)
+        grads.add(x, w, logits, span)
 
 
 def cache_of(

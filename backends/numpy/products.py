@@ -19,9 +19,8 @@ FEW = 128  # rows; up to this many, `worth_threads` decides within inference()
 READ, WORTH = 20, 20_000_000
 AS_IT_IS, TRANSPOSED = 111, 112  # CblasNoTrans, CblasTrans
 LARGEST = 2**31 - 1  # CBLAS counts in int32
-PIECE = (
-    1536  # rows or columns of a piece, at most. Smaller pieces pack the other factor more often.
-)
+# Rows or columns of a piece, at most. With fewer, the other factor is packed more often.
+PIECE = 1536
 
 
 def product(

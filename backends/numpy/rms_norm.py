@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.rows import Sums, factor, row_blocks, rows
+from xformer.backends.numpy.rows import Sums, outer_factor, row_blocks, rows
 from xformer.backends.numpy.threads import scratch
 from xformer.checks import number, require_axis, require_gradient
 from xformer.dispatch import kernel
@@ -34,12 +34,12 @@ def rms_norm(
     if offset:
         gain = gain + offset
     y, xs, width = np.empty(x.shape, x.dtype), rows(x), x.shape[-1]
-    ys, gains, rstd = y.reshape(xs.shape), factor(gain), np.zeros((len(xs), 2), x.dtype)
+    ys, gains, rstd = y.reshape(xs.shape), outer_factor(gain), np.zeros((len(xs), 2), x.dtype)
 
     def piece(start: int, stop: int) -> None:
-        x, y, at = xs[start:stop], ys[start:stop], slice(start, stop)
-        rstd[at, 0] = 1 / np.sqrt(np.vecdot(x, x) / width + eps)
-        np.matmul(rstd[at], gains, out=y)
+        x, y, span = xs[start:stop], ys[start:stop], slice(start, stop)
+        rstd[span, 0] = 1 / np.sqrt(np.vecdot(x, x) / width + eps)
+        np.matmul(rstd[span], gains, out=y)
         y *= x
 
     row_blocks(piece, *xs.shape)
@@ -62,8 +62,8 @@ class RmsNormCache(NamedTuple):
         dxs, dw = dx.reshape(xs.shape), Sums(len(xs), width, dy.dtype)
 
         def piece(start: int, stop: int) -> None:
-            at = slice(start, stop)
-            x, dy, dx, rstd = xs[at], dys[at], dxs[at], self.rstd[at, 0]
+            span = slice(start, stop)
+            x, dy, dx, rstd = xs[span], dys[span], dxs[span], self.rstd[span, 0]
             np.multiply(dy, x, out=dx)
             np.matmul(rstd, dx, out=dw.of(start))
             mean = dx @ gain * rstd**2 / width  # mean(dxhat * xhat) * rstd

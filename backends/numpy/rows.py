@@ -36,11 +36,11 @@ def _max_rows(width: int, block: int) -> int:
     return max(1, block // max(1, width))
 
 
-def factor(row: Array) -> Array:
-    """Return (2, D): `row` (D,) and a row of zeros, the second factor of an outer product by BLAS.
+def outer_factor(row: Array) -> Array:
+    """Return (2, D): `row` (D,) and a row of zeros. It is a factor of an outer product by BLAS.
 
-    The first factor is (N, 2): the column and zeros. BLAS is slow for one column. With two it takes
-    half the time of broadcasting.
+    column (N, 1) * row = (N, 2) @ (2, D), where (N, 2) is the column and a column of zeros. With
+    two columns, BLAS takes half the time of broadcasting.
     """
     pair = np.zeros((2, row.size), row.dtype)
     pair[0] = row
