@@ -208,7 +208,7 @@ try:
     with xformer.kernels("mkl"):
         pass
 except xformer.backends.Unusable as error:
-    print(error, products.chosen() is products.by_numpy)
+    print(error, products.chosen_product() is products.by_numpy)
 """)
     assert "MKL already uses several threads" in said and said.endswith("True\n")
 

@@ -17,7 +17,7 @@ from test_kernels import LAYOUTS, laid_out
 import xformer as xf
 from xformer import dispatch, inference, layers, reference_only, tree
 from xformer.backends.numpy import blocks as kernel
-from xformer.backends.numpy.threads import blas_alone, n_threads
+from xformer.backends.numpy.threads import n_threads, single_blas_thread
 from xformer.catalogue import Case, cases
 from xformer.layers import ExpertsConfig, KeyValue, RopeTables
 from xformer.models import LanguageModel
@@ -185,7 +185,7 @@ def a_busy_pool() -> Iterator[None]:
     inside, left = threading.Event(), threading.Event()
 
     def other() -> None:
-        with blas_alone():
+        with single_blas_thread():
             inside.set()
             left.wait(60)
 

@@ -15,7 +15,7 @@ import threadpoolctl
 from xformer import ops
 from xformer.backends.numpy import linear_cross_entropy
 from xformer.backends.numpy import threads as kernels
-from xformer.backends.numpy.threads import blas_alone, blocks, n_threads, scratch
+from xformer.backends.numpy.threads import blocks, n_threads, scratch, single_blas_thread
 from xformer.layers.kv_cache import KVCache, append
 from xformer.optim.ema import ema_leaves
 from xformer.typing import Array
@@ -246,7 +246,7 @@ def test_a_child_forked_while_blas_has_one_thread() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with blas_alone():
+        with single_blas_thread():
             inside.set()
             leave.wait(SECONDS)
 
@@ -305,18 +305,18 @@ def test_two_threads_that_want_blas_alone() -> None:
     inside, left, ran = threading.Event(), threading.Event(), set()
 
     def other() -> None:
-        with blas_alone():
+        with single_blas_thread():
             inside.set()
             left.wait(SECONDS)
 
     thread = threading.Thread(target=other)
-    with blas_alone():
+    with single_blas_thread():
         thread.start()
         inside.wait(SECONDS)
         assert n_threads() == 3
         meet = together(3)
         blocks(lambda start, stop: (meet(), ran.add(threading.get_ident())), 3, 1)
-        with blas_alone():
+        with single_blas_thread():
             pass
         assert n_threads() == 3
     left.set()
@@ -343,7 +343,7 @@ def test_pieces_while_another_thread_has_the_pool(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels, "_blas", lambda: [library])
 
     def other() -> None:
-        with blas_alone():
+        with single_blas_thread():
             inside.set()
             leave.wait(SECONDS)
 
@@ -389,7 +389,7 @@ def test_a_number_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def other() -> None:
         library.set_num_threads(2)
-        with blas_alone():
+        with single_blas_thread():
             numbers.append(library.get_num_threads())
             inside.set()
             leave.wait(SECONDS)
@@ -397,7 +397,7 @@ def test_a_number_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     blocks(piece, 3, 1)
     thread = threading.Thread(target=other)
-    with blas_alone():
+    with single_blas_thread():
         thread.start()
         inside.wait(SECONDS)
     assert n_threads() == 3
@@ -485,7 +485,7 @@ def test_a_signal_handler_that_uses_the_threads() -> None:
     def count() -> list[int]:
         seen: list[int] = []
         blocks(lambda start, stop: seen.append(start), 4, 1)
-        with blas_alone():
+        with single_blas_thread():
             blocks(lambda start, stop: seen.append(start), 4, 1)
             kernels.on_every_thread(lambda: bool(seen.append(4)), 2)
         assert n_threads() in (1, 3)

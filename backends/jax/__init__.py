@@ -102,7 +102,7 @@ def enable_float64() -> None:
 
 
 def _narrow(host: np.ndarray) -> np.ndarray:
-    """Return int64 as int32 (unsigned too) if JAX has no int64: without JAX's warning.
+    """Return int64 as int32, and uint64 as uint32, if JAX has no 64-bit types.
 
     Raises ValueError if the values do not fit.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numpy.leaves import over, share_no_memory, unsupported_leaves
+from xformer.backends.numpy.leaves import map_leaves, share_no_memory, unsupported_leaves
 from xformer.backends.numpy.threads import scratch
 from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update as reference
@@ -64,5 +64,5 @@ def adam_update(
         np.subtract(p if keep == 1 else np.multiply(p, keep, out=new_p), t, out=new_p)
 
     donate = donate and share_no_memory([*params, *m, *v])
-    params, m, v = over(step, params, grads, m, v, replaced=(0, 2, 3), donate=donate)
+    params, m, v = map_leaves(step, params, grads, m, v, replaced=(0, 2, 3), donate=donate)
     return params, m, v

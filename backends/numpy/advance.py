@@ -10,7 +10,7 @@ import numpy as np
 from xformer import layers
 from xformer.backends.append import append
 from xformer.backends.numpy.products import product, worth_threads
-from xformer.backends.numpy.threads import blas_alone, run
+from xformer.backends.numpy.threads import run, single_blas_thread
 from xformer.dispatch import kernel
 from xformer.layers.advance import advance as reference
 from xformer.layers.attention import AttentionParams, KeyValue
@@ -96,7 +96,8 @@ def advance(
     x: (B, 1, D)
     """
     kv_caches, y, order = [], x[:, 0], order_of(params.blocks, configs)
-    with blas_alone(), np.errstate(over="ignore"):  # exp overflows in silu if the sigmoid is 0
+    # exp overflows in silu if the sigmoid is 0.
+    with single_blas_thread(), np.errstate(over="ignore"):
         for i, config in enumerate(configs):
             block = params.blocks[order[i]]
             y, longer = _block(y, block, config, rotary, kv_cache[i])
@@ -112,6 +113,7 @@ def _block(
     rotary: layers.RopeTables | None,
     kv_cache: KVCache,
 ) -> tuple[Array, KVCache]:
+    """Return the output (B, D) of one block for x (B, D), and its longer KV cache."""
     branch, kv_cache = _attend(
         _norm(x, params.attn_norm, config), params.attn, config, rotary, kv_cache
     )
@@ -128,6 +130,7 @@ def _attend(
     rotary: layers.RopeTables | None,
     kv_cache: KVCache,
 ) -> tuple[Array, KVCache]:
+    """Return the self-attention output (B, D) for x (B, D), and the longer KV cache."""
     n, n_heads, n_groups = len(x), config.attn.n_heads, config.attn.kv_heads
     projections: Any = params.kv
     q, k = _linear(x, params.q), _linear(x, projections.k)
@@ -166,6 +169,7 @@ def _rotated(x: Array, rotary: layers.RopeTables) -> Array:
 
 
 def _feed(x: Array, params: Any, config: BlockConfig) -> Array:
+    """Return the output (B, D) of the feed-forward network for x (B, D)."""
     hidden = _linear(x, params.up)
     if params.gate is None:
         return _linear(_activated(hidden, config.ffn.activation), params.down)
@@ -203,6 +207,7 @@ def _norm(x: Array, params: NormParams | None, config: BlockConfig) -> Array:
 
 
 def _linear(x: Array, params: Any) -> Array:
+    """Return x w + b, on several threads if that pays."""
     w, b = value(params.w), value(params.b)
     if worth_threads(len(x), w.size):
         y = np.empty((len(x), w.shape[1]), x.dtype)

@@ -102,7 +102,7 @@ def blocks(
     dropout_key: ops.RandomKey | None = None,
     activation_checkpointing: bool = False,
 ) -> tuple[Array, SharesCache | BlocksCache]:
-    """Compute `blocks` for shares of the batch at once.
+    """Compute the reference for shares of the batch, on several threads. Return y and the cache.
 
     A share is a slice of x, of memory, and of each array that has an entry for each sequence.
     """
@@ -246,10 +246,7 @@ def _is_array(a: Any) -> bool:
 
 
 def _fits(a: Any, ndim: int, *leading: int) -> bool:
-    """Return whether `a` is an array of fewer than ndim axes, or of ndim with a first axis allowed.
-
-    leading: allowed lengths of the first axis
-    """
+    """Return whether array `a` has fewer than ndim axes, or ndim with len(a) in `leading`."""
     return _is_array(a) and (a.ndim < ndim or (a.ndim == ndim and a.shape[0] in leading))
 
 

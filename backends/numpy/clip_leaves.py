@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xformer.backends.numpy.leaves import over, share_no_memory, unsupported_leaves
+from xformer.backends.numpy.leaves import map_leaves, share_no_memory, unsupported_leaves
 from xformer.dispatch import kernel
 from xformer.optim.clip import clip_leaves as reference
 from xformer.typing import Array
@@ -27,14 +27,14 @@ def clip_leaves(
     The sums of squares are sorted before they are added, so the order of threads does not matter.
     """
     squares: list[float] = []
-    over(lambda g: squares.append(float(np.dot(g, g))), grads)
+    map_leaves(lambda g: squares.append(float(np.dot(g, g))), grads)
     norm = grads[0].dtype.type(math.sqrt(sum(sorted(squares))))
     scale = np.minimum(max_norm / (norm + 1e-6), 1.0)
     if scale == 1:
         return grads, norm
     # If the norm is not finite, keep the gradients: they show which one is not finite.
     overwrite = donate and bool(np.isfinite(norm)) and share_no_memory(grads)
-    (clipped,) = over(
+    (clipped,) = map_leaves(
         lambda g, out: np.multiply(g, scale, out=out), grads, replaced=(0,), donate=overwrite
     )
     return clipped, norm

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.ids import private
+from xformer.backends.numpy.ids import private_copy
 from xformer.backends.numpy.rows import row_blocks, rows
 from xformer.backends.numpy.threads import scratch
 from xformer.checks import finite, number, require_axis, require_gradient
@@ -34,8 +34,8 @@ def cross_entropy(
     z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
     require_axis("cross_entropy", logits, -1, "logits")
-    targets, keep = split_ignored(logits, private(targets), ignore_index)
-    tokens = Tokens.of(targets, logits.dtype, a, z)
+    targets, keep = split_ignored(logits, private_copy(targets), ignore_index)
+    tokens = Tokens.empty(targets, logits.dtype, a, z)
 
     def piece(x: Array, span: slice) -> None:
         tokens.read(x, span, scratch("exp", x.shape, x.dtype))
@@ -100,7 +100,7 @@ class Tokens(NamedTuple):
     z_loss: float
 
     @staticmethod
-    def of(targets: Array, dtype: Any, label_smoothing: float, z_loss: float) -> Tokens:
+    def empty(targets: Array, dtype: Any, label_smoothing: float, z_loss: float) -> Tokens:
         """Return uninitialised arrays for all `targets`."""
         top, total, hit, mean = (np.empty(targets.size, dtype) for _ in range(4))
         return Tokens(targets.reshape(-1), top, total, hit, mean, label_smoothing, z_loss)

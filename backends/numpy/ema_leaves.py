@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xformer.backends.numpy.leaves import over, share_no_memory, unsupported_leaves
+from xformer.backends.numpy.leaves import map_leaves, share_no_memory, unsupported_leaves
 from xformer.backends.numpy.threads import scratch
 from xformer.dispatch import kernel
 from xformer.optim.ema import ema_leaves as reference
@@ -31,5 +31,5 @@ def ema_leaves(
         np.add(a, np.multiply(np.subtract(p, a, out=t), share, out=t), out=out)
 
     donate = donate and share_no_memory([*average, *params])
-    (new,) = over(step, average, params, replaced=(0,), donate=donate)
+    (new,) = map_leaves(step, average, params, replaced=(0,), donate=donate)
     return new

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.ids import private
+from xformer.backends.numpy.ids import private_copy
 from xformer.checks import require_ids, require_shape
 from xformer.dispatch import kernel
 from xformer.ops.embedding import embedding as reference
@@ -18,7 +18,7 @@ from xformer.typing import Array
 @kernel(reference, "numpy")
 def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     """y = table[ids]."""
-    ids = require_ids("embedding", "ids", private(ids), table.shape[0], table)
+    ids = require_ids("embedding", "ids", private_copy(ids), table.shape[0], table)
     return np.take(table, ids, axis=0), EmbeddingCache(ids, table.shape)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.ids import private
+from xformer.backends.numpy.ids import private_copy
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.ops.experts import ExpertCache, one_expert, require_choice
@@ -29,7 +29,7 @@ def experts(
     trainable: bool = True,
 ) -> tuple[Array, ExpertsCache]:
     """Gather the rows of each chosen expert, and add its weighted output to these rows of y."""
-    ids = require_choice(private(ids), w_gate, activation)
+    ids = require_choice(private_copy(ids), w_gate, activation)
     y, parts = np.zeros(x.shape, x.dtype), []
     for e, rows, is_chosen in _assigned(ids):
         share = np.where(is_chosen, weights[rows], 0).sum(axis=1)

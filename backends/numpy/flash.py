@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
 
 
 def attend(c: Attention, part: Part) -> None:
-    """Compute ctx, top and total of a part (forward)."""
+    """Forward: write ctx, top and total of a part (some batch elements and heads) to `c`."""
     if c.scores.few_queries:
         _in_one_tile(c, part)
     elif c.scores.few_keys or c.sinks is not None or not _without_maximum(c, part):
@@ -66,7 +66,7 @@ def attend(c: Attention, part: Part) -> None:
 
 
 def _in_one_tile(c: Attention, part: Part) -> None:
-    """Compute a part of few queries in one tile, without a copy of the keys."""
+    """Forward of a part with few queries: one tile of all queries and keys, no copy of the keys."""
     heads, kv_heads, (t, s) = (part.b, part.h), (part.b, part.g), c.scores.whole
     top, total, queries = c.top[heads], c.total[heads], c.scores.queries(part, t)
     keys = c.scores.k[kv_heads].mT
@@ -84,7 +84,7 @@ def _in_one_tile(c: Attention, part: Part) -> None:
 
 
 def _without_maximum(c: Attention, part: Part) -> bool:
-    """Compute a part with top = 0, which saves two passes over each tile.
+    """Forward of a part with top = 0, not the maximum, which saves two passes over each tile.
 
     Return False if its results are useless: scores are too far from 0, or a query has no key.
     """
@@ -116,7 +116,7 @@ def _without_maximum(c: Attention, part: Part) -> bool:
 
 
 def _with_running_maximum(c: Attention, part: Part) -> None:
-    """Compute a part with top as the maximum so far. A tile that raises it rescales the sums."""
+    """Forward of a part. top is the maximum so far; a tile that raises it rescales the sums."""
     keys = transposed(c.scores.k[part.b, part.g], c.scores.factor(1.0), "keys")
     v = c.v[part.b, part.g]
     for t, low, high in c.scores.rows(part):
@@ -142,9 +142,9 @@ def _with_running_maximum(c: Attention, part: Part) -> None:
 
 
 def _exponentiate(scores: Scores, e: Array, part: Part, t: slice, s: slice) -> None:
-    """Replace the scores e, times UNIT, by their exponentials, and forbidden ones by 0.
+    """Replace e, the scores of a tile times UNIT, by exp(scores), and forbidden ones by 0.
 
-    Forbidden scores are not set to -inf before: exp(-inf) is slow.
+    Forbidden scores are not set to -inf first, because exp(-inf) is slow.
     """
     (np.exp2 if EXP2 else np.exp)(e, out=e)
     scores.forbid(e, part, t, s, 0)
@@ -202,7 +202,10 @@ class PartBackward(NamedTuple):
 
 
 def backward(c: Attention, part: Part, dctx: Array, grads: Gradients) -> None:
-    """Compute all gradients of a part. No other part has its keys and values."""
+    """Write the gradients of a part to `grads`, and add to the gradient of the bias.
+
+    dctx: (B, H, T, M). No other part has these keys and values, so dk and dv are not shared.
+    """
     heads, kv_heads = (part.b, part.h), (part.b, part.g)
     k, v, top = c.scores.k[kv_heads], c.v[kv_heads], c.top[heads]
     top = top if top.any() else None
@@ -286,7 +289,7 @@ def _backward_of_queries(
 def _recomputed(
     c: Attention, part: Part, arrays: PartBackward, queries: Array, t: slice, s: slice
 ) -> tuple[Array, Array | None]:
-    """Return e of a tile as in forward, and the softcap's derivative or None."""
+    """Return exp(scores - top) of the tile (t, s), and the derivative of the softcap or None."""
     unit = UNIT if arrays.top is None else 1.0
     if c.scores.few_queries:  # as `_in_one_tile`: e must be rounded as in top and total
         queries = queries * c.scores.factor(unit)

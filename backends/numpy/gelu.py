@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.logistic import LOG2_E, inverse_sigmoid, within
+from xformer.backends.numpy.logistic import LOG2_E, clipped, inverse_sigmoid
 from xformer.backends.numpy.rows import BLOCK, flat
 from xformer.backends.numpy.threads import blocks, scratch
 from xformer.checks import require_gradient
@@ -51,7 +51,7 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
 
     def piece(start: int, stop: int) -> None:
         x, y = xs[start:stop], ys[start:stop]
-        near = within(x, FAR)
+        near = clipped(x, FAR)
         inverse_sigmoid(near, p, y, _square(near))
         np.divide(x if near is x else np.maximum(x, -FAR), y, out=y)  # 0 at -inf
 
@@ -76,7 +76,7 @@ class GeluCache(NamedTuple):
 
         def piece(start: int, stop: int) -> None:
             dx = dxs[start:stop]
-            derivative(within(xs[start:stop], FAR), out=dx)
+            derivative(clipped(xs[start:stop], FAR), out=dx)
             dx *= dys[start:stop]
 
         with np.errstate(over="ignore"):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xformer.backends.numpy.logistic import LOG2_E, inverse_sigmoid, within
+from xformer.backends.numpy.logistic import LOG2_E, clipped, inverse_sigmoid
 from xformer.backends.numpy.rows import BLOCK, flat
 from xformer.backends.numpy.threads import blocks, scratch
 from xformer.checks import require_gradient
@@ -32,7 +32,7 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
 
     def piece(start: int, stop: int) -> None:
         gate, y = gates[start:stop], ys[start:stop]
-        near = within(gate, FAR)
+        near = clipped(gate, FAR)
         inverse_sigmoid(near, SILU, y, None)
         np.divide(gate if near is gate else np.maximum(gate, -FAR), y, out=y)  # 0 at -inf
         y *= ups[start:stop]
@@ -57,7 +57,7 @@ class GluCache(NamedTuple):
 
         def piece(start: int, stop: int) -> None:
             gate, up, dy, dgate, dup = (a[start:stop] for a in arrays)
-            near = within(gate, FAR)
+            near = clipped(gate, FAR)
             s = inverse_sigmoid(near, SILU, scratch("sigmoid", gate.shape, gate.dtype), None)
             np.reciprocal(s, out=s)
             np.multiply(near, s, out=dup)

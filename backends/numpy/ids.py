@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 
-def private(ids: Any) -> Any:
+def private_copy(ids: Any) -> Any:
     """Return a copy of `ids` if it is a NumPy array, else `ids`.
 
     Kernels check the copy, then use it: another thread may write new ids into the original.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xformer.backends.numpy.ids import private
+from xformer.backends.numpy.ids import private_copy
 from xformer.checks import require_ids
 from xformer.dispatch import kernel
 from xformer.ops.index_add import IndexAddCache
@@ -15,7 +15,7 @@ from xformer.typing import Array
 @kernel(reference, "numpy")
 def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """Sort the rows by id, and sum the rows of each id with `add.reduceat`."""
-    ids = require_ids("index_add", "ids", private(ids), x.shape[0], x)
+    ids = require_ids("index_add", "ids", private_copy(ids), x.shape[0], x)
     out = x.copy()
     add_rows(out, y, ids)
     return out, IndexAddCache(ids, x.shape)

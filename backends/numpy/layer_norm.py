@@ -74,12 +74,12 @@ class LayerNormCache(NamedTuple):
             centred = scratch("centred", dy.shape, dy.dtype)
             np.subtract(xs[span], self.mean[span, None], out=centred)
             np.multiply(dy, centred, out=dx)
-            np.matmul(rstd, dx, out=dw.of(start))
+            np.matmul(rstd, dx, out=dw.block_sum(start))
             mean = dx @ w * rstd / width  # mean(dxhat * xhat)
             if self.eps_outside:
                 mean /= self._std_ratio(rstd)
             if self.has_b:
-                np.matmul(np.ones_like(rstd), dy, out=db.of(start))
+                np.matmul(np.ones_like(rstd), dy, out=db.block_sum(start))
             np.multiply(dy, w, out=dx)
             dx -= (dy @ w / width)[:, None]
             centred *= (mean * rstd)[:, None]

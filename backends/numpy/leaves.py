@@ -19,7 +19,7 @@ ARRAY_TYPES = (np.ndarray, np.generic)
 Step = Callable[..., Any]
 
 
-def over(
+def map_leaves(
     step: Step, *trees: Sequence[Array], replaced: tuple[int, ...] = (), donate: bool = False
 ) -> list[list[Array]]:
     """Compute new leaves for some of the trees: the arrays that `step` writes.
@@ -62,7 +62,7 @@ def _spans_are_disjoint(leaves: Sequence[Array]) -> bool:
 
 
 def unsupported_leaves(leaves: Sequence[Array]) -> str | None:
-    """Return why `over` cannot run on these leaves, or None if it can."""
+    """Return why `map_leaves` cannot run on these leaves, or None if it can."""
     dtype = leaves[0].dtype
     if dtype.char in "fd" and all(isinstance(x, ARRAY_TYPES) and x.dtype == dtype for x in leaves):
         return None

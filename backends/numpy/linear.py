@@ -16,7 +16,7 @@ import numpy as np
 
 from xformer.backends.numpy import products
 from xformer.backends.numpy.products import product
-from xformer.backends.numpy.threads import aligned, blas_alone, run
+from xformer.backends.numpy.threads import aligned, run, single_blas_thread
 from xformer.checks import require_gradient
 from xformer.dispatch import is_inference, kernel
 from xformer.ops.linear import linear as reference
@@ -31,8 +31,8 @@ def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, LinearCache]:
     """y = x w + b. Each piece of y is computed by one thread."""
-    (y,) = mapped(x, [(w, b)])
-    return y, LinearCache(x if trainable else None, w, b, x.shape)
+    (y,) = outputs(x, [(w, b)])
+    return y, LinearCache(None if trainable else x, w, b, x.shape)
 
 
 @short
@@ -51,7 +51,7 @@ class LinearCache(NamedTuple):
         return dx, dw, db
 
 
-def mapped(x: Array, maps: Sequence[Map]) -> list[Array]:
+def outputs(x: Array, maps: Sequence[Map]) -> list[Array]:
     """Return x w + b for each (w, b) in `maps`."""
     rows = _rows(x)
     ys = [aligned((len(rows), w.shape[1]), x.dtype) for w, _ in maps]
@@ -69,7 +69,7 @@ def _few_rows(rows: Array, maps: Sequence[Map], ys: Sequence[Array]) -> None:
     Most of these products are done before another thread has woken.
     """
     n, size = len(rows), max(w.size for w, _ in maps)
-    with blas_alone() if products.wakes_blas(n, size) else nullcontext():
+    with single_blas_thread() if products.wakes_blas(n, size) else nullcontext():
         for (w, b), y in zip(maps, ys, strict=True):
             if products.worth_threads(n, w.size):
                 run(product(rows, w, y, b))

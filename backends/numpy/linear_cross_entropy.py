@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xformer.backends.numpy.cross_entropy import Tokens, exp_factor, subtract_targets
-from xformer.backends.numpy.ids import private
+from xformer.backends.numpy.ids import private_copy
 from xformer.backends.numpy.products import product
 from xformer.backends.numpy.rows import row_blocks
 from xformer.backends.numpy.threads import run, scratch
@@ -68,9 +68,9 @@ def linear_cross_entropy(
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
-    xs, targets, chosen = kept_rows(x, w, private(targets), ignore_index)
+    xs, targets, chosen = kept_rows(x, w, private_copy(targets), ignore_index)
     weight = 1 / max(len(xs), 1) if reduction == "mean" else 1.0
-    tokens, with_gradients = Tokens.of(targets, x.dtype, a, z), not is_inference()
+    tokens, with_gradients = Tokens.empty(targets, x.dtype, a, z), not is_inference()
 
     def differentiate(logits: Array, span: slice) -> None:
         tokens.read(logits, span, logits)
@@ -97,7 +97,7 @@ def in_chunks(
 
     Return the gradients if they are wanted, else None.
     """
-    n, grads = len(x), Gradients.of(x, w, b, trainable) if with_gradients else None
+    n, grads = len(x), Gradients.empty(x, w, b, trainable) if with_gradients else None
     size = max(1, -(-n // max(1, round(n * w.shape[1] / CHUNK))))
     for start in range(0, max(n, 1), size):  # once if there is no row, to set dw and db
         _chunk(x, w, b, slice(start, min(start + size, n)), differentiate, grads)
@@ -145,7 +145,7 @@ class Gradients(NamedTuple):
     db: Array | None  # (V,)
 
     @staticmethod
-    def of(x: Array, w: Array, b: Array | None, trainable: bool) -> Gradients:
+    def empty(x: Array, w: Array, b: Array | None, trainable: bool) -> Gradients:
         """Return uninitialised arrays. `add` of the first chunk overwrites them."""
         return Gradients(
             np.empty(x.shape, x.dtype),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numpy.linear import gradients, mapped
+from xformer.backends.numpy.linear import gradients, outputs
 from xformer.checks import require_gradient
 from xformer.dispatch import kernel
 from xformer.layers.linear import LinearParams
@@ -32,7 +32,7 @@ def linear_many(
     """Return x w + b for each of `params`."""
     for w, b in params:
         ops.linear.reference.check((x, w, b), {})  # type: ignore[attr-defined]
-    return tuple(mapped(x, params)), LinearsCache(x, params)
+    return tuple(outputs(x, params)), LinearsCache(x, params)
 
 
 @short

@@ -29,7 +29,7 @@ def inverse_sigmoid(x: Array, p: tuple[float, ...], out: Array, square: Array | 
     return out
 
 
-def within(x: Array, far: float) -> Array:
+def clipped(x: Array, far: float) -> Array:
     """Return x if it is within [-far, far], else a clipped copy: infinity would become NaN."""
     if np.minimum.reduce(x) >= -far and np.maximum.reduce(x) <= far:
         return x

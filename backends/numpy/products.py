@@ -56,7 +56,7 @@ def products(
     The other arguments are those of `product`.
     """
     n, m = y.shape
-    multiply = chosen()
+    multiply = chosen_product()
     if step is None:
         step = _step(max(n, m), n * m * sum(x.shape[1] for x, _ in factors))
 
@@ -94,7 +94,7 @@ def by_numpy(x: Array, w: Array, out: Array, *, add: bool = False) -> None:
 MULTIPLY: dict[str, Callable[..., None]] = {}
 
 
-def chosen() -> Callable[..., None]:
+def chosen_product() -> Callable[..., None]:
     """Return `by_numpy`, or the function that the chosen kernels use instead of it."""
     return MULTIPLY.get(chosen_kernels(), by_numpy)
 

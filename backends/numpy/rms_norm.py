@@ -65,7 +65,7 @@ class RmsNormCache(NamedTuple):
             span = slice(start, stop)
             x, dy, dx, rstd = xs[span], dys[span], dxs[span], self.rstd[span, 0]
             np.multiply(dy, x, out=dx)
-            np.matmul(rstd, dx, out=dw.of(start))
+            np.matmul(rstd, dx, out=dw.block_sum(start))
             mean = dx @ gain * rstd**2 / width  # mean(dxhat * xhat) * rstd
             np.multiply(dy, gain, out=dx)
             dx -= np.multiply(x, mean[:, None], out=scratch("xhat", x.shape, x.dtype))

@@ -57,7 +57,7 @@ class Sums:
         self.size = even_size(n, _max_rows(width, block))
         self.parts = np.empty((-(-n // self.size), width), dtype)  # a row for each block
 
-    def of(self, start: int) -> Array:
+    def block_sum(self, start: int) -> Array:
         """Return the array (width,) for the sum of the block that begins at row `start`."""
         part: Array = self.parts[start // self.size]
         return part

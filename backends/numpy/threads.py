@@ -62,7 +62,7 @@ def blocks(fn: Piece, n: int, size: int) -> None:
     elif _local.n_threads:
         _run_pieces(fn, n, size, helpers)
     else:
-        with _one_blas_thread() as has_pool:
+        with _limit_blas() as has_pool:
             _run_pieces(fn, n, size, helpers if has_pool else 0)
 
 
@@ -70,8 +70,9 @@ def on_every_thread(fn: Callable[[], bool], threads: int) -> None:
     """Call fn() on this thread, and on `threads` - 1 others unless the pool is in use.
 
     The calls share the work out among themselves. They must not call BLAS, which keeps its threads.
-    fn() returns True on this thread if all work is done. Then the other calls are not waited for:
-    that takes longer than a layer of a small model. Otherwise an error of theirs is raised here.
+    If fn() returns True on this thread, all work is done, and this function returns: to wait
+    for the other calls takes longer than a layer of a small model. Otherwise it waits for them, and
+    raises the error of a call that failed.
     """
     if threads < 2:
         fn()
@@ -111,7 +112,7 @@ def run(calls: list[Callable[[], Any]]) -> None:
 
 
 @contextmanager
-def blas_alone() -> Iterator[None]:
+def single_blas_thread() -> Iterator[None]:
     """Return a context in which BLAS has one thread, and `blocks` as many as BLAS had before.
 
     It is for many small products: BLAS wakes its threads for a vector times 10,000 weights.
@@ -120,7 +121,7 @@ def blas_alone() -> Iterator[None]:
         yield
         return
     n = n_threads()
-    with _one_blas_thread() as has_pool:
+    with _limit_blas() as has_pool:
         _local.n_threads = n if has_pool else 0
         try:
             yield
@@ -187,7 +188,7 @@ class _State:
         self.jobs: SimpleQueue[tuple[_Job, Context]] = SimpleQueue()
         self.n_threads = 0  # worker threads that have been started
         self.blas_counts = Exclusive()  # guards `callers`, `before` and the counts of BLAS
-        self.callers: set[object] = set()  # calls of `_one_blas_thread` that have not returned
+        self.callers: set[object] = set()  # calls of `_limit_blas` that have not returned
         self.before: dict[Any, int] = {}  # thread count of each library before the first caller
 
 
@@ -238,7 +239,10 @@ def _submit(job: _Job, helpers: int) -> None:
 
 
 def _end(job: _Job, helpers: int, *, wait: bool) -> None:
-    """Remove the job's entries from the queue; wait: for the workers that have taken an entry."""
+    """Remove the job's entries from the queue.
+
+    wait: wait for each worker that has taken an entry, until it has finished
+    """
     for _ in range(helpers):
         try:
             _state.jobs.get_nowait()
@@ -288,7 +292,7 @@ def _pool() -> Iterator[bool]:
 
 
 @contextmanager
-def _one_blas_thread() -> Iterator[bool]:
+def _limit_blas() -> Iterator[bool]:
     """Give BLAS one thread, and try to hold the pool; yield whether this call may use the pool.
 
     BLAS gets its threads back when the last of several concurrent calls returns.
@@ -327,7 +331,7 @@ def _restore_threads(state: _State, caller: object, before: list[tuple[Any, int]
 
 
 def _thread_counts() -> list[tuple[Any, int]]:
-    """Return each BLAS library and its thread count, as it was before `_one_blas_thread`."""
+    """Return each BLAS library and its thread count, as it was before `_limit_blas`."""
     before = _state.before
     return [(x, before.get(x) or x.get_num_threads() or 1) for x in _blas()]
 

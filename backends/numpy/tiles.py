@@ -238,13 +238,13 @@ def transposed(x: Array, scale: float, name: str) -> Array:
 
 
 def _even_size(n: int, most: int, least_pieces: int) -> int:
-    """Return the size of equal pieces of n: at most `most`, and at least `least_pieces` of them."""
+    """Return the size of equal pieces of n, at most `most`, for at least `least_pieces` pieces."""
     pieces = max(-(-n // max(1, most)), min(n, least_pieces), 1)
     return max(1, -(-n // pieces))
 
 
 def tile_of(x: Array, part: Part, *tile: slice) -> Array:
-    """Return the part of an array x that broadcasts to (B, H, T, S), or its tile (t, s)."""
+    """Return x, which broadcasts to (B, H, T, S), at a part and a tile: slices t, s or none."""
     return x[tile_index(x, part, *tile)]
 
 
@@ -270,9 +270,10 @@ def _replace(x: Array, low: int | None, high: int | None, value: float) -> None:
 def _band(
     n: int, m: int, low: int | None, high: int | None, dtype: np.dtype
 ) -> tuple[Array, Array]:
-    """Return integers (n, m) to combine with the bits of x by `&`, and others by `|`.
+    """Return two integer arrays (n, m): masks for `&`, then for `|`, with the bits of an array.
 
-    They are all ones and 0 where row + low <= column <= row + high; else 0 and the bits of -inf.
+    Where row + low <= column <= row + high, they keep the bits. Elsewhere `&` sets the bits to 0,
+    and `|` then sets them to those of -inf.
     """
     column, row = np.arange(m), np.arange(n)[:, None]
     inside = (low is None or column >= row + low) & (high is None or column <= row + high)

@@ -22,7 +22,7 @@ from xformer.backends.numba.compiled import rowwise
 from xformer.backends.numba.gemm import call, sgemm
 from xformer.backends.numba.registers import USABLE
 from xformer.backends.numba.tuning import GRACE, LONG
-from xformer.backends.numpy.threads import blas_alone, on_every_thread, scratch
+from xformer.backends.numpy.threads import on_every_thread, scratch, single_blas_thread
 
 KERNEL, ARGS, PIECES, BARRIER, FIRST, CHECK, ANYONE = range(7)
 
@@ -46,7 +46,7 @@ def execute(code: Any, words: Any, threads: int, *, rounds: int = 1, blas: bool 
 
     if int(code[:, PIECES].max(initial=1)) == 1:
         threads = 1
-    with blas_alone() if blas else nullcontext():
+    with single_blas_thread() if blas else nullcontext():
         on_every_thread(work, threads)
 
 
