@@ -45,7 +45,7 @@ def unsupported(
     """Return why the kernel cannot run, or None if it can."""
     if x.shape[1] != 1 or kv_cache[0].k is None or kv_cache[0].write_index is not None:
         return "not one token that follows a growing KV cache"
-    if not (memory is bias is pos is relative is mask is memory_mask is None):
+    if not (memory is bias is pos is relative_bias is mask is memory_mask is None):
         return "a memory, a bias, positions in each layer or padding"
     return unsupported_model(params, configs)
 

@@ -24,7 +24,7 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
 
 @short
 class EmbeddingCache(NamedTuple):
-    """Saved by `embedding` for backward: no copy of the table."""
+    """Saved by `embedding` for backward: the ids. The gradient does not depend on the table."""
 
     ids: Array  # (...)
     table_shape: tuple[int, int]  # (V, D)

@@ -42,7 +42,7 @@ def experts(
 
 @short
 class ExpertsCache(NamedTuple):
-    """Saved by `experts` for backward."""
+    """Saved by `experts` for backward: its inputs, and the cache of each chosen expert."""
 
     x: Array  # (N, D)
     w_gate: Array  # (E, D, F)

@@ -55,14 +55,14 @@ def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, GeluCache]:
         inverse_sigmoid(near, p, y, _square(near))
         np.divide(x if near is x else np.maximum(x, -FAR), y, out=y)  # 0 at -inf
 
-    with np.errstate(over="ignore"):  # exp2 overflows where Phi is 0
+    with np.errstate(over="ignore"):  # exp2 overflows if Phi is 0
         blocks(piece, xs.size, BLOCK)
     return y, GeluCache(x, approximate)
 
 
 @short
 class GeluCache(NamedTuple):
-    """Saved by `gelu` for backward."""
+    """Saved by `gelu` for backward: x. Phi is recomputed from it."""
 
     x: Array  # (...)
     approximate: str  # "none" or "tanh"

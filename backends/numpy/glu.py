@@ -37,14 +37,14 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
         np.divide(gate if near is gate else np.maximum(gate, -FAR), y, out=y)  # 0 at -inf
         y *= ups[start:stop]
 
-    with np.errstate(over="ignore"):  # exp2 overflows where the sigmoid is 0
+    with np.errstate(over="ignore"):  # exp2 overflows if the sigmoid is 0
         blocks(piece, ys.size, BLOCK)
     return y, GluCache(gate, up)
 
 
 @short
 class GluCache(NamedTuple):
-    """Saved by `glu` for backward."""
+    """Saved by `glu` for backward: its inputs. The sigmoid of gate is recomputed."""
 
     gate: Array  # (..., F)
     up: Array  # (..., F)

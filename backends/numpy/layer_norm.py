@@ -51,7 +51,7 @@ def layer_norm(
 
 @short
 class LayerNormCache(NamedTuple):
-    """Saved by `layer_norm` for backward."""
+    """Saved by `layer_norm` for backward: xhat = (x - mean) * rstd is recomputed."""
 
     x: Array  # (..., D)
     w: Array  # (D,)

@@ -13,10 +13,10 @@ from xformer.backends.numpy.rows import BLOCK
 from xformer.backends.numpy.threads import run, scratch
 from xformer.typing import Array
 
-SMALL = 1 << 13  # elements; smaller leaves are gathered, as calls cost more than copies
+SMALL = 1 << 13  # elements; smaller leaves are gathered: NumPy calls for each would cost more
 ARRAY_TYPES = (np.ndarray, np.generic)
 
-Step = Callable[..., Any]
+Step = Callable[..., Any]  # step(*ins, *outs), 1-D arrays of one length: writes to `outs`
 
 
 def map_leaves(

@@ -32,12 +32,12 @@ def linear(
 ) -> tuple[Array, LinearCache]:
     """y = x w + b. Each piece of y is computed by one thread."""
     (y,) = outputs(x, [(w, b)])
-    return y, LinearCache(None if trainable else x, w, b, x.shape)
+    return y, LinearCache(x if trainable else None, w, b, x.shape)
 
 
 @short
 class LinearCache(NamedTuple):
-    """Saved by `linear` for backward."""
+    """Saved by `linear` for backward: x for dw, and w for dx."""
 
     x: Array | None  # (..., I); None: w is not trained
     w: Array  # (I, O)

@@ -64,7 +64,10 @@ def linear_cross_entropy(
     reduction: str = "mean",
     trainable: bool = True,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
-    """Compute the loss, and its gradients unless within `inference()`, of tokens not ignored."""
+    """Compute the loss of the tokens that are not ignored, and its gradients.
+
+    Within `inference()` no gradients are computed, and the cache is None.
+    """
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)

@@ -37,7 +37,7 @@ def linear_many(
 
 @short
 class LinearsCache(NamedTuple):
-    """Saved by `linear_many` for backward."""
+    """Saved by `linear_many` for backward: x for each dw, and the weights for dx."""
 
     x: Array  # (..., I)
     params: tuple[LinearParams, ...]

@@ -12,7 +12,7 @@ LOG2_E = math.log2(math.e)
 
 
 def inverse_sigmoid(x: Array, p: tuple[float, ...], out: Array, square: Array | None) -> Array:
-    """Write 1 + 2^(x P(x^2)) to `out` and return it; inf where it overflows and the sigmoid is 0.
+    """Write 1 + 2^(x P(x^2)) to `out` and return it. It is inf if it overflows: the sigmoid is 0.
 
     p: coefficients of P, the constant first; P is computed by Horner's rule.
     square: x^2; None if P is constant.

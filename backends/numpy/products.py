@@ -51,9 +51,11 @@ def products(
     add: bool = False,
     step: int | None = None,
 ) -> list[Callable[[], None]]:
-    """Return functions that compute y[...] = b + the sum of x w over all (x, w) in `factors`.
+    """Return functions that together compute y[...] = b + the sum of x w over the pairs (x, w).
 
-    The other arguments are those of `product`.
+    factors: pairs x (N, I), w (I, O); I may differ   y: (N, O)   b: (O,) or None
+    add: add the sum to y, instead of overwriting y
+    step: as in `product`
     """
     n, m = y.shape
     multiply = chosen_product()

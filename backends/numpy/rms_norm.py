@@ -48,7 +48,7 @@ def rms_norm(
 
 @short
 class RmsNormCache(NamedTuple):
-    """Saved by `rms_norm` for backward."""
+    """Saved by `rms_norm` for backward: xhat = x * rstd is recomputed."""
 
     x: Array  # (..., D)
     gain: Array  # (D,), w + offset

@@ -69,7 +69,7 @@ class Sums:
 
 
 def masked(x: Array, keep: Array, out: Array) -> None:
-    """Write x to `out` where `keep` is true or 1, else 0. All arrays are contiguous.
+    """Write x to `out`, but 0 for elements whose `keep` is 0 or False. All arrays are contiguous.
 
     It masks the bits of x: `np.where` takes twice as long.
     """

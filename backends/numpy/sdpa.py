@@ -1,7 +1,7 @@
 """`sdpa` in tiles of queries and keys. A tile's scores fit in the cache; backward recomputes them.
 
-Each thread computes a batch element with as many of its heads as fit. Long NumPy calls are better
-for threads: a call starts with the GIL, and computes without it.
+A thread computes as many heads at once as fit in the cache, so that its NumPy calls are long. NumPy
+computes without the GIL, but only one thread at a time can start a call.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class Scores(NamedTuple):
         return scores, derivative
 
     def forbid(self, x: Array, part: Part, t: slice, s: slice, value: float) -> None:
-        """Set x (b, h, t, s) to `value`, 0 or -inf, where a query may not attend to a key.
+        """Set x (b, h, t, s) to `value`, 0 or -inf, for queries and keys that may not attend.
 
         x may be NaN there.
         """
@@ -249,7 +249,7 @@ def tile_of(x: Array, part: Part, *tile: slice) -> Array:
 
 
 def tile_index(x: Array, part: Part, *tile: slice) -> tuple[slice, ...]:
-    """Return the index of `tile_of`: a whole axis where x has length 1."""
+    """Return the index of `tile_of`: slice(None) for axes of x with length 1."""
     axes = zip(x.shape, (part.b, part.h, *tile), strict=False)
     return tuple(slice(None) if n == 1 else index for n, index in axes)
 
@@ -272,8 +272,8 @@ def _band(
 ) -> tuple[Array, Array]:
     """Return two integer arrays (n, m): masks for `&`, then for `|`, with the bits of an array.
 
-    Where row + low <= column <= row + high, they keep the bits. Elsewhere `&` sets the bits to 0,
-    and `|` then sets them to those of -inf.
+    If row + low <= column <= row + high, they keep the bits of an element. Else `&` sets them to 0,
+    and `|` then sets them to the bits of -inf.
     """
     column, row = np.arange(m), np.arange(n)[:, None]
     inside = (low is None or column >= row + low) & (high is None or column <= row + high)

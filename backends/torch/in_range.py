@@ -9,7 +9,7 @@ from xformer.typing import Array
 
 def unsupported(ids: Array, *, size: int) -> str | None:
     """Return why the kernel must not run: it does not read the ids. None if it may."""
-    return "the ids are on the CPU, where they can be read" if ids.device.type == "cpu" else None
+    return "the ids are on the CPU, so they can be read" if ids.device.type == "cpu" else None
 
 
 @kernel(reference, "torch", unsupported=unsupported)
