@@ -14,7 +14,7 @@ pytest.importorskip("numba", reason="needs extra numba")
 from programs import THREADS, judged, names, native_against_numpy, record
 
 from xformer import ops, tree
-from xformer.backends.numba.kernels.gemm import steps
+from xformer.backends.numba.kernels.gemm import matrix_strides
 from xformer.layers import LinearParams, linear_many
 from xformer.tree import Frozen
 
@@ -76,16 +76,16 @@ def test_a_slice_of_the_rows_is_read_in_place() -> None:
     assert not names(run, native=False)
 
 
-def test_steps() -> None:
+def test_matrix_strides() -> None:
     x = normal(6, 8)
-    assert steps(x) == (32, 4)
-    assert steps(x.T) == (4, 32)
-    assert steps(x[:, :3]) == (32, 4)
-    assert steps(x[:1].T) == (4, 4)
-    assert steps(x[:, :1]) == (32, 4)
-    assert steps(x[::-1]) is None
-    assert steps(x[:, ::2]) is None
-    assert steps(np.broadcast_to(x[0], (6, 8))) is None
+    assert matrix_strides(x) == (32, 4)
+    assert matrix_strides(x.T) == (4, 32)
+    assert matrix_strides(x[:, :3]) == (32, 4)
+    assert matrix_strides(x[:1].T) == (4, 4)
+    assert matrix_strides(x[:, :1]) == (32, 4)
+    assert matrix_strides(x[::-1]) is None
+    assert matrix_strides(x[:, ::2]) is None
+    assert matrix_strides(np.broadcast_to(x[0], (6, 8))) is None
 
 
 def test_nan_and_infinity_stay_in_their_rows() -> None:

@@ -1,7 +1,7 @@
-"""Activations, each element once through all of its formula: one kernel for all, by a code.
+"""One kernel for all activations; a code chooses the formula, and a number is its parameter c.
 
-Some are one formula with another number: silu and quick_gelu are x sigmoid(number x), tanh and
-softcap number tanh(x / number).
+Each loop reads an element once and computes the whole formula. silu and quick_gelu are
+x sigmoid(c x); tanh and softcap are c tanh(x / c). The other formulas ignore c.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2, inlined
 from xformer.backends.numba.kernels.gelu_forms import (
     exact_form,
-    exact_slope,
+    exact_gradient,
     tanh_form,
-    tanh_slope,
+    tanh_gradient,
 )
 from xformer.backends.numba.kernels.layout import (
     dense,
@@ -43,8 +43,8 @@ from xformer.showing import short
 from xformer.typing import Array
 
 RELU, RELU_SQUARED, SIGMOID, SWISH, TANH, GELU, GELU_TANH = range(7)
-OF_Y = (RELU, SIGMOID, TANH)  # whose slopes follow from y
-FORMULAS = {  # code and number
+FROM_OUTPUT = (RELU, SIGMOID, TANH)  # the derivative is a function of y alone
+FORMULAS = {  # (code, c)
     "relu": (RELU, 1.0),
     "relu_squared": (RELU_SQUARED, 1.0),
     "sigmoid": (SIGMOID, 1.0),
@@ -55,21 +55,24 @@ FORMULAS = {  # code and number
     "gelu_tanh": (GELU_TANH, 1.0),
 }
 ZERO, ONE, TWO, FAR32 = np.float32(0), np.float32(1), np.float32(2), np.float32(FAR)
-NEAR = np.float32(0.55)  # up to which tanh(x) = x + x^3 P(x^2), of least relative error
+NEAR = np.float32(0.55)  # if |x| < NEAR, tanh(x) = x + x^3 P(x^2), of least relative error
 P0, P1 = np.float32(-0.333333180451), np.float32(0.133326016675)
 P2, P3, P4 = map(np.float32, (-0.053853856117, 0.021077751062, -0.006282463203))
 Reference = Callable[[Any], tuple[Any, Any]]
 
 
-def not_float32(x: Array) -> str | None:
-    """Why the kernel cannot run."""
+def unsupported(x: Array) -> str | None:
+    """Return why the kernel cannot run, or None."""
     return unrecordable(x)
 
 
 def activate(
     name: str, x: Array, reference: Reference, formula: tuple[int, float]
 ) -> tuple[Array, ActivationCache]:
-    """An activation by its reference's name, code and number; y lies in memory as x does."""
+    """Record an activation of x; y has the memory layout of x.
+
+    name: of the instruction. reference: the activation on NumPy arrays. formula: (code, c).
+    """
     program, x = program_of(x), dense(x)
     y = fresh_in(program, order_of(x), x.shape, x.dtype)
 
@@ -77,14 +80,14 @@ def activate(
         np.copyto(y, reference(x)[0])
 
     code, number = formula
-    own = Native(forward, (x.size, code, bits(number)), program.pieces(x.size))
-    program.emit(name, run, [y], [x], own)
-    return y, ActivationCache(y if code in OF_Y else x, name, reference, formula)
+    compiled = Native(forward, (x.size, code, bits(number)), program.pieces(x.size))
+    program.emit(name, run, [y], [x], compiled)
+    return y, ActivationCache(y if code in FROM_OUTPUT else x, name, reference, formula)
 
 
 @short
 class ActivationCache(NamedTuple):
-    """Saved by an activation for backward: its output if that suffices, else x."""
+    """Saved by an activation for backward: y if the code is in `FROM_OUTPUT`, else x."""
 
     saved: Array
     name: str
@@ -102,33 +105,37 @@ class ActivationCache(NamedTuple):
             cache = reference(saved)[1]
             np.copyto(dx, cache._replace(**{cache._fields[0]: saved}).backward(dy))
 
-        own = Native(backward, (dx.size, code, bits(number)), program.pieces(dx.size))
-        program.emit(f"{name} backward", run, [dx], [saved, in_order(dy, order)], own)
+        compiled = Native(backward, (dx.size, code, bits(number)), program.pieces(dx.size))
+        program.emit(f"{name} backward", run, [dx], [saved, in_order(dy, order)], compiled)
         return dx
 
 
 @native
 def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; x, how many, code, number."""
+    """Compute a piece of y = f(x). outputs: y; inputs: x. integers: elements, code, bits of c."""
     a = words(args, 5)
     start, stop = part(a[2], piece, pieces, LINE)
     n = (stop - start,)
-    values(a[3], real(a[4]), float32s(a[1] + 4 * start, n), float32s(a[0] + 4 * start, n))
+    activate_block(a[3], real(a[4]), float32s(a[1] + 4 * start, n), float32s(a[0] + 4 * start, n))
 
 
 @native
 def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """dx; x or y, dy, how many, code, number."""
+    """Compute a piece of dx = dy f'(x).
+
+    outputs: dx; inputs: saved (y if the code is in `FROM_OUTPUT`, else x), dy. integers: elements,
+    code, bits of c.
+    """
     a = words(args, 6)
     start, stop = part(a[3], piece, pieces, LINE)
     n = (stop - start,)
     saved, dy = float32s(a[1] + 4 * start, n), float32s(a[2] + 4 * start, n)
-    slopes(a[4], real(a[5]), saved, dy, float32s(a[0] + 4 * start, n))
+    differentiate_block(a[4], real(a[5]), saved, dy, float32s(a[0] + 4 * start, n))
 
 
 @elementwise
-def values(code: int, number: float, x: Any, y: Any) -> None:
-    """y = f(x) of a code and its number."""
+def activate_block(code: int, number: float, x: Any, y: Any) -> None:
+    """Write y = f(x). code, number: the formula and its c. x, y: (n,)."""
     c = np.float32(number)
     if code == RELU:
         for i in range(x.size):
@@ -139,8 +146,9 @@ def values(code: int, number: float, x: Any, y: Any) -> None:
             y[i] = v * v
     elif code == SIGMOID:
         for i in range(x.size):
-            e = exp2(-LOG2_E * abs(x[i]))  # its exponent is never positive: 0 far below, not 2^-127
-            y[i] = (ONE if x[i] >= ZERO else e) / (ONE + e)
+            # The exponent is at most 0: exp2 stops at 2^127, and 1 / (1 + 2^127) would not be 0.
+            power = exp2(-LOG2_E * abs(x[i]))
+            y[i] = (ONE if x[i] >= ZERO else power) / (ONE + power)
     elif code == SWISH:
         for i in range(x.size):
             v = max(x[i], -FAR32)  # 0 at -inf
@@ -155,8 +163,8 @@ def values(code: int, number: float, x: Any, y: Any) -> None:
 
 
 @elementwise
-def slopes(code: int, number: float, saved: Any, dy: Any, dx: Any) -> None:
-    """dx = dy f'(x); saved: y of `OF_Y`, else x."""
+def differentiate_block(code: int, number: float, saved: Any, dy: Any, dx: Any) -> None:
+    """Write dx = dy f'(x). saved: y if the code is in `FROM_OUTPUT`, else x. All are (n,)."""
     c = np.float32(number)
     if code == RELU:
         for i in range(dy.size):
@@ -177,17 +185,17 @@ def slopes(code: int, number: float, saved: Any, dy: Any, dx: Any) -> None:
             t = saved[i] / c
             dx[i] = dy[i] * (ONE - t * t)
     elif code == GELU:
-        exact_slope(saved, dy, dx)
+        exact_gradient(saved, dy, dx)
     else:
-        tanh_slope(saved, dy, dx)
+        tanh_gradient(saved, dy, dx)
 
 
 @inlined
 def _tanh(x: Any) -> Any:
-    """By powers far from 0, where nothing is lost by the difference; NaN stays."""
+    """Return tanh(x): a polynomial if |x| < `NEAR`, where 1 - exp(-2 |x|) would lose digits."""
     square = x * x
     p = P0 + square * (P1 + square * (P2 + square * (P3 + square * P4)))
-    e = exp2(-TWO * LOG2_E * abs(x))
-    far = (ONE - e) / (ONE + e)
+    power = exp2(-TWO * LOG2_E * abs(x))
+    far = (ONE - power) / (ONE + power)
     far = -far if x < ZERO else far
     return x + x * square * p if abs(x) < NEAR else far

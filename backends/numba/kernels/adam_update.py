@@ -1,4 +1,4 @@
-"""`adam_update` of all leaves, one instruction, each element once through all of its formula."""
+"""`adam_update` of all leaves by one instruction; each element is read and written once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from xformer.dispatch import kernel
 from xformer.optim.adam import adam_update as op
 from xformer.typing import Array
 
-NEW, OLD = 3, 4  # arrays of a leaf: parameters and moments, and before them gradients too
-SIZE = NEW + OLD  # column of a leaf's row, after seven places
+NEW, OLD = 3, 4  # arrays of a leaf: outputs (p, m, v) and inputs (p, g, m, v)
+SIZE = NEW + OLD  # column of the size in the table of leaves, after seven addresses
 
 
 def unsupported(
@@ -45,12 +45,12 @@ def unsupported(
     eps: float,
     donate: bool = False,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     leaves = [*params, *grads, *m, *v]
     if not all(isinstance(x, Traced) and x.dtype == np.float32 for x in leaves):
         return "only float32"
     shapes = [x.shape for x in params]
-    if any([x.shape for x in others] != shapes for others in (grads, m, v)):
+    if any([x.shape for x in trees] != shapes for trees in (grads, m, v)):
         return "gradients and moments must have the shapes of their parameters"
     return None if program.of(leaves) else "all arrays are constants"
 
@@ -69,55 +69,58 @@ def adam_update(
     eps: float,
     donate: bool = False,
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    """p <- keep p - rate m / (sqrt(v) / root + eps): new arrays, that lie where the plan puts them.
+    """Return the new (params, m, v) of one Adam step, of all leaves.
 
-    rate, root and keep may be known in a run only.
+    m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2, and then
+    p <- keep p - rate m / (sqrt(v) / root + eps). rate, root and keep may be arrays, whose values
+    are known only in a run.
     """
     recorder = program.of([*params, *grads, *m, *v])
-    assert recorder is not None  # else this were unsupported
-    old = [_alike(leaf) for leaf in zip(params, grads, m, v, strict=True)]
-    new = [tuple(_like(recorder, leaf[0]) for _ in range(NEW)) for leaf in old]
+    assert recorder is not None  # `unsupported` has checked this
+    old = [_in_one_order(leaf) for leaf in zip(params, grads, m, v, strict=True)]
+    new = [tuple(_fresh_like(recorder, leaf[0]) for _ in range(NEW)) for leaf in old]
 
     def run(*arrays: Any) -> None:
         outs, (rate, root, keep, *leaves) = arrays[: NEW * len(old)], arrays[NEW * len(old) :]
-        own = [leaves[i::OLD] for i in range(OLD)]
-        made = op.reference(*own, rate=rate, root=root, keep=keep, betas=betas, eps=eps)
-        for i, several in enumerate(made):
-            for out, x in zip(outs[i::NEW], several, strict=True):
+        columns = [leaves[i::OLD] for i in range(OLD)]  # params, grads, m, v
+        updated = op.reference(*columns, rate=rate, root=root, keep=keep, betas=betas, eps=eps)
+        for i, new_arrays in enumerate(updated):
+            for out, x in zip(outs[i::NEW], new_arrays, strict=True):
                 out[...] = x
 
     scalars = [_scalar(x) for x in (rate, root, keep)]
     sizes = [leaf[0].size for leaf in old]
-    own = *map(bits, (*betas, eps)), len(old), *sizes
+    constants = *map(bits, (*betas, eps)), len(old), *sizes
     outs, ins = [x for leaf in new for x in leaf], [*scalars, *(x for leaf in old for x in leaf)]
     pieces = recorder.pieces(sum(sizes))
+    # An output may reuse the memory of the inputs of its own leaf.
     of_leaf = [range(3 + OLD * i, 3 + OLD * (i + 1)) for i in range(len(old)) for _ in range(NEW)]
-    recorder.emit("adam", run, outs, ins, Native(step, own, pieces), in_place=of_leaf)
+    recorder.emit("adam", run, outs, ins, Native(step, constants, pieces), in_place=of_leaf)
     new_p, new_m, new_v = (list(leaves) for leaves in zip(*new, strict=True))
     return new_p, new_m, new_v
 
 
 def _scalar(x: Any) -> Any:
-    """A float64 array (), of a number or an array that may be traced."""
+    """Return a number, or an array of one element, as a float64 array ()."""
     x = x if isinstance(x, Traced) else constant(np.asarray(x, np.float64))
     return namespace.astype(x, np.dtype(np.float64))
 
 
 def _order(x: Array) -> list[int]:
-    """Axes from the one of largest steps to the one of smallest."""
+    """Return the axes of x sorted by stride, the longest first."""
     return sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
 
 
-def _alike(leaf: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The arrays, whose elements fill memory in one order: copies where they do not."""
+def _in_one_order(leaf: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the arrays of a leaf, or copies, all with the axis order of the first in memory."""
     order = _order(leaf[0])
-    turned = [namespace.permute_dims(x, order) for x in leaf]
+    transposed = [namespace.permute_dims(x, order) for x in leaf]
     back = [order.index(axis) for axis in range(len(order))]
-    return tuple(namespace.permute_dims(namespace.contiguous(x), back) for x in turned)
+    return tuple(namespace.permute_dims(namespace.contiguous(x), back) for x in transposed)
 
 
-def _like(recorder: Program, x: Array) -> Array:
-    """A new array that lies as x does."""
+def _fresh_like(recorder: Program, x: Array) -> Array:
+    """Return a new array with the shape and memory layout of x."""
     order = _order(x)
     new = recorder.fresh([x.shape[axis] for axis in order], np.float32)
     return namespace.permute_dims(new, [order.index(axis) for axis in range(len(order))])
@@ -125,8 +128,11 @@ def _like(recorder: Program, x: Array) -> Array:
 
 @native
 def step(args: int, piece: int, pieces: int, memory: int) -> None:
-    """Of each leaf the new parameters and moments; rate, root, keep, then of each leaf the old
-    parameters, gradients and moments; betas, eps, how many leaves, the size of each.
+    """Update a piece of all elements of all leaves.
+
+    outputs: new p, m and v of the first leaf, then of the next leaf, and so on; inputs: rate, root,
+    keep (() float64), then old p, g, m and v of each leaf. integers: bits of beta1, beta2 and eps,
+    number of leaves, size of each leaf.
     """
     n_leaves = numbers(args, 4)[3]
     a = numbers(args, 4 + n_leaves)
@@ -138,52 +144,60 @@ def step(args: int, piece: int, pieces: int, memory: int) -> None:
         table[i, OLD:SIZE] = at[NEW * i : NEW * (i + 1)]
         table[i, SIZE] = a[4 + i]
         total += a[4 + i]
-    own = np.empty(8, np.float32)
-    own[0], own[1], own[2], own[3] = real(a[0]), 1 - real(a[0]), real(a[1]), 1 - real(a[1])
-    own[4], own[5] = float64s(scalars[0], (1,))[0], 1 / float64s(scalars[1], (1,))[0]
-    own[6], own[7] = real(a[2]), float64s(scalars[2], (1,))[0]
+    # beta1, 1 - beta1, beta2, 1 - beta2, rate, 1 / root, eps, keep
+    options = np.empty(8, np.float32)
+    options[0], options[1] = real(a[0]), 1 - real(a[0])
+    options[2], options[3] = real(a[1]), 1 - real(a[1])
+    options[4], options[5] = float64s(scalars[0], (1,))[0], 1 / float64s(scalars[1], (1,))[0]
+    options[6], options[7] = real(a[2]), float64s(scalars[2], (1,))[0]
     start, stop = part(total, piece, pieces, LINE)
-    _steps(own, table, start, stop)
+    _update(options, table, start, stop)
 
 
 @rowwise
-def _steps(numbers: Any, table: Any, start: int, stop: int) -> None:
-    """A step of the numbers from start to stop, of all leaves behind each other.
+def _update(options: Any, table: Any, start: int, stop: int) -> None:
+    """Update the elements `start` to `stop` of all leaves, counted from the first leaf on.
 
-    table (leaves, 8): where a leaf's parameters, gradients and moments are, and the new parameters
-    and moments, and how many numbers.
+    options: the eight numbers of `_updated`. table (leaves, 8): addresses of old p, g, m and v, and
+    of new p, m and v, then the size of the leaf.
     """
     first = 0
-    for own in table:
-        low, high = max(start - first, 0), min(stop - first, own[SIZE])
+    for leaf in table:
+        low, high = max(start - first, 0), min(stop - first, leaf[SIZE])
         if low < high:
-            at, n = own[:SIZE] + 4 * low, (high - low,)
-            old = floats(at[0], n), floats(at[1], n), floats(at[2], n), floats(at[3], n)
-            _step_leaf(numbers, *old, floats(at[4], n), floats(at[5], n), floats(at[6], n))
-        first += own[SIZE]
+            ptr, n = leaf[:SIZE] + 4 * low, (high - low,)
+            old = floats(ptr[0], n), floats(ptr[1], n), floats(ptr[2], n), floats(ptr[3], n)
+            _update_leaf(options, *old, floats(ptr[4], n), floats(ptr[5], n), floats(ptr[6], n))
+        first += leaf[SIZE]
 
 
 @elementwise
-def _step_leaf(
-    numbers: Any, p: Any, g: Any, m: Any, v: Any, new_p: Any, new_m: Any, new_v: Any
+def _update_leaf(
+    options: Any, p: Any, g: Any, m: Any, v: Any, new_p: Any, new_m: Any, new_v: Any
 ) -> None:
+    """Write new_p, new_m and new_v (n,) from p, g, m and v (n,), which may be the same memory.
+
+    options: the eight numbers of `_updated`.
+    """
     if _same(p, new_p) and _same(m, new_m) and _same(v, new_v):
-        for i in range(p.size):  # read by another name, it might depend on what was written before
-            new_p[i], new_m[i], new_v[i] = _moved(numbers, new_p[i], g[i], new_m[i], new_v[i])
+        # Read as new_p[i]: the compiler would assume that p[i] depends on earlier writes to new_p.
+        for i in range(p.size):
+            new_p[i], new_m[i], new_v[i] = _updated(options, new_p[i], g[i], new_m[i], new_v[i])
     else:
         for i in range(p.size):
-            new_p[i], new_m[i], new_v[i] = _moved(numbers, p[i], g[i], m[i], v[i])
+            new_p[i], new_m[i], new_v[i] = _updated(options, p[i], g[i], m[i], v[i])
 
 
 @elementwise
 def _same(x: Any, y: Any) -> Any:
+    """Return whether two arrays begin at the same address."""
     return x.ctypes.data == y.ctypes.data
 
 
 @inlined
-def _moved(numbers: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
-    """What becomes of a parameter and its moments."""
-    old1, share1, old2, share2, rate, root, eps, keep = numbers
-    mean = old1 * m + share1 * g
-    square = old2 * v + share2 * g * g
-    return keep * p - rate * mean / (math.sqrt(square) * root + eps), mean, square
+def _updated(options: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
+    """Return the new (p, m, v) of one element."""
+    beta1, rest1, beta2, rest2, rate, inverse_root, eps, keep = options
+    mean = beta1 * m + rest1 * g
+    square = beta2 * v + rest2 * g * g
+    return keep * p - rate * mean / (math.sqrt(square) * inverse_root + eps), mean, square

@@ -1,4 +1,4 @@
-"""`add_norm`: a residual sum and the norm of it, a few rows at a time."""
+"""`add_norm`: a residual sum and its norm (LayerNorm or RMSNorm), a few rows at a time."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, r: Array | None, params: NormParams, *, config: NormConfig) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     if config.kind == "rms" and params.b is not None:
-        return "no RMSNorm has a bias"
-    own = value(params.w), value(params.b)
-    if any(given is not None and given.shape != x.shape[-1:] for given in own):
+        return "RMSNorm has no bias"
+    w_and_b = value(params.w), value(params.b)
+    if any(param is not None and param.shape != x.shape[-1:] for param in w_and_b):
         return "shapes do not fit"
-    return unrecordable(x, r, *own)
+    return unrecordable(x, r, *w_and_b)
 
 
 @kernel(reference, "numba.kernels", unsupported=unsupported)
 def add_norm(
     x: Array, r: Array | None, params: NormParams, *, config: NormConfig
 ) -> tuple[tuple[Array, Array], AddNormCache]:
-    """s = x + r, and y = `norm` of s, by one instruction."""
+    """Return (s, y), computed by one instruction: s = x + r and y = norm(s). r None: s is x."""
     require_axis("add_norm", x, -1)
     if r is not None:
         require_gradient("add_norm", "r", r, x)
@@ -45,7 +45,7 @@ def add_norm(
 
 @short
 class AddNormCache(NamedTuple):
-    """Saved by `add_norm` for backward."""
+    """Saved by `add_norm` for backward: the cache of the norm of s."""
 
     norm: layer_norm.LayerNormCache | rms_norm.RmsNormCache
     frozen_w: bool
@@ -53,9 +53,12 @@ class AddNormCache(NamedTuple):
     has_r: bool
 
     def backward(self, ds: Array | None, dy: Array) -> tuple[Array, Array | None, NormParams]:
-        """Gradients of x and r, which are one, and of params. ds None: nothing else reads s."""
+        """Return the gradients of x, r and params; x and r have the same gradient.
+
+        ds: gradient of s, None if nothing but the norm reads s. dy: gradient of y.
+        """
         if ds is not None:
             require_gradient("add_norm", "ds", ds, self.norm.x)
-        dx, dw, *db = self.norm.added(dy, ds)
+        dx, dw, *db = self.norm.backward_with(dy, ds)
         dparams = NormParams(None if self.frozen_w else dw, None if self.frozen_b else db[0])
         return dx, dx if self.has_r else None, dparams

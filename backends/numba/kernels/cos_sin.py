@@ -1,4 +1,4 @@
-"""`cos_sin`: cosines and sines of positions times frequencies, all of their formula at once."""
+"""`cos_sin`: cosines and sines of positions times frequencies, in one loop."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from xformer.layers.rope_tables import cos_sin as op
 from xformer.layers.rope_tables import frequencies as frequencies_of
 from xformer.typing import Array
 
-COSTS = 16  # elements of a simple loop in the time of an angle
+COST = 16  # one angle takes the time of this number of elements of a simple loop
 
 
 def unsupported(positions: Array, *, config: RopeConfig, length: int, dtype: Any) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     if positions.is_constant:
-        return "all of it is constant"
+        return "the positions are constant"
     if positions.dtype != np.int64 or dtype != np.float32:
-        return "only float32, of int64"
+        return "only float32 tables of int64 positions"
     return None if positions.size else "there are no positions"
 
 
@@ -41,25 +41,31 @@ def unsupported(positions: Array, *, config: RopeConfig, length: int, dtype: Any
 def cos_sin(
     positions: Array, *, config: RopeConfig, length: int, dtype: Any
 ) -> tuple[Array, Array]:
-    """cos and sin (..., R/2) in float32, of angles in float64."""
-    found, factor = frequencies_of(config, length)
-    program, frequencies = program_of(positions), np.array(found, np.float64)
-    outs = [program.fresh((*positions.shape, len(found)), np.float32) for _ in range(2)]
+    """Return cos and sin (..., R/2) in float32, computed from angles in float64."""
+    values, factor = frequencies_of(config, length)
+    program, frequencies = program_of(positions), np.array(values, np.float64)
+    outs = [program.fresh((*positions.shape, len(values)), np.float32) for _ in range(2)]
 
     def run(cos: Any, sin: Any, positions: Any, frequencies: Any) -> None:
         angles = positions[..., None] * frequencies
         np.copyto(cos, factor * np.cos(angles), casting="same_kind")
         np.copyto(sin, factor * np.sin(angles), casting="same_kind")
 
-    numbers = positions.size, len(found), bits(factor)
-    own = Native(turn, numbers, program.pieces(COSTS * outs[0].size))
-    program.emit("cos_sin", run, outs, [contiguous(positions), frequencies], own)
+    numbers = positions.size, len(values), bits(factor)
+    compiled = Native(fill_tables, numbers, program.pieces(COST * outs[0].size))
+    program.emit("cos_sin", run, outs, [contiguous(positions), frequencies], compiled)
     return outs[0], outs[1]
 
 
 @native
-def turn(args: int, piece: int, pieces: int, memory: int) -> None:
-    """cos, sin (N, R/2); positions (N,), frequencies (R/2,), N, R/2, the factor."""
+def fill_tables(args: int, piece: int, pieces: int, memory: int) -> None:
+    """Compute a piece of the rows of factor * cos(angle) and factor * sin(angle).
+
+    angle = position * frequency, in float64.
+
+    outputs: cos, sin (N, R/2); inputs: positions (N,) int64, frequencies (R/2,) float64. integers:
+    N, R/2, bits of the factor.
+    """
     a = words(args, 7)
     n, width, factor = a[4], a[5], real(a[6])
     start, stop = part(n, piece, pieces, 1)

@@ -1,4 +1,4 @@
-"""`cross_entropy`: backward makes the probabilities once more, of logits that stay."""
+"""`cross_entropy`: backward computes the softmax again from the saved logits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from xformer import ops
 from xformer.backends.numba.kernels.layout import program_of
 from xformer.backends.numba.kernels.losses import (
     Options,
-    checked,
+    checked_options,
     differentiate,
-    numbers_of,
+    loss_options,
     tokens_of,
-    total,
+    weighted_sum,
 )
 from xformer.backends.numba.program import program
 from xformer.backends.numba.program.namespace import contiguous, reshape
@@ -36,7 +36,7 @@ def unsupported(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     if logits.dtype != np.float32 or logits.shape[-1] == 0:
         return "only float32, and at least one class"
     return None if program.of([logits, targets]) else "all arrays are constants"
@@ -52,34 +52,34 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Array, CrossEntropyCache]:
-    """The loss of each token, or what they come to."""
-    options = checked(label_smoothing, z_loss, reduction, ignore_index)
+    """Return the mean or sum of the losses, or the loss of each token (reduction "none")."""
+    options = checked_options(label_smoothing, z_loss, reduction, ignore_index)
     recorder = program.of([logits, targets])
-    assert recorder is not None  # else this were unsupported
+    assert recorder is not None  # `unsupported` has checked this
     tokens = tokens_of(recorder, logits, targets, options)
     n, n_classes = math.prod(logits.shape[:-1]), logits.shape[-1]
     rows, pieces = reshape(contiguous(logits), (n, n_classes)), recorder.pieces(logits.size)
     losses = recorder.fresh((n,), np.float32)
-    row = recorder.fresh((pieces, n_classes), np.float32)  # of each piece, to work in
+    row = recorder.fresh((pieces, n_classes), np.float32)  # scratch of each piece
 
     def run(losses: Any, row: Any, logits: Any, targets: Any) -> None:
-        losses[...] = options.of_each(logits, targets)[0]
+        losses[...] = options.reference(logits, targets)[0]
 
-    own = Native(take_losses, (n, n_classes, *options.words()), pieces)
-    recorder.emit("cross_entropy", run, [losses, row], [rows, tokens.targets], own)
+    compiled = Native(take_losses, (n, n_classes, *options.words()), pieces)
+    recorder.emit("cross_entropy", run, [losses, row], [rows, tokens.targets], compiled)
     cache = CrossEntropyCache(rows, *tokens, options, logits.shape)
     if reduction == "none":
         return reshape(losses, logits.shape[:-1]), cache
-    return total(recorder, losses, tokens.weight), cache
+    return weighted_sum(recorder, losses, tokens.weight), cache
 
 
 @short
 class CrossEntropyCache(NamedTuple):
-    """Saved by `cross_entropy` for backward."""
+    """Saved by `cross_entropy` for backward, which computes the softmax again."""
 
     logits: Array  # (N, V)
-    targets: Array  # (N,), as `losses.Tokens` has them
-    weight: Array  # (1,)
+    targets: Array  # (N,), of `losses.Tokens`
+    weight: Array  # (1,), of `losses.Tokens`
     options: Options
     shape: tuple[int, ...]  # of the logits
 
@@ -88,47 +88,56 @@ class CrossEntropyCache(NamedTuple):
         dloss = constant(np.ones((), np.float32)) if dloss is None else dloss
         logits, targets, weight, options, shape = self
         recorder = program_of(logits, targets, dloss)
-        each = options.reduction == "none"
-        expected = shape[:-1] if each else ()
+        per_token = options.reduction == "none"
+        expected = shape[:-1] if per_token else ()
         require_gradient("cross_entropy", "dloss", dloss, logits, expected)
         dloss = contiguous(reshape(dloss, (dloss.size,)))
         dlogits = recorder.fresh(logits.shape, np.float32)
-        losses = recorder.fresh(targets.shape, np.float32)  # once more, since they are at hand
+        losses = recorder.fresh(targets.shape, np.float32)  # the loop computes them too; not used
 
         def run(dlogits: Any, losses: Any, *ins: Any) -> None:
             logits, targets, weight, dloss = ins
-            losses[...], cache = options.of_each(logits, targets)
+            losses[...], cache = options.reference(logits, targets)
             dlogits[...] = cache.backward(np.broadcast_to(dloss * weight[0], losses.shape))
 
-        ins, numbers = [logits, targets, weight, dloss], (*logits.shape, int(each))
-        own = (*numbers, *options.words())
+        ins, numbers = [logits, targets, weight, dloss], (*logits.shape, int(per_token))
         pieces = recorder.pieces(logits.size)
-        native = Native(differentiate_losses, own, pieces)
-        recorder.emit("cross_entropy backward", run, [dlogits, losses], ins, native)
+        compiled = Native(differentiate_losses, (*numbers, *options.words()), pieces)
+        recorder.emit("cross_entropy backward", run, [dlogits, losses], ins, compiled)
         return reshape(dlogits, shape)
 
 
 @native
 def take_losses(args: int, piece: int, pieces: int, memory: int) -> None:
-    """losses, a row for each piece; logits, targets, N, V, label smoothing, z loss."""
+    """Compute the losses of a piece of the tokens.
+
+    outputs: losses (N,), scratch (pieces, V); inputs: logits (N, V), targets (N,) int64. integers:
+    N, V, bits of label smoothing and z loss.
+    """
     a = words(args, 8)
     n, v = a[4], a[5]
-    own, row = numbers_of(a[6], a[7], np.float32(1)), float32s(a[1] + 4 * piece * v, (1, v))
+    options, row = loss_options(a[6], a[7], np.float32(1)), float32s(a[1] + 4 * piece * v, (1, v))
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
         row[0, :] = float32s(a[2] + 4 * i * v, (v,))
-        differentiate(row, words(a[3] + 8 * i, 1), own, float32s(a[0] + 4 * i, (1,)))
+        differentiate(row, words(a[3] + 8 * i, 1), options, float32s(a[0] + 4 * i, (1,)))
 
 
 @native
 def differentiate_losses(args: int, piece: int, pieces: int, memory: int) -> None:
-    """dlogits, losses; logits, targets, weight, dloss, N, V, whether each has a dloss, a, z."""
+    """Compute dlogits of a piece of the tokens.
+
+    outputs: dlogits (N, V), losses (N,); inputs: logits (N, V), targets (N,) int64, weight (1,),
+    dloss (N,) or (1,). integers: N, V, whether each token has its own dloss, bits of label
+    smoothing and z loss.
+    """
     a = words(args, 11)
-    n, v, each = a[6], a[7], a[8]
+    n, v, per_token = a[6], a[7], a[8]
     weight = float32s(a[4], (1,))[0]
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
-        own = numbers_of(a[9], a[10], weight * float32s(a[5] + 4 * (i if each else 0), (1,))[0])
+        dloss = float32s(a[5] + 4 * (i if per_token else 0), (1,))[0]
+        options = loss_options(a[9], a[10], weight * dloss)
         row = float32s(a[0] + 4 * i * v, (1, v))
         row[0, :] = float32s(a[2] + 4 * i * v, (v,))
-        differentiate(row, words(a[3] + 8 * i, 1), own, float32s(a[1] + 4 * i, (1,)))
+        differentiate(row, words(a[3] + 8 * i, 1), options, float32s(a[1] + 4 * i, (1,)))

@@ -1,4 +1,4 @@
-"""`dropout`, whose words are made where they are used, forward and backward."""
+"""`dropout`: forward and backward both compute the random words again, so no mask is stored."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from xformer.ops.random_bits import MASK, RandomKey
 from xformer.showing import short
 from xformer.typing import Array
 
-BLOCKS = 64  # of four words, made at once
+BLOCKS = 64  # blocks of four random words that one call of Philox computes
 
 
 def unsupported(x: Array, *, rate: Any, key: RandomKey | None) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     if not isinstance(rate, float) or not 0 < rate < 1 - 2**-32:
-        return "nothing is drawn at a rate of 0 or 1"
+        return "at a rate of 0 or 1 there are no random words"
     step = key.step if key is not None else None
     if isinstance(step, Traced) and (step.shape or step.dtype.kind not in "iu"):
-        return "the step is no single integer"
+        return "the step is not a single integer"
     return unrecordable(x)
 
 
 @kernel(ops.dropout, "numba.kernels", unsupported=unsupported)
 def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, DropoutCache]:
-    """y = x * keep / (1 - rate)."""
+    """y = x * keep / (1 - rate), keep a random mask of 0 and 1."""
     rate = require_rate("dropout", "rate", rate, "key", key)
     assert key is not None
     return _drop("dropout", x, rate, key), DropoutCache(rate, key, x.shape)
@@ -52,7 +52,7 @@ def dropout(x: Array, *, rate: float, key: RandomKey | None) -> tuple[Array, Dro
 
 @short
 class DropoutCache(NamedTuple):
-    """Saved by `dropout` for backward: no array."""
+    """Saved by `dropout` for backward, which computes the same mask from the key again."""
 
     rate: float
     key: RandomKey
@@ -65,40 +65,49 @@ class DropoutCache(NamedTuple):
 
 
 def _drop(name: str, x: Array, rate: float, key: RandomKey) -> Array:
+    """Record the instruction `name`, and return x * keep / (1 - rate)."""
     program, x, step = program_of(x, key.step), contiguous(x), key.step
     step = step if isinstance(step, Traced) else constant(np.array(step, np.int64))
     y = program.fresh(x.shape, x.dtype)
 
     def run(y: Any, x: Any, step: Any) -> None:
-        own = key._replace(step=int(step))
-        np.copyto(y, ops.dropout.reference(x, rate=rate, key=own)[0])
+        step_key = key._replace(step=int(step))
+        np.copyto(y, ops.dropout.reference(x, rate=rate, key=step_key)[0])
 
     numbers = x.size, round(rate * 2**32), key.seed & MASK, key.seed >> 32, key.site
-    own = Native(drop, (*numbers, bits(1 - rate)), program.pieces(x.size))
-    program.emit(name, run, [y], [x, astype(step, np.int64)], own)
+    compiled = Native(drop, (*numbers, bits(1 - rate)), program.pieces(x.size))
+    program.emit(name, run, [y], [x, astype(step, np.int64)], compiled)
     return y
 
 
 @native
 def drop(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; x, step, how many, the lowest word that keeps, seed low, seed high, site, 1 - rate."""
+    """Apply dropout to a piece of x.
+
+    outputs: y (n,); inputs: x (n,), step () int64. integers: n, lowest (an element is kept if its
+    random word >= lowest), low and high 32 bits of the seed, site, bits of 1 - rate.
+    """
     a = words(args, 9)
     start, stop = part(a[3], piece, pieces, LINE)
     step, drawn = words(a[2], 1)[0], np.empty((4, BLOCKS), np.uint32)
-    lowest, rest = np.uint32(a[4]), np.float32(real(a[8]))
-    for at in range(start, stop, 4 * BLOCKS):
-        philox.words(at // 4, a[5], a[6], step, a[7], drawn)
-        n = (min(4 * BLOCKS, stop - at),)
-        _apply(drawn, lowest, float32s(a[1] + 4 * at, n), rest, float32s(a[0] + 4 * at, n))
+    lowest, divisor = np.uint32(a[4]), np.float32(real(a[8]))
+    for first in range(start, stop, 4 * BLOCKS):
+        philox.words(first // 4, a[5], a[6], step, a[7], drawn)
+        n = (min(4 * BLOCKS, stop - first),)
+        _apply(drawn, lowest, float32s(a[1] + 4 * first, n), divisor, float32s(a[0] + 4 * first, n))
 
 
 @elementwise
-def _apply(drawn: Any, lowest: Any, x: Any, rest: Any, y: Any) -> None:
-    """Quotients, as in the reference: a product with 1 / rest would be rounded otherwise."""
+def _apply(drawn: Any, lowest: Any, x: Any, divisor: Any, y: Any) -> None:
+    """Write y = x / divisor where the random word is at least `lowest`, else 0. x, y: (n,).
+
+    drawn: words (4, BLOCKS); element i has word drawn[i % 4, i // 4]. The reference divides too:
+    multiplying by 1 / divisor would round differently.
+    """
     zero, whole = np.float32(0), x.size // 4
     for i in range(whole):
         for j in range(4):
-            kept = x[4 * i + j] / rest  # before it is asked whether: no branch
-            y[4 * i + j] = kept if drawn[j, i] >= lowest else zero
+            scaled = x[4 * i + j] / divisor  # computed in any case, so that there is no branch
+            y[4 * i + j] = scaled if drawn[j, i] >= lowest else zero
     for i in range(4 * whole, x.size):
-        y[i] = x[i] / rest if drawn[i - 4 * whole, whole] >= lowest else zero
+        y[i] = x[i] / divisor if drawn[i - 4 * whole, whole] >= lowest else zero

@@ -1,4 +1,4 @@
-"""`embedding`: rows are copied, and their gradients added as `index_add` does it."""
+"""`embedding`: forward copies rows of the table; backward is the kernel of `index_add`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xformer.typing import Array
 
 
 def unsupported(table: Array, *, ids: Array) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     if table.dtype != np.float32:
         return "only float32"
     return None if program.of([table, ids]) else "all arrays are constants"
@@ -30,15 +30,15 @@ def embedding(table: Array, *, ids: Array) -> tuple[Array, EmbeddingCache]:
     """y = table[ids]."""
     ids = require_ids("embedding", "ids", ids, table.shape[0], table)
     recorder = program.of([table, ids])
-    assert recorder is not None  # else this were unsupported
+    assert recorder is not None  # `unsupported` has checked this
     flat, (n_rows, width) = contiguous(reshape(ids, (ids.size,))), table.shape
     y = recorder.fresh((*ids.shape, width), np.float32)
 
     def run(y: Any, table: Any, ids: Any) -> None:
         np.take(table, ids, axis=0, out=y.reshape(len(ids), width))
 
-    own = Native(take_rows, (ids.size, n_rows, width), recorder.pieces(y.size))
-    recorder.emit("embedding", run, [y], [contiguous(table), flat], own)
+    compiled = Native(take_rows, (ids.size, n_rows, width), recorder.pieces(y.size))
+    recorder.emit("embedding", run, [y], [contiguous(table), flat], compiled)
     return y, EmbeddingCache(ids, table.shape)
 
 
@@ -50,7 +50,7 @@ class EmbeddingCache(NamedTuple):
     table_shape: tuple[int, ...]  # (V, D)
 
     def backward(self, dy: Array) -> Array:
-        """dtable = zeros with dy added at the rows ids; the gradients of repeated ids sum."""
+        """dtable = zeros with dy added at the rows `ids`; gradients of repeated ids are summed."""
         ids, table_shape = self
         require_shape("embedding", "dy", dy, (*ids.shape, table_shape[1]))
         rows, flat = reshape(dy, (ids.size, table_shape[1])), reshape(ids, (ids.size,))
@@ -61,15 +61,19 @@ class EmbeddingCache(NamedTuple):
 
 @native
 def take_rows(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; table, ids, N, V, D. Ids were checked, but lie where others may write."""
+    """Copy a piece of the rows y[i] = table[ids[i]]; the row is 0 if an id is out of range.
+
+    outputs: y (N, D); inputs: table (V, D), ids (N,) int64. integers: N, V, D.
+    The ids were checked, but the caller may change their array during a run.
+    """
     a = words(args, 6)
     n, n_rows, width = a[3], a[4], a[5]
     ids = words(a[2], n)
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
         row = float32s(a[0] + 4 * i * width, (width,))
-        number = ids[i]  # read once: it is this one that was looked at
-        if 0 <= number < n_rows:
-            row[:] = float32s(a[1] + 4 * number * width, (width,))
+        index = ids[i]  # read once: the bounds check must be of the value that is used
+        if 0 <= index < n_rows:
+            row[:] = float32s(a[1] + 4 * index * width, (width,))
         else:
             row[:] = np.float32(0)

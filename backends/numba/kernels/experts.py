@@ -1,4 +1,7 @@
-"""`experts`: each choice of an expert is a row, sorted by expert, of products without gaps."""
+"""`experts`: choices are sorted by expert, so that the rows of an expert are contiguous in matmuls.
+
+A choice is an element of ids (N, C): row n chose expert ids[n, c]. There are M = N C choices.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ import numpy as np
 from xformer import ops
 from xformer.backends.numba.compiled import elementwise, rowwise
 from xformer.backends.numba.kernels import grouped
-from xformer.backends.numba.kernels.activations import FORMULAS, OF_Y, slopes, values
+from xformer.backends.numba.kernels.activations import (
+    FORMULAS,
+    FROM_OUTPUT,
+    activate_block,
+    differentiate_block,
+)
 from xformer.backends.numba.kernels.gemm import Pair
 from xformer.backends.numba.kernels.grouped import Order
 from xformer.backends.numba.kernels.layout import program_of
-from xformer.backends.numba.kernels.linear import unsupported as not_products
+from xformer.backends.numba.kernels.linear import unsupported as linear_unsupported
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import (
     Native,
@@ -33,7 +41,7 @@ from xformer.ops.experts import require_choice
 from xformer.showing import short
 from xformer.typing import Array
 
-BLOCK = 2048  # elements of a row at once: seven arrays of them fit in a core's caches
+BLOCK = 2048  # elements of a row at a time: seven blocks fit in a core's caches
 
 
 def unsupported(
@@ -47,12 +55,12 @@ def unsupported(
     activation: str = "silu",
     trainable: bool = True,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     if activation not in FORMULAS:
         return f"no activation {activation!r}"
     if any(array.dtype != np.float32 for array in (w_gate, w_up, w_down)):
         return "only float32"
-    return not_products(x, weights)
+    return linear_unsupported(x, weights)
 
 
 @kernel(op, "numba.kernels", unsupported=unsupported)
@@ -74,14 +82,14 @@ def experts(
     gate = grouped.emit_grouped("experts gate", [Pair(rows, w_gate)], order)
     up = grouped.emit_grouped("experts up", [Pair(rows, w_up)], order)
     hidden = _emit_hidden(gate, up, weights, order, activation)
-    each = grouped.emit_grouped("experts down", [Pair(hidden, w_down)], order)
-    y = grouped.emit_sums("experts sums", each, order, len(x))
+    down = grouped.emit_grouped("experts down", [Pair(hidden, w_down)], order)
+    y = grouped.emit_sums("experts sums", down, order, len(x))
     return y, ExpertsCache(x, w_gate, w_up, w_down, weights, order, gate, up, activation, trainable)
 
 
 @short
 class ExpertsCache(NamedTuple):
-    """Saved by `experts` for backward; rows of x are gathered again."""
+    """Saved by `experts` for backward, which gathers the rows of x again."""
 
     x: Array  # (N, D)
     w_gate: Array  # (E, D, F)
@@ -89,68 +97,75 @@ class ExpertsCache(NamedTuple):
     w_down: Array  # (E, F, D)
     weights: Array  # (N, C)
     order: Order
-    gate: Array  # (M, F), M = N C
-    up: Array  # (M, F)
+    gate: Array  # (M, F): x w_gate of each choice, sorted by expert
+    up: Array  # (M, F): x w_up of each choice, sorted by expert
     activation: str
     trainable: bool
 
     def backward(self, dy: Array) -> tuple[Array | None, ...]:
-        """Gradients of x, of the experts (None unless trainable), and of the choices' weights."""
+        """Return the gradients of x, of the experts (None unless trainable), and of `weights`."""
         require_gradient("experts", "dy", dy, self.x)
         order, w_gate, w_up, w_down = self.order, self.w_gate, self.w_up, self.w_down
         dy_rows = grouped.emit_rows("experts dy rows", dy, order)
-        dshared = grouped.emit_grouped("experts dhidden", [Pair(dy_rows, w_down.mT)], order)
-        dgate, dup, dweights, *shared = _emit_backward(self, dshared)
+        dhidden = grouped.emit_grouped("experts dhidden", [Pair(dy_rows, w_down.mT)], order)
+        dgate, dup, dweights, *hidden = _emit_backward(self, dhidden)
         pairs = [Pair(dgate, w_gate.mT), Pair(dup, w_up.mT)]
-        each = grouped.emit_grouped("experts dx rows", pairs, order)
-        dx = grouped.emit_sums("experts dx", each, order, len(dy))
+        dx_rows = grouped.emit_grouped("experts dx rows", pairs, order)
+        dx = grouped.emit_sums("experts dx", dx_rows, order, len(dy))
         if not self.trainable:
             return dx, None, None, None, dweights
         rows = grouped.emit_rows("experts rows", self.x, order)
-        triples = (rows, w_gate, dgate), (rows, w_up, dup), (shared[0], w_down, dy_rows)
-        dws = (grouped.emit_gradient("experts dw", *own, order) for own in triples)
+        triples = (rows, w_gate, dgate), (rows, w_up, dup), (hidden[0], w_down, dy_rows)
+        dws = (grouped.emit_gradient("experts dw", *x_w_dy, order) for x_w_dy in triples)
         return dx, *dws, dweights
 
 
 def _emit_hidden(gate: Array, up: Array, weights: Array, order: Order, activation: str) -> Array:
-    """(M, F): weight * act(gate) * up of each choice."""
+    """Return hidden = weight * act(gate) * up of each choice, sorted by expert: (M, F)."""
     program, (code, number) = order.rows.program, FORMULAS[activation]
     hidden = program.fresh(gate.shape, np.float32)
 
     def run(hidden: Any, gate: Any, up: Any, weights: Any, choices: Any) -> None:
-        share = weights.reshape(-1)[choices][:, None]
-        hidden[...] = share * ops.glu.reference(gate, up, activation=activation)[0]
+        weight = weights.reshape(-1)[choices][:, None]
+        hidden[...] = weight * ops.glu.reference(gate, up, activation=activation)[0]
 
-    own = Native(forward, (*gate.shape, code, bits(number)), program.pieces(gate.size))
-    program.emit("experts hidden", run, [hidden], [gate, up, weights, order.choices], own)
+    compiled = Native(forward, (*gate.shape, code, bits(number)), program.pieces(gate.size))
+    program.emit("experts hidden", run, [hidden], [gate, up, weights, order.choices], compiled)
     return hidden
 
 
-def _emit_backward(cache: ExpertsCache, dshared: Array) -> list[Array]:
-    """dgate and dup (M, F), dweights (N, C); if trainable, weight * act(gate) * up again."""
+def _emit_backward(cache: ExpertsCache, dhidden: Array) -> list[Array]:
+    """Return dgate and dup (M, F), dweights (N, C), and hidden (M, F) if `cache.trainable`.
+
+    hidden = weight * act(gate) * up is computed again; the gradient of w_down needs it.
+    """
     gate, weights, activation = cache.gate, cache.weights, cache.activation
     program, (code, number) = cache.order.rows.program, FORMULAS[activation]
     shapes = [gate.shape, gate.shape, weights.shape, *([gate.shape] if cache.trainable else [])]
     outs = [program.fresh(shape, np.float32) for shape in shapes]
 
-    def run(dgate: Any, dup: Any, dweights: Any, *others: Any) -> None:
-        *shared, gate, up, weights, choices, dshared = others
-        share = weights.reshape(-1)[choices][:, None]
+    def run(dgate: Any, dup: Any, dweights: Any, *arrays: Any) -> None:
+        *hidden, gate, up, weights, choices, dhidden = arrays
+        weight = weights.reshape(-1)[choices][:, None]
         y, glu = ops.glu.reference(gate, up, activation=activation)
-        dgate[...], dup[...] = glu.backward(share * dshared)
-        dweights.reshape(-1)[choices] = np.sum(dshared * y, axis=1)
-        for own in shared:
-            own[...] = share * y
+        dgate[...], dup[...] = glu.backward(weight * dhidden)
+        dweights.reshape(-1)[choices] = np.sum(dhidden * y, axis=1)
+        for out in hidden:
+            out[...] = weight * y
 
-    ins = [gate, cache.up, weights, cache.order.choices, dshared]
-    own = Native(backward, (*gate.shape, code, bits(number)), program.pieces(gate.size))
-    program.emit("experts hidden backward", run, outs, ins, own)
+    ins = [gate, cache.up, weights, cache.order.choices, dhidden]
+    compiled = Native(backward, (*gate.shape, code, bits(number)), program.pieces(gate.size))
+    program.emit("experts hidden backward", run, outs, ins, compiled)
     return outs
 
 
 @native
 def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """hidden; gate, up, weights, choices, M, F, code, number."""
+    """Compute a piece of the rows of hidden = weight * act(gate) * up.
+
+    outputs: hidden (M, F); inputs: gate, up (M, F), weights (M,), choices (M,) int64. integers: M,
+    F, code and bits of c of the activation (`activations.FORMULAS`).
+    """
     a = words(args, 9)
     n, width, number, act = a[5], a[6], real(a[8]), np.empty(BLOCK, np.float32)
     weights, choices = float32s(a[3], (n,)), words(a[4], n)
@@ -158,48 +173,54 @@ def forward(args: int, piece: int, pieces: int, memory: int) -> None:
     for i in range(start, stop):
         weight = weights[min(max(choices[i], 0), n - 1)]
         for first in range(0, width, BLOCK):
-            size, at = (min(BLOCK, width - first),), 4 * (i * width + first)
-            gate, up = float32s(a[1] + at, size), float32s(a[2] + at, size)
-            values(a[7], number, gate, act[: size[0]])
-            _share(weight, act[: size[0]], up, float32s(a[0] + at, size))
+            size, offset = (min(BLOCK, width - first),), 4 * (i * width + first)
+            gate, up = float32s(a[1] + offset, size), float32s(a[2] + offset, size)
+            activate_block(a[7], number, gate, act[: size[0]])
+            _multiply(weight, act[: size[0]], up, float32s(a[0] + offset, size))
 
 
 @native
 def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """dgate, dup, dweights, or hidden too; gate, up, weights, choices, dshared; as `forward`."""
+    """Compute a piece of the rows of dgate, dup, dweights, and of hidden if it is an output.
+
+    outputs: dgate, dup (M, F), dweights (M,), and hidden (M, F) or not; inputs: gate, up (M, F),
+    weights (M,), choices (M,) int64, dhidden (M, F). integers: as of `forward`.
+    """
     n_outs, a = operands(args) - 5, numbers(args, 4)
-    at, n, width, code, number = words(args, n_outs + 5), a[0], a[1], a[2], real(a[3])
-    weights, choices = float32s(at[n_outs + 2], (n,)), words(at[n_outs + 3], n)
-    act, dact = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    ptr, n, width, code, number = words(args, n_outs + 5), a[0], a[1], a[2], real(a[3])
+    weights, choices = float32s(ptr[n_outs + 2], (n,)), words(ptr[n_outs + 3], n)
+    acts, dacts = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
         choice, total = min(max(choices[i], 0), n - 1), np.float32(0)
         weight = weights[choice]
         for first in range(0, width, BLOCK):
-            size, far = (min(BLOCK, width - first),), 4 * (i * width + first)
-            gate, up = float32s(at[n_outs] + far, size), float32s(at[n_outs + 1] + far, size)
-            dy, y, slope = float32s(at[n_outs + 4] + far, size), act[: size[0]], dact[: size[0]]
-            dup = float32s(at[1] + far, size)
-            values(code, number, gate, y)
-            _share(weight, dy, up, slope)
-            slopes(code, number, y if code in OF_Y else gate, slope, float32s(at[0] + far, size))
-            total += _sum(dy, y, up)
-            _share(weight, dy, y, dup)
+            size, offset = (min(BLOCK, width - first),), 4 * (i * width + first)
+            gate = float32s(ptr[n_outs] + offset, size)
+            up = float32s(ptr[n_outs + 1] + offset, size)
+            dhidden = float32s(ptr[n_outs + 4] + offset, size)
+            y, dact = acts[: size[0]], dacts[: size[0]]
+            dgate, dup = float32s(ptr[0] + offset, size), float32s(ptr[1] + offset, size)
+            activate_block(code, number, gate, y)
+            _multiply(weight, dhidden, up, dact)
+            differentiate_block(code, number, y if code in FROM_OUTPUT else gate, dact, dgate)
+            total += _sum(dhidden, y, up)
+            _multiply(weight, dhidden, y, dup)
             if n_outs == 4:
-                _share(weight, y, up, float32s(at[3] + far, size))
-        float32s(at[2], (n,))[choice] = total
+                _multiply(weight, y, up, float32s(ptr[3] + offset, size))
+        float32s(ptr[2], (n,))[choice] = total
 
 
 @elementwise
-def _share(weight: Any, x: Any, y: Any, out: Any) -> None:
-    """out = weight x y."""
+def _multiply(weight: Any, x: Any, y: Any, out: Any) -> None:
+    """Write out = weight * x * y. weight: a number."""
     for j in range(out.size):
         out[j] = weight * x[j] * y[j]
 
 
 @rowwise
 def _sum(x: Any, y: Any, z: Any) -> Any:
-    """The sum of x y z."""
+    """Return the sum of x * y * z."""
     total = np.float32(0)
     for j in range(x.size):
         total += x[j] * y[j] * z[j]

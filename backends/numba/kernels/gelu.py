@@ -1,4 +1,4 @@
-"""`gelu`: see `activations`."""
+"""`gelu` by the kernel that all activations share (`activations`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from xformer.backends.numba.kernels.layout import unrecordable
 from xformer.dispatch import kernel
 from xformer.typing import Array
 
-NAMES = {"none": "gelu", "tanh": "gelu_tanh"}  # of activations
+FORMULA_OF = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`: the key in `FORMULAS`
 
 
 def unsupported(x: Array, *, approximate: str = "none") -> str | None:
-    """Why the kernel cannot run."""
-    return unrecordable(x) if approximate in NAMES else "only the forms none and tanh"
+    """Return why the kernel cannot run, or None."""
+    return unrecordable(x) if approximate in FORMULA_OF else "only approximate none and tanh"
 
 
 @kernel(ops.gelu, "numba.kernels", unsupported=unsupported)
 def gelu(x: Array, *, approximate: str = "none") -> tuple[Array, ActivationCache]:
-    """y = x * Phi(x)."""
+    """y = x * Phi(x), or its approximation by tanh."""
     reference = partial(ops.gelu.reference, approximate=approximate)
-    return activate("gelu", x, reference, FORMULAS[NAMES[approximate]])
+    return activate("gelu", x, reference, FORMULAS[FORMULA_OF[approximate]])

@@ -1,4 +1,8 @@
-"""The two forms of `gelu` and their slopes, each element once through all of its formula."""
+"""Loops for `gelu` and its derivative: the exact form and the approximation by tanh.
+
+Each loop reads an element once and computes the whole formula. Constants of the polynomials are
+those of `backends.numpy.gelu`.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,19 @@ ONE, HALF = np.float32(1), np.float32(0.5)
 
 @elementwise
 def tanh_form(x: Any, y: Any) -> None:
+    """Write y = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). x, y: (n,)."""
     for i in range(x.size):
         v = max(x[i], -FAR32)
-        n = min(v, FAR32)
-        y[i] = v / (ONE + exp2(n * (T0 + T1 * n * n)))
+        clipped = min(v, FAR32)
+        y[i] = v / (ONE + exp2(clipped * (T0 + T1 * clipped * clipped)))
 
 
 @elementwise
-def tanh_slope(x: Any, dy: Any, dx: Any) -> None:
-    """Phi * (1 + (1 - Phi) x u'), as in `backends.numpy.gelu`."""
+def tanh_gradient(x: Any, dy: Any, dx: Any) -> None:
+    """Write dx = dy * Phi * (1 + (1 - Phi) x (2 u)'), Phi = sigmoid(2 u) with u of `tanh_form`.
+
+    All arrays are (n,).
+    """
     for i in range(x.size):
         v = min(max(x[i], -FAR32), FAR32)
         square = v * v
@@ -38,17 +46,18 @@ def tanh_slope(x: Any, dy: Any, dx: Any) -> None:
 
 @elementwise
 def exact_form(x: Any, y: Any) -> None:
+    """Write y = x * Phi(x), Phi approximated by the sigmoid of an odd polynomial. x, y: (n,)."""
     for i in range(x.size):
         v = max(x[i], -FAR32)
-        n = min(v, FAR32)
-        s = n * n
+        clipped = min(v, FAR32)
+        s = clipped * clipped
         p = E0 + s * (E1 + s * (E2 + s * (E3 + s * (E4 + s * (E5 + s * E6)))))
-        y[i] = v / (ONE + exp2(n * p))
+        y[i] = v / (ONE + exp2(clipped * p))
 
 
 @elementwise
-def exact_slope(x: Any, dy: Any, dx: Any) -> None:
-    """Phi + x exp(-x^2 / 2) / sqrt(2 pi)."""
+def exact_gradient(x: Any, dy: Any, dx: Any) -> None:
+    """Write dx = dy * (Phi(x) + x exp(-x^2 / 2) / sqrt(2 pi)). All arrays are (n,)."""
     for i in range(x.size):
         v = min(max(x[i], -FAR32), FAR32)
         s = v * v

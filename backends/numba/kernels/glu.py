@@ -1,4 +1,7 @@
-"""`glu` with each activation, block by block in the cache; with silu (SwiGLU) at one go."""
+"""`glu` with any activation, in blocks of elements that stay in a core's L1 cache.
+
+With silu (SwiGLU), one loop computes everything without a temporary block.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from xformer import ops
 from xformer.backends.numba.compiled import LOG2_E, elementwise, exp2
 from xformer.backends.numba.kernels.activations import (
     FORMULAS,
-    OF_Y,
+    FROM_OUTPUT,
     SWISH,
-    slopes,
-    values,
+    activate_block,
+    differentiate_block,
 )
 from xformer.backends.numba.kernels.layout import (
     dense,
@@ -41,11 +44,11 @@ from xformer.showing import short
 from xformer.typing import Array
 
 FAR32, ONE = np.float32(FAR), np.float32(1)
-BLOCK = 2048  # elements, of which five arrays fit in a core's L1 cache
+BLOCK = 2048  # elements: five blocks fit in a core's L1 cache
 
 
 def unsupported(gate: Array, up: Array, *, activation: str = "silu") -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     return unrecordable(gate, up) if activation in FORMULAS else f"no activation {activation!r}"
 
 
@@ -60,14 +63,14 @@ def glu(gate: Array, up: Array, *, activation: str = "silu") -> tuple[Array, Glu
         np.copyto(y, ops.glu.reference(gate, up, activation=activation)[0])
 
     code, number = FORMULAS[activation]
-    own = Native(forward, (y.size, code, bits(number)), program.pieces(y.size))
-    program.emit(f"glu {activation}", run, [y], [gate, up], own)
+    compiled = Native(forward, (y.size, code, bits(number)), program.pieces(y.size))
+    program.emit(f"glu {activation}", run, [y], [gate, up], compiled)
     return y, GluCache(gate, up, activation)
 
 
 @short
 class GluCache(NamedTuple):
-    """Saved by `glu` for backward; the activation is computed again."""
+    """Saved by `glu` for backward, which computes act(gate) again."""
 
     gate: Array  # (..., F)
     up: Array  # (..., F)
@@ -84,61 +87,67 @@ class GluCache(NamedTuple):
             dgate[...], dup[...] = ReferenceCache(gate, up, activation).backward(dy)
 
         code, number = FORMULAS[activation]
-        own = Native(backward, (dup.size, code, bits(number)), program.pieces(dup.size))
+        compiled = Native(backward, (dup.size, code, bits(number)), program.pieces(dup.size))
         ins = [gate, up, in_order(dy, order)]
-        program.emit(f"glu {activation} backward", run, [dgate, dup], ins, own)
+        program.emit(f"glu {activation} backward", run, [dgate, dup], ins, compiled)
         return dgate, dup
 
 
 @native
 def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; gate, up, how many, code, number."""
+    """Compute a piece of y = act(gate) * up.
+
+    outputs: y; inputs: gate, up. integers: elements, then code and bits of c of the activation
+    (`FORMULAS`).
+    """
     a = words(args, 6)
     number, act = real(a[5]), np.empty(BLOCK, np.float32)
     start, stop = part(a[3], piece, pieces, LINE)
-    for at in range(start, stop, BLOCK):
-        n = (min(BLOCK, stop - at),)
-        y, gate, up = (
-            float32s(a[0] + 4 * at, n),
-            float32s(a[1] + 4 * at, n),
-            float32s(a[2] + 4 * at, n),
-        )
+    for first in range(start, stop, BLOCK):
+        n = (min(BLOCK, stop - first),)
+        y = float32s(a[0] + 4 * first, n)
+        gate, up = float32s(a[1] + 4 * first, n), float32s(a[2] + 4 * first, n)
         if a[4] == SWISH and number == 1:
             _silu_forward(gate, up, y)
         else:
-            values(a[4], number, gate, act[: n[0]])
+            activate_block(a[4], number, gate, act[: n[0]])
             _multiply(act[: n[0]], up, y)
 
 
 @native
 def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """dgate, dup; gate, up, dy, how many, code, number."""
+    """Compute a piece of dgate = dy * up * act'(gate) and dup = dy * act(gate).
+
+    outputs: dgate, dup; inputs: gate, up, dy. integers: as of `forward`.
+    """
     a = words(args, 8)
     number = real(a[7])
     start, stop = part(a[5], piece, pieces, LINE)
-    act, dact = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    for at in range(start, stop, BLOCK):
-        n = (min(BLOCK, stop - at),)
-        dgate, dup = float32s(a[0] + 4 * at, n), float32s(a[1] + 4 * at, n)
-        gate, up = float32s(a[2] + 4 * at, n), float32s(a[3] + 4 * at, n)
-        dy, y, slope = float32s(a[4] + 4 * at, n), act[: n[0]], dact[: n[0]]
+    acts, dacts = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for first in range(start, stop, BLOCK):
+        n = (min(BLOCK, stop - first),)
+        dgate, dup = float32s(a[0] + 4 * first, n), float32s(a[1] + 4 * first, n)
+        gate, up = float32s(a[2] + 4 * first, n), float32s(a[3] + 4 * first, n)
+        dy, y, dact = float32s(a[4] + 4 * first, n), acts[: n[0]], dacts[: n[0]]
         if a[6] == SWISH and number == 1:
             _silu_backward(gate, up, dy, dgate, dup)
         else:
-            values(a[6], number, gate, y)
-            _multiply(dy, up, slope)
-            slopes(a[6], number, y if a[6] in OF_Y else gate, slope, dgate)
+            activate_block(a[6], number, gate, y)
+            _multiply(dy, up, dact)
+            differentiate_block(a[6], number, y if a[6] in FROM_OUTPUT else gate, dact, dgate)
             _multiply(dy, y, dup)
 
 
 @elementwise
 def _multiply(x: Any, y: Any, out: Any) -> None:
+    """Write out = x * y."""
     for i in range(out.size):
         out[i] = x[i] * y[i]
 
 
 @elementwise
 def _silu_forward(gate: Any, up: Any, y: Any) -> None:
+    """Write y = silu(gate) * up."""
     for i in range(gate.size):
         g = max(gate[i], -FAR32)
         y[i] = g / (ONE + exp2(-LOG2_E * g)) * up[i]
@@ -146,9 +155,10 @@ def _silu_forward(gate: Any, up: Any, y: Any) -> None:
 
 @elementwise
 def _silu_backward(gate: Any, up: Any, dy: Any, dgate: Any, dup: Any) -> None:
+    """Write dgate = dy * up * silu'(gate) and dup = dy * silu(gate)."""
     for i in range(gate.size):
         g = max(gate[i], -FAR32)
-        near = min(g, FAR32)
-        s = ONE / (ONE + exp2(-LOG2_E * near))
-        dgate[i] = dy[i] * up[i] * s * (ONE + near * (ONE - s))
-        dup[i] = dy[i] * g * s
+        clipped = min(g, FAR32)
+        sigmoid = ONE / (ONE + exp2(-LOG2_E * clipped))
+        dgate[i] = dy[i] * up[i] * sigmoid * (ONE + clipped * (ONE - sigmoid))
+        dup[i] = dy[i] * g * sigmoid

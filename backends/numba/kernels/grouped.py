@@ -1,8 +1,9 @@
-"""Products of rows that chose among E matrices: how many chose each is known only in a run.
+"""Grouped matmuls for a mixture of experts: each row is multiplied by its expert's matrix.
 
 A choice is one of the M = N C elements of ids (N, C). `emit_order` sorts the choices by expert:
-expert e has the sorted rows ends[e] to ends[e + 1]. Kernels read `ends` in each run, and stay
-within M rows whatever they find there.
+expert e has the sorted rows ends[e] to ends[e + 1]. The number of rows of an expert is known only
+in a run: kernels read `ends` in each run. They never access a row outside [0, M), whatever values
+`ends` has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer.backends.numba.kernels.embedding import take_rows
-from xformer.backends.numba.kernels.gemm import Pair, product, steps
+from xformer.backends.numba.kernels.gemm import Pair, matrix_strides, product
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import (
     LINE,
@@ -34,104 +35,115 @@ from xformer.typing import Array
 class Order(NamedTuple):
     """Choices sorted by expert; the sort is stable."""
 
-    choices: Array  # (M,): numbers of choices
-    rows: Array  # (M,): the row of each, from 0 to N
-    places: Array  # (M,): where each choice is; the inverse of `choices`
-    ends: Array  # (E + 1,)
+    choices: Array  # (M,): the choice (an index of ids.ravel()) of each sorted row
+    rows: Array  # (M,): the row of x, in [0, N), of each sorted row
+    positions: Array  # (M,): the sorted row of each choice; the inverse of `choices`
+    ends: Array  # (E + 1,): the first sorted row of each expert, then M
 
 
 def emit_order(program: Program, ids: Array, n_experts: int) -> Order:
-    """ids: (N, C) int64, checked."""
+    """Record the sort of choices by expert. ids: (N, C) int64, checked to be in [0, E)."""
     m, (n, c) = ids.size, ids.shape
     order = Order(*(program.fresh((size,), np.int64) for size in (m, m, m, n_experts + 1)))
-    own = Native(sort, (n, c, n_experts))
-    program.emit("experts order", _run_order, order, [contiguous(ids)], own)
+    compiled = Native(sort, (n, c, n_experts))
+    program.emit("experts order", _run_order, order, [contiguous(ids)], compiled)
     return order
 
 
-def _run_order(choices: Any, rows: Any, places: Any, ends: Any, ids: Any) -> None:
+def _run_order(choices: Any, rows: Any, positions: Any, ends: Any, ids: Any) -> None:
+    """Compute the arrays of `Order` on NumPy arrays."""
     choices[...] = np.argsort(ids, axis=None, kind="stable")
     rows[...] = choices // max(ids.shape[1], 1)
-    places[choices] = np.arange(ids.size)
+    positions[choices] = np.arange(ids.size)
     ends[...] = np.searchsorted(np.sort(ids, axis=None), np.arange(len(ends)))
 
 
 @native
 def sort(args: int, piece: int, pieces: int, memory: int) -> None:
-    """choices, rows, places, ends; ids, N, C, E.
+    """Sort the choices by expert (counting sort).
 
-    ids were checked, but lie where others may write: they are read once.
+    outputs: the four arrays of `Order`; inputs: ids (N, C) int64. integers: N, C, E.
+    The ids were checked, but the caller may change their array during a run: each id is read once
+    and clamped to [0, E).
     """
     a = words(args, 8)
-    n_choices, c, n_experts = a[5] * a[6], a[6], a[7]
-    choices, rows, places = words(a[0], n_choices), words(a[1], n_choices), words(a[2], n_choices)
-    ends, ids = words(a[3], n_experts + 1), words(a[4], n_choices)
+    m, c, n_experts = a[5] * a[6], a[6], a[7]
+    choices, rows, positions = words(a[0], m), words(a[1], m), words(a[2], m)
+    ends, ids = words(a[3], n_experts + 1), words(a[4], m)
     ends[:] = 0
-    for i in range(n_choices):
-        places[i] = min(max(ids[i], 0), n_experts - 1)
-        ends[places[i] + 1] += 1
+    for i in range(m):
+        positions[i] = min(max(ids[i], 0), n_experts - 1)  # the expert, at first
+        ends[positions[i] + 1] += 1
     for e in range(n_experts):
         ends[e + 1] += ends[e]
-    following = ends.copy()
-    for i in range(n_choices):
-        e = places[i]
-        at = following[e]
-        choices[at], rows[at], places[i] = i, i // c, at
-        following[e] += 1
+    next_rows = ends.copy()  # the next free sorted row of each expert
+    for i in range(m):
+        e = positions[i]
+        row = next_rows[e]
+        choices[row], rows[row], positions[i] = i, i // c, row
+        next_rows[e] += 1
 
 
 def emit_rows(name: str, x: Array, order: Order) -> Array:
-    """(M, D): the row of x (N, D) of each choice, in order."""
+    """Return the rows of x (N, D) that the choices belong to, sorted by expert: (M, D)."""
     program, m, (n, width) = order.rows.program, order.rows.size, x.shape
-    own = program.fresh((m, width), np.float32)
+    y = program.fresh((m, width), np.float32)
 
-    def run(own: Any, x: Any, rows: Any) -> None:
-        np.take(x, rows, axis=0, out=own)
+    def run(y: Any, x: Any, rows: Any) -> None:
+        np.take(x, rows, axis=0, out=y)
 
-    kernel = Native(take_rows, (m, n, width), program.pieces(own.size))
-    program.emit(name, run, [own], [contiguous(x), order.rows], kernel)
-    return own
+    compiled = Native(take_rows, (m, n, width), program.pieces(y.size))
+    program.emit(name, run, [y], [contiguous(x), order.rows], compiled)
+    return y
 
 
 def emit_sums(name: str, x: Array, order: Order, n: int) -> Array:
-    """(N, D): sums of the rows of x (M, D), of the choices in order, that each of N rows has."""
+    """Return y (n, D): for each row, the sum of x (M, D), sorted by expert, over its C choices."""
     program, (m, width) = order.rows.program, x.shape
     y = program.fresh((n, width), np.float32)
 
-    def run(y: Any, x: Any, places: Any) -> None:
-        np.sum(x[places.reshape(n, m // max(n, 1))], axis=1, out=y)
+    def run(y: Any, x: Any, positions: Any) -> None:
+        np.sum(x[positions.reshape(n, m // max(n, 1))], axis=1, out=y)
 
-    own = Native(add_places, (n, m // max(n, 1), width), program.pieces(x.size + y.size))
-    program.emit(name, run, [y], [x, order.places], own)
+    compiled = Native(sum_choices, (n, m // max(n, 1), width), program.pieces(x.size + y.size))
+    program.emit(name, run, [y], [x, order.positions], compiled)
     return y
 
 
 @native
-def add_places(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; x, places, N, C, D: some of the rows, C after each other."""
+def sum_choices(args: int, piece: int, pieces: int, memory: int) -> None:
+    """Compute a piece of the rows y[i] = sum over c of x[positions[i C + c]].
+
+    outputs: y (N, D); inputs: x (N C, D), sorted by expert, `Order.positions` (N C,) int64.
+    integers: N, C, D.
+    """
     a = words(args, 6)
     n, c, width = a[3], a[4], a[5]
-    places = words(a[2], n * c)
+    positions = words(a[2], n * c)
     start, stop = part(n, piece, pieces, 1)
     for i in range(start, stop):
         y = float32s(a[0] + 4 * i * width, (width,))
         y[:] = np.float32(0)
-        for place in places[i * c : (i + 1) * c]:
-            if 0 <= place < n * c:
-                x = float32s(a[1] + 4 * place * width, (width,))
+        for position in positions[i * c : (i + 1) * c]:
+            if 0 <= position < n * c:
+                x = float32s(a[1] + 4 * position * width, (width,))
                 for j in range(width):
                     y[j] += x[j]
 
 
 def emit_grouped(name: str, pairs: Sequence[Pair], order: Order) -> Array:
-    """y (M, O): sums of x w[e] over all pairs, e the expert of the row. x: (M, K), w: (E, K, O)."""
+    """Return y (M, O), the sum over all pairs of x w[e], e the expert of a row.
+
+    name: of the instruction. pairs: x (M, K), sorted by expert, and w (E, K, O); K may differ
+    between pairs.
+    """
     program, (x, w) = order.rows.program, pairs[0]
-    pairs = [Pair(x, w if steps(w[0]) else contiguous(w)) for x, w in pairs]
+    pairs = [Pair(x, w if matrix_strides(w[0]) else contiguous(w)) for x, w in pairs]
     y = program.fresh((x.shape[0], w.shape[2]), np.float32)
     (n, m), layouts = y.shape, list[int]()
     pieces = program.pieces(y.size * sum(x.shape[1] for x, _ in pairs) // SPEED)
     for x, w in pairs:
-        layouts += [x.shape[1], w.strides[0], *(steps(w[0]) or ())]
+        layouts += [x.shape[1], w.strides[0], *(matrix_strides(w[0]) or ())]
     # A few rows are multiplied as vectors. Each piece gets whole rows if they divide evenly.
     by_rows = n >= m or (n <= VECTORS and n % pieces == 0)
     sizes = n, m, len(w), int(by_rows), len(pairs), *layouts
@@ -141,6 +153,7 @@ def emit_grouped(name: str, pairs: Sequence[Pair], order: Order) -> Array:
 
 
 def _run_grouped(y: Any, ends: Any, *pairs: Any) -> None:
+    """Compute a grouped matmul on NumPy arrays. pairs: x1, w1, x2, w2, ..."""
     for e, (start, stop) in enumerate(pairwise(ends)):
         y[start:stop] = pairs[0][start:stop] @ pairs[1][e]
         for x, w in zip(pairs[2::2], pairs[3::2], strict=True):
@@ -149,68 +162,74 @@ def _run_grouped(y: Any, ends: Any, *pairs: Any) -> None:
 
 @native
 def grouped(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y (M, O); ends, x and w of each pair.
+    """Compute a piece of y = sum over all pairs of x w[e], e the expert of a row.
 
-    M, O, E, whether pieces are rows, how many pairs, and of each K, bytes from matrix to matrix,
-    from row to row and from column to column of w.
+    outputs: y (M, O); inputs: ends (E + 1,) int64, then x (M, K) and w (E, K, O) of each pair.
+    integers: M, O, E, whether pieces are rows (or columns) of y, number of pairs, then for each
+    pair K and the strides in bytes of w between matrices, rows and columns.
     """
     a = numbers(args, 5)
     n, m, n_experts, by_rows, n_pairs = a[0], a[1], a[2], a[3], a[4]
-    at, layouts = words(args, 2 + 2 * n_pairs), numbers(args, 5 + 4 * n_pairs)[5:]
-    ends = words(at[1], n_experts + 1)
-    top, bottom, left, right = np.int64(0), n, np.int64(0), m
+    ptr, layouts = words(args, 2 + 2 * n_pairs), numbers(args, 5 + 4 * n_pairs)[5:]
+    ends = words(ptr[1], n_experts + 1)
+    row0, row1, column0, column1 = np.int64(0), n, np.int64(0), m  # the block of y
     if by_rows:
-        top, bottom = part(n, piece, pieces, 1)
+        row0, row1 = part(n, piece, pieces, 1)
     else:
-        left, right = part(m, piece, pieces, LINE)
+        column0, column1 = part(m, piece, pieces, LINE)
     for e in range(n_experts):
-        start, stop = max(ends[e], top), min(ends[e + 1], bottom)
-        for i in range(n_pairs if start < stop and left < right else 0):
-            k, apart, down, across = (
-                layouts[4 * i],
-                layouts[4 * i + 1],
-                layouts[4 * i + 2],
-                layouts[4 * i + 3],
-            )
-            x = at[2 + 2 * i] + 4 * start * k, 4 * k, np.int64(4)
-            w = at[3 + 2 * i] + e * apart + left * across, down, across
-            y = at[0] + 4 * (start * m + left), 4 * m
-            product(memory, x, w, i > 0, y, (stop - start, right - left, k))
+        start, stop = max(ends[e], row0), min(ends[e + 1], row1)
+        for i in range(n_pairs if start < stop and column0 < column1 else 0):
+            k, w_matrix = layouts[4 * i], layouts[4 * i + 1]
+            w_row, w_column = layouts[4 * i + 2], layouts[4 * i + 3]
+            x = ptr[2 + 2 * i] + 4 * start * k, 4 * k, np.int64(4)
+            w = ptr[3 + 2 * i] + e * w_matrix + column0 * w_column, w_row, w_column
+            y = ptr[0] + 4 * (start * m + column0), 4 * m
+            product(memory, x, w, i > 0, y, (stop - start, column1 - column0, k))
 
 
 def emit_gradient(name: str, x: Array, w: Array, dy: Array, order: Order) -> Array:
-    """dw (E, I, O) = x^T dy of each expert's rows, which lies as w does. x: (M, I), dy: (M, O)."""
-    layout = steps(w[0])
+    """Return dw (E, I, O) = x^T dy of each expert's rows, in the memory layout of w.
+
+    name: of the instruction. x (M, I), dy (M, O): sorted by expert.
+    """
+    layout = matrix_strides(w[0])
     if layout is not None and layout[1] != 4:
         return emit_gradient(name, dy, w.mT, x, order).mT
     program, (m, i), o = order.rows.program, x.shape, dy.shape[1]
     dw = program.fresh((len(w), i, o), np.float32)
     sizes, pieces = (m, i, o, len(w), int(i >= o)), program.pieces(m * i * o // SPEED + dw.size)
-    own = Native(gradient, sizes, pieces, blas=True)
-    program.emit(name, _run_gradient, [dw], [order.ends, x, dy], own)
+    compiled = Native(gradient, sizes, pieces, blas=True)
+    program.emit(name, _run_gradient, [dw], [order.ends, x, dy], compiled)
     return dw
 
 
 def _run_gradient(dw: Any, ends: Any, x: Any, dy: Any) -> None:
+    """Compute dw of each expert on NumPy arrays."""
     for e, (start, stop) in enumerate(pairwise(ends)):
         dw[e] = x[start:stop].T @ dy[start:stop]
 
 
 @native
 def gradient(args: int, piece: int, pieces: int, memory: int) -> None:
-    """dw (E, I, O); ends, x, dy, M, I, O, E, whether pieces are rows of each matrix of dw."""
+    """Compute a piece of each matrix of dw: dw[e] = x^T dy of the rows of expert e.
+
+    outputs: dw (E, I, O); inputs: ends (E + 1,) int64, x (M, I), dy (M, O). integers: M, I, O, E,
+    whether pieces are rows (or columns) of each matrix.
+    """
     a = words(args, 9)
     n, height, width, n_experts = a[4], a[5], a[6], a[7]
     ends = words(a[1], n_experts + 1)
-    top, bottom, left, right = np.int64(0), height, np.int64(0), width
+    # The block of each dw[e].
+    row0, row1, column0, column1 = np.int64(0), height, np.int64(0), width
     if a[8]:
-        top, bottom = part(height, piece, pieces, HIGH if height > 4 * HIGH else 1)
+        row0, row1 = part(height, piece, pieces, HIGH if height > 4 * HIGH else 1)
     else:
-        left, right = part(width, piece, pieces, LINE)
+        column0, column1 = part(width, piece, pieces, LINE)
     for e in range(n_experts):
         start = min(max(ends[e], 0), n)
         k = min(max(ends[e + 1], start), n) - start
-        x = a[2] + 4 * (start * height + top), np.int64(4), 4 * height
-        dy = a[3] + 4 * (start * width + left), 4 * width, np.int64(4)
-        dw = a[0] + 4 * ((e * height + top) * width + left), 4 * width
-        product(memory, x, dy, False, dw, (bottom - top, right - left, k))
+        x = a[2] + 4 * (start * height + row0), np.int64(4), 4 * height
+        dy = a[3] + 4 * (start * width + column0), 4 * width, np.int64(4)
+        dw = a[0] + 4 * ((e * height + row0) * width + column0), 4 * width
+        product(memory, x, dy, False, dw, (row1 - row0, column1 - column0, k))

@@ -1,4 +1,4 @@
-"""`in_range`, whose ids are looked at in each run."""
+"""`in_range`: a check of ids. A program repeats the check in each run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from xformer.dispatch import kernel
 
 @kernel(in_range, "numba.kernels")
 def _in_range(ids: Any, *, size: int) -> bool:
-    """True; a run raises ValueError where it is not."""
+    """Return whether all ids are in [0, size).
+
+    If the ids are known only in a run, return True and record a check; a run then raises ValueError
+    if an id is out of range.
+    """
     if ids.is_constant or not ids.size:
         return bool(((ids.layout >= 0) & (ids.layout < size)).all())
 
@@ -24,17 +28,21 @@ def _in_range(ids: Any, *, size: int) -> bool:
             got = f"got ids from {ids.min()} to {ids.max()}"
             raise ValueError(f"ids must lie in [0, {size}), {got}")
 
-    recorder, own = program.of([ids]), None
+    recorder, compiled = program.of([ids]), None
     assert recorder is not None
     if ids.dtype == np.int64:
-        ids, own = contiguous(ids), Native(look, (*NOTHING, ids.size, size))
-    recorder.emit(f"in_range {size}", check, [], [ids], own, checks=True)
+        ids, compiled = contiguous(ids), Native(find_range, (*NOTHING, ids.size, size))
+    recorder.emit(f"in_range {size}", check, [], [ids], compiled, checks=True)
     return True
 
 
 @native
-def look(args: int, piece: int, pieces: int, memory: int) -> None:
-    """ids (n,); `NOTHING`, n, size. What it finds is in the words of the run, as of all checks."""
+def find_range(args: int, piece: int, pieces: int, memory: int) -> None:
+    """Find the least and the largest of all ids, and whether one is outside [0, size).
+
+    inputs: ids (n,). integers: three results (failed, least, largest; at first `NOTHING`), n, size.
+    A check has no outputs: it writes the results over the first three numbers.
+    """
     a = numbers(args, 5)
     ids = words(words(args, 1)[0], a[3])
     for i in range(a[3]):

@@ -1,4 +1,4 @@
-"""`index_add`: rows are added one after the other, each piece its columns, so that none meet."""
+"""`index_add`: each piece adds all rows, of its own columns: threads never write one element."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, y: Array, *, ids: Array) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     if x.dtype != np.float32 or y.dtype != np.float32:
         return "only float32"
     return None if program.of([x, y, ids]) else "all arrays are constants"
@@ -38,13 +38,13 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     """out = x, then out[ids[n]] += y[n] for every n."""
     ids = require_ids("index_add", "ids", ids, x.shape[0], x)
     recorder = program.of([x, y, ids])
-    assert recorder is not None  # else this were unsupported
+    assert recorder is not None  # `unsupported` has checked this
     return emit_sums(recorder, "index_add", x.shape, y, ids, x), IndexAddCache(ids, x.shape)
 
 
 @short
 class IndexAddCache(NamedTuple):
-    """Saved by `index_add` for backward."""
+    """Saved by `index_add` for backward: only the ids."""
 
     ids: Array  # (N,)
     shape: tuple[int, ...]  # (V, D)
@@ -63,7 +63,10 @@ def emit_sums(
     ids: Array,
     x: Array | None = None,
 ) -> Array:
-    """(V, D): x, or zeros, and y (N, D) added at the rows ids, which have been checked."""
+    """Return out (V, D): x, or zeros if x is None, with y (N, D) added at the rows `ids` (N,).
+
+    name: of the instruction. shape: (V, D). The caller has checked that ids are in [0, V).
+    """
     out = recorder.fresh(shape, np.float32)
     ins = [contiguous(y), contiguous(ids)] + ([] if x is None else [contiguous(x)])
 
@@ -71,29 +74,34 @@ def emit_sums(
         out[...] = x
         np.add.at(out, ids, y)
 
-    own = Native(add_rows, (len(ids), *shape), recorder.pieces(out.size + y.size))
-    recorder.emit(name, run, [out], ins, own)
+    compiled = Native(add_rows, (len(ids), *shape), recorder.pieces(out.size + y.size))
+    recorder.emit(name, run, [out], ins, compiled)
     return out
 
 
 @native
 def add_rows(args: int, piece: int, pieces: int, memory: int) -> None:
-    """out; y, ids, x or zeros, N, V, D. Ids were checked, but lie where others may write."""
-    at, a = words(args, 4), numbers(args, 3)
+    """Add y[i] to out[ids[i]] for all i, for a piece of the columns.
+
+    outputs: out (V, D); inputs: y (N, D), ids (N,) int64, and x (V, D) if present, else x is 0.
+    integers: N, V, D. The ids were checked, but the caller may change their array during a run: a
+    row whose id is out of range is left out.
+    """
+    ptr, a = words(args, 4), numbers(args, 3)
     n, n_rows, width = a[0], a[1], a[2]
     start, stop = part(width, piece, pieces, LINE)
     size = (max(stop - start, 0),)
     for i in range(n_rows):
-        row = float32s(at[0] + 4 * (i * width + start), size)
+        row = float32s(ptr[0] + 4 * (i * width + start), size)
         if operands(args) == 4:
-            row[:] = float32s(at[3] + 4 * (i * width + start), size)
+            row[:] = float32s(ptr[3] + 4 * (i * width + start), size)
         else:
             row[:] = np.float32(0)
-    ids = words(at[2], n)
+    ids = words(ptr[2], n)
     for i in range(n):
-        number = ids[i]  # read once: it is this one that was looked at
-        if 0 <= number < n_rows:
-            row = float32s(at[0] + 4 * (number * width + start), size)
-            own = float32s(at[1] + 4 * (i * width + start), size)
+        index = ids[i]  # read once: the bounds check must be of the value that is used
+        if 0 <= index < n_rows:
+            row = float32s(ptr[0] + 4 * (index * width + start), size)
+            addend = float32s(ptr[1] + 4 * (i * width + start), size)
             for j in range(stop - start):
-                row[j] += own[j]
+                row[j] += addend[j]

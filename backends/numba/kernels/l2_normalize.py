@@ -1,4 +1,4 @@
-"""`l2_normalize`, each row once through all of its formula."""
+"""`l2_normalize`: rows divided by their norms. Each row is read once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from xformer.typing import Array
 
 
 def unsupported(x: Array, *, eps: float = 1e-12) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     return unrecordable(x)
 
 
 @kernel(ops.l2_normalize, "numba.kernels", unsupported=unsupported)
 def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCache]:
-    """y = x / max(|x|, eps)."""
+    """y = x / max(|x|, eps), |x| the Euclidean norm over the last axis."""
     eps = number("l2_normalize", "eps", eps, low=0)
     require_axis("l2_normalize", x, -1)
     program, x = program_of(x), dense(x, 1)
@@ -45,21 +45,23 @@ def l2_normalize(x: Array, *, eps: float = 1e-12) -> tuple[Array, L2NormalizeCac
         y[...], cache = ops.l2_normalize.reference(x, eps=eps)
         norm[...] = cache.norm
 
-    own = Native(forward, (x.size // x.shape[-1], x.shape[-1], bits(eps)), pieces_of(program, x))
-    program.emit("l2_normalize", run, [y, norm], [x], own)
+    compiled = Native(
+        forward, (x.size // x.shape[-1], x.shape[-1], bits(eps)), pieces_of(program, x)
+    )
+    program.emit("l2_normalize", run, [y, norm], [x], compiled)
     return y, L2NormalizeCache(y, norm, eps)
 
 
 @short
 class L2NormalizeCache(NamedTuple):
-    """Saved by `l2_normalize` for backward."""
+    """Saved by `l2_normalize` for backward; x is not needed."""
 
     y: Array  # (..., D)
     norm: Array  # (..., 1), of x
     eps: float
 
     def backward(self, dy: Array) -> Array:
-        """dx = (dy - y * sum(dy * y)) / |x|; where |x| < eps, dx = dy / eps."""
+        """dx = (dy - y * sum(dy * y)) / |x|, or dy / eps if |x| < eps."""
         y, norm, eps = self
         require_gradient("l2_normalize", "dy", dy, y)
         program, order = program_of(y, dy), order_of(y, 1)
@@ -69,14 +71,17 @@ class L2NormalizeCache(NamedTuple):
             dx[...] = ReferenceCache(y, norm, eps).backward(dy)
 
         numbers = y.size // y.shape[-1], y.shape[-1], bits(eps)
-        own = Native(backward, numbers, pieces_of(program, y))
-        program.emit("l2_normalize backward", run, [dx], [y, norm, in_order(dy, order)], own)
+        compiled = Native(backward, numbers, pieces_of(program, y))
+        program.emit("l2_normalize backward", run, [dx], [y, norm, in_order(dy, order)], compiled)
         return dx
 
 
 @native
 def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y, norm; x, how many rows, D, eps."""
+    """Normalise a piece of the rows.
+
+    outputs: y (N, D), norm (N,); inputs: x (N, D). integers: N, D, bits of eps.
+    """
     a = words(args, 6)
     start, stop = part(a[3], piece, pieces, 1)
     _rows_forward(
@@ -89,7 +94,10 @@ def forward(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """dx; y, norm, dy, how many rows, D, eps."""
+    """Compute dx of a piece of the rows.
+
+    outputs: dx (N, D); inputs: y (N, D), norm (N,), dy (N, D). integers: N, D, bits of eps.
+    """
     a = words(args, 7)
     start, stop = part(a[4], piece, pieces, 1)
     _rows_backward(
@@ -103,6 +111,7 @@ def backward(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @rowwise
 def _rows_forward(x: Any, eps: Any, y: Any, norm: Any) -> None:
+    """Write y (n, D) and norm (n,) of the rows x (n, D)."""
     n, width = x.shape
     for i in range(n):
         total = np.float32(0)
@@ -116,12 +125,13 @@ def _rows_forward(x: Any, eps: Any, y: Any, norm: Any) -> None:
 
 @rowwise
 def _rows_backward(y: Any, norm: Any, dy: Any, eps: Any, dx: Any) -> None:
+    """Write dx (n, D). y, dy: (n, D). norm: (n,)."""
     n, width = y.shape
     for i in range(n):
-        along, length = np.float32(0), max(norm[i], eps)
+        projection, length = np.float32(0), max(norm[i], eps)  # projection: sum(dy * y)
         for j in range(width):
-            along += dy[i, j] * y[i, j]
+            projection += dy[i, j] * y[i, j]
         if norm[i] < eps:
-            along = np.float32(0)
+            projection = np.float32(0)
         for j in range(width):
-            dx[i, j] = (dy[i, j] - y[i, j] * along) / length
+            dx[i, j] = (dy[i, j] - y[i, j] * projection) / length

@@ -1,4 +1,7 @@
-"""Results that lie in memory as an operand does: heads that are a view of a row are not copied."""
+"""The order of an array's axes in memory, so that a result can have the same order as an operand.
+
+Heads are often a transposed view of rows; a kernel that keeps their order copies nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +14,52 @@ from xformer.backends.numba.program.namespace import contiguous, copied
 from xformer.backends.numba.program.program import Program, of
 from xformer.backends.numba.program.traced import Traced
 
-Order = tuple[int, ...]
+Order = tuple[int, ...]  # axes, the one with the longest stride first
 
 
 def unrecordable(*arrays: Traced | None) -> str | None:
-    """Why a kernel of float32 cannot run: another dtype, or nothing that differs between runs."""
-    given = [x for x in arrays if x is not None]
-    if any(x.dtype != np.float32 for x in given):
+    """Return why a float32 kernel cannot take these arrays (None: absent), or None if it can."""
+    present = [x for x in arrays if x is not None]
+    if any(x.dtype != np.float32 for x in present):
         return "only float32"
-    return None if any(not x.is_constant for x in given) else "all of it is constant"
+    return None if any(not x.is_constant for x in present) else "all arrays are constants"
 
 
 def program_of(*arrays: Any) -> Program:
-    """The program of arrays of which one at least is not constant."""
+    """Return the program that records these arrays; at least one must not be a constant."""
     program = of(arrays)
     assert program is not None
     return program
 
 
 def order_of(x: Traced, inner: int = 0) -> Order:
-    """The axes of x by their strides, the longest first; the last `inner` axes stay last."""
+    """Return the axes of x sorted by stride, the longest first.
+
+    inner: this number of last axes are not sorted and stay last.
+    """
     outer = x.ndim - inner
     by_stride = sorted(range(outer), key=lambda i: -abs(x.strides[i]))
     return (*by_stride, *range(outer, x.ndim))
 
 
 def dense(x: Traced, inner: int = 0) -> Traced:
-    """x where its elements fill memory in that order of axes, else a copy."""
+    """Return x if its elements fill memory without gaps in the order `order_of(x, inner)`.
+
+    Otherwise return a copy.
+    """
     return x if x.layout.transpose(order_of(x, inner)).flags.c_contiguous else copied(x)
 
 
 def in_order(x: Traced, order: Order) -> Traced:
-    """x where its elements fill memory in this order of axes, else a copy that does."""
+    """Return x, or a copy, whose elements fill memory without gaps in this order of axes."""
     return _back(contiguous(x.view(x.layout.transpose(order))), order)
 
 
 def fresh_in(program: Program, order: Order, shape: Sequence[int], dtype: Any) -> Traced:
-    """A new array of this shape whose elements fill memory in this order of axes."""
+    """Return a new array of this shape whose elements fill memory in this order of axes."""
     return _back(program.fresh([shape[i] for i in order], dtype), order)
 
 
 def _back(ordered: Traced, order: Order) -> Traced:
+    """Undo the transposition by `order`: return a view with the axes numbered as before."""
     return ordered.view(ordered.layout.transpose(np.argsort(order)))

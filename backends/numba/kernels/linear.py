@@ -1,4 +1,4 @@
-"""`linear` as products; weights are read, and their gradients written, as they lie."""
+"""`linear` by matmuls that read weights in any layout; dw has the layout of w."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from xformer import ops
 from xformer.backends.numba.gemm import no_products
 from xformer.backends.numba.kernels.gemm import (
     Pair,
-    Sums,
+    PendingSum,
     emit_parts,
     emit_products,
     emit_sums,
-    factor,
-    steps,
+    matmul_operand,
+    matrix_strides,
     sum_rows,
 )
 from xformer.backends.numba.program import namespace, program
@@ -46,17 +46,21 @@ def linear(
     x: Array, w: Array, b: Array | None = None, *, trainable: bool = True
 ) -> tuple[Array, LinearCache]:
     """y = x w + b."""
-    y, sums, cache = begun(x, w, b, trainable=trainable)
+    y, sums, cache = emit_linear(x, w, b, trainable=trainable)
     emit_sums("linear", sums)
     return y, cache
 
 
-def begun(
+def emit_linear(
     x: Array, w: Array, b: Array | None, *, trainable: bool
-) -> tuple[Array, list[Sums], LinearCache]:
-    """`linear`, less the sums that are still to be recorded: those of several maps go together."""
+) -> tuple[Array, list[PendingSum], LinearCache]:
+    """Record y = x w + b, except for the second instruction if the matmul is split.
+
+    Return y, what `emit_sums` needs for that instruction (or an empty list), and the cache.
+    `linear_many` records the second instructions of several maps one after the other.
+    """
     recorder, rows = program.of([x, w, b]), rows_of(x)
-    assert recorder is not None  # else this were unsupported
+    assert recorder is not None  # `unsupported` has checked this
     y = recorder.fresh((rows.shape[0], w.shape[1]), np.float32)
     sums = emit_parts("linear", y, [Pair(rows, w)], b)
     cache = LinearCache(rows if trainable else None, w, b is not None, x.shape)
@@ -65,7 +69,7 @@ def begun(
 
 @short
 class LinearCache(NamedTuple):
-    """Saved by `linear` for backward."""
+    """Saved by `linear` for backward: x only if w is trained."""
 
     x: Array | None  # (N, I); None: w is not trained
     w: Array  # (I, O)
@@ -74,25 +78,25 @@ class LinearCache(NamedTuple):
 
     def backward(self, dy: Array) -> tuple[Array, Array | None, Array | None]:
         """dx = dy w^T, dw = x^T dy, db = sum of dy over its rows."""
-        dy = self.checked(dy)
-        return input_gradient([self], [dy]), *self.gradients(dy)
+        dy = self.checked_rows(dy)
+        return input_gradient([self], [dy]), *self.parameter_gradients(dy)
 
-    def checked(self, dy: Array) -> Array:
-        """dy (N, O); ValueError, TypeError where it is none."""
+    def checked_rows(self, dy: Array) -> Array:
+        """Return dy (..., O) as (N, O); ValueError or TypeError for a wrong shape or dtype."""
         require_gradient("linear", "dy", dy, self.w, (*self.x_shape[:-1], self.w.shape[1]))
         return rows_of(dy)
 
-    def gradients(self, dy: Array) -> tuple[Array | None, Array | None]:
-        """Those of w and b."""
+    def parameter_gradients(self, dy: Array) -> tuple[Array | None, Array | None]:
+        """Return (dw, db). dy: (N, O). dw None: w is not trained; db None: there is no b."""
         recorder = program.of([self.x, self.w, dy])
-        if recorder is None:  # then x is not kept, and dy is known
+        if recorder is None:  # x is not saved, and dy is a constant
             return None, namespace.sum(dy, axis=0) if self.has_b else None
         dw = None if self.x is None else weight_gradient(recorder, self.x, self.w, dy)
         return dw, column_sums(recorder, dy) if self.has_b else None
 
 
 def input_gradient(caches: Sequence[LinearCache], dys: Sequence[Array]) -> Array:
-    """That of the one x of several maps, in one instruction."""
+    """Return dx, the sum of dy w^T over several maps of one x, by one instruction."""
     pairs = [Pair(dy, cache.w.T) for cache, dy in zip(caches, dys, strict=True)]
     shape = dys[0].shape[0], caches[0].w.shape[0]
     recorder = program.of([x for pair in pairs for x in pair])
@@ -105,33 +109,34 @@ def input_gradient(caches: Sequence[LinearCache], dys: Sequence[Array]) -> Array
 
 
 def weight_gradient(
-    recorder: Program, x: Array, w: Array, dy: Array, before: Array | None = None
+    recorder: Program, x: Array, w: Array, dy: Array, initial: Array | None = None
 ) -> Array:
-    """x^T dy + before, which lie as w does."""
-    layout = steps(w)
+    """Return dw = x^T dy + initial in the memory layout of w (I, O). x: (N, I)   dy: (N, O)"""
+    layout = matrix_strides(w)
     if layout is None or layout[1] == 4:
         dw = recorder.fresh(w.shape, np.float32)
-        emit_products("linear dw", dw, [Pair(x.T, dy)], before)
+        emit_products("linear dw", dw, [Pair(x.T, dy)], initial)
         return dw
     dw = recorder.fresh(w.shape[::-1], np.float32)
-    emit_products("linear dw", dw, [Pair(dy.T, x)], None if before is None else before.T)
+    emit_products("linear dw", dw, [Pair(dy.T, x)], None if initial is None else initial.T)
     return dw.T
 
 
-def column_sums(recorder: Program, dy: Array, before: Array | None = None) -> Array:
-    """The sum of the rows of dy (N, O), in their order, + before (O,)."""
+def column_sums(recorder: Program, dy: Array, initial: Array | None = None) -> Array:
+    """Return db = sum of the rows of dy (N, O), in order, + initial (O,)."""
     dy = contiguous(dy)
     n, m = dy.shape
     db = recorder.fresh((m,), np.float32)
 
-    def run(db: Any, dy: Any, before: Any = 0) -> None:
-        np.add(np.sum(dy, axis=0), before, out=db)
+    def run(db: Any, dy: Any, initial: Any = 0) -> None:
+        np.add(np.sum(dy, axis=0), initial, out=db)
 
-    own = Native(sum_rows, (n, m, int(before is not None)), recorder.pieces(dy.size))
-    recorder.emit("linear db", run, [db], [dy] if before is None else [dy, before], own)
+    compiled = Native(sum_rows, (n, m, int(initial is not None)), recorder.pieces(dy.size))
+    ins = [dy] if initial is None else [dy, initial]
+    recorder.emit("linear db", run, [db], ins, compiled)
     return db
 
 
 def rows_of(x: Array) -> Array:
-    """(N, I) of (..., I), as products can read it."""
-    return factor(reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])))
+    """Return x (..., I) as (N, I), in a layout that `product` can read."""
+    return matmul_operand(reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])))

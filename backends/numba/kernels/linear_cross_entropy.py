@@ -1,7 +1,7 @@
-"""`linear_cross_entropy`: logits become their own gradient while they are near.
+"""`linear_cross_entropy`: forward computes the gradients too, while logits are in the cache.
 
-Of some rows at once, so that memory does not grow with all logits; weight gradients of the next
-rows are added to the last ones.
+It works on a chunk of rows at a time, so that memory does not grow with the number of rows times
+classes. Gradients of the weights are summed over chunks.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba.gemm import no_products
-from xformer.backends.numba.kernels.gemm import add_bias, factor, product, steps
+from xformer.backends.numba.kernels.gemm import add_bias, matmul_operand, matrix_strides, product
 from xformer.backends.numba.kernels.linear import column_sums, rows_of, weight_gradient
 from xformer.backends.numba.kernels.losses import (
     Options,
     Tokens,
-    checked,
+    checked_options,
     differentiate,
-    numbers_of,
+    loss_options,
     tokens_of,
-    total,
+    weighted_sum,
 )
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.namespace import contiguous, reshape
@@ -35,9 +35,9 @@ from xformer.dispatch import is_inference, kernel
 from xformer.showing import short
 from xformer.typing import Array
 
-CHUNK = 1 << 24  # logits at once, to the nearest number of chunks: 64 MB
-LOGITS = 1 << 19  # of a thread at once: near a core
-ROWS = 384  # of a thread at once at least, however many classes: weights are read for each
+CHUNK = 1 << 24  # logits of a chunk, about: 64 MB
+LOGITS = 1 << 19  # logits that a thread computes at a time: they stay in caches near the core
+ROWS = 384  # rows of a thread at a time, at least: it reads all weights for each group of rows
 
 
 def unsupported(
@@ -52,7 +52,7 @@ def unsupported(
     reduction: str = "mean",
     trainable: bool = True,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     arrays = [x, w] if b is None else [x, w, b]
     if any(array.dtype != np.float32 for array in arrays) or w.shape[1] == 0:
         return "only float32, and at least one class"
@@ -76,27 +76,30 @@ def linear_cross_entropy(
     reduction: str = "mean",
     trainable: bool = True,
 ) -> tuple[Array, LinearCrossEntropyCache | None]:
-    """The loss, and its gradients unless within `inference()`."""
-    options = checked(label_smoothing, z_loss, reduction, ignore_index)
+    """Return the loss of the logits x w + b, and a cache with its gradients.
+
+    The cache is None within `inference()`.
+    """
+    options = checked_options(label_smoothing, z_loss, reduction, ignore_index)
     recorder = program.of([x, w, b, targets])
-    assert recorder is not None  # else this were unsupported
+    assert recorder is not None  # `unsupported` has checked this
     tokens = tokens_of(recorder, w, targets, options)
     rows = contiguous(rows_of(x))
-    if ignore_index is not None:  # 0 times NaN would be NaN in dw
+    if ignore_index is not None:  # a NaN in an ignored row would make dw NaN
         counts: Array = reshape(tokens.targets, (-1, 1))
         rows = namespace.where(counts >= 0, rows, 0.0)
-    head = _Head(recorder, rows, factor(w), b, options)
+    head = _Head(recorder, rows, matmul_operand(w), b, options)
     back = not is_inference()
     losses = recorder.fresh((head.x.shape[0],), np.float32)
     dx = recorder.fresh(head.x.shape if back else (0,), np.float32)
     dw = db = None
-    for at in _chunks(head.x.shape[0], w.shape[1]):
-        dlogits = head.differentiate(tokens, at, losses, dx, back=back)
+    for chunk in _chunks(head.x.shape[0], w.shape[1]):
+        dlogits = head.differentiate(tokens, chunk, losses, dx, back=back)
         if back and trainable:
-            dw = weight_gradient(recorder, head.x[at], w, dlogits, dw)
+            dw = weight_gradient(recorder, head.x[chunk], w, dlogits, dw)
         if back and b is not None:
             db = column_sums(recorder, dlogits, db)
-    loss = total(recorder, losses, tokens.weight)
+    loss = weighted_sum(recorder, losses, tokens.weight)
     cache = LinearCrossEntropyCache(reshape(dx, x.shape), dw, db) if back else None
     return loss, cache
 
@@ -110,7 +113,7 @@ class LinearCrossEntropyCache(NamedTuple):
     db: Array | None  # (V,)
 
     def backward(self, dloss: Array | None = None) -> tuple[Array, Array | None, Array | None]:
-        """Times dloss; as they are where that is known to be 1."""
+        """Return dloss times the gradients, or the saved arrays if dloss is known to be 1."""
         dloss = constant(np.ones((), np.float32)) if dloss is None else dloss
         require_gradient("linear_cross_entropy", "dloss", dloss, self.dx, ())
         if dloss.is_constant and dloss == 1:
@@ -120,13 +123,13 @@ class LinearCrossEntropyCache(NamedTuple):
 
 
 def _chunks(n: int, n_classes: int) -> list[slice]:
-    """Rows of about `CHUNK` logits; one chunk where there is no row."""
+    """Return slices of n rows, each of about `CHUNK` logits; one empty slice if n is 0."""
     size = max(1, -(-n // max(1, round(n * n_classes / CHUNK))))
     return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), size)]
 
 
 class _Head(NamedTuple):
-    """What stands on top of a language model, and its options."""
+    """The arrays and options of one call of `linear_cross_entropy`."""
 
     recorder: Program
     x: Array  # (N, D), of contiguous rows
@@ -135,10 +138,14 @@ class _Head(NamedTuple):
     options: Options
 
     def differentiate(
-        self, tokens: Tokens, at: slice, losses: Array, dx: Array, *, back: bool
+        self, tokens: Tokens, chunk: slice, losses: Array, dx: Array, *, back: bool
     ) -> Array:
-        """dlogits of some rows; their losses, and with `back` their part of dx."""
-        recorder, x, w, b, options = self.recorder, self.x[at], self.w, self.b, self.options
+        """Record the instruction for one chunk, and return its dlogits (n, V).
+
+        chunk: its rows. losses (N,): the instruction writes those rows. dx (N, D): if `back`,
+        it writes those rows too.
+        """
+        recorder, x, w, b, options = self.recorder, self.x[chunk], self.w, self.b, self.options
         (n, d), n_classes = x.shape, w.shape[1]
         dlogits = recorder.fresh((n, n_classes), np.float32)
 
@@ -152,43 +159,45 @@ class _Head(NamedTuple):
             weight: Any,
             b: Any = 0,
         ) -> None:
-            losses[...], cache = options.of_each(x @ w + b, targets)
+            losses[...], cache = options.reference(x @ w + b, targets)
             dlogits[...] = cache.backward(np.full_like(losses, weight[0]))
             if back:
                 np.matmul(dlogits, w.T, out=dx)
 
-        layout = steps(w)
-        assert layout is not None  # after `factor`
-        outs = losses[at], dx[at] if back else dx, dlogits
-        ins = [x, w, tokens.targets[at], tokens.weight] + ([] if b is None else [contiguous(b)])
-        near = max(ROWS, LOGITS // n_classes)
-        own = n, d, n_classes, *layout, int(b is not None), int(back), near, *options.words()
+        layout = matrix_strides(w)
+        assert layout is not None  # after `matmul_operand`
+        outs = losses[chunk], dx[chunk] if back else dx, dlogits
+        ins = [x, w, tokens.targets[chunk], tokens.weight] + ([] if b is None else [contiguous(b)])
+        n_rows = max(ROWS, LOGITS // n_classes)
+        sizes = n, d, n_classes, *layout, int(b is not None), int(back), n_rows
         pieces = recorder.pieces(n * d * n_classes // SPEED)
-        recorder.emit(
-            "linear loss", run, outs, ins, Native(differentiate_map, own, pieces, blas=True)
-        )
+        constants = *sizes, *options.words()
+        compiled = Native(differentiate_linear, constants, pieces, blas=True)
+        recorder.emit("linear loss", run, outs, ins, compiled)
         return dlogits
 
 
 @native
-def differentiate_map(args: int, piece: int, pieces: int, memory: int) -> None:
-    """losses, dx, dlogits; x, w, targets, weight, b where there is one.
+def differentiate_linear(args: int, piece: int, pieces: int, memory: int) -> None:
+    """Compute losses, dlogits and dx of a piece of the rows: logits = x w + b.
 
-    N, D, V, bytes from row to row and column to column of w, whether there is b, and dx, how many
-    rows at once, label smoothing, z loss.
+    outputs: losses (N,), dx (N, D), dlogits (N, V); inputs: x (N, D), w (D, V), targets (N,) int64,
+    weight (1,), and b (V,) if present. integers: N, D, V, row and column stride of w in bytes,
+    whether there is b, whether to compute dx, rows at a time, bits of label smoothing and z loss.
     """
-    at, a = words(args, 8), numbers(args, 10)
-    n, d, v, down, across, has_b, back = a[0], a[1], a[2], a[3], a[4], a[5], a[6]
-    own = numbers_of(a[8], a[9], float32s(at[6], (1,))[0])
+    ptr, a = words(args, 8), numbers(args, 10)
+    n, d, v, row_stride, column_stride, has_b, back = a[0], a[1], a[2], a[3], a[4], a[5], a[6]
+    options = loss_options(a[8], a[9], float32s(ptr[6], (1,))[0])
     start, stop = part(n, piece, pieces, HIGH)
     for first in range(start, stop, a[7]):
         rows = min(a[7], stop - first)
-        x, logits = (at[3] + 4 * first * d, 4 * d, 4), at[2] + 4 * first * v
-        product(memory, x, (at[4], down, across), False, (logits, 4 * v), (rows, v, d))
+        x, logits = (ptr[3] + 4 * first * d, 4 * d, 4), ptr[2] + 4 * first * v
+        w = ptr[4], row_stride, column_stride
+        product(memory, x, w, False, (logits, 4 * v), (rows, v, d))
         if has_b:
-            add_bias(at[7], (logits, 4 * v), (rows, v))
-        targets, losses = words(at[5] + 8 * first, rows), float32s(at[0] + 4 * first, (rows,))
-        differentiate(float32s(logits, (rows, v)), targets, own, losses)
+            add_bias(ptr[7], (logits, 4 * v), (rows, v))
+        targets, losses = words(ptr[5] + 8 * first, rows), float32s(ptr[0] + 4 * first, (rows,))
+        differentiate(float32s(logits, (rows, v)), targets, options, losses)
         if back:
-            dx, w = (at[1] + 4 * first * d, 4 * d), (at[4], across, down)
-            product(memory, (logits, 4 * v, 4), w, False, dx, (rows, d, v))
+            dx, w_t = (ptr[1] + 4 * first * d, 4 * d), (ptr[4], column_stride, row_stride)
+            product(memory, (logits, 4 * v, 4), w_t, False, dx, (rows, d, v))

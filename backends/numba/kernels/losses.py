@@ -1,4 +1,8 @@
-"""Losses of tokens: which of them count, and rows of logits that become their own gradient."""
+"""Loops and instructions that the cross-entropy kernels share.
+
+They copy and check target ids, compute losses of tokens, and replace rows of logits by their
+gradients in place.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from xformer.checks import as_indices, finite, number
 from xformer.ops.cross_entropy import require_options, split_ignored
 from xformer.typing import Array
 
-IGNORED = -1  # the target of a token that does not count
+IGNORED = -1  # the target id of a token that is ignored
 INDICES = np.iinfo(np.int64)
 
 
 class Options(NamedTuple):
-    """Of a loss, and which the kernels take."""
+    """Options of `cross_entropy`, checked."""
 
     label_smoothing: float
     z_loss: float
@@ -29,25 +33,25 @@ class Options(NamedTuple):
     ignore_index: int | None
 
     def words(self) -> tuple[int, int]:
+        """Return the bits of label_smoothing and z_loss, as numbers of an instruction."""
         return bits(self.label_smoothing), bits(self.z_loss)
 
-    def of_each(self, logits: Any, targets: Any) -> Any:
-        """The reference's losses of all tokens, and their cache."""
-        a, z = self.label_smoothing, self.z_loss
+    def reference(self, logits: Any, targets: Any) -> Any:
+        """Return the losses of all tokens and their cache, computed by the op's reference."""
         return ops.cross_entropy.reference(
             logits,
             targets=targets,
             ignore_index=IGNORED,
-            label_smoothing=a,
-            z_loss=z,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
             reduction="none",
         )
 
 
-def checked(
+def checked_options(
     label_smoothing: float, z_loss: float, reduction: str, ignore_index: int | None
 ) -> Options:
-    """ValueError, TypeError as of `cross_entropy`."""
+    """Return the options; ValueError or TypeError as `cross_entropy` raises for wrong ones."""
     a = number("cross_entropy", "label_smoothing", label_smoothing, low=0, high=1)
     z = finite("cross_entropy", "z_loss", z_loss)
     require_options(ignore_index, reduction)
@@ -55,34 +59,37 @@ def checked(
 
 
 class Tokens(NamedTuple):
-    """targets (N,): int64, `IGNORED` or in [0, V). weight (1,): of a token's loss in the result."""
+    """The targets of a loss, and the weight of each token's loss in the result."""
 
-    targets: Array
-    weight: Array
+    targets: Array  # (N,) int64: `IGNORED`, or in [0, V)
+    weight: Array  # (1,): 1 / number of tokens that are not ignored for a mean, else 1
 
 
 def tokens_of(program: Program, logits: Array, targets: Array, options: Options) -> Tokens:
-    """Those of targets (...), which each run checks. logits (..., V): only V is looked at."""
-    _, kept = split_ignored(logits, targets, options.ignore_index)
-    given = contiguous(reshape(as_indices(targets), (targets.size,)))
-    own, weight = program.fresh(given.shape, np.int64), program.fresh((1,), np.float32)
+    """Record checks of target ids (...) and their copy, and return `Tokens`.
+
+    logits: (..., V); only the size V is used.
+    """
+    _, kept = split_ignored(logits, targets, options.ignore_index)  # records the checks
+    ids = contiguous(reshape(as_indices(targets), (targets.size,)))
+    copy, weight = program.fresh(ids.shape, np.int64), program.fresh((1,), np.float32)
     ignored = None if kept is None else int(options.ignore_index)  # type: ignore[arg-type]
     if ignored is not None and not INDICES.min <= ignored <= INDICES.max:
         ignored = None
     n_classes, is_mean = logits.shape[-1], options.reduction == "mean"
 
-    def run(own: Any, weight: Any, given: Any) -> None:
-        outside = (given < 0) | (given >= n_classes)
-        own[...] = np.where(outside if ignored is None else outside | (given == ignored), -1, given)
-        weight[0] = 1 / max((own >= 0).sum(), 1) if is_mean else 1
+    def run(copy: Any, weight: Any, ids: Any) -> None:
+        outside = (ids < 0) | (ids >= n_classes)
+        copy[...] = np.where(outside if ignored is None else outside | (ids == ignored), -1, ids)
+        weight[0] = 1 / max((copy >= 0).sum(), 1) if is_mean else 1
 
-    words_of = given.size, n_classes, int(ignored is not None), ignored or 0, int(is_mean)
-    program.emit("targets", run, [own, weight], [given], Native(read_targets, words_of))
-    return Tokens(own, weight)
+    sizes = ids.size, n_classes, int(ignored is not None), ignored or 0, int(is_mean)
+    program.emit("targets", run, [copy, weight], [ids], Native(copy_targets, sizes))
+    return Tokens(copy, weight)
 
 
-def total(program: Program, losses: Array, weight: Array) -> Array:
-    """Their sum, times the weight: ()."""
+def weighted_sum(program: Program, losses: Array, weight: Array) -> Array:
+    """Return weight * sum(losses), (). losses: (N,)   weight: (1,)"""
     loss = program.fresh((), np.float32)
 
     def run(loss: Any, losses: Any, weight: Any) -> None:
@@ -93,27 +100,30 @@ def total(program: Program, losses: Array, weight: Array) -> Array:
 
 
 @native
-def read_targets(args: int, piece: int, pieces: int, memory: int) -> None:
+def copy_targets(args: int, piece: int, pieces: int, memory: int) -> None:
     """Copy the target ids, with the ids to ignore marked, and compute the weight of a token's loss.
 
-    args: targets and weight (outputs); the given ids, N, V, whether there is an id to ignore, that
-    id, whether the loss is a mean. The ids were checked before, but the caller may have changed the
-    array since: an id that is out of range is ignored.
+    outputs: targets (N,) int64, weight (1,); inputs: ids (N,) int64. integers: N, V, whether there
+    is an id to ignore, that id, whether the loss is a mean. The ids were checked, but the caller
+    may change their array during a run: an id that is out of range is ignored.
     """
     a = words(args, 8)
     n, n_classes, ignores, ignored, is_mean = a[3], a[4], a[5], a[6], a[7]
-    targets, given, kept = words(a[0], n), words(a[2], n), 0
+    targets, ids, n_kept = words(a[0], n), words(a[2], n), 0
     for i in range(n):
-        target = given[i]
+        target = ids[i]
         counts = 0 <= target < n_classes and not (ignores and target == ignored)
         targets[i] = target if counts else IGNORED
-        kept += 1 if counts else 0
-    float32s(a[1], (1,))[0] = ONE / np.float32(max(kept, 1)) if is_mean else ONE
+        n_kept += 1 if counts else 0
+    float32s(a[1], (1,))[0] = ONE / np.float32(max(n_kept, 1)) if is_mean else ONE
 
 
 @native
 def sum_losses(args: int, piece: int, pieces: int, memory: int) -> None:
-    """loss; losses, weight, how many."""
+    """Compute loss = weight * sum(losses) in float64.
+
+    outputs: loss (); inputs: losses (N,), weight (1,). integers: N.
+    """
     a = words(args, 4)
     losses, result = float32s(a[1], (a[3],)), 0.0
     for loss in losses:
@@ -122,46 +132,53 @@ def sum_losses(args: int, piece: int, pieces: int, memory: int) -> None:
 
 
 @rowwise
-def numbers_of(label_smoothing: int, z_loss: int, weight: Any) -> Any:
-    """What `differentiate` needs, from words."""
-    own = np.empty(3, np.float32)
-    own[0], own[1], own[2] = real(label_smoothing), real(z_loss), weight
-    return own
+def loss_options(label_smoothing: int, z_loss: int, weight: Any) -> Any:
+    """Return (label smoothing, z loss, weight) as the array that `differentiate` reads.
+
+    label_smoothing, z_loss: bits, as from `Options.words`.
+    """
+    options = np.empty(3, np.float32)
+    options[0], options[1], options[2] = real(label_smoothing), real(z_loss), weight
+    return options
 
 
 @rowwise
-def differentiate(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
-    """losses (N,) of logits (N, V), which become their gradients: 0 of a token that is ignored."""
+def differentiate(x: Any, targets: Any, options: Any, losses: Any) -> None:
+    """Write losses (N,), and replace the logits x (N, V) by their gradients.
+
+    targets: (N,) int64; the loss and gradients of an ignored token are 0. options: `loss_options`.
+    """
     for i in range(len(x)):
         if targets[i] == IGNORED:
             losses[i] = ZERO
             x[i, :] = ZERO
         else:
-            differentiate_rows(x[i : i + 1], targets[i : i + 1], numbers, losses[i : i + 1])
+            differentiate_rows(x[i : i + 1], targets[i : i + 1], options, losses[i : i + 1])
 
 
 @rowwise
-def differentiate_rows(x: Any, targets: Any, numbers: Any, losses: Any) -> None:
-    """losses (N,) of logits (N, V), which become their gradients."""
+def differentiate_rows(x: Any, targets: Any, options: Any, losses: Any) -> None:
+    """As `differentiate`, if no token is ignored."""
     for i in range(len(x)):
-        losses[i] = _loss(x[i], targets[i], numbers)
+        losses[i] = _loss(x[i], targets[i], options)
 
 
 @rowwise
-def _loss(x: Any, target: int, numbers: Any) -> Any:
-    """The loss of one token's logits (V,), which are replaced by their gradient."""
-    a, z, weight = numbers
-    top = highest(x)
-    hit, sum_of_all = less(x[target], top), ZERO  # lse - x would lose log(sum) where top is large
+def _loss(x: Any, target: int, options: Any) -> Any:
+    """Replace the logits x (V,) of one token by their gradient, and return the token's loss."""
+    a, z, weight = options
+    largest = highest(x)
+    # Subtract `largest` first: in lse - x, log(sum) would lose digits if `largest` is large.
+    hit, sum_of_all = less(x[target], largest), ZERO
     if a > ZERO:
         for j in range(len(x)):
-            sum_of_all += less(x[j], top)
-    total = _exp(x, top)
-    loss = np.log(total)  # lse - top
-    lse = loss + top
-    if z != ZERO:  # a factor of 0 would make NaN of what is too large
+            sum_of_all += less(x[j], largest)
+    total = _exp(x, largest)
+    loss = np.log(total)  # lse - largest
+    lse = loss + largest
+    if z != ZERO:  # 0 * inf would be NaN
         loss += z * lse * lse
-    if a < ONE:  # a factor of 0 would make NaN of a logit of -inf
+    if a < ONE:  # 0 * -inf would be NaN
         loss -= (ONE - a) * hit
     if a > ZERO:
         loss -= a * (sum_of_all / len(x))
@@ -174,11 +191,11 @@ def _loss(x: Any, target: int, numbers: Any) -> Any:
 
 
 @rowwise
-def _exp(x: Any, top: Any) -> Any:
-    """x = exp(x - top); their sum."""
+def _exp(x: Any, shift: Any) -> Any:
+    """Replace x by exp(x - shift), and return the sum."""
     total = ZERO
     for j in range(len(x)):
-        e = exp2((x[j] - top) * LOG2_E)
+        e = exp2((x[j] - shift) * LOG2_E)
         x[j] = e
         total += e
     return total

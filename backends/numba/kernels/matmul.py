@@ -1,4 +1,4 @@
-"""Products of batches of matrices in float32, which lie as they will."""
+"""Batched matmuls in float32, of matrices of any layout."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from xformer.backends.numba.gemm import no_products
-from xformer.backends.numba.kernels.gemm import Pair, emit_products, product, steps
+from xformer.backends.numba.kernels.gemm import Pair, emit_products, matrix_strides, product
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import LINE, Native, native, numbers, part, words
 from xformer.backends.numba.tuning import SPEED
 from xformer.typing import Array
 
-BATCH, ROWS, COLUMNS = range(3)  # what pieces are
+BATCH, ROWS, COLUMNS = range(3)  # the axis of y that is cut into pieces
 
 
 def emit_matmul(y: Array, x: Array, w: Array) -> bool:
-    """y (..., N, M) = x (..., N, K) w (..., K, M) as an instruction; False where there is none."""
+    """Record y (..., N, M) = x (..., N, K) w (..., K, M); return False if no kernel can."""
     if any(array.dtype != np.float32 for array in (x, w)) or not y.size or no_products():
         return False
     *lead, n, m = y.shape
@@ -30,37 +30,42 @@ def emit_matmul(y: Array, x: Array, w: Array) -> bool:
     x, w = (_batch(array, lead, size) for array in (x, w))
     pieces = y.program.pieces(y.size * k // SPEED)
     cut = BATCH if size >= pieces else ROWS if n >= m else COLUMNS
-    layouts = (step for own in (x, w) for step in (own.strides[0], *(steps(own[0]) or ())))
-    own = Native(batched, (size, n, m, k, cut, *layouts), pieces, blas=True)
-    y.program.emit("matmul", _run, [y], [x, w], own)
+    layouts = (stride for a in (x, w) for stride in (a.strides[0], *(matrix_strides(a[0]) or ())))
+    compiled = Native(batched, (size, n, m, k, cut, *layouts), pieces, blas=True)
+    y.program.emit("matmul", _run, [y], [x, w], compiled)
     return True
 
 
 def _batch(x: Array, lead: list[int], size: int) -> Array:
-    """(size, N, K) of x, as `product` can read each."""
-    every = x.view(np.broadcast_to(x.layout, (*lead, *x.shape[-2:])))
-    x = reshape(every, (size, *x.shape[-2:]))
-    return x if steps(x[0]) else contiguous(x)
+    """Return x, broadcast to the batch axes `lead`, as (size, N, K) that `product` can read."""
+    whole = x.view(np.broadcast_to(x.layout, (*lead, *x.shape[-2:])))
+    x = reshape(whole, (size, *x.shape[-2:]))
+    return x if matrix_strides(x[0]) else contiguous(x)
 
 
 def _run(y: Any, x: Any, w: Any) -> None:
+    """Compute a batch of matmuls on NumPy arrays. x: (B, N, K)   w: (B, K, M)"""
     np.matmul(x, w, out=y.reshape(len(x), *y.shape[-2:]))
 
 
 @native
 def batched(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; x, w, how many, N, M, K, what pieces are; bytes between matrices, rows and columns."""
-    at, a = words(args, 3), numbers(args, 11)
+    """Compute a piece of a batch of matmuls y = x w.
+
+    outputs: y (B, N, M); inputs: x (B, N, K), w (B, K, M). integers: B, N, M, K, the axis that is
+    cut (`BATCH`, ...), then strides in bytes between matrices, rows and columns of x, and of w.
+    """
+    ptr, a = words(args, 3), numbers(args, 11)
     n, m, k, cut = a[1], a[2], a[3], a[4]
-    first, last, top, bottom, left, right = np.int64(0), a[0], np.int64(0), n, np.int64(0), m
+    first, last, row0, row1, column0, column1 = np.int64(0), a[0], np.int64(0), n, np.int64(0), m
     if cut == BATCH:
         first, last = part(a[0], piece, pieces, 1)
     elif cut == ROWS:
-        top, bottom = part(n, piece, pieces, 1)
+        row0, row1 = part(n, piece, pieces, 1)
     else:
-        left, right = part(m, piece, pieces, LINE)
+        column0, column1 = part(m, piece, pieces, LINE)
     for i in range(first, last):
-        x = at[1] + i * a[5] + top * a[6], a[6], a[7]
-        w = at[2] + i * a[8] + left * a[10], a[9], a[10]
-        y = at[0] + 4 * ((i * n + top) * m + left), 4 * m
-        product(memory, x, w, False, y, (bottom - top, right - left, k))
+        x = ptr[1] + i * a[5] + row0 * a[6], a[6], a[7]
+        w = ptr[2] + i * a[8] + column0 * a[10], a[9], a[10]
+        y = ptr[0] + 4 * ((i * n + row0) * m + column0), 4 * m
+        product(memory, x, w, False, y, (row1 - row0, column1 - column0, k))

@@ -1,4 +1,4 @@
-"""What `layer_norm`, `rms_norm` and `add_norm` share: rows, and gradients summed over pieces."""
+"""Parts that `layer_norm`, `rms_norm` and `add_norm` share: operands, rows, sums over pieces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from xformer.backends.numba.program.native import float32s
 from xformer.backends.numba.program.program import Program
 from xformer.backends.numba.program.traced import Traced, constant
 
-GROUP = FEW  # rows at once: still in the cache when what is left of them is done
+GROUP = FEW  # rows that all steps of a kernel process before the next rows: they stay in the cache
 
 
-def terms(x: Traced, r: Traced | None, w: Traced | None, b: Traced | None) -> tuple[Any, ...]:
-    """Operands of a forward: rows without gaps, r as x lies; a gain of 1 for none, a bias of 0."""
+def operands(x: Traced, r: Traced | None, w: Traced | None, b: Traced | None) -> tuple[Any, ...]:
+    """Return (x, r, w, b) as a forward kernel reads them: without gaps, r in the layout of x.
+
+    x, r: (..., D)   w, b: (D,). r None stays None. w None becomes ones, b None becomes zeros.
+    """
     width = x.shape[-1]
     x = dense(x, 1)
     r = None if r is None else in_order(r, order_of(x, 1))
@@ -27,32 +30,32 @@ def terms(x: Traced, r: Traced | None, w: Traced | None, b: Traced | None) -> tu
 
 
 def pieces_of(program: Program, x: Traced) -> int:
-    """In how many pieces the rows of x are cut."""
+    """Return the number of pieces for the rows of x (..., D): one a thread, or 1 if x is small."""
     return max(1, min(program.pieces(x.size), x.size // x.shape[-1]))
 
 
 def summed(parts: Traced) -> Traced:
-    """The sum over pieces, in their order. parts: (pieces, D)."""
+    """Return the sum of parts (pieces, D) over pieces, in order."""
     return parts[0] if len(parts) == 1 else namespace.sum(parts, axis=0)
 
 
 @inlined
 def block(address: Any, start: Any, stop: Any, width: Any) -> Any:
-    """Rows of an array of this width."""
+    """Return the rows `start` to `stop` of the float32 array (N, width) at an address."""
     return float32s(address + 4 * start * width, (stop - start, width))
 
 
 @elementwise
-def add(out: Any, x: Any) -> None:
-    """out += x."""
+def add_to(out: Any, x: Any) -> None:
+    """Add x to out, in place. Both: (n, D)."""
     for i in range(out.shape[0]):
         for j in range(out.shape[1]):
             out[i, j] += x[i, j]
 
 
 @elementwise
-def sum_of(x: Any, r: Any, out: Any) -> None:
-    """out = x + r."""
+def add(x: Any, r: Any, out: Any) -> None:
+    """Write out = x + r. All: (n, D)."""
     for i in range(out.shape[0]):
         for j in range(out.shape[1]):
             out[i, j] = x[i, j] + r[i, j]

@@ -1,4 +1,4 @@
-"""`quick_gelu`: see `activations`."""
+"""`quick_gelu` by the kernel that all activations share (`activations`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     ActivationCache,
     activate,
-    not_float32,
+    unsupported,
 )
 from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-@kernel(ops.quick_gelu, "numba.kernels", unsupported=not_float32)
+@kernel(ops.quick_gelu, "numba.kernels", unsupported=unsupported)
 def quick_gelu(x: Array) -> tuple[Array, ActivationCache]:
     """y = x * sigmoid(1.702 x)."""
     return activate("quick_gelu", x, ops.quick_gelu.reference, FORMULAS["quick_gelu"])

@@ -1,4 +1,4 @@
-"""`relu`: see `activations`."""
+"""`relu` by the kernel that all activations share (`activations`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     ActivationCache,
     activate,
-    not_float32,
+    unsupported,
 )
 from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-@kernel(ops.relu, "numba.kernels", unsupported=not_float32)
+@kernel(ops.relu, "numba.kernels", unsupported=unsupported)
 def relu(x: Array) -> tuple[Array, ActivationCache]:
     """y = max(0, x)."""
     return activate("relu", x, ops.relu.reference, FORMULAS["relu"])

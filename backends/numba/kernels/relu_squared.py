@@ -1,4 +1,4 @@
-"""`relu_squared`: see `activations`."""
+"""`relu_squared` by the kernel that all activations share (`activations`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     ActivationCache,
     activate,
-    not_float32,
+    unsupported,
 )
 from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-@kernel(ops.relu_squared, "numba.kernels", unsupported=not_float32)
+@kernel(ops.relu_squared, "numba.kernels", unsupported=unsupported)
 def relu_squared(x: Array) -> tuple[Array, ActivationCache]:
     """y = max(0, x)^2."""
     return activate("relu_squared", x, ops.relu_squared.reference, FORMULAS["relu_squared"])

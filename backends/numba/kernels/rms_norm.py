@@ -1,4 +1,4 @@
-"""`rms_norm`, each row once through all of its formula; of a sum too, for `add_norm`."""
+"""`rms_norm`, and `rms_norm` of a sum x + r for `add_norm`. Each row is read once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from xformer.backends.numba.kernels.layout import (
 from xformer.backends.numba.kernels.norms import (
     GROUP,
     add,
+    add_to,
     block,
+    operands,
     pieces_of,
-    sum_of,
     summed,
-    terms,
 )
 from xformer.backends.numba.program.native import Native, bits, float32s, native, part, real, words
 from xformer.checks import number, require_axis, require_gradient
@@ -36,7 +36,7 @@ from xformer.typing import Array
 def unsupported(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     return "an offset without w" if w is None and offset != 0 else unrecordable(x, w)
 
 
@@ -44,7 +44,7 @@ def unsupported(
 def rms_norm(
     x: Array, w: Array | None = None, *, eps: float = 1e-5, offset: float = 0.0
 ) -> tuple[Array, RmsNormCache]:
-    """The mean square of a row, then rstd and the gain."""
+    """y = x * rstd * (offset + w), rstd = 1 / sqrt(mean(x^2) + eps), over the last axis."""
     eps = number("rms_norm", "eps", eps, low=0)
     offset = number("rms_norm", "offset", offset)
     require_axis("rms_norm", x, -1)
@@ -55,9 +55,9 @@ def rms_norm(
 def normalise(
     x: Array, r: Array | None, w: Array | None, eps: float, offset: float
 ) -> tuple[Array, Array, RmsNormCache]:
-    """s = x + r, x where r is None; its norm; and what the backward wants."""
+    """Return (s, y, cache): s = x + r, or x if r is None; y is the RMS norm of s."""
     program, has_w = program_of(x, r, w), w is not None
-    x, r, w, _ = terms(x, r, w, None)
+    x, r, w, _ = operands(x, r, w, None)
     order = order_of(x, 1)
     y = fresh_in(program, order, x.shape, x.dtype)
     rstd = fresh_in(program, order, (*x.shape[:-1], 1), x.dtype)
@@ -74,49 +74,52 @@ def normalise(
     if r is None:
         program.emit("rms_norm", run, [y, rstd], [x, w], Native(forward, numbers, pieces))
         return x, y, RmsNormCache(x, w, rstd, offset, has_w)
-    s, own = fresh_in(program, order, x.shape, x.dtype), Native(add_forward, numbers, pieces)
-    program.emit("add rms_norm", run_sum, [y, rstd, s], [x, r, w], own)
+    s, compiled = fresh_in(program, order, x.shape, x.dtype), Native(add_forward, numbers, pieces)
+    program.emit("add rms_norm", run_sum, [y, rstd, s], [x, r, w], compiled)
     return s, y, RmsNormCache(s, w, rstd, offset, has_w)
 
 
 @short
 class RmsNormCache(NamedTuple):
-    """Saved by `rms_norm` for backward."""
+    """Saved by `rms_norm` for backward, which computes xhat = x * rstd again."""
 
     x: Array  # (..., D)
-    w: Array  # (D,), ones where there is no gain
+    w: Array  # (D,), ones if there is no gain
     rstd: Array  # (..., 1)
     offset: float
     has_w: bool
 
     def backward(self, dy: Array) -> tuple[Array, Array | None]:
         """dx = rstd * (dxhat - xhat * mean(dxhat * xhat)), dxhat = dy * (offset + w)."""
-        return self.added(dy, None)
+        return self.backward_with(dy, None)
 
-    def added(self, dy: Array, ds: Array | None) -> tuple[Array, Array | None]:
-        """The same with ds added to dx, unless it is None."""
+    def backward_with(self, dy: Array, ds: Array | None) -> tuple[Array, Array | None]:
+        """As `backward`, with ds (..., D) added to dx unless ds is None."""
         x, w, rstd, offset, has_w = self
         require_gradient("rms_norm", "dy", dy, x)
         program, order = program_of(x, w, dy, ds), order_of(x, 1)
         dx, pieces = fresh_in(program, order, x.shape, x.dtype), pieces_of(program, x)
-        dws = program.fresh((pieces, x.shape[-1]), x.dtype)  # of dw
+        dws = program.fresh((pieces, x.shape[-1]), x.dtype)  # dw is the sum over pieces
         dy, has_ds = in_order(dy, order), ds is not None
         ds = dy if ds is None else in_order(ds, order)
 
         def run(dx: Any, dws: Any, x: Any, w: Any, rstd: Any, dy: Any, ds: Any) -> None:
-            found, dw = ReferenceCache(x, w, rstd, offset).backward(dy)
-            dx[...] = found + ds if has_ds else found
+            dx_norm, dw = ReferenceCache(x, w, rstd, offset).backward(dy)
+            dx[...] = dx_norm + ds if has_ds else dx_norm
             dws[0], dws[1:] = dw, 0
 
         numbers = x.size // x.shape[-1], x.shape[-1], bits(offset), has_ds
-        own = Native(backward, numbers, pieces)
-        program.emit("rms_norm backward", run, [dx, dws], [x, w, rstd, dy, ds], own)
+        compiled = Native(backward, numbers, pieces)
+        program.emit("rms_norm backward", run, [dx, dws], [x, w, rstd, dy, ds], compiled)
         return dx, summed(dws) if has_w else None
 
 
 @native
 def forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y, rstd; x, w, how many rows, D, eps, offset."""
+    """Normalise a piece of the rows.
+
+    outputs: y (N, D), rstd (N,); inputs: x (N, D), w (D,). integers: N, D, bits of eps and offset.
+    """
     a = words(args, 8)
     start, stop = part(a[4], piece, pieces, 1)
     gain = _gain(a[3], a[5], real(a[7]))
@@ -125,60 +128,75 @@ def forward(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def add_forward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y, rstd, s; x, r, w, how many rows, D, eps, offset."""
+    """Compute s = x + r and normalise s, for a piece of the rows.
+
+    outputs: y (N, D), rstd (N,), s (N, D); inputs: x, r (N, D), w (D,). integers: N, D, bits of eps
+    and offset.
+    """
     a = words(args, 10)
     start, stop = part(a[6], piece, pieces, 1)
     gain = _gain(a[5], a[7], real(a[9]))
-    for at in range(start, stop, GROUP):
-        end = min(at + GROUP, stop)
-        sum_of(block(a[3], at, end, a[7]), block(a[4], at, end, a[7]), block(a[2], at, end, a[7]))
-        _normalise(a[0], a[1], a[2], gain, at, end, real(a[8]))
+    for first in range(start, stop, GROUP):
+        end = min(first + GROUP, stop)
+        add(
+            block(a[3], first, end, a[7]),
+            block(a[4], first, end, a[7]),
+            block(a[2], first, end, a[7]),
+        )
+        _normalise(a[0], a[1], a[2], gain, first, end, real(a[8]))
 
 
 @rowwise
 def _gain(w: int, width: int, offset: float) -> Any:
+    """Return offset + w as a new array (width,). w: its address."""
     gain = np.empty(width, np.float32)
     gain[:] = float32s(w, (width,)) + np.float32(offset)
     return gain
 
 
 @rowwise
-def _normalise(y: int, rstd: int, x: int, gain: Any, at: int, end: int, eps: float) -> None:
+def _normalise(y: int, rstd: int, x: int, gain: Any, first: int, end: int, eps: float) -> None:
+    """Normalise the rows `first` to `end`. y, rstd, x: addresses. gain: (D,)."""
     rows_forward(
-        block(x, at, end, gain.size),
+        block(x, first, end, gain.size),
         gain,
         np.float32(eps),
-        block(y, at, end, gain.size),
-        float32s(rstd + 4 * at, (end - at,)),
+        block(y, first, end, gain.size),
+        float32s(rstd + 4 * first, (end - first,)),
     )
 
 
 @native
 def backward(args: int, piece: int, pieces: int, memory: int) -> None:
-    """dx, dws; x, w, rstd, dy, ds, how many rows, D, offset, whether there is ds."""
+    """Compute dx of a piece of the rows, and what these rows add to dw.
+
+    outputs: dx (N, D), dws (pieces, D); inputs: x (N, D), w (D,), rstd (N,), dy, ds (N, D).
+    integers: N, D, bits of offset, whether to add ds to dx (1) or to ignore ds (0).
+    """
     a = words(args, 11)
     start, stop = part(a[7], piece, pieces, 1)
-    gain, few = _gain(a[3], a[8], real(a[9])), np.empty((1, a[8]), np.float32)
+    gain, partial = _gain(a[3], a[8], real(a[9])), np.empty((1, a[8]), np.float32)
     sums = block(a[1], piece, piece + 1, a[8])
     sums[:] = 0
-    for at in range(start, stop, GROUP):
-        end = min(at + GROUP, stop)
-        dx = block(a[0], at, end, a[8])
+    for first in range(start, stop, GROUP):
+        end = min(first + GROUP, stop)
+        dx = block(a[0], first, end, a[8])
         rows_backward(
-            block(a[2], at, end, a[8]),
+            block(a[2], first, end, a[8]),
             gain,
-            float32s(a[4] + 4 * at, (end - at,)),
-            block(a[5], at, end, a[8]),
+            float32s(a[4] + 4 * first, (end - first,)),
+            block(a[5], first, end, a[8]),
             dx,
-            few[0],
+            partial[0],
         )
-        add(sums, few)
+        add_to(sums, partial)
         if a[10]:
-            add(dx, block(a[6], at, end, a[8]))
+            add_to(dx, block(a[6], first, end, a[8]))
 
 
 @rowwise
 def rows_forward(x: Any, gain: Any, eps: Any, y: Any, rstd: Any) -> None:
+    """Write y (n, D) and rstd (n,) of the rows x (n, D). gain: offset + w (D,)."""
     n, width = x.shape
     for i in range(n):
         total = np.float32(0)
@@ -192,18 +210,19 @@ def rows_forward(x: Any, gain: Any, eps: Any, y: Any, rstd: Any) -> None:
 
 @rowwise
 def rows_backward(x: Any, gain: Any, rstd: Any, dy: Any, dx: Any, dw: Any) -> None:
+    """Write dx (n, D) and the sum dw (D,) over the rows. x, dy: (n, D). gain: offset + w (D,)."""
     n, width = x.shape
     sums = np.zeros(width, x.dtype)
     dw[:] = 0
     for i in range(n):
-        scale, slope = rstd[i], np.float32(0)  # mean of dxhat * xhat
+        scale, mean = rstd[i], np.float32(0)  # mean of dxhat * xhat
         for j in range(width):
             xhat = x[i, j] * scale
-            slope += dy[i, j] * gain[j] * xhat
+            mean += dy[i, j] * gain[j] * xhat
             sums[j] += dy[i, j] * xhat
-        slope /= np.float32(width)
+        mean /= np.float32(width)
         for j in range(width):
-            dx[i, j] = scale * (dy[i, j] * gain[j] - x[i, j] * scale * slope)
-        if i % FEW == FEW - 1 or i == n - 1:
+            dx[i, j] = scale * (dy[i, j] * gain[j] - x[i, j] * scale * mean)
+        if i % FEW == FEW - 1 or i == n - 1:  # a sum of partial sums is more exact
             dw += sums
             sums[:] = 0

@@ -1,4 +1,4 @@
-"""`rope`, each row turned from where it lies: no copy of heads, of halves or of the rest."""
+"""`rope`: the kernel reads x by its strides, so that heads that are views are not copied."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ FLOAT = 4  # bytes
 
 
 def unsupported(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     return unrecordable(x, cos, sin)
 
 
 @kernel(ops.rope, "numba.kernels", unsupported=unsupported)
 def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tuple[Array, RopeCache]:
-    """y lies in memory as x does."""
+    """Rotate pairs of channels: (a, b) -> (a cos - b sin, b cos + a sin).
+
+    y has the memory layout of x (B, H, T, K).
+    """
     require_tables(x, cos, sin)
-    y = _turned("rope", x, cos, sin, interleaved, back=False)
+    y = _emit_rotation("rope", x, cos, sin, interleaved, back=False)
     return y, RopeCache(cos, sin, interleaved, x.shape)
 
 
 @short
 class RopeCache(NamedTuple):
-    """Saved by `rope` for backward: the tables, which all its calls share."""
+    """Saved by `rope` for backward: only the tables, which all calls share."""
 
     cos: Array  # (T, R/2) or (B, T, R/2)
     sin: Array  # like cos
@@ -49,20 +52,23 @@ class RopeCache(NamedTuple):
     shape: tuple[int, ...]  # (B, H, T, K)
 
     def backward(self, dy: Array) -> Array:
-        """dy turned back."""
+        """dx = dy rotated by the negative angles."""
         require_gradient("rope", "dy", dy, self.cos, self.shape)
-        return _turned("rope backward", dy, self.cos, self.sin, self.interleaved, back=True)
+        return _emit_rotation("rope backward", dy, self.cos, self.sin, self.interleaved, back=True)
 
 
-def _turned(name: str, x: Array, cos: Array, sin: Array, interleaved: bool, *, back: bool) -> Array:
+def _emit_rotation(
+    name: str, x: Array, cos: Array, sin: Array, interleaved: bool, *, back: bool
+) -> Array:
+    """Record the rotation of x (B, H, T, K) and return its result. back: by negative angles."""
     program = program_of(x, cos, sin)
-    x, cos, sin = _inner(x), contiguous(cos), contiguous(sin)
+    x, cos, sin = _with_dense_rows(x), contiguous(cos), contiguous(sin)
     order = order_of(x, 1)
     y = fresh_in(program, order, x.shape, x.dtype)
     half = cos.shape[-1]
     table = cos.layout if cos.ndim == 2 else cos.layout[:, None]
-    steps = np.broadcast_to(table, (*x.shape[:3], half)).strides  # 0 from head to head
-    outer = [(x.shape[i], x.strides[i], steps[i]) for i in order[:3]]
+    table_strides = np.broadcast_to(table, (*x.shape[:3], half)).strides  # 0 along heads
+    outer = [(x.shape[i], x.strides[i], table_strides[i]) for i in order[:3]]
 
     def run(y: Any, x: Any, cos: Any, sin: Any) -> None:
         if back:
@@ -71,29 +77,34 @@ def _turned(name: str, x: Array, cos: Array, sin: Array, interleaved: bool, *, b
             y[...] = ops.rope.reference(x, cos=cos, sin=sin, interleaved=interleaved)[0]
 
     numbers = (*np.transpose(outer).ravel().tolist(), x.shape[3], half, interleaved, back)
-    own = Native(turn, numbers, program.pieces(x.size))
-    program.emit(name, run, [y], [x, cos, sin], own)
+    compiled = Native(rotate, numbers, program.pieces(x.size))
+    program.emit(name, run, [y], [x, cos, sin], compiled)
     return y
 
 
-def _inner(x: Array) -> Array:
-    """x, or a copy where a row has gaps."""
+def _with_dense_rows(x: Array) -> Array:
+    """Return x if the elements of its last axis are contiguous, else a copy."""
     return x if x.strides[-1] == FLOAT or x.shape[-1] <= 1 else contiguous(x)
 
 
 @native
-def turn(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; x, cos, sin; sizes, steps of x, of a table, of three axes; K, R/2, whether 2i, or back."""
+def rotate(args: int, piece: int, pieces: int, memory: int) -> None:
+    """Rotate a piece of the rows of x; a row is the K channels of one head and token.
+
+    outputs: y (rows, K); inputs: x, cos, sin. integers: sizes of the three outer axes in the order
+    of y, strides in bytes of x and then of the tables along these axes, K, R/2, whether pairs are
+    interleaved, whether to rotate back.
+    """
     a = words(args, 17)
-    n, x_steps, steps, width, half = a[4:7], a[7:10], a[10:13], a[13], a[14]
-    start, stop = part(n[0] * n[1] * n[2], piece, pieces, 1)
+    sizes, x_strides, table_strides, width, half = a[4:7], a[7:10], a[10:13], a[13], a[14]
+    start, stop = part(sizes[0] * sizes[1] * sizes[2], piece, pieces, 1)
     for row in range(start, stop):
-        i, j, k = row // (n[1] * n[2]), row // n[2] % n[1], row % n[2]
-        at = i * steps[0] + j * steps[1] + k * steps[2]
-        _row(
-            float32s(a[1] + i * x_steps[0] + j * x_steps[1] + k * x_steps[2], (width,)),
-            float32s(a[2] + at, (half,)),
-            float32s(a[3] + at, (half,)),
+        i, j, k = row // (sizes[1] * sizes[2]), row // sizes[2] % sizes[1], row % sizes[2]
+        offset = i * table_strides[0] + j * table_strides[1] + k * table_strides[2]
+        _rotate_row(
+            float32s(a[1] + i * x_strides[0] + j * x_strides[1] + k * x_strides[2], (width,)),
+            float32s(a[2] + offset, (half,)),
+            float32s(a[3] + offset, (half,)),
             np.float32(-1 if a[16] else 1),
             a[15],
             float32s(a[0] + FLOAT * row * width, (width,)),
@@ -101,7 +112,8 @@ def turn(args: int, piece: int, pieces: int, memory: int) -> None:
 
 
 @elementwise
-def _row(x: Any, cos: Any, sin: Any, sign: Any, interleaved: int, y: Any) -> None:
+def _rotate_row(x: Any, cos: Any, sin: Any, sign: Any, interleaved: int, y: Any) -> None:
+    """Write y (K,): x (K,) rotated. cos, sin: (R/2,). sign: 1, or -1 to rotate back."""
     half = cos.size
     if interleaved:
         for i in range(half):

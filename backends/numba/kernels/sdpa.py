@@ -1,9 +1,10 @@
-"""`sdpa`: which loops attend, and what they are given. Scores are never in memory as a whole.
+"""`sdpa`: chooses the kernel of a call. No kernel stores all scores at once.
 
-sdpa_plain.py    `flash`: causal, windows, masks of keys, grouped heads
-sdpa_any.py      every option, whole rows of scores
-sdpa_one.py      one query, as in decoding
-sdpa_given.py    the operands that all of them read
+sdpa_flash.py       many queries; causality, windows, masks of keys
+sdpa_general.py     every option
+sdpa_one_query.py   one query, as in decoding
+sdpa_operands.py    operands and options, which all of them read
+sdpa_row_loops.py   loops over a row of scores, for sdpa_general
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy as np
 
 from xformer import ops
 from xformer.backends.numba.gemm import no_products
-from xformer.backends.numba.kernels import sdpa_any, sdpa_one, sdpa_plain
-from xformer.backends.numba.kernels.sdpa_given import Attention, Operands, tokens
+from xformer.backends.numba.kernels import sdpa_flash, sdpa_general, sdpa_one_query
+from xformer.backends.numba.kernels.sdpa_operands import N_INS, Attention, Operands, swap_heads
 from xformer.backends.numba.program.namespace import contiguous
 from xformer.backends.numba.program.native import Kernel, Native
 from xformer.backends.numba.program.program import Program, of
@@ -30,7 +31,8 @@ from xformer.ops._attention import sdpa_options
 from xformer.showing import short
 from xformer.typing import Array
 
-ONE = 8 * WORTH  # multiplications of one query, few of whose columns may be seen
+# Multiplications of one query that are worth several pieces: a mask may hide many of its keys.
+ONE_QUERY_WORTH = 8 * WORTH
 
 
 def unsupported(
@@ -43,20 +45,20 @@ def unsupported(
     mask: Array | None = None,
     **options: Any,
 ) -> str | None:
-    """Why the kernel cannot run."""
+    """Return why the kernel cannot run, or None."""
     arrays = [x for x in (q, k, v, bias, sinks) if x is not None]
     if any(x.dtype != np.float32 for x in arrays):
         return "only float32"
     if 0 in (*q.shape, *k.shape, *v.shape):
         return "empty arrays have nothing to compute"
     if of([*arrays, mask]) is None:
-        return "all of it is constant"
+        return "all arrays are constants"
     rate = options.get("dropout_rate")
     if isinstance(rate, float) and round(rate * 2**32) == 2**32:
-        return "nothing is drawn at a rate of 1"
+        return "at a rate of 1 there are no random words"
     step = getattr(options.get("dropout_key"), "step", None)
     if isinstance(step, Traced) and (step.shape or step.dtype.kind not in "iu"):
-        return "the step is no single integer"
+        return "the step is not a single integer"
     return no_products()
 
 
@@ -75,130 +77,151 @@ def sdpa(
     attention = Attention(*sdpa_options(q, k, bias, mask=mask, **options))
     if not attention.dropout_rate:
         attention = attention._replace(dropout_key=None)
-    given = Operands.of(attention, q, k, v, bias, sinks, mask)
-    cache = _attend(attention, given, None if bias is None else bias.shape)
-    ctx = _attend_one(attention, given) if _is_one(attention, given) else cache.ctx
-    return tokens(ctx), cache
+    operands = Operands.of(attention, q, k, v, bias, sinks, mask)
+    cache = _attend(attention, operands, None if bias is None else bias.shape)
+    one_query = _is_one_query(attention, operands)
+    ctx = _attend_one_query(attention, operands) if one_query else cache.ctx
+    return swap_heads(ctx), cache
 
 
-def _attend(attention: Attention, given: Operands, bias_shape: tuple[int, ...] | None) -> SdpaCache:
-    """ctx, and what a backward reads, by `flash` where it can attend."""
-    (b, t, h), g, m = given.q.shape[:3], given.k.shape[2], given.v.shape[3]
-    program, plain = program_of(given), _is_plain(attention, given)
-    ctx = program.fresh((b, t, h, m), np.float32)
-    top, total = program.fresh((b, h, t), np.float32), program.fresh((b, h, t), np.float32)
+def _attend(
+    attention: Attention, operands: Operands, bias_shape: tuple[int, ...] | None
+) -> SdpaCache:
+    """Record attention by `sdpa_flash` or `sdpa_general`, and return its cache, which holds ctx.
 
-    def run(ctx: Any, top: Any, total: Any, *ins: Any) -> None:
-        np.copyto(ctx, tokens(attention.reference(*ins)[0]))
-        attention.statistics(top, total, *ins)
-        if plain:  # whose scores are powers of 2
-            np.multiply(top, math.log2(math.e), out=top)
-
-    loops = sdpa_plain.forward if plain else sdpa_any.forward
-    units = b * g if plain else b * h * -(-t // attention.rows(given))
-    own = _native(program, loops, attention.numbers(given), units, given)
-    program.emit("sdpa", run, [ctx, top, total], given, own)
-    return SdpaCache(attention, given, ctx, top, total, plain, bias_shape)
-
-
-def _attend_one(attention: Attention, given: Operands) -> Traced:
-    """ctx if each head has one query, as in decoding.
-
-    It does not save `top`, the largest score of a row: a backward rounds its scores differently and
-    reads the `top` of `_attend`. A program without a backward drops the instruction of `_attend`.
+    bias_shape: the shape of the op's bias, None without bias.
     """
-    (b, _, h), m, program = given.q.shape[:3], given.v.shape[3], program_of(given)
+    (b, t, h), g, m = operands.q.shape[:3], operands.k.shape[2], operands.v.shape[3]
+    program, by_flash = _program_of(operands), _uses_flash(attention, operands)
+    ctx = program.fresh((b, t, h, m), np.float32)
+    shift, exp_sum = program.fresh((b, h, t), np.float32), program.fresh((b, h, t), np.float32)
+
+    def run(ctx: Any, shift: Any, exp_sum: Any, *ins: Any) -> None:
+        np.copyto(ctx, swap_heads(attention.reference(*ins)[0]))
+        attention.statistics(shift, exp_sum, *ins)
+        if by_flash:  # its scores are times log2(e)
+            np.multiply(shift, math.log2(math.e), out=shift)
+
+    loops = sdpa_flash.forward if by_flash else sdpa_general.forward
+    n_units = b * g if by_flash else b * h * -(-t // attention.tile_rows(operands))
+    compiled = _as_native(program, loops, attention.numbers(operands), n_units, operands)
+    program.emit("sdpa", run, [ctx, shift, exp_sum], operands, compiled)
+    return SdpaCache(attention, operands, ctx, shift, exp_sum, by_flash, bias_shape)
+
+
+def _attend_one_query(attention: Attention, operands: Operands) -> Traced:
+    """Record attention by `sdpa_one_query`, and return ctx (B, 1, H, M).
+
+    A backward reads ctx and the largest scores of `_attend`, since this kernel rounds scores
+    differently. A program without a backward drops the instruction of `_attend`.
+    """
+    (b, _, h), m, program = operands.q.shape[:3], operands.v.shape[3], _program_of(operands)
     ctx = program.fresh((b, 1, h, m), np.float32)
 
     def run(ctx: Any, *ins: Any) -> None:
-        np.copyto(ctx, tokens(attention.reference(*ins)[0]))
+        np.copyto(ctx, swap_heads(attention.reference(*ins)[0]))
 
-    own = _native(program, sdpa_one.forward, attention.numbers(given), b * h, given)
-    program.emit("sdpa of one", run, [ctx], given, own)
+    numbers = attention.numbers(operands)
+    compiled = _as_native(program, sdpa_one_query.forward, numbers, b * h, operands)
+    program.emit("sdpa one query", run, [ctx], operands, compiled)
     return ctx
 
 
 def _has_cap_or_dropout(attention: Attention) -> bool:
+    """Return whether the call has a softcap or dropout."""
     return attention.softcap is not None or attention.dropout_rate > 0
 
 
-def _is_one(attention: Attention, given: Operands) -> bool:
-    others = _has_cap_or_dropout(attention) or given.has_bias
-    return given.q.shape[1] == 1 and not others
+def _is_one_query(attention: Attention, operands: Operands) -> bool:
+    """Return whether `sdpa_one_query` can compute the call."""
+    has_other_options = _has_cap_or_dropout(attention) or operands.has_bias
+    return operands.q.shape[1] == 1 and not has_other_options
 
 
-def _is_plain(attention: Attention, given: Operands) -> bool:
-    """Whether `flash` has all that is asked for, and rows enough to pay for its copies."""
-    others = _has_cap_or_dropout(attention) or given.has_bias or given.has_sinks
-    of_keys = not given.has_mask or given.mask.shape[1:3] == (1, 1)
-    return given.q.shape[1] >= FEW and of_keys and not others
+def _uses_flash(attention: Attention, operands: Operands) -> bool:
+    """Return whether `sdpa_flash` has all options of the call, and enough queries to be faster."""
+    has_other_options = _has_cap_or_dropout(attention) or operands.has_bias or operands.has_sinks
+    masks_keys = not operands.has_mask or operands.mask.shape[1:3] == (1, 1)
+    return operands.q.shape[1] >= FEW and masks_keys and not has_other_options
 
 
-def program_of(operands: Sequence[Any]) -> Program:
-    """The program of operands of which one at least is not constant."""
+def _program_of(operands: Sequence[Any]) -> Program:
+    """Return the program that records the operands; at least one must not be a constant."""
     program = of(operands)
     assert program is not None
     return program
 
 
-def _native(
-    program: Program, kernel: Kernel, numbers: tuple[int, ...], units: int, given: Operands
+def _as_native(
+    program: Program, kernel: Kernel, numbers: tuple[int, ...], n_units: int, operands: Operands
 ) -> Native:
-    """In pieces, where there is work for threads."""
-    size, is_one = given.q.size * given.k.shape[1], kernel is sdpa_one.forward
-    pieces = min(units, HEADS * program.threads) if size > (ONE if is_one else WORTH) else 1
+    """Return the native form of an instruction, cut into pieces if the call is worth threads.
+
+    n_units: how many independent units of work (heads, tiles) there are, at most one a piece.
+    """
+    size, is_one = operands.q.size * operands.k.shape[1], kernel is sdpa_one_query.forward
+    worth = ONE_QUERY_WORTH if is_one else WORTH
+    pieces = min(n_units, HEADS * program.threads) if size > worth else 1
     return Native(kernel, numbers, pieces, blas=not is_one)
 
 
 @short
 class SdpaCache(NamedTuple):
-    """Saved by `sdpa` for backward: probs are made again of q, k, top and total."""
+    """Saved by `sdpa` for backward, which computes probs again from q, k, shift and exp_sum."""
 
     attention: Attention
-    given: Operands
+    operands: Operands
     ctx: Traced  # (B, T, H, M)
-    top: Traced  # (B, H, T), what was taken off the scores of a row
-    total: Traced  # (B, H, T), the sum of their powers
-    plain: bool
-    bias_shape: tuple[int, ...] | None
+    shift: Traced  # (B, H, T), the number subtracted from the scores of a row before exp
+    exp_sum: Traced  # (B, H, T), the sum of exp(scores - shift) of a row
+    by_flash: bool  # whether sdpa_flash computed it: exponentials are then powers of 2
+    bias_shape: tuple[int, ...] | None  # before it got four axes
 
     def backward(self, dctx: Array) -> tuple[Array, Array, Array, Array | None, Array | None]:
         """dscores = probs * (dprobs - sum(dprobs * probs)), dprobs = dctx v^T through dropout.
 
-        dbias and dsinks are instructions of their own: a program without them need not compute
-        them, and the sums over a batch that they are can be cut otherwise.
+        dbias and dsinks are separate instructions: a program that does not use them drops them, and
+        they are cut into pieces in another way, since they sum over the batch.
         """
-        require_gradient("sdpa", "dctx", dctx, tokens(self.ctx))
-        given, ins = self.given, self._ins(dctx)
-        b, h, g = given.q.shape[0], given.q.shape[2], given.k.shape[2]
-        loops = sdpa_plain.backward if self.plain else sdpa_any.backward
-        dq, dk, dv = self._emit("backward", loops, (0, 1, 2), given[:3], b * g, ins)
+        require_gradient("sdpa", "dctx", dctx, swap_heads(self.ctx))
+        attention, operands, ins = self.attention, self.operands, self._ins(dctx)
+        b, h, g = operands.q.shape[0], operands.q.shape[2], operands.k.shape[2]
+        loops = sdpa_flash.backward if self.by_flash else sdpa_general.backward
+        dq, dk, dv = self._emit("backward", loops, (0, 1, 2), operands[:3], b * g, ins)
         dbias = dsinks = None
-        if given.has_bias:
-            units = sdpa_any.bias_units(given.bias.shape, self.attention.rows(given))
-            (dbias,) = self._emit("dbias", sdpa_any.bias_gradient, (3,), [given.bias], units, ins)
+        if operands.has_bias:
+            n_units = sdpa_general.bias_units(operands.bias.shape, attention.tile_rows(operands))
+            loops = sdpa_general.bias_gradient
+            (dbias,) = self._emit("dbias", loops, (3,), [operands.bias], n_units, ins)
             dbias = dbias.view(dbias.layout.reshape(self.bias_shape))
-        if given.has_sinks:
-            (dsinks,) = self._emit("dsinks", sdpa_any.sink_gradient, (4,), [given.sinks], h, ins)
-        return tokens(dq), tokens(dk), tokens(dv), dbias, dsinks
+        if operands.has_sinks:
+            loops = sdpa_general.sink_gradient
+            (dsinks,) = self._emit("dsinks", loops, (4,), [operands.sinks], h, ins)
+        return swap_heads(dq), swap_heads(dk), swap_heads(dv), dbias, dsinks
 
     def _ins(self, dctx: Traced) -> tuple[Traced, ...]:
-        return *self.given, self.ctx, self.top, self.total, contiguous(tokens(dctx))
+        """Return the inputs of all backward instructions: `Operands`, ctx, shift, exp_sum, dctx."""
+        return *self.operands, self.ctx, self.shift, self.exp_sum, contiguous(swap_heads(dctx))
 
     def _emit(
-        self, name: str, loops: Kernel, which: Any, like: Any, units: int, ins: Any
+        self, name: str, loops: Kernel, which: Any, like: Any, n_units: int, ins: Any
     ) -> list[Traced]:
-        """New arrays like some operands, and the instruction that computes these gradients."""
-        program, attention = program_of(ins), self.attention
+        """Record an instruction that computes some gradients, and return them.
+
+        which: their indices in (q, k, v, bias, sinks). like: these operands, for their shapes.
+        n_units: as of `_as_native`. ins: from `_ins`.
+        """
+        program, attention = _program_of(ins), self.attention
         outs = [program.fresh(x.shape, x.dtype) for x in like]
 
         def run(*arrays: Any) -> None:
-            *own, dctx = arrays[len(outs) :]
-            grads = attention.reference(*own[:7])[1].backward(tokens(dctx))
+            *ins, dctx = arrays[len(outs) :]
+            grads = attention.reference(*ins[:N_INS])[1].backward(swap_heads(dctx))
             for i, out in zip(which, arrays, strict=False):
-                grad = tokens(grads[i]) if i < 3 else grads[i].reshape(out.shape)
+                grad = swap_heads(grads[i]) if i < 3 else grads[i].reshape(out.shape)
                 np.copyto(out, grad)
 
-        own = _native(program, loops, attention.numbers(self.given), units, self.given)
-        program.emit(f"sdpa {name}", run, outs, ins, own)
+        numbers = attention.numbers(self.operands)
+        compiled = _as_native(program, loops, numbers, n_units, self.operands)
+        program.emit(f"sdpa {name}", run, outs, ins, compiled)
         return outs

@@ -1,4 +1,4 @@
-"""`sigmoid`: see `activations`."""
+"""`sigmoid` by the kernel that all activations share (`activations`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     ActivationCache,
     activate,
-    not_float32,
+    unsupported,
 )
 from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-@kernel(ops.sigmoid, "numba.kernels", unsupported=not_float32)
+@kernel(ops.sigmoid, "numba.kernels", unsupported=unsupported)
 def sigmoid(x: Array) -> tuple[Array, ActivationCache]:
     """y = 1 / (1 + exp(-x))."""
     return activate("sigmoid", x, ops.sigmoid.reference, FORMULAS["sigmoid"])

@@ -1,4 +1,4 @@
-"""`silu`: see `activations`."""
+"""`silu` by the kernel that all activations share (`activations`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     ActivationCache,
     activate,
-    not_float32,
+    unsupported,
 )
 from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-@kernel(ops.silu, "numba.kernels", unsupported=not_float32)
+@kernel(ops.silu, "numba.kernels", unsupported=unsupported)
 def silu(x: Array) -> tuple[Array, ActivationCache]:
     """y = x * sigmoid(x)."""
     return activate("silu", x, ops.silu.reference, FORMULAS["silu"])

@@ -1,4 +1,4 @@
-"""`softcap`: see `activations`."""
+"""`softcap` by the kernel that all activations share (`activations`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-def not_float32(x: Array, *, cap: float) -> str | None:
-    """Why the kernel cannot run."""
+def unsupported(x: Array, *, cap: float) -> str | None:
+    """Return why the kernel cannot run, or None."""
     return unrecordable(x)
 
 
-@kernel(ops.softcap, "numba.kernels", unsupported=not_float32)
+@kernel(ops.softcap, "numba.kernels", unsupported=unsupported)
 def softcap(x: Array, *, cap: float) -> tuple[Array, ActivationCache]:
     """y = cap * tanh(x / cap)."""
     cap = require_cap("softcap", cap, "cap")

@@ -1,4 +1,4 @@
-"""`tanh`: see `activations`."""
+"""`tanh` by the kernel that all activations share (`activations`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from xformer.backends.numba.kernels.activations import (
     FORMULAS,
     ActivationCache,
     activate,
-    not_float32,
+    unsupported,
 )
 from xformer.dispatch import kernel
 from xformer.typing import Array
 
 
-@kernel(ops.tanh, "numba.kernels", unsupported=not_float32)
+@kernel(ops.tanh, "numba.kernels", unsupported=unsupported)
 def tanh(x: Array) -> tuple[Array, ActivationCache]:
     """y = tanh(x)."""
     return activate("tanh", x, ops.tanh.reference, FORMULAS["tanh"])
