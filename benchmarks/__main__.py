@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: a training step, or inference, of the named shapes beside the peers."""
+"""`python -m benchmarks`: time a training step, or inference, of named shapes beside PyTorch."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from xformer import backends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; of each shape print a table and write JSON. Returns 1 where one has no result."""
+    """Measure each shape, print its table, write its JSON. Returns 1 if a shape has no result."""
     args, status = parse(argv), 0
     for name in args.shape:
         shape = BY_NAME[name]
         try:
-            found = run(shape, args)
-        except (Disagreement, Ended, MemoryError) as wrong:
-            print(f"benchmarks: nothing is reported of {name}.\n{wrong}", file=sys.stderr)
+            result = run(shape, args)
+        except (Disagreement, Ended, MemoryError) as error:
+            print(f"benchmarks: nothing is reported of {name}.\n{error}", file=sys.stderr)
             status = 1
             continue
-        print(report.text(found))
-        out = stored.path_of(found, f"step-{name}", args.out)
-        stored.write(found, out)
+        print(report.text(result))
+        out = stored.path_of(result, f"step-{name}", args.out)
+        stored.write(result, out)
         print(f"\nWritten: {out}\n")
     return status
 
 
 def run(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one shape; what is found, and where."""
+    """Measure one shape. Returns the result with the machine, versions and commit, for the JSON."""
     names = args.contestant or contestants.default(shape)
     chosen = args.work or step.works(shape)
     rounds = args.rounds or shape.rounds
     libraries = [name.split()[0] for name in names]
-    found = machine.describe([n for n in backends.NAMES if n in libraries])
-    found |= {"threads": machine.threads(), "load": machine.load()}
-    found["absent"] = [why for name in contestants.names() if (why := contestants.why_not(name))]
+    result = machine.describe([n for n in backends.NAMES if n in libraries])
+    result |= {"threads": machine.threads(), "load": machine.load()}
+    result["absent"] = [why for name in contestants.names() if (why := contestants.why_not(name))]
     total = step.ticks(names, rounds, chosen)
     with tqdm(total=total, desc=shape.name, disable=None, leave=False) as bar:
-        return found | step.measure(shape, names, rounds, chosen, bar.update)
+        return result | step.measure(shape, names, rounds, chosen, bar.update)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; wrong values end the program with a message before anything is run."""
+    """Parse the command line. Wrong values end the program with a message before any measuring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--shape",
@@ -62,17 +62,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--contestant",
         action="append",
         metavar="NAME",
-        help=f"one of {', '.join(contestants.names())}; repeatable (default: {PEER}, and all "
-        "others here that are as fast as they can be)",
+        help=f"one of {', '.join(contestants.names())}; repeatable (default: {PEER}, and every "
+        "installed library with its fast kernels)",
     )
     parser.add_argument(
         "--work",
         action="append",
         metavar="NAME",
-        help=f"one of {', '.join(step.WORKS)}; repeatable (default: step, or forward where the "
-        "shape is not for training)",
+        help=f"one of {', '.join(step.WORKS)}; repeatable (default: step, or forward for a shape "
+        "of inference)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
+    parser.add_argument("--rounds", type=int, metavar="N", help="default: the shape's number")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
     args = parser.parse_args(argv)
     args.shape = _unique(args.shape or [shape.name for shape in SHAPES])

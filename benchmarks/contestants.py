@@ -1,10 +1,14 @@
-"""Who takes part: this library on each backend, and the peers.
+"""The contestants: this library on each backend, and PyTorch (the peer).
 
-A contestant is named "<backend> kernel", "<backend> reference" (where no kernel may run),
-"numba program" (each call a run of what was recorded, `benchmarks.programs`),
-"jax jit" (the whole step under `jax.jit`), "cupy graph" (a step is one CUDA graph),
-"cupy deterministic" (bit for bit the same each time), "torch eager" (`benchmarks.eager`),
-"torch cudnn" (its attention by cuDNN) or "torch compile" (the same under `torch.compile`).
+- "<backend> kernel": this library with the kernels of a backend
+- "<backend> reference": this library without kernels (`reference_only`)
+- "numba program": each call replays a recorded program (`benchmarks.programs`)
+- "jax jit": the whole step under `jax.jit`
+- "cupy graph": each step is one CUDA graph
+- "cupy deterministic": "cupy kernel" with results that repeat bit for bit
+- "torch eager": the same model in PyTorch (`benchmarks.eager`)
+- "torch cudnn": "torch eager" with attention by cuDNN
+- "torch compile": "torch eager" under `torch.compile`
 """
 
 from __future__ import annotations
@@ -38,9 +42,9 @@ COMPILERS = ("g++", "clang++")
 
 
 class Contestant(Protocol):
-    """What is measured: forward; forward and backward; and a step of AdamW.
+    """What a contestant can run: forward; forward and backward; and a step of AdamW.
 
-    In float32, or with weights and activations in the precision of a shape.
+    It computes in float32, or with weights and activations in the precision of its shape.
     """
 
     backend: backends.Backend
@@ -68,27 +72,27 @@ class Ours:
         dtype: str = "float32",
     ) -> None:
         self.shape, self.backend, self.context = shape, backend, context
-        # Copies, since steps write over them, and the weights are those of every contestant.
-        given = shape.parameters(weights)
-        self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), given)
+        # Copies: steps overwrite the parameters, and all contestants share `weights`.
+        params = shape.parameters(weights)
+        self.params = tree.map(lambda w: backend.asarray(np.array(w, dtype)), params)
         self.feed = Feed(shape, backend)
         self.state = optim.adamw_init(tree.trained(self.params)) if shape.training else None
 
     def forward(self) -> Any:
-        """The loss, with the cache that backward needs; what is not for training alone."""
+        """Return the loss with the cache for backward; for inference, the pooled hidden states."""
         with self.context():
             if self.shape.training:
                 return self._loss()
             return self._pooled()
 
     def backward(self) -> tuple[Any, Any]:
-        """The loss and its gradients."""
+        """Return the loss and its gradients."""
         with self.context():
             loss, cache = self._loss()
             return loss, cache.backward()
 
     def step(self) -> Any:
-        """The loss before a step of AdamW."""
+        """Run a step of AdamW; return the loss before it."""
         with self.context():
             loss, grads = self.backward()
             options: Any = {"lr": LR, "donate": True}
@@ -101,11 +105,11 @@ class Ours:
             return loss
 
     def output(self) -> np.ndarray:
-        """What comes out of a shape that is not for training, on the host."""
+        """Return the output of inference as a NumPy array."""
         return self.backend.to_numpy(self.forward())
 
     def gradients(self) -> tuple[float, dict[str, np.ndarray]]:
-        """The loss and its gradients by dotted name, on the host."""
+        """Return the loss, and its gradients as NumPy arrays by dotted name."""
         loss, grads = self.backward()
         return float(loss), tree.flatten(tree.map(self.backend.to_numpy, grads))
 
@@ -122,41 +126,41 @@ class Ours:
 
 
 class Captured(Ours):
-    """The same, whose steps are those of `train(compiled=True)`: each a launch of a CUDA graph."""
+    """`Ours` with the steps of `train(compiled=True)`: each step launches one CUDA graph."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         shape, backend, self.state = self.shape, self.backend, None
         options: Any = {"eval_every": NEVER, "clip": None, "diverged": None}
         config = TrainConfig(NEVER, shape.batch, precision=shape.precision, **options)
         adamw = optim.Optimiser(optim.adamw_init, optim.adamw)
-        given = start(self.params, config, adamw), self, config, backend
+        arguments = start(self.params, config, adamw), self, config, backend
         options = {"optimiser": adamw, "schedule": lambda step: LR, "donate": True}
-        self._steps = train(loss_of(shape.model), *given, compiled=True, **options)
+        self._steps = train(loss_of(shape.model), *arguments, compiled=True, **options)
         arrays = shape.data(backends.get("numpy"))
         self._batch = Batch(arrays, {}, arrays[-1].size, arrays[0].size)
 
     def batch(self, i: int) -> Batch:
-        """The same each time; as the source of `train`."""
+        """Return the same batch for every step `i`; `train` calls it."""
         return self._batch
 
     def step(self) -> Any:
-        """The loss before a step of AdamW."""
+        """Run a step of AdamW; return the loss before it."""
         with self.context():
-            found = next(self._steps)
-        self.params = found.params
-        return found.loss
+            step = next(self._steps)
+        self.params = step.params
+        return step.loss
 
 
 class Jitted(Ours):
-    """The same under `jax.jit`: each of the three one compiled function."""
+    """This library under `jax.jit`: forward, backward and step are each one compiled function."""
 
     def __init__(self, shape: Shape, weights: Any, backend: backends.Backend) -> None:
         super().__init__(shape, weights, backend)
         self.data = self.feed.batches[0].arrays
         import jax
 
-        # On a GPU JAX rounds to TF32 unless it is told not to.
+        # On a GPU JAX's default precision rounds to TF32.
         jax.config.update(
             "jax_default_matmul_precision", "tensorfloat32" if shape.tf32 else "highest"
         )
@@ -176,20 +180,20 @@ class Jitted(Ours):
             return loss, *optim.adamw(params, grads, state, lr=LR)
 
         self._forward, self._backward = jax.jit(forward), jax.jit(backward)
-        # As a loop of JAX has it: what is replaced gives its memory.
+        # As training loops in JAX do: the new parameters and state reuse the memory of the old.
         self._step = jax.jit(step, donate_argnums=(0, 1))
 
     def forward(self) -> Any:
-        """The loss alone: what backward would need is not computed."""
+        """Return the loss alone; nothing is saved for backward."""
         return self._forward(self.params, *self.data)
 
     def backward(self) -> tuple[Any, Any]:
-        """The loss and its gradients."""
+        """Return the loss and its gradients."""
         loss, grads = self._backward(self.params, *self.data)
         return loss, grads
 
     def step(self) -> Any:
-        """The loss before a step of AdamW."""
+        """Run a step of AdamW; return the loss before it."""
         loss, self.params, self.state = self._step(self.params, self.state, *self.data)
         return loss
 
@@ -199,20 +203,21 @@ GATE = (PEER, "numpy kernel", "numba kernel", PROGRAM)  # `benchmarks.gate`
 
 
 def names() -> list[str]:
-    """Every contestant that there is; the peer comes first."""
-    found = list(TORCH)
+    """Return the names of all contestants, installed or not; the peer is first."""
+    listed = list(TORCH)
     for name in backends.NAMES:
         if name != "array-api-strict":
-            found.append(f"{name} kernel")
-        found += [GRAPH, DETERMINISTIC] if name == "cupy" else []
-        found += [JITTED] if name == "jax" else []
-        found += [PROGRAM] if name == "numba" else []
-        found += [f"{name} reference"] if name not in backends.ON_NUMPY else []  # that is NumPy's
-    return found
+            listed.append(f"{name} kernel")
+        listed += [GRAPH, DETERMINISTIC] if name == "cupy" else []
+        listed += [JITTED] if name == "jax" else []
+        listed += [PROGRAM] if name == "numba" else []
+        # Without kernels the backends on NumPy equal "numpy reference".
+        listed += [f"{name} reference"] if name not in backends.ON_NUMPY else []
+    return listed
 
 
 def why_not(name: str) -> str | None:
-    """Why a contestant cannot take part here, or None where it can."""
+    """Return why a contestant cannot run on this machine; None if it can."""
     if name in TORCH and importlib.util.find_spec("torch") is None:
         return f"{name}: torch is not installed"
     if name == CUDNN and not importlib.import_module("torch").cuda.is_available():
@@ -222,7 +227,7 @@ def why_not(name: str) -> str | None:
     if name in TORCH:
         return None
     lt = backends.beside("cupy").get("cuBLASLt") if name == GRAPH else None
-    if lt is not None and not lt.isdigit():  # None without CuPy, which is named below
+    if lt is not None and not lt.isdigit():  # a version, or a reason; None without CuPy
         return f"{name}: products by cuBLAS cannot be captured, and {lt}"
     library, _, how = name.rpartition(" ")
     why = backends.unavailable_reason(library)
@@ -235,9 +240,10 @@ def why_not(name: str) -> str | None:
 
 
 def default(shape: Shape) -> list[str]:
-    """Who takes part unless others are named: all that are as fast as they can be, and fit.
+    """Return the contestants that run by default: the fast ones that fit into memory.
 
-    Without `jax.jit`, and without kernels, the libraries show that code is right.
+    References and "jax kernel" (without `jax.jit`) are not among them: they show that results
+    are right, not that they are fast.
     """
     slow = "jax kernel", CUDNN, DETERMINISTIC, PROGRAM
     fast = [n for n in names() if not n.endswith("reference") and n not in slow]
@@ -247,7 +253,7 @@ def default(shape: Shape) -> list[str]:
 
 
 def make(name: str, shape: Shape, weights: Any) -> Contestant:
-    """The contestant of that name, at the start of its training."""
+    """Return the contestant `name` with the initial `weights` of `shape`."""
     if name in TORCH:
         from benchmarks.eager import Eager
 
@@ -256,26 +262,26 @@ def make(name: str, shape: Shape, weights: Any) -> Contestant:
     backend = backend_of(library, shape.device)
     if how == "jit":
         return Jitted(shape, weights, backend)
-    contexts: Any = {"reference": reference_only, "deterministic": backend.deterministic}
-    contexts["graph"] = partial(capturing, shape.device)
-    kind, context = Captured if how == "graph" else Ours, contexts.get(how, nullcontext)
+    by_name: Any = {"reference": reference_only, "deterministic": backend.deterministic}
+    by_name["graph"] = partial(capturing, shape.device)
+    contestant, context = Captured if how == "graph" else Ours, by_name.get(how, nullcontext)
     if name == PROGRAM:
         from benchmarks.programs import Programs
 
-        kind = Programs
-    entered = [context]
+        contestant = Programs
+    contexts = [context]
     if library in backends.ON_NUMPY:
-        entered.append(backend.active)
+        contexts.append(backend.active)
     if shape.tf32:
         from xformer.backends.cupy import tf32
 
-        entered.append(tf32)
-    return kind(shape, weights, backend, partial(within, entered))
+        contexts.append(tf32)
+    return contestant(shape, weights, backend, partial(within, contexts))
 
 
 @contextmanager
 def within(contexts: Sequence[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
-    """All of these."""
+    """Enter all contexts, in this order."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -283,9 +289,10 @@ def within(contexts: Sequence[Callable[[], AbstractContextManager[None]]]) -> It
 
 
 def backend_of(library: str, device: str | None) -> backends.Backend:
-    """A library's backend; CuPy's stand-in where that is the device, torch's where it is another.
+    """Return the backend of `library` for the device of a shape.
 
-    Others have their usual device: CuPy the current one, JAX a GPU where it sees one.
+    device: STAND_IN gives CuPy's stand-in on the CPU. Another device applies to torch only; CuPy
+    uses its current device, and JAX a GPU if it finds one.
     """
     if (library, device) == ("cupy", STAND_IN):
         sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -297,9 +304,9 @@ def backend_of(library: str, device: str | None) -> backends.Backend:
 
 @contextmanager
 def capturing(device: str | None) -> Iterator[None]:
-    """Within it an error where there is no graph; on the stand-in, too, products are by cuBLASLt.
+    """Within this context, raise the warning that a step is not a CUDA graph as an error.
 
-    Other warnings are none: a graph with another kernel in it is still a graph.
+    Other warnings stay warnings. On the stand-in, matmuls are by cuBLASLt's stand-in.
     """
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -312,12 +319,12 @@ def capturing(device: str | None) -> Iterator[None]:
 
 
 def torch_device(device: str | None) -> str | None:
-    """Where torch is on that device of a shape."""
+    """Return torch's device for the device of a shape: None for the stand-in."""
     return None if device == STAND_IN else device
 
 
 def judge(shape: Shape, weights: Any) -> Contestant:
-    """What every contestant must agree with, in float64: see `judge_of`."""
+    """Return the float64 model that every contestant must agree with: see `judge_of`."""
     if judge_of(shape) == PEER:
         from benchmarks.eager import Judge
 
@@ -326,15 +333,15 @@ def judge(shape: Shape, weights: Any) -> Contestant:
 
 
 def judge_of(shape: Shape) -> str:
-    """Who judges: the peer; NumPy's reference without it, and where the peer cannot.
+    """Return the name of the judge: the peer, or NumPy's reference if the peer cannot judge.
 
-    transformers computes parts of a model in float32 whatever its type, and torch draws other
-    dropout masks.
+    The peer cannot judge without torch, models of transformers (parts of them compute in float32
+    whatever the dtype) and dropout (torch draws different masks).
     """
-    able = shape.peer == EAGER and not shape.dropout and why_not(PEER) is None
-    return PEER if able else "numpy reference"
+    peer_judges = shape.peer == EAGER and not shape.dropout and why_not(PEER) is None
+    return PEER if peer_judges else "numpy reference"
 
 
 def is_judged(name: str, shape: Shape) -> bool:
-    """Whether a contestant computes what the judge computes: torch draws other dropout masks."""
+    """Whether `name` computes what the judge computes: with dropout torch draws other masks."""
     return not (shape.dropout and name in TORCH)

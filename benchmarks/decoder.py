@@ -1,9 +1,11 @@
-"""One contestant of `benchmarks.decoding`: `decoder.py NAME FOLDER`, a model in a folder.
+"""One contestant of `benchmarks.decoding`: `decoder.py NAME FOLDER` (FOLDER holds the model).
 
-{"write": {"prompt": ids, "n": n}} is answered with the n likeliest next ids and the seconds that
-they took. "xformer <backend>" is this library as it is, "xformer <backend> ops" without compiled
-tokens; "transformers" its own `generate`, with a cache; "transformers loop" calls its model with a
-cache, without what `generate` does around it.
+{"write": {"prompt": ids, "n": n}} is answered with n greedy token ids and the seconds taken.
+
+- "xformer <backend>": this library with its defaults
+- "xformer <backend> ops": this library without compiled decoding
+- "transformers": `generate` of transformers, with a KV cache
+- "transformers loop": a greedy loop over the model of transformers, with a KV cache
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ Write = Callable[[Sequence[int], int], list[int]]
 
 
 def xformer(folder: str, how: str) -> Write:
-    """As this library's page has it; how: a backend, or "<backend> ops"."""
+    """Return greedy decoding by this library; how: "<backend>" or "<backend> ops"."""
     from xformer import backends, pretrained
     from xformer.generation import generate
 
-    backend, _, kind = how.partition(" ")
+    backend, _, suffix = how.partition(" ")
     model, params = pretrained.load(folder, backend)
 
     def write(prompt: Sequence[int], n: int) -> list[int]:
-        compiled = False if kind == "ops" else None
+        compiled = False if suffix == "ops" else None
         with backends.get(backend).active():
             return generate(model, params, [prompt], max_new_tokens=n, compiled=compiled)[0]
 
@@ -35,7 +37,10 @@ def xformer(folder: str, how: str) -> Write:
 
 
 def transformers(folder: str, loop: bool) -> Write:
-    """In float32 on the CPU, with its cache, which ends no text."""
+    """Return greedy decoding by transformers, in float32 on the CPU, without an end-of-text token.
+
+    loop: call the model token by token, instead of `generate`.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -46,15 +51,15 @@ def transformers(folder: str, loop: bool) -> Write:
     def write(prompt: Sequence[int], n: int) -> list[int]:
         ids = torch.tensor([prompt])
         options: dict[str, Any] = {"max_new_tokens": n, "do_sample": False, "use_cache": True}
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return found[0, len(prompt) :].tolist()
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return output[0, len(prompt) :].tolist()
 
     @torch.inference_mode()
     def step_by_step(prompt: Sequence[int], n: int) -> list[int]:
         ids, cache, new = torch.tensor([prompt]), None, []
         for _ in range(n):
-            found = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, ids = found.past_key_values, found.logits[:, -1].argmax(dim=-1, keepdim=True)
+            output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, ids = output.past_key_values, output.logits[:, -1].argmax(dim=-1, keepdim=True)
             new.append(int(ids))
         return new
 
@@ -62,7 +67,7 @@ def transformers(folder: str, loop: bool) -> Write:
 
 
 def main(name: str, folder: str) -> None:
-    """Answer until standard input ends."""
+    """Answer requests for the contestant `name` until standard input ends."""
     library, _, how = name.partition(" ")
     write = transformers(folder, how == "loop") if library != "xformer" else xformer(folder, how)
 

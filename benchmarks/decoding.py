@@ -1,4 +1,4 @@
-"""`python -m benchmarks.decoding`: time a token at batch 1, beside Hugging Face's transformers."""
+"""`python -m benchmarks.decoding`: time per token at batch 1, beside Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xformer import pretrained, tree
 
 PEER = "transformers"
 NAMES = (PEER, "transformers loop", "xformer numpy", "xformer numba", "xformer torch")
-# Of the gate, `benchmarks.gate`.
+# The contestants of `benchmarks.gate`.
 GATE = (PEER, "transformers loop", "xformer numpy", "xformer numba ops", "xformer numba")
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 LARGE = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
@@ -42,12 +42,12 @@ STORIES = {
 
 
 class Text(NamedTuple):
-    """A model, by its configuration, and how much it writes."""
+    """A model and the lengths of the prompt and of the text that it generates."""
 
     name: str
-    config: dict[str, Any]
-    prompt: int
-    new: int
+    config: dict[str, Any]  # of Hugging Face
+    prompt: int  # tokens
+    new: int  # tokens
     rounds: int
 
 
@@ -60,7 +60,7 @@ BY_NAME = {text.name: text for text in TEXTS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; of each model print a table and write JSON. Returns 1 where texts differ."""
+    """Measure each model, print its table and write its JSON. Returns 1 if texts differ."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__)
     parser.add_argument("--shape", action="append", choices=BY_NAME, help="default: all")
     parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
@@ -70,24 +70,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("transformers is not installed")
     libraries = [n.split()[1] for n in NAMES if n.startswith("xformer")]
     for name in args.shape or BY_NAME:
-        found = machine.describe(libraries, (*machine.PACKAGES, "transformers"))
-        found |= {"threads": machine.threads(), "load": machine.load()}
+        result = machine.describe(libraries, (*machine.PACKAGES, "transformers"))
+        result |= {"threads": machine.threads(), "load": machine.load()}
         rounds = args.rounds or BY_NAME[name].rounds
         try:
             with tqdm(total=len(NAMES) * (rounds + 1), desc=name, disable=None, leave=False) as bar:
-                found |= measure(BY_NAME[name], rounds, bar.update)
-        except Disagreement as wrong:
-            print(f"benchmarks: nothing is reported.\n{wrong}", file=sys.stderr)
+                result |= measure(BY_NAME[name], rounds, bar.update)
+        except Disagreement as error:
+            print(f"benchmarks: nothing is reported.\n{error}", file=sys.stderr)
             return 1
-        print(table(found))
-        out = stored.path_of(found, f"decoding-{name}", args.out)
-        stored.write(found, out)
+        print(table(result))
+        out = stored.path_of(result, f"decoding-{name}", args.out)
+        stored.write(result, out)
         print(f"\nWritten: {out}\n")
     return 0
 
 
 def start(name: str, folder: str | Path) -> harness.Process:
-    """The process of a contestant."""
+    """Start the process of the contestant `name` on the model in `folder`."""
     command = [sys.executable, "-m", "benchmarks.decoder", name, folder]
     return harness.Process(name, command, machine.environment() | {"HF_HUB_OFFLINE": "1"})
 
@@ -98,7 +98,11 @@ def measure(
     tick: Callable[[], Any] = lambda: None,
     names: Sequence[str] = NAMES,
 ) -> dict[str, Any]:
-    """Compare the texts, then measure in turns; names: who takes part, the peer among them."""
+    """Compare the texts of all contestants, then time them in interleaved rounds.
+
+    tick: called after each timed run. names: the contestants; PEER must be one of them.
+    Returns the result for the JSON. Raises Disagreement if texts differ.
+    """
     model = pretrained.model(text.config)
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, model.embed.vocab_size, text.prompt).tolist()
@@ -106,14 +110,14 @@ def measure(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         pretrained.save(model, varied(model), folder)
         running = {name: stack.enter_context(start(name, folder)) for name in names}
-        asked = {"prompt": prompt, "n": text.new}
-        ids = check({name: one.ask(write=asked)["ids"] for name, one in running.items()})
+        request = {"prompt": prompt, "n": text.new}
+        ids = check({name: one.ask(write=request)["ids"] for name, one in running.items()})
 
-        def turn(one: harness.Process) -> list[float]:
-            return [one.ask(write=asked)["seconds"] / text.new]
+        def seconds_per_token(one: harness.Process) -> list[float]:
+            return [one.ask(write=request)["seconds"] / text.new]
 
-        turns = {name: partial(turn, one) for name, one in running.items()}
-        seconds = harness.interleave(turns, rounds, tick)
+        runs = {name: partial(seconds_per_token, one) for name, one in running.items()}
+        seconds = harness.interleave(runs, rounds, tick)
         rows = [
             {"name": name, "token": harness.summary(seconds[name], seconds[PEER])}
             | one.ask(about={})
@@ -124,7 +128,7 @@ def measure(
 
 
 def varied(model: Any) -> Any:
-    """Weights that do not write the same token for ever."""
+    """Return initial weights plus noise: without it, every generated token would be the same."""
     rng = np.random.default_rng(1)
 
     def move(p: np.ndarray) -> np.ndarray:
@@ -134,18 +138,18 @@ def varied(model: Any) -> Any:
 
 
 def check(texts: Mapping[str, list[int]]) -> list[int]:
-    """The text that all have written; Disagreement where one has written another."""
+    """Return the token ids that all contestants wrote. Raises Disagreement if one differs."""
     want = texts[PEER]
     for name, ids in texts.items():
         if ids != want:
-            raise Disagreement(f"{name} writes another text than {PEER}:\n{ids}\n{want}")
+            raise Disagreement(f"{name} and {PEER} write different texts:\n{ids}\n{want}")
     return want
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """Of each contestant one row."""
-    rows = [[f"{found['shape']}, {found['new']} tokens", "ms a token", "x", "peak MB"]]
-    for row in found["rows"]:
+def table(result: Mapping[str, Any]) -> str:
+    """Return a Markdown table of a result, one row per contestant."""
+    rows = [[f"{result['shape']}, {result['new']} tokens", "ms a token", "x", "peak MB"]]
+    for row in result["rows"]:
         token = row["token"]
         times = f"{token['min_ms']:.3f} ({token['median_ms']:.3f})"
         rows.append([row["name"], times, f"{token['ratio']:.3f}", f"{row['peak_bytes'] / 1e6:.0f}"])

@@ -1,4 +1,4 @@
-"""What it costs to choose kernels: time in an op's call before its kernel, or reference, runs."""
+"""The cost of dispatch: time in an op's call before its kernel or reference runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ RUNS, REPEATS = 200, 10
 
 
 def cost(run: Callable[[], Any]) -> dict[str, float]:
-    """How many ops `run` calls, and seconds that all these calls take beside the ops themselves.
+    """Return the number of op calls in `run`, and the seconds that dispatch takes in all of them.
 
-    Each op is called again with the arguments of its first call, with an implementation that does
-    nothing: what remains are the checks of arguments, and the questions to kernels.
+    Each op is timed again with the arguments of its first call and with kernels that do nothing.
+    The remaining time is that of checking arguments and choosing a kernel.
     """
     calls: Counter[Overridable[..., Any]] = Counter()
     first: dict[Overridable[..., Any], tuple[Any, Any]] = {}
@@ -36,7 +36,7 @@ def cost(run: Callable[[], Any]) -> dict[str, float]:
 
 
 def _one(op: Overridable[..., Any], args: Any, kwargs: Any) -> float:
-    """Seconds of a call, less those of a plain call of a function."""
+    """Return the seconds of an op's call without its work, less those of a plain function call."""
     with _idle(op):
         whole = _best(lambda: op(*args, **kwargs))
     return max(whole - _best(lambda: _nothing(*args, **kwargs)), 0.0)
@@ -48,7 +48,7 @@ def _best(fn: Callable[[], Any]) -> float:
 
 @contextmanager
 def _idle(op: Overridable[..., Any]) -> Iterator[None]:
-    """Within this context all that could run in the op does nothing."""
+    """Within this context, all kernels and the reference of `op` do nothing."""
     idle = {
         library: [Kernel(_nothing, library, kernel.unsupported) for kernel in kernels]
         for library, kernels in op.kernels.items()

@@ -1,6 +1,7 @@
-"""The peer: the same models in plain PyTorch, eager, with autograd and its fused AdamW.
+"""The peer: the same models in eager PyTorch, with autograd and torch's fused AdamW.
 
-Written as a PyTorch user would, of `benchmarks.eager_layers`.
+The models are written as a PyTorch user would write them, with the layers of
+`benchmarks.eager_layers`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ CUDNN_ATTENTION = SDPBackend.CUDNN_ATTENTION
 
 
 class Eager:
-    """The contestant: see `contestants.Ours`, whose methods these are."""
+    """PyTorch as a contestant, with the methods of `contestants.Contestant`.
+
+    weights: as `Shape.weights` returns them. compiled: run under `torch.compile`. cudnn: attention
+    by cuDNN.
+    """
 
     def __init__(
         self,
@@ -42,8 +47,8 @@ class Eager:
         self.backend = backends.get("torch", torch_device(shape.device))
         self.training = shape.training
         torch.set_float32_matmul_precision("high" if shape.tf32 else "highest")
-        where = {"device": self.backend.device, "dtype": getattr(torch, dtype)}
-        self.model = network_of(shape, shape.parameters(weights)).to(**where)
+        options = {"device": self.backend.device, "dtype": getattr(torch, dtype)}
+        self.model = network_of(shape, shape.parameters(weights)).to(**options)
         self.run = torch.compile(self.model) if compiled else self.model
         self.feed = Feed(shape, self.backend)
         self.precision = None if dtype == "float64" else shape.precision
@@ -53,48 +58,48 @@ class Eager:
             self.optimizer = torch.optim.AdamW(trained, lr=LR, fused=True)
 
     def forward(self) -> Tensor:
-        """The loss, with the graph that backward needs; what is not for training alone."""
+        """Return the loss with autograd's graph; for inference, the mean hidden states."""
         arrays, options = self.feed.next()
-        options.pop("dropout_key", None)  # torch draws its own masks
+        options.pop("dropout_key", None)  # torch draws the masks by its generator
         return self._run(*arrays, **options)
 
     def backward(self) -> Tensor:
-        """The loss; gradients are left in the parameters."""
+        """Return the loss; gradients are stored in `grad` of the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.forward()
         loss.backward()
         return loss
 
     def step(self) -> Tensor:
-        """The loss before a step of AdamW."""
+        """Run a step of AdamW; return the loss before it."""
         loss = self.backward()
         self.optimizer.step()
         return loss.detach()
 
     def output(self) -> np.ndarray:
-        """What comes out of a shape that is not for training, on the host."""
+        """Return the output of inference as a NumPy array."""
         return host(self.forward())[0]
 
     def gradients(self) -> tuple[float, dict[str, np.ndarray]]:
-        """The loss and its gradients by dotted name, on the host."""
+        """Return the loss, and its gradients as NumPy arrays by dotted name."""
         loss = self.backward()
         return loss.item(), tree.flatten(self.model.grads())
 
     def _run(self, *data: Tensor, **masks: Tensor) -> Tensor:
         with torch.inference_mode(not self.training), self._rounding(), self.attention():
-            found: Tensor = self.run(*data, **masks)
-            return found
+            output: Tensor = self.run(*data, **masks)
+            return output
 
     def _rounding(self) -> Any:
-        """Weights stay float32; torch rounds them, and activations, where products are made."""
+        """Return autocast's context: weights stay float32, matmuls round weights and inputs."""
         if self.precision is None:
             return nullcontext()
-        where = torch.device(self.backend.device or "cpu").type
-        return torch.autocast(where, dtype=getattr(torch, self.precision))
+        device_type = torch.device(self.backend.device or "cpu").type
+        return torch.autocast(device_type, dtype=getattr(torch, self.precision))
 
 
 class Judge(Eager):
-    """In float64, some rows of the batch at a time."""
+    """The judge: the peer in float64, on `shape.judged` rows of the batch at a time."""
 
     def __init__(self, shape: Shape, weights: Any) -> None:
         super().__init__(shape, weights, dtype="float64")
@@ -103,20 +108,20 @@ class Judge(Eager):
             raise ValueError(f"judged must divide the batch of {shape.batch}, got {self.rows}")
 
     def backward(self) -> Tensor:
-        """The loss, of parts with as many targets each; gradients are left in the parameters."""
+        """Return the mean loss of parts of equal size; gradients are stored in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         arrays, _ = self.feed.next()
         parts = list(zip(*(x.split(self.rows) for x in arrays), strict=True))
-        found = []
+        losses = []
         for data in parts:
             loss = self._run(*data) / len(parts)
             loss.backward()
-            found.append(loss.detach())
-        return torch.stack(found).sum()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
 
 def network_of(shape: Shape, params: Any) -> Any:
-    """The model of a shape in torch: one of this file, or of transformers."""
+    """Return the model of `shape` in torch with these weights: of this file or of transformers."""
     if shape.peer == TRANSFORMERS:
         from benchmarks.eager_transformers import Hugging
 
@@ -127,20 +132,23 @@ def network_of(shape: Shape, params: Any) -> Any:
 
 
 class EagerLanguageModel(nn.Module):
-    """The counterpart of `xformer.models.LanguageModel`, as GPT-2, Llama and BERT have it."""
+    """The counterpart of `xformer.models.LanguageModel` for GPT-2, Llama and BERT.
+
+    dropped: apply dropout, at the rates of the model.
+    """
 
     def __init__(self, model: Any, params: LanguageModelParams, dropped: bool = False) -> None:
         super().__init__()
         network = model.network
-        own = params.embed
+        embed = params.embed
         self.causal, self.tied = network.causal, params.head is None
-        self.table = parameter(own.table)
-        self.positions = None if own.positions is None else parameter(own.positions)
-        self.types = None if own.types is None else parameter(own.types)
-        self.embed_norm = None if own.norm is None else Norm(own.norm, network.embed.norm)
+        self.table = parameter(embed.table)
+        self.positions = None if embed.positions is None else parameter(embed.positions)
+        self.types = None if embed.types is None else parameter(embed.types)
+        self.embed_norm = None if embed.norm is None else Norm(embed.norm, network.embed.norm)
         self.dropout = network.embed.dropout if dropped else 0.0
         pairs = zip(params.stack.blocks, network.blocks, strict=True)
-        self.blocks = nn.ModuleList(Block(own, config, dropped) for own, config in pairs)
+        self.blocks = nn.ModuleList(Block(block, config, dropped) for block, config in pairs)
         last = params.stack.norm
         self.norm = None if last is None else Norm(last, network.blocks[-1].norm)
         self.head = None if self.tied else Linear(params.head)
@@ -148,13 +156,13 @@ class EagerLanguageModel(nn.Module):
             angles = _angles(network.hf_config["max_position_embeddings"], network.rotary)
             self.register_buffer("cos", angles.cos())
             self.register_buffer("sin", angles.sin())
-        self.turns = network.rotary is not None
+        self.has_rope = network.rotary is not None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss; without targets the mean of each text's hidden states, (B, D)."""
+        """Return the mean loss; without targets, each sequence's mean hidden state, (B, D)."""
         x = self._embedded(tokens)
         length = tokens.shape[1]
-        rotary = (self.cos[:length], self.sin[:length]) if self.turns else None
+        rotary = (self.cos[:length], self.sin[:length]) if self.has_rope else None
         for block in self.blocks:
             x = block(x, causal=self.causal, rotary=rotary)
         if self.norm is not None:
@@ -175,7 +183,7 @@ class EagerLanguageModel(nn.Module):
         return F.dropout(x, self.dropout) if self.dropout else x
 
     def grads(self) -> LanguageModelParams:
-        """Gradients of the parameters of a decoder."""
+        """Return the gradients in xformer's parameter types; for decoders only."""
         embed = EmbedParams(grad(self.table), grad(self.positions), None)
         blocks = tuple(block.grads() for block in self.blocks)
         head = None if self.tied else self.head.grads()[0]
@@ -198,11 +206,11 @@ class EagerTransformer(nn.Module):
         self.head = Linear(params.head)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-        """The mean loss over what is no padding."""
+        """Return the mean loss over the targets that are not padding."""
         tgt, targets = tgt[:, :-1], tgt[:, 1:]
         src_mask = (src != self.pad_id)[:, None, None, :]
-        past = torch.ones(2 * tgt.shape[1:], dtype=torch.bool, device=tgt.device).tril()
-        tgt_mask = (tgt != self.pad_id)[:, None, None, :] & past
+        causal = torch.ones(2 * tgt.shape[1:], dtype=torch.bool, device=tgt.device).tril()
+        tgt_mask = (tgt != self.pad_id)[:, None, None, :] & causal
         memory = F.embedding(src, self.src_table) + self.positions[: src.shape[1]]
         for block in self.encoder:
             memory = block(memory, src_mask)
@@ -213,7 +221,7 @@ class EagerTransformer(nn.Module):
         return F.cross_entropy(logits, targets.flatten(), ignore_index=self.pad_id)
 
     def grads(self) -> EncoderDecoderParams:
-        """Gradients of the parameters."""
+        """Return the gradients in xformer's parameter types."""
         src, tgt = host(self.src_table.grad, self.tgt_table.grad)
         return EncoderDecoderParams(
             EmbedParams(src, None, None),
@@ -225,8 +233,8 @@ class EagerTransformer(nn.Module):
 
 
 def _angles(length: int, config: Any) -> Tensor:
-    """Angles of plain rotary positions, (T, K), in float64."""
+    """Return the angles of unscaled RoPE, (T, K), in float64."""
     pairs = torch.arange(0, config.width, 2, dtype=torch.float64)
-    turns = config.theta ** (-pairs / config.width)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), turns)
+    frequencies = config.theta ** (-pairs / config.width)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
     return torch.cat([angles, angles], dim=-1)

@@ -1,6 +1,6 @@
 """The peer's layers, in plain PyTorch: packed projections, `scaled_dot_product_attention`.
 
-Of xformer they know only the parameter types, in which weights come and gradients go.
+Constructors take xformer's parameter types, and `grads` returns gradients in the same types.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(nn.Module):
-    """A norm with given parameters: `F.layer_norm`, or `F.rms_norm`."""
+    """`F.layer_norm` or `F.rms_norm`, with the parameters `params`."""
 
     def __init__(self, params: NormParams, config: NormConfig) -> None:
         super().__init__()
@@ -43,18 +43,18 @@ class Norm(nn.Module):
         self.bias = None if params.b is None else parameter(params.b)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the last axis."""
+        """Normalise over the last axis."""
         if self.rms:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def grads(self) -> NormParams:
-        """Gradients of the parameters."""
+        """Return the gradients in xformer's parameter types."""
         return NormParams(grad(self.weight), grad(self.bias))
 
 
 class SelfAttention(nn.Module):
-    """Attention of a sequence to itself; dropout: of the probabilities."""
+    """Self-attention; dropout: the rate for the attention probabilities."""
 
     def __init__(
         self, params: AttentionParams, config: AttentionConfig, dropout: float = 0.0
@@ -67,24 +67,24 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, causal: bool, rotary: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """mask: boolean, True = may attend   rotary: cos and sin, (T, K)."""
+        """Return the attention's output. mask: True = may attend. rotary: cos and sin, (T, K)."""
         parts = self.qkv(x).split(self.qkv.widths, dim=-1)
         q, k, v = (split(part, self.head_width) for part in parts)
         if rotary is not None:
-            q, k = turned(q, *rotary), turned(k, *rotary)
+            q, k = rotated(q, *rotary), rotated(k, *rotary)
         ctx = F.scaled_dot_product_attention(
             q, k, v, mask, self.dropout, is_causal=causal, enable_gqa=self.grouped
         )
         return self.o(merge(ctx))
 
     def grads(self) -> AttentionParams:
-        """Gradients of the parameters."""
+        """Return the gradients in xformer's parameter types."""
         q, k, v = self.qkv.grads()
         return AttentionParams(q, KeyValueParams(k, v), *self.o.grads())
 
 
 class CrossAttention(nn.Module):
-    """Attention of a sequence to the memory."""
+    """Cross-attention of a decoder to the encoder's output, `memory`."""
 
     def __init__(self, params: AttentionParams, config: AttentionConfig) -> None:
         super().__init__()
@@ -92,40 +92,40 @@ class CrossAttention(nn.Module):
         self.q, self.kv, self.o = linear(params.q), linear(*params.kv[:2]), linear(params.o)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """mask: boolean, True = may attend."""
+        """Return the attention's output. mask: True = may attend."""
         q = split(self.q(x), self.head_width)
         k, v = (split(part, self.head_width) for part in self.kv(memory).chunk(2, dim=-1))
         return self.o(merge(F.scaled_dot_product_attention(q, k, v, mask)))
 
     def grads(self) -> AttentionParams:
-        """Gradients of the parameters."""
+        """Return the gradients in xformer's parameter types."""
         return AttentionParams(*self.q.grads(), KeyValueParams(*self.kv.grads()), *self.o.grads())
 
 
 class FeedForward(nn.Module):
-    """Plain, or gated with one product for both ways in."""
+    """The feed-forward network; if gated, one matmul computes gate and up projection."""
 
     def __init__(self, params: FeedForwardParams, config: FeedForwardConfig) -> None:
         super().__init__()
         self.gated, self.act = config.gated, ACTIVATIONS[config.activation]
-        ways_in = (params.gate, params.up) if params.gate is not None else (params.up,)
-        self.up, self.down = linear(*ways_in), linear(params.down)
+        projections = (params.gate, params.up) if params.gate is not None else (params.up,)
+        self.up, self.down = linear(*projections), linear(params.down)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of each position alone."""
+        """Apply the network to each position."""
         if self.gated:
             gate, up = self.up(x).chunk(2, dim=-1)
             return self.down(self.act(gate) * up)
         return self.down(self.act(self.up(x)))
 
     def grads(self) -> FeedForwardParams:
-        """Gradients of the parameters."""
+        """Return the gradients in xformer's parameter types."""
         *gate, up = self.up.grads()
         return FeedForwardParams(up, *self.down.grads(), *gate)
 
 
 class Block(nn.Module):
-    """One layer of an encoder or a decoder, pre-LN or post-LN; dropped: with dropout."""
+    """One layer of an encoder or a decoder, pre-LN or post-LN; dropped: apply dropout."""
 
     def __init__(self, params: BlockParams, config: BlockConfig, dropped: bool = False) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Block(nn.Module):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
     ) -> Tensor:
-        """The sublayers, each with its residual and its norm."""
+        """Apply all sublayers, each with a residual connection and a norm."""
         x = self._residual(x, self.attn_norm, lambda x: self.attn(x, mask, causal, rotary))
         if self.has_cross:
             x = self._residual(x, self.cross_norm, lambda x: self.cross(x, memory, memory_mask))
@@ -164,7 +164,7 @@ class Block(nn.Module):
         return F.dropout(y, self.dropout) if self.dropout else y
 
     def grads(self) -> BlockParams:
-        """Gradients of the parameters."""
+        """Return the gradients in xformer's parameter types."""
         return BlockParams(
             self.attn_norm.grads(),
             self.attn.grads(),
@@ -176,16 +176,16 @@ class Block(nn.Module):
 
 
 def split(x: Tensor, head_width: int) -> Tensor:
-    """(B, T, H K) to (B, H, T, K)."""
+    """Return x (B, T, H K) as (B, H, T, K)."""
     return x.unflatten(-1, (-1, head_width)).transpose(1, 2)
 
 
 def merge(x: Tensor) -> Tensor:
-    """(B, H, T, K) to (B, T, H K)."""
+    """Return x (B, H, T, K) as (B, T, H K)."""
     return x.transpose(1, 2).flatten(2)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: (B, H, T, K), its pairs (i, i + K/2) turned."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE: rotate the pairs (i, i + K/2) of x (B, H, T, K) by the angles (T, K)."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin

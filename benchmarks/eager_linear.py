@@ -1,4 +1,4 @@
-"""Linear maps of the peer in plain PyTorch, with low-rank adapters too, and its parameters."""
+"""The peer's linear maps and parameters in plain PyTorch, with or without LoRA adapters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xformer.tree import Frozen, value
 
 
 def linear(*parts: Any) -> Linear | Adapted:
-    """One product for several projections of the same input, all with adapters or none."""
+    """Return one module for several projections of the same input, all with adapters or none."""
     if isinstance(parts[0], LoRAParams):
         return Adapted(*parts)
     return Linear(*parts)
 
 
 class Linear(nn.Linear):
-    """One product for several projections of the same input."""
+    """Several projections of the same input, packed into one matmul."""
 
     def __init__(self, *parts: LinearParams) -> None:
         w = np.concatenate([p.w for p in parts], axis=1)
@@ -32,7 +32,7 @@ class Linear(nn.Linear):
             self.bias = parameter(np.concatenate([p.b for p in parts]))
 
     def grads(self) -> list[LinearParams]:
-        """Gradients of the parts."""
+        """Return the gradient of each projection."""
         dw = self.weight.grad.T.split(self.widths, dim=1)
         if self.bias is None:
             return [LinearParams(*host(w), None) for w in dw]
@@ -41,7 +41,7 @@ class Linear(nn.Linear):
 
 
 class Adapted(nn.Module):
-    """Frozen projections of the same input, each with an adapter: x w + b + scale (x a) b'."""
+    """Frozen projections w of an input, each with an adapter (a, b): x w + bias + scale (x a) b."""
 
     def __init__(self, *parts: LoRAParams) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Adapted(nn.Module):
         self.b = nn.ParameterList(parameter(p.b.T) for p in parts)  # (O, R)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One product into all adapters, and one out of each."""
+        """Apply all projections: one matmul by all a, then one by each b."""
         lows = F.linear(x, self.a).split(self.ranks, dim=-1)
-        more = [F.linear(low, b) for low, b in zip(lows, self.b, strict=True)]
-        out = torch.cat(more, dim=-1) if len(more) > 1 else more[0]
+        parts = [F.linear(low, b) for low, b in zip(lows, self.b, strict=True)]
+        out = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         return self.base(x) + self.scale.value * out
 
     def grads(self) -> list[LoRAParams]:
-        """Gradients of the parts; None for what is frozen."""
+        """Return the gradients of each adapter; those of the frozen weights are None."""
         das = self.a.grad.T.split(self.ranks, dim=1)
         none = LinearParams(None, None)
         return [
@@ -70,16 +70,16 @@ class Adapted(nn.Module):
 
 
 def parameter(values: np.ndarray | Frozen) -> nn.Parameter:
-    """With its own memory, in the order of its axes; frozen ones without a gradient."""
-    own = torch.tensor(np.ascontiguousarray(value(values)))
-    return nn.Parameter(own, requires_grad=not isinstance(values, Frozen))
+    """Return a parameter with a C-contiguous copy of `values`; frozen ones need no gradient."""
+    copy = torch.tensor(np.ascontiguousarray(value(values)))
+    return nn.Parameter(copy, requires_grad=not isinstance(values, Frozen))
 
 
 def grad(p: nn.Parameter | None) -> Any:
-    """The gradient of a parameter on the host; None where it is absent or frozen."""
+    """Return the gradient of a parameter as a NumPy array; None if it has no gradient."""
     return None if p is None or p.grad is None else host(p.grad)[0]
 
 
 def host(*tensors: Tensor) -> list[np.ndarray]:
-    """As views where they are on the host."""
+    """Return NumPy arrays: views of tensors on the CPU, copies of others."""
     return [t.cpu().numpy() for t in tensors]

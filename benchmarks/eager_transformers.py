@@ -1,7 +1,6 @@
-"""The peer of families that this folder has not written: Hugging Face's transformers, eager.
+"""The peer for further model families: Hugging Face transformers, eager.
 
-Its own model class of the configuration, with the attention that it takes by default, and the
-cross-entropy of its logits.
+It uses the configuration's model class, its default attention, and the cross-entropy of its logits.
 """
 
 from __future__ import annotations
@@ -22,39 +21,39 @@ transformers.logging.set_verbosity_error()
 
 
 class Hugging(nn.Module):
-    """transformers' model of `model.hf_config`, with these weights."""
+    """The model of transformers for `model.hf_config`, with the weights `params` of xformer."""
 
     def __init__(self, model: Any, params: Any) -> None:
         super().__init__()
         config = dict(model.hf_config)
-        kind = getattr(transformers, config["architectures"][0])
-        own = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-        self.own: Any = kind(own).eval()  # no dropout
+        model_class = getattr(transformers, config["architectures"][0])
+        hf_config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+        self.hf_model: Any = model_class(hf_config).eval()  # no dropout
         self.links = links_of(model, in_memory=True)
         self.like = model.init_from(Shapes())
         self.is_seq2seq = isinstance(model, EncoderDecoder)
-        leaves, written = tree.flatten(params), {}
+        leaves, tensors = tree.flatten(params), {}
         for link in self.links:
-            written |= link.write([leaves[name] for name in link.ours])
+            tensors |= link.write([leaves[name] for name in link.ours])
         with torch.no_grad():
-            for name, p in self.own.named_parameters():
-                p.copy_(torch.tensor(written[name].copy()))
+            for name, p in self.hf_model.named_parameters():
+                p.copy_(torch.tensor(tensors[name].copy()))
 
     def forward(self, *ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The mean loss; ids: what comes after the parameters in `loss` of xformer's model."""
+        """Return the mean loss; ids: as the arguments of xformer's `loss` after the parameters."""
         *inputs, targets = ids
         options: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
         if self.is_seq2seq:
             options["decoder_input_ids"] = inputs[1]
-        if hasattr(self.own.config, "use_cache"):
+        if hasattr(self.hf_model.config, "use_cache"):
             options["use_cache"] = False
-        logits = self.own(inputs[0], **options).logits
+        logits = self.hf_model(inputs[0], **options).logits
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     def grads(self) -> Any:
-        """Gradients of the parameters, as xformer has them."""
-        theirs = {name: p.grad.numpy() for name, p in self.own.named_parameters()}
-        found: dict[str, Any] = {}
+        """Return the gradients in xformer's parameter types."""
+        hf_grads = {name: p.grad.numpy() for name, p in self.hf_model.named_parameters()}
+        grads: dict[str, Any] = {}
         for link in self.links:
-            found |= link.read([theirs[name] for name in link.theirs])
-        return tree.unflatten(self.like, found)
+            grads |= link.read([hf_grads[name] for name in link.theirs])
+        return tree.unflatten(self.like, grads)

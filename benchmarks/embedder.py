@@ -1,10 +1,14 @@
-"""One contestant of `benchmarks.embeddings`, in a process and an environment of its own.
+"""One contestant of `benchmarks.embeddings`, in a separate process and environment.
 
     python embedder.py xformer|sentence-transformers FOLDER
 
-Loads the model and embeds one sentence, then answers JSON lines: {"run": [texts], "batch": n}
-embeds (batch null: a call for each text), {"show": [texts]} gives the vectors, {"about": true} what
-took part. A script without imports from this checkout, so that it measures what is installed.
+It loads the model from FOLDER, embeds one sentence, then answers JSON lines:
+
+- {"run": [texts], "batch": n}: embed the texts (batch null: one call per text)
+- {"show": [texts]}: return the vectors
+- {"about": true}: return versions, threads and peak memory
+
+The script imports nothing from this checkout, so that it measures the installed library.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ PACKAGES = ("numpy", "tokenizers", "torch", "transformers", "sentence-transforme
 
 
 def xformer(folder: str) -> Callable[..., Any]:
-    """As this library's page has it."""
+    """Return `embed` of this library, called as docs/sentence-embeddings.md does."""
     from xformer import pretrained
     from xformer.pretrained.tokenizer import tokenizer
     from xformer.sentences import embed, settings
@@ -31,7 +35,7 @@ def xformer(folder: str) -> Callable[..., Any]:
 
 
 def sentence_transformers(folder: str) -> Callable[..., Any]:
-    """As its own page has it, on the CPU."""
+    """Return `encode` of sentence-transformers on the CPU, called as its documentation does."""
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(folder, device="cpu")
@@ -39,8 +43,8 @@ def sentence_transformers(folder: str) -> Callable[..., Any]:
 
 
 def about() -> dict[str, Any]:
-    """Versions, threads, and the most memory so far (Linux)."""
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    """Return versions, threads, and the peak memory so far (Linux; None elsewhere)."""
+    versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     peak = None
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
@@ -48,14 +52,14 @@ def about() -> dict[str, Any]:
         peak = 1024 * int(fields["VmHWM"].split()[0])
     threads = {"torch": sys.modules["torch"].get_num_threads()} if "torch" in sys.modules else {}
     return {
-        "versions": {name: found[name] for name in PACKAGES if name in found},
+        "versions": {name: versions[name] for name in PACKAGES if name in versions},
         "threads": threads,
         "peak_bytes": peak,
     }
 
 
 def main(name: str, folder: str) -> None:
-    """Answer until standard input ends."""
+    """Answer requests for the contestant `name` until standard input ends."""
     encode = {"xformer": xformer, "sentence-transformers": sentence_transformers}[name](folder)
     encode(["A first sentence."])
     print("ready", flush=True)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.embeddings`: sentence embeddings beside sentence-transformers, on the CPU.
 
-How much is installed, how soon the first embedding is there, how many follow in a second. Each side
-runs in its own environment, `--ours VENV` and `--theirs VENV`, with a model that both can read.
+It measures the size of the installation, the time to the first embedding, and embeddings per
+second. Each library runs in a separate environment, `--ours VENV` and `--theirs VENV`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OURS, THEIRS = "xformer", "sentence-transformers"
 TOLERANCE = 1e-5  # of vectors of length 1 in float32
 STARTS = 5  # of a process
 WORKS = {"one by one": (64, None), "batches of 32": (256, 32)}  # texts, texts at once
-NOT_NEEDED = ("pip", "setuptools", "pkg_resources", "_distutils_hack")  # to run
+NOT_NEEDED = ("pip", "setuptools", "pkg_resources", "_distutils_hack")  # at run time
 START = (
     ("The teacher", "A young doctor", "My neighbour", "The old sailor", "Nobody", "Our new cook"),
     ("bought", "found", "forgot", "painted", "repaired", "described", "sold", "carried"),
@@ -38,13 +38,13 @@ REST = (
 
 
 def start(name: str, python: str, folder: str) -> harness.Process:
-    """A process of `embedder.py`, which is ready once it has embedded a sentence."""
+    """Start `embedder.py`; return its process after the first embedding."""
     command = [python, Path(__file__).with_name("embedder.py"), name, folder]
     return harness.Process(name, command, machine.environment() | {"HF_HUB_OFFLINE": "1"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the JSON. Returns 1 where embeddings disagree."""
+    """Measure, print the table, write the JSON. Returns 1 if embeddings disagree."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.embeddings", description=__doc__)
     parser.add_argument("--model", metavar="FOLDER", required=True)
     parser.add_argument("--ours", metavar="VENV", required=True, help="with this library")
@@ -55,36 +55,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     venvs = {OURS: Path(args.ours), THEIRS: Path(args.theirs)}
     pythons = {name: str(venv / "bin" / "python") for name, venv in venvs.items()}
-    found = machine.describe(["numpy"]) | {
+    result = machine.describe(["numpy"]) | {
         "threads": {"cpus": machine.n_cpus()},
         "load": machine.load(),
     }
     try:
         with tqdm(total=ticks(args.rounds), disable=None, leave=False) as bar:
-            found |= measure(pythons, args.model, args.rounds, bar.update)
-    except Disagreement as wrong:
-        print(f"benchmarks: embeddings disagree, nothing is reported.\n{wrong}", file=sys.stderr)
+            result |= measure(pythons, args.model, args.rounds, bar.update)
+    except Disagreement as error:
+        print(f"benchmarks: embeddings disagree, nothing is reported.\n{error}", file=sys.stderr)
         return 1
-    for row in found["rows"]:
+    for row in result["rows"]:
         row["install_bytes"] = installed(venvs[row["name"]])
-    print(embeddings_page.text(found))
-    out = args.out or stored.path_of(found, "embeddings")
-    stored.write(found, out)
+    print(embeddings_page.text(result))
+    out = args.out or stored.path_of(result, "embeddings")
+    stored.write(result, out)
     print(f"\nWritten: {out}")
     if args.page is not None:
-        embeddings_page.update(args.page, found, out)
+        embeddings_page.update(args.page, result, out)
     return 0
 
 
 def ticks(rounds: int) -> int:
-    """How often `measure` calls `tick`."""
+    """Return how often `measure` calls `tick`."""
     return 2 * (STARTS + 1) + 2 * len(WORKS) * (rounds + 1)
 
 
 def measure(
     pythons: Mapping[str, str], folder: str, rounds: int, tick: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Check, then measure: starts, then embeddings a second, in turns."""
+    """Compare the embeddings, then time starts and embeddings in interleaved rounds."""
     texts = sentences(max(n for n, _ in WORKS.values()))
     begin = {name: partial(start, name, python, folder) for name, python in pythons.items()}
     turns: Any = {name: partial(harness.timed, fn) for name, fn in begin.items()}
@@ -111,7 +111,10 @@ def measure(
 
 
 def check(vectors: Mapping[str, Any]) -> float:
-    """The largest difference of an element to the first one's; Disagreement beyond TOLERANCE."""
+    """Return the largest difference of an element between the contestants' vectors.
+
+    Raises Disagreement if it exceeds TOLERANCE.
+    """
     first, *others = (np.asarray(rows) for rows in vectors.values())
     difference = max(float(np.max(np.abs(first - other))) for other in others)
     if not difference <= TOLERANCE:
@@ -121,7 +124,7 @@ def check(vectors: Mapping[str, Any]) -> float:
 
 
 def installed(venv: Path) -> int:
-    """Bytes of the packages in an environment, without those that only install others."""
+    """Return the bytes of the packages in an environment, without NOT_NEEDED."""
     (packages,) = venv.glob("lib/python*/site-packages")
     return sum(
         path.lstat().st_size
@@ -131,7 +134,7 @@ def installed(venv: Path) -> int:
 
 
 def sentences(n: int) -> list[str]:
-    """Made up, of 3 to 33 words, the same each time."""
+    """Return `n` generated sentences of 3 to 33 words, the same ones in each call."""
     rng = random.Random(0)
     return [
         " ".join([*map(rng.choice, START), *rng.sample(REST, rng.randrange(5))]) + "."

@@ -1,4 +1,4 @@
-"""What `benchmarks.embeddings` found, in Markdown, and on the page that shows it."""
+"""The result of `benchmarks.embeddings` in Markdown, and on the page that shows it."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 BEGIN, END = "<!-- run -->\n", "<!-- end -->\n"
 
 
-def update(page: Path, found: Mapping[str, Any], result: Path) -> None:
-    """Put a run, whose JSON lies in `result`, in the place of the one on the page."""
+def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
+    """Replace the result on `page` by `result`; path: of its JSON, for the link."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}{shown(page, found, result)}{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}{shown(page, result, path)}{END}{after}", encoding="utf-8")
 
 
-def shown(page: Path, found: Mapping[str, Any], result: Path) -> str:
-    """What stands on the page."""
-    link = Path(os.path.relpath(result, page.parent)).as_posix()
-    return f"{text(found)}\n[All figures]({link}).\n"
+def shown(page: Path, result: Mapping[str, Any], path: Path) -> str:
+    """Return the result in Markdown with a link to its JSON."""
+    link = Path(os.path.relpath(path, page.parent)).as_posix()
+    return f"{text(result)}\n[All figures]({link}).\n"
 
 
-def text(found: Mapping[str, Any]) -> str:
-    """The table, and where it came about."""
-    cpu, threads = found["machine"]["cpu"], found["threads"]["cpus"]
-    versions = {name: v for row in found["rows"] for name, v in row["versions"].items()}
-    load = "" if found["load"] is None else f", load before it {found['load']:.1f}"
-    commit = (found["commit"] or "none")[:9] + (" with local changes" if found["dirty"] else "")
+def text(result: Mapping[str, Any]) -> str:
+    """Return the table, and a line on machine, versions and commit."""
+    cpu, threads = result["machine"]["cpu"], result["threads"]["cpus"]
+    versions = {name: v for row in result["rows"] for name, v in row["versions"].items()}
+    load = "" if result["load"] is None else f", load before it {result['load']:.1f}"
+    commit = (result["commit"] or "none")[:9] + (" with local changes" if result["dirty"] else "")
     lines = [
-        table(found),
+        table(result),
         "",
-        f"{found['date']}, {cpu}, {found['machine']['system']}, {threads} threads each{load}.",
-        f"Python {found['python']}, {', '.join(f'{n} {v}' for n, v in sorted(versions.items()))}.",
-        f"Commit {commit}. {found['starts']} starts and {found['rounds']} rounds, in turns; the",
-        f"fastest of each. Sentences of {found['words']:.0f} words on average, in float32; the",
-        f"embeddings differ by {found['difference']:.0e} at most.",
+        f"{result['date']}, {cpu}, {result['machine']['system']}, {threads} threads each{load}.",
+        f"Python {result['python']}, {', '.join(f'{n} {v}' for n, v in sorted(versions.items()))}.",
+        f"Commit {commit}. {result['starts']} starts and {result['rounds']} rounds, in turns; the",
+        f"fastest of each. Sentences of {result['words']:.0f} words on average, in float32; the",
+        f"embeddings differ by {result['difference']:.0e} at most.",
     ]
     return "\n".join(lines)
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """Times and rates are those of the fastest run."""
-    rows = found["rows"]
+def table(result: Mapping[str, Any]) -> str:
+    """Return the table; times and rates are those of the fastest run."""
+    rows = result["rows"]
 
     def line(what: str, values: Sequence[float], digits: int, unit: str = "") -> str:
         cells = [f"{value:.{digits}f}{unit}" for value in values]
@@ -56,7 +56,7 @@ def table(found: Mapping[str, Any]) -> str:
         line("first embedding", [row["start"]["min_ms"] / 1e3 for row in rows], 2, " s"),
         *(
             line(f"sentences a second, {work}", [row[work]["per_s"] for row in rows], 0)
-            for work in found["works"]
+            for work in result["works"]
         ),
     ]
     if all(row["peak_bytes"] is not None for row in rows):

@@ -1,4 +1,4 @@
-"""What each call of a contestant gets: the batches of a shape, over and over."""
+"""The inputs of each call of a contestant: the batches of a shape, repeated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xformer.typing import Array
 
 
 class Feed:
-    """The same for every contestant, if it is asked equally often: batches and dropout keys."""
+    """An endless sequence of batches and dropout keys, the same for every contestant."""
 
     def __init__(self, shape: Shape, backend: backends.Backend) -> None:
         self.batches = shape.batches(backend)
@@ -19,9 +19,9 @@ class Feed:
         self.calls = 0
 
     def next(self) -> tuple[tuple[Array, ...], dict[str, Any]]:
-        """Arrays of the next batch, and options of the loss: masks, and a dropout key if any.
+        """Return the arrays of the next batch, and the options of the loss: masks, dropout key.
 
-        Each call has a key of its own, as each step of a training has.
+        With dropout each call has a different key, as each training step has.
         """
         arrays, masks = self.batches[self.calls % len(self.batches)]
         options: dict[str, Any] = dict(masks)

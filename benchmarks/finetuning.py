@@ -1,7 +1,7 @@
-"""`python -m benchmarks.finetuning`: a small Llama trained on another language, whole and in parts.
+"""`python -m benchmarks.finetuning`: fine-tune a small Llama, the whole model or by LoRA adapters.
 
-stories260K, which has read children's stories only, on lines of Shakespeare: what is trained, what
-a step keeps in memory for its backward, what is learnt, how long it takes. On NumPy.
+stories260K, trained on children's stories, is fine-tuned on lines of Shakespeare, on NumPy. The
+table has the trained parameters, the memory saved for backward, the loss, and tokens per second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from xformer.pretrained.tokenizer import tokenizer
 MODEL, WORDS, TEXT = "stories260K.bin", "tok512.bin", "tinyshakespeare.txt"
 RANK, BATCH, HELD_OUT = 8, 16, 0.02
 EVERYTHING = ("*",)
-# What is trained, and the rate at its peak, the best of 1e-3, 3e-3 and 1e-2 after 200 steps.
+# By name: what is trained, and the peak learning rate (the best of 1e-3, 3e-3 and 1e-2 after 200
+# steps).
 WAYS: dict[str, tuple[Callable[[Any], Any], float]] = {
     "the whole model": (lambda params: params, 3e-3),
     "adapters of queries and values": (lambda params: lora.attach(params, RANK, 2 * RANK), 1e-2),
@@ -42,7 +43,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], float]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the JSON."""
+    """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetuning", description=__doc__)
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", required=True, help=f"of {MODEL}, {WORDS}, {TEXT}"
@@ -51,20 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help=stored.DEFAULT)
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
     args = parser.parse_args(argv)
-    found = machine.describe(["numpy"]) | {"threads": machine.share_threads()}
+    result = machine.describe(["numpy"]) | {"threads": machine.share_threads()}
     with tqdm(total=args.steps * len(WAYS), unit="step", disable=None, leave=False) as bar:
-        found |= measure(args.data, args.steps, bar.update)
-    print(text(found))
-    out = args.out or stored.path_of(found, "finetuning")
-    stored.write(found, out)
+        result |= measure(args.data, args.steps, bar.update)
+    print(text(result))
+    out = args.out or stored.path_of(result, "finetuning")
+    stored.write(result, out)
     print(f"\nWritten: {out}")
     if args.page is not None:
-        update(args.page, found, out)
+        update(args.page, result, out)
     return 0
 
 
 def measure(data: Path, steps: int, tick: Callable[[], Any]) -> dict[str, Any]:
-    """Each way from the same model, on the same batches."""
+    """Fine-tune in each of WAYS, from the same model, on the same batches. Returns the result."""
     model, params = as_llama(*pretrained.load(data / MODEL))
     task = finetune.task("causal", model, tokenizer(data / WORDS), max_len=128)
     parts = finetune.split(finetune.read(data / TEXT), HELD_OUT)
@@ -83,20 +84,20 @@ def measure(data: Path, steps: int, tick: Callable[[], Any]) -> dict[str, Any]:
 def trained(
     task: Task, params: Any, examples: Any, held_out: Any, *, steps: int, lr: float, tick: Any
 ) -> dict[str, Any]:
-    """What comes of training these parameters."""
-    place = backends.get("numpy")
+    """Train `params` for `steps` steps; return sizes, the loss on `held_out`, and the time."""
+    backend = backends.get("numpy")
     batch = task.batch(examples[:BATCH], np.random.default_rng(0))
-    _, cache = task.loss(params, batch, place)
-    kept, weights = tree.nbytes(cache), tree.nbytes(params)
+    _, cache = task.loss(params, batch, backend)
+    saved_bytes, weight_bytes = tree.nbytes(cache), tree.nbytes(params)
     n_trained = sum(leaf.size for leaf in tree.flatten(tree.trained(params)).values())
     config = TrainConfig(steps, BATCH, lr=lr, warmup=steps // 10, weight_decay=0.0)
-    for step in finetune.train(task, params, examples, config, place):
+    for step in finetune.train(task, params, examples, config, backend):
         last = step
         tick()
     return {
         "trained": n_trained,
-        "kept_bytes": kept,
-        "weight_bytes": weights,
+        "kept_bytes": saved_bytes,
+        "weight_bytes": weight_bytes,
         "loss": _loss(task, last.params, held_out),
         "seconds": last.seconds,
         "tokens_per_s": last.tokens / last.seconds,
@@ -107,37 +108,37 @@ def _loss(task: Task, params: Any, held_out: Any) -> float:
     return finetune.evaluate(task, params, held_out, backends.get("numpy"), batch_size=32)
 
 
-def text(found: Mapping[str, Any]) -> str:
-    """The table, and where it came about."""
+def text(result: Mapping[str, Any]) -> str:
+    """Return the table, and lines on machine, versions and commit."""
     lines = [
         "| trained | numbers | kept for backward | loss | tokens a second |",
         "|---|---:|---:|---:|---:|",
-        f"| nothing | 0 | | {found['before']:.2f} | |",
+        f"| nothing | 0 | | {result['before']:.2f} | |",
     ]
-    for row in found["rows"]:
-        kept = (row["kept_bytes"] - found["rows"][0]["weight_bytes"]) / 1e6
+    for row in result["rows"]:
+        saved_mb = (row["kept_bytes"] - result["rows"][0]["weight_bytes"]) / 1e6
         lines.append(
-            f"| {row['name']} | {row['trained']:,} | {kept:.1f} MB | {row['loss']:.2f} | "
+            f"| {row['name']} | {row['trained']:,} | {saved_mb:.1f} MB | {row['loss']:.2f} | "
             f"{row['tokens_per_s']:,.0f} |"
         )
-    commit = (found["commit"] or "none")[:9] + (" with local changes" if found["dirty"] else "")
+    commit = (result["commit"] or "none")[:9] + (" with local changes" if result["dirty"] else "")
     lines += [
         "",
-        f"{found['date']}, {found['machine']['cpu']}, {found['machine']['system']}, "
-        f"{found['threads']['cpus']} threads.",
-        f"Python {found['python']}, NumPy {found['versions']['numpy']}. Commit {commit}.",
-        f"{found['steps']} steps of {found['batch']} lines of {found['examples']:,}, rank "
-        f"{found['rank']}; the loss is of {found['held_out']:,} other lines, in nats a token.",
+        f"{result['date']}, {result['machine']['cpu']}, {result['machine']['system']}, "
+        f"{result['threads']['cpus']} threads.",
+        f"Python {result['python']}, NumPy {result['versions']['numpy']}. Commit {commit}.",
+        f"{result['steps']} steps of {result['batch']} lines of {result['examples']:,}, rank "
+        f"{result['rank']}; the loss is of {result['held_out']:,} other lines, in nats a token.",
     ]
     return "\n".join(lines)
 
 
-def update(page: Path, found: Mapping[str, Any], result: Path) -> None:
-    """Put a run in the place of the one on the page."""
+def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
+    """Replace the result on `page` by `result`; path: of its JSON, for the link."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    link = Path(os.path.relpath(result, page.parent)).as_posix()
-    shown = f"{text(found)}\n[All figures]({link}).\n"
+    link = Path(os.path.relpath(path, page.parent)).as_posix()
+    shown = f"{text(result)}\n[All figures]({link}).\n"
     page.write_text(f"{before}{BEGIN}{shown}{END}{after}", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Whether contestants fit into memory beside each other."""
+"""Whether several contestants fit into memory at the same time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 from benchmarks.contestants import PEER
 from benchmarks.worker import LIGHT
 
-SPARE = 2  # times what the first takes: about as much as one that keeps every score
+SPARE = 2  # times the first contestant's memory: about that of one that stores all scores
 
 
 def has_room(running: Mapping[str, Any], limit: int | None, device: str | None) -> bool:
-    """Whether one more may be started: where memory is short the system ends whom it likes.
+    """Whether another contestant may be started beside those of `running` (processes by name).
 
-    One beside the peer may be; and on a device, where a process that gets no memory says so.
+    If the host's memory is exhausted, Linux kills an arbitrary process, so this must not happen.
+    On a device a process without memory raises an error, so any number may be started. A first
+    contestant beside the peer may always be started. limit: bytes; None if unknown.
     """
     if limit is None or device is not None or is_alone(running):
         return True
@@ -23,12 +25,12 @@ def has_room(running: Mapping[str, Any], limit: int | None, device: str | None) 
 
 
 def is_alone(running: Mapping[str, Any]) -> bool:
-    """Whether there is nobody yet but the peer."""
+    """Whether no contestant but the peer is running."""
     return not set(running) - {LIGHT, PEER}
 
 
 def require_memory(running: Mapping[str, Any], limit: int | None) -> None:
-    """MemoryError where what all processes hold, and one in its step, comes near the limit."""
+    """Raise MemoryError if all processes together, one of them in a step, exceed `limit` bytes."""
     needed = sum(memory(running))
     if limit is not None and needed > limit:
         raise MemoryError(
@@ -38,7 +40,7 @@ def require_memory(running: Mapping[str, Any], limit: int | None) -> None:
 
 
 def memory(running: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes that all processes hold, and the most that one of them takes beside that in a step."""
-    found = [one.ask(about={}) for one in running.values()]
-    sizes = [(a["bytes"], a["most_bytes"]) for a in found if a["bytes"] is not None]
+    """Return the bytes that all processes hold, and the most that one step takes beyond these."""
+    answers = [one.ask(about={}) for one in running.values()]
+    sizes = [(a["bytes"], a["most_bytes"]) for a in answers if a["bytes"] is not None]
     return sum(now for now, _ in sizes), max((peak - now for now, peak in sizes), default=0)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.gate`: what a change of numba's kernels must not make slower.
+"""`python -m benchmarks.gate`: times that a change of numba's kernels must not make worse.
 
-Every shape of `benchmarks.shapes`, the options and families of `benchmarks.gate_shapes`, and the
-time a token, each in one interleaved run of torch, plain NumPy, numba's kernels op by op, and
-programs of them.
+It measures the shapes of `benchmarks.shapes`, the options and families of `benchmarks.gate_shapes`,
+and time per token. Each is one interleaved run of torch, plain NumPy, numba's kernels op by op, and
+numba's programs.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from benchmarks import contestants, decoding, machine, report, step, stored
 from benchmarks.gate_shapes import BY_NAME
 from benchmarks.harness import Disagreement, Ended
 
-TEXTS = ("stories260K", "char-gpt")  # of benchmarks.decoding, here "decoding-<text>"
+TEXTS = ("stories260K", "char-gpt")  # of benchmarks.decoding; here named "decoding-<text>"
 DECODING = {f"decoding-{name}": decoding.BY_NAME[name] for name in TEXTS}
 NAMES = (*BY_NAME, *DECODING)
-# Contestants of texts in the columns of steps.
+# The contestant of decoding that is shown in a column of training steps.
 OF_TEXTS = {
     "numpy kernel": "xformer numpy",
     "numba kernel": "xformer numba ops",
     contestants.PROGRAM: "xformer numba",
 }
-FEWER = 3  # times fewer rounds than a shape has by default, and at least as many
+FEWER = 3  # rounds: the shape's number divided by 3, and at least 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; of each shape print a table and write JSON. Returns 1 where one has no result."""
-    args, status, all_found = parse(argv), 0, list[dict[str, Any]]()
+    """Measure each shape, print its table, write its JSON. Returns 1 if a shape has no result."""
+    args, status, results = parse(argv), 0, list[dict[str, Any]]()
     for name in args.shape or NAMES:
         try:
-            found = _described(name) | measure(name, args.rounds)
-        except (Disagreement, Ended, MemoryError) as wrong:
-            print(f"benchmarks: nothing is reported of {name}.\n{wrong}", file=sys.stderr)
+            result = _described(name) | measure(name, args.rounds)
+        except (Disagreement, Ended, MemoryError) as error:
+            print(f"benchmarks: nothing is reported of {name}.\n{error}", file=sys.stderr)
             status = 1
             continue
-        print(decoding.table(found) if name in DECODING else report.text(found))
-        out = stored.path_of(found, f"gate-{name}", args.out)
-        stored.write(found, out)
+        print(decoding.table(result) if name in DECODING else report.text(result))
+        out = stored.path_of(result, f"gate-{name}", args.out)
+        stored.write(result, out)
         print(f"\nWritten: {out}\n")
-        all_found.append(found | {"shape": name})
-    print(summary(all_found))
+        results.append(result | {"shape": name})
+    print(summary(results))
     return status
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; wrong values end the program before anything is run."""
+    """Parse the command line. Wrong values end the program with a message before any measuring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__)
     parser.add_argument("--shape", action="append", choices=NAMES, help="repeatable (default: all)")
     parser.add_argument("--rounds", type=int, metavar="N", help="default: by shape")
@@ -70,37 +70,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(name: str, rounds: int | None) -> dict[str, Any]:
-    """One shape, or one text: what is found."""
-    kind: Any = DECODING.get(name) or BY_NAME[name]
-    rounds = rounds or max(FEWER, kind.rounds // FEWER)
+    """Measure the shape or text `name`; return the result. rounds: None for the default."""
+    measured: Any = DECODING.get(name) or BY_NAME[name]
+    rounds = rounds or max(FEWER, measured.rounds // FEWER)
     if name in DECODING:
         total = len(decoding.GATE) * (rounds + 1)
         with tqdm(total=total, desc=name, disable=None, leave=False) as bar:
-            return decoding.measure(kind, rounds, bar.update, decoding.GATE)
-    works = step.works(kind)
+            return decoding.measure(measured, rounds, bar.update, decoding.GATE)
+    works = step.works(measured)
     total = step.ticks(contestants.GATE, rounds, works)
     with tqdm(total=total, desc=name, disable=None, leave=False) as bar:
-        return step.measure(kind, contestants.GATE, rounds, works, bar.update)
+        return step.measure(measured, contestants.GATE, rounds, works, bar.update)
 
 
 def _described(name: str) -> dict[str, Any]:
-    """Machine, versions and commit."""
-    found = machine.describe(["numpy", "torch", "numba"], (*machine.PACKAGES, "transformers"))
-    return found | {"threads": machine.threads(), "load": machine.load()}
+    """Return machine, versions and commit of a result."""
+    description = machine.describe(["numpy", "torch", "numba"], (*machine.PACKAGES, "transformers"))
+    return description | {"threads": machine.threads(), "load": machine.load()}
 
 
-def summary(all_found: Sequence[Mapping[str, Any]]) -> str:
-    """Of each shape one row: the peer's time, and each contestant's minimum over it, by name."""
+def summary(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table, one row per shape: the peer's time, and the ratio of each contestant."""
     columns = contestants.GATE[1:]
     rows = [["", "torch ms", *(f"{name} x" for name in columns)]]
-    for found in all_found:
-        is_text = found["shape"] in DECODING
-        work = "token" if is_text else found["work"]
-        took = {row["name"]: row[work] for row in found["rows"]}
-        cells = [found["shape"], report.digits(took[found["peer"]]["min_ms"])]
+    for result in results:
+        is_text = result["shape"] in DECODING
+        work = "token" if is_text else result["work"]
+        took = {row["name"]: row[work] for row in result["rows"]}
+        cells = [result["shape"], report.digits(took[result["peer"]]["min_ms"])]
         for name in columns:
-            own = took.get(OF_TEXTS[name] if is_text else name)
-            cells.append("-" if own is None else f"{own['ratio']:.3f}")
+            times = took.get(OF_TEXTS[name] if is_text else name)
+            cells.append("-" if times is None else f"{times['ratio']:.3f}")
         rows.append(cells)
     return report.align(rows)
 

@@ -1,4 +1,4 @@
-"""What the gate measures beside `benchmarks.shapes`: further options and families."""
+"""Further shapes of the gate, beside `benchmarks.shapes`: options and model families."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     "pad_token_id": 0,
 }
-# transformers keeps the gradient of the padding's embedding at 0: here there is no padding.
+# No padding id: transformers sets the gradient of the padding's embedding to 0.
 SMALL = LLAMA | {
     "hidden_size": 256,
     "num_hidden_layers": 4,

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.generation`: tokens a second of stories260K, by every way to them.
+"""`python -m benchmarks.generation`: tokens per second of stories260K, by each way to generate.
 
-With a cache and without, one text and many, drawn, searched and guessed; on NumPy, and on torch
-on the CPU.
+These are greedy with and without a KV cache, one sequence and a batch, sampling, beam search and
+speculative decoding; on NumPy, and on torch on the CPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MODEL, WORDS, STORY = "stories260K.bin", "tok512.bin", "stories260K_greedy_200_t
 LIBRARIES = ("numpy", "torch")
 BOS, LENGTH, BATCH, BEAMS, GUESSES = 1, 200, 16, 4, 3
 SAMPLER = compose(temperature(0.8), top_k(40), top_p(0.95))
-Work = tuple[Callable[[], list[list[int]]], int]  # texts, and how many tokens that is
+Work = tuple[Callable[[], list[list[int]]], int]  # returns ids of texts; number of tokens counted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the JSON. Returns 1 where a text is not the published one."""
+    """Measure, print the table, write the JSON. Returns 1 if a text is not the published one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description=__doc__)
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", required=True, help=f"of {MODEL}, {WORDS}, {STORY}"
@@ -44,37 +44,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there too")
     args = parser.parse_args(argv)
     libraries = [name for name in LIBRARIES if name in backends.available()]
-    found = machine.describe(libraries) | {"threads": machine.share_threads()}
+    result = machine.describe(libraries) | {"threads": machine.share_threads()}
     try:
         with tqdm(disable=None, leave=False) as bar:
-            found |= measure(args.data, libraries, args.rounds, bar.update)
-    except Disagreement as wrong:
-        print(f"benchmarks: nothing is reported.\n{wrong}", file=sys.stderr)
+            result |= measure(args.data, libraries, args.rounds, bar.update)
+    except Disagreement as error:
+        print(f"benchmarks: nothing is reported.\n{error}", file=sys.stderr)
         return 1
-    print(text(found))
-    out = args.out or stored.path_of(found, "generation")
-    stored.write(found, out)
+    print(text(result))
+    out = args.out or stored.path_of(result, "generation")
+    stored.write(result, out)
     print(f"\nWritten: {out}")
     if args.page is not None:
-        update(args.page, found, out)
+        update(args.page, result, out)
     return 0
 
 
 def measure(
     data: Path, libraries: Sequence[str], rounds: int, tick: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Check the greedy texts, then measure in turns."""
+    """Compare the greedy texts with the published one, then time all works in interleaved rounds.
+
+    data: the folder of MODEL, WORDS and STORY   tick: called after each timed run
+    Returns the result for the JSON. Raises Disagreement if a text differs.
+    """
     story = (data / STORY).read_bytes().decode()
     words = tokenizer(data / WORDS)
     works: dict[tuple[str, str], Work] = {}
     for library in libraries:
         model, params = pretrained.load(data / MODEL, library)
-        own = ways(model, params, backends.get(library), words.encode(story)[:-1])
+        by_name = ways(model, params, backends.get(library), words.encode(story)[:-1])
         for name in ("without a cache", "one text", "guesses"):
-            (ids,) = own[name][0]()
+            (ids,) = by_name[name][0]()
             if words.decode(ids) != story:
                 raise Disagreement(f"{library}, {name}: the text is not the published one")
-        works |= {(name, library): work for name, work in own.items()}
+        works |= {(name, library): work for name, work in by_name.items()}
     turns = {key: partial(harness.timed, run) for key, (run, _) in works.items()}
     seconds = harness.interleave(turns, rounds, tick)
     rows: dict[str, dict[str, Any]] = {}
@@ -87,8 +91,8 @@ def measure(
     return {"model": MODEL, "rounds": rounds, "length": LENGTH, "rows": rows}
 
 
-def ways(model: Any, params: Any, place: backends.Backend, story: list[int]) -> dict[str, Work]:
-    """What is measured, by name."""
+def ways(model: Any, params: Any, backend: backends.Backend, story: list[int]) -> dict[str, Work]:
+    """Return the works that are timed, by name, on `backend`; story: ids of the published text."""
     write = partial(generate, model, params, max_new_tokens=LENGTH)
     stack = params.stack._replace(blocks=params.stack.blocks[:GUESSES])
     draft = replace(model, blocks=model.blocks[:GUESSES]), params._replace(stack=stack)
@@ -97,13 +101,13 @@ def ways(model: Any, params: Any, place: backends.Backend, story: list[int]) -> 
     def uncached() -> list[list[int]]:
         ids = [BOS]
         for _ in range(LENGTH):
-            logits, _ = model.forward(params, place.asarray(np.asarray([ids])))
-            ids.append(int(place.to_numpy(logits)[0, -1].argmax()))
+            logits, _ = model.forward(params, backend.asarray(np.asarray([ids])))
+            ids.append(int(backend.to_numpy(logits)[0, -1].argmax()))
         return [ids[1:]]
 
     def searched() -> list[list[int]]:
-        found = beam_search(model, params, [[BOS]], n_beams=BEAMS, max_new_tokens=LENGTH)
-        return [beam.ids for beam in found[0]]
+        (beams,) = beam_search(model, params, [[BOS]], n_beams=BEAMS, max_new_tokens=LENGTH)
+        return [beam.ids for beam in beams]
 
     def guessed() -> list[list[int]]:
         rounds = speculative(model, params, *draft, [BOS], k=4, max_new_tokens=LENGTH)
@@ -125,42 +129,42 @@ def ways(model: Any, params: Any, place: backends.Backend, story: list[int]) -> 
 
 SHOWN = {
     "reading a prompt": f"reading a prompt of {LENGTH} tokens",
-    "without a cache": "one text, by a forward pass over all of it for each token",
+    "without a cache": "one text, without a KV cache",
     "one text": "one text",
-    "drawn": "one text, drawn: temperature, top-k, top-p",
+    "drawn": "one text, sampling: temperature, top-k, top-p",
     "texts at once": f"{BATCH} texts at once",
-    "beams": f"the best of {BEAMS} beams",
-    "guesses": f"one text, by guesses of the first {GUESSES} of 5 layers",
+    "beams": f"beam search, {BEAMS} beams",
+    "guesses": f"one text, speculative decoding with the first {GUESSES} of 5 layers",
 }
 
 
-def text(found: Mapping[str, Any]) -> str:
-    """The table, and where it came about."""
-    libraries = list(found["backends"])
+def text(result: Mapping[str, Any]) -> str:
+    """Return the table, and lines on machine, versions and commit."""
+    libraries = list(result["backends"])
     lines = [
         f"| tokens a second | {' | '.join(libraries)} |",
         "|---|" + "---:|" * len(libraries),
     ]
     for name, shown in SHOWN.items():
-        cells = [f"{found['rows'][name][library]['per_s']:,.0f}" for library in libraries]
+        cells = [f"{result['rows'][name][library]['per_s']:,.0f}" for library in libraries]
         lines.append(f"| {shown} | {' | '.join(cells)} |")
-    commit = (found["commit"] or "none")[:9] + (" with local changes" if found["dirty"] else "")
+    commit = (result["commit"] or "none")[:9] + (" with local changes" if result["dirty"] else "")
     lines += [
         "",
-        f"{found['date']}, {found['machine']['cpu']}, {found['machine']['system']}, "
-        f"{found['threads']['cpus']} threads.",
-        f"Python {found['python']}; {'; '.join(found['backends'].values())}. Commit {commit}.",
-        f"{found['length']} tokens in float32, the fastest of {found['rounds']} runs.",
+        f"{result['date']}, {result['machine']['cpu']}, {result['machine']['system']}, "
+        f"{result['threads']['cpus']} threads.",
+        f"Python {result['python']}; {'; '.join(result['backends'].values())}. Commit {commit}.",
+        f"{result['length']} tokens in float32, the fastest of {result['rounds']} runs.",
     ]
     return "\n".join(lines)
 
 
-def update(page: Path, found: Mapping[str, Any], result: Path) -> None:
-    """Put a run in the place of the one on the page."""
+def update(page: Path, result: Mapping[str, Any], path: Path) -> None:
+    """Replace the result on `page` by `result`; path: of its JSON, for the link."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    link = Path(os.path.relpath(result, page.parent)).as_posix()
-    shown = f"{text(found)}\n[All figures]({link}).\n"
+    link = Path(os.path.relpath(path, page.parent)).as_posix()
+    shown = f"{text(result)}\n[All figures]({link}).\n"
     page.write_text(f"{before}{BEGIN}{shown}{END}{after}", encoding="utf-8")
 
 

@@ -1,39 +1,43 @@
-"""`python -m benchmarks.gpu`: is this library right on a GPU, and how fast? In ten minutes.
+"""`python -m benchmarks.gpu`: correctness and speed of this library on a GPU, in ten minutes.
 
 From the root of a checkout, on a machine with a CUDA device:
 
     pip install -e '.[cuda13,nvmath,cudnn,test]' torch && python -m benchmarks.gpu
 
-(`cuda12` and `cudnn-cu12` for CUDA 12). Without a network, `--pack FOLDER` on another machine
-fetches the wheels, and says what to run. JAX takes part in float32, where it sees the GPU.
+(`cuda12` and `cudnn-cu12` for CUDA 12). For a machine without a network, `--pack FOLDER` on another
+machine fetches the wheels, and prints what to run. JAX takes part in float32, if it finds the GPU.
 
-Without --section these run, in this order, the worthiest first:
+Without --section these sections run, in this order, the most important first:
 
-    libraries what runs linear maps and attention, and what is missing
-    costs     of the host: a RawKernel, an op, an array call, a product
-    rates     of the device: a copy, a product
-    gpt2-bfloat16       training steps beside torch eager, with cuDNN's attention, and
-              torch.compile; as a CUDA graph; deterministic
-    tests     the kernels' tests and the core of the suite on CuPy (`pytest --backend cupy`), for at
-              most 150 seconds: those behind are not run
-    attention by itself, up to 16,384 tokens, beside torch's
-    kernels   every kernel beside its floor, by these rates
+    libraries       the kernels of linear maps and attention, and missing libraries
+    costs           host time of a RawKernel, an op, an array call, a matmul
+    rates           device rates of a copy and a matmul
+    gpt2-bfloat16   training steps: eager, as a CUDA graph, and deterministic; beside torch eager,
+                    torch with cuDNN's attention, and torch.compile
+    tests           the kernels' tests and the core of the suite on CuPy (`pytest --backend cupy`),
+                    stopped after 150 seconds
+    attention       attention alone, up to 16,384 tokens, beside torch's
+    kernels         every kernel beside its floor, computed from the rates
 
-These run where they are named (--section NAME, repeatable):
+These sections run only if they are named (--section NAME, repeatable):
 
-    llama-bfloat16      as gpt2-bfloat16
-    decoding, decoding-64     time a token of 1 and of 64 texts, beside torch eager and compile
-    curve-float32, curve-bfloat16       losses of whole trainings, beside NumPy's and float32's
-    gpt2, llama, gpt2-tf32    training steps in float32, with jax.jit too
+    llama-bfloat16                  as gpt2-bfloat16
+    decoding, decoding-64           time per token of 1 and of 64 sequences, beside torch eager and
+                                    torch.compile
+    curve-float32, curve-bfloat16   losses of whole trainings, beside NumPy's and float32's
+    gpt2, llama, gpt2-tf32          training steps in float32, with jax.jit too
 
-After --minutes, counted from the start of the command, no section begins, and contestants that run
-are stopped: each is a process of its own. So are the tests. Sections in this process (libraries,
-costs, rates, attention, kernels, curves) end behind what they are measuring, so that the command
-may take longer. A warning of a contestant, that another kernel runs, is a line below its table.
-JSON and table are written anew whenever a contestant has had a turn, so that a run that is killed
-has lost no more than what was running. What is wrong is not reported but named at the end, and the
-exit status is 1. --dry-run does the same in about two minutes without a GPU: toy sizes, CuPy's
-stand-in of the tests, torch on the CPU.
+Time limit: --minutes after the start of the command no section begins. Running contestants and
+tests are stopped; they are separate processes. The sections in this process (libraries, costs,
+rates, attention, kernels, curves) first finish their current measurement, so the command may take
+longer.
+
+Output: the JSON and the table are written after each time that a contestant runs, so a killed run
+loses only its current measurement. If a contestant warns that another kernel runs, the warning is
+below its table. Wrong results have no times; they are named at the end, and the exit status is 1.
+
+--dry-run runs the same in about two minutes without a GPU: with toy sizes, the tests' stand-in for
+CuPy, and torch on the CPU.
 """
 
 from __future__ import annotations
@@ -69,26 +73,27 @@ from benchmarks.gpu_plan import Plan, able, planned
 from benchmarks.harness import Disagreement
 from benchmarks.shapes import Shape
 
-MINUTES = 9.5  # then no section begins
+MINUTES = 9.5  # the default of --minutes
 FIRST = ("libraries", "costs", "rates", "gpt2-bfloat16", "tests", "attention", "kernels")
-# Seconds that a section has where others follow it.
+# Seconds for a section, if others follow it.
 LIMITS = {"gpt2-bfloat16": 330, "llama-bfloat16": 420, "attention": 90}
-TESTING = 150  # seconds, whether or not others follow
+TESTING = 150  # seconds for the tests, whether or not others follow
 
-Section = Callable[["Run", float], Any]  # a run, and when the section must be over
+# Arguments: the run, and the time of `time.monotonic` at which the section must end.
+Section = Callable[["Run", float], Any]
 
 
 def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
-    """Run; print tables, write JSON. Returns 1 where something was wrong, or did not run.
+    """Run the sections, print tables, write JSON. Returns 1 if anything was wrong or did not run.
 
-    began: when the command did, by `time.monotonic`; now unless given.
+    began: the time of `time.monotonic` at the command's start; None for now.
     """
     began = time.monotonic() if began is None else began
     parser = parser_of()
     args = parser.parse_args(argv)
     if args.pack is not None:
         return packed(args, parser)
-    # JAX would take most of the device's memory at once, and leave none to the others.
+    # By default JAX allocates most of the device's memory, and other contestants get none.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault(machine.COMPILING, str(machine.n_cpus()))
     plan = planned(args.dry_run)
@@ -101,19 +106,19 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
     for i, name in enumerate(names):
         if time.monotonic() >= end:
             why = f"{name}: not begun, {args.minutes:g} minutes were over"
-            run.found["wrong"].append(why)
+            run.result["wrong"].append(why)
             continue
         limit = LIMITS.get(name) if names[i + 1 :] else None
-        own_end = end if limit is None else min(end, time.monotonic() + limit)
-        run_section(name, sections[name], run, own_end)
+        section_end = end if limit is None else min(end, time.monotonic() + limit)
+        run_section(name, sections[name], run, section_end)
     run.write()
-    print(gpu_page.text(run.found))
+    print(gpu_page.text(run.result))
     print(f"\nWritten: {run.out}, and the table beside it")
-    return 1 if run.found["wrong"] else 0
+    return 1 if run.result["wrong"] else 0
 
 
 def parser_of() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
     )
@@ -125,7 +130,7 @@ def parser_of() -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         default=MINUTES,
-        help="then no section begins, and processes are stopped (default %(default)s)",
+        help="after this time no section begins, and processes are stopped (default %(default)s)",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
     parser.add_argument(
@@ -133,22 +138,28 @@ def parser_of() -> argparse.ArgumentParser:
     )
     this = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument(
-        "--python-version", default=this, metavar="3.N", help="its Python (default %(default)s)"
+        "--python-version",
+        default=this,
+        metavar="3.N",
+        help="for --pack: the machine's Python (default %(default)s)",
     )
     parser.add_argument(
-        "--cuda", choices=sorted(gpu_pack.EXTRAS), default="13", help="its CUDA (default 13)"
+        "--cuda",
+        choices=sorted(gpu_pack.EXTRAS),
+        default="13",
+        help="for --pack: the machine's CUDA (default 13)",
     )
     parser.add_argument(
         "--has",
         type=Path,
         metavar="FILE",
-        help="what `pip freeze` prints there (default: CuPy, torch with CUDA, pytest)",
+        help="for --pack: the machine's `pip freeze` (default: CuPy, torch with CUDA, pytest)",
     )
     return parser
 
 
 def packed(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Fetch wheels, and say what to run where they are brought."""
+    """Fetch the wheels of --pack and print what to run on the machine. Returns the exit status."""
     if not re.fullmatch(r"3\.\d+", args.python_version):
         parser.error(f"--python-version must be like 3.12, got {args.python_version!r}")
     has = dict.fromkeys(gpu_pack.ASSUMED) if args.has is None else gpu_pack.frozen(args.has)
@@ -162,83 +173,83 @@ def packed(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 class Run:
-    """What was found so far, and where it is written."""
+    """The result so far (`result`, for the JSON), and the path it is written to (`out`)."""
 
     def __init__(self, plan: Plan, args: argparse.Namespace) -> None:
         self.plan, self.dry = plan, args.dry_run
-        place = plan.place
-        self.found: dict[str, Any] = machine.describe([])
-        self.found |= {"device": place.describe(), "dry_run": self.dry}
+        backend = plan.backend
+        self.result: dict[str, Any] = machine.describe([])
+        self.result |= {"device": backend.describe(), "dry_run": self.dry}
         if (gpu := None if self.dry else machine.nvidia_smi("name")) is not None:
-            self.found["machine"]["gpu"] = gpu
-        self.found["versions"] |= gpu_libraries.versions(place)
-        self.found |= {"running": None, "sections": {}, "left_out": {}, "wrong": []}
+            self.result["machine"]["gpu"] = gpu
+        self.result["versions"] |= gpu_libraries.versions(backend)
+        self.result |= {"running": None, "sections": {}, "left_out": {}, "wrong": []}
+        # The first section is part of the name: runs of other sections have other files.
         question = ["gpu", *(["dry-run"] if self.dry else []), *(args.section or [])[:1]]
-        # A part does not replace another.
-        self.out = stored.path_of(self.found, "-".join(question), args.out)
+        self.out = stored.path_of(self.result, "-".join(question), args.out)
 
     def write(self) -> None:
-        """JSON, and the table beside it; each whole or not at all."""
-        stored.write(self.found, self.out)
-        report.replace(self.out.with_suffix(".md"), gpu_page.text(self.found) + "\n")
+        """Write the JSON and the table; each file is written as a whole or not at all."""
+        stored.write(self.result, self.out)
+        report.replace(self.out.with_suffix(".md"), gpu_page.text(self.result) + "\n")
 
-    def keep(self, name: str, found: Any) -> None:
-        """What a section has found so far."""
-        self.found["sections"][name] = found
+    def keep(self, name: str, result: Any) -> None:
+        """Store the result so far of the section `name`, and write the files."""
+        self.result["sections"][name] = result
         self.write()
 
     def able(self, section: str, names: Sequence[str]) -> list[str]:
-        """Those that can take part in a section; the others are named, with their reasons."""
-        there, why = able(names, dry=self.dry)
-        if why:
-            self.found["left_out"][section] = why
-        return there
+        """Return those of `names` that can run; write into the result why the others cannot."""
+        usable, reasons = able(names, dry=self.dry)
+        if reasons:
+            self.result["left_out"][section] = reasons
+        return usable
 
 
 def sections_of(plan: Plan) -> dict[str, Section]:
-    """By name; each returns what it has found."""
-    place, rounds = plan.place, plan.rounds
+    """Return all sections by name; each section returns its result for the JSON."""
+    backend, rounds = plan.backend, plan.rounds
 
     def kernels(run: Run, end: float) -> list[dict[str, Any]]:
-        rates = run.found["sections"].get("rates")
-        rates = rates or gpu_kernels.rates(place, plan.sizes, rounds)
+        rates = run.result["sections"].get("rates")
+        rates = rates or gpu_kernels.rates(backend, plan.sizes, rounds)
         options: Any = (rounds, lambda: time.monotonic() >= end)
         rows, wrong = gpu_kernels.kernels(
-            place, plan.sizes, rates, *options, lambda rows: run.keep("kernels", rows)
+            backend, plan.sizes, rates, *options, lambda rows: run.keep("kernels", rows)
         )
-        run.found["wrong"] += [f"kernels: {what}" for what in wrong]
+        run.result["wrong"] += [f"kernels: {what}" for what in wrong]
         return rows
 
     def tested(run: Run, end: float) -> dict[str, int]:
         seconds = min(TESTING, end - time.monotonic())
-        return gpu_tests.tested(plan.tests, run.found["wrong"], seconds)
+        return gpu_tests.tested(plan.tests, run.result["wrong"], seconds)
 
     device = contestants.torch_device(plan.texts[0].device)
     steps = {shape.name: stepped(shape, names) for shape, names in plan.steps}
     return {
-        "libraries": lambda run, end: gpu_libraries.libraries(place),
-        "costs": lambda run, end: gpu_kernels.costs(place, rounds, plan.calls),
-        "rates": lambda run, end: gpu_kernels.rates(place, plan.sizes, rounds),
+        "libraries": lambda run, end: gpu_libraries.libraries(backend),
+        "costs": lambda run, end: gpu_kernels.costs(backend, rounds, plan.calls),
+        "rates": lambda run, end: gpu_kernels.rates(backend, plan.sizes, rounds),
         "kernels": kernels,
         "tests": tested,
         **{name: section for name, section in steps.items() if name.endswith("bfloat16")},
         **{text.name: written(text, plan.writers, rounds) for text in plan.texts},
         "attention": lambda run, end: attention(
-            *(place, plan.lengths, rounds, device, until(end)),
+            *(backend, plan.lengths, rounds, device, until(end)),
             lambda rows: run.keep("attention", rows),
         ),
         "curve-float32": lambda run, end: gpu_curves.in_float32(
-            place, plan.curves, until(end), lambda found: run.keep("curve-float32", found)
+            backend, plan.curves, until(end), lambda result: run.keep("curve-float32", result)
         ),
         "curve-bfloat16": lambda run, end: gpu_curves.in_bfloat16(
-            place, plan.curves, until(end), lambda found: run.keep("curve-bfloat16", found)
+            backend, plan.curves, until(end), lambda result: run.keep("curve-bfloat16", result)
         ),
-        **steps,  # those that are not there yet
+        **steps,  # adds the steps in float32; the keys above stay where they are
     }
 
 
 def until(end: float) -> Callable[[], None]:
-    """To be called now and then: TimeoutError when time is over."""
+    """Return a function that raises TimeoutError from the time `end` on (`time.monotonic`)."""
 
     def tick() -> None:
         if time.monotonic() >= end:
@@ -248,58 +259,58 @@ def until(end: float) -> Callable[[], None]:
 
 
 def stepped(shape: Shape, names: Sequence[str]) -> Section:
-    """The section of a training step."""
+    """Return the section that times training steps of `shape` by the contestants `names`."""
 
     def section(run: Run, end: float) -> dict[str, Any]:
-        there = run.able(shape.name, names)
-        options: Any = {"failed": run.found["wrong"]}
-        options["keep"] = lambda found: run.keep(shape.name, found)
-        return step.measure(shape, there, shape.rounds, ["step"], **options)
+        usable = run.able(shape.name, names)
+        options: Any = {"failed": run.result["wrong"]}
+        options["keep"] = lambda result: run.keep(shape.name, result)
+        return step.measure(shape, usable, shape.rounds, ["step"], **options)
 
     return section
 
 
 def written(shape: Shape, names: Sequence[str], rounds: int) -> Section:
-    """The section of texts."""
+    """Return the section that times decoding of `shape` by the contestants `names`."""
 
     def section(run: Run, end: float) -> dict[str, Any]:
-        there = run.able(shape.name, names)
-        keep = lambda found: run.keep(shape.name, found)  # noqa: E731
-        return gpu_decoding.decoded(shape, there, rounds, run.found["wrong"], keep)
+        usable = run.able(shape.name, names)
+        keep = lambda result: run.keep(shape.name, result)  # noqa: E731
+        return gpu_decoding.decoded(shape, usable, rounds, run.result["wrong"], keep)
 
     return section
 
 
 def run_section(name: str, section: Section, run: Run, end: float) -> None:
-    """Keep what it finds, or why it failed, which leaves the others.
+    """Run a section and store its result in `run`, or the error if it fails.
 
-    Its processes are stopped at the end; what it has found by then is kept, but where a contestant
-    is wrong.
+    At the time `end` its processes are stopped. Its result so far stays in `run`, except after a
+    Disagreement.
     """
-    start, found = time.monotonic(), run.found
+    start, result = time.monotonic(), run.result
     print(f"{name} ...", file=sys.stderr, flush=True)
-    found["running"] = name
+    result["running"] = name
     run.write()
     done = threading.Event()
     threading.Thread(target=stopping, args=(done, end - start), daemon=True).start()
     try:
-        found["sections"][name] = section(run, end)
+        result["sections"][name] = section(run, end)
     except Exception as error:
         over = "stopped, time was over: " if time.monotonic() >= end else ""
-        found["wrong"].append(f"{name}: {over}{type(error).__name__}: {error}")
+        result["wrong"].append(f"{name}: {over}{type(error).__name__}: {error}")
         if isinstance(error, Disagreement):
-            found["sections"].pop(name, None)
+            result["sections"].pop(name, None)
         traceback.print_exc()
     finally:
         done.set()
-    found["running"] = None
+    result["running"] = None
     run.write()
-    machine.give_back()  # the contestants have processes, and memory, of their own
+    machine.give_back()  # the contestants are other processes, and need this memory
     print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def stopping(done: threading.Event, seconds: float) -> None:
-    """Stop all processes then, and those that begin later, until it is done."""
+    """After `seconds`, stop all contestants, and each new one, until `done` is set."""
     while not done.wait(seconds):
         harness.Process.stop()
         seconds = 1

@@ -1,8 +1,11 @@
-"""The question of `benchmarks.gpu`: is attention by itself as fast as torch's, at any length?
+"""A section of `benchmarks.gpu`: time of causal attention alone, in bfloat16, at several lengths.
 
-Causal, in bfloat16, forward, and forward with backward. "flash" is this library's own kernel,
-"cudnn" NVIDIA's as this library calls it (extra `cudnn`), "torch" its scaled_dot_product_attention
-with the backend that it chooses. All are compared with torch's in float32 first.
+Two rows per length: forward, and forward with backward. The contestants are first compared with
+torch in float32:
+
+- "flash": this library's flash attention kernel
+- "cudnn": cuDNN's attention, called by this library (extra `cudnn`)
+- "torch": `scaled_dot_product_attention` with the backend that torch chooses
 """
 
 from __future__ import annotations
@@ -20,85 +23,96 @@ from xformer.backends import Backend
 from xformer.backends.cupy import flash, sdpa_cudnn
 
 DTYPE = "bfloat16"
-TOLERANCE = 2e-2  # relative, in the norm of each result: probabilities and results are rounded
+TOLERANCE = 2e-2  # relative, in the norm of each output: probabilities and outputs are rounded
 
 
 class Lengths(NamedTuple):
-    """Of the texts of one batch; as many tokens in all, whatever their length."""
+    """The sizes of the measured batches; each batch has the same number of tokens."""
 
-    tokens: int
+    tokens: int  # of a batch
     heads: int
-    width: int
-    lengths: tuple[int, ...]
+    width: int  # of a head
+    lengths: tuple[int, ...]  # of the sequences of each batch, in tokens
 
 
 class Attention(NamedTuple):
-    """A contestant: forward, and a whole pass, which gives ctx, dq, dk, dv; both on the host."""
+    """A contestant: functions of fixed inputs."""
 
-    forward: Callable[[], Any]
-    whole: Callable[[], Any]
-    host: Callable[[Any], list[np.ndarray]]
+    forward: Callable[[], Any]  # returns ctx
+    whole: Callable[[], Any]  # forward and backward; returns ctx, dq, dk, dv
+    host: Callable[[Any], list[np.ndarray]]  # converts the arrays of `whole` to NumPy
 
 
 def attention(
-    place: Backend,
+    backend: Backend,
     s: Lengths,
     rounds: int,
     device: str | None,
     tick: Callable[[], None],
     keep: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Of each length and direction a row: seconds of each contestant. Disagreement where wrong.
+    """Time attention at every length. Returns a row per length and direction ("forward", "whole").
 
-    Who has too little memory has turns alone, after the others; the row says who has too little
-    then too. tick: called before each length. keep: called with all rows so far, after each.
+    A contestant that runs out of memory is timed again without the others. If it runs out of
+    memory again, it is named in "left_out" of the row.
+
+    backend: CuPy's   device: of torch   tick: called before each length
+    keep: called with all rows so far, after each length.
+    Raises Disagreement if a contestant's outputs or gradients are wrong.
     """
     rows = list[dict[str, Any]]()
     for length in s.lengths:
         tick()
-        one = OfLength(place, s, length, device)
-        rows += one.rows
+        contestants = OfLength(backend, s, length, device)
+        rows += contestants.rows
         repeats = 1 if length == s.lengths[-1] else 5
-        left = one.turns(list(one.makers), repeats, rounds)
+        out_of_memory = contestants.measure(list(contestants.makers), repeats, rounds)
         keep(rows)
-        for name in left:
-            if one.turns([name], repeats, rounds, alone=True):
-                for row in one.rows:
+        for name in out_of_memory:
+            if contestants.measure([name], repeats, rounds, alone=True):
+                for row in contestants.rows:
                     row["left_out"].append(f"{name}: out of memory, alone too")
             keep(rows)
     return rows
 
 
 class OfLength:
-    """The contestants with texts of one length, and what was found of them, forward and whole."""
+    """The contestants on sequences of one length, and the rows with their times.
 
-    def __init__(self, place: Backend, s: Lengths, length: int, device: str | None) -> None:
-        self.place, self.length = place, length
+    length: of the sequences   device: of torch
+    """
+
+    def __init__(self, backend: Backend, s: Lengths, length: int, device: str | None) -> None:
+        self.backend, self.length = backend, length
         shape = s.tokens // length, s.heads, length, s.width
         rng = np.random.default_rng(length)
         hosts = [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)]
         truth = of_torch(hosts, device, "float32")
         self.wanted = truth.host(truth.whole())
-        q, k, v = place.cast_params([place.asarray(x) for x in hosts[:3]], DTYPE)
+        q, k, v = backend.cast_params([backend.asarray(x) for x in hosts[:3]], DTYPE)
         refusal = sdpa_cudnn.unsupported(q, k, v, causal=True)
         self.makers: dict[str, Callable[[], Attention]] = {
-            "flash": partial(ours, place, hosts, flash.sdpa),
+            "flash": partial(ours, backend, hosts, flash.sdpa),
             "torch": partial(of_torch, hosts, device, DTYPE),
         }
         if refusal is None:
-            self.makers["cudnn"] = partial(ours, place, hosts, sdpa_cudnn.sdpa)
+            self.makers["cudnn"] = partial(ours, backend, hosts, sdpa_cudnn.sdpa)
         self.rows: list[dict[str, Any]] = [
             {"length": length, "direction": direction, "times": {}, "errors": {}}
             | {"no_cudnn": refusal, "left_out": []}
             for direction in ("forward", "whole")
         ]
 
-    def turns(
+    def measure(
         self, names: Sequence[str], repeats: int, rounds: int, *, alone: bool = False
     ) -> list[str]:
-        """Compare and measure them; the names of those that want more memory."""
+        """Compare and time the contestants `names`, and write their times into the rows.
+
+        alone: whether to mark the times as measured without the other contestants.
+        Returns the names of the contestants that ran out of memory.
+        """
         machine.give_back()
-        found, left = dict[str, Attention](), list[str]()
+        running, out_of_memory = dict[str, Attention](), list[str]()
         for name in names:
             try:
                 one = self.makers[name]()
@@ -106,33 +120,33 @@ class OfLength:
             except Exception as failure:
                 if not harness.is_out_of_memory(failure):
                     raise
-                left.append(name)
+                out_of_memory.append(name)
                 continue
             if not off <= TOLERANCE:
                 raise Disagreement(
                     f"attention of {self.length} tokens is wrong: {name} by {off:.1e}"
                 )
-            found[name] = one
+            running[name] = one
             for row in self.rows:
                 row["errors"][name] = off
-        for row in self.rows if found else []:
-            calls = {name: getattr(one, row["direction"]) for name, one in found.items()}
+        for row in self.rows if running else []:
+            calls = {name: getattr(one, row["direction"]) for name, one in running.items()}
             try:
-                seconds = measured(self.place, calls, repeats, rounds)
+                seconds = measured(self.backend, calls, repeats, rounds)
             except Exception as failure:
                 if not harness.is_out_of_memory(failure):
                     raise
-                return [*left, *found]
+                return [*out_of_memory, *running]
             peer = seconds.get("torch")
-            for name, own in seconds.items():
-                more = {"alone": True} if alone else {}
-                row["times"][name] = harness.summary(own, peer) | more
-        return left
+            for name, times in seconds.items():
+                mark = {"alone": True} if alone else {}
+                row["times"][name] = harness.summary(times, peer) | mark
+        return out_of_memory
 
 
-def ours(place: Backend, hosts: list[np.ndarray], sdpa: Callable[..., Any]) -> Attention:
-    """A kernel of this library."""
-    q, k, v, dctx = place.cast_params([place.asarray(x) for x in hosts], DTYPE)
+def ours(backend: Backend, hosts: list[np.ndarray], sdpa: Callable[..., Any]) -> Attention:
+    """Return this library's kernel `sdpa` as a contestant; hosts: q, k, v and dctx, in float32."""
+    q, k, v, dctx = backend.cast_params([backend.asarray(x) for x in hosts], DTYPE)
 
     def whole() -> Any:
         ctx, cache = sdpa(q, k, v, causal=True)
@@ -141,17 +155,20 @@ def ours(place: Backend, hosts: list[np.ndarray], sdpa: Callable[..., Any]) -> A
     return Attention(
         lambda: sdpa(q, k, v, causal=True),
         whole,
-        lambda found: [place.to_numpy(place.upcast(x)) for x in found],
+        lambda outputs: [backend.to_numpy(backend.upcast(x)) for x in outputs],
     )
 
 
 def of_torch(hosts: list[np.ndarray], device: str | None, dtype: str) -> Attention:
-    """torch's own, on its stream, which is that of CuPy."""
+    """Return torch's attention as a contestant; hosts: q, k, v and dctx, in float32.
+
+    It runs on torch's current stream, which is also CuPy's.
+    """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    where: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
-    *qkv, dctx = (torch.tensor(x, **where) for x in hosts)
+    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
+    *qkv, dctx = (torch.tensor(x, **options) for x in hosts)
     for x in qkv:
         x.requires_grad_()
 
@@ -163,10 +180,10 @@ def of_torch(hosts: list[np.ndarray], device: str | None, dtype: str) -> Attenti
         ctx = scaled_dot_product_attention(*qkv, is_causal=True)
         return ctx.detach(), *torch.autograd.grad(ctx, qkv, dctx)
 
-    return Attention(forward, whole, lambda found: [x.float().cpu().numpy() for x in found])
+    return Attention(forward, whole, lambda outputs: [x.float().cpu().numpy() for x in outputs])
 
 
-def error(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    """The largest relative error of the results."""
-    pairs = zip(found, wanted, strict=True)
+def error(outputs: list[np.ndarray], wanted: list[np.ndarray]) -> float:
+    """Return the largest relative error of an array of `outputs`, in its norm."""
+    pairs = zip(outputs, wanted, strict=True)
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)

@@ -1,5 +1,7 @@
-"""The questions of `benchmarks.gpu` about training as a whole: are the losses those of the CPU,
-and does a lower precision learn as well?
+"""Sections of `benchmarks.gpu` that train a small GPT and compare losses.
+
+- `in_float32`: losses on the GPU and on the CPU, compared with float64
+- `in_bfloat16`: the validation loss in bfloat16, compared with float32
 
 The text is the sources of Python's standard library, as bytes.
 """
@@ -18,69 +20,72 @@ from xformer.backends import Backend
 from xformer.training import Step, TrainConfig, Windows, loss_of, start, texts, train
 
 BYTES = 1 << 20  # of text
-HELD_OUT = 1 << 16  # of them, behind the rest
+HELD_OUT = 1 << 16  # the last bytes, for validation
 LR = 1e-3
 
 
 class Curves(NamedTuple):
-    """Models of bytes, and how long they are trained."""
+    """The models, which read bytes, and the number of steps of their trainings."""
 
-    small: GPT  # on the CPU too, in float64 and by references, which take long
-    short: int  # its steps, in float32
+    small: GPT  # trained on the CPU too: in float64, and in float32 with and without kernels
+    short: int  # steps of `small`
     model: GPT
-    long: int  # its steps, in bfloat16 and in float32
+    long: int  # steps of `model`, in bfloat16 and in float32
     batch: int
-    held_out: int  # batches
+    held_out: int  # batches for validation
 
 
 def in_float32(
-    place: Backend,
+    backend: Backend,
     c: Curves,
     tick: Callable[[], None],
-    keep: Callable[[dict[str, Any]], Any] = lambda found: None,
+    keep: Callable[[dict[str, Any]], Any] = lambda result: None,
 ) -> dict[str, Any]:
-    """How far losses in float32 get from those in float64 on NumPy: here, and on NumPy itself.
+    """Return how far losses in float32 are from losses in float64 on NumPy.
 
-    tick: called before each step. keep: called with what was found, after each training.
+    "off" of the result holds the largest difference of a step's loss: on `backend` ("here"), on
+    NumPy ("numpy"), and on NumPy without kernels ("reference").
+
+    tick: called after each step. keep: called with the result so far, after each training.
     """
     cpu = backends.get("numpy")
 
-    def losses(where: Backend, dtype: str = "float32", reference: bool = False) -> np.ndarray:
+    def losses(on: Backend, dtype: str = "float32", reference: bool = False) -> np.ndarray:
         with reference_only() if reference else nullcontext():
-            run = trained(where, c, c.small, c.short, tick, dtype=dtype)
+            run = trained(on, c, c.small, c.short, tick, dtype=dtype)
             return np.array([step.loss for step in run])
 
     exact = losses(cpu, "float64")
-    found: dict[str, Any] = {"steps": c.short, "first": exact[0], "last": exact[-1], "off": {}}
-    runs = {"here": partial(losses, place), "numpy": partial(losses, cpu)}
+    result: dict[str, Any] = {"steps": c.short, "first": exact[0], "last": exact[-1], "off": {}}
+    runs = {"here": partial(losses, backend), "numpy": partial(losses, cpu)}
     runs["reference"] = partial(losses, cpu, reference=True)
     for name, run in runs.items():
-        found["off"][name] = float(np.max(np.abs(run() - exact)))
-        keep(found)
-    return found
+        result["off"][name] = float(np.max(np.abs(run() - exact)))
+        keep(result)
+    return result
 
 
 def in_bfloat16(
-    place: Backend,
+    backend: Backend,
     c: Curves,
     tick: Callable[[], None],
-    keep: Callable[[dict[str, Any]], Any] = lambda found: None,
+    keep: Callable[[dict[str, Any]], Any] = lambda result: None,
 ) -> dict[str, Any]:
-    """The validation loss at the end, in float32 and in bfloat16.
+    """Return the validation loss after training in float32 and in bfloat16.
 
-    tick: called before each step. keep: called with what was found, after each training.
+    tick: called after each step. keep: called with the result so far, after each training.
     """
-    found: dict[str, Any] = {"steps": c.long, "validation": {}}
+    result: dict[str, Any] = {"steps": c.long, "validation": {}}
     for precision in (None, "bfloat16"):
-        for step in trained(place, c, c.model, c.long, tick, precision=precision):
+        for step in trained(backend, c, c.model, c.long, tick, precision=precision):
             last = step
-        found["validation"][precision or "float32"] = last.validation
-        keep(found)
-    return found
+        result["validation"][precision or "float32"] = last.validation
+        keep(result)
+    return result
 
 
 def trained(
-    place: Backend,
+    backend: Backend,
     c: Curves,
     model: GPT,
     n_steps: int,
@@ -89,25 +94,28 @@ def trained(
     dtype: str = "float32",
     precision: str | None = None,
 ) -> Iterator[Step]:
-    """The steps, the same batches each time."""
+    """Train `model` on `backend` for `n_steps` steps, and yield each; all runs use equal batches.
+
+    tick: called after each step. dtype: of the weights. precision: of `TrainConfig`.
+    """
     data = text()
     windows = Windows(data[:-HELD_OUT], model.max_len, c.batch)
     held_out = Windows(data[-HELD_OUT:], model.max_len, c.batch).held_out(c.held_out)
     options: Any = {"lr": LR, "warmup": n_steps // 10, "eval_every": n_steps}
     config = TrainConfig(n_steps, c.batch, precision=precision, **options)
-    params = tree.map(lambda w: place.asarray(np.asarray(w, dtype)), model.init(0))
-    given = start(params, config), windows, config, place
-    for step in train(loss_of(model), *given, held_out=held_out, donate=True):
+    params = tree.map(lambda w: backend.asarray(np.asarray(w, dtype)), model.init(0))
+    arguments = start(params, config), windows, config, backend
+    for step in train(loss_of(model), *arguments, held_out=held_out, donate=True):
         yield step
         tick()
 
 
 def text() -> np.ndarray:
-    """(N,) bytes."""
-    found, size = [], 0
+    """Return the first BYTES bytes of the text, (BYTES,) uint8."""
+    chunks, size = [], 0
     for piece in texts().pieces():
-        found.append(piece.encode())
-        size += len(found[-1])
+        chunks.append(piece.encode())
+        size += len(chunks[-1])
         if size >= BYTES:
             break
-    return np.frombuffer(b"".join(found)[:BYTES], np.uint8)
+    return np.frombuffer(b"".join(chunks)[:BYTES], np.uint8)

@@ -1,11 +1,19 @@
 """One contestant of `benchmarks.gpu_decoding`: `gpu_decoder.py FOLDER NAME`.
 
-{"write": {"firsts": ids, "n": n}} is answered with the n likeliest ids after each, and the seconds
-that they took together; of this library {"gap": {"ids": ids, "pair": [a, b]}} with how far apart
-the logits of two ids are behind a text. FOLDER holds what `shapes.store` wrote. "cupy kernel" is
-this library's `generate`, "cupy graph" with compiled=True; "torch eager" and "torch compile" a loop
-over a model with keys and values in buffers of the whole length, the latter as one CUDA graph. All
-read each id as it comes, since it could end the text.
+FOLDER holds the files of `shapes.store`. Requests and answers:
+
+- {"write": {"firsts": ids, "n": n}}: n greedy ids after each first id, and the seconds for all
+- {"gap": {"ids": ids, "pair": [a, b]}}: the difference of the logits of ids a and b after the
+  prompt `ids` (of this library only)
+
+NAME is one of
+
+- "cupy kernel": this library's `generate`
+- "cupy graph": `generate` with compiled=True
+- "torch eager": a loop over a model with a preallocated KV cache
+- "torch compile": "torch eager" as one CUDA graph
+
+Each contestant copies each id to the host at once, as a program that stops at an end-of-text id.
 """
 
 from __future__ import annotations
@@ -28,31 +36,37 @@ Gap = Callable[[list[int], list[int]], float]
 def ours(
     shape: Shape, weights: Any, library: str, compiled: bool, peaks: list[Any]
 ) -> tuple[Write, Gap]:
-    """As this library's page has it; peaks: bytes at the end of each text."""
+    """Return decoding by this library, and the difference of two logits.
+
+    compiled: as `generate`'s. peaks: the peak bytes of each call of `write` are appended.
+    """
     from xformer import tree
     from xformer.generation import prefill, stream
 
-    place = backend_of(library, shape.device)
-    params = tree.map(place.asarray, weights)
+    backend = backend_of(library, shape.device)
+    params = tree.map(backend.asarray, weights)
 
     def write(firsts: list[int], n: int) -> list[list[int]]:
         steps, prompts = list[list[Any]](), [[first] for first in firsts]
         with capturing(shape.device) if compiled else nullcontext():
             for step in stream(shape.model, params, prompts, max_new_tokens=n, compiled=compiled):
                 steps.append(step)
-                if len(steps) == n:  # a graph's memory goes with it
-                    peaks.append(place.memory().peak)
+                if len(steps) == n:  # before the graph and its memory are freed
+                    peaks.append(backend.memory().peak)
         return [list(text) for text in zip(*steps, strict=True)]
 
     def gap(ids: list[int], pair: list[int]) -> float:
-        (logits,) = place.to_numpy(prefill(shape.model, params, [ids]).logits)
+        (logits,) = backend.to_numpy(prefill(shape.model, params, [ids]).logits)
         return abs(float(logits[pair[0]] - logits[pair[1]]))
 
     return write, gap
 
 
 def theirs(shape: Shape, weights: Any, compiled: bool) -> tuple[Write, Any]:
-    """As a user of torch writes it who knows of CUDA graphs."""
+    """Return decoding by torch, and torch's backend.
+
+    compiled: run each token as one CUDA graph (`torch.compile`, mode "reduce-overhead").
+    """
     import torch
 
     from benchmarks.eager import Eager
@@ -66,10 +80,10 @@ def theirs(shape: Shape, weights: Any, compiled: bool) -> tuple[Write, Any]:
     def write(firsts: list[int], n: int) -> list[list[int]]:
         token = torch.tensor(firsts, device=eager.backend.device)[:, None]
         new = list[list[int]]()
-        place = torch.tensor([0], device=eager.backend.device)
+        position = torch.tensor([0], device=eager.backend.device)
         for _ in range(n):
-            token = run(token, place).clone()  # a graph writes its next result over it
-            place += 1  # on the device
+            token = run(token, position).clone()  # the graph's next run overwrites its output
+            position += 1  # on the device
             new.append(token[:, 0].tolist())
         return [list(text) for text in zip(*new, strict=True)]
 
@@ -77,14 +91,14 @@ def theirs(shape: Shape, weights: Any, compiled: bool) -> tuple[Write, Any]:
 
 
 def answers(folder: Path, name: str) -> dict[str, Callable[..., Any]]:
-    """What a contestant can be asked."""
+    """Return the functions that answer a contestant's requests, by the request's name."""
     shape, weights = shapes.load(folder)
-    library, more, peaks = name.partition(" ")[0], dict[str, Any](), list[Any]()
+    library, gaps, peaks = name.partition(" ")[0], dict[str, Any](), list[Any]()
     if library == "torch":
-        write, place = theirs(shape, weights, name == COMPILED)
+        write, backend = theirs(shape, weights, name == COMPILED)
     else:
         write, gap = ours(shape, weights, library, name == GRAPH, peaks)
-        more["gap"] = lambda ids, pair: {"gap": gap(ids, pair)}
+        gaps["gap"] = lambda ids, pair: {"gap": gap(ids, pair)}
 
     def answer(firsts: list[int], n: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -92,9 +106,9 @@ def answers(folder: Path, name: str) -> dict[str, Callable[..., Any]]:
         return {"ids": ids, "seconds": time.perf_counter() - start}
 
     def about() -> dict[str, Any]:
-        return {"peak_bytes": place.memory().peak if library == "torch" else max(peaks)}
+        return {"peak_bytes": backend.memory().peak if library == "torch" else max(peaks)}
 
-    return harness.noted({"write": answer, "about": about} | more, list[str]())
+    return harness.noted({"write": answer, "about": about} | gaps, list[str]())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a CUDA kernel takes, beside what it cannot do without; what it costs the host to begin one.
+"""Sections of `benchmarks.gpu`: time of each CUDA kernel beside its floor, and launch costs.
 
-The floor of a kernel is the time of the bytes that it must read and write, at the rate of a copy,
-or of its multiplications, at the rate of a large product. Everything is measured in interleaved
-turns of several calls on end, and waits for the device at the end of a turn. Each result is first
-compared with that of the op's reference on the same arrays.
+The floor of a kernel is a lower bound of its time: the bytes that it must read and write, at the
+rate of a copy, or its FLOPs, at the rate of a large matmul, whichever takes longer. All is timed in
+interleaved rounds of several calls, and each round ends with a wait for the device. Each kernel is
+first compared with the op's reference on the same arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xformer.optim.adam import adam_update
 from xformer.optim.clip import clip_leaves
 from xformer.typing import Array
 
-TOLERANCE = 1e-5  # relative, in the norm of each result in float32
+TOLERANCE = 1e-5  # relative, in the norm of each output in float32
 ROUNDED = {"float16": 2e-3, "bfloat16": 1.6e-2}  # four roundings
 REAL, STORED = 4, 2  # bytes
 KEY = RandomKey(1, 2, 3)
@@ -36,19 +36,19 @@ ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "rate": 1e-3, "root":
 
 
 class Sizes(NamedTuple):
-    """Of the arrays; the largest ones must not fit in the device's cache."""
+    """The sizes of the arrays; the largest arrays must not fit into the device's cache."""
 
-    rows: int
+    rows: int  # of hidden states, as `width`
     width: int
-    tokens: int  # of a head
-    classes: int
-    padded: int  # classes whose rows of logits are padded
-    batch: int  # of attention
+    tokens: int  # rows of logits
+    classes: int  # columns of logits
+    padded: int  # columns of logits in bfloat16; the kernel pads each row
+    batch: int  # of attention, as `heads`, `length` and `keys`
     heads: int
     length: int
-    keys: int  # of one query
-    matrix: int  # of the product whose rate is measured
-    repeats: int  # calls in a turn
+    keys: int  # of attention with one query
+    matrix: int  # rows and columns of the matmul whose rate is measured
+    repeats: int  # calls in a round
 
 
 LARGE = Sizes(32768, 1024, 4096, 50304, 50257, 16, 16, 1024, 4096, 8192, 10)
@@ -57,23 +57,23 @@ SMALL = Sizes(6, 8, 3, 4100, 4099, 1, 2, 17, 130, 8, 1)  # of a dry run
 
 
 class Case(NamedTuple):
-    """A call, and what it cannot do without: bytes, or multiplications and additions."""
+    """A call of an op, with the bytes that it must move and the FLOPs that it must compute."""
 
     name: str
     op: Callable[..., Any]
     args: tuple[Any, ...]
     options: dict[str, Any]
     forward: tuple[int, int]  # bytes, FLOPs
-    backward: tuple[int, int] | None = None  # None: there is none
-    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    backward: tuple[int, int] | None = None  # bytes, FLOPs; None: without a backward
+    context: Callable[[], AbstractContextManager[None]] = nullcontext  # to call it in
     tolerance: float = TOLERANCE
-    product: str = "product"  # of `rates`, that it is made of
-    reference: Callable[..., Any] | None = None  # of what is no op
+    product: str = "product"  # the key of `rates` for its FLOPs
+    reference: Callable[..., Any] | None = None  # None: the reference of `op`
 
 
-def cases(place: Backend, s: Sizes) -> Iterator[Case]:
-    """Every kernel, in the calls that models make."""
-    rng = place.generator(0)
+def cases(backend: Backend, s: Sizes) -> Iterator[Case]:
+    """Yield a case for each kernel, called as the models call it."""
+    rng = backend.generator(0)
     n, (x, up) = s.rows * s.width * REAL, (rng.normal((s.rows, s.width)) for _ in range(2))
     w, b = rng.normal((s.width,)), rng.normal((s.width,))
     moved: Any = partial(_moved, n)
@@ -83,7 +83,7 @@ def cases(place: Backend, s: Sizes) -> Iterator[Case]:
         options: Any = {"config": NormConfig(kind)}
         sums = (x, up, NormParams(w, b_or_none))
         yield Case(f"add_norm, {kind}", add_norm, sums, options, *moved(4, 4))
-    yield from _rounded(place, s, x, up, NormParams(w, b))
+    yield from _rounded(backend, s, x, up, NormParams(w, b))
     yield Case("softmax", ops.softmax, (x,), {}, *moved(2, 3))
     yield Case("gelu", ops.gelu, (x,), {}, *moved(2, 3))
     yield Case("gelu, tanh", ops.gelu, (x,), {"approximate": "tanh"}, *moved(2, 3))
@@ -91,45 +91,48 @@ def cases(place: Backend, s: Sizes) -> Iterator[Case]:
     yield Case("dropout", ops.dropout, (x,), {"rate": 0.1, "key": KEY}, *moved(2, 2))
     bits = {"key": KEY, "size": s.rows * s.width}
     yield Case("random_bits", ops.random_bits, (x,), bits, (2 * n, 0))
-    yield from _ids(place, s)
-    yield from _heads(place, s)
-    yield from _products(place, s, x)
+    yield from _ids(backend, s)
+    yield from _heads(backend, s)
+    yield from _products(backend, s, x)
     leaves = [[rng.uniform((s.rows, s.width)) for _ in range(2)] for _ in range(4)]
     yield Case("adam", adam_update, tuple(leaves), ADAM, (2 * 7 * n, 0))
     yield Case("clip", clip_leaves, (leaves[0],), {"max_norm": 1.0}, (2 * 3 * n, 0))
 
 
-def _rounded(place: Backend, s: Sizes, x: Array, up: Array, norm: NormParams) -> Iterator[Case]:
-    """What bfloat16 has of its own: norms of sums, padded rows of logits, weights."""
-    rng, rounded = place.generator(5), partial(place.cast_params, precision="bfloat16")
-    n, rest = s.rows * s.width * STORED, {"tolerance": ROUNDED["bfloat16"]}
+def _rounded(backend: Backend, s: Sizes, x: Array, up: Array, norm: NormParams) -> Iterator[Case]:
+    """Yield the kernels with a separate path for bfloat16.
+
+    These are norms of sums, logits with padded rows, and casts of weights. x, up: (rows, width).
+    """
+    rng, rounded = backend.generator(5), partial(backend.cast_params, precision="bfloat16")
+    n, extra = s.rows * s.width * STORED, {"tolerance": ROUNDED["bfloat16"]}
     for kind, params in (("layer", norm), ("rms", norm._replace(b=None))):
         options: Any = {"config": NormConfig(kind)}
         name, args = f"add_norm, {kind}, bfloat16", tuple(rounded([x, up, params]))
-        yield Case(name, add_norm, args, options, *_moved(n, 4, 4), **rest)
+        yield Case(name, add_norm, args, options, *_moved(n, 4, 4), **extra)
     table = rng.normal((s.padded, s.width)) * s.width**-0.5  # logits around 1
     h, table = rounded([rng.normal((s.tokens, s.width)), table])
     targets = {"targets": rng.integers((s.tokens,), high=s.padded)}
     flops, moved = 2 * s.tokens * s.width * s.padded, 2 * (s.tokens + s.padded) * s.width * STORED
     floors: Any = (0, 3 * flops), (moved, 0)
-    rest |= {"product": "product, float16"}
+    extra |= {"product": "product, float16"}
     name, head = "linear_cross_entropy, bfloat16", ops.linear_cross_entropy
-    yield Case(name, head, (h, table.T), targets, *floors, **rest)
+    yield Case(name, head, (h, table.T), targets, *floors, **extra)
 
     def cast(leaves: Any) -> Any:
-        return tree.map(lambda leaf: place.xp.astype(leaf, h.dtype), leaves)
+        return tree.map(lambda leaf: backend.xp.astype(leaf, h.dtype), leaves)
 
     leaves, moved = [x, up, *norm], 2 * s.rows * s.width * (REAL + STORED)
     yield Case("weights", rounded, (leaves,), {}, (moved, 0), tolerance=0.0, reference=cast)
 
 
 def _moved(n: int, forward: int, backward: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """So many arrays of n bytes each way."""
+    """Return `Case.forward` and `Case.backward` for so many arrays of n bytes, without FLOPs."""
     return (forward * n, 0), (backward * n, 0)
 
 
-def _ids(place: Backend, s: Sizes) -> Iterator[Case]:
-    rng = place.generator(1)
+def _ids(backend: Backend, s: Sizes) -> Iterator[Case]:
+    rng = backend.generator(1)
     table, ids = rng.normal((s.classes, s.width)), rng.integers((s.rows,), high=s.classes)
     n, whole = s.rows * s.width * REAL, s.classes * s.width * REAL
     for name, context in (("embedding", nullcontext), ("embedding, sorted", deterministic)):
@@ -141,78 +144,79 @@ def _ids(place: Backend, s: Sizes) -> Iterator[Case]:
     yield Case("cross_entropy", ops.cross_entropy, (logits,), options, (n, 0), (2 * n, 0))
 
 
-def _heads(place: Backend, s: Sizes) -> Iterator[Case]:
-    """Attention, and the rotary embedding of its queries."""
-    rng, width = place.generator(2), 64
+def _heads(backend: Backend, s: Sizes) -> Iterator[Case]:
+    """Yield attention, RoPE of its queries, and appending to a KV cache."""
+    rng, width = backend.generator(2), 64
     q, k, v = (rng.normal((s.batch, s.heads, s.length, width)) for _ in range(3))
     cos, sin = (rng.uniform((s.length, width // 2)) for _ in range(2))
     n = math.prod(q.shape) * REAL
     yield Case("rope", ops.rope, (q,), {"cos": cos, "sin": sin}, (2 * n, 0), (2 * n, 0))
-    flops = 2 * s.batch * s.heads * s.length * (s.length + 1) // 2 * width  # of one product
-    floors = (4 * n, 2 * flops), (8 * n, 5 * flops)  # the scores are made again
+    flops = 2 * s.batch * s.heads * s.length * (s.length + 1) // 2 * width  # of one matmul
+    floors = (4 * n, 2 * flops), (8 * n, 5 * flops)  # backward recomputes the scores
     yield Case("sdpa, causal", ops.sdpa, (q, k, v), {"causal": True}, *floors)
-    halves = tuple(place.cast_params([q, k, v], "float16"))
+    halves = tuple(backend.cast_params([q, k, v], "float16"))
     floors = (2 * n, 2 * flops), (4 * n, 5 * flops)
-    rest: dict[str, Any] = {"tolerance": ROUNDED["float16"], "product": "product, float16"}
-    yield Case("sdpa, causal, float16", ops.sdpa, halves, {"causal": True}, *floors, **rest)
+    extra: dict[str, Any] = {"tolerance": ROUNDED["float16"], "product": "product, float16"}
+    yield Case("sdpa, causal, float16", ops.sdpa, halves, {"causal": True}, *floors, **extra)
     bias = rng.normal((1, s.heads, s.length, s.length))
     m, flops = math.prod(bias.shape) * REAL, 2 * s.batch * s.heads * s.length**2 * width
     floors = (4 * n + m, 2 * flops), (8 * n + 2 * m, 5 * flops)
     yield Case("sdpa, bias", ops.sdpa, (q, k, v, bias), {}, *floors)
     one = rng.normal((s.batch, s.heads, 1, width))
     k, v = (rng.normal((s.batch, s.heads, s.keys, width)) for _ in range(2))
-    n = math.prod(k.shape) * REAL  # reading them outlasts the products with one query
+    n = math.prod(k.shape) * REAL  # reading the keys takes longer than the matmuls of one query
     yield Case("sdpa, one query", ops.sdpa, (one, k, v), {}, (2 * n, 0), (4 * n, 0))
     n, last = math.prod(one.shape) * REAL, rng.integers((), low=s.keys - 1, high=s.keys)
     options = {"kv_cache": KVCache(k, v, write_index=last)}
     yield Case("append, in a column", append, (one, 2 * one), options, (4 * n, 0))
 
 
-def _products(place: Backend, s: Sizes, x: Array) -> Iterator[Case]:
-    rng = place.generator(3)
+def _products(backend: Backend, s: Sizes, x: Array) -> Iterator[Case]:
+    rng = backend.generator(3)
     w, b = rng.normal((s.width, 4 * s.width)), rng.normal((4 * s.width,))
     flops = 2 * s.rows * s.width * 4 * s.width
     yield Case("linear", ops.linear, (x, w, b), {}, (0, flops), (0, 2 * flops))
     h, table = rng.normal((s.tokens, s.width)), rng.normal((s.classes, s.width))
     options = {"targets": rng.integers((s.tokens,), high=s.classes)}
     flops, moved = 2 * s.tokens * s.width * s.classes, 2 * (s.tokens + s.classes) * s.width * REAL
-    floors = (0, 3 * flops), (moved, 0)  # gradients are made going forward, and multiplied
+    floors = (0, 3 * flops), (moved, 0)  # forward computes the gradients; backward scales them
     yield Case("linear_cross_entropy", ops.linear_cross_entropy, (h, table.T), options, *floors)
 
 
-def rates(place: Backend, s: Sizes, rounds: int) -> dict[str, float]:
-    """Bytes a second of a copy, read and written; FLOPs a second of a product, and in TF32.
+def rates(backend: Backend, s: Sizes, rounds: int) -> dict[str, float]:
+    """Return the rates of the device: bytes per second of a copy, FLOPs per second of matmuls.
 
-    The copy is the driver's, or a kernel's that reads and writes as much, whichever is faster.
+    The copy counts bytes read and bytes written. It is the driver's copy or the kernel of `-x`,
+    whichever is faster. The matmuls are in float32, float16 and, on CuPy, TF32.
     """
-    rng = place.generator(4)
+    rng = backend.generator(4)
     x = rng.normal((4 * s.rows, s.width))
     a, b, out = (rng.normal((s.matrix, s.matrix)) for _ in range(3))
-    turns: dict[str, Callable[[], Any]] = {"copy": x.copy, "kernel": lambda: -x}
-    turns["product"] = lambda: a.dot(b, out)
-    low, other = place.cast_params([a, b], "float16")
-    turns["product, float16"] = lambda: low.dot(other)
-    if place.name == "cupy":  # the switch is CuPy's own
+    calls: dict[str, Callable[[], Any]] = {"copy": x.copy, "kernel": lambda: -x}
+    calls["product"] = lambda: a.dot(b, out)
+    a16, b16 = backend.cast_params([a, b], "float16")
+    calls["product, float16"] = lambda: a16.dot(b16)
+    if backend.name == "cupy":  # `tf32` switches CuPy's matmuls only
 
         def rounded() -> None:
             with tf32():
                 a.dot(b, out)
 
-        turns["product, TF32"] = rounded
-    seconds = measured(place, turns, s.repeats, rounds)
+        calls["product, TF32"] = rounded
+    seconds = measured(backend, calls, s.repeats, rounds)
     seconds["copy"] += seconds.pop("kernel")
     work = {"copy": 2 * math.prod(x.shape) * REAL}
-    return {name: work.get(name, 2 * s.matrix**3) / min(found) for name, found in seconds.items()}
+    return {name: work.get(name, 2 * s.matrix**3) / min(times) for name, times in seconds.items()}
 
 
-def costs(place: Backend, rounds: int, repeats: int) -> dict[str, float]:
-    """Seconds of the host, from one call to the next, of calls that give a device next to no work.
+def costs(backend: Backend, rounds: int, repeats: int) -> dict[str, float]:
+    """Return the host's seconds per call, of calls with next to no work for the device.
 
-    A RawKernel by our launcher; an op that launches one; an array call; a product of two dimensions
-    as kernels call it, and as generic code does.
+    The calls are a launch of a RawKernel, an op with one launch, an array call, and a matmul, both
+    as kernels call it (`dot`) and as generic code does (`@`). repeats: calls in a round.
     """
-    x, y = (place.asarray([[1.0, 2.0], [3.0, 4.0]], "float32") for _ in range(2))
-    turns: dict[str, Callable[[], Any]] = {
+    x, y = (backend.asarray([[1.0, 2.0], [3.0, 4.0]], "float32") for _ in range(2))
+    calls: dict[str, Callable[[], Any]] = {
         "launch of a RawKernel": partial(
             module.launch,
             softmax.SOURCE,
@@ -228,32 +232,35 @@ def costs(place: Backend, rounds: int, repeats: int) -> dict[str, float]:
         "product, a.dot(b)": lambda: x.dot(y),
         "product, a @ b": lambda: x @ y,
     }
-    seconds = measured(place, turns, repeats, rounds)
-    return {name: min(found) for name, found in seconds.items()}
+    seconds = measured(backend, calls, repeats, rounds)
+    return {name: min(times) for name, times in seconds.items()}
 
 
 def kernels(
-    place: Backend,
+    backend: Backend,
     s: Sizes,
     rate: dict[str, float],
     rounds: int,
     is_over: Callable[[], bool] = lambda: False,
     keep: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Of each case and direction a row, and what is wrong: its times are not reported.
+    """Compare and time all cases. Returns a row per case and direction, and a list of failures.
 
-    A case that fails is wrong too; one that has too little memory is tried again after the others.
-    is_over: whether time is, and no other case may begin. keep: called with all rows so far.
+    A case with wrong results or an error has no row. A case that runs out of memory is tried again
+    after the others.
+
+    rate: of `rates`   is_over: returns True when no further case may begin
+    keep: called with all rows so far, after each case.
     """
-    rows, wrong, later = list[dict[str, Any]](), list[str](), list[Case]()
+    rows, wrong, out_of_memory = list[dict[str, Any]](), list[str](), list[Case]()
 
     def tried(case: Case, *, again: bool) -> None:
         try:
             with case.context():
-                rows.extend(_measured(place, s, rate, rounds, case))
+                rows.extend(_measured(backend, s, rate, rounds, case))
         except Exception as error:
             if harness.is_out_of_memory(error) and not again:
-                later.append(case)
+                out_of_memory.append(case)
                 machine.give_back()
                 return
             why = "out of memory, alone too: " if harness.is_out_of_memory(error) else ""
@@ -261,106 +268,106 @@ def kernels(
             wrong.append(f"{case.name}: {why}{kind}{error}")
         keep(rows)
 
-    for case in cases(place, s):
+    for case in cases(backend, s):
         if is_over():
             wrong.append(f"{case.name} and what follows: not begun, time was over")
             return rows, wrong
         tried(case, again=False)
-    for case in later:
+    for case in out_of_memory:
         tried(case, again=True)
     return rows, wrong
 
 
 def _measured(
-    place: Backend, s: Sizes, rate: dict[str, float], rounds: int, case: Case
+    backend: Backend, s: Sizes, rate: dict[str, float], rounds: int, case: Case
 ) -> list[dict[str, Any]]:
-    """A row of each direction. Disagreement where the results are not the reference's."""
-    error = _error(place, case)
+    """Return the rows of a case. Raises Disagreement if its results differ from the reference."""
+    error = _error(backend, case)
     if not error <= case.tolerance:
         raise Disagreement(f"relative error {error:.1e}, allowed {case.tolerance:.0e}")
-    runs = place.cast_params.__qualname__
+    runs = backend.cast_params.__qualname__
     if isinstance(case.op, Overridable):
-        said = explain(case.op, *case.args, **case.options).partition("\n")[0]
-        runs = said.partition(": ")[2]
-    turns: dict[str, Callable[[], Any]] = {"forward": partial(_run, case)}
+        line = explain(case.op, *case.args, **case.options).partition("\n")[0]
+        runs = line.partition(": ")[2]
+    calls: dict[str, Callable[[], Any]] = {"forward": partial(_run, case)}
     if case.backward is not None:
         y, cache = case.op(*case.args, **case.options)
-        turns["backward"] = partial(cache.backward, *_like(place, y))
+        calls["backward"] = partial(cache.backward, *_like(backend, y))
     rows = []
-    for direction, found in measured(place, turns, s.repeats, rounds).items():
+    for direction, times in measured(backend, calls, s.repeats, rounds).items():
         moved, flops = case.forward if direction == "forward" else case.backward or (0, 0)
         floor = max(moved / rate["copy"], flops / rate[case.product])
-        row = {"name": f"{case.name}, {direction}", "seconds": min(found), "floor": floor}
+        row = {"name": f"{case.name}, {direction}", "seconds": min(times), "floor": floor}
         row["moves"] = moved / rate["copy"] >= flops / rate[case.product]
-        row |= {"median": statistics.median(found), "n": len(found)}
+        row |= {"median": statistics.median(times), "n": len(times)}
         rows.append(row | {"error": error, "runs": runs})
     return rows
 
 
 def measured(
-    place: Backend, turns: dict[str, Callable[[], Any]], repeats: int, rounds: int
+    backend: Backend, calls: dict[str, Callable[[], Any]], repeats: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of a call in each turn of `repeats` calls."""
+    """Return for each of `calls` its seconds per call in each round of `repeats` calls."""
 
-    def turn(run: Callable[[], Any]) -> list[float]:
-        run()  # a device that has slept is slow at first
-        place.synchronize()
+    def seconds(run: Callable[[], Any]) -> list[float]:
+        run()  # an idle device is slow at first
+        backend.synchronize()
         start = time.perf_counter()
         for _ in range(repeats):
             run()
-        place.synchronize()
+        backend.synchronize()
         return [(time.perf_counter() - start) / repeats]
 
-    own = {name: partial(turn, run) for name, run in turns.items()}
-    return harness.interleave(own, rounds, lambda: None)
+    timed = {name: partial(seconds, call) for name, call in calls.items()}
+    return harness.interleave(timed, rounds, lambda: None)
 
 
 def _run(case: Case) -> Any:
     return case.op(*case.args, **case.options)
 
 
-def _like(place: Backend, y: Array | tuple[Array, ...]) -> tuple[Array, ...]:
-    """A gradient of each result, of numbers that do not cancel in a sum with the result."""
-    xp, results = place.xp, y if isinstance(y, tuple) else (y,)
+def _like(backend: Backend, y: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return a gradient for each output y, of numbers that do not cancel in a sum with y."""
+    xp, results = backend.xp, y if isinstance(y, tuple) else (y,)
 
     def some(out: Array) -> Array:
-        numbers = xp.arange(math.prod(out.shape), dtype=place.upcast(out).dtype)
+        numbers = xp.arange(math.prod(out.shape), dtype=backend.upcast(out).dtype)
         return xp.astype(xp.reshape(0.5 + xp.cos(numbers), out.shape), out.dtype)
 
     return tuple(map(some, results))
 
 
-def _results(place: Backend, case: Case) -> list[Array]:
-    """What the call gives, and its gradients."""
+def _results(backend: Backend, case: Case) -> list[Array]:
+    """Return the outputs of a case, and the gradients if it has a backward."""
     if case.backward is None:
         return list(tree.flatten(_run(case)).values())
     y, cache = _run(case)
-    return list(tree.flatten((y, cache.backward(*_like(place, y)))).values())
+    return list(tree.flatten((y, cache.backward(*_like(backend, y)))).values())
 
 
-def _error(place: Backend, case: Case) -> float:
-    """The largest relative error of the results, against the reference's."""
-    got = [place.upcast(a) for a in _results(place, case)]
-    judge = case._replace(args=tree.map(place.upcast, case.args), op=case.reference or case.op)
+def _error(backend: Backend, case: Case) -> float:
+    """Return the largest relative error of an output or gradient, against the reference."""
+    got = [backend.upcast(a) for a in _results(backend, case)]
+    judge = case._replace(args=tree.map(backend.upcast, case.args), op=case.reference or case.op)
     with reference_only():
-        wanted = [place.upcast(a) for a in _results(place, judge)]
-    return max(_off(place, *pair) for pair in zip(got, wanted, strict=True))
+        wanted = [backend.upcast(a) for a in _results(backend, judge)]
+    return max(_off(backend, *pair) for pair in zip(got, wanted, strict=True))
 
 
-def _off(place: Backend, got: Array, wanted: Array) -> float:
-    xp = place.xp
+def _off(backend: Backend, got: Array, wanted: Array) -> float:
+    xp = backend.xp
     got, wanted = (xp.astype(a, xp.float64) for a in (got, wanted))
     size = float(xp.sum(wanted**2)) ** 0.5
     return float(xp.sum((got - wanted) ** 2)) ** 0.5 / max(size, 1e-30)
 
 
 def kernel_table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Cells of a table."""
+    """Return the cells of a table, one row per case and direction."""
     lines = [["kernel", "us", "floor, us", "of the floor", "error", "runs"]]
     for row in rows:
         share = f"{row['floor'] / row['seconds']:.0%}"
-        own = f"{1e6 * row['seconds']:.1f} ({1e6 * row['median']:.1f})"
-        times = (own, f"{1e6 * row['floor']:.1f}")
+        seconds = f"{1e6 * row['seconds']:.1f} ({1e6 * row['median']:.1f})"
+        times = (seconds, f"{1e6 * row['floor']:.1f}")
         short = row["runs"].removeprefix("xformer.backends.")
         lines.append([row["name"], *times, share, f"{row['error']:.0e}", short])
     return lines

@@ -1,4 +1,4 @@
-"""With what `benchmarks.gpu` measures: versions, NVIDIA's libraries, and the kernels chosen."""
+"""A section of `benchmarks.gpu`: versions, NVIDIA's libraries, and the kernels chosen."""
 
 from __future__ import annotations
 
@@ -18,39 +18,42 @@ PACKAGES = (
 STORED = ("float32", "bfloat16")
 
 
-def versions(place: Backend) -> dict[str, str]:
-    """Of the packages, of CUDA, of the libraries that kernels call, and of the driver."""
-    found = {place.name: place.version}
+def versions(backend: Backend) -> dict[str, str]:
+    """Return the versions of packages, CUDA, the libraries that kernels call, and the driver."""
+    by_name = {backend.name: backend.version}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    if place.name == "cupy":
+            by_name[name] = importlib.metadata.version(name)
+    if backend.name == "cupy":
         number = sys.modules["cupy"].cuda.runtime.runtimeGetVersion()
-        found["CUDA"] = f"{number // 1000}.{number % 1000 // 10}"
-    found |= {name: own for name, own in backends.beside("cupy").items() if own.isdigit()}
+        by_name["CUDA"] = f"{number // 1000}.{number % 1000 // 10}"
+    by_name |= {
+        name: version for name, version in backends.beside("cupy").items() if version.isdigit()
+    }
     driver = machine.nvidia_smi("driver_version")
-    return found if driver is None else found | {"driver": driver}
+    return by_name if driver is None else by_name | {"driver": driver}
 
 
-def libraries(place: Backend) -> dict[str, Any]:
-    """What runs linear maps and attention here, and why other kernels do not.
+def libraries(backend: Backend) -> dict[str, Any]:
+    """Return which kernels run linear maps and attention here, and why other kernels do not.
 
-    "beside": of NVIDIA's libraries the version, or why it cannot be called. "runs": of an op and a
-    dtype the implementation; "not": of it the others, each with its reason.
+    - "beside": for each of NVIDIA's libraries its version, or why it cannot be called
+    - "runs": for each op and dtype the chosen implementation
+    - "not": for each op and dtype the other implementations, each with its reason
     """
-    rng = place.generator(0)
+    rng = backend.generator(0)
     x, w, b = (rng.normal(shape) for shape in ((64, 64), (64, 64), (64,)))
     heads = [rng.normal((1, 2, 64, 64)) for _ in range(3)]
-    found: dict[str, Any] = {"beside": backends.beside("cupy"), "runs": {}, "not": {}}
+    result: dict[str, Any] = {"beside": backends.beside("cupy"), "runs": {}, "not": {}}
     for dtype in STORED:
         precision = None if dtype == "float32" else dtype
-        *qkv, a, m, v = place.cast_params([*heads, x, w, b], precision)
+        *qkv, a, m, v = backend.cast_params([*heads, x, w, b], precision)
         calls: list[tuple[Any, Any, dict[str, Any]]] = [(ops.linear, (a, m, v), {})]
         calls.append((ops.sdpa, qkv, {"causal": True}))
         for op, args, options in calls:
-            first, *rest = explain(op, *args, **options).splitlines()
+            first, *refusals = explain(op, *args, **options).splitlines()
             name = f"{op.__name__}, {dtype}"
-            found["runs"][name] = first.partition(": ")[2].removeprefix("xformer.backends.")
-            why = [line.removeprefix("- xformer.backends.") for line in rest]
-            found["not"][name] = [line for line in why if ": not asked, " not in line]
-    return found
+            result["runs"][name] = first.partition(": ")[2].removeprefix("xformer.backends.")
+            lines = [line.removeprefix("- xformer.backends.") for line in refusals]
+            result["not"][name] = [line for line in lines if ": not asked, " not in line]
+    return result

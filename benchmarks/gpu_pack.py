@@ -1,8 +1,9 @@
-"""`python -m benchmarks.gpu --pack FOLDER`: wheels for a machine that reaches no package index.
+"""`python -m benchmarks.gpu --pack FOLDER`: wheels for a machine without a package index.
 
-That fetches what pyproject.toml asks for (dependencies, and the extras of CUDA and of tests) and
-the machine has not, for its Python, and no dependencies of those: the extras name what is imported.
-The frontend of cuDNN asks for compilers of hundreds of megabytes too, which no kernel here calls.
+It fetches the requirements of pyproject.toml (dependencies, and the extras for CUDA and tests)
+that the machine lacks, for the machine's Python. It does not fetch their dependencies: the extras
+name every imported package. cuDNN's frontend, for example, depends on compilers of hundreds of
+megabytes, which no kernel here calls.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from packaging.utils import canonicalize_name
 from benchmarks.harness import ROOT
 
 EXTRAS = {"13": ("cuda13", "nvmath", "cudnn"), "12": ("cuda12", "nvmath", "cudnn-cu12")}
-# What a machine has that has CuPy, torch with CUDA, which brings cuDNN, and pytest.
+# Packages of a machine with CuPy, pytest, and torch with CUDA (which brings cuDNN).
 ASSUMED = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "pytest", "nvidia-cudnn-cu13")
 ASSUMED += ("nvidia-cudnn-cu12",)
-WITHOUT = ("pytest-xdist",)  # tests run without it, one after the other
-BEHIND = ("sortedcontainers>=2.1,<3",)  # what hypothesis imports
+WITHOUT = ("pytest-xdist",)  # not needed: the tests run in one process
+BEHIND = ("sortedcontainers>=2.1,<3",)  # a dependency that hypothesis imports
 BUILD = "setuptools>=77.0.3"  # for the checkout itself, as [build-system] says
-GLIBC = (28, 27, 24, 17, 12, 5)  # of 2.28, which CuPy's wheels need, and older ones
+GLIBC = (28, 27, 24, 17, 12, 5)  # minor versions: CuPy's wheels need 2.28, others older ones
 
 
 def pack(folder: Path, python: str, cuda: str, has: Mapping[str, str | None]) -> list[Path]:
-    """Fetch the wheels. RuntimeError with what pip says where it cannot.
+    """Fetch the wheels that `requirements` names into `folder`. Returns their paths.
 
-    python: a version, "3.12". cuda: "12" or "13". has: as of `requirements`.
+    python: a version, "3.12"   cuda: "12" or "13"
+    has: versions of the machine's packages by name; None if the version does not matter.
+    Raises RuntimeError with pip's message if pip fails.
     """
     wanted = requirements(python, cuda, has)
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,44 +56,44 @@ def pack(folder: Path, python: str, cuda: str, has: Mapping[str, str | None]) ->
 
 
 def requirements(python: str, cuda: str, has: Mapping[str, str | None]) -> list[str]:
-    """What the machine has not; has: versions by name, None where the version does not matter."""
+    """Return the requirements that the machine lacks; arguments as of `pack`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = list(project["dependencies"])
     for extra in (*EXTRAS[cuda], "test"):
         lines += project["optional-dependencies"][extra]
-    there = {canonicalize_name(name): version for name, version in has.items()}
+    installed = {canonicalize_name(name): version for name, version in has.items()}
     environment = {"python_version": python, "sys_platform": "linux", "platform_system": "Linux"}
-    wanted = dict[str, SpecifierSet]()
+    specifiers = dict[str, SpecifierSet]()
     for one in map(Requirement, [*lines, *BEHIND, BUILD]):
         if one.marker is None or one.marker.evaluate(environment):
             name = canonicalize_name(one.name)
-            wanted[name] = wanted.get(name, SpecifierSet()) & one.specifier
+            specifiers[name] = specifiers.get(name, SpecifierSet()) & one.specifier
     return [
         f"{name}{specifier}"
-        for name, specifier in wanted.items()
-        if name not in WITHOUT and not _has(there, name, specifier)
+        for name, specifier in specifiers.items()
+        if name not in WITHOUT and not _has(installed, name, specifier)
     ]
 
 
-def _has(there: Mapping[str, str | None], name: str, specifier: SpecifierSet) -> bool:
-    if name not in there:
+def _has(installed: Mapping[str, str | None], name: str, specifier: SpecifierSet) -> bool:
+    if name not in installed:
         return False
-    version = there[name]
+    version = installed[name]
     return version is None or specifier.contains(version, prereleases=True)
 
 
 def frozen(path: Path) -> dict[str, str | None]:
-    """What `pip freeze` has printed on the machine, versions by name."""
+    """Read the output of `pip freeze`. Returns versions by name; None for installs from a URL."""
     pairs = [line.partition("==") for line in path.read_text(encoding="utf-8").splitlines()]
-    plain = {
+    pinned = {
         name.strip(): version.partition(";")[0].strip() for name, same, version in pairs if same
     }
-    others = {name.partition(" @ ")[0].strip(): None for name, same, _ in pairs if not same}
-    return {name: v for name, v in (others | plain).items() if re.match(r"\w", name)}
+    unpinned = {name.partition(" @ ")[0].strip(): None for name, same, _ in pairs if not same}
+    return {name: v for name, v in (unpinned | pinned).items() if re.match(r"\w", name)}
 
 
 def say(folder: Path, wheels: list[Path]) -> str:
-    """What was fetched, and what to run on the machine."""
+    """Return a text: the fetched wheels, and the commands to run on the machine."""
     size = sum(path.stat().st_size for path in wheels)
     return f"""\
 {len(wheels)} wheels, {size / 1e6:.1f} MB, in {folder}:
@@ -109,7 +112,7 @@ Bring them to the machine with this checkout. There, at its root:
 
 
 def toolkit(wheels: list[Path]) -> str:
-    """What CuPy's wheel lacks, if it was fetched: the packages of its extra."""
+    """Return a text on CuPy's extra [ctk], which is not fetched; "" if CuPy was not fetched."""
     names = [path.name.partition("-")[0].replace("_", "-") for path in wheels]
     cupy = [name for name in names if name.startswith("cupy-cuda")]
     if not cupy:

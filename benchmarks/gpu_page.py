@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` has found, in Markdown."""
+"""The result of `benchmarks.gpu` in Markdown."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from benchmarks.contestants import COMPILED, CUDNN, DETERMINISTIC, GRAPH, OURS_O
 
 WIDEST = 240  # characters of a line of an error
 MEMORY = """\
-Times: minimum (median). Peak: what the pool of CuPy or torch has grown to; of JAX, which tells no
-more, what its arrays took. "alone": it had too little memory beside the others, and its turns after
+Times: minimum (median). Peak: the largest size of the memory pool of CuPy or torch; for JAX, the
+peak memory of its arrays. "alone": it ran out of memory beside the others, and was timed after
 them."""
 
 
-def text(found: dict[str, Any]) -> str:
-    """What was found, in Markdown."""
-    done, parts = found["sections"], [header(found)]
-    if found["running"]:
-        parts.append(f"Not complete: `{found['running']}` was running when this was written.")
+def text(result: dict[str, Any]) -> str:
+    """Return the whole page."""
+    done, parts = result["sections"], [header(result)]
+    if result["running"]:
+        parts.append(f"Not complete: `{result['running']}` was running when this was written.")
     if "libraries" in done:
         parts.append(libraries(done["libraries"]))
     if "tests" in done:
@@ -52,47 +52,52 @@ def text(found: dict[str, Any]) -> str:
         parts.append(MEMORY)
     if met := goals(done):
         parts.append(report.align([["figure", "goal", "found"], *met]))
-    if left_out := [f"- {name}: {why}" for name, all_ in found["left_out"].items() for why in all_]:
+    if left_out := [
+        f"- {name}: {why}" for name, all_ in result["left_out"].items() for why in all_
+    ]:
         parts.append("\n".join(["Left out:", "", *left_out]))
-    if found["wrong"]:
-        wrong = (f"- {short(what)}" for what in found["wrong"])
+    if result["wrong"]:
+        wrong = (f"- {short(what)}" for what in result["wrong"])
         parts.append("\n".join(["Wrong, or not run (in full in the JSON):", "", *wrong]))
     return "\n\n".join(parts)
 
 
 def short(what: str) -> str:
-    """The first line of what failed, and the last one, which names the error."""
+    """Return the first line of a failure and its last line, which names the error."""
     lines = [line.strip() for line in what.splitlines() if line.strip()]
     ends = [lines[0], *lines[1:][-1:]]
     return " ... ".join(line if len(line) <= WIDEST else line[:WIDEST] + " ..." for line in ends)
 
 
 def warned(rows: Mapping[str, dict[str, Any]]) -> list[str]:
-    """A line for each warning of a contestant."""
+    """Return a line for each warning of a contestant; rows: by name."""
     return [f"{short(what)}." for what in report.warned(rows)]
 
 
-def libraries(found: dict[str, Any]) -> str:
-    """What runs linear maps and attention, and why no other kernel does."""
-    rows = [["op", "runs"], *(list(row) for row in found["runs"].items())]
-    lines = [f"- {own}" for name, own in found["beside"].items() if not own.isdigit()]
-    known = "".join(found["beside"].values())
-    for name, others in found["not"].items():
-        lines += [f"- {name}, not {why}" for why in others if why.partition(": ")[2] not in known]
+def libraries(result: dict[str, Any]) -> str:
+    """Return the table of `gpu_libraries.libraries`, and why other kernels do not run."""
+    rows = [["op", "runs"], *(list(row) for row in result["runs"].items())]
+    lines = [f"- {state}" for name, state in result["beside"].items() if not state.isdigit()]
+    known = "".join(result["beside"].values())
+    for name, refusals in result["not"].items():
+        lines += [f"- {name}, not {why}" for why in refusals if why.partition(": ")[2] not in known]
     return "\n\n".join([report.align(rows), *(["\n".join(lines)] if lines else [])])
 
 
-def header(found: dict[str, Any]) -> str:
-    """When, what, where."""
-    commit = (found["commit"] or "none")[:12] + (" with local changes" if found["dirty"] else "")
-    dry = " A dry run: no figure means anything." if found["dry_run"] else ""
-    own = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    at = f"{found['date']}, commit {commit}, Python {found['python']}, {found['device']}"
-    return f"{at}; {own}.{dry}"
+def header(result: dict[str, Any]) -> str:
+    """Return a line with date, commit, device and versions."""
+    commit = (result["commit"] or "none")[:12] + (" with local changes" if result["dirty"] else "")
+    dry = " A dry run: no figure means anything." if result["dry_run"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    at = f"{result['date']}, commit {commit}, Python {result['python']}, {result['device']}"
+    return f"{at}; {versions}.{dry}"
 
 
 def goals(done: dict[str, Any]) -> list[list[str]]:
-    """What this library wants to reach on a GPU, as far as it was measured: figure, goal, found."""
+    """Return the goals of this library on a GPU that were measured: figure, goal, value.
+
+    done: the results of the sections that have run, by name.
+    """
     cells = list[list[str]]()
     for name in ("gpt2-bfloat16", "llama-bfloat16"):
         if name in done:
@@ -107,8 +112,8 @@ def goals(done: dict[str, Any]) -> list[list[str]]:
     moved = [row for row in done.get("kernels", []) if row["moves"]]
     if moved:
         near = [row for row in moved if row["floor"] >= 0.8 * row["seconds"]]
-        found = f"{len(near)} of {len(moved)} kernels"
-        cells.append(["kernels bound by memory, of their floor", "80%", found])
+        share = f"{len(near)} of {len(moved)} kernels"
+        cells.append(["kernels bound by memory, of their floor", "80%", share])
     for row in done.get("attention", []):
         what = f"flash, {row['length']} tokens, {row['direction']}, time over torch's"
         cells.append([what, "1", times(row["times"].get("flash", {}).get("ratio"))])
@@ -118,19 +123,19 @@ def goals(done: dict[str, Any]) -> list[list[str]]:
         what = f"losses of {done['curve-float32']['steps']} steps, off float64, over NumPy's"
         cells.append([what, "1", times(off["here"] / spread)])
     if "curve-bfloat16" in done and len(done["curve-bfloat16"]["validation"]) == 2:
-        found = done["curve-bfloat16"]["validation"]
+        losses = done["curve-bfloat16"]["validation"]
         what = f"validation after {done['curve-bfloat16']['steps']} steps, over float32's"
-        cells.append([what, "1.005", f"{found['bfloat16'] / found['float32']:.4f}"])
+        cells.append([what, "1.005", f"{losses['bfloat16'] / losses['float32']:.4f}"])
     return cells
 
 
 def step_goals(name: str, rows: dict[str, Any]) -> list[list[str]]:
-    """Those of a training step."""
+    """Return the goals of training steps of the section `name`; rows: by contestant."""
     rows = {name: row for name, row in rows.items() if "step" in row and "light" in row}
-    own = [rows[n] for n in (OURS_ON_GPU, GRAPH) if n in rows]
-    if not own:  # both have failed, and are named, or are still to be measured
+    ours = [rows[n] for n in (OURS_ON_GPU, GRAPH) if n in rows]
+    if not ours:  # both have failed, or are not measured yet
         return []
-    best = min(own, key=lambda row: row["step"]["min_ms"])
+    best = min(ours, key=lambda row: row["step"]["min_ms"])
     cells = []
     for peer, least in ((PEER, 1.5), (CUDNN, 1.5), (COMPILED, 1.05)):
         if peer in rows:
@@ -147,23 +152,23 @@ def step_goals(name: str, rows: dict[str, Any]) -> list[list[str]]:
 
 
 def times(ratio: float | None) -> str:
-    """A ratio."""
+    """Return a ratio with two decimals, or "-" for None."""
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def attention_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Cells of a table."""
+    """Return the cells of the table of `gpu_attention.attention`."""
     names = list(dict.fromkeys(name for row in rows for name in row["times"]))
     lines = [["causal attention, bfloat16", *(f"{name}, ms" for name in names)]]
     for row in rows:
-        found = [row["times"].get(name) for name in names]
-        cells = ["-" if t is None else f"{t['min_ms']:.3f} ({t['median_ms']:.3f})" for t in found]
+        times = [row["times"].get(name) for name in names]
+        cells = ["-" if t is None else f"{t['min_ms']:.3f} ({t['median_ms']:.3f})" for t in times]
         lines.append([f"{row['length']} tokens, {row['direction']}", *cells])
     return lines
 
 
 def decoding_table(run: dict[str, Any]) -> list[list[str]]:
-    """Cells of a table."""
+    """Return the cells of the table of a result of `gpu_decoding.decoded`."""
     lines = [[f"a token at batch {run['texts']}", "ms", "x", "peak MB"]]
     for name, row in run["tokens"].items():
         times = f"{row['min_ms']:.3f} ({row['median_ms']:.3f})"

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures on a device, and in a dry run."""
+"""The models and sizes of `benchmarks.gpu`, on a device and in a dry run."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ from benchmarks.shapes import BY_NAME, STAND_IN, Shape
 from xformer import GPT, pretrained
 from xformer.backends import Backend
 
-# The riskiest come first: the later ones may not have their turn.
+# The tests most likely to fail are first: time may be over before the last ones.
 CORE = ("first_run", "cuda_cudnn", "cuda_flash", "cuda_lt", "cuda_linear", "cuda_feed_forward")
 CORE += ("cuda_graphs", "cuda_decoding", "cuda_storage", "cuda_precision", "precision")
 CORE += ("deterministic", "waiting", "cuda_kernels", "cuda_sdpa", "cuda_models", "devices")
 CORE += ("kernels", "ops", "gradients", "models", "optim", "optim_flat", "cached", "generation")
 CORE += ("training",)
-TF32 = 2e-2  # error of a step whose products round to 11 bits
-ROUNDED = 5e-2  # of one whose weights and activations have 8
-DEEP = 1.5e-1  # the same of 24 layers, of which torch's own is 9e-2 on an H100
+TF32 = 2e-2  # tolerance of a step with matmuls that round to 11 bits
+ROUNDED = 5e-2  # tolerance of a step with weights and activations of 8 bits (bfloat16)
+DEEP = 1.5e-1  # as ROUNDED, for 24 layers; torch's error is 9e-2 on an H100
 LLAMA = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "vocab_size": 13}
 LLAMA |= {"num_attention_heads": 4}
 
 
 class Plan(NamedTuple):
-    """What is measured, and where."""
+    """The models, sizes and contestants of all sections, and the backend to run on."""
 
-    place: Backend
-    steps: tuple[tuple[Shape, tuple[str, ...]], ...]  # training steps, and who is to take part
-    texts: tuple[Shape, ...]  # of decoding: a length is that of a text
-    writers: tuple[str, ...]  # who is to take part in it
+    backend: Backend
+    steps: tuple[tuple[Shape, tuple[str, ...]], ...]  # training steps, and their contestants
+    texts: tuple[Shape, ...]  # of decoding; `length` counts the generated tokens
+    writers: tuple[str, ...]  # the contestants of decoding
     sizes: Sizes  # of single kernels
-    lengths: Lengths  # of attention by itself
+    lengths: Lengths  # of attention alone
     curves: Curves
     tests: tuple[str, ...]  # arguments of pytest
     rounds: int
-    calls: int  # of a turn of the host's costs
+    calls: int  # in a round of `gpu_kernels.costs`
 
 
 def planned(dry: bool) -> Plan:
-    """Of a device, or of the dry run. Unusable where there is no device."""
-    place = backend_of("cupy", STAND_IN if dry else None)
-    return _dry(place) if dry else _whole(place)
+    """Return the plan for a device, or for a dry run. Raises Unusable if there is no device."""
+    backend = backend_of("cupy", STAND_IN if dry else None)
+    return _dry(backend) if dry else _whole(backend)
 
 
-def _dry(place: Backend) -> Plan:
+def _dry(backend: Backend) -> Plan:
     rows: dict[str, Any] = {"batch": 2, "length": 9, "rounds": 1, "repeats": 1}
     rows["device"] = STAND_IN
     gpt = Shape("gpt2", GPT(11, n_layers=1, d_model=8, n_heads=2, max_len=12), **rows)
@@ -83,10 +83,10 @@ def _dry(place: Backend) -> Plan:
     toy = GPT(256, 1, 8, 2, max_len=8)
     curves = Curves(toy, short=2, model=toy, long=2, batch=1, held_out=1)
     writers = PEER, OURS_ON_GPU, GRAPH
-    return Plan(place, steps, texts, writers, SMALL, lengths, curves, tests, 1, 2)
+    return Plan(backend, steps, texts, writers, SMALL, lengths, curves, tests, 1, 2)
 
 
-def _whole(place: Backend) -> Plan:
+def _whole(backend: Backend) -> Plan:
     rows: dict[str, Any] = {"rounds": 5, "repeats": 3, "device": "cuda"}
     gpt, llama = replace(BY_NAME["gpt2"], **rows), replace(BY_NAME["llama"], batch=16, **rows)
     single = replace(gpt, batch=4)
@@ -112,21 +112,23 @@ def _whole(place: Backend) -> Plan:
     tiny, char = GPT(256, 4, 128, 4, max_len=64), GPT(256, 6, 384, 6, max_len=256)
     curves = Curves(tiny, short=100, model=char, long=1000, batch=12, held_out=20)
     writers = PEER, COMPILED, OURS_ON_GPU, GRAPH
-    return Plan(place, steps, texts, writers, LARGE, lengths, curves, tests, 5, 1000)
+    return Plan(backend, steps, texts, writers, LARGE, lengths, curves, tests, 5, 1000)
 
 
 def able(names: Sequence[str], *, dry: bool) -> tuple[list[str], list[str]]:
-    """Those that can take part here, and why the others cannot. In a dry run CuPy's stand-in can.
+    """Return those of `names` that can run here, and why the others cannot.
 
-    Called where a section begins: torch and JAX are imported, and asked, by sections that have
-    them.
+    dry: CuPy's stand-in replaces CuPy, and can always run. Called when a section begins, so
+    that torch and JAX are imported only by sections that need them.
     """
-    why = {name: None if dry and name.startswith("cupy") else why_not(name) for name in names}
-    return [n for n in names if why[n] is None], [reason for reason in why.values() if reason]
+    reasons = {name: None if dry and name.startswith("cupy") else why_not(name) for name in names}
+    return [n for n in names if reasons[n] is None], [
+        reason for reason in reasons.values() if reason
+    ]
 
 
 def why_not(name: str) -> str | None:
-    """Why a contestant cannot take part on this GPU; None where it can."""
+    """Return why a contestant cannot run on this GPU; None if it can."""
     if name != JITTED:
         return contestants.why_not(name)
     return None if jax_sees_gpu() else f"{name}: JAX is not installed, or sees no GPU"
@@ -134,7 +136,7 @@ def why_not(name: str) -> str | None:
 
 @functools.cache
 def jax_sees_gpu() -> bool:
-    """Asked in another process, since it would keep memory of the device."""
+    """Whether JAX finds a GPU. Another process asks it: JAX would keep memory of the device."""
     if importlib.util.find_spec("jax") is None:
         return False
     code = "import jax; print(jax.default_backend())"

@@ -1,4 +1,4 @@
-"""The kernels' tests, as a section of `benchmarks.gpu`."""
+"""A section of `benchmarks.gpu`: the kernels' tests."""
 
 from __future__ import annotations
 
@@ -13,35 +13,39 @@ from typing import Any
 
 from benchmarks.harness import ROOT
 
-STOPPING = 20  # seconds that pytest has to say what it has found
+STOPPING = 20  # seconds for pytest to write its report after the interrupt
 
 
 def tested(tests: Sequence[str], wrong: list[str], seconds: float) -> dict[str, int]:
-    """How many tests passed, failed, were skipped, of those that the time was enough for.
+    """Run pytest for at most `seconds`; return how many tests passed, failed and were skipped.
 
-    tests: arguments of pytest. wrong: there to name what failed.
+    tests: arguments of pytest
+    wrong: a line is appended for each failed test, and one if time was over.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
         options = ("-q", "-p", "no:cacheprovider", f"--junitxml={path}")
         command = [sys.executable, "-m", "pytest", *options, *tests]
-        said, over = outcome(command, seconds)
-        if over:
+        output, stopped = outcome(command, seconds)
+        if stopped:
             wrong.append(f"tests: stopped after {seconds:.0f} s, the rest did not run")
         if not path.is_file():
-            raise RuntimeError(f"pytest: {said[-2000:]}")
+            raise RuntimeError(f"pytest: {output[-2000:]}")
         cases = list(ElementTree.parse(path).iter("testcase"))
-    bad = [c for c in cases if c.findall("failure") or c.findall("error")]
+    failed = [c for c in cases if c.findall("failure") or c.findall("error")]
     skipped = [c for c in cases if c.findall("skipped")]
-    wrong += [f"tests: {c.get('classname')}.{c.get('name')} failed" for c in bad]
-    passed = len(cases) - len(bad) - len(skipped)
+    wrong += [f"tests: {c.get('classname')}.{c.get('name')} failed" for c in failed]
+    passed = len(cases) - len(failed) - len(skipped)
     if not passed:
-        raise RuntimeError(f"pytest: no test passed\n{said[-2000:]}")
-    return {"passed": passed, "failed": len(bad), "skipped": len(skipped)}
+        raise RuntimeError(f"pytest: no test passed\n{output[-2000:]}")
+    return {"passed": passed, "failed": len(failed), "skipped": len(skipped)}
 
 
 def outcome(command: Sequence[str], seconds: float) -> tuple[str, bool]:
-    """What a program says, and whether it was stopped: it may still write what it has found."""
+    """Run `command`; return its output, and whether it was interrupted after `seconds`.
+
+    After the interrupt it has STOPPING seconds to write its report; then it is killed.
+    """
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         try:

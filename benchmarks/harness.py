@@ -1,4 +1,4 @@
-"""Measuring: processes that answer requests, and interleaved rounds."""
+"""Processes that answer requests, and timing in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from weakref import WeakSet
 K = TypeVar("K", bound=Hashable)
 
 ROOT = Path(__file__).parents[1]
-# Idle threads of BLAS and OpenMP spin for up to 30 ms, at the cost of whoever comes next.
+# Idle threads of BLAS and OpenMP spin for up to 30 ms, and would slow down the next contestant.
 SETTLE = 0.05  # seconds
 READY = "ready"
 
 
 class Disagreement(AssertionError):
-    """A contestant's results are wrong: its times mean nothing."""
+    """A contestant's results are wrong, so its times mean nothing."""
 
 
 class Ended(RuntimeError):
-    """A contestant's process is no more."""
+    """A contestant's process has ended."""
 
 
 class Stopped(Ended):
-    """It was ended by `Process.stop`, since time was over."""
+    """A contestant's process was killed by `Process.stop`, since time was over."""
 
 
 class OutOfMemory(Ended, MemoryError):
-    """It ended for want of memory: it may have room when others are gone."""
+    """A contestant's process ran out of memory; it may fit after other processes have ended."""
 
 
-# What torch, CuPy, CUDA's libraries and JAX say of a GPU's memory, and Python of the host's.
+# Messages and names of the out-of-memory errors of torch, CuPy, CUDA's libraries, JAX and Python.
 _NO_MEMORY = re.compile(
     r"out of memory|out_of_memory|OutOfMemory|\bMemoryError|MemoryAllocation|ALLOC_FAILED"
     r"|RESOURCE_EXHAUSTED",
@@ -51,13 +51,17 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of any library means out of memory."""
-    said = f"{type(error).__name__}: {error}"
-    return isinstance(error, MemoryError) or _NO_MEMORY.search(said) is not None
+    """Whether `error`, of any library, means out of memory."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(text) is not None
 
 
 class Process:
-    """A contestant's process, once it has said that it is ready: requests and answers in JSON."""
+    """A contestant's process, which answers requests in JSON (see `serve`).
+
+    The constructor starts `command` in ROOT, with `env` added to the environment, and waits for
+    READY. Raises Ended, with the process's error output, if the process ends instead.
+    """
 
     running: ClassVar[WeakSet[Process]] = WeakSet()
 
@@ -79,16 +83,17 @@ class Process:
             raise self._ended(f"{name} did not start: {' '.join(map(str, command))}")
 
     def ask(self, **request: Any) -> Any:
-        """Its answer. Ended, with what it wrote to standard error, where it has ended.
+        """Send {name: arguments} and return the answer.
 
-        OutOfMemory where that was for want of memory, Stopped where `stop` has ended it.
+        Raises Ended, with the process's error output, if the process has ended: OutOfMemory if it
+        ran out of memory, Stopped if `stop` killed it.
         """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, and has no answer
+            pass  # the process has ended: there is no answer to read
         line = self._line()
         if not line:
             raise self._ended(f"{self.name} ended")
@@ -96,13 +101,13 @@ class Process:
 
     @classmethod
     def stop(cls) -> None:
-        """End all that run, whatever they do; who waits for an answer is told so."""
+        """Kill all running processes; an `ask` that waits for an answer raises Stopped."""
         for process in list(cls.running):
             process._stopped = True
             process._process.kill()
 
     def close(self) -> None:
-        """The end of its input ends it."""
+        """Close the process's standard input, which ends it, and wait for its end."""
         self._process.communicate()
         self._errors.close()
 
@@ -121,21 +126,22 @@ class Process:
         return self._process.stdout.readline().rstrip("\n")
 
     def _ended(self, what: str) -> Ended:
-        """How it ended, and the last of what it said."""
+        """Return the exception for the ended process: `what`, its status, its error output."""
         self._process.communicate()
         self._errors.seek(0)
-        status, said = self._process.returncode, self._errors.read()[-2000:]
+        status, error_output = self._process.returncode, self._errors.read()[-2000:]
         if self._stopped:
             return Stopped(f"{what}: it was stopped, time was over")
         why = " (killed, as the system does where memory is short)" if status == -9 else ""
-        kind = OutOfMemory if why or _NO_MEMORY.search(said) else Ended
-        return kind(f"{what}, exit status {status}{why}\n{said}")
+        exception = OutOfMemory if why or _NO_MEMORY.search(error_output) else Ended
+        return exception(f"{what}, exit status {status}{why}\n{error_output}")
 
 
 def serve(answers: Mapping[str, Callable[..., Any]]) -> None:
-    """A contestant's side: `{"name": {arguments}}` is answered by answers[name](**arguments).
+    """Answer requests from standard input until it ends; called in a contestant's process.
 
-    What libraries print goes to standard error, so that it is not taken for an answer.
+    A request `{"name": {arguments}}` is answered by answers[name](**arguments). The output of
+    libraries is redirected to standard error, so that it is not read as an answer.
     """
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -147,9 +153,10 @@ def serve(answers: Mapping[str, Callable[..., Any]]) -> None:
 
 @contextmanager
 def noting(texts: list[str]) -> Iterator[None]:
-    """Within it every RuntimeWarning is added to `texts`, each text once; all are shown behind it.
+    """Within this context, record RuntimeWarnings in `texts`, each text once.
 
-    So this library says that it goes on with another kernel than the one that is measured.
+    This library warns so if another kernel runs than the one that is measured. All warnings are
+    shown after the context.
     """
     recorded = list[warnings.WarningMessage]()
     try:
@@ -157,8 +164,8 @@ def noting(texts: list[str]) -> Iterator[None]:
             warnings.simplefilter("always", RuntimeWarning)
             yield
     finally:
-        said = [str(w.message) for w in recorded if issubclass(w.category, RuntimeWarning)]
-        texts += [text for text in dict.fromkeys(said) if text not in texts]
+        messages = [str(w.message) for w in recorded if issubclass(w.category, RuntimeWarning)]
+        texts += [text for text in dict.fromkeys(messages) if text not in texts]
         for w in recorded:
             warnings.showwarning(w.message, w.category, w.filename, w.lineno)
 
@@ -166,9 +173,9 @@ def noting(texts: list[str]) -> Iterator[None]:
 def noted(
     answers: Mapping[str, Callable[..., Any]], texts: list[str]
 ) -> dict[str, Callable[..., Any]]:
-    """Answers for `serve`, whose RuntimeWarnings are added to `texts`.
+    """Return `answers` for `serve`, with each function's RuntimeWarnings recorded in `texts`.
 
-    `about` answers with them too, as "warnings".
+    The answer of `about` also holds `texts`, as "warnings".
     """
 
     def wrapped(answer: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,7 +191,7 @@ def noted(
 
 
 def timed(run: Callable[[], Any], repeats: int = 1) -> list[float]:
-    """Seconds of each of `repeats` runs on end. Freeing what a run returns is not timed."""
+    """Return the seconds of each of `repeats` consecutive runs, without freeing their results."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -202,15 +209,15 @@ def interleave(
     noted: Callable[[K, dict[K, list[float]]], Any] = lambda key, seconds: None,
     dropped: Callable[[K, Exception], Sequence[K] | None] = lambda key, error: None,
 ) -> dict[K, list[float]]:
-    """Seconds of the runs of each turn in all rounds; `tick` is called after each turn.
+    """Call every function of `turns` once per round; return all their seconds by key.
 
-    In a round each has one turn, so that all see the same disturbances, in an order drawn anew (a
-    fixed cycle would give each always the same predecessor). A turn is several runs on end where
-    they are short, as in a training loop: one alone would find threads asleep and caches cold. One
-    round before the first warms up and is not counted.
+    A turn times one contestant, and returns the seconds of one or several consecutive runs. Short
+    runs need several: the first run after a pause has idle threads and cold caches. Rounds spread
+    disturbances over all contestants. The order within a round is random, so that the predecessor
+    varies. A first round warms up and is not counted.
 
-    noted: called after each turn that is counted, with all seconds so far. dropped: asked where a
-    turn fails; it returns the keys that have no further turns, or None, and the error goes on.
+    tick: called after each turn   noted: called after each counted turn, with all seconds so far
+    dropped: called if a turn fails; returns the keys to remove, or None to raise the error.
     """
     seconds: dict[K, list[float]] = {name: [] for name in turns}
     shuffle = random.Random(0).shuffle
@@ -223,21 +230,21 @@ def interleave(
                 continue
             time.sleep(SETTLE)
             try:
-                found = turns[name]()
+                new_seconds = turns[name]()
             except Exception as error:
                 if (keys := dropped(name, error)) is None:
                     raise
                 gone.update(keys)
                 continue
             if n:
-                seconds[name] += found
+                seconds[name] += new_seconds
                 noted(name, seconds)
             tick()
-    return {name: found for name, found in seconds.items() if name not in gone}
+    return {name: times for name, times in seconds.items() if name not in gone}
 
 
 def summary(seconds: Sequence[float], peer: Sequence[float] | None) -> dict[str, float | None]:
-    """Minimum and median in milliseconds, and the ratio of the minima to a peer's."""
+    """Return minimum and median in milliseconds, and the minimum over the minimum of `peer`."""
     return {
         "min_ms": 1e3 * min(seconds),
         "median_ms": 1e3 * statistics.median(seconds),

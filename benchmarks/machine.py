@@ -1,4 +1,4 @@
-"""Where and with what a result came about; nothing that tells whose machine it was."""
+"""Machine, versions and commit of a result; nothing that identifies the machine's owner."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from xformer import backends
 
 PACKAGES = ("numpy", "array-api-compat")
 COMPILING = "TORCHINDUCTOR_COMPILE_THREADS"
-CONTEXT = 1 << 29  # bytes of a GPU that a process takes before it has any array, about
+CONTEXT = 1 << 29  # bytes of a GPU that a process takes before its first array (an estimate)
 LOADED = time.monotonic()
-SLOWEST = 300  # seconds from the beginning of a process to here, at most
+SLOWEST = 300  # seconds from the start of a process to the import of this module, at most
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def n_cpus() -> int:
-    """CPUs that this process may run on (Linux: `taskset` restricts them)."""
+    """Return the number of CPUs that this process may run on (on Linux `taskset` restricts it)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def share_threads() -> dict[str, Any]:
-    """Give every library one thread for each CPU of this process, and say what they have.
+    """Set the threads of every library to the CPUs of this process; return `threads`.
 
-    NumPy's BLAS is set through threadpoolctl, torch by its own function. JAX has no such function
-    and takes the CPUs of the process.
+    NumPy's BLAS is set by threadpoolctl, torch by `torch.set_num_threads`. JAX always uses all CPUs
+    of the process.
     """
     try:
         import torch
@@ -52,29 +52,33 @@ def share_threads() -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """What gives a new process one thread for each CPU of this one, whatever library it takes.
+    """Return the environment of a contestant's process: one thread per CPU of this process.
 
-    And bytecode, which an installed library has, so that a checkout is not compiled at each start.
+    Bytecode is written, so that a checkout is not compiled at each start; an installed library has
+    bytecode as well.
     """
-    own = {COMPILING: os.environ.get(COMPILING, "1"), "PYTHONDONTWRITEBYTECODE": ""}
-    return {name: str(n_cpus()) for name in VARIABLES} | own
+    others = {COMPILING: os.environ.get(COMPILING, "1"), "PYTHONDONTWRITEBYTECODE": ""}
+    return {name: str(n_cpus()) for name in VARIABLES} | others
 
 
 def threads() -> dict[str, Any]:
-    """The threads that the libraries of this process have, and the kernels of each BLAS.
+    """Return the number of threads of each loaded library, and the kernels of each BLAS.
 
-    It loads no library for that.
+    No library is imported.
     """
-    found: dict[str, Any] = {"cpus": n_cpus()}
+    counts: dict[str, Any] = {"cpus": n_cpus()}
     if "torch" in sys.modules:
-        found["torch"] = sys.modules["torch"].get_num_threads()
+        counts["torch"] = sys.modules["torch"].get_num_threads()
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     kernels = [pool.get("architecture", "unknown") for pool in pools]
-    return found | {"blas": [pool["num_threads"] for pool in pools], "blas_kernels": kernels}
+    return counts | {"blas": [pool["num_threads"] for pool in pools], "blas_kernels": kernels}
 
 
 def free_memory(device: str | None = None) -> int | None:
-    """Bytes that new processes may take, where the system tells (Linux); of the GPU for "cuda"."""
+    """Return the free bytes of the host, or of the GPU for device "cuda"; None if unknown.
+
+    The host's are known on Linux only.
+    """
     if device == "cuda":
         free = nvidia_smi("memory.free")
         return None if free is None else int(free) << 20
@@ -87,32 +91,32 @@ def free_memory(device: str | None = None) -> int | None:
 
 
 def give_back() -> None:
-    """What the libraries keep of the GPU's memory for later goes to other processes.
+    """Free the memory pools of torch and CuPy on the GPU, for other processes.
 
-    Peaks are counted anew from then on.
+    It also resets torch's peak memory.
     """
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         sys.modules["torch"].cuda.empty_cache()
         sys.modules["torch"].cuda.reset_peak_memory_stats()
     if "cupy" in sys.modules:
-        with suppress(RuntimeError):  # CUDA's, where there is no device
+        with suppress(RuntimeError):  # CUDA raises it without a device
             sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
 
 
 def held() -> int:
-    """Bytes of the GPU that nobody else can have: of pools, graphs, and what CUDA itself takes."""
-    found = CONTEXT
+    """Return the bytes of the GPU that this process holds: pools, graphs, and CUDA's context."""
+    n_bytes = CONTEXT
     if "torch" in sys.modules:
-        found += sys.modules["torch"].cuda.memory_reserved()
+        n_bytes += sys.modules["torch"].cuda.memory_reserved()
     if "cupy" in sys.modules:
         from xformer.backends.cupy import driver
 
-        found += sum(pool.total_bytes() for pool in driver.pools())
-    return found
+        n_bytes += sum(pool.total_bytes() for pool in driver.pools())
+    return n_bytes
 
 
 def nvidia_smi(field: str) -> str | None:
-    """What the driver says of the first GPU that this process sees; None where it says nothing."""
+    """Return a field of `nvidia-smi` for the first GPU of this process; None if that fails."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     command = ["nvidia-smi", f"--id={first}", f"--query-gpu={field}"]
     command.append("--format=csv,noheader,nounits")
@@ -124,28 +128,28 @@ def nvidia_smi(field: str) -> str | None:
 
 
 def age() -> float:
-    """Seconds since this process began, imports included.
+    """Return the seconds since this process started, including imports.
 
-    By Linux's /proc: field 22 of `stat`, in ticks since the machine started. Elsewhere, and where
-    that cannot be right, since this module was imported.
+    On Linux the start is field 22 of /proc/self/stat, in ticks since the machine started. If that
+    is absent or implausible, the time since the import of this module is returned.
     """
     least = time.monotonic() - LOADED
     try:
         stat = Path("/proc/self/stat").read_text(encoding="ascii")
         began = int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        found = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - began
     except (OSError, AttributeError, ValueError, IndexError):
         return least
-    return found if least <= found <= least + SLOWEST else least
+    return seconds if least <= seconds <= least + SLOWEST else least
 
 
 def load() -> float | None:
-    """Of the machine, over the last minute, where the system tells."""
+    """Return the machine's load average over the last minute; None if unknown."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def describe(backend_names: Sequence[str], packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
-    """Date, commit, machine and versions."""
+    """Return date, commit, machine, and the versions of packages and backends."""
     changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -165,22 +169,22 @@ def describe(backend_names: Sequence[str], packages: Sequence[str] = PACKAGES) -
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells, and its numbers: several share a name."""
+    """Return the processor's name, with its family and model number: several share a name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return platform.processor() or "unknown"
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in lines:
         key, _, what = line.partition(":")
-        found.setdefault(key.strip(), what.strip())  # of the first core
-    name = found.get("model name") or platform.processor() or "unknown"
-    numbers = [f"{key} {found[key]}" for key in ("cpu family", "model") if key in found]
+        fields.setdefault(key.strip(), what.strip())  # of the first core
+    name = fields.get("model name") or platform.processor() or "unknown"
+    numbers = [f"{key} {fields[key]}" for key in ("cpu family", "model") if key in fields]
     return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints; None outside a repository, or without git."""
+    """Return the output of git; None outside a repository, or without git."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,10 +1,14 @@
-"""The speed of light: the matrix products that a step cannot do without, and nothing else.
+"""The speed of light: the time of the necessary matmuls of a step, and nothing else.
 
-Of every linear map the product forward, and two backward in training: of the weights, and of what
-came in; of a frozen one none of the weights. Projections of the same vectors are one product; of
-experts those that a token goes to. Of attention two products forward, four backward, over all keys,
-or half of them where it is causal; windows and padding are not deducted. On a GPU without those of
-attention: one after the other they would write scores to memory, which no kernel of attention does.
+- A linear map: one matmul forward, and two backward in training (gradients of input and weights).
+  Frozen weights have no gradient.
+- Projections of the same input are one matmul.
+- Experts: only the experts that a token is routed to.
+- Attention: two matmuls forward and four backward, over all keys, or half of them if it is causal.
+  Windows and padding are not deducted.
+
+On a GPU attention is left out: separate matmuls would write the scores to memory, and no attention
+kernel does.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ from xformer import backends
 from xformer.layers import BlockConfig
 from xformer.models import Classifier, LanguageModel, LMHead
 
-DRAWN = 1 << 20  # numbers, of which the operands are made
-SCORES = 1 << 19  # at a time: what does not stay in cache would time the memory
+DRAWN = 1 << 20  # random numbers, repeated to fill the operands
+SCORES = 1 << 19  # per matmul of attention: larger ones would time the memory, not the matmul
 
 
 class Product(NamedTuple):
-    """(m, k) times (k, n)."""
+    """The sizes of a matmul (m, k) times (k, n)."""
 
     m: int
     k: int
@@ -34,7 +38,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """A multiplication and an addition are two."""
+        """The FLOPs; a multiplication and an addition count as two."""
         return 2 * self.m * self.k * self.n
 
 
@@ -47,7 +51,7 @@ class Linear(NamedTuple):
     frozen: bool = False
 
     def products(self, training: bool) -> Iterator[Product]:
-        """y = x w; dx = dy w^T, dw = x^T dy."""
+        """Yield the matmuls y = x w and, in training, dx = dy w^T and dw = x^T dy."""
         n, i, o, frozen = self
         yield Product(n, i, o)
         if training:
@@ -57,15 +61,19 @@ class Linear(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """Linear maps of the same N rows from I to several O, each with an adapter where asked."""
+    """Linear maps of the same N rows from I to several O."""
 
     rows: int
     width_in: int
     widths_out: tuple[int, ...]
-    adapted: bool = True  # a head that is the embedding's table is not
+    adapted: bool = True  # whether LoRA adapts them; False for a tied head and a router
 
     def linear_many(self, rank: int | None) -> Iterator[Linear]:
-        """One product for all; with adapters the frozen maps, one product in, and each one out."""
+        """Yield one linear map for all.
+
+        rank: of LoRA, or None. With LoRA the map is frozen, and one map into all adapters and one
+        out of each adapter follow.
+        """
         n, i, widths, adapted = self
         yield Linear(n, i, sum(widths), frozen=rank is not None)
         if rank is not None and adapted:
@@ -74,7 +82,7 @@ class Maps(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The heads of a batch side by side: N = B H T queries, each with S keys."""
+    """Attention of all heads of a batch: N = B H T queries, each with S keys."""
 
     queries: int
     keys: int
@@ -82,7 +90,10 @@ class Attention(NamedTuple):
     value_width: int  # M
 
     def products(self, training: bool) -> Iterator[Product]:
-        """q k^T, p v; dp = dctx v^T, dv = p^T dctx, dq = ds k, dk = ds^T q: some rows at a time."""
+        """Yield the matmuls for chunks of queries, so that the scores of a chunk stay in cache.
+
+        Forward: q k^T, p v. Backward: dp = dctx v^T, dv = p^T dctx, dq = ds k, dk = ds^T q.
+        """
         _, s, k, m = self
         step = max(SCORES // s, 1)
         for start in range(0, self.queries, step):
@@ -97,7 +108,7 @@ class Attention(NamedTuple):
 
 
 def parts(shape: Shape) -> Iterator[Linear | Attention]:
-    """The linear maps and attentions of a forward, or of those of a cycle."""
+    """Yield the linear maps and attentions of a forward pass; for `lengths`, of all its batches."""
     for length in shape.lengths or (shape.length,):
         for part in _parts(shape, length):
             if isinstance(part, Attention):
@@ -107,7 +118,7 @@ def parts(shape: Shape) -> Iterator[Linear | Attention]:
 
 
 def _parts(shape: Shape, length: int) -> Iterator[Maps | Attention]:
-    """Of a batch of texts, or sources, of that length."""
+    """Yield the maps and attentions for a batch of sequences (or sources) of `length` tokens."""
     network, batch = shape.network, shape.batch
     last = shape.target_length or length
     if isinstance(network, LanguageModel):
@@ -132,7 +143,7 @@ def _parts(shape: Shape, length: int) -> Iterator[Maps | Attention]:
 def _block(
     config: BlockConfig, batch: int, length: int, *, causal: bool
 ) -> Iterator[Maps | Attention]:
-    """Self-attention, and the feed-forward network, or a router and experts."""
+    """Yield those of self-attention and the feed-forward network, or of a router and experts."""
     rows, width, queries = batch * length, config.d_model, _queries(config)
     yield Maps(rows, width, (queries, *_key_value(config)))
     yield from _heads(config, rows, (length + 1) // 2 if causal else length)
@@ -145,7 +156,7 @@ def _block(
 
 
 def _cross(config: BlockConfig, batch: int, length: int, source: int) -> Iterator[Maps | Attention]:
-    """Attention to the memory, whose keys and values have a product of their own."""
+    """Yield those of cross-attention; source: the encoder's number of tokens."""
     rows, width = batch * length, config.d_model
     yield Maps(rows, width, (_queries(config),))
     yield Maps(batch * source, width, _key_value(config))
@@ -168,57 +179,58 @@ def _key_value(config: BlockConfig) -> tuple[int, int]:
 
 
 def products(shape: Shape) -> list[Product]:
-    """All products of a step, or of a forward where the shape is not for training."""
-    found = parts(shape)
+    """Return all necessary matmuls of a training step, or of a forward pass for inference."""
+    counted = parts(shape)
     if shape.device == "cuda":
-        found = (part for part in found if isinstance(part, Linear))
-    return [p for part in found for p in part.products(shape.training)]
+        counted = (part for part in counted if isinstance(part, Linear))
+    return [p for part in counted for p in part.products(shape.training)]
 
 
 class Light:
-    """The contestant that only multiplies, by NumPy's BLAS; its operands lie in one buffer each.
+    """A contestant that runs only the necessary matmuls of `shape`.
 
-    By cuBLAS, through CuPy, where torch's device is "cuda"; in a precision of 16 bits those of
-    float16, which take as long as bfloat16's.
+    It uses NumPy's BLAS, or cuBLAS through CuPy for the device "cuda". For a precision of 16 bits
+    its operands are float16, whose matmuls take as long as in bfloat16. All left operands share one
+    buffer, and so do all right operands and all outputs.
     """
 
     def __init__(self, shape: Shape) -> None:
-        found = products(shape)
+        matmuls = products(shape)
         self.on_cuda = shape.device == "cuda"
         self.backend = backends.get("cupy" if self.on_cuda else "numpy")
         xp = self.backend.xp
         two_bytes = shape.precision is not None and self.on_cuda
-        some = xp.astype(
+        numbers = xp.astype(
             self.backend.generator(0).uniform((DRAWN,)), xp.float16 if two_bytes else xp.float32
         )
-        sizes = (max(getattr(p, a) * getattr(p, b) for p in found) for a, b in ("mk", "kn", "mn"))
-        left, right, out = (xp.empty(n, dtype=some.dtype) for n in sizes)
+        sizes = (max(getattr(p, a) * getattr(p, b) for p in matmuls) for a, b in ("mk", "kn", "mn"))
+        left, right, out = (xp.empty(n, dtype=numbers.dtype) for n in sizes)
         for operand in (left, right):
             for at in range(0, len(operand), DRAWN):
-                operand[at : at + DRAWN] = some[: len(operand) - at]
+                operand[at : at + DRAWN] = numbers[: len(operand) - at]
         self._context: Any = nullcontext
         if shape.tf32:
             from xformer.backends.cupy import tf32
 
             self._context = tf32
-        self.flops = sum(p.flops for p in found)
+        self.flops = sum(p.flops for p in matmuls)
         self._operands = [
             (
                 left[: p.m * p.k].reshape(p.m, p.k),
                 right[: p.k * p.n].reshape(p.k, p.n),
                 out[: p.m * p.n].reshape(p.m, p.n),
             )
-            for p in found
+            for p in matmuls
         ]
 
     def about(self) -> dict[str, Any]:
-        """What there is to do, and the memory that it takes."""
+        """Return the FLOPs of a run, and the memory in bytes: now, and at its peak."""
         now, most = self.backend.memory()
         now = machine.held() if self.on_cuda else now
         return {"flops": self.flops, "bytes": now, "most_bytes": most}
 
     def run(self) -> None:
-        """All products, one after the other."""
+        """Run all matmuls, one after the other."""
         with self._context():
             for left, right, out in self._operands:
                 if self.on_cuda:

@@ -1,4 +1,4 @@
-"""The contestant "numba program": each call of this library is a run of what was recorded once."""
+"""The contestant "numba program": each call replays a program that the first call recorded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from xformer.ops import RandomKey
 
 
 class Programs(Ours):
-    """Forward, backward and step are compiled; a step writes over parameters and moments."""
+    """`Ours` with compiled forward, backward and step.
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    A step overwrites the parameters and the optimiser's state.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         from xformer.backends.numba.program.compiled import Compiled
 
         self._pooled_by, self._backward_by = Compiled(self._pool), Compiled(self._differentiate)
@@ -32,13 +35,13 @@ class Programs(Ours):
 
     def step(self) -> Any:
         with self.context():
-            given = self.params, self.state, *self._next()
-            trained, self.state, loss = self._step_by(*given)
+            arguments = self.params, self.state, *self._next()
+            trained, self.state, loss = self._step_by(*arguments)
             self.params = tree.join(self.params, trained)
             return loss
 
     def _next(self) -> tuple[Any, Any, int]:
-        """Arrays, masks, and the number of the call, which a dropout key is made of."""
+        """Return the next arrays and masks, and the number of this call, for the dropout key."""
         number = self.feed.calls
         arrays, options = self.feed.next()
         options.pop("dropout_key", None)

@@ -1,4 +1,4 @@
-"""What a run found: as a table to read, as JSON to keep."""
+"""The result of a run: as a table in Markdown, and as JSON."""
 
 from __future__ import annotations
 
@@ -9,72 +9,74 @@ from pathlib import Path
 from typing import Any
 
 
-def text(found: dict[str, Any]) -> str:
-    """A run of one shape in Markdown."""
-    products = found["products"]
+def text(result: dict[str, Any]) -> str:
+    """Return the result of one shape in Markdown."""
+    products = result["products"]
     return f"""\
-{header(found)}
+{header(result)}
 
-## {found["shape"]}: {found["model"]}
+## {result["shape"]}: {result["model"]}
 
-{found["dtype"]}, {found["rounds"]} rounds of {found["repeats"]}; {products["gflop"]:.4g} GFLOP of \
-necessary products, alone in {digits(products["min_ms"])} ms, {products["gflop_per_s"]:.0f} \
+{result["dtype"]}, {result["rounds"]} rounds of {result["repeats"]}; {products["gflop"]:.4g} GFLOP \
+of necessary products, alone in {digits(products["min_ms"])} ms, {products["gflop_per_s"]:.0f} \
 GFLOP/s
 
-{table(found)}{further(found)}"""
+{table(result)}{further(result)}"""
 
 
-def further(found: dict[str, Any]) -> str:
-    """Who did not fit into memory with the first: had turns beside the peer later, or none."""
+def further(result: dict[str, Any]) -> str:
+    """Return lines on contestants that did not fit into memory with the first, and on warnings."""
     lines = []
-    for run in found["runs"][1:]:
-        names = ", ".join(name for name in run["contestants"] if name != found["peer"])
+    for run in result["runs"][1:]:
+        names = ", ".join(name for name in run["contestants"] if name != result["peer"])
         line = f"Later, for want of memory: {names}"
         if run["peer"] is not None:
-            times = ", ".join(f"{w} {digits(took['min_ms'])} ms" for w, took in run["peer"].items())
-            line += f"; beside them {found['peer']}, {times}"
+            text = ", ".join(
+                f"{w} {digits(times['min_ms'])} ms" for w, times in run["peer"].items()
+            )
+            line += f"; beside them {result['peer']}, {text}"
         lines.append(f"\n\n{line}.")
-    lines += [f"\n\nNot measured: {why}." for why in found["left_out"]]
-    lines += [f"\n\n{what}." for what in warned({row["name"]: row for row in found["rows"]})]
+    lines += [f"\n\nNot measured: {why}." for why in result["left_out"]]
+    lines += [f"\n\n{what}." for what in warned({row["name"]: row for row in result["rows"]})]
     return "".join(lines)
 
 
 def warned(rows: Mapping[str, dict[str, Any]]) -> list[str]:
-    """What contestants have warned of, by name: other kernels than those that were asked for."""
+    """Return a line for each warning of a contestant (that another kernel runs); rows: by name."""
     texts = {name: row.get("warnings", []) for name, row in rows.items()}
     return [f"{name} warned: {text}" for name, warnings in texts.items() for text in warnings]
 
 
-def header(found: dict[str, Any]) -> str:
-    """Machine, versions, commit, and how to read the table."""
-    machine, commit = found["machine"], found["commit"]
+def header(result: dict[str, Any]) -> str:
+    """Return lines on machine, versions and commit, and an explanation of the table."""
+    machine, commit = result["machine"], result["commit"]
     at = f"commit {commit[:12]}" if commit else "no commit"
-    if found["dirty"]:
+    if result["dirty"]:
         at += " with local changes"
-    load = "" if found["load"] is None else f", load before it {found['load']:.1f}"
+    load = "" if result["load"] is None else f", load before it {result['load']:.1f}"
     return f"""\
-{found["date"]}, xformer {found["versions"]["xformer"]}, {at}
-{machine["cpu"]}, {machine["system"]} {machine["architecture"]}; {found["threads"]["cpus"]} \
+{result["date"]}, xformer {result["versions"]["xformer"]}, {at}
+{machine["cpu"]}, {machine["system"]} {machine["architecture"]}; {result["threads"]["cpus"]} \
 threads{load}
-Python {found["python"]}; {"; ".join(found["backends"].values())}
+Python {result["python"]}; {"; ".join(result["backends"].values())}
 
 Milliseconds: minimum (median); x: minimum over torch eager's minimum. Light: time of the necessary
-products alone over that of the {found["work"]}. Dispatch: a call, and its share of the \
-{found["work"]}. Error: the
-largest relative one, against {found["judge"]} in float64."""
+products alone over that of the {result["work"]}. Dispatch: a call, and its share of the \
+{result["work"]}. Error: the
+largest relative one, against {result["judge"]} in float64."""
 
 
-def table(found: dict[str, Any]) -> str:
-    """Of each contestant one row."""
-    works = found["works"]
-    head = [found["shape"], *(column for work in works for column in (f"{work} ms", "x"))]
+def table(result: dict[str, Any]) -> str:
+    """Return the table, one row per contestant."""
+    works = result["works"]
+    head = [result["shape"], *(column for work in works for column in (f"{work} ms", "x"))]
     head += ["tokens/s", "light", "peak MB", "dispatch", "error"]
     rows = [head]
-    for row in found["rows"]:
+    for row in result["rows"]:
         cells = [row["name"] + (" (alone)" if row.get("alone") else "")]
         for work in works:
             times = row.get(work)
-            if times is None:  # it has had no turn yet
+            if times is None:  # not measured yet
                 cells += ["-", "-"]
                 continue
             cells.append(f"{digits(times['min_ms'])} ({digits(times['median_ms'])})")
@@ -83,30 +85,30 @@ def table(found: dict[str, Any]) -> str:
         cells.append(f"{row['light']:.0%}" if "light" in row else "-")
         peak = row.get("peak_bytes")
         cells.append("-" if peak is None else f"{peak / 1e6:.0f}")
-        cells.append(dispatching(found, row))
+        cells.append(dispatching(result, row))
         cells.append("-" if row["error"] is None else f"{row['error']:.0e}")
         rows.append(cells)
     return align(rows)
 
 
-def dispatching(found: dict[str, Any], row: dict[str, Any]) -> str:
-    """Microseconds a call, and its share of the work."""
+def dispatching(result: dict[str, Any], row: dict[str, Any]) -> str:
+    """Return the microseconds of dispatch per op call, and its share of the work's time."""
     cost = row.get("dispatch")
     if cost is None:
         return "-"
     cell = f"{1e6 * cost['seconds'] / cost['calls']:.1f} us"
-    if found["work"] in row:
-        cell += f", {1e3 * cost['seconds'] / row[found['work']]['min_ms']:.2%}"
+    if result["work"] in row:
+        cell += f", {1e3 * cost['seconds'] / row[result['work']]['min_ms']:.2%}"
     return cell
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """As JSON, whole or not at all."""
+    """Write `result` as JSON, as a whole or not at all."""
     replace(path, json.dumps(result, indent=1) + "\n")
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file, whole or not at all; its folder is made."""
+    """Write a file, as a whole or not at all; create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
@@ -118,13 +120,13 @@ def digits(ms: float) -> str:
 
 
 def align(rows: list[list[str]]) -> str:
-    """Markdown whose columns also stand under each other as plain text."""
+    """Return a Markdown table with columns padded to equal widths; rows[0] is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
     def line(cells: list[str]) -> str:
         first = cells[0].ljust(widths[0])
-        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join([first, *rest])} |"
+        others = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join([first, *others])} |"
 
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join([line(rows[0]), line(rule), *(line(row) for row in rows[1:])])

@@ -1,4 +1,4 @@
-"""The shapes that every benchmark measures, named once."""
+"""The named shapes of the benchmarks: models with their batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from xformer.measure import blocks_of
 from xformer.models import Classifier, EncoderDecoder, LanguageModel
 from xformer.typing import Array
 
-STAND_IN = "stand-in"  # of CuPy, on the CPU: tests/cuda_shim
+STAND_IN = "stand-in"  # the device of CuPy's stand-in on the CPU: tests/cuda_shim
 SHAPE, WEIGHTS = "shape.pickle", "weights.safetensors"
-EAGER, TRANSFORMERS = "eager", "transformers"  # who wrote the peer's model
+EAGER, TRANSFORMERS = "eager", "transformers"  # the source of the peer's model
 
 
 class Inputs(NamedTuple):
@@ -32,37 +32,38 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A model with the batch it is trained on, or runs on."""
+    """A model with the batch for its training step or its inference."""
 
     name: str
     model: GPT | Transformer | LanguageModel | EncoderDecoder
     batch: int  # B
-    length: int  # T, of the source too
-    rounds: int  # by default; so many that the minimum settles
-    repeats: int  # runs on end in a round, about 0.1 s of them
-    tolerance: float = 1e-5  # of what comes out in float32, as a relative error
-    training: bool = True  # otherwise the mean of the hidden states, as for sentence embeddings
-    scores_fit: bool = True  # whether attention that holds all T x T scores fits into 16 GB
-    device: str | None = None  # of torch, "cuda"; None: the usual one; STAND_IN: of a dry run
-    tf32: bool = False  # whether products may round their factors to TF32
-    precision: str | None = None  # of weights and activations: on a device, beside float32
-    judged: int | None = None  # rows at a time, where the judge's scores of all do not fit
-    peer: str = EAGER  # whose model torch runs: this folder's, or TRANSFORMERS
+    length: int  # T; of an encoder-decoder, the source's
+    rounds: int  # by default; enough for a stable minimum
+    repeats: int  # consecutive runs in a round, together about 0.1 s
+    tolerance: float = 1e-5  # relative error of loss, gradients or output
+    training: bool = True  # False: inference, the mean of the hidden states
+    scores_fit: bool = True  # whether attention that stores all T x T scores fits into 16 GB
+    device: str | None = None  # of torch, "cuda"; None: the default; STAND_IN: of a dry run
+    tf32: bool = False  # whether matmuls may round their operands to TF32
+    precision: str | None = None  # of weights and activations on a device; None: float32
+    judged: int | None = None  # rows of the batch that the judge computes at once; None: all
+    peer: str = EAGER  # the model that torch runs: EAGER, of this folder, or TRANSFORMERS
     dropout: bool = False  # whether each loss draws dropout masks, at the rates of the model
     lora_rank: int | None = None  # of adapters at all linear maps; all else is frozen
-    target_length: int | None = None  # of an EncoderDecoder; length is the source's
-    lengths: tuple[int, ...] = ()  # of the batches of one cycle, which is then timed as a whole
+    target_length: int | None = None  # of an EncoderDecoder; None: `length`
+    lengths: tuple[int, ...] = ()  # of the batches of one cycle, which is timed as a whole
 
     @property
     def network(self) -> Any:
-        """The model that a short configuration stands for."""
+        """The LanguageModel or EncoderDecoder that `model` (a GPT, say) stands for."""
         return getattr(self.model, "network", self.model)
 
     def weights(self) -> Any:
-        """Initial weights in float32, all of them disturbed.
+        """Return initial weights in float32, plus noise.
 
-        A bias of zero or a norm's weight of one would hide a gradient that forgets it. T5 does not
-        scale its scores: its queries' weights are smaller, as T5 initialises them.
+        Without noise, biases of zero and norm weights of one would hide gradients that ignore them.
+        T5 does not scale its scores, so the weights of its queries are scaled, as T5 initialises
+        them.
         """
         rng = np.random.default_rng(1)
         attn = blocks_of(self.network)[0].attn
@@ -77,9 +78,9 @@ class Shape:
         return tree.map_nodes(queries, tree.map(move, self.model.init(0)), AttentionParams)
 
     def parameters(self, weights: Any) -> Any:
-        """What is trained: the weights, or adapters at the frozen weights.
+        """Return the parameters: `weights`, or for LoRA frozen `weights` with adapters.
 
-        Adapters are disturbed too: at first b is 0, and so is the gradient of a.
+        Adapters get noise too: initially b is 0, and then the gradient of a is 0.
         """
         if self.lora_rank is None:
             return weights
@@ -94,17 +95,17 @@ class Shape:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of a batch, or of all batches of a cycle; of an encoder-decoder the source's."""
+        """Tokens of a batch, or of all batches of a cycle; of an encoder-decoder, the source's."""
         return self.batch * sum(self.lengths or (self.length,))
 
     def batches(self, backend: backends.Backend) -> list[Inputs]:
-        """The batches of a cycle; one, unless lengths vary."""
+        """Return the batches of a cycle: one batch, or one for each of `lengths`."""
         if isinstance(self.network.head, Classifier) and self.training:
             return [self._classified(backend)]
         return [Inputs(self.data(backend, n), {}) for n in self.lengths or (self.length,)]
 
     def _classified(self, backend: backends.Backend) -> Inputs:
-        """Padded texts, their labels, and a mask, True for a token."""
+        """Return padded sequences with their labels, and the mask, True for a token."""
         rng, network = np.random.default_rng(2), self.network
         ids = self._padded(rng, network.embed.vocab_size, self.length)
         labels = rng.integers(0, network.head.n_labels, self.batch)
@@ -112,7 +113,7 @@ class Shape:
         return Inputs(arrays, {"mask": backend.asarray(ids != 0)})
 
     def data(self, backend: backends.Backend, length: int | None = None) -> tuple[Array, ...]:
-        """What comes after the parameters: random token ids, and targets, of `length`."""
+        """Return the arguments of `loss` after the parameters: random ids of `length`, targets."""
         rng, network = np.random.default_rng(2), self.network
         length = length or self.length
         if isinstance(network, LanguageModel):
@@ -132,13 +133,13 @@ class Shape:
         return tuple(backend.asarray(np.ascontiguousarray(ids)) for ids in host)
 
     def _padded(self, rng: np.random.Generator, vocab_size: int, length: int) -> np.ndarray:
-        """Rows of half to full length; the padding's id is 0."""
+        """Return ids (batch, length); each row has length / 2 to `length` tokens, then zeros."""
         ids = rng.integers(1, vocab_size, (self.batch, length))
         lengths = rng.integers(length // 2, length + 1, (self.batch, 1))
         return np.where(np.arange(length) < lengths, ids, 0)
 
     def describe(self) -> str:
-        """One line: the model's sizes and the batch's."""
+        """Return one line with the sizes of the model and the batch."""
         network = self.network
         block = blocks_of(network)[0]
         if isinstance(network, LanguageModel):
@@ -173,7 +174,7 @@ def store(shape: Shape, folder: Path) -> None:
 
 
 def load(folder: Path) -> tuple[Shape, Any]:
-    """What `store` wrote: the shape, and the weights on the host."""
+    """Read the files of `store`. Returns the shape, and the weights as NumPy arrays."""
     shape: Shape = pickle.loads((folder / SHAPE).read_bytes())
     like = shape.model.init_from(Shapes())
     return shape, tree.unflatten(like, load_file(folder / WEIGHTS))
@@ -210,7 +211,7 @@ MINILM = {
     "vocab_size": 30522,
     "max_position_embeddings": 512,
 }
-# A ReLU's input that rounds to the other side of 0 alone makes 3e-4; of 25 million some do.
+# One ReLU input that rounds to the other side of 0 gives an error of 3e-4; some of 25 million do.
 RELU = 3e-3
 SHAPES = (
     Shape("tiny", GPT(256, 4, 128, 4, max_len=64), batch=12, length=64, rounds=20, repeats=10),

@@ -1,7 +1,7 @@
 """`python -m benchmarks.speed`: a machine's newest run of every shape, in tables and a picture.
 
-Of the JSON that `benchmarks`, `benchmarks.decoding` and `benchmarks.starts` wrote. Nothing is
-measured here. Machines are named by their processor.
+It reads the JSON of `benchmarks`, `benchmarks.decoding` and `benchmarks.starts`, and measures
+nothing. Machines are named by their processor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Runs = Mapping[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; put it on a page, draw the picture where that is asked for."""
+    """Print the tables; with --page write them to a page, with --picture draw the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("--results", type=Path, metavar="FOLDER", default=stored.RESULTS)
     parser.add_argument(
@@ -64,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="needs the extra plot")
     args = parser.parse_args(argv)
     runs = [runs_of(args.results, machine) for machine in args.machine or [None]]
-    for machine, found in zip(args.machine or [""], runs, strict=True):
-        if not any(found.values()):
-            own = f" of a machine named {machine!r}" if machine else ""
-            parser.error(f"--results: there is no run of a shape{own} in {args.results}")
+    for machine, newest_runs in zip(args.machine or [""], runs, strict=True):
+        if not any(newest_runs.values()):
+            where = f" of a machine named {machine!r}" if machine else ""
+            parser.error(f"--results: there is no run of a shape{where} in {args.results}")
     print(text(runs))
     if args.page is not None:
         link = Path(os.path.relpath(args.results, args.page.parent)).as_posix()
         put(args.page, shown(runs, link))
     if args.picture is not None:
-        draw([found["step"] for found in runs if found["step"]] or [{}], args.picture)
+        draw([r["step"] for r in runs if r["step"]] or [{}], args.picture)
     return 0
 
 
@@ -85,27 +85,30 @@ QUESTIONS = {"step": STEPS, "decoding": TOKENS, "start": STARTS}
 
 
 def runs_of(folder: Path, machine: str | None) -> dict[str, Runs]:
-    """Of each question the newest runs; without a machine, of the one that ran last."""
+    """Return for each question the newest run of each shape on `machine`.
+
+    machine: a processor's name; None for the machine of the newest run.
+    """
     every: dict[str, list[Any]] = {}
     for question, shapes in QUESTIONS.items():
         files = (
             path for shape in shapes for path in folder.glob(f"**/{question}-{shape}-[0-9]*.json")
         )
-        found = [stored.read(path) for path in files]
-        every[question] = [r for r in found if question != "step" or r["work"] in r["works"]]
+        runs = [stored.read(path) for path in files]
+        every[question] = [r for r in runs if question != "step" or r["work"] in r["works"]]
     if machine is None:
-        last = max((r for found in every.values() for r in found), key=_date, default=None)
+        last = max((r for runs in every.values() for r in runs), key=_date, default=None)
         machine = None if last is None else last["machine"]["cpu"]
     return {
-        question: newest([r for r in found if r["machine"]["cpu"] == machine], QUESTIONS[question])
-        for question, found in every.items()
+        question: newest([r for r in runs if r["machine"]["cpu"] == machine], QUESTIONS[question])
+        for question, runs in every.items()
     }
 
 
 def newest(runs: Sequence[Any], shapes: Iterable[str]) -> dict[str, Any]:
-    """Of each shape that was measured."""
-    found = {shape: [run for run in runs if run["shape"] == shape] for shape in shapes}
-    return {shape: max(its, key=_date) for shape, its in found.items() if its}
+    """Return the newest run of each shape that was measured."""
+    by_shape = {shape: [run for run in runs if run["shape"] == shape] for shape in shapes}
+    return {shape: max(group, key=_date) for shape, group in by_shape.items() if group}
 
 
 def _date(run: Mapping[str, Any]) -> str:
@@ -113,7 +116,7 @@ def _date(run: Mapping[str, Any]) -> str:
 
 
 def text(machines: Sequence[Mapping[str, Runs]]) -> str:
-    """Of each machine the tables, and where they came about."""
+    """Return the tables of each machine, with its versions and commits."""
     parts = []
     for runs in machines:
         tables = [steps(runs["step"])] if runs["step"] else []
@@ -124,9 +127,9 @@ def text(machines: Sequence[Mapping[str, Runs]]) -> str:
 
 
 def steps(runs: Runs) -> str:
-    """Of each shape, the peer's time, and that of the others as multiples of it."""
-    there = [n for n in HEADS if any(n in _rows(run) for run in runs.values())]
-    others = [name for name in there if name != PEER]
+    """Return a table, one row per shape: the peer's time, and each contestant's ratio to it."""
+    measured = [n for n in HEADS if any(n in _rows(run) for run in runs.values())]
+    others = [name for name in measured if name != PEER]
     head = ["", f"{HEADS[PEER]}, ms", *(f"{HEADS[n]}, x" for n in others)]
     lines = [[*head, "peak memory, x", "speed of light"]]
     for shape, run in runs.items():
@@ -135,16 +138,16 @@ def steps(runs: Runs) -> str:
         for name in others:
             ratio = rows[name][work]["ratio"] if name in rows else None
             cells.append("-" if ratio is None else f"{ratio:.2f}")
-        lines.append([*cells, *_own(rows)])
+        lines.append([*cells, *_memory_and_light(rows)])
     return report.align(lines)
 
 
-def _own(rows: Mapping[str, Any]) -> list[str]:
-    """Our peak memory over the peer's, and our shares of the speed of light."""
-    own, peer = [rows.get(name) for name in OURS], rows.get(PEER)
-    memory = [f"{x:.2f}" if (x := _memory(row, peer)) is not None else "-" for row in own]
-    light = ["-" if row is None else f"{row['light']:.0%}" for row in own]
-    return [" / ".join(memory), " / ".join(light)]
+def _memory_and_light(rows: Mapping[str, Any]) -> list[str]:
+    """Return two cells on the contestants of OURS: peak memory over the peer's, speed of light."""
+    ours, peer = [rows.get(name) for name in OURS], rows.get(PEER)
+    ratios = [f"{x:.2f}" if (x := _memory(row, peer)) is not None else "-" for row in ours]
+    light = ["-" if row is None else f"{row['light']:.0%}" for row in ours]
+    return [" / ".join(ratios), " / ".join(light)]
 
 
 def _memory(row: Mapping[str, Any] | None, peer: Mapping[str, Any] | None) -> float | None:
@@ -154,22 +157,22 @@ def _memory(row: Mapping[str, Any] | None, peer: Mapping[str, Any] | None) -> fl
 
 
 def alone(runs: Mapping[str, Runs]) -> str:
-    """Tokens at batch 1, and starts of a process."""
+    """Return a table of the time per token at batch 1, and of process starts."""
     lines = [["", "peer", "peer, ms", "NumPy, ms", "x", "with numba, x"]]
     for question, work in (("decoding", "token"), ("start", "start")):
         for shape, run in runs[question].items():
             rows, peer = _rows(run), run["peer"]
-            own, theirs = rows["xformer numpy"][work], rows[peer][work]
-            title, times = QUESTIONS[question][shape], (theirs["min_ms"], own["min_ms"])
+            ours, theirs = rows["xformer numpy"][work], rows[peer][work]
+            title, times = QUESTIONS[question][shape], (theirs["min_ms"], ours["min_ms"])
             compiled = rows[COMPILED_TOKEN][work]["ratio"] if COMPILED_TOKEN in rows else None
-            ratios = ("-" if x is None else f"{x:.2f}" for x in (own["ratio"], compiled))
+            ratios = ("-" if x is None else f"{x:.2f}" for x in (ours["ratio"], compiled))
             lines.append([title, peer, *map(_ms, times), *ratios])
     return report.align(lines)
 
 
 def origin(runs: Mapping[str, Runs]) -> str:
-    """Machine, versions, commits."""
-    every = [run for found in runs.values() for run in found.values()]
+    """Return lines on days, machine, versions and commits."""
+    every = [run for by_shape in runs.values() for run in by_shape.values()]
     libraries = {
         line.partition(",")[0]
         for run in every
@@ -194,12 +197,15 @@ def origin(runs: Mapping[str, Runs]) -> str:
 
 
 def shown(runs: Sequence[Mapping[str, Runs]], link: str) -> str:
-    """What stands on the page."""
+    """Return the tables for the page, with a link to the folder of all results."""
     return f"{text(runs)}\n[All figures]({link}).\n"
 
 
 def put(page: Path, shown: str) -> None:
-    """Put it in the place of what stands between the marks. ValueError where they are not there."""
+    """Replace the text between the lines BEGIN and END of `page` by `shown`.
+
+    Raises ValueError if the page lacks one of these lines.
+    """
     old = page.read_text(encoding="utf-8")
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -209,7 +215,7 @@ def put(page: Path, shown: str) -> None:
 
 
 def draw(machines: Sequence[Runs], path: Path) -> None:
-    """Bars of the ratios to torch eager, shape by shape, and machine by machine."""
+    """Draw bars of the ratios to torch eager: a panel per machine, a group of bars per shape."""
     try:
         import matplotlib
     except ImportError as error:
@@ -217,11 +223,11 @@ def draw(machines: Sequence[Runs], path: Path) -> None:
             f"the picture needs matplotlib: pip install 'xformer-array[plot]' ({error})"
         ) from error
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "speed"  # the same picture each time
+    matplotlib.rcParams["svg.hashsalt"] = "speed"  # equal input gives an equal file
     import matplotlib.pyplot as plt
 
     every = [run for runs in machines for run in runs.values()]
-    there = [n for n in HEADS if n != PEER and any(n in _rows(run) for run in every)]
+    names = [n for n in HEADS if n != PEER and any(n in _rows(run) for run in every)]
     shapes = [shape for shape in STEPS if any(shape in runs for runs in machines)]
     figure, axes = plt.subplots(
         *(1, len(machines)),
@@ -231,17 +237,17 @@ def draw(machines: Sequence[Runs], path: Path) -> None:
         sharey=True,
         squeeze=False,
     )
-    height = 0.8 / max(len(there), 1)
-    for own, runs in zip(axes[0], machines, strict=True):
-        for i, name in enumerate(there):
+    height = 0.8 / max(len(names), 1)
+    for panel, runs in zip(axes[0], machines, strict=True):
+        for i, name in enumerate(names):
             bars = [(shapes.index(shape), _ratio(run, name)) for shape, run in runs.items()]
             bars = [(at, ratio) for at, ratio in bars if ratio is not None]
-            places = [at + (i - (len(there) - 1) / 2) * height for at, _ in bars]
+            positions = [at + (i - (len(names) - 1) / 2) * height for at, _ in bars]
             colour = COLOURS[list(HEADS).index(name)]
-            own.barh(places, [r for _, r in bars], height, color=colour, label=HEADS[name])
-        own.axvline(1, color="#404040", lw=1)
-        own.set_xlabel(_cpu(runs))
-        own.spines[["top", "right"]].set_visible(False)
+            panel.barh(positions, [r for _, r in bars], height, color=colour, label=HEADS[name])
+        panel.axvline(1, color="#404040", lw=1)
+        panel.set_xlabel(_cpu(runs))
+        panel.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_yticks(range(len(shapes)), [STEPS[shape] for shape in shapes])
     axes[0, 0].invert_yaxis()
     handles, labels = axes[0, 0].get_legend_handles_labels()
@@ -250,7 +256,7 @@ def draw(machines: Sequence[Runs], path: Path) -> None:
         title="time over torch eager's: left of the line is faster",
         loc="outside upper center",
         frameon=False,
-        ncols=len(there),
+        ncols=len(names),
     )
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)

@@ -1,8 +1,8 @@
-"""One start of `benchmarks.starts`: `starter.py NAME FOLDER`, a GPT-2 in Hugging Face's format.
+"""One process of `benchmarks.starts`: `starter.py NAME FOLDER` (FOLDER: a GPT-2 in HF's format).
 
-Says "ready" once it has imported, loaded, and has the first logits; to any request it answers with
-those of the last token. A script without imports from this checkout, so that nothing is loaded but
-what it measures.
+It imports the library, loads the model, computes the logits of PROMPT, and prints "ready". It
+answers each request with the logits of the last token. The script imports nothing from this
+checkout, so that only the measured library is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def xformer(folder: str) -> Any:
-    """This library, on NumPy."""
+    """Return the last token's logits by this library, on NumPy."""
     import numpy as np
 
     from xformer import pretrained
@@ -27,7 +27,7 @@ def xformer(folder: str) -> Any:
 
 
 def torch_eager(folder: str) -> Any:
-    """torch and nothing else: the shortest program that gives these logits."""
+    """Return the last token's logits by the shortest program in plain torch."""
     import torch
     import torch.nn.functional as F
     from safetensors.torch import load_file
@@ -56,7 +56,7 @@ def torch_eager(folder: str) -> Any:
 
 
 def transformers(folder: str) -> Any:
-    """Hugging Face's library."""
+    """Return the last token's logits by Hugging Face transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.starts`: from the start of a process to the first logits of a model.
+"""`python -m benchmarks.starts`: time from the start of a process to the first logits of a model.
 
-Import, load, one forward of a few tokens, in a new process each time; the files of model and
-libraries are in the system's cache of files.
+Each run is a new process, which imports the library, loads the model, and computes the logits of a
+few tokens. The files of model and libraries are in the system's file cache.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ PEER = "torch eager"
 NAMES = (PEER, "transformers", "xformer numpy")
 SHAPES = ("char-gpt", "gpt2")
 ROUNDS = 8
-TOLERANCE = 1e-4  # of logits in float32, beside their largest
+TOLERANCE = 1e-4  # of logits in float32, relative to the largest logit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; of each model print a table and write JSON. Returns 1 where logits differ."""
+    """Measure each model, print its table, write its JSON. Returns 1 if logits differ."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.starts", description=__doc__)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: all")
     parser.add_argument("--rounds", type=int, metavar="N", default=ROUNDS)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=stored.DEFAULT)
     args = parser.parse_args(argv)
     for name in args.shape or SHAPES:
-        found = machine.describe(["numpy", "torch"], (*machine.PACKAGES, "transformers"))
-        found |= {"threads": machine.threads(), "load": machine.load()}
+        result = machine.describe(["numpy", "torch"], (*machine.PACKAGES, "transformers"))
+        result |= {"threads": machine.threads(), "load": machine.load()}
         total = len(NAMES) * (args.rounds + 1)
         try:
             with tqdm(total=total, desc=name, disable=None, leave=False) as bar:
-                found |= measure(name, BY_NAME[name].config, args.rounds, bar.update)
-        except Disagreement as wrong:
-            print(f"benchmarks: nothing is reported.\n{wrong}", file=sys.stderr)
+                result |= measure(name, BY_NAME[name].config, args.rounds, bar.update)
+        except Disagreement as error:
+            print(f"benchmarks: nothing is reported.\n{error}", file=sys.stderr)
             return 1
-        print(table(found))
-        out = stored.path_of(found, f"start-{name}", args.out)
-        stored.write(found, out)
+        print(table(result))
+        out = stored.path_of(result, f"start-{name}", args.out)
+        stored.write(result, out)
         print(f"\nWritten: {out}\n")
     return 0
 
@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(
     shape: str, config: Mapping[str, Any], rounds: int, tick: Callable[[], Any] = lambda: None
 ) -> dict[str, Any]:
-    """Compare the logits, then measure in turns."""
+    """Compare the logits, then time process starts in interleaved rounds. Returns the result.
+
+    shape: its name   config: of the model, in Hugging Face's format   tick: called after each start
+    """
     model = pretrained.model(config)
     with tempfile.TemporaryDirectory() as folder:
         pretrained.save(model, varied(model), folder)
@@ -68,34 +71,39 @@ def measure(
 
 
 def start(name: str, folder: str) -> harness.Process:
-    """A process that has its first logits."""
+    """Start a process; return it after it has computed its logits."""
     command = [sys.executable, Path(__file__).with_name("starter.py"), name, folder]
     return harness.Process(name, command, machine.environment() | {"HF_HUB_OFFLINE": "1"})
 
 
 def logits(name: str, folder: str) -> np.ndarray:
-    """The first logits of a start."""
+    """Return the logits that a new process of the contestant `name` computes."""
     with start(name, folder) as process:
         return np.asarray(process.ask(show={}))
 
 
-def check(found: Mapping[str, np.ndarray]) -> float:
-    """The largest relative difference to the peer's; Disagreement beyond TOLERANCE."""
-    want = found[PEER]
-    errors = {name: float(np.abs(a - want).max() / np.abs(want).max()) for name, a in found.items()}
+def check(logits: Mapping[str, np.ndarray]) -> float:
+    """Return the largest relative difference of the logits (by contestant) to the peer's.
+
+    Raises Disagreement if it exceeds TOLERANCE.
+    """
+    want = logits[PEER]
+    errors = {
+        name: float(np.abs(a - want).max() / np.abs(want).max()) for name, a in logits.items()
+    }
     for name, error in errors.items():
         if not error <= TOLERANCE:
             raise Disagreement(f"{name} differs from {PEER} by {error:.1e}")
     return max(errors.values())
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """Of each contestant one row."""
-    rows = [[f"{found['shape']}: process start to first logits", "s", "x"]]
-    for row in found["rows"]:
-        took = row["start"]
-        times = f"{took['min_ms'] / 1e3:.2f} ({took['median_ms'] / 1e3:.2f})"
-        rows.append([row["name"], times, f"{took['ratio']:.3f}"])
+def table(result: Mapping[str, Any]) -> str:
+    """Return a Markdown table of a result, one row per contestant."""
+    rows = [[f"{result['shape']}: process start to first logits", "s", "x"]]
+    for row in result["rows"]:
+        times = row["start"]
+        cell = f"{times['min_ms'] / 1e3:.2f} ({times['median_ms'] / 1e3:.2f})"
+        rows.append([row["name"], cell, f"{times['ratio']:.3f}"])
     return report.align(rows)
 
 

@@ -1,4 +1,4 @@
-"""The question: how long do forward, backward and a training step take, where and by whom?"""
+"""Time forward, backward and a training step of a shape, by several contestants."""
 
 from __future__ import annotations
 
@@ -24,23 +24,29 @@ WORKS = {"forward": "forward", "forward+backward": "backward", "step": "step"}
 
 
 def works(shape: Shape) -> tuple[str, ...]:
-    """What is measured unless something else is asked for."""
+    """Return the works that are measured by default."""
     return ("step",) if shape.training else ("forward",)
 
 
 def start(name: str, folder: Path) -> harness.Process:
-    """The process of a contestant, of the products alone, or of the judge."""
+    """Start the process of a contestant, of the judge (JUDGE) or of the matmuls alone (LIGHT).
+
+    folder: holds the files of `shapes.store`.
+    """
     command = [sys.executable, "-m", "benchmarks.worker", folder, name]
     return harness.Process(name, command, machine.environment())
 
 
-def error(found: Path, truth: Path, losses: Mapping[str, float], true: Mapping[str, float]) -> Any:
-    """The largest relative error of losses and of the arrays in two files, and where it is."""
+def error(path: Path, truth: Path, losses: Mapping[str, float], true: Mapping[str, float]) -> Any:
+    """Return the largest relative error of a loss or an array, and its name.
+
+    path, truth: files with a contestant's and the judge's arrays   losses, true: their losses.
+    """
     errors = {name: abs(losses[name] / true[name] - 1) for name in true}
-    with safe_open(found, "np") as got, safe_open(truth, "np") as want:
+    with safe_open(path, "np") as got, safe_open(truth, "np") as want:
         if differ := sorted(set(got.keys()) ^ set(want.keys())):
             return np.inf, f"arrays that only one side has, {', '.join(differ)}"
-        # A gradient that is zero by mathematics (a key's bias) is nothing but rounding of others'.
+        # A gradient that is exactly zero in theory (a key's bias) is rounding noise in practice.
         norms = {name: _norm(want.get_tensor(name)) for name in want.keys()}  # noqa: SIM118
         floor = 1e-2 * max(norms.values())
         for name, norm in norms.items():
@@ -57,34 +63,38 @@ def _norm(x: np.ndarray) -> float:
 
 
 class Check:
-    """Compares contestants with the judge, a process that has ended before they begin."""
+    """Compares contestants with the judge.
+
+    The constructor runs the judge; its process has ended before the contestants start.
+    """
 
     def __init__(self, shape: Shape, folder: Path) -> None:
-        self.shape, self.truth, self.found = shape, folder / "truth", folder / "found"
+        self.shape, self.truth, self.outcome = shape, folder / "truth", folder / "outcome"
         self.wrong: list[str] = []
         with start(JUDGE, folder) as judge:
             self.true = judge.ask(outcome={"path": str(self.truth)})
 
     def __call__(self, name: str, one: Any) -> float | None:
-        """The error of a contestant; what is beyond the tolerance is kept for `finish`.
+        """Return the error of the contestant `name`, whose process is `one`.
 
-        None where it computes something else than the judge, which is not compared.
+        None means not compared: the contestant draws other dropout masks than the judge. An error
+        beyond the tolerance is added to `wrong`.
         """
-        losses = one.ask(outcome={"path": str(self.found)})
+        losses = one.ask(outcome={"path": str(self.outcome)})
         if not contestants.is_judged(name, self.shape):
-            self.found.unlink()
+            self.outcome.unlink()
             return None
-        found, where = error(self.found, self.truth, losses, self.true)
-        self.found.unlink()
-        if not found <= self.shape.tolerance:
+        off, where = error(self.outcome, self.truth, losses, self.true)
+        self.outcome.unlink()
+        if not off <= self.shape.tolerance:
             self.wrong.append(
-                f"{self.shape.name}: {name} is wrong in {where}: relative error {found:.1e} to "
+                f"{self.shape.name}: {name} is wrong in {where}: relative error {off:.1e} to "
                 f"float64, allowed {self.shape.tolerance:.0e}"
             )
-        return found
+        return off
 
     def finish(self) -> None:
-        """Disagreement, naming all that are wrong."""
+        """Raise Disagreement, with a line for each wrong contestant, if there are any."""
         if self.wrong:
             raise Disagreement("\n".join(self.wrong))
 
@@ -96,33 +106,42 @@ def measure(
     chosen: Sequence[str],
     tick: Callable[[], Any] = lambda: None,
     failed: list[str] | None = None,
-    keep: Callable[[dict[str, Any]], Any] = lambda found: None,
+    keep: Callable[[dict[str, Any]], Any] = lambda result: None,
 ) -> dict[str, Any]:
-    """Check, then measure. Returns what the report prints and stores.
+    """Compare the contestants `names` with the judge, then time the works `chosen`.
 
-    Contestants have their turns together as far as they fit into memory; the others in further
-    runs, beside the peer again, whose row is that of the first; on a device, where they have no
-    room beside the peer either, alone. One too large for that is left out, by name; MemoryError
-    where it is the first, or nobody is left. failed: there to say which contestants did not come to
-    be measured, or are wrong, while the others go on; without it one such is an error. keep: called
-    with what was found so far, whenever there is more.
+    A run times, in interleaved rounds, all contestants that fit into memory together. The others
+    follow in further runs, each beside the peer; the peer's row is that of the first run. On a
+    device, a contestant that does not fit beside the peer is timed alone. One that does not fit
+    alone is named in "left_out".
+
+    tick: called after each check and each timed run
+    failed: a line is appended for each contestant that fails or is wrong, and the others continue;
+    if None, a failure is raised
+    keep: called with the result so far, whenever a time is added.
+    Returns the result for report and JSON. Raises MemoryError if the first contestant does not fit,
+    or none but the peer does.
     """
     with tempfile.TemporaryDirectory() as folder:
-        turns = Turns(shape, Path(folder), names, rounds, chosen, tick, failed, keep)
-        left = sorted(names, key=lambda name: name != PEER)  # which all others want beside them
-        while left:
-            left = turns.run([PEER, *left] if PEER in turns.rows else left, later=bool(turns.rows))
-        for name in turns.alone:
-            turns.run([name], later=False, alone=True)
-    if not set(turns.rows) - {PEER} and turns.left_out:
-        raise MemoryError("\n".join(turns.left_out))
-    if not turns.rows:
+        runs = Runs(shape, Path(folder), names, rounds, chosen, tick, failed, keep)
+        waiting = sorted(names, key=lambda name: name != PEER)  # each run needs the peer
+        while waiting:
+            has_peer = PEER in runs.rows
+            waiting = runs.run([PEER, *waiting] if has_peer else waiting, later=bool(runs.rows))
+        for name in runs.alone:
+            runs.run([name], later=False, alone=True)
+    if not set(runs.rows) - {PEER} and runs.left_out:
+        raise MemoryError("\n".join(runs.left_out))
+    if not runs.rows:
         raise RuntimeError(f"{shape.name}: no contestant came to be measured")
-    return turns.found()
+    return runs.result()
 
 
-class Turns:
-    """What is asked of every contestant, in runs of as many as fit into memory."""
+class Runs:
+    """The runs of a shape, each with all contestants that fit into memory, and their rows.
+
+    Arguments as of `measure`; folder: for the shape's files and the contestants' outcomes.
+    """
 
     def __init__(
         self,
@@ -137,15 +156,15 @@ class Turns:
     ) -> None:
         self.shape, self.folder, self.names, self.rounds = shape, folder, names, rounds
         self.chosen, self.tick, self.failed, self.keep = chosen, tick, failed, keep
-        self.left_out: list[str] = []  # who is too large, and how large
-        self.alone: list[str] = []  # who has no room beside the peer
+        self.left_out: list[str] = []  # a line for each contestant that does not fit
+        self.alone: list[str] = []  # contestants that do not fit beside the peer
         self.rows: dict[str, dict[str, Any]] = {}
         self.runs: list[dict[str, Any]] = []
         shapes.store(shape, folder)
         self.check = Check(shape, folder)
 
-    def found(self) -> dict[str, Any]:
-        """All of it, as the report prints and stores it."""
+    def result(self) -> dict[str, Any]:
+        """Return the result so far, for report and JSON."""
         shape, rows = self.shape, self.rows
         return {
             "shape": shape.name,
@@ -165,51 +184,56 @@ class Turns:
         }
 
     def run(self, names: Sequence[str], *, later: bool, alone: bool = False) -> list[str]:
-        """Check those that fit into memory, and give them turns; the names of those left for later.
+        """Check and time those of `names` that fit into memory; return the names of the others.
 
-        Nobody has turns in a later run where nobody is left but the peer.
+        later: whether this is a later run, which is skipped if only the peer is running
+        alone: whether `names` is one contestant that does not fit beside the peer.
         """
         with ExitStack() as stack:
             limit = machine.free_memory(self.shape.device)
             light = None
-            if not (alone and self.runs):  # whose products are those of the first run
+            if not (alone and self.runs):  # then the matmuls were timed in the first run
                 light = stack.enter_context(start(LIGHT, self.folder))
             running: dict[str, Any] = {} if light is None else {LIGHT: light}
-            rows, left = [], list[str]()
+            rows, waiting = [], list[str]()
             for name in names:
                 if not has_room(running, limit, self.shape.device):
-                    left.append(name)
+                    waiting.append(name)
                     continue
-                with ExitStack() as own:
+                with ExitStack() as process:
                     try:
-                        one = own.enter_context(start(name, self.folder))
+                        one = process.enter_context(start(name, self.folder))
                         row = {"name": name, "error": self.check(name, one)}
                         require_memory(running | {name: one}, limit)
                     except (RuntimeError, MemoryError) as error:
-                        self._failed(name, error, running, left, alone)
+                        self._failed(name, error, running, waiting, alone)
                         continue
                     if self.failed is not None and self.check.wrong:
                         self.failed.append(self.check.wrong.pop())
                         continue
-                    stack.push(own.pop_all())
+                    stack.push(process.pop_all())
                 running[name] = one
                 rows.append(row | ({"alone": True} if alone else {}))
                 self.tick()
             self.check.finish()
             running.pop(LIGHT, None)
             if running and not (later and is_alone(running)):
-                self._measured(running, rows, light, left, alone)
-        return left
+                self._measured(running, rows, light, waiting, alone)
+        return waiting
 
     def _failed(
         self,
         name: str,
         error: Exception,
         running: Mapping[str, Any],
-        left: list[str],
+        waiting: list[str],
         alone: bool,
     ) -> None:
-        """It is for later, is left out, or is named; or the error goes on."""
+        """Handle the error of a contestant beside the processes of `running`.
+
+        Out of memory: its name is added to `waiting` for a later run, to `alone`, or to `left_out`.
+        Another error is added to `failed`. Raises `error` if `measure` must raise it.
+        """
         others = set(running) - {LIGHT, PEER, name}
         if isinstance(error, harness.Stopped):
             raise error
@@ -220,7 +244,7 @@ class Turns:
         elif alone:
             self.left_out.append(f"{name}: out of memory, alone too: {error}")
         elif others:
-            left.append(name)
+            waiting.append(name)
         elif self.shape.device is not None:
             self.alone.append(name)
         elif name == self.names[0]:
@@ -233,15 +257,18 @@ class Turns:
         running: dict[str, Any],
         rows: list[dict[str, Any]],
         light: Any,
-        left: list[str],
+        waiting: list[str],
         alone: bool,
     ) -> None:
-        """Turns of all that run; each gets what was found into its row as it comes."""
-        shape, chosen, own = self.shape, self.chosen, works(self.shape)[0]
-        asked = {(name, work): one for name, one in running.items() for work in chosen}
+        """Time all contestants of `running` in interleaved rounds; write times into `rows`.
+
+        light: the process of the matmuls, or None   waiting: gets names for a later run.
+        """
+        shape, chosen, default = self.shape, self.chosen, works(self.shape)[0]
+        processes = {(name, work): one for name, one in running.items() for work in chosen}
         turns = {
             key: partial(one.ask, run={"work": WORKS[key[1]], "repeats": shape.repeats})
-            for key, one in (asked | ({(LIGHT, own): light} if light else {})).items()
+            for key, one in (processes | ({(LIGHT, default): light} if light else {})).items()
         }
         by_name = {row["name"]: row for row in rows}
         run: dict[str, Any] = {"contestants": list(running), "peer": None}
@@ -264,13 +291,13 @@ class Turns:
                     for w in chosen
                     if seconds.get((PEER, w))
                 }
-            self.keep(self.found())
+            self.keep(self.result())
 
         def dropped(key: tuple[str, str], error: Exception) -> list[tuple[str, str]] | None:
             name = key[0]
             if not isinstance(error, RuntimeError | MemoryError) or name == LIGHT:
                 return None
-            self._failed(name, error, running, left, alone)
+            self._failed(name, error, running, waiting, alone)
             del running[name]
             run["contestants"].remove(name)
             if name != PEER or not self.runs[:-1]:
@@ -278,12 +305,12 @@ class Turns:
             return [(name, work) for work in chosen]
 
         seconds = harness.interleave(turns, self.rounds, self.tick, noted=noted, dropped=dropped)
-        if self.runs[1:] and not set(running) - {PEER}:  # nobody was left beside the peer
+        if self.runs[1:] and not set(running) - {PEER}:  # all contestants but the peer failed
             self.runs.pop()
             return
         for name, one in running.items():
             self._finish(by_name[name], one, seconds, run["products"])
-        self.keep(self.found())
+        self.keep(self.result())
 
     def _finish(
         self,
@@ -292,24 +319,27 @@ class Turns:
         seconds: Mapping[tuple[str, str], list[float]],
         products: dict[str, float],
     ) -> None:
-        """What follows from all rounds, and what choosing kernels costs."""
-        name, own = row["name"], works(self.shape)[0]
+        """Write the final times, the rates and the cost of dispatch into `row`.
+
+        seconds: of all contestants and works   products: the summary of the matmuls alone.
+        """
+        name, default = row["name"], works(self.shape)[0]
         for work in self.chosen:
             row[work] = harness.summary(seconds[name, work], seconds.get((PEER, work)))
         self._beside_the_first(row)
-        if own in self.chosen:
-            row |= _rates(self.shape, row[own]["min_ms"], products["min_ms"])
+        if default in self.chosen:
+            row |= _rates(self.shape, row[default]["min_ms"], products["min_ms"])
         if name.endswith("kernel"):
-            row["dispatch"] = one.ask(dispatch={"work": WORKS[own]})
+            row["dispatch"] = one.ask(dispatch={"work": WORKS[default]})
         self._add(name, row)
 
     def _add(self, name: str, row: dict[str, Any]) -> None:
-        """The peer's row stays that of the first run."""
+        """Store a contestant's row; the peer's row is that of the first run."""
         if name != PEER or len(self.runs) == 1 or PEER not in self.rows:
             self.rows[name] = row
 
     def _beside_the_first(self, row: dict[str, Any]) -> None:
-        """Ratios of one that ran alone, to the peer's time in the first run."""
+        """Write the ratios of a contestant that ran alone to the peer's times in the first run."""
         if row.get("alone") and PEER in self.rows:
             for work in self.chosen:
                 least = self.rows[PEER][work]["min_ms"]
@@ -317,15 +347,15 @@ class Turns:
 
 
 def _products(flops: int, seconds: Sequence[float]) -> dict[str, float]:
-    found = harness.summary(seconds, None)
-    return {"gflop": flops / 1e9, "gflop_per_s": flops / 1e9 / min(seconds)} | found
+    times = harness.summary(seconds, None)
+    return {"gflop": flops / 1e9, "gflop_per_s": flops / 1e9 / min(seconds)} | times
 
 
 def _rates(shape: Shape, step_ms: float, products_ms: float) -> dict[str, float]:
-    """Tokens a second, and the speed of light: the products' share of the time."""
+    """Return the tokens per second, and the speed of light: the matmuls' share of the time."""
     return {"tokens_per_s": shape.n_tokens / (1e-3 * step_ms), "light": products_ms / step_ms}
 
 
 def ticks(names: Sequence[str], rounds: int, chosen: Sequence[str]) -> int:
-    """How often `measure` calls `tick` where all fit into memory at once."""
+    """Return how often `measure` calls `tick` if all contestants fit into memory together."""
     return len(names) + (len(names) * len(chosen) + 1) * (rounds + 1)

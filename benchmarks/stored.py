@@ -1,10 +1,10 @@
-"""Where results are stored, and `python -m benchmarks.stored`: older results become rows.
+"""Where results are stored. `python -m benchmarks.stored` moves older results to the history.
 
-results/<machine>/machine.json      the machine, once
+results/<machine>/machine.json                     the machine
 results/<machine>/<question>-<day>-<commit>.json   the newest result of each question
-results/history.csv                 a row for each time of the older ones
+results/history.csv                                a row for each time of older results
 
-A question is the name of a result without its day and commit.
+A question is the name of a result without day and commit.
 """
 
 from __future__ import annotations
@@ -31,47 +31,49 @@ COLUMNS = (
 )
 
 
-def path_of(found: dict[str, Any], question: str, folder: Path | None = None) -> Path:
-    """Where a result is written: in `folder`; by default in the folder of its machine."""
+def path_of(result: dict[str, Any], question: str, folder: Path | None = None) -> Path:
+    """Return the path for a result: in `folder`, by default in the folder of the machine."""
     if folder is None:
-        folder = RESULTS / slug(found["machine"])
-    return folder / default_name(found, question)
+        folder = RESULTS / slug(result["machine"])
+    return folder / default_name(result, question)
 
 
-def default_name(found: dict[str, Any], question: str = "step") -> str:
-    """By day and commit, so that a result does not replace one of other code."""
-    commit = (found["commit"] or "no-commit")[:9] + ("-dirty" if found["dirty"] else "")
-    return f"{question}-{found['date'][:10]}-{commit}.json"
+def default_name(result: dict[str, Any], question: str = "step") -> str:
+    """Return the file's name for a result: question, day and commit."""
+    commit = (result["commit"] or "no-commit")[:9] + ("-dirty" if result["dirty"] else "")
+    return f"{question}-{result['date'][:10]}-{commit}.json"
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """The name of a machine's folder: its GPU or its processor, and the number of its CPUs."""
+    """Return the name of a machine's folder: its GPU or processor, and its number of CPUs."""
     words = re.sub(r"\(R\)|\(TM\)", "", machine.get("gpu") or machine["cpu"])
     return re.sub(r"[^a-z0-9]+", "-", f"{words} {machine['cpus']} cpus".lower()).strip("-")
 
 
-def write(found: dict[str, Any], path: Path) -> None:
-    """Write a result as JSON, whole or not at all.
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write a result as JSON, as a whole or not at all.
 
-    In a machine's folder of `RESULTS` the machine is written once, beside it. ValueError if the
-    folder is of another machine.
+    In a machine's folder of `RESULTS` the machine is not in the result but in MACHINE. Raises
+    ValueError if the folder belongs to another machine.
     """
     if path.parent.parent == RESULTS:
         machine = path.with_name(MACHINE)
         if not machine.exists():
-            report.replace(machine, json.dumps(found["machine"], indent=1) + "\n")
-        if (there := json.loads(machine.read_text(encoding="utf-8"))) != found["machine"]:
-            raise ValueError(f"{machine} is of {there}, and the result of {found['machine']}")
-        found = {name: value for name, value in found.items() if name != "machine"}
-    report.write(found, path)
+            report.replace(machine, json.dumps(result["machine"], indent=1) + "\n")
+        if (described := json.loads(machine.read_text(encoding="utf-8"))) != result["machine"]:
+            raise ValueError(
+                f"{machine} describes {described}, and the result is of {result['machine']}"
+            )
+        result = {name: value for name, value in result.items() if name != "machine"}
+    report.write(result, path)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result, with its machine."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if "machine" not in found:
-        found["machine"] = json.loads(path.with_name(MACHINE).read_text(encoding="utf-8"))
-    return found
+    """Read a result, and add its machine."""
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if "machine" not in result:
+        result["machine"] = json.loads(path.with_name(MACHINE).read_text(encoding="utf-8"))
+    return result
 
 
 def archive(results: Path = RESULTS) -> tuple[list[Path], list[Path]]:
@@ -83,13 +85,13 @@ def archive(results: Path = RESULTS) -> tuple[list[Path], list[Path]]:
     for path in sorted(results.glob("*/*.json")):
         if name := NAME.fullmatch(path.name):
             questions.setdefault((path.parent, name["question"]), []).append(path)
-    older, kept, rows = [], [], set(_history(results / HISTORY))
+    older, staying, rows = [], [], set(_history(results / HISTORY))
     for (folder, question), paths in questions.items():
         *before, _ = sorted(paths, key=lambda path: read(path)["date"])
         for path in before:
-            found = set(rows_of(read(path), folder.name, question))
-            (older if found else kept).append(path)
-            rows |= found
+            cells = set(rows_of(read(path), folder.name, question))
+            (older if cells else staying).append(path)
+            rows |= cells
     if older:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -97,7 +99,7 @@ def archive(results: Path = RESULTS) -> tuple[list[Path], list[Path]]:
         report.replace(results / HISTORY, text.getvalue())
     for path in older:
         path.unlink()
-    return older, kept
+    return older, staying
 
 
 def _history(path: Path) -> Iterator[tuple[str, ...]]:
@@ -106,16 +108,16 @@ def _history(path: Path) -> Iterator[tuple[str, ...]]:
             yield from list(map(tuple, csv.reader(file)))[1:]
 
 
-def rows_of(found: dict[str, Any], machine: str, question: str) -> Iterator[tuple[str, ...]]:
-    """The rows of `HISTORY` of a result: one for each contestant and work."""
-    listed = found.get("rows")
+def rows_of(result: dict[str, Any], machine: str, question: str) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of `HISTORY` for a result: one for each contestant and work."""
+    listed = result.get("rows")
     for row in listed if isinstance(listed, list) else []:
-        threads = row.get("threads") or found.get("threads", {})
+        threads = row.get("threads") or result.get("threads", {})
         blas = " ".join(threads.get("blas_kernels", []))
         for work, times in row.items():
             if isinstance(times, dict) and "min_ms" in times:
                 cells = (
-                    *(machine, question, found["date"], found["commit"], found["dirty"]),
+                    *(machine, question, result["date"], result["commit"], result["dirty"]),
                     *(row["name"], work, times["min_ms"], times.get("median_ms")),
                     *(times.get("ratio"), row.get("peak_bytes"), blas),
                 )
@@ -126,13 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Move older results of all machines to the history. Returns 1 if some cannot be moved."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stored", description=main.__doc__)
     parser.parse_args(argv)
-    moved, kept = archive()
+    moved, staying = archive()
     for path in moved:
         print(f"{path.name}: now in {HISTORY}")
-    for path in kept:
+    for path in staying:
         why = f"it has no rows of times, which {HISTORY} could hold"
         print(f"{path} stays beside a newer result: {why}", file=sys.stderr)
-    return int(bool(kept))
+    return int(bool(staying))
 
 
 if __name__ == "__main__":

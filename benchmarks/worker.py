@@ -1,13 +1,14 @@
-"""One contestant of `benchmarks.step`, in a process of its own: `worker.py FOLDER NAME`.
+"""One contestant of `benchmarks.step`, in a separate process: `worker.py FOLDER NAME`.
 
-A process has one peak of memory and one set of threads, so each contestant has its own. FOLDER
-holds what `shapes.store` wrote.
+Peak memory and threads belong to a process, so each contestant needs one. FOLDER holds the files of
+`shapes.store`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,24 @@ from benchmarks.contestants import Contestant
 from benchmarks.products import Light
 from benchmarks.shapes import Shape
 
-# Beside the contestants: "judge", and the products alone.
+# Names beside those of the contestants: the judge, and the necessary matmuls alone.
 JUDGE, LIGHT = "judge", "products"
 
 
 class Worker:
-    """A contestant, and the answers that it gives."""
+    """A contestant, and the functions that answer its requests."""
 
     def __init__(self, shape: Shape, contestant: Contestant) -> None:
         self.shape, self.contestant = shape, contestant
-        self.n_batches = len(shape.lengths) or 1  # of a run
-        self._most: int | None = None  # bytes of a GPU, whatever was done
-        self._peak: int | None = None  # in what was timed
+        self.n_batches = len(shape.lengths) or 1  # in a run
+        self._most: int | None = None  # peak bytes on a GPU, so far
+        self._peak: int | None = None  # peak bytes on a GPU, in timed runs
 
     def outcome(self, path: str) -> dict[str, float]:
-        """Losses before and after some steps; gradients are written to a file, or what comes out.
+        """Return losses before and after some steps; write gradients, or the output, to `path`.
 
-        On a device three of them: of captured steps the first is made as ever, the second recorded.
+        On a device there are three steps: of captured steps the first runs op by op, the second is
+        recorded, and the third replays the graph.
         """
         if not self.shape.training:
             save_file({"output": np.ascontiguousarray(self.contestant.output())}, path)
@@ -46,49 +48,52 @@ class Worker:
         self._give_back()
         losses = {"loss": loss}
         for n in range(self.n_batches if self.shape.device is None else 3):
-            found = self.contestant.step()
+            loss_of_step = self.contestant.step()
             if self.shape.lengths:  # the gradients above are of one length alone
-                losses[f"loss of step {n}"] = float(found)
+                losses[f"loss of step {n}"] = float(loss_of_step)
         self._give_back()
         after = self.contestant.gradients()[0]
         self._give_back()
         return losses | {"loss after steps": after}
 
     def run(self, work: str, repeats: int) -> list[float]:
-        """Seconds of each of several runs on end.
+        """Return the seconds of each of `repeats` consecutive runs of `work` (a method's name).
 
-        On a GPU what is freed is given back afterwards, since others have their turn there, and one
-        run that is not timed asks for it again.
+        On a GPU the memory pools are freed afterwards, for the other contestants. A first run,
+        which is not timed, allocates them again.
         """
         if self.shape.device == "cuda":
             self._finish(work)
-        found = harness.timed(lambda: self._finish(work), repeats)
+        seconds = harness.timed(lambda: self._finish(work), repeats)
         if self.shape.device == "cuda":
             self._peak = max(self._peak or 0, self.contestant.backend.memory().peak or 0)
         self._give_back()
-        return found
+        return seconds
 
     def about(self) -> dict[str, Any]:
-        """Threads; memory of the process, or on its device: now, at most, and in what was timed."""
+        """Return threads and memory of the process, or of its GPU.
+
+        "bytes": now; "most_bytes": the peak so far; "peak_bytes": the peak in timed runs.
+        """
         in_use, peak = self.contestant.backend.memory()
         if self.shape.device == "cuda":
             in_use = machine.held()
-        found = {"bytes": in_use, "most_bytes": peak if self._most is None else self._most}
-        found["peak_bytes"] = peak if self._peak is None else self._peak
-        return found | {"threads": machine.threads()}
+        sizes = {"bytes": in_use, "most_bytes": peak if self._most is None else self._most}
+        sizes["peak_bytes"] = peak if self._peak is None else self._peak
+        return sizes | {"threads": machine.threads()}
 
     def dispatch(self, work: str) -> dict[str, float]:
-        """What choosing kernels costs."""
+        """Return the cost of dispatch in a run of `work`."""
         return dispatching.cost(lambda: self._finish(work))
 
     def _give_back(self) -> None:
-        """The other contestants have their turns on the same GPU."""
+        """On a GPU, free the memory pools for the other contestants."""
         if self.shape.device == "cuda":
             self._most = max(self._most or 0, self.contestant.backend.memory().peak or 0)
             machine.give_back()
 
     def _finish(self, work: str) -> Any:
-        """One run: of all batches of a cycle where lengths vary."""
+        """Run `work` once for each batch of a cycle, and wait for the device."""
         for _ in range(self.n_batches):
             result = getattr(self.contestant, work)()
         self.contestant.backend.synchronize()
@@ -96,13 +101,13 @@ class Worker:
 
 
 def answers(folder: Path, name: str) -> dict[str, Callable[..., Any]]:
-    """What a contestant can be asked, or the judge, or the products alone."""
+    """Return the functions that answer the requests of the process `name`, by request."""
     shape, weights = shapes.load(folder)
     if name == LIGHT:
         light = Light(shape)
         run = lambda work, repeats: harness.timed(light.run, repeats)  # noqa: E731
         return {"run": run, "about": light.about}
-    make = contestants.judge if name == JUDGE else lambda *given: contestants.make(name, *given)
+    make = contestants.judge if name == JUDGE else partial(contestants.make, name)
     texts = list[str]()
     with harness.noting(texts):
         worker = Worker(shape, make(shape, weights))

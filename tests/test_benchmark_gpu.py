@@ -194,7 +194,7 @@ def test_a_section_that_fails_leaves_the_others(
     assert status == 1 and list(found["sections"]) == ["costs"]
     (wrong,) = found["wrong"]
     assert wrong.startswith(
-        f"decoding: Disagreement: {OURS_ON_GPU} writes another text than the peer"
+        f"decoding: Disagreement: {OURS_ON_GPU} and the peer write different texts"
     )
     assert f"- {wrong[:60]}" in capsys.readouterr().out
 
@@ -236,12 +236,14 @@ def test_texts_that_part_where_two_ids_are_as_likely() -> None:
     assert same(1, 2, 3, 4) == 4 and same(1, 2, 7, 7) == 2
     assert asked == [{"ids": [9, 1, 2], "pair": [7, 3]}]
     apart = 1e-4
-    with pytest.raises(Disagreement, match=r"^it writes another .*id 3 is 7, not 3, .*1.0e-04"):
+    with pytest.raises(Disagreement, match=r"^it and the peer .*id 3 is 7, not 3, .*1.0e-04"):
         same(1, 2, 7, 7)
     apart = float("nan")
     with pytest.raises(Disagreement, match=r"their logits are nan apart"):
         same(1, 2, 7, 7)
-    with pytest.raises(Disagreement, match=r"^it writes another text than the peer: 2 ids, not 4$"):
+    with pytest.raises(
+        Disagreement, match=r"^it and the peer write different texts: 2 ids, not 4$"
+    ):
         same(1, 2)
     with pytest.raises(Disagreement, match=r"their logits are nan apart"):  # ours has failed
         gpu_decoding.agreement("it", 9, [1, 7], [1, 2], None)
@@ -278,22 +280,22 @@ def test_a_program_that_takes_too_long_is_stopped(
 def test_a_section_is_stopped_when_time_is_over() -> None:
     command = [sys.executable, "-c", "print('ready', flush=True)\nimport time\ntime.sleep(60)"]
 
-    def section(given: Any, end: float) -> None:
-        given.found["sections"]["slow"] = "what it had found"
+    def section(run: Any, end: float) -> None:
+        run.result["sections"]["slow"] = "the result so far"
         with harness.Process("it", command, {}) as process:
             process.ask(run={})
 
-    given: Any = types.SimpleNamespace(found={"sections": {}, "wrong": []}, write=lambda: None)
-    gpu.run_section("slow", section, given, time.monotonic() + 1)
-    (wrong,) = given.found["wrong"]
+    run: Any = types.SimpleNamespace(result={"sections": {}, "wrong": []}, write=lambda: None)
+    gpu.run_section("slow", section, run, time.monotonic() + 1)
+    (wrong,) = run.result["wrong"]
     assert wrong.startswith("slow: stopped, time was over: Stopped: it ended: it was stopped")
-    assert given.found["sections"] == {"slow": "what it had found"}
+    assert run.result["sections"] == {"slow": "the result so far"}
 
 
 def test_no_kernel_is_begun_when_time_is_over() -> None:
     plan = gpu_plan.planned(dry=True)
     rates = {"copy": 1.0, "product": 1.0}
-    found = gpu_kernels.kernels(plan.place, plan.sizes, rates, 1, lambda: True)
+    found = gpu_kernels.kernels(plan.backend, plan.sizes, rates, 1, lambda: True)
     assert found == ([], ["layer_norm and what follows: not begun, time was over"])
 
 
@@ -670,12 +672,12 @@ def test_attention_and_kernels_that_run_out_of_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_attention, "ours", want)
     monkeypatch.setattr(gpu_attention, "of_torch", never)
     lengths = plan.lengths._replace(lengths=(16,))
-    rows = gpu_attention.attention(plan.place, lengths, 1, None, lambda: None)
+    rows = gpu_attention.attention(plan.backend, lengths, 1, None, lambda: None)
     for row in rows:
         assert row["times"].keys() == {"flash"} and row["times"]["flash"]["alone"]
         assert row["left_out"] == ["torch: out of memory, alone too"]
 
-    case = next(iter(gpu_kernels.cases(plan.place, plan.sizes)))
+    case = next(iter(gpu_kernels.cases(plan.backend, plan.sizes)))
     three = [case._replace(name=name) for name in ("fits later", "never fits", "fails")]
     monkeypatch.setattr(gpu_kernels, "cases", lambda *given: iter(three))
     checked, tries = gpu_kernels._error, list[str]()
@@ -690,7 +692,7 @@ def test_attention_and_kernels_that_run_out_of_memory(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(gpu_kernels, "_error", error)
     rates = {"copy": 1.0, "product": 1.0}
-    found, wrong = gpu_kernels.kernels(plan.place, plan.sizes, rates, 1)
+    found, wrong = gpu_kernels.kernels(plan.backend, plan.sizes, rates, 1)
     assert tries == ["fits later", "never fits", "fails", "fits later", "never fits"]
     assert [row["name"] for row in found] == [f"fits later, {way}" for way in DIRECTIONS]
     assert wrong == [
