@@ -237,11 +237,11 @@ cuda.alloc = lambda size: ("of the pool", size)
 class Mine(ndarray):
     pass
 own = runtime_of(RUNTIMES, Mine)
-print(*own.place([ndarray("f4")]), own.memory(5))
+print(*own.stream_of([ndarray("f4")]), own.allocate(5))
 kind[0], current[0] = 1, 1
-print(*own.place([ndarray("f4", 1)]))
+print(*own.stream_of([ndarray("f4", 1)]))
 try:
-    own.place([ndarray("f4", 1), ndarray("f4")])
+    own.stream_of([ndarray("f4", 1), ndarray("f4")])
 except ValueError as error:
     print(error)
 """
@@ -514,9 +514,9 @@ cuda = sys.modules["cupy"].cuda
 cuda.Device = lambda number: types.SimpleNamespace(compute_capability=("90", "120")[number])
 cuda.get_current_stream = lambda: types.SimpleNamespace(ptr=11 + current[0])
 for current[0] in (0, 1):
-    print(*driver.attention_place([ndarray("f2", current[0])]))
+    print(*driver.attention_stream_of([ndarray("f2", current[0])]))
 try:
-    driver.attention_place(iter([ndarray("f2", 1), ndarray("f2", 0)]))
+    driver.attention_stream_of(iter([ndarray("f2", 1), ndarray("f2", 0)]))
 except ValueError as error:
     print(error)
 """

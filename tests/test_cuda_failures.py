@@ -174,7 +174,7 @@ def test_composites_go_on(library: Backend, function: str) -> None:
 def test_too_little_memory_is_the_users(library: Backend) -> None:
     """No way of making products does without memory."""
     with calling(CublasLt()) as lt:
-        lt.memory = lambda size: (_ for _ in ()).throw(MemoryError("out of memory"))  # type: ignore
+        lt.allocate = lambda size: (_ for _ in ()).throw(MemoryError("out of memory"))  # type: ignore
         with pytest.raises(MemoryError):
             linear_step(library, np.dtype("f4"))
 

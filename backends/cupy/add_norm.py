@@ -62,9 +62,9 @@ class AddNormCache(NamedTuple):
         dy: (..., D)
         A frozen parameter has the gradient None.
         """
-        for name, given in (("ds", ds), ("dy", dy)):
-            if given is not None:
-                require_gradient("add_norm", name, given, self.norm.x)
+        for name, grad in (("ds", ds), ("dy", dy)):
+            if grad is not None:
+                require_gradient("add_norm", name, grad, self.norm.x)
         dx, dw, *db = self.norm.gradients(ds, dy)
         dparams = NormParams(None if self.frozen_w else dw, None if self.frozen_b else db[0])
         return dx, dx if self.has_r else None, dparams

@@ -13,7 +13,7 @@ from xformer.typing import Array
 
 WIDTHS = (32, 64, 128, 256)  # of the heads, rounded up
 BLOCK = 128  # threads
-MIN_OWN, MAX_OTHER, OTHER_BYTES = 16, 32, 16 << 10
+MIN_OWN, MAX_OTHER, OTHER_BYTES = 16, 32, 16 << 10  # of `tile`, as in attention_tiles.cuh
 
 
 class Attention(NamedTuple):
@@ -77,17 +77,22 @@ def attention(
 def tile(width: int, size: int, own_bytes: int) -> tuple[int, int]:
     """Return OWN and OTHER of attention_tiles.cuh, for numbers of `size` bytes.
 
-    width: of the heads, one of `WIDTHS`
-    own_bytes: of shared memory for the block's own rows
+    OWN: rows for which a block computes results   OTHER: rows of a tile that the block loads
+    width: of the heads, one of `WIDTHS`   own_bytes: of shared memory for a tile of OWN rows
     """
-    own = max(MIN_OWN, min(own_bytes // (64 * size), own_bytes // (width * size)))
-    return own, min(MAX_OTHER, OTHER_BYTES // (width * size))
+    n_own = max(MIN_OWN, min(own_bytes // (64 * size), own_bytes // (width * size)))
+    return n_own, min(MAX_OTHER, OTHER_BYTES // (width * size))
 
 
-def shared(width: int, size: int, own: int, other: int, n_own: int) -> int:
-    """Return the bytes of n_own tiles of own rows, two tiles of other rows and one of weights."""
+def shared(width: int, size: int, n_own: int, n_other: int, own_tiles: int) -> int:
+    """Return the bytes of shared memory of a block.
+
+    It holds `own_tiles` tiles of `n_own` rows, two tiles of `n_other` rows, and a tile of weights
+    (n_own, n_other).
+    """
     pack = 16 // size  # padding after every row
-    return size * ((n_own * own + 2 * other) * (width + pack) + own * (other + pack))
+    row_elements = (own_tiles * n_own + 2 * n_other) * (width + pack)
+    return size * (row_elements + n_own * (n_other + pack))
 
 
 def rows(x: Array) -> Array:
@@ -100,8 +105,8 @@ def strides(x: Array | None) -> tuple[int, ...]:
     if x is None:
         return (0, 0, 0, 0)
     pairs = zip(x.shape, x.strides, strict=True)
-    own = (0 if n == 1 else stride // x.dtype.itemsize for n, stride in pairs)
-    return (*(0,) * (4 - x.ndim), *own)
+    elements = (0 if n == 1 else stride // x.dtype.itemsize for n, stride in pairs)
+    return (*(0,) * (4 - x.ndim), *elements)
 
 
 def packed(*arrays: Array) -> int:

@@ -1,6 +1,6 @@
 """A repeated step as a CUDA graph: one launch for all its kernels.
 
-    call = Captured(step, place)
+    call = Captured(step, backend)
     state, results = call(state, inputs)  # the same as step; the second call records the graph
 
 The graph fixes shapes, Python's numbers and the order of the kernels. Only the contents of the
@@ -62,12 +62,12 @@ class Captured:
       warning says so once.
     """
 
-    def __init__(self, step: Step, place: Backend) -> None:
-        self._step, self._place = step, place
+    def __init__(self, step: Step, backend: Backend) -> None:
+        self._step, self._backend = step, backend
         self._kind: Any = None  # shapes and dtypes of the first call's state and inputs
         self._results: tuple[Any, ...] | None = None  # the graph writes to these arrays
         self._moving: set[str] = set()  # inputs on the device that changed to another array
-        self._said: set[str] = set()
+        self._said: set[str] = set()  # causes that `say` reported
         self._constants: Constants = {}
         self._held: dict[int, Any] = {}  # objects that the launches need, see `runtimes.hold`
         self._graph: Graph | None = None  # deleted last: then its memory is no longer in use
@@ -76,23 +76,23 @@ class Captured:
         self, state: dict[str, Array], inputs: Any
     ) -> tuple[dict[str, Array], tuple[Any, ...]]:
         """Return the state after the step, in the arrays of the first call, and the results."""
-        kind = _kind(state), _kind(inputs)
+        kinds = _kind(state), _kind(inputs)
         if self._kind is None:
-            self._kind = kind
+            self._kind = kinds
             return self._first(state, inputs)
-        if self._graph is not None and kind != self._kind:
+        if self._graph is not None and kinds != self._kind:
             self.say("another shape of its arrays than at first; such a step is made call by call")
         elif self._graph is not None:
-            if others := self._others(inputs):
-                self._moving |= others
+            if replaced := self._replaced(inputs):
+                self._moving |= replaced
                 self._forget()
                 return self._first(state, inputs)
-            for name, own in self._state.items():
-                if state[name] is not own:  # after a step that ran without the graph
-                    own[...] = state[name]
-            for name, own in self._inputs.items():
-                if own is not inputs[name]:
-                    own[...] = self._of_device(inputs[name])
+            for name, buffer in self._state.items():
+                if state[name] is not buffer:  # after a step that ran without the graph
+                    buffer[...] = state[name]
+            for name, buffer in self._inputs.items():
+                if buffer is not inputs[name]:
+                    buffer[...] = self._of_device(inputs[name])
             if self._launched(self._graph):
                 return self._state, self._results  # type: ignore[return-value]  # not None
             state = self._state
@@ -102,8 +102,8 @@ class Captured:
     def _first(self, state: dict[str, Array], inputs: Any) -> Any:
         """Run the step. It compiles kernels and allocates the memory that recording needs."""
         self._state = dict(state)
-        self._inputs = {name: self._kept(name, x) for name, x in inputs.items()}
-        if len({id(own) for own in state.values()}) < len(state):
+        self._inputs = {name: self._buffer(name, x) for name, x in inputs.items()}
+        if len({id(x) for x in state.values()}) < len(state):
             self.say("an array is in the state twice; steps are made call by call")
             return self._step(self._state, self._inputs)
         arrays = *self._state.values(), *self._inputs.values()
@@ -128,7 +128,7 @@ class Captured:
             # NotImplementedError, TypeError, ... Nothing has run. The step now runs call by call,
             # and raises again if the step is wrong (bad shapes), or there is too little memory.
             text = str(error) or type(error).__name__
-            self.say(f"{_place_of(error)}{text}; steps are made call by call")
+            self.say(f"{_origin_of(error)}{text}; steps are made call by call")
             return False
         return True
 
@@ -141,36 +141,36 @@ class Captured:
     def _run(self) -> tuple[Any, ...]:
         with keeping(self._constants), holding(self._held):
             new, results = self._step(self._state, self._inputs)
-        for name, own in self._state.items():
-            if new[name] is not own:
-                own[...] = new[name]
+        for name, buffer in self._state.items():
+            if new[name] is not buffer:
+                buffer[...] = new[name]
         return results
 
-    def _others(self, inputs: dict[str, Any]) -> set[str]:
+    def _replaced(self, inputs: dict[str, Any]) -> set[str]:
         """Return the names of the inputs read in place that are another array in this call."""
         fixed = {name for name, x in inputs.items() if is_of_device(x)} - self._moving
         return {name for name in fixed if self._inputs[name] is not inputs[name]}
 
-    def _kept(self, name: str, value: Any) -> Array:
+    def _buffer(self, name: str, value: Any) -> Array:
         """Return the array that the graph reads for an input: the input itself, or a copy."""
-        own = self._of_device(value)
-        if own is value and name in self._moving:
-            own = array_namespace(value).asarray(value, copy=True)
-        return own
+        buffer = self._of_device(value)
+        if buffer is value and name in self._moving:
+            buffer = array_namespace(value).asarray(value, copy=True)
+        return buffer
 
     def _of_device(self, value: Any) -> Array:
-        return value if is_of_device(value) else self._place.asarray(value)
+        return value if is_of_device(value) else self._backend.asarray(value)
 
     def explain(self) -> str:
         """Return a sentence: whether there is a graph, and the causes that `say` reported."""
         what = "a graph is launched" if self._graph is not None else "there is no graph"
-        return "; ".join([f"backend {self._place.name}: {what}", *sorted(self._said)])
+        return "; ".join([f"backend {self._backend.name}: {what}", *sorted(self._said)])
 
     def say(self, why: str) -> None:
         """Give a RuntimeWarning about why there is no graph, once for each cause."""
         if why not in self._said:
             self._said.add(why)
-            message = f"backend {self._place.name}: no graph: {why}"
+            message = f"backend {self._backend.name}: no graph: {why}"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
@@ -194,9 +194,9 @@ def _kind(values: Any) -> Any:
     return tuple((name, x.shape, x.dtype) for name, x in arrays)
 
 
-def _place_of(error: BaseException) -> str:
+def _origin_of(error: BaseException) -> str:
     """Return the innermost function of this library in the traceback, as "module.name: ", or ""."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [(f.f_globals.get("__name__", ""), f.f_code.co_qualname) for f in frames]
-    own = [f"{m}.{name}" for m, name in names if m.startswith("xformer.") and m != __name__]
-    return f"{own[-1]}: " if own else ""
+    ours = [f"{m}.{name}" for m, name in names if m.startswith("xformer.") and m != __name__]
+    return f"{ours[-1]}: " if ours else ""

@@ -17,7 +17,7 @@ from xformer.typing import Array
 
 
 @dataclass(frozen=True)
-class _Given:
+class _FromState:
     """A placeholder in a tree of results for an array of the state."""
 
     name: str
@@ -34,10 +34,10 @@ class _Step:
         self.arguments: tuple[Any, ...] = ()  # of the current call
 
     def __call__(self, state: dict[str, Array], inputs: dict[str, Any]) -> Any:
-        own = []
+        arguments = []
         for i, argument in enumerate(self.arguments):
             names = (f"{i}.{n}" for n in itertools.count())
-            own.append(_mapped(partial(_at, names, state, inputs), argument))
+            arguments.append(_mapped(partial(_at, names, state, inputs), argument))
         new, free = dict(state), list(state)
 
         def placed(x: Any) -> Any:
@@ -47,28 +47,29 @@ class _Step:
             name = next((name for name in fits if state[name] is x), fits[0])
             free.remove(name)
             new[name] = x
-            return _Given(name)
+            return _FromState(name)
 
-        results = _mapped(placed, self.fn(*own))
+        results = _mapped(placed, self.fn(*arguments))
         return new, (results,)
 
 
 class Compiled:
-    """The result of `Backend.compiled`: `fn` as a CUDA graph for trees built as the first ones.
+    """The result of `Backend.compiled`: `fn` as a CUDA graph.
 
-    `fn` runs without the graph if the arguments' trees are built otherwise. Results that fit are
-    stored in the donated arrays of the first call.
+    The graph is for arguments with the tree structure of the first call's; for other structures
+    `fn` runs without the graph. Results are stored in the donated arrays of the first call, if
+    their shapes and dtypes are equal.
 
     donated: indices of the arguments whose arrays may be overwritten
     lends: whether other results may be arrays that the next call overwrites, else they are copies
     """
 
     def __init__(
-        self, fn: Callable[..., Any], donated: Sequence[int], place: Backend, *, lends: bool
+        self, fn: Callable[..., Any], donated: Sequence[int], backend: Backend, *, lends: bool
     ) -> None:
         self.fn, self.donated, self.lends = fn, frozenset(donated), lends
         self._step = _Step(fn)
-        self._call = Captured(self._step, place)
+        self._call = Captured(self._step, backend)
         self._kind: list[Any] | None = None  # the structure of the first call's trees
 
     def __call__(self, *arguments: Any) -> Any:
@@ -100,7 +101,7 @@ class Compiled:
         return self._call.explain()
 
     def _out(self, x: Any, state: dict[str, Array]) -> Any:
-        if isinstance(x, _Given):
+        if isinstance(x, _FromState):
             return state[x.name]
         return x if self.lends or not is_of_device(x) else array_namespace(x).asarray(x, copy=True)
 
@@ -116,8 +117,8 @@ def _at(names: Iterator[str], state: dict[str, Array], inputs: dict[str, Any], x
     return state.get(name, inputs.get(name, x))
 
 
-def _fits(own: Array, x: Array) -> bool:
-    return bool(own.shape == x.shape and own.dtype == x.dtype)
+def _fits(stored: Array, x: Array) -> bool:
+    return bool(stored.shape == x.shape and stored.dtype == x.dtype)
 
 
 def _is_input(x: Any) -> bool:

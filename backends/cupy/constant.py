@@ -38,8 +38,8 @@ def constant(
     like: Array, *, of: Callable[..., Any], args: tuple[Any, ...], dtype: Any = None
 ) -> Array:
     """Return the array that an earlier call of the step stored, or a new array, which is stored."""
-    kept: Any = _kept.get()
+    constants: Any = _kept.get()
     key = of, args, str(dtype)
-    if key not in kept:
-        kept[key] = reference.reference(like, of=of, args=args, dtype=dtype)
-    return kept[key]
+    if key not in constants:
+        constants[key] = reference.reference(like, of=of, args=args, dtype=dtype)
+    return constants[key]

@@ -42,11 +42,11 @@ from xformer.typing import Array
 KEPT = 1024  # plans: a growing sequence needs another kind of matmul for each length
 
 
-class Place(NamedTuple):
-    """The device and stream that run a matmul, and its precision."""
+class Stream(NamedTuple):
+    """The stream that runs a matmul, its device, and the precision."""
 
     device: int
-    stream: int  # address
+    address: int
     tf32: bool  # whether float32 factors may be rounded to TF32
 
 
@@ -235,42 +235,46 @@ def _ran(
         of = of[0].several(n, batch.apart), of[1].several(n, 0), of[2].several(n, out.size)
     pointed = 0 if vector is None else vector.data.ptr, 0 if aux is None else aux.data.ptr
     arrays = (a, b, out, vector, aux, *(batch.beside if batch else ()))
-    own = runtime_of(RUNTIMES, type(a))
-    place = own.place([x for x in arrays if x is not None])
-    tf32 = place.tf32 and of[0].type == TYPES["float32"]
-    device, apart = (type(a), place.device), batch.vector_apart if batch else 0
+    runtime = runtime_of(RUNTIMES, type(a))
+    stream = runtime.stream_of([x for x in arrays if x is not None])
+    tf32 = stream.tf32 and of[0].type == TYPES["float32"]
+    device, apart = (type(a), stream.device), batch.vector_apart if batch else 0
     key = device, of, name, tf32, apart, *map(aligned, pointed)
     try:
-        return _started(own, place, key, pointed, three, add)
+        return _started(runtime, stream, key, pointed, three, add)
     except MemoryError:  # of the device: every other matmul needs memory too
         raise
     except Exception as error:
         # Bindings and cuda.core of other versions raise AttributeError and TypeError; cuBLASLt
         # raises cuBLASLtError with any status. Another library can compute the matmul.
-        _fail(own.library(), key, error)
+        _fail(runtime.library(), key, error)
         return False
 
 
 def _started(
-    own: Runtime,
-    place: Place,
+    runtime: Runtime,
+    stream: Stream,
     key: Any,
     pointed: tuple[int, int],
     three: tuple[Array, Array, Array],
     add: bool,
 ) -> bool:
-    """Start the matmul if the kind `key` has a plan; return whether it has one."""
-    lt, plan = own.library(), _plan(own.library(), key, pointed)
+    """Start the matmul if the kind `key` has a plan; return whether it has one.
+
+    pointed: addresses of the epilogue's vector and matrix, or 0
+    three: the factors and the result, in cuBLASLt's order   add: whether to add to the result
+    """
+    lt, plan = runtime.library(), _plan(runtime.library(), key, pointed)
     if plan is None:
         return False
     plan.point(lt, pointed)
     # When this returns, the workspace is free for later work of this stream, but of no other.
-    held = own.memory(plan.workspace) if plan.workspace else None
+    workspace = runtime.allocate(plan.workspace) if plan.workspace else None
     left, right, d = (x.data.ptr for x in three)
     lt.matmul(
         *(_state.handles[key[0]].handle, plan.operation, ONE, left, plan.a, right, plan.b),
         *(ONE if add else ZERO, d, plan.d, d, plan.d, plan.algorithm.at),
-        *(0 if held is None else held.ptr, plan.workspace, place.stream),
+        *(0 if workspace is None else workspace.ptr, plan.workspace, stream.address),
     )
     return True
 
@@ -298,8 +302,8 @@ def _fail(lt: Any, key: Any, error: Exception) -> None:
     if plan := _state.plans.get(key):
         _close(plan)
     _state.plans[key] = None
-    is_own = isinstance(error, getattr(lt, "cuBLASLtError", ()))
-    if device in _state.handles and (is_own or name != "DEFAULT"):
+    is_lt = isinstance(error, getattr(lt, "cuBLASLtError", ()))
+    if device in _state.handles and (is_lt or name != "DEFAULT"):
         instead = "such products are made in another way from now on"
         failed(_state.said, "a product by cuBLASLt", error, instead)
     else:

@@ -19,11 +19,11 @@ OLDEST = 91600
 KEPT = 256  # plans
 
 
-class Place(NamedTuple):
-    """The device and stream that run attention."""
+class Stream(NamedTuple):
+    """The stream that runs attention, and its device."""
 
     device: int
-    stream: int  # address
+    address: int
     capability: int  # compute capability of the device, 90 for 9.0
 
 
@@ -48,8 +48,8 @@ def plan_of(q: Array, kind: Kind) -> Plan | str:
 
     The plan is made if it is not kept. If there are already `KEPT` plans, all are removed first.
     """
-    own = runtime_of(RUNTIMES, type(q))
-    return _plan(own, own.place([q]), type(q), kind)
+    runtime = runtime_of(RUNTIMES, type(q))
+    return _plan(runtime, runtime.stream_of([q]), type(q), kind)
 
 
 def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
@@ -59,49 +59,51 @@ def ran(kind: Kind, arrays: dict[int, Array]) -> bool:
     Returns False if there is no plan, or cuDNN fails; it is then not called again for this kind.
     """
     like = arrays[Q]
-    own = runtime_of(RUNTIMES, type(like))
-    place = own.place(list(arrays.values()))
-    plan = _plan(own, place, type(like), kind)
+    runtime = runtime_of(RUNTIMES, type(like))
+    stream = runtime.stream_of(list(arrays.values()))
+    plan = _plan(runtime, stream, type(like), kind)
     if isinstance(plan, str):
         return False
     # When this returns, the workspace is free for later work of this stream, but of no other.
-    held = own.memory(plan.workspace) if plan.workspace else None
+    workspace = runtime.allocate(plan.workspace) if plan.workspace else None
     addresses = {uid: x.data.ptr for uid, x in arrays.items()}
     try:
-        lent = _handle(own, type(like), place)
+        lent = _handle(runtime, type(like), stream)
         hold(plan, lent)  # a graph's launches need the plan's code
-        plan.graph.execute(addresses, None if held is None else held.ptr, handle=lent.handle)
+        address = None if workspace is None else workspace.ptr
+        plan.graph.execute(addresses, address, handle=lent.handle)
     except MemoryError:
         raise
     except Exception as error:  # of any type, see `_plan`
-        key = type(like), place.device, kind
+        key = type(like), stream.device, kind
         _state.plans[key] = failed(_state.said, "attention by cuDNN", error, INSTEAD)
         return False
     return True
 
 
-def _plan(own: Runtime, place: Place, array_type: type, kind: Kind) -> Plan | str:
-    key = array_type, place.device, kind
-    found = _state.plans.get(key)
-    if found is None:
+def _plan(runtime: Runtime, stream: Stream, array_type: type, kind: Kind) -> Plan | str:
+    key = array_type, stream.device, kind
+    plan = _state.plans.get(key)
+    if plan is None:
         if len(_state.plans) >= KEPT:
             _state.plans.clear()
         try:
-            found = planned(own.library(), _handle(own, array_type, place).handle, kind)
+            handle = _handle(runtime, array_type, stream).handle
+            plan = planned(runtime.library(), handle, kind)
         except MemoryError:  # other kernels of attention need memory too
             raise
         except Exception as error:
             # The frontend raises its own errors, pybind raises TypeError for arguments of other
             # versions, the driver RuntimeError. Other kernels do not depend on them.
-            found = failed(_state.said, "a plan of cuDNN", error, INSTEAD)
-        _state.plans[key] = found
-    return found
+            plan = failed(_state.said, "a plan of cuDNN", error, INSTEAD)
+        _state.plans[key] = plan
+    return plan
 
 
-def _handle(own: Runtime, array_type: type, place: Place) -> Lent:
-    """Return the device's handle, set to the current stream."""
-    cudnn, key = own.library(), (array_type, place.device)
+def _handle(runtime: Runtime, array_type: type, stream: Stream) -> Lent:
+    """Return the device's handle, set to `stream`."""
+    cudnn, key = runtime.library(), (array_type, stream.device)
     if key not in _state.handles:
-        _state.handles[key] = Lent(cudnn, place.device, cudnn.create_handle)
-    cudnn.set_stream(_state.handles[key].handle, place.stream)
+        _state.handles[key] = Lent(cudnn, stream.device, cudnn.create_handle)
+    cudnn.set_stream(_state.handles[key].handle, stream.address)
     return _state.handles[key]

@@ -27,8 +27,8 @@ class Kind(NamedTuple):
     q: Layout  # (B, H, T, K)
     k: Layout  # (B, G, S, K)
     v: Layout  # (B, G, S, M)
-    left: int | None  # keys before its own position that a query attends to; None: all
-    right: int | None  # keys after it
+    left: int | None  # keys before the query's position that it attends to; None: all
+    right: int | None  # keys after the query's position that it attends to; None: all
     scale: float
     deterministic: bool
     backward: bool  # which of the two graphs
@@ -116,8 +116,8 @@ def _graph(cudnn: Any, handle: Any, kind: Kind) -> Any:
 
 
 def _inputs(cudnn: Any, graph: Any, kind: Kind) -> list[Any]:
-    given = (Q, kind.q), (K, kind.k), (V, kind.v)
-    return [_tensor(cudnn, graph, uid, layout, kind.dtype) for uid, layout in given]
+    layouts = (Q, kind.q), (K, kind.k), (V, kind.v)
+    return [_tensor(cudnn, graph, uid, layout, kind.dtype) for uid, layout in layouts]
 
 
 def _tensor(cudnn: Any, graph: Any, uid: int, layout: Layout, dtype: str | None = None) -> Any:

@@ -111,17 +111,17 @@ def opened(device: str | None) -> Backend:
         raise Unusable(f"backend cupy cannot be used: {_why(error)} ({error})") from None
     if count == 0:
         raise Unusable("backend cupy cannot be used: no CUDA device is visible")
-    found = CupyBackend(
+    backend = CupyBackend(
         "cupy", xp, _device(device, count), ("float32", "float64"), cupy.__version__
     )
-    _require_capability(found)
-    return found
+    _require_capability(backend)
+    return backend
 
 
 def _require_version(version: str) -> None:
     """Raise Unusable if CuPy is too old."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and (int(found[1]), int(found[2])) < OLDEST:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise Unusable(
             f"backend cupy cannot be used: it needs CuPy {oldest} or newer, this is {version}. "
@@ -129,13 +129,13 @@ def _require_version(version: str) -> None:
         )
 
 
-def _require_capability(found: CupyBackend) -> None:
+def _require_capability(backend: CupyBackend) -> None:
     """Raise Unusable if the device's compute capability is below `CAPABILITY`."""
-    capability = int(found.device.compute_capability)  # CuPy caches it
+    capability = int(backend.device.compute_capability)  # CuPy caches it
     if capability < CAPABILITY:
         raise Unusable(
             f"backend cupy cannot be used: its kernels need compute capability {CAPABILITY / 10} "
-            f"or higher, {found.device_name()} (cuda:{found.device.id}) has {capability / 10}"
+            f"or higher, {backend.device_name()} (cuda:{backend.device.id}) has {capability / 10}"
         )
 
 

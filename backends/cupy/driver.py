@@ -15,7 +15,7 @@ import numpy as np
 from xformer.backends.cupy import cudnn as attention
 from xformer.backends.cupy import packages
 from xformer.backends.cupy.captured import GRAPHS
-from xformer.backends.cupy.cublaslt import RUNTIMES, Place
+from xformer.backends.cupy.cublaslt import RUNTIMES, Stream
 from xformer.backends.cupy.module import LAUNCHERS, MAKERS, Source, arithmetic
 from xformer.backends.cupy.runtimes import Runtime
 from xformer.typing import Array
@@ -93,14 +93,14 @@ def bindings() -> Any:
 
 def _cannot_be_called(name: str, why: str, error: Exception) -> str:
     """Return a sentence; give a RuntimeWarning too if a package is installed but does not fit."""
-    said = f"{name} cannot be called: {why}"
+    sentence = f"{name} cannot be called: {why}"
     if not isinstance(error, ImportError | OSError | RuntimeError):  # something is missing
-        warnings.warn(f"backend cupy: {said}", RuntimeWarning, stacklevel=2)
-    return said
+        warnings.warn(f"backend cupy: {sentence}", RuntimeWarning, stacklevel=2)
+    return sentence
 
 
-def place(arrays: list[Array]) -> Place:
-    """Return CuPy's current device and stream, and whether `rounding_to_tf32` is active.
+def stream_of(arrays: list[Array]) -> Stream:
+    """Return CuPy's current stream and device, and whether `rounding_to_tf32` is active.
 
     Raises ValueError if an array is on another device.
     """
@@ -108,10 +108,10 @@ def place(arrays: list[Array]) -> Place:
     _require_current("linear", arrays, current)
     linalg = _linalg()
     tf32 = linalg.get_compute_type(np.float32) == linalg.COMPUTE_TYPE_TF32
-    return Place(current, cupy.cuda.get_current_stream().ptr, tf32)
+    return Stream(current, cupy.cuda.get_current_stream().ptr, tf32)
 
 
-def memory(size: int) -> Any:
+def allocate(size: int) -> Any:
     """Return `size` bytes from CuPy's memory pool."""
     return cupy.cuda.alloc(size)
 
@@ -138,26 +138,26 @@ def frontend() -> Any:
     return cudnn
 
 
-def attention_place(arrays: list[Array]) -> attention.Place:
-    """Return CuPy's current device, its stream and its compute capability.
+def attention_stream_of(arrays: list[Array]) -> attention.Stream:
+    """Return CuPy's current stream, its device and the device's compute capability.
 
     Raises ValueError if an array is on another device.
     """
     current = cupy.cuda.runtime.getDevice()
     _require_current("sdpa", arrays, current)
     capability = int(cupy.cuda.Device(current).compute_capability)  # CuPy caches it
-    return attention.Place(current, cupy.cuda.get_current_stream().ptr, capability)
+    return attention.Stream(current, cupy.cuda.get_current_stream().ptr, capability)
 
 
 def beside() -> dict[str, str]:
     """Return, for each NVIDIA library that kernels call, its version or why it cannot be called."""
-    found = {}
+    versions = {}
     for name, library in (("cuBLASLt", bindings()), ("cuDNN", frontend())):
         if not isinstance(library, str):
             get = library.get_version if name == "cuBLASLt" else library.backend_version
             library = str(get())
-        found[name] = library
-    return found
+        versions[name] = library
+    return versions
 
 
 # ---- For graphs ----
@@ -279,5 +279,5 @@ def _kernel(source: Source, name: str, dtype: str, macros: dict[str, Any]) -> tu
 GRAPHS[ARRAY] = Graph
 LAUNCHERS[ARRAY] = launch
 MAKERS[ARRAY] = cupy.empty
-attention.RUNTIMES[ARRAY] = Runtime(frontend, attention_place, memory)
-RUNTIMES[ARRAY] = Runtime(bindings, place, memory)
+attention.RUNTIMES[ARRAY] = Runtime(frontend, attention_stream_of, allocate)
+RUNTIMES[ARRAY] = Runtime(bindings, stream_of, allocate)

@@ -40,8 +40,8 @@ def unsupported(
         return "dropout of the hidden layer"
     if dtype_name(x) != "bfloat16":
         return f"its GELU has too few digits for {dtype_name(x)}"
-    for own in (params.up, params.down):
-        leaves = own if isinstance(own, LinearParams) else (own,)
+    for linear in (params.up, params.down):
+        leaves = linear if isinstance(linear, LinearParams) else (linear,)
         if not all(leaf is None or isinstance(leaf, type(x)) for leaf in leaves):
             return "adapters or frozen parameters"
     return why_not(x, params.up.w) or why_not(x, params.down.w)

@@ -64,9 +64,9 @@ def sdpa(
     q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
     """
     checked = sdpa_options(q, k, bias, mask=mask, **options)
-    made = attention((in_packs(q), in_packs(k), in_packs(v), None, sinks, mask), checked)
-    by_token, top, total = _forward(made)
-    return heads_first(by_token), FlashCache(made, by_token, top, total)
+    inputs = attention((in_packs(q), in_packs(k), in_packs(v), None, sinks, mask), checked)
+    by_token, top, total = _forward(inputs)
+    return heads_first(by_token), FlashCache(inputs, by_token, top, total)
 
 
 @short
@@ -92,24 +92,24 @@ class FlashCache(NamedTuple):
 def in_packs(x: Array) -> Array:
     """Return x, or a copy if a row is not aligned to 16 bytes or not contiguous."""
     *starts, step = strides(x)
-    there = x.data.ptr % 16 == 0 and not any(n % PACK for n in starts) and step == 1
-    return x if there else contiguous(x)
+    aligned = x.data.ptr % 16 == 0 and not any(n % PACK for n in starts) and step == 1
+    return x if aligned else contiguous(x)
 
 
 def _forward(a: Attention) -> tuple[Array, Array, Array]:
     """Return ctx (B, T, H, M), and top and total (B, H, T)."""
     n_batch, n_heads, n_queries, _ = a.q.shape
-    real, (own, other) = working_dtype(a.q), TILES[width_of(a)]
+    real, (n_own, n_other) = working_dtype(a.q), TILES[width_of(a)]
     ctx = empty(a.q, (n_batch, n_queries, n_heads, a.v.shape[3]))
     top, total = (empty(a.q, a.q.shape[:3], real) for _ in range(2))
     launch(
         SOURCE,
         "flash_forward",
         a.q,
-        grid=(n_batch * n_heads * blocks(n_queries, own),),
+        grid=(n_batch * n_heads * blocks(n_queries, n_own),),
         block=(BLOCK,),
         args=(*a.arguments(ctx), ctx, top, total),
-        shared=shared(a, own + 4 * other),
+        shared=shared(a, n_own + 4 * n_other),
         WIDTH=width_of(a),
     )
     return ctx, top, total

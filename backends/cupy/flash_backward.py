@@ -45,12 +45,14 @@ def backward(
     rows = by_token, dctx, a.sinks, top, total, lse, inner, shares
     sizes = n_heads, n_queries, m, *at_dctx, top.size
     _launch(a, "rows", blocks(top.size, WARPS), 0, *rows, *sizes)
-    own, other = TILES[width_of(a)]
+    n_own, n_other = TILES[width_of(a)]
     first = *a.arguments(dctx, dq, dk, dv), lse, inner, dctx, *at_dctx, a.scale
-    size = shared(a, 2 * own + 4 * other)
-    _launch(a, "queries", n_batch * n_heads * blocks(n_queries, own), size, *first, dq, step_of(dq))
+    size = shared(a, 2 * n_own + 4 * n_other)
+    _launch(
+        a, "queries", n_batch * n_heads * blocks(n_queries, n_own), size, *first, dq, step_of(dq)
+    )
     steps = step_of(dk), step_of(dv)
-    _launch(a, "keys", n_batch * n_groups * blocks(n_keys, own), size, *first, dk, dv, *steps)
+    _launch(a, "keys", n_batch * n_groups * blocks(n_keys, n_own), size, *first, dk, dv, *steps)
     dsinks = None if shares is None else row_sums(shares)
     return heads_first(dq), heads_first(dk), heads_first(dv), None, dsinks
 

@@ -105,9 +105,9 @@ def forward(
     for start in range(0, max(n, 1), size):  # once if there is no row
         at = slice(start, min(start + size, n))
         logits = products.affine(xs[at, :], w, b, buffer[: at.stop - at.start, :])
-        slopes = None if dx is None else logits  # the gradient overwrites the logits
-        own = loss[at], (None, None), ignore_index, a, z
-        token_losses(logits, targets[at], *own, n_classes=n_classes, dlogits=slopes)
+        dlogits = None if dx is None else logits  # the gradient overwrites the logits
+        arguments = loss[at], (None, None), ignore_index, a, z
+        token_losses(logits, targets[at], *arguments, n_classes=n_classes, dlogits=dlogits)
         if dx is not None:
             products.back(logits, w, dx[at, :])
             rows = xs[at, :] if trainable else None

@@ -27,11 +27,11 @@ from xformer.typing import Array
 
 def unsupported(x: Array, params: tuple[Any, ...], *, all_kept: bool = False) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
-    for own in params:
-        leaves = own if isinstance(own, LinearParams) else (own,)
+    for linear_map in params:
+        leaves = linear_map if isinstance(linear_map, LinearParams) else (linear_map,)
         if not all(leaf is None or isinstance(leaf, type(x)) for leaf in leaves):
             return "adapters or frozen parameters"
-        if why := why_not(x, own.w):
+        if why := why_not(x, linear_map.w):
             return why
     return None
 
@@ -58,8 +58,10 @@ def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | 
     The maps from the first whose w has the shape of the last w share the matmul; each earlier map
     has a matmul of its own. The shared results are views of one array: each keeps all in memory.
     """
-    start = next(i for i, own in enumerate(params) if own.w.shape == params[-1].w.shape)
-    one, several = params[:start], params[start:]
+    start = next(
+        i for i, linear_map in enumerate(params) if linear_map.w.shape == params[-1].w.shape
+    )
+    separate, several = params[:start], params[start:]
     ws, bs = zip(*several, strict=True)
     if len(several) == 1 or distances(ws, bs) is None:
         return None
@@ -69,11 +71,11 @@ def _at_once(x: Array, params: tuple[LinearParams, ...]) -> tuple[Array, ...] | 
         return None
     shape = (*x.shape[:-1], out.shape[2])
     ys = (array_namespace(x).reshape(out[i], shape) for i in range(len(several)))
-    return *(linear(x, w, b)[0] for w, b in one), *ys
+    return *(linear(x, w, b)[0] for w, b in separate), *ys
 
 
 class Map(NamedTuple):
-    """What backward needs of one map."""
+    """The weights of one map, saved for backward."""
 
     w: Array  # (I, O)
     has_b: bool
@@ -92,13 +94,15 @@ class LinearsCache(NamedTuple):
         Each map has a separate matmul for dw. One joined matmul is not expected to fill the device
         better: cuBLASLt is expected to split both over the rows.
         """
-        for own, dy in zip(self.maps, dys, strict=True):
-            require_gradient("linear", "dy", dy, own.w, (*self.x.shape[:-1], own.w.shape[1]))
+        for linear_map, dy in zip(self.maps, dys, strict=True):
+            require_gradient(
+                "linear", "dy", dy, linear_map.w, (*self.x.shape[:-1], linear_map.w.shape[1])
+            )
         rows, x = [PRODUCTS.rows(dy) for dy in dys], PRODUCTS.rows(self.x)
-        dx = _dx(rows, [own.w for own in self.maps])
+        dx = _dx(rows, [linear_map.w for linear_map in self.maps])
         dparams = (
-            LinearParams(*PRODUCTS.parameters(x, dy, own.w, own.has_b))
-            for own, dy in zip(self.maps, rows, strict=True)
+            LinearParams(*PRODUCTS.parameters(x, dy, linear_map.w, linear_map.has_b))
+            for linear_map, dy in zip(self.maps, rows, strict=True)
         )
         return array_namespace(x).reshape(dx, self.x.shape), tuple(dparams)
 

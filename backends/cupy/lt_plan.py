@@ -55,11 +55,11 @@ def layout(x: Array) -> tuple[bool, int] | None:
 
 @functools.lru_cache(KEPT)  # a model has few layouts, and a look-up is faster than computing them
 def _layout(shape: tuple[int, int], strides: tuple[int, int], size: int) -> tuple[bool, int] | None:
-    (n, m), (down, across) = shape, strides
-    if (across == size or m == 1) and (n == 1 or down >= m * size):
-        return True, m if n == 1 else down // size
-    if (down == size or n == 1) and (m == 1 or across >= n * size):
-        return False, n if m == 1 else across // size
+    (n, m), (row_stride, column_stride) = shape, strides
+    if (column_stride == size or m == 1) and (n == 1 or row_stride >= m * size):
+        return True, m if n == 1 else row_stride // size
+    if (row_stride == size or n == 1) and (m == 1 or column_stride >= n * size):
+        return False, n if m == 1 else column_stride // size
     return None
 
 
@@ -70,10 +70,10 @@ def matrix(x: Array) -> Matrix:
 
 @functools.lru_cache(KEPT)
 def _matrix(shape: tuple[int, int], strides: tuple[int, int], dtype: Any, alignment: int) -> Matrix:
-    found = _layout(shape, strides, dtype.itemsize)
-    if found is None:
+    layout_of_x = _layout(shape, strides, dtype.itemsize)
+    if layout_of_x is None:
         raise ValueError(f"cuBLASLt needs contiguous rows or columns, got strides {strides}")
-    by_rows, step = found
+    by_rows, step = layout_of_x
     n, m = reversed(shape) if by_rows else shape
     return Matrix(TYPES[dtype.name], n, m, step, not by_rows, alignment)
 
@@ -186,13 +186,18 @@ def _describe(
 
 def _described(lt: Any, stack: ExitStack, x: Matrix) -> int:
     """Return the descriptor of a matrix, or of a batch; `stack` frees it."""
-    made: int = lt.matrix_layout_create(x.type, x.rows, x.columns, x.step)
-    stack.callback(lt.matrix_layout_destroy, made)
+    descriptor: int = lt.matrix_layout_create(x.type, x.rows, x.columns, x.step)
+    stack.callback(lt.matrix_layout_destroy, descriptor)
     if x.batch > 1:
         names = lt.MatrixLayoutAttribute
         several = {names.BATCH_COUNT: x.batch, names.STRIDED_BATCH_OFFSET: x.apart}
-        _set(lt.matrix_layout_set_attribute, lt.get_matrix_layout_attribute_dtype, made, several)
-    return made
+        _set(
+            lt.matrix_layout_set_attribute,
+            lt.get_matrix_layout_attribute_dtype,
+            descriptor,
+            several,
+        )
+    return descriptor
 
 
 def _advised(lt: Any, handle: int, plan: Plan, of: tuple[Matrix, Matrix, Matrix]) -> bool:
@@ -210,13 +215,13 @@ def _advised(lt: Any, handle: int, plan: Plan, of: tuple[Matrix, Matrix, Matrix]
         names.MIN_ALIGNMENT_C_BYTES: of[2].alignment,
         names.MIN_ALIGNMENT_D_BYTES: of[2].alignment,
     }
-    found = np.zeros(1, np.int32)
+    count = np.zeros(1, np.int32)
     preference = lt.matmul_preference_create()
     set_one, dtype = lt.matmul_preference_set_attribute, lt.get_matmul_preference_attribute_dtype
     try:
         _set(set_one, dtype, preference, attributes)
         descriptors = (plan.operation, plan.a, plan.b, plan.d, plan.d, preference)
-        results = plan.algorithm.at, found.ctypes.data
+        results = plan.algorithm.at, count.ctypes.data
         lt.matmul_algo_get_heuristic(handle, *descriptors, 1, *results)
     except lt.cuBLASLtError as error:
         if error.status != NOT_SUPPORTED:
@@ -224,7 +229,7 @@ def _advised(lt: Any, handle: int, plan: Plan, of: tuple[Matrix, Matrix, Matrix]
         return False
     finally:
         lt.matmul_preference_destroy(preference)
-    return bool(found[0]) and bool(plan.algorithm.values["state"][0] == SUCCESS)
+    return bool(count[0]) and bool(plan.algorithm.values["state"][0] == SUCCESS)
 
 
 def _set(

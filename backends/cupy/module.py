@@ -65,10 +65,10 @@ class Source:
             value not in self.macros[name] for name, value in macros.items()
         ):
             raise ValueError(f"{self.path.name} is compiled with {self.macros}, got {macros}")
-        given = [f"-D{name}={value}" for name, value in macros.items()]
+        defines = [f"-D{name}={value}" for name, value in macros.items()]
         if dtype in STORED:
-            given.insert(0, f"-DSTORED={dtype}")
-        return "-std=c++17", f"-DREAL={REALS[arithmetic(dtype)]}", *given
+            defines.insert(0, f"-DSTORED={dtype}")
+        return "-std=c++17", f"-DREAL={REALS[arithmetic(dtype)]}", *defines
 
     def variants(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield every combination of dtype and macros."""
@@ -185,12 +185,12 @@ def threads(items: int, limit: int = MAX_THREADS) -> int:
 def row_threads(width: int, is_wide: int, x: Array) -> int:
     """Return the threads of a block that works on one row of x.
 
-    These are the fewest whole warps that finish the row in as few turns as `MAX_THREADS` threads.
-    In each turn a thread makes one access.
+    In each pass over the block's threads, a thread makes one access. The result is the fewest whole
+    warps that need as few passes as `MAX_THREADS` threads.
     """
     accesses = width * x.dtype.itemsize // 16 if is_wide else width
-    turns = blocks(accesses, MAX_THREADS)
-    return 32 * blocks(accesses, 32 * max(1, turns))
+    passes = blocks(accesses, MAX_THREADS)
+    return 32 * blocks(accesses, 32 * max(1, passes))
 
 
 def blocks(items: int, size: int) -> int:

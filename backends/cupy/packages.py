@@ -30,18 +30,18 @@ def missing(extra: str) -> str | None:
     names = [name for module, name in PACKAGES[extra].items() if not is_installed(module)]
     if not names:
         return None
-    said = f"package {names[0]} is" if len(names) == 1 else f"packages {', '.join(names)} are"
-    return f"{said} not installed: pip install 'xformer-array[{extra}]'"
+    subject = f"package {names[0]} is" if len(names) == 1 else f"packages {', '.join(names)} are"
+    return f"{subject} not installed: pip install 'xformer-array[{extra}]'"
 
 
 def no_library(name: str, error: Exception) -> str:
     """Return why the bindings cannot call a library, from the error that they raised."""
-    said = str(error)
-    if "driver" in said.lower():  # without a driver they do not look for the library
-        return f"there is no NVIDIA driver ({said})"
-    if f"lib{name.lower()}" in said.lower() or "unable to find symbol" in said.lower():
-        return f"lib{name} was not found ({said}): {LIBRARIES[name]}"
-    return f"{type(error).__name__}: {said}"
+    text = str(error)
+    if "driver" in text.lower():  # without a driver they do not look for the library
+        return f"there is no NVIDIA driver ({text})"
+    if f"lib{name.lower()}" in text.lower() or "unable to find symbol" in text.lower():
+        return f"lib{name} was not found ({text}): {LIBRARIES[name]}"
+    return f"{type(error).__name__}: {text}"
 
 
 def is_installed(module: str) -> bool:

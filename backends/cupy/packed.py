@@ -46,17 +46,17 @@ def packed(params: Any, dtype: Any) -> Any:
         nonlocal start
         by_columns = leaf.flags.f_contiguous and not leaf.flags.c_contiguous
         rows = contiguous(leaf.T if by_columns else leaf)
-        own = flat[start : start + math.prod(leaf.shape)]
-        start += blocks(own.size, step) * step
+        target = flat[start : start + math.prod(leaf.shape)]
+        start += blocks(target.size, step) * step
         sources.append(rows)
-        targets.append(own)
-        own = array_namespace(own).reshape(own, rows.shape)
-        return own.T if by_columns else own
+        targets.append(target)
+        view = array_namespace(target).reshape(target, rows.shape)
+        return view.T if by_columns else view
 
-    found = tree.map(placed, params)
+    views = tree.map(placed, params)
     for args, options in launches(SHARE, sources, targets):
         launch(SOURCE, "rounded", flat, args=args, **options)
-    return found
+    return views
 
 
 def distance(arrays: Sequence[Array | None]) -> int | None:

@@ -55,7 +55,9 @@ def not_a_step(key: Any, like: Array) -> str | None:
     """
     if not isinstance(key, RandomKey) or isinstance(key.step, int):
         return None
-    there = type(key.step) is type(like) and key.step.dtype.name == "int64"
+    is_int64 = type(key.step) is type(like) and key.step.dtype.name == "int64"
     return (
-        None if there and key.step.shape == () else "key.step must be an int, or int64 of shape ()"
+        None
+        if is_int64 and key.step.shape == ()
+        else "key.step must be an int, or int64 of shape ()"
     )

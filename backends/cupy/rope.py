@@ -28,7 +28,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
     require_tables(x, cos, sin)
     cos, sin = contiguous(cos), contiguous(sin)
     cache = RopeCache(cos, sin, interleaved, tuple(x.shape), x.dtype)
-    return _turn(x, cos, sin, interleaved, 1), cache
+    return _rotated(x, cos, sin, interleaved, 1), cache
 
 
 @short
@@ -48,10 +48,10 @@ class RopeCache(NamedTuple):
         require_same_device("rope", "dy", dy, self.cos)
         if dy.dtype != self.dtype:
             raise TypeError(f"rope: dy must be {self.dtype.name}, got {dy.dtype.name}")
-        return _turn(dy, self.cos, self.sin, self.interleaved, -1)
+        return _rotated(dy, self.cos, self.sin, self.interleaved, -1)
 
 
-def _turn(x: Array, cos: Array, sin: Array, interleaved: bool, sign: int) -> Array:
+def _rotated(x: Array, cos: Array, sin: Array, interleaved: bool, sign: int) -> Array:
     """Return x rotated by the angles, or by the opposite angles if `sign` is -1.
 
     If the heads of a token are adjacent in x, they are adjacent in the result, and merge as a view.
@@ -62,7 +62,7 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool, sign: int) -> Arr
     y = empty(x, (batch, length, heads, width) if by_token else None)
     sizes = rows, heads, length, width, half
     strides = [stride // x.dtype.itemsize for stride in x.strides]
-    how = length * half if cos.ndim == 3 else 0, int(by_token), int(interleaved)
+    layout = length * half if cos.ndim == 3 else 0, int(by_token), int(interleaved)
     across = min(BLOCK, max(1, 1 << (half - 1).bit_length() if half else 32))
     launch(
         SOURCE,
@@ -70,6 +70,6 @@ def _turn(x: Array, cos: Array, sin: Array, interleaved: bool, sign: int) -> Arr
         x,
         grid=(blocks(rows, BLOCK // across),),
         block=(across, BLOCK // across),
-        args=(x, cos, sin, y, *sizes, *strides, *how, sign),
+        args=(x, cos, sin, y, *sizes, *strides, *layout, sign),
     )
     return heads_first(y) if by_token else y

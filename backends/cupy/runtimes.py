@@ -1,4 +1,4 @@
-"""What the array library provides to kernels that call a library of NVIDIA: device, memory."""
+"""What an array library provides to kernels that call NVIDIA's libraries: stream and memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class Runtime(NamedTuple):
     """Functions of one array library. CuPy's are in `driver`; tests have others."""
 
     library: Callable[[], Any]  # NVIDIA's package, or a sentence that says why it cannot be used
-    place: Callable[[list[Array]], Any]  # device and stream; ValueError for arrays elsewhere
-    memory: Callable[[int], Any]  # so many bytes of device memory, from address `ptr` on
+    # Returns the current stream and its device; raises ValueError for arrays on another device.
+    stream_of: Callable[[list[Array]], Any]
+    allocate: Callable[[int], Any]  # returns so many bytes of device memory, at address `ptr`
 
 
 def runtime_of(known: dict[type, Runtime], array_type: type) -> Runtime:
@@ -96,6 +97,6 @@ def hold(*things: Any) -> None:
 
     Without a capture it does nothing.
     """
-    kept = _held.get()
-    if kept is not None:
-        kept.update((id(thing), thing) for thing in things)
+    held = _held.get()
+    if held is not None:
+        held.update((id(thing), thing) for thing in things)

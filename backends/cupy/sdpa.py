@@ -73,16 +73,16 @@ def sdpa(
     q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
     """
     checked = sdpa_options(q, k, bias, mask=mask, **options)
-    made = attention((q, k, v, bias, sinks, mask), checked)
+    inputs = attention((q, k, v, bias, sinks, mask), checked)
     n_keys = k.shape[2]
     if q.shape[2] > FEW:
-        by_token, top, total = _forward(made, 0, 1, n_keys)
+        by_token, top, total = _forward(inputs, 0, 1, n_keys)
     elif n_keys <= SPLIT:
-        by_token, top, total = _forward(made, 1, 1, n_keys)
+        by_token, top, total = _forward(inputs, 1, 1, n_keys)
         by_token = array_namespace(q).astype(by_token, q.dtype, copy=False)
     else:
-        by_token, top, total = _combined(made, split_of(n_keys))
-    return heads_first(by_token), SdpaCache(made, by_token, top, total)
+        by_token, top, total = _combined(inputs, split_of(n_keys))
+    return heads_first(by_token), SdpaCache(inputs, by_token, top, total)
 
 
 @short
@@ -113,7 +113,7 @@ def split_of(n_keys: int) -> int:
 def _forward(a: Attention, few: int, n_splits: int, split: int) -> tuple[Array, Array, Array]:
     """Return ctx (B, T, H, M), and top and total (B, H, T).
 
-    few: 1 if there are few queries, else 0; if 1, ctx is not rounded to the dtype of q
+    few: 1 if there are at most `FEW` queries, else 0; if 1, ctx is not rounded to the dtype of q
     n_splits: number of splits; if more than one, each result has a first axis of the splits
     split: keys of a split
     """
@@ -122,15 +122,15 @@ def _forward(a: Attention, few: int, n_splits: int, split: int) -> tuple[Array, 
     real = working_dtype(a.q)
     ctx = empty(a.q, (*lead, n_batch, n_queries, n_heads, a.v.shape[3]), real if few else None)
     top, total = (empty(a.q, (*lead, *a.q.shape[:3]), real) for _ in range(2))
-    own, other = tile(a.width, size, 0 if few else OWN_BYTES)
+    n_own, n_other = tile(a.width, size, 0 if few else OWN_BYTES)
     launch(
         SOURCE,
         "sdpa_forward",
         a.q,
-        grid=(n_batch * n_heads * blocks(n_queries, own) * n_splits,),
+        grid=(n_batch * n_heads * blocks(n_queries, n_own) * n_splits,),
         block=(BLOCK,),
         args=(*a.arguments(ctx), ctx, top, total, n_splits, split),
-        shared=shared(a.width, size, own, other, 1),
+        shared=shared(a.width, size, n_own, n_other, 1),
         WIDTH=a.width,
         FEW=few,
     )

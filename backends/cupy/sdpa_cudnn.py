@@ -53,8 +53,8 @@ def unsupported(
     **options: Any,
 ) -> str | None:
     """Return why the kernel cannot run, or None if it can."""
-    own = runtime_of(RUNTIMES, type(q))
-    library = own.library()
+    runtime = runtime_of(RUNTIMES, type(q))
+    library = runtime.library()
     if isinstance(library, str):
         return library
     if dtype_name(q) not in TYPES:
@@ -66,7 +66,7 @@ def unsupported(
         "a cap of the scores": options.get("softcap") is not None,
         "dropout by the library's random bits": bool(options.get("dropout_rate")),
     }
-    if names := [name for name, given in left_out.items() if given]:
+    if names := [name for name, requested in left_out.items() if requested]:
         return f"{' and '.join(names)} is not in its graphs"
     lengths = q.shape[2], k.shape[2]
     if any(n % MULTIPLE for n in lengths) or 0 in (*q.shape, *v.shape):
@@ -74,7 +74,7 @@ def unsupported(
     kind = _kind(q, k, v, sdpa_options(q, k, mask=mask, **options))
     if lengths[0] > lengths[1] and (kind.left, kind.right) != (None, None):
         return "there may be queries that see no key"
-    capability, version = own.place([q]).capability, library.backend_version()
+    capability, version = runtime.stream_of([q]).capability, library.backend_version()
     widths = q.shape[3], v.shape[3]
     for backward in (False,) if is_inference() else (False, True):
         wanted = {"backward": backward, "deterministic": kind.deterministic}
@@ -102,14 +102,14 @@ def sdpa(
     q: (B, H, T, K)   k: (B, G, S, K)   v: (B, G, S, M)   ctx: (B, H, T, M)
     """
     kind = _kind(q, k, v, sdpa_options(q, k, **options))
-    given = q, k, v
+    arrays = q, k, v
     n_batch, n_heads, n_queries, _ = q.shape
     q, k, v = readable(q), readable(k), readable(v)
     ctx = empty(q, (n_batch, n_queries, n_heads, v.shape[3]))
     lse = empty(q, (n_batch, n_heads, n_queries), working_dtype(q))
     if not ran(kind, {Q: q, K: k, V: v, CTX: ctx, LSE: lse}):
-        found: tuple[Array, Any] = reference(*given, **options)
-        return found
+        result: tuple[Array, Any] = reference(*arrays, **options)
+        return result
     return heads_first(ctx), CudnnCache(kind, q, k, v, ctx, lse)
 
 
@@ -140,7 +140,7 @@ class CudnnCache(NamedTuple):
         return heads_first(dq), heads_first(dk), heads_first(dv), None, None
 
     def _by_another(self, dctx: Array) -> tuple[Array, Array, Array, None, None]:
-        """Return the gradients by the next kernel, deterministic if forward was to be."""
+        """Return the gradients by the next kernel, deterministic if `self.kind` says so."""
         kind, band = self.kind, (self.kind.left, self.kind.right)
         with deterministic() if kind.deterministic else nullcontext():
             _, cache = reference(self.q, self.k, self.v, window=band, scale=kind.scale)
@@ -197,7 +197,7 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...] | None, size: int) 
         return whole
     # The stride of an axis of one element has no effect, but cuDNN refuses some values.
     triples = zip(shape, strides, whole.strides, strict=True)
-    steps = (own if n == 1 else stride // size for n, stride, own in triples)
+    steps = (usual if n == 1 else stride // size for n, stride, usual in triples)
     return Layout(shape, tuple(steps))
 
 

@@ -42,14 +42,14 @@ def widths_beside(shapes: Sequence[Shape], size: int) -> list[int]:
     size: bytes of a number
 
     One array holds all three if T = S, else one holds dk and dv. If a slice would not be aligned to
-    `PACK`, each has an array of its own.
+    `PACK`, each has a separate array.
     """
-    own = [shape[1] * shape[3] for shape in shapes]
-    if any(width * size % PACK for width in own):
-        return own
+    widths = [shape[1] * shape[3] for shape in shapes]
+    if any(width * size % PACK for width in widths):
+        return widths
     if shapes[0][2] == shapes[1][2]:
-        return [sum(own)] * 3
-    return [own[0], own[1] + own[2], own[1] + own[2]]
+        return [sum(widths)] * 3
+    return [widths[0], widths[1] + widths[2], widths[1] + widths[2]]
 
 
 def heads_beside(
@@ -60,19 +60,18 @@ def heads_beside(
     beside: whether they are slices of common arrays, see `widths_beside`, else separate arrays;
         None: `joined(like)`
     """
-    own = [shape[1] * shape[3] for shape in shapes]
-    wide = own
+    steps = [shape[1] * shape[3] for shape in shapes]
     if joined(like) if beside is None else beside:
-        wide = widths_beside(shapes, like.dtype.itemsize)
-    made: list[Array] = []
-    held, start = like, 0
-    for (n_batch, n_heads, n_rows, width), step in zip(shapes, wide, strict=True):
+        steps = widths_beside(shapes, like.dtype.itemsize)
+    views: list[Array] = []
+    storage, start = like, 0
+    for (n_batch, n_heads, n_rows, width), step in zip(shapes, steps, strict=True):
         if start == 0:
-            held = empty(like, (n_batch, n_rows, step))
-        slice_of = held[:, :, start : start + n_heads * width]
-        made.append(array_namespace(like).reshape(slice_of, (n_batch, n_rows, n_heads, width)))
+            storage = empty(like, (n_batch, n_rows, step))
+        columns = storage[:, :, start : start + n_heads * width]
+        views.append(array_namespace(like).reshape(columns, (n_batch, n_rows, n_heads, width)))
         start = (start + n_heads * width) % step if step else 0
-    return made
+    return views
 
 
 def step_of(x: Array) -> int:
@@ -118,12 +117,13 @@ def beside(ws: Sequence[Array]) -> Array | None:
     Returns None if some are by rows and others by columns, if columns have gaps between them, or if
     there are more than `MOST` matrices.
     """
-    found = [layout(w) for w in ws]
-    if len(ws) > MOST or any(own is None or own[0] != found[0][0] for own in found):  # type: ignore[index]
+    layouts = [x for x in map(layout, ws) if x is not None]
+    by_rows = layouts[0][0] if layouts else False
+    if len(ws) > MOST or len(layouts) < len(ws) or any(x[0] != by_rows for x in layouts):
         return None
     n_rows, widths = ws[0].shape[0], [w.shape[1] for w in ws]
-    steps = [own[1] for own in found]  # type: ignore[index]
-    if found[0][0]:  # type: ignore[index]
+    steps = [step for _, step in layouts]
+    if by_rows:
         y = empty(ws[0], (n_rows, sum(widths)))
         _launch(ws, y, widths, steps)
         return y

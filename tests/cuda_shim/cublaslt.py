@@ -44,7 +44,7 @@ from cuda_shim.cublaslt_parts import (
     told_to_raise,
 )
 from cuda_shim.graph import note
-from xformer.backends.cupy.cublaslt import Place
+from xformer.backends.cupy.cublaslt import Stream
 
 
 class CublasLt:
@@ -75,11 +75,11 @@ class CublasLt:
 
     # ---- The runtime ----
 
-    def place(self, arrays: Sequence[Array]) -> Place:
+    def stream_of(self, arrays: Sequence[Array]) -> Stream:
         self.arrays = arrays
-        return Place(self.device, self.stream, self.tf32)
+        return Stream(self.device, self.stream, self.tf32)
 
-    def memory(self, size: int) -> Any:
+    def allocate(self, size: int) -> Any:
         held = Held(size, (self.device, self.stream))
         self.held[held.ptr] = held
         self.lent += 1

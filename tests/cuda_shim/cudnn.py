@@ -26,7 +26,7 @@ from cuda_shim.cudnn_graph import (
     heur_mode,
 )
 from cuda_shim.graph import note
-from xformer.backends.cupy.cudnn import OLDEST, Place
+from xformer.backends.cupy.cudnn import OLDEST, Stream
 
 
 class Call(NamedTuple):
@@ -70,11 +70,11 @@ class Cudnn:
         self.built = 0  # graphs
         self.random = np.random.default_rng(0)
 
-    def place(self, arrays: Iterable[Array]) -> Place:
+    def stream_of(self, arrays: Iterable[Array]) -> Stream:
         self.arrays = list(arrays)
-        return Place(self.device, self.stream, self.capability)
+        return Stream(self.device, self.stream, self.capability)
 
-    def memory(self, size: int) -> Held:
+    def allocate(self, size: int) -> Held:
         held = Held(size, self.stream)
         self.held[held.ptr] = held
         return held

@@ -19,8 +19,8 @@ class OnRequest:
         self._module, self._now = module, list[Any]()
         module.RUNTIMES[Array] = Runtime(
             lambda: self._now[-1] if self._now else self.why_not,
-            lambda arrays: self._now[-1].place(arrays),
-            lambda size: self._now[-1].memory(size),
+            lambda arrays: self._now[-1].stream_of(arrays),
+            lambda size: self._now[-1].allocate(size),
         )
 
     @contextmanager

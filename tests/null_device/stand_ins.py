@@ -85,10 +85,10 @@ def using(*names: str) -> Iterator[None]:
     states = cublaslt._state, cudnn._state
     cublaslt._state, cudnn._state = cublaslt.State(), cudnn.State()
     cublaslt.RUNTIMES[driver.ARRAY] = Runtime(
-        lambda: lt if "cublaslt" in names else none, driver.place, driver.memory
+        lambda: lt if "cublaslt" in names else none, driver.stream_of, driver.allocate
     )
     cudnn.RUNTIMES[driver.ARRAY] = Runtime(
-        lambda: nn if "cudnn" in names else none, driver.attention_place, driver.memory
+        lambda: nn if "cudnn" in names else none, driver.attention_stream_of, driver.allocate
     )
     try:
         yield
