@@ -229,12 +229,12 @@ def why_not(name: str) -> str | None:
     lt = backends.beside("cupy").get("cuBLASLt") if name == GRAPH else None
     if lt is not None and not lt.isdigit():  # a version, or a reason; None without CuPy
         return f"{name}: products by cuBLAS cannot be captured, and {lt}"
-    library, _, how = name.rpartition(" ")
+    library, _, variant = name.rpartition(" ")
     why = backends.unavailable_reason(library)
     arrays = "numba" if library in backends.ON_NUMPY else library
     if why is not None:
         return f"{name}: {why}"
-    if how == "reference" or any(op.import_kernels(arrays) for op in dispatch.ops()):
+    if variant == "reference" or any(op.import_kernels(arrays) for op in dispatch.ops()):
         return None
     return f"{name}: backend {library} has no kernels"
 
@@ -258,13 +258,16 @@ def make(name: str, shape: Shape, weights: Any) -> Contestant:
         from benchmarks.eager import Eager
 
         return Eager(shape, weights, compiled=name == COMPILED, cudnn=name == CUDNN)
-    library, _, how = name.rpartition(" ")
+    library, _, variant = name.rpartition(" ")
     backend = backend_of(library, shape.device)
-    if how == "jit":
+    if variant == "jit":
         return Jitted(shape, weights, backend)
     by_name: Any = {"reference": reference_only, "deterministic": backend.deterministic}
     by_name["graph"] = partial(capturing, shape.device)
-    contestant, context = Captured if how == "graph" else Ours, by_name.get(how, nullcontext)
+    contestant, context = (
+        Captured if variant == "graph" else Ours,
+        by_name.get(variant, nullcontext),
+    )
     if name == PROGRAM:
         from benchmarks.programs import Programs
 

@@ -20,12 +20,12 @@ from benchmarks import harness, machine
 Write = Callable[[Sequence[int], int], list[int]]
 
 
-def xformer(folder: str, how: str) -> Write:
-    """Return greedy decoding by this library; how: "<backend>" or "<backend> ops"."""
+def xformer(folder: str, variant: str) -> Write:
+    """Return greedy decoding by this library; variant: "<backend>" or "<backend> ops"."""
     from xformer import backends, pretrained
     from xformer.generation import generate
 
-    backend, _, suffix = how.partition(" ")
+    backend, _, suffix = variant.partition(" ")
     model, params = pretrained.load(folder, backend)
 
     def write(prompt: Sequence[int], n: int) -> list[int]:
@@ -68,8 +68,12 @@ def transformers(folder: str, loop: bool) -> Write:
 
 def main(name: str, folder: str) -> None:
     """Answer requests for the contestant `name` until standard input ends."""
-    library, _, how = name.partition(" ")
-    write = transformers(folder, how == "loop") if library != "xformer" else xformer(folder, how)
+    library, _, variant = name.partition(" ")
+    write = (
+        transformers(folder, variant == "loop")
+        if library != "xformer"
+        else xformer(folder, variant)
+    )
 
     def answer(prompt: list[int], n: int) -> dict[str, Any]:
         start = time.perf_counter()

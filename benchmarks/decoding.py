@@ -123,8 +123,8 @@ def measure(
             | one.ask(about={})
             for name, one in running.items()
         ]
-    how = {"shape": text.name, "prompt": text.prompt, "new": text.new, "rounds": rounds}
-    return how | {"different": len(set(ids)), "peer": PEER, "rows": rows}
+    settings = {"shape": text.name, "prompt": text.prompt, "new": text.new, "rounds": rounds}
+    return settings | {"different": len(set(ids)), "peer": PEER, "rows": rows}
 
 
 def varied(model: Any) -> Any:

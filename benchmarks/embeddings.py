@@ -106,8 +106,8 @@ def measure(
             row[work] = times | {"per_s": n / min(seconds[name, work])}
         rows.append(row)
     words = sum(len(text.split()) for text in texts) / len(texts)
-    how = {"rounds": rounds, "starts": STARTS, "works": list(WORKS), "words": words}
-    return how | {"difference": difference, "tolerance": TOLERANCE, "rows": rows}
+    settings = {"rounds": rounds, "starts": STARTS, "works": list(WORKS), "words": words}
+    return settings | {"difference": difference, "tolerance": TOLERANCE, "rows": rows}
 
 
 def check(vectors: Mapping[str, Any]) -> float:

@@ -70,7 +70,7 @@ def measure(data: Path, steps: int, tick: Callable[[], Any]) -> dict[str, Any]:
     task = finetune.task("causal", model, tokenizer(data / WORDS), max_len=128)
     parts = finetune.split(finetune.read(data / TEXT), HELD_OUT)
     examples, held_out = (finetune.examples(task, part) for part in parts)
-    how = {"model": MODEL, "steps": steps, "batch": BATCH, "rank": RANK}
+    settings = {"model": MODEL, "steps": steps, "batch": BATCH, "rank": RANK}
     sizes = {"examples": len(examples), "held_out": len(held_out)}
     before = _loss(task, params, held_out)
     rows = [
@@ -78,7 +78,7 @@ def measure(data: Path, steps: int, tick: Callable[[], Any]) -> dict[str, Any]:
         | trained(task, way(params), examples, held_out, steps=steps, lr=lr, tick=tick)
         for name, (way, lr) in WAYS.items()
     ]
-    return how | sizes | {"before": before, "rows": rows}
+    return settings | sizes | {"before": before, "rows": rows}
 
 
 def trained(

@@ -96,10 +96,10 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
     for result in results:
         is_text = result["shape"] in DECODING
         work = "token" if is_text else result["work"]
-        took = {row["name"]: row[work] for row in result["rows"]}
-        cells = [result["shape"], report.digits(took[result["peer"]]["min_ms"])]
+        by_name = {row["name"]: row[work] for row in result["rows"]}
+        cells = [result["shape"], report.digits(by_name[result["peer"]]["min_ms"])]
         for name in columns:
-            times = took.get(OF_TEXTS[name] if is_text else name)
+            times = by_name.get(OF_TEXTS[name] if is_text else name)
             cells.append("-" if times is None else f"{times['ratio']:.3f}")
         rows.append(cells)
     return report.align(rows)

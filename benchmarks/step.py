@@ -234,7 +234,7 @@ class Runs:
         Out of memory: its name is added to `waiting` for a later run, to `alone`, or to `left_out`.
         Another error is added to `failed`. Raises `error` if `measure` must raise it.
         """
-        others = set(running) - {LIGHT, PEER, name}
+        others_running = set(running) - {LIGHT, PEER, name}
         if isinstance(error, harness.Stopped):
             raise error
         if not isinstance(error, MemoryError):
@@ -243,7 +243,7 @@ class Runs:
             self.failed.append(f"{self.shape.name}: {name}: {error}")
         elif alone:
             self.left_out.append(f"{name}: out of memory, alone too: {error}")
-        elif others:
+        elif others_running:
             waiting.append(name)
         elif self.shape.device is not None:
             self.alone.append(name)

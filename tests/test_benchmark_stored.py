@@ -55,7 +55,8 @@ def test_a_machine_is_written_once(results: Path, tmp_path: Path) -> None:
     keep(result(4, 1.0))
     with_gpu = keep(result(3, 1.0, MACHINE | {"gpu": "A GPU 80GB"}))
     assert with_gpu.parent.name == "a-gpu-80gb-2-cpus"
-    with pytest.raises(ValueError, match=r"machine\.json describes .*'Linux'.*, and the result is of"):
+    different = r"machine\.json describes .*'Linux'.*, and the result is of"
+    with pytest.raises(ValueError, match=different):
         keep(result(5, 1.0, MACHINE | {"system": "Another"}))
     elsewhere = stored.path_of(found, "step-tiny", tmp_path)
     stored.write(found, elsewhere)
