@@ -1317,7 +1317,7 @@ def test_padding_alone_gives_zero() -> None:
 
 # ---- Upstream gradients ----
 
-OP_CASES = [case for case in catalogue.cases() if case.room == "ops"]
+OP_CASES = [case for case in catalogue.cases() if case.group == "ops"]
 
 
 @pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)

@@ -44,7 +44,7 @@ def test_names_are_unique() -> None:
 
 @pytest.mark.parametrize("room", [ops, layers, models], ids=lambda room: room.__name__)
 def test_everything_has_a_case(room: Any) -> None:
-    subjects = {case.subject for case in cases() if case.room == room.__name__.split(".")[1]}
+    subjects = {case.subject for case in cases() if case.group == room.__name__.split(".")[1]}
     assert subjects == {thing.__name__ for thing in public(room)}
 
 

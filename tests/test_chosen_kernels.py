@@ -20,7 +20,7 @@ from xformer.backends.numpy import threads
 from xformer.cli import embed, main, train
 from xformer.dispatch import chosen_kernels
 from xformer.generation import stream
-from xformer.generation.prefix import place_of
+from xformer.generation.prefix import backend_of_params
 from xformer.training import Batch, TrainConfig, Windows, loss_of, start
 from xformer.training import train as trained
 
@@ -50,7 +50,7 @@ def test_within_the_context_alone() -> None:
     assert (ran(), chosen_kernels(), backends.backend_of(X).name) == (NUMPYS, "numpy", "numpy")
     with xf.kernels("numba"):
         assert (ran(), chosen_kernels()) == (NUMBAS, "numba")
-        assert backends.backend_of(X).name == place_of(MODEL.init()).name == "numba"
+        assert backends.backend_of(X).name == backend_of_params(MODEL.init()).name == "numba"
         with xf.kernels("numpy"):
             assert (ran(), backends.backend_of(X).name) == (NUMPYS, "numpy")
         with backends.get().active():

@@ -13,7 +13,7 @@ from xformer.catalogue import Case, cases
 from xformer.tree import Constant, Frozen
 
 NUMPY = backends.get("numpy")
-WITH_PARAMS = [case for case in cases() if case.room != "ops"]
+WITH_PARAMS = [case for case in cases() if case.group != "ops"]
 
 
 @pytest.mark.parametrize("every", [2, 3])

@@ -24,7 +24,7 @@ from xformer.backends import Backend
 from xformer.catalogue import Case, cases
 
 NUMPY = backends.get("numpy")
-OPS = [case for case in cases() if case.room == "ops"]
+OPS = [case for case in cases() if case.group == "ops"]
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 but_jax = only(*(name for name in LIBRARIES if name != "jax"))  # which has tests of its own
 
@@ -33,7 +33,7 @@ def on_jax() -> Iterator[Any]:
     """All cases; slow, but for one of each layer and model: they compile for long."""
     seen: set[str] = set()
     for case in cases():
-        slow = case.room != "ops" and case.subject in seen
+        slow = case.group != "ops" and case.subject in seen
         seen.add(case.subject)
         yield pytest.param(case, marks=[pytest.mark.slow] if slow else [], id=case.name)
 
@@ -42,7 +42,7 @@ def on_jax() -> Iterator[Any]:
 def test_gradient_is_the_derivative(case: Case) -> None:
     # On NumPy: of the other libraries all numbers are compared with NumPy's, far more closely.
     # `xformer gradcheck` does this on each of them.
-    small = case.room == "ops"
+    small = case.group == "ops"
     case.check(NUMPY, alone=True, elementwise=64 if small else 0).require()
 
 

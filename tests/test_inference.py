@@ -59,7 +59,7 @@ def require_nothing(case: Case, library: Backend) -> None:
         y, cache = fn(*args)
     for got, want in zip(outputs(y), outputs(wanted), strict=True):
         assert np.array_equal(library.to_numpy(got), library.to_numpy(want))
-    if case.room == "ops":
+    if case.group == "ops":
         cache = getattr(cache, "cache", cache)  # less the gradients that there are not
         assert isinstance(cache, NoCache), cache
     own = {id(a) for a in tree.flatten((args, fn.keywords)).values()}
@@ -68,7 +68,7 @@ def require_nothing(case: Case, library: Backend) -> None:
             assert name.endswith(LITTLE) or id(leaf) in own, name
         elif "kv_cache.storage" not in name:  # to append in place, which JAX has not
             is_number = isinstance(leaf, int | float)  # as a compiled function may return
-            assert is_number and case.room != "models", name
+            assert is_number and case.group != "models", name
     with pytest.raises(RuntimeError, match=f"^backward: the cache was {SAYS}"):
         deepest(cache).backward(y)
 
@@ -109,7 +109,7 @@ def test_within_a_compiled_function(library: Backend) -> None:
     assert all(np.size(leaf) == 1 for leaf in jax.tree.leaves(cache))
 
 
-COMPOSITES = [case for case in cases() if case.room != "ops"]
+COMPOSITES = [case for case in cases() if case.group != "ops"]
 
 
 @pytest.mark.parametrize("case", COMPOSITES, ids=lambda case: case.name)

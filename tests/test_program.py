@@ -23,7 +23,7 @@ from xformer.backends.numpy import threads
 from xformer.catalogue import Case
 
 CASES = catalogue.cases()
-MODELS = [case for case in CASES if case.room == "models"]
+MODELS = [case for case in CASES if case.group == "models"]
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5}  # of the largest number of a case
 
 
@@ -95,7 +95,7 @@ class Both:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.room}-{case.name}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.group}-{case.name}")
 def test_a_run_gives_what_the_references_give(case: Case, dtype: str) -> None:
     both = Both(case, dtype)
     for _ in range(2):

@@ -25,7 +25,7 @@ from xformer.backends.numba.program import program
 from xformer.backends.numba.program.binding import Code, Memory
 from xformer.backends.numba.program.run import Recorded
 
-GUARDED = [case for case in CASES if case.room == "ops"] + MODELS[::6]
+GUARDED = [case for case in CASES if case.group == "ops"] + MODELS[::6]
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
 

@@ -35,7 +35,7 @@ def test_states_and_frozen_leaves() -> None:
     assert repr(xformer.optim.adamw_init(PARAMS)) == "AdamState(241,152 float32, 965 kB)"
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.room}-{case.name}")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.group}-{case.name}")
 def test_every_cache_is_one_line(case: Any) -> None:
     fn, args = case.build(backends.get(), "float32")
     _, cache = fn(*args)

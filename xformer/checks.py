@@ -85,17 +85,17 @@ def require_ids(op: str, name: str, ids: Any, size: int, like: Array) -> Array:
     Raises as `require_integers` does, and ValueError if `in_range` is False.
     """
     indices = require_integers(op, name, ids, like)
-    require_in_range(op, name, indices, size, given=ids)
+    require_in_range(op, name, indices, size, ids=ids)
     return indices
 
 
-def require_in_range(op: str, name: str, indices: Array, size: int, *, given: Array) -> None:
+def require_in_range(op: str, name: str, indices: Array, size: int, *, ids: Array) -> None:
     """ValueError for ids outside [0, size), as far as `in_range` checks it.
 
-    given: the ids before the conversion to indices, for the message.
+    ids: the ids before the conversion to indices, for the message.
     """
     if not in_range(indices, size=size):
-        low, high = _span(indices, given)
+        low, high = _span(indices, ids)
         raise ValueError(f"{op}: {name} must lie in [0, {size}), got ids from {low} to {high}")
 
 
@@ -110,15 +110,15 @@ def in_range(ids: Array, *, size: int) -> bool:
     return bool(array_namespace(ids).all((ids >= 0) & (ids < size)))
 
 
-def _span(indices: Array, given: Array) -> tuple[int, int]:
+def _span(indices: Array, ids: Array) -> tuple[int, int]:
     """The smallest and the largest id, also of unsigned ids that overflowed as indices."""
     xp = array_namespace(indices)
     low, high = int(xp.min(indices)), int(xp.max(indices))
-    if low >= 0 or not xp.isdtype(given.dtype, "unsigned integer"):
+    if low >= 0 or not xp.isdtype(ids.dtype, "unsigned integer"):
         return low, high
-    turn = 2 ** xp.iinfo(indices.dtype).bits
-    smallest = int(xp.min(xp.where(indices < 0, high, indices))) if high >= 0 else low + turn
-    return smallest, int(xp.max(xp.where(indices < 0, indices, low))) + turn
+    modulus = 2 ** xp.iinfo(indices.dtype).bits
+    smallest = int(xp.min(xp.where(indices < 0, high, indices))) if high >= 0 else low + modulus
+    return smallest, int(xp.max(xp.where(indices < 0, indices, low))) + modulus
 
 
 def require_gradient(op: str, name: str, dy: Any, like: Array, shape: Any = None) -> None:
@@ -153,13 +153,13 @@ def whole(value: Any) -> int | None:
 
 def require_sizes(op: str, low: int, **sizes: Any) -> tuple[int, ...]:
     """The sizes as ints. ValueError unless each is an integer of at least `low`."""
-    found = []
+    checked = []
     for name, size in sizes.items():
         plain = whole(size)
         if plain is None or plain < low:
             raise ValueError(f"{op}: {name} must be an int of at least {low}, got {size!r}")
-        found.append(plain)
-    return tuple(found)
+        checked.append(plain)
+    return tuple(checked)
 
 
 def plain_numbers(config: Any) -> None:
@@ -183,13 +183,13 @@ def require_layers(op: str, **counts: Any) -> None:
 
 def require_id(op: str, size: int, **ids: Any) -> tuple[int, ...]:
     """The ids as ints. ValueError unless each is an integer in [0, size)."""
-    found = []
+    checked = []
     for name, value in ids.items():
         plain = whole(value)
         if plain is None or not 0 <= plain < size:
             raise ValueError(f"{op}: {name} must lie in [0, {size}), got {value!r}")
-        found.append(plain)
-    return tuple(found)
+        checked.append(plain)
+    return tuple(checked)
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:

@@ -78,8 +78,8 @@ class Compiled:
             raise ValueError("compile: an argument must hold an array, got none")
         where = type(first), device(first)
         if where not in self._calls:
-            place = replace(backends.backend_of(first), device=device(first))
-            self._calls[where] = place.compiled(self.fn, self.donate) or _Plain(self.fn, place)
+            backend = replace(backends.backend_of(first), device=device(first))
+            self._calls[where] = backend.compiled(self.fn, self.donate) or _Plain(self.fn, backend)
         return self._calls[where]
 
     def explain(self) -> str:
@@ -128,24 +128,24 @@ def bucket(length: int) -> int:
 class _Plain:
     """The function without compilation, for libraries that cannot compile."""
 
-    def __init__(self, fn: Callable[..., Any], place: backends.Backend) -> None:
-        self.fn, self.place = fn, place
+    def __init__(self, fn: Callable[..., Any], backend: backends.Backend) -> None:
+        self.fn, self.backend = fn, backend
 
     def __call__(self, *arguments: Any) -> Any:
         return self.fn(*arguments)
 
     def explain(self) -> str:
-        return f"backend {self.place.name} compiles nothing here: the function is called as it is"
+        return f"backend {self.backend.name} compiles nothing here: the function is called as it is"
 
 
 def _first(parts: Iterable[Any]) -> Array | None:
     """The first array in trees; None if there is none."""
     for part in parts:
         if isinstance(part, tree.INNER):
-            found = _first(part.values() if isinstance(part, dict) else part)
+            array = _first(part.values() if isinstance(part, dict) else part)
         else:
             leaf = tree.value(part)
-            found = leaf if is_array_api_obj(leaf) else None
-        if found is not None:
-            return found
+            array = leaf if is_array_api_obj(leaf) else None
+        if array is not None:
+            return array
     return None

@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first asked for: a program needs few of them."""
+"""Packages that import a name at its first use, since most programs need few of their names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 
 
 def later(package: str, **files: str) -> None:
-    """Have `package` import names, those of `files` after each file, when they are asked for.
+    """Make `package` import each of its names at the first use of the name.
 
     later(__name__, gelu="gelu", norm="NormConfig NormParams norm")
 
-    A file is itself such a name, unless something in it is called as it is.
+    package: the name of the package
+    files: file -> the names in this file, separated by spaces
+
+    The name of a file is the function or class of that name in the file, or the file if there is
+    none.
     """
     module = sys.modules[package]
     vars(module)["_file_of"] = {file: file for file in files} | {
@@ -32,15 +36,15 @@ class _Package(ModuleType):
 
             return getattr(self, new_name(self.__name__, name))
         file = importlib.import_module(f"{self.__name__}.{self._file_of[name]}")
-        found = _in(file, name) if name == self._file_of[name] else getattr(file, name)
-        vars(self)[name] = found
-        return found
+        value = _in(file, name) if name == self._file_of[name] else getattr(file, name)
+        vars(self)[name] = value
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Whoever imports a file binds its name here, which may be that of what is in it."""
+        """Bind a name. For the import of a file, bind what `_in` returns, not the file."""
         if isinstance(value, ModuleType) and self._file_of.get(name) == name:
             if vars(self).get(name, value) is not value:
-                return  # the user has put something else there
+                return  # the user has bound another object to the name
             value = _in(value, name)
         super().__setattr__(name, value)
 
@@ -48,10 +52,10 @@ class _Package(ModuleType):
         return list(self.__all__)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its name, as cloudpickle does with a plain module."""
+        """Pickle the package by its name, as cloudpickle does with a plain module."""
         return importlib.import_module, (self.__name__,)
 
 
 def _in(file: ModuleType, name: str) -> Any:
-    """What is called as its file is, or the file, if nothing is."""
+    """Return the object `name` in `file`, or the file if it has none of this name."""
     return getattr(file, name, file)

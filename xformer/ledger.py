@@ -97,17 +97,17 @@ def ledger(
     """
     network = model.network
     batch, length = sizes_of(network, batch, length, dtype, optimiser)
-    own = TrainConfig(steps=1, optimiser=optimiser).chosen_optimiser()
+    pair = TrainConfig(steps=1, optimiser=optimiser).chosen_optimiser()
     tally = Tally()
     shapes = network.init_from(Shapes())
     params = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), shapes)
     forget_scratch()
     work = [_backward_work(cut, batch, length, dtype) for cut in _one_layer_of_each(network)]
     loss_work, layer_work, early = (max(kind) for kind in zip(*work, strict=True))
-    update_work = _update_work(network, dtype, own, tree.nbytes(params))
+    update_work = _update_work(network, dtype, pair, tree.nbytes(params))
     return Ledger(
         tree.nbytes(params),
-        tree.nbytes(own.init(params)),
+        tree.nbytes(pair.init(params)),
         saved_by_part(network, batch, length, dtype),
         loss_work,
         layer_work,
@@ -167,7 +167,7 @@ def _one_layer_of_each(network: Any) -> Iterator[Any]:
         kinds = (dict.fromkeys(network.encoder), dict.fromkeys(network.decoder))
         first = network.encoder[0], network.decoder[0]
         for pair in zip_longest(*kinds):
-            encoder, decoder = (own or usual for own, usual in zip(pair, first, strict=True))
+            encoder, decoder = (layer or usual for layer, usual in zip(pair, first, strict=True))
             yield replace(network, encoder=(encoder,), decoder=(decoder,))
     else:
         for config in dict.fromkeys(network.blocks):
@@ -186,9 +186,9 @@ def _backward_work(network: Any, batch: int, length: int, dtype: str) -> tuple[i
     ].backward()  # allocates the scratch memory
     with _traced():
         loss, cache = network.loss(params, *examples, dropout_key=RandomKey(0))
-        own = getattr(cache, "tokens", cache).model  # the router losses need hardly any memory
-        top, at_loss = _peak(getattr(own, "decode", own).head.backward, one(loss))
-        grads, at_layer = _peak(_above(own, top).backward, one(loss))
+        cached = getattr(cache, "tokens", cache).model  # the router losses need hardly any memory
+        top, at_loss = _peak(getattr(cached, "decode", cached).head.backward, one(loss))
+        grads, at_layer = _peak(_above(cached, top).backward, one(loss))
         new = tree.nbytes(grads) - (early := _held_bytes(grads, cache))
         return at_loss, at_layer + tree.nbytes(top) - _held_bytes(top, cache) - new, early
 
@@ -263,8 +263,8 @@ def _above(cache: Any, top: tuple[Any, ...]) -> Any:
 def _held_bytes(grads: Any, cache: Any) -> int:
     """Bytes of the gradients that share memory with the cache."""
     held = [a for a in tree.flatten(cache).values() if isinstance(a, np.ndarray)]
-    given = tree.flatten(grads).values()
-    return tree.nbytes([g for g in given if any(np.may_share_memory(g, a) for a in held)])
+    arrays = tree.flatten(grads).values()
+    return tree.nbytes([g for g in arrays if any(np.may_share_memory(g, a) for a in held)])
 
 
 class Same:
@@ -280,7 +280,7 @@ class Same:
 
 def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) -> int | None:
     """The peak of training minus the memory before it, for a process that does nothing else."""
-    place = backends.get("numpy")
+    backend = backends.get("numpy")
 
     def trained(network: Any, batch: int, length: int, steps: int) -> None:
         config = TrainConfig(steps=steps, optimiser=optimiser)
@@ -291,15 +291,15 @@ def _measure(network: Any, batch: int, length: int, dtype: str, optimiser: str) 
             start(network.init(0, "numpy", dtype), config),
             source,
             config,
-            place,
+            backend,
             donate=True,
         ):
             pass
 
     trained(next(_one_layer_of_each(network)), 1, 1, 1)  # imports what is imported lazily
-    before = place.memory().in_use
+    before = backend.memory().in_use
     trained(network, batch, length, STEPS)
-    peak = place.memory().peak
+    peak = backend.memory().peak
     return None if before is None or peak is None else peak - before
 
 

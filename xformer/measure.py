@@ -54,9 +54,9 @@ def saved_by_part(model: Any, batch: int, length: int, dtype: str) -> dict[str, 
         params, _, examples = _stood_in(model, b, t, dtype, Tally())
         with np.errstate(all="ignore"):
             _, saved = model.loss(params, *examples, dropout_key=RandomKey(0))
-        found = _by_part(saved, examples)
-        names[:] = found
-        return list(found.values())
+        by_part = _by_part(saved, examples)
+        names[:] = by_part
+        return list(by_part.values())
 
     sizes = _extrapolated(measure, batch, length)
     order = ("embedding", "encoder", "layer", "decoder", "around", "head", "loss")
@@ -72,18 +72,18 @@ def _by_part(saved: Any, inputs: Sequence[Any]) -> dict[str, int]:
     parts: dict[str, list[Any]] = {}
     seen: set[int] = set()
     for name, leaf in tree.flatten(saved).items():
-        own = parts.setdefault(_part_of(name), [])
+        part_leaves = parts.setdefault(_part_of(name), [])
         if id(_owner(leaf)) not in seen:
-            own.append(leaf)
+            part_leaves.append(leaf)
             seen.add(id(_owner(leaf)))
     return {part: _nbytes(leaves, inputs) for part, leaves in parts.items()}
 
 
 def _part_of(name: str) -> str:
     """The part of a model to which the leaf `name` of the cache of its loss belongs."""
-    if found := BLOCK.search(name):
-        which = {"encode": "encoder ", "decode": "decoder "}.get(found[1], "")
-        return f"{which}layer {found[2]}"
+    if match := BLOCK.search(name):
+        which = {"encode": "encoder ", "decode": "decoder "}.get(match[1], "")
+        return f"{which}layer {match[2]}"
     words = name.split(".")
     for word, part in (
         ("embed", "embedding"),
@@ -120,11 +120,11 @@ def _run(model: Any, batch: int, length: int, dtype: str) -> Measured:
     tally = Tally()
     params, inputs, examples = _stood_in(model, batch, length, dtype, tally)
     with np.errstate(all="ignore"):  # norms divide zeros by eps, which may be 0
-        given = model.forward(params, *inputs)
-        flops, saved = tally.flops, given[1]
+        result = model.forward(params, *inputs)
+        flops, saved = tally.flops, result[1]
         if examples is not None:
             _, saved = model.loss(params, *examples, dropout_key=RandomKey(0))
-    return Measured(_nbytes(given, inputs), _nbytes(saved, examples or inputs), flops)
+    return Measured(_nbytes(result, inputs), _nbytes(saved, examples or inputs), flops)
 
 
 def _stood_in(model: Any, batch: int, length: int, dtype: str, tally: Tally) -> tuple[Any, ...]:
@@ -153,9 +153,9 @@ def arguments(model: Any, batch: int, length: int, dtype: str) -> tuple[Any, Any
     return (x,), (x, tokens[:, 0] if isinstance(network.head, Classifier) else tokens)
 
 
-def _nbytes(kept: Any, inputs: Sequence[Any]) -> int:
+def _nbytes(node: Any, inputs: Sequence[Any]) -> int:
     """Bytes of the arrays in a tree, without inputs. Views of the same array count once."""
-    arrays = [a for a in tree.flatten(kept).values() if isinstance(a, np.ndarray | np.generic)]
+    arrays = [a for a in tree.flatten(node).values() if isinstance(a, np.ndarray | np.generic)]
     new = [a for a in arrays if not is_stand_in(a)]
     return tree.nbytes(
         [_owner(a) for a in new if not any(np.may_share_memory(a, x) for x in inputs)]
@@ -219,18 +219,18 @@ def key_values(network: Any, batch: int, length: int) -> tuple[int, int] | None:
     if isinstance(network, LanguageModel):
         if not network.causal:
             return None
-        own = network.blocks
+        blocks = network.blocks
     else:
-        own = network.decoder
-        crossed = own[:1] if network.shared_memory else own
+        blocks = network.decoder
+        crossed = blocks[:1] if network.shared_memory else blocks
 
     def width(config: BlockConfig) -> int:
         return config.attn.kv_heads * (config.attn.head_width + config.attn.value_width)
 
-    def kept(config: BlockConfig) -> int:
+    def n_cached(config: BlockConfig) -> int:
         left = None if config.attn.window is None else config.attn.window[0]
         return length if left is None else min(left + 1, length)
 
     memory = sum(map(width, crossed))
-    total = sum(width(config) * kept(config) for config in own) + length * memory
-    return sum(map(width, own)) + memory, batch * total
+    total = sum(width(config) * n_cached(config) for config in blocks) + length * memory
+    return sum(map(width, blocks)) + memory, batch * total

@@ -1,9 +1,7 @@
-"""What a training step of backend numba holds in memory: a program, with one arena.
+"""The memory of a training step on backend numba, in bytes: a program with one arena.
 
-found = program_ledger(model, batch=8, length=128)
-print(found.arena, found.peak)
-
-In bytes, as `xformer.ledger`.
+result = program_ledger(model, batch=8, length=128)
+print(result.arena, result.peak)
 """
 
 from __future__ import annotations
@@ -24,17 +22,17 @@ from xformer.training.state import State
 
 
 class ProgramLedger(NamedTuple):
-    """Bytes of a training step that is a program."""
+    """The bytes of a training step that is a program."""
 
-    params: int  # written over by each step
-    state: int  # of the optimiser; written over
-    arena: int  # all between: gradients, what backward needs, results
+    params: int  # overwritten by each step
+    state: int  # of the optimiser; overwritten by each step
+    arena: int  # gradients, arrays saved for backward, and other temporaries
     inputs: int  # a batch and its numbers
-    scratch: int  # that threads keep for products
+    scratch: int  # scratch memory of threads for matmuls
 
     @property
     def peak(self) -> int:
-        """The most that a step holds; a program itself is some MB of Python's."""
+        """The peak of a step; the program itself takes some MB more of Python's memory."""
         return sum(self)
 
 
@@ -46,29 +44,33 @@ def program_ledger(
     dtype: str = "float32",
     optimiser: str = "adamw",
 ) -> ProgramLedger:
-    """The accounts of a step of `training.train` on backend numba, states donated.
+    """The memory of a step of `training.train` on backend numba, with donated states.
 
-    The step is recorded, for as many threads as NumPy's BLAS has, and not run: parameters and state
-    are not made. Other arguments and errors as of `ledger`; Unusable without numba, TypeError for a
-    step that cannot be recorded.
+    The step is recorded but not run, for the number of threads of NumPy's BLAS. Parameters and
+    state take no memory.
+
+    batch, length: the number of sequences, and the tokens of each.
+
+    ValueError for sizes below 1, another dtype or optimiser, and a model without a loss. Unusable
+    without numba. TypeError for a step that cannot be recorded.
     """
     if (why := backends.unavailable_reason("numba")) is not None:
         raise backends.Unusable(why)
     network = model.network
     batch, length = sizes_of(network, batch, length, dtype, optimiser)
     config = TrainConfig(steps=1, optimiser=optimiser)
-    own = config.chosen_optimiser()
+    pair = config.chosen_optimiser()
     tally = Tally()
     like = tree.map(lambda leaf: stand_in(leaf.shape, dtype, tally), network.init_from(Shapes()))
-    params, kept = tree.map(_unmade, (like, own.init(like)))
+    params, state = tree.map(_unmade, (like, pair.init(like)))
     one = Same(arguments(network, batch, length, dtype)[1]).batch(0)
-    steps = CompiledSteps(loss_of(network), config, backends.get("numpy"), own, None)
-    program, inputs = steps.recorded(State(params, kept, None), [one], 1e-3)
-    sizes = tree.nbytes(params), tree.nbytes(kept)
-    given = sum(x.nbytes for x in inputs) - sum(sizes)
-    return ProgramLedger(*sizes, program.plan.nbytes, given, program.scratch_nbytes)
+    steps = CompiledSteps(loss_of(network), config, backends.get("numpy"), pair, None)
+    program, inputs = steps.recorded(State(params, state, None), [one], 1e-3)
+    sizes = tree.nbytes(params), tree.nbytes(state)
+    input_bytes = sum(x.nbytes for x in inputs) - sum(sizes)
+    return ProgramLedger(*sizes, program.plan.nbytes, input_bytes, program.scratch_nbytes)
 
 
 def _unmade(leaf: Any) -> Any:
-    """Zeros in memory of their own, which takes none before it is touched."""
+    """Zeros like an array; the system allocates their memory only when they are accessed."""
     return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else leaf

@@ -1,7 +1,7 @@
-"""Old public names. They work in 0.1 and go in 0.2; each use warns with the new name.
+"""Old public names. They work in 0.1 and are removed in 0.2; each use warns with the new name.
 
-CHANGELOG.md has the table. A name is listed here once: names of modules in `NAMES`; methods and
-arguments where they are declared, by `method` and `arguments`.
+CHANGELOG.md has the table. Names of modules are in `NAMES`. Old methods and arguments are declared
+beside the new ones, by `method` and `arguments`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def value_of(instance: Any, old: str, new: str) -> Any:
 
 
 def method(old: str, new: str, **names: str) -> Any:
-    """For a class body: a method `old` that calls the method `new`. names: as in `arguments`."""
+    """A method `old`, for a class body, that calls the method `new`. names: of `arguments`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         kind = type(self).__name__
@@ -148,7 +148,7 @@ def method(old: str, new: str, **names: str) -> Any:
 
 
 def attribute(new: str) -> Any:
-    """For a class body: a property that is called otherwise now."""
+    """A property, for a class body, that returns the attribute `new` (a dotted name)."""
 
     class Old:
         def __set_name__(self, owner: type, name: str) -> None:
@@ -164,9 +164,9 @@ def attribute(new: str) -> Any:
 
 
 def flat_block(kind: type[T]) -> type[T]:
-    """A decorator of `BlockConfig`: the fields of `BLOCK` as arguments, and to read."""
-    made: Any = kind
-    init, names = made.__init__, tuple(field.name for field in dataclasses.fields(made))
+    """A decorator of `BlockConfig`: the old fields of `BLOCK` can be passed and read."""
+    cls: Any = kind
+    init, names = cls.__init__, tuple(field.name for field in dataclasses.fields(cls))
 
     @functools.wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -178,17 +178,20 @@ def flat_block(kind: type[T]) -> type[T]:
             kwargs = block_parts(kwargs)
         init(self, **kwargs)
 
-    made.__init__ = call
+    cls.__init__ = call
     for name, path in BLOCK.items():
-        if not hasattr(made, name) and name not in names:
+        if not hasattr(cls, name) and name not in names:
             old = attribute(path.split()[0])
-            old.__set_name__(made, name)
-            setattr(made, name, old)
+            old.__set_name__(cls, name)
+            setattr(cls, name, old)
     return kind
 
 
 def block_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `BlockConfig` from fields of `BLOCK`. They change parts that are given."""
+    """The arguments of `BlockConfig` from old fields. If a part is among them, they change it.
+
+    fields: fields of `BLOCK`, and parts: "attn", "ffn" and "norm"
+    """
     from xformer.layers import AttentionConfig, ExpertsConfig, FeedForwardConfig, NormConfig
 
     kinds: Any = {"attn": AttentionConfig, "ffn": FeedForwardConfig, "norm": NormConfig}
@@ -206,20 +209,20 @@ def block_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
             for path in BLOCK[name].split():
                 part, _, field = path.rpartition(".")
                 changes[part][field] = fields[name]
-    made = changes.pop("")
-    if (experts := made.pop("experts", None)) is not None:
+    merged = changes.pop("")
+    if (experts := merged.pop("experts", None)) is not None:
         parts["ffn"] = ExpertsConfig(**experts) if isinstance(experts, dict) else experts
         changes["ffn"] = {}
     for name, kind in kinds.items():
         changed = changes[name]
-        made[name] = (
+        merged[name] = (
             dataclasses.replace(parts[name], **changed) if name in parts else kind(**changed)
         )
-    return made
+    return merged
 
 
 def arguments(**names: str | tuple[str, Sequence[str]]) -> Callable[[T], T]:
-    """A decorator of a function or a class: old keyword arguments, each with its new name.
+    """A decorator of a function or a class that accepts old keyword arguments.
 
     names: "new"; "not new" if the new argument has the opposite value; ("new", values) if the old
         name has another meaning now: `values` are those of the old meaning
@@ -228,8 +231,8 @@ def arguments(**names: str | tuple[str, Sequence[str]]) -> Callable[[T], T]:
     def decorate(target: T) -> T:
         owner: Any = target
         if isinstance(owner, type):
-            made: Any = owner
-            made.__init__ = _accepting(made.__init__, made.__name__, names)
+            cls: Any = owner
+            cls.__init__ = _accepting(cls.__init__, cls.__name__, names)
             return target
         return _accepting(owner, owner.__name__, names)
 
@@ -244,36 +247,36 @@ def command_line(argv: Sequence[str]) -> list[str]:
     if command in COMMANDS:
         _warn(f"xformer {command}", f"xformer {COMMANDS[command]}", 3, FutureWarning)
         command = COMMANDS[command]
-    found = [command]
+    words = [command]
     for word in rest:
         name, equals, value = word.partition("=")
         new = OPTIONS.get(command, {}).get(name)
         if new is not None:
             _warn(name, new, 3, FutureWarning)  # which a terminal shows
-        found.append(word if new is None else new + equals + value)
-    return found
+        words.append(word if new is None else new + equals + value)
+    return words
 
 
-def fields(kind: str, found: dict[str, Any]) -> dict[str, Any]:
+def fields(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """A file's fields by their new names. kind: of `FIELDS`, if it has any."""
-    if kind == "BlockConfig" and "attn" not in found:
-        return block_parts(found)
+    if kind == "BlockConfig" and "attn" not in values:
+        return block_parts(values)
     names = FIELDS.get(kind, {})
-    if not (names.keys() - set(names.values())) & found.keys():
-        return found
-    return {names.get(name, name): value for name, value in found.items()}
+    if not (names.keys() - set(names.values())) & values.keys():
+        return values
+    return {names.get(name, name): value for name, value in values.items()}
 
 
-def configuration(found: Any) -> Any:
-    """What `dataclasses.asdict` wrote of a model, with the new names of its fields."""
-    if isinstance(found, list):
-        return [configuration(part) for part in found]
-    if not isinstance(found, dict):
-        return found
+def configuration(node: Any) -> Any:
+    """A model's configuration from `dataclasses.asdict`, with the new names of its fields."""
+    if isinstance(node, list):
+        return [configuration(part) for part in node]
+    if not isinstance(node, dict):
+        return node
     for kind, names in FIELDS.items():
-        if kind != "notes" and all(n in found or names[n] in found for n in names):
-            found = fields(kind, found)
-    return {name: configuration(part) for name, part in found.items()}
+        if kind != "notes" and all(n in node or names[n] in node for n in names):
+            node = fields(kind, node)
+    return {name: configuration(part) for name, part in node.items()}
 
 
 def parameters(found: Mapping[str, T], wanted: Iterable[str]) -> dict[str, T]:
@@ -286,11 +289,11 @@ def parameters(found: Mapping[str, T], wanted: Iterable[str]) -> dict[str, T]:
     return arrays
 
 
-def about(found: Any) -> Any:
+def about(description: Any) -> Any:
     """The description of a run, with the new names of its model's fields."""
-    if not isinstance(found, dict) or "model" not in found:
-        return found
-    return found | {"model": configuration(found["model"])}
+    if not isinstance(description, dict) or "model" not in description:
+        return description
+    return description | {"model": configuration(description["model"])}
 
 
 def _accepting(function: Any, title: str, names: dict[str, str | tuple[str, Sequence[str]]]) -> Any:
@@ -319,5 +322,5 @@ def _accepting(function: Any, title: str, names: dict[str, str | tuple[str, Sequ
 def _warn(
     old: str, new: str, stacklevel: int, category: type[Warning] = DeprecationWarning
 ) -> None:
-    why = f"{old} is called {new}; the old name goes in 0.2"
+    why = f"{old} is called {new}; the old name will be removed in 0.2"
     warnings.warn(why, category, stacklevel=stacklevel)

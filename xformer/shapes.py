@@ -63,10 +63,10 @@ def shapes(spec: str) -> Callable[[F], F]:
                 kind = None
             placed = passed.get(kind)  # the checks depend on nothing else
             if placed is None:
-                given = dict(zip(names + also, args, strict=False))
-                arrays = {name: given.get(name) for name in names}
+                by_name = dict(zip(names + also, args, strict=False))
+                arrays = {name: by_name.get(name) for name in names}
                 _check_arrays(op_name, arrays, required, overridable)
-                _check_shapes(op_name, given, wanted)
+                _check_shapes(op_name, by_name, wanted)
                 if len(passed) == REMEMBERED:
                     passed.clear()
                 placed = len(args) > 1 and library_of(type(args[0])) not in PLACED_BY_LIBRARY
@@ -178,11 +178,11 @@ def _dims(text: str) -> tuple[str, ...]:
 
 
 def _check_arrays(
-    op: str, given: dict[str, Any], required: set[str], overridable: Overridable[..., Any] | None
+    op: str, arrays: dict[str, Any], required: set[str], overridable: Overridable[..., Any] | None
 ) -> None:
     """TypeError unless all are arrays of one library and one dtype that its kernels support."""
     first = None
-    for name, array in given.items():
+    for name, array in arrays.items():
         if array is None and name not in required:
             continue
         require_array(op, name, array)
@@ -197,11 +197,11 @@ def _check_arrays(
             raise TypeError(f"{op}: {name} must be {first_dtype} like {first}, got {dtype}")
 
 
-def _check_shapes(op: str, given: dict[str, Any], wanted: dict[str, tuple[str, ...]]) -> None:
+def _check_shapes(op: str, arrays: dict[str, Any], wanted: dict[str, tuple[str, ...]]) -> None:
     sizes: dict[str, tuple[Any, str]] = {}
     for name, dims in wanted.items():
-        if hasattr(given.get(name), "shape"):  # not for None; the op refuses other objects
-            _check_shape(op, name, given[name], dims, sizes)
+        if hasattr(arrays.get(name), "shape"):  # not for None; the op refuses other objects
+            _check_shape(op, name, arrays[name], dims, sizes)
 
 
 def _check_shape(

@@ -38,22 +38,22 @@ def line(node: Any) -> str:
 
 def rows(node: Any) -> list[tuple[str, str, str, str]]:
     """Name, shape, dtype and bytes of each array; numbers as they are."""
-    found = []
+    listed = []
     for name, leaf in tree.flatten(node).items():
         leaf = tree.value(leaf)
         if _is_array(leaf):
             shape = " x ".join(map(str, leaf.shape)) or "()"
-            found.append((name, shape, _dtype(leaf), size(tree.nbytes([leaf]))))
+            listed.append((name, shape, _dtype(leaf), size(tree.nbytes([leaf]))))
         else:
-            found.append((name, "", type(leaf).__name__, f"{leaf!r:.40}"))
-    return found
+            listed.append((name, "", type(leaf).__name__, f"{leaf!r:.40}"))
+    return listed
 
 
 def table(node: Any) -> str:
     """The rows as text, under the line of `repr`."""
-    found = [("name", "shape", "dtype", "size"), *rows(node)]
-    widths = [max(len(row[i]) for row in found) for i in range(4)]
-    text = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in found)
+    lines = [("name", "shape", "dtype", "size"), *rows(node)]
+    widths = [max(len(row[i]) for row in lines) for i in range(4)]
+    text = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in lines)
     return "\n".join([line(node), *(one.rstrip() for one in text)])
 
 
@@ -93,7 +93,7 @@ def _layers(node: Any) -> Iterator[tuple[str, int]]:
     """The stacks of layers right below a node, or below its `stack`."""
     for part in (node, getattr(node, "stack", None)):
         for name in LAYERS:
-            found = getattr(part, name, None)
-            found = getattr(found, "blocks", found)
-            if isinstance(found, tuple) and not hasattr(found, "_fields"):
-                yield ("block" if name == "blocks" else f"{name} block"), len(found)
+            blocks = getattr(part, name, None)
+            blocks = getattr(blocks, "blocks", blocks)
+            if isinstance(blocks, tuple) and not hasattr(blocks, "_fields"):
+                yield ("block" if name == "blocks" else f"{name} block"), len(blocks)

@@ -144,13 +144,13 @@ def summary(
     if limit is not None and length > limit:
         raise ValueError(f"summary: length must be at most {limit}, the model's, got {length}")
     forward, saved, flops = measured(model, batch, length, dtype)
-    found, itemsize = tuple(parts(model)), np.dtype(dtype).itemsize
+    all_parts, itemsize = tuple(parts(model)), np.dtype(dtype).itemsize
     keys = key_values(network, batch, length) or (None, None)
     kv_token, kv_cache = (None if n is None else n * itemsize for n in keys)
-    n_params = sum(part.n_params for part in found)
+    n_params = sum(part.n_params for part in all_parts)
     memory = Memory(itemsize * n_params, forward, saved, kv_token, kv_cache)
     per_token = Flops(flops / (batch * length), attention_flops(network, length) / length)
-    return Summary(found, batch, length, dtype, memory, per_token)
+    return Summary(all_parts, batch, length, dtype, memory, per_token)
 
 
 def parts(model: Any) -> Iterator[Part]:
@@ -168,8 +168,8 @@ def context(model: Any) -> int | None:
     """The longest sequence that a model supports; None if its configuration does not say."""
     network = model.network
     limit = _positions(network)
-    told = (network.hf_config or {}).get("max_position_embeddings")
-    return told if limit is None and isinstance(told, int) else limit
+    configured = (network.hf_config or {}).get("max_position_embeddings")
+    return configured if limit is None and isinstance(configured, int) else limit
 
 
 def _positions(network: Any) -> int | None:

@@ -282,18 +282,18 @@ def _collect(parts: Iterable[Any], kinds: list[Any], leaves: list[Any]) -> None:
 
 
 def _leaf_names(tree: Any) -> list[str]:
-    found: list[str] = []
-    _name("", tree, found)
-    return found
+    names: list[str] = []
+    _name("", tree, names)
+    return names
 
 
-def _name(path: str, node: Any, found: list[str]) -> None:
+def _name(path: str, node: Any, leaf_names: list[str]) -> None:
     names = _names(node)
     if names is not None:
         for name, part in zip(names, _parts(node), strict=True):
-            _name(_inside(path, name), part, found)
+            _name(_inside(path, name), part, leaf_names)
     elif node is not None and not isinstance(node, Constant):
-        found.append(path)
+        leaf_names.append(path)
 
 
 def _distinct(names: list[str]) -> list[str]:

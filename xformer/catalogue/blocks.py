@@ -102,9 +102,9 @@ def _residual() -> Iterator[Case]:
 
         return Case("layers", f"residual: {note}", make)
 
-    for place in ("pre", "post"):
-        yield case(place, place=place)
-        yield case(f"{place}, rms", place=place, config=RMS)
+    for placement in ("pre", "post"):
+        yield case(placement, place=placement)
+        yield case(f"{placement}, rms", place=placement, config=RMS)
     yield case("no norm", norm=False)
     yield case("sandwich", out_norm=True)
     yield case("output norm", norm=False, out_norm=True, config=RMS)
@@ -203,8 +203,10 @@ def _blocks(
     def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
         like: Options = {"cross": bool(cross), "shared_memory": cross in ("shared", "each")}
         if is_stack or several:
-            own = cfgs[:n_blocks]  # with one block, both layers share its parameters
-            params: Any = layers.StackParams.init(rng, own, relative_bias=relative_bias, **like)
+            layer_cfgs = cfgs[:n_blocks]  # with one block, both layers share its parameters
+            params: Any = layers.StackParams.init(
+                rng, layer_cfgs, relative_bias=relative_bias, **like
+            )
             params = params if is_stack else params.blocks
         else:
             params = cfg.init(rng, **like)
@@ -225,12 +227,14 @@ def _blocks(
             rng.normal((4, 3)) if pos else None,
             rng.normal((7, 3)) if pos and cross and not ready else None,
         )
-        given = drawn(rng, backend, options)
+        keywords = drawn(rng, backend, options)
         if is_stack:
-            return partial(layers.stack, configs=cfgs, relative_bias=relative_bias, **given), args
+            return partial(
+                layers.stack, configs=cfgs, relative_bias=relative_bias, **keywords
+            ), args
         if several:
-            return partial(layers.blocks, configs=cfgs, **given), args
-        return partial(layers.block, config=cfg, **given), args
+            return partial(layers.blocks, configs=cfgs, **keywords), args
+        return partial(layers.block, config=cfg, **keywords), args
 
     return Case("layers", name, make)
 
@@ -345,13 +349,13 @@ def _flat_embed(params: layers.EmbedParams, **options: Any) -> tuple[Any, Any]:
 
 
 def _embed() -> Iterator[Case]:
-    def case(note: str, given: Options | None = None, **config: Any) -> Case:
+    def case(note: str, inputs: Options | None = None, **config: Any) -> Case:
         sizes: Options = {"vocab_size": 13, "width": 6, "d_model": 6, "max_len": 4}
         cfg = layers.EmbedConfig(**sizes | config)
 
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
             ids = rng.integers((5, 4), high=cfg.vocab_size)
-            fn = partial(_flat_embed, ids=ids, config=cfg, **drawn(rng, backend, given or {}))
+            fn = partial(_flat_embed, ids=ids, config=cfg, **drawn(rng, backend, inputs or {}))
             return fn, (random(rng, cfg.init(rng)),)
 
         return Case("layers", f"embed: {note}", make)
@@ -383,17 +387,17 @@ def _embed() -> Iterator[Case]:
 
 
 def _pool() -> Iterator[Case]:
-    kept = mask((5, 4), DEAD_BATCH)
+    tokens = mask((5, 4), DEAD_BATCH)
     for how in ("mean", "first", "last"):
-        for given in ({}, {"mask": kept}):
+        for inputs in ({}, {"mask": tokens}):
 
             def make(
-                rng: Generator, backend: Backend, how: str = how, given: Options = given
+                rng: Generator, backend: Backend, how: str = how, inputs: Options = inputs
             ) -> tuple[Function, tuple[Any, ...]]:
-                fn = partial(layers.pool, pooling=how, **drawn(rng, backend, given))
+                fn = partial(layers.pool, pooling=how, **drawn(rng, backend, inputs))
                 return fn, (rng.normal((5, 4, 6)),)
 
-            yield Case("layers", f"pool: {how}{', mask' if given else ''}", make)
+            yield Case("layers", f"pool: {how}{', mask' if inputs else ''}", make)
 
 
 def _ids(shape: tuple[int, ...], size: int) -> Draw:

@@ -31,12 +31,12 @@ DEAD_BATCH = (1,)
 class Case:
     """One function to check: `fn(*args)` returns (y, cache), with gradients for all args.
 
-    room: "ops", "layers" or "models".
+    group: "ops", "layers" or "models".
     name: the subject and a note, such as "linear: no b".
     make: returns fn and args, from a generator and a backend.
     """
 
-    room: str
+    group: str
     name: str
     make: Make
 
@@ -83,8 +83,8 @@ class Case:
                 y, _ = exact(*args)
             if distances:  # from the second call on only y is needed
                 return y, None
-            own, cache = fn(*_move(args, lambda x: backend.asarray(x, "float32")))
-            distances.append(_distance(_move(own, backend.to_numpy), y))
+            y_float32, cache = fn(*_move(args, lambda x: backend.asarray(x, "float32")))
+            distances.append(_distance(_move(y_float32, backend.to_numpy), y))
             return y, _Float32Cache(cache, backend)
 
         in_both.__name__ = self.name

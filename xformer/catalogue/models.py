@@ -116,7 +116,7 @@ def _language_model() -> Iterator[Case]:
         note: str,
         blocks: tuple[BlockConfig, ...],
         method: str = "loss",
-        given: Options | None = None,
+        keywords: Options | None = None,
         *,
         embed: EmbedConfig | None = None,
         labels: int = 13,
@@ -131,27 +131,27 @@ def _language_model() -> Iterator[Case]:
                 one_each = isinstance(model.head, Classifier)
                 inputs["targets"] = rng.integers((5,) if one_each else (5, 4), high=labels)
             function = getattr(model, method)
-            fn = partial(function, **inputs, **drawn(rng, backend, given or {}))
+            fn = partial(function, **inputs, **drawn(rng, backend, keywords or {}))
             return fn, (random(rng, model.init()),)
 
         return Case("models", f"LanguageModel: {note}", make)
 
     llama = _blocks(**LLAMA)
     yield case("rotary", llama, rotary=ROPE, head=LMHead(tied=False))
-    yield case("rotary, padding", llama, given=PADDED, rotary=ROPE)
+    yield case("rotary, padding", llama, keywords=PADDED, rotary=ROPE)
     softcap = LMHead(softcap=2.0, scale=0.5)
     yield case("softcap", _blocks(norm_placement="sandwich", **LLAMA), rotary=ROPE, head=softcap)
     positions: Options = {"positions": lambda rng, _: rng.integers((4,), high=7)}
-    yield case("given positions", llama, given=positions, rotary=ROPE)
+    yield case("given positions", llama, keywords=positions, rotary=ROPE)
     mixture = ExpertsConfig(n_experts=3, top_k=2, d_ff=11)
     experts = _blocks(2, **LLAMA | {"ffn": mixture})
     losses: Options = {"load_balancing_weight": 0.3, "router_z_weight": 0.1}
-    yield case("experts", (*experts, *llama), given=PADDED, rotary=ROPE, **losses)
+    yield case("experts", (*experts, *llama), keywords=PADDED, rotary=ROPE, **losses)
     again: Options = {"rotary": ROPE, "activation_checkpointing": True, **losses}
-    yield case("experts, checkpointing", (*experts, *llama), given=PADDED, **again)
+    yield case("experts, checkpointing", (*experts, *llama), keywords=PADDED, **again)
     yield case("alibi", _blocks(), alibi=True, head=LMHead(tied=False, bias=True))
     yield case(
-        "sequence classifier", llama, given=PADDED, head=Classifier(3, "last", None), labels=3
+        "sequence classifier", llama, keywords=PADDED, head=Classifier(3, "last", None), labels=3
     )
     yield from _encoders(case)
 
@@ -161,15 +161,15 @@ def _encoders(case: Any) -> Iterator[Case]:
     embed: Options = {"positions": "learned", "norm": NormConfig(), "n_types": 3}
     bert: Options = {"embed": _embed_config(**embed), "causal": False}
     types: Options = {"types": lambda rng, _: rng.integers((5, 4), high=3)}
-    yield case("masked LM", blocks, given=PADDED | types, head=MaskedLMHead(), **bert)
+    yield case("masked LM", blocks, keywords=PADDED | types, head=MaskedLMHead(), **bert)
     untied = MaskedLMHead("relu", eps=0.1, tied=False)
     narrow = bert | {"embed": _embed_config(5, project_bias=True, **embed)}
     yield case("masked LM, groups", blocks * 2, n_shared_layer_groups=1, head=untied, **narrow)
     dropped: Options = {"dropout_key": KEY}
     head = Classifier(3, dense_dropout=0.3, dropout=0.2)
-    yield case("classifier", blocks, given=dropped, labels=3, head=head, **bert)
+    yield case("classifier", blocks, keywords=dropped, labels=3, head=head, **bert)
     no_bias = Classifier(3, dense="relu", bias=False)
-    yield case("classifier, no bias", blocks, given=PADDED, labels=3, head=no_bias, **bert)
+    yield case("classifier, no bias", blocks, keywords=PADDED, labels=3, head=no_bias, **bert)
     hidden: Options = {"head": None, "out_dropout": 0.3, "final_norm": True}
     yield case("hidden states", blocks, "forward", dropped, **hidden, **bert)
     yield case("hidden states, pooler", blocks, "forward", head=Pooler(), **bert)
@@ -181,12 +181,12 @@ def _encoders(case: Any) -> Iterator[Case]:
 
 
 def _encoder_decoder() -> Iterator[Case]:
-    def case(note: str, given: Options | None = None, **options: Any) -> Case:
+    def case(note: str, inputs: Options | None = None, **options: Any) -> Case:
         model = EncoderDecoder(**{"encoder": _blocks(), "decoder": _blocks()} | options)
         vectors = model.src_embed is None
 
         def make(rng: Generator, backend: Backend) -> tuple[Function, tuple[Any, ...]]:
-            keywords = drawn(rng, backend, given or {})
+            keywords = drawn(rng, backend, inputs or {})
             if vectors:
                 fn = partial(_of_vectors, model, **keywords)
                 x = (rng.normal((5, 7, 6)), rng.normal((5, 4, 6)))
@@ -220,12 +220,12 @@ def _encoder_decoder() -> Iterator[Case]:
         "decoder": _blocks(norm_placement="post"),
     }
     yield case("vectors", masks, encoder_norm=True, decoder_norm=True, **post)
-    own: Options = {
+    separate: Options = {
         "src_embed": _embed_config(),
         "tgt_embed": _embed_config(5),
         "head": LMHead(False),
     }
-    yield case("two embeddings, shared memory", shared_memory=True, **own)
+    yield case("two embeddings, shared memory", shared_memory=True, **separate)
 
 
 class _All(NamedTuple):

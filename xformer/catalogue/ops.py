@@ -96,10 +96,10 @@ def _index_add() -> Iterator[Case]:
 
 def _layer_norm() -> Iterator[Case]:
     for inside in (True, False):
-        place = "inside" if inside else "outside"
+        position = "inside" if inside else "outside"
         for x in ((7,), (5, 7), (2, 3, 7)):
             for b in ((7,), None):
-                name = f"layer_norm: x {x}, eps {place}{'' if b else ', no b'}"
+                name = f"layer_norm: x {x}, eps {position}{'' if b else ', no b'}"
                 # A large eps: with 1e-5, inside and outside would hardly differ.
                 yield _op(name, ops.layer_norm, x, (7,), b, eps=0.1, eps_inside=inside)
     yield _op("layer_norm: eps as it is", ops.layer_norm, (5, 7), (7,), (7,))

@@ -13,7 +13,7 @@ from xformer.cli.plot import add_out
 from xformer.cli.texts import shown
 from xformer.generation import generate, prefill
 from xformer.generation.constraints import constrained, constraints
-from xformer.generation.prefix import place_of
+from xformer.generation.prefix import backend_of_params
 from xformer.generation.settings import settings_of
 from xformer.generation.text import end_of, ends_of, prompt_ids
 from xformer.models import EncoderDecoder
@@ -58,35 +58,35 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw the picture and print its path."""
     require_drawable(args.out)
-    found = opened(args)
-    is_pair = isinstance(getattr(found.model, "network", found.model), EncoderDecoder)
+    loaded = opened(args)
+    is_pair = isinstance(getattr(loaded.model, "network", loaded.model), EncoderDecoder)
     if not is_pair and (args.kind is not None or args.target is not None):
         raise ValueError("--kind and --target need an encoder-decoder, and this model is not one")
-    read = _read(args, found, is_pair)
+    read = _read(args, loaded, is_pair)
     for ids in (read.tokens, read.written):
         if len(ids) > MOST:
             raise ValueError(
                 f"a picture shows at most {MOST} tokens, got {len(ids)}: give a shorter text"
             )
-    place = place_of(found.params)
+    backend = backend_of_params(loaded.params)
     arrays = (
-        None if ids is None else place.asarray(np.array([ids]))
+        None if ids is None else backend.asarray(np.array([ids]))
         for ids in (read.tokens, read.target)
     )
     kind = (args.kind or "cross") if is_pair else "self"
-    layers = attention_maps(found.model, found.params, *arrays)[kind]
+    layers = attention_maps(loaded.model, loaded.params, *arrays)[kind]
     layer = len(layers) - 1 if args.layer is None else args.layer
     if not 0 <= layer < len(layers):
         raise ValueError(f"--layer must lie in [0, {len(layers)}), got {layer}")
     queries, keys = (
-        [name_of(found.tokenizer, i) for i in ids or ()] for ids in _on_axes(kind, read)
+        [name_of(loaded.tokenizer, i) for i in ids or ()] for ids in _on_axes(kind, read)
     )
     title = f"{NAMES[kind]}, layer {layer} (of 0 to {len(layers) - 1})"
     labels = ("token written", "token of the source") if kind == "cross" else LABELS
     figure = attention_picture(layers[layer][0], queries, keys, title=title, labels=labels)
     print(save(figure, args.out))
     if is_pair and args.target is None:
-        print(f"target: {shown(found.tokenizer.decode(read.written))}")
+        print(f"target: {shown(loaded.tokenizer.decode(read.written))}")
     return 0
 
 
@@ -101,20 +101,20 @@ def _on_axes(kind: str, read: Read) -> tuple[list[int] | None, list[int] | None]
     return ids, ids
 
 
-def _read(args: argparse.Namespace, found: Found, is_pair: bool) -> Read:
-    tokens = found.prompt(args.text, "text")
+def _read(args: argparse.Namespace, loaded: Found, is_pair: bool) -> Read:
+    tokens = loaded.prompt(args.text, "text")
     if not is_pair:
         return Read(tokens, None, [])
-    start = start_id(found)
+    start = start_id(loaded)
     if args.target is None:
-        ends = ends_of(found.tokenizer, found.model)
-        prefix = prefill(found.model, found.params, [tokens], start_id=start)
-        filters = constraints(settings_of(found.model), ends, prefix.width, MOST)
+        ends = ends_of(loaded.tokenizer, loaded.model)
+        prefix = prefill(loaded.model, loaded.params, [tokens], start_id=start)
+        filters = constraints(settings_of(loaded.model), ends, prefix.width, MOST)
         options: Any = {"sampler": constrained(filters, None), "stop": ends}
-        (written,) = generate(found.model, found.params, prefix, max_new_tokens=MOST, **options)
+        (written,) = generate(loaded.model, loaded.params, prefix, max_new_tokens=MOST, **options)
     else:
-        written = prompt_ids(found.tokenizer, found.model, args.target, "target")
-        end = end_of(found.tokenizer, found.model)
+        written = prompt_ids(loaded.tokenizer, loaded.model, args.target, "target")
+        end = end_of(loaded.tokenizer, loaded.model)
         written += [end] if end is not None and written[-1] != end else []
     return Read(tokens, [start, *written[:-1]], written)
 

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     records = finetune.read(args.data, finetune.TASKS[args.task].fields)
     training, held_out = finetune.split(records, args.validation_fraction, args.seed)
     model, params, words, is_new = _opened(args, records)
-    place = backends.get(args.backend, args.device)  # `_opened` has enabled float64 of JAX
+    backend = backends.get(args.backend, args.device)  # `_opened` has enabled float64 of JAX
     task = _task(args, model, words)
     read = partial(each, what="tokenising", unit="texts")
     examples = finetune.examples(task, read(training))
@@ -119,19 +119,19 @@ def run(args: argparse.Namespace) -> int:
     out = new_folder(args.out, "finetuned")
     _require_space(out, params)
 
-    _introduce(model, params, place)
+    _introduce(model, params, backend)
     cut = sum(example.is_cut for example in (*examples, *validation))
     note = f"; {cut:,} cut to {task.max_len} tokens" if cut else ""
     print(f"examples: {len(examples):,} to train on, {len(validation):,} to validate on{note}")
-    before = _measured(task, params, validation, args, place)
-    kept = _Kept(out, partial(finetune.save, model, folder=out, tokenizer=words, base=args.model))
-    steps = finetune.train(task, params, examples, config, place, validation, donate=True)
-    last = _train(steps, config, kept)
+    before = _measured(task, params, validation, args, backend)
+    best = _Kept(out, partial(finetune.save, model, folder=out, tokenizer=words, base=args.model))
+    steps = finetune.train(task, params, examples, config, backend, validation, donate=True)
+    last = _train(steps, config, best)
     if last.validation is None:  # stopped early, or no validation data
-        kept.offer(last)  # saved first, in case validation is interrupted too
+        best.offer(last)  # saved first, in case validation is interrupted too
         with suppress(KeyboardInterrupt):
-            kept.offer(last, _measured(task, last.params, validation, args, place))
-    _conclude(args, kept, last, before)
+            best.offer(last, _measured(task, last.params, validation, args, backend))
+    _conclude(args, best, last, before)
     return 0
 
 
@@ -152,14 +152,14 @@ class _Kept:
             self.step, self.loss = step.step, loss
 
 
-def _conclude(args: argparse.Namespace, kept: _Kept, last: Step, before: float | None) -> None:
+def _conclude(args: argparse.Namespace, best: _Kept, last: Step, before: float | None) -> None:
     """Print the validation loss and where the model is saved."""
-    if before is not None and kept.loss < math.inf:
-        which = "" if kept.step == last.step else f"; the best model is from step {kept.step}"
-        print(f"validation loss {kept.loss:.3f} nats, {before:.3f} before training{which}")
-    print(f"saved to {kept.out} after {last.step} steps, {last.seconds:.0f} s")
-    if kept.adapter is not None:
-        print(f"the adapter alone: {kept.adapter}")
+    if before is not None and best.loss < math.inf:
+        which = "" if best.step == last.step else f"; the best model is from step {best.step}"
+        print(f"validation loss {best.loss:.3f} nats, {before:.3f} before training{which}")
+    print(f"saved to {best.out} after {last.step} steps, {last.seconds:.0f} s")
+    if best.adapter is not None:
+        print(f"the adapter alone: {best.adapter}")
     elif args.lora is not None:
         print("parameters beside the adapters were trained: only the merged model is saved")
 
@@ -216,13 +216,13 @@ def _chosen(args: argparse.Namespace, params: Any, is_new: bool) -> Any:
     return tree.freeze(params, *args.freeze) if args.freeze else params
 
 
-def _introduce(model: Any, params: Any, place: Backend) -> None:
+def _introduce(model: Any, params: Any, backend: Backend) -> None:
     kind = model.hf_config.get("architectures", [type(model).__name__])[0]
     added = sum(_size((node.a, node.b)) for node in lora.adapters(params).values())
     trained = _size(tree.trained(params))
     adapters = f" and {added:,} in adapters" if added else ""
     print(f"model: {kind}, {_size(params) - added:,} parameters{adapters}; {trained:,} trained")
-    print(f"on {place.describe()}")
+    print(f"on {backend.describe()}")
 
 
 def _size(params: Any) -> int:
@@ -239,16 +239,16 @@ def _require_space(out: Path, params: Any) -> None:
 
 
 def _measured(
-    task: Task, params: Any, examples: Sequence[Any], args: argparse.Namespace, place: Backend
+    task: Task, params: Any, examples: Sequence[Any], args: argparse.Namespace, backend: Backend
 ) -> float | None:
     if not examples:
         return None
     with watched("validating", len(examples)) as options:
         options |= {"batch_size": args.batch, "seed": args.seed}
-        return finetune.evaluate(task, params, examples, place, **options)
+        return finetune.evaluate(task, params, examples, backend, **options)
 
 
-def _train(steps: Iterator[Step], config: TrainConfig, kept: _Kept) -> Step:
+def _train(steps: Iterator[Step], config: TrainConfig, best: _Kept) -> Step:
     """Run the steps, save the best validated models, and return the last step. Ctrl-C ends it."""
     bar = tqdm(total=config.steps, unit="step", disable=not sys.stderr.isatty())
     last: Step | None = None
@@ -256,7 +256,7 @@ def _train(steps: Iterator[Step], config: TrainConfig, kept: _Kept) -> Step:
         with bar, interruptible(STOPPING) as stopping:
             for last in steps:
                 if last.validation is not None:
-                    kept.offer(last, last.validation)
+                    best.offer(last, last.validation)
                 bar.set_postfix_str(f"loss {last.loss:.3f}")
                 bar.update()
                 if bar.disable:
@@ -267,8 +267,8 @@ def _train(steps: Iterator[Step], config: TrainConfig, kept: _Kept) -> Step:
         if last is None:
             raise
     except Diverged as error:
-        saved = f"{kept.out} has the model of step {kept.step}, the best validated one"
-        error.add_note(saved if kept.step else "no model was validated, so none is saved")
+        saved = f"{best.out} has the model of step {best.step}, the best validated one"
+        error.add_note(saved if best.step else "no model was validated, so none is saved")
         raise
     assert last is not None  # there is at least one step
     if last.step < config.steps:
@@ -278,9 +278,9 @@ def _train(steps: Iterator[Step], config: TrainConfig, kept: _Kept) -> Step:
 
 def _report(step: Step, n_steps: int) -> None:
     if step.validation is not None or step.step % max(1, n_steps // LINES) == 0:
-        found = "" if step.validation is None else f"  validation {step.validation:.3f}"
+        validation = "" if step.validation is None else f"  validation {step.validation:.3f}"
         rate = step.tokens / step.seconds
-        print(f"step {step.step}/{n_steps}  loss {step.loss:.3f}{found}  {rate:,.0f} tokens/s")
+        print(f"step {step.step}/{n_steps}  loss {step.loss:.3f}{validation}  {rate:,.0f} tokens/s")
 
 
 def _fields() -> str:

@@ -86,17 +86,17 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation; then, on stderr, the tokens per second."""
     choice(args, Settings())  # raises for bad options before a model is read
     _require_precision(args)
-    found = _rounded(opened(args), args)
-    network = network_of("generate", found.model)
+    loaded = _rounded(opened(args), args)
+    network = network_of("generate", loaded.model)
     settings = settings_of(network)
-    chosen, ends = choice(args, settings), _ends(args, found, network)
-    prompt = found.prompt(args.prompt)
+    chosen, ends = choice(args, settings), _ends(args, loaded, network)
+    prompt = loaded.prompt(args.prompt)
     is_target = isinstance(network, EncoderDecoder)
-    first = start_id(found) if is_target else None
+    first = start_id(loaded) if is_target else None
     start = time.perf_counter()
-    ids_read = prompt[-network.context :] if found.slides else prompt
+    ids_read = prompt[-network.context :] if loaded.slides else prompt
     try:
-        text = prefill(network, found.params, [ids_read], start_id=first)
+        text = prefill(network, loaded.params, [ids_read], start_id=first)
     except TypeError as error:
         if args.precision is None:
             raise
@@ -105,9 +105,9 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     read = time.perf_counter()
     new: list[int] = []
-    ids = _new_ids(args, found, network, text, chosen, settings, ends)
-    before, hidden = () if is_target else prompt, hidden_ids(found.tokenizer, ends)
-    written = decoded(found.tokenizer, _recorded(ids, new, ends), before, hidden=hidden)
+    ids = _new_ids(args, loaded, network, text, chosen, settings, ends)
+    before, hidden = () if is_target else prompt, hidden_ids(loaded.tokenizer, ends)
+    written = decoded(loaded.tokenizer, _recorded(ids, new, ends), before, hidden=hidden)
     pieces = until(written, [*settings.stop_strings, *args.stop])
     announce(args, settings, chosen)
     write(pieces if args.stream else ["".join(pieces)], "" if is_target else args.prompt)
@@ -128,10 +128,10 @@ def _require_precision(args: argparse.Namespace) -> None:
             raise ValueError(f"--precision needs --dtype float32, got {args.dtype}")
 
 
-def _rounded(found: Found, args: argparse.Namespace) -> Found:
+def _rounded(loaded: Found, args: argparse.Namespace) -> Found:
     """The model with its parameters stored in --precision."""
-    place = backends.get(args.backend, args.device)
-    return found._replace(params=place.cast_params(found.params, args.precision))
+    backend = backends.get(args.backend, args.device)
+    return loaded._replace(params=backend.cast_params(loaded.params, args.precision))
 
 
 def write(pieces: Iterable[str], prompt: str) -> None:
@@ -144,16 +144,16 @@ def write(pieces: Iterable[str], prompt: str) -> None:
     print()
 
 
-def _ends(args: argparse.Namespace, found: Found, network: Any) -> frozenset[int]:
+def _ends(args: argparse.Namespace, loaded: Found, network: Any) -> frozenset[int]:
     """The ids that end the text: the model's stop tokens and --stop-id. ValueError for bad ids."""
     for i in args.stop_id:
         require_id("--stop-id", n_tokens(network), id=i)
-    return ends_of(found.tokenizer, network).union(args.stop_id)
+    return ends_of(loaded.tokenizer, network).union(args.stop_id)
 
 
 def _new_ids(
     args: argparse.Namespace,
-    found: Found,
+    loaded: Found,
     network: Any,
     text: PrefilledPrompt,
     chosen: Choice,
@@ -161,26 +161,26 @@ def _new_ids(
     stops: frozenset[int],
 ) -> Iterator[int]:
     """The generated ids, including the one of `stops` that ends the text."""
-    max_new_tokens = _max_new(args, found, network, text, settings)
-    ends = ends_of(found.tokenizer, network)
+    max_new_tokens = _max_new(args, loaded, network, text, settings)
+    ends = ends_of(loaded.tokenizer, network)
     filters = chosen.filters(constraints(settings, ends, text.width, max_new_tokens))
     if chosen.beams is None:
-        options: Any = {"sampler": filters, "seed": args.seed, "sliding_context": found.slides}
+        options: Any = {"sampler": filters, "seed": args.seed, "sliding_context": loaded.slides}
         options["compiled"] = args.compile
         steps = stream(
-            network, found.params, text, max_new_tokens=max_new_tokens, stop=stops, **options
+            network, loaded.params, text, max_new_tokens=max_new_tokens, stop=stops, **options
         )
         return (i for (i,) in steps if i is not None)
     if args.compile:
         warnings.warn("--compile: beam search is not compiled", RuntimeWarning, stacklevel=2)
     options = {"n_beams": chosen.beams, "max_new_tokens": max_new_tokens, "stop": stops}
     options |= {"filters": filters, **chosen.search}
-    ((best, *_),) = beam_search(network, found.params, text, **options)
+    ((best, *_),) = beam_search(network, loaded.params, text, **options)
     return iter(best.ids)
 
 
 def _max_new(
-    args: argparse.Namespace, found: Found, network: Any, text: PrefilledPrompt, settings: Settings
+    args: argparse.Namespace, loaded: Found, network: Any, text: PrefilledPrompt, settings: Settings
 ) -> int:
     """The most tokens to generate. ValueError if the prompt already has `max_length` tokens."""
     if args.max_new_tokens is not None:
@@ -193,7 +193,7 @@ def _max_new(
                 f"{settings.where}: max_length is {settings.max_length}, but the prompt has "
                 f"{text.width} tokens: give --max-new-tokens"
             )
-    fits = network.context is not None and not found.slides
+    fits = network.context is not None and not loaded.slides
     return min(most, network.context - text.width + 1) if fits else most
 
 

@@ -36,6 +36,6 @@ def run(args: argparse.Namespace) -> int:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*cells, row[3]]))
     for name in backends.names():
-        for library, found in backends.beside(name).items():
-            print(f"{name}, {library}: {found}")
+        for library, description in backends.beside(name).items():
+            print(f"{name}, {library}: {description}")
     return 0

@@ -67,41 +67,41 @@ def run(args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "optimiser": args.optimiser,
     }
-    found = ledger(network, **options)
+    result = ledger(network, **options)
     if args.measure:
         print("measuring: training for a few steps", file=sys.stderr, flush=True)
     measured = measured_peak(network, **options) if args.measure else None
     if args.json:
-        print(json.dumps(data(found) | options | {"measured": measured}, indent=2))
+        print(json.dumps(data(result) | options | {"measured": measured}, indent=2))
         return 0
     rows = [("memory", "", f"{args.dtype}, batch {args.batch:,}, length {length:,}")]
-    print(table(iter([*rows, *accounts(found, args.optimiser, measured)]), right=(1,)))
+    print(table(iter([*rows, *accounts(result, args.optimiser, measured)]), right=(1,)))
     return 0
 
 
-def data(found: Ledger) -> dict[str, Any]:
+def data(result: Ledger) -> dict[str, Any]:
     """The items and their sums, by name."""
     names = ("grads", "backward", "update", "peak")
-    return found._asdict() | {name: getattr(found, name) for name in names}
+    return result._asdict() | {name: getattr(result, name) for name in names}
 
 
-def accounts(found: Ledger, optimiser: str, measured: int | None) -> Iterator[Row]:
+def accounts(result: Ledger, optimiser: str, measured: int | None) -> Iterator[Row]:
     """A row for each item. Layers that save equally much share a row."""
-    yield "  parameters", scaled(found.params, "B"), ""
-    yield "  gradients", scaled(found.grads, "B"), ""
-    yield "  optimiser", scaled(found.state, "B"), f"the state of {optimiser}"
-    yield "  saved set", scaled(sum(found.saved.values()), "B"), "saved for backward"
-    for names, size in alike(found.saved):
+    yield "  parameters", scaled(result.params, "B"), ""
+    yield "  gradients", scaled(result.grads, "B"), ""
+    yield "  optimiser", scaled(result.state, "B"), f"the state of {optimiser}"
+    yield "  saved set", scaled(sum(result.saved.values()), "B"), "saved for backward"
+    for names, size in alike(result.saved):
         yield f"    {names}", scaled(size, "B"), "each" if ", " in names or "-" in names else ""
-    yield "  temporaries", scaled(found.loss_work, "B"), "in the backward of the loss, at most"
-    yield "", scaled(found.layer_work, "B"), "in the backward of a layer, at most"
-    yield "", scaled(found.update_work, "B"), "in the optimiser, at most"
-    yield "  scratch", scaled(found.scratch, "B"), "buffers that kernels keep between calls"
-    yield "  backward", scaled(found.backward, "B"), "peak of backward, with temporaries"
-    yield "  update", scaled(found.update, "B"), "peak of the update, with temporaries"
-    yield "  peak", scaled(found.peak, "B"), "the larger of the two, plus scratch"
+    yield "  temporaries", scaled(result.loss_work, "B"), "in the backward of the loss, at most"
+    yield "", scaled(result.layer_work, "B"), "in the backward of a layer, at most"
+    yield "", scaled(result.update_work, "B"), "in the optimiser, at most"
+    yield "  scratch", scaled(result.scratch, "B"), "buffers that kernels keep between calls"
+    yield "  backward", scaled(result.backward, "B"), "peak of backward, with temporaries"
+    yield "  update", scaled(result.update, "B"), "peak of the update, with temporaries"
+    yield "  peak", scaled(result.peak, "B"), "the larger of the two, plus scratch"
     if measured is not None:
-        share = f"the items above explain {found.peak / measured:.1%} of it"
+        share = f"the items above explain {result.peak / measured:.1%} of it"
         yield "  measured", scaled(measured, "B"), share
 
 

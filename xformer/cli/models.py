@@ -88,10 +88,10 @@ def _trained(path: Path, backend: backends.Backend, dtype: str) -> Found:
     return Found(model, params, words, slides=not is_pair, ends=is_pair)
 
 
-def start_id(found: Found) -> int:
+def start_id(loaded: Found) -> int:
     """The id of the start token of an encoder-decoder's targets. ValueError if it is unknown."""
-    start = start_of(found.model)
-    start = found.tokenizer.bos_id if start is None else start
+    start = start_of(loaded.model)
+    start = loaded.tokenizer.bos_id if start is None else start
     if start is None:
         raise ValueError("neither the model nor its tokenizer names the start token of a target")
     return start
@@ -133,8 +133,8 @@ def _tokenizer_beside(path: Path, model: Any) -> Codec:
     """The llama2.c tokenizer beside `path` that has the model's vocabulary size."""
     size = model.embed.vocab_size
     for name in sorted(path.parent.glob("tok*.bin")):
-        if (found := tokenizer(name)).vocab_size == size:
-            return found
+        if (candidate := tokenizer(name)).vocab_size == size:
+            return candidate
     raise FileNotFoundError(
         f"there is no tokenizer of {size} tokens beside {path}: looked for tok*.bin; "
         "if the tokenizer is elsewhere, give --tokenizer PATH"

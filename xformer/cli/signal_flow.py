@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
     flows = []
     for norm in dict.fromkeys(args.norms):
         for depth in sorted(set(args.layers)):
-            found = at_initialisation(norm, depth, args.d_model, args.heads, args.seed)
-            first, last = found.gradients[0], found.gradients[-1]
+            flow = at_initialisation(norm, depth, args.d_model, args.heads, args.seed)
+            first, last = flow.gradients[0], flow.gradients[-1]
             sizes = f"{first:.3g} in the first layer, {last:.3g} in the last"
             print(f"{norm}, {depth} layers: gradient norm {sizes}", flush=True)
-            flows.append(found)
+            flows.append(flow)
     print(save(flow_picture(flows), args.out))
     return 0

@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
         dtype = tensors.dtype(name)
         size = WIDTHS.get(dtype, 0) * math.prod(tensors.shape(name))
         stored[dtype] = stored.get(dtype, 0) + size
-    found = summary(model, batch=args.batch, length=args.seq_len, dtype=args.dtype)
+    result = summary(model, batch=args.batch, length=args.seq_len, dtype=args.dtype)
     if args.json:
-        print(json.dumps(_data(model, stored, found), indent=2))
+        print(json.dumps(_data(model, stored, result), indent=2))
         return 0
     print(table(_about(model, stored), right=()))
-    print("\n" + (table(_every(found)) if args.verbose else table(_parts(model, found))))
-    print("\n" + table(_memory(found), right=(1,)))
-    print("\n" + table(_flops(model, found), right=(1,)))
+    print("\n" + (table(_every(result)) if args.verbose else table(_parts(model, result))))
+    print("\n" + table(_memory(result), right=(1,)))
+    print("\n" + table(_flops(model, result), right=(1,)))
     return 0
 
 
@@ -71,23 +71,23 @@ def inspected(path: Path) -> tuple[Any, Any]:
     return pretrained.inspect(path)
 
 
-def _data(model: Any, stored: dict[str, int], found: Summary) -> dict[str, Any]:
-    memory, flops = found.memory, found.flops
+def _data(model: Any, stored: dict[str, int], result: Summary) -> dict[str, Any]:
+    memory, flops = result.memory, result.flops
     of_memory = {"inference": memory.inference, "training": memory.training}
     of_flops = {"forward": flops.forward, "training": flops.training}
     return {
         "model": _title(model),
         "context": context(model),
         "stored": stored,
-        "parameters": found.n_params,
-        "active_parameters": found.n_active,
+        "parameters": result.n_params,
+        "active_parameters": result.n_active,
         "parts": [
             {**part._asdict(), "parameters": part.n_params, "active": part.n_active}
-            for part in found.parts
+            for part in result.parts
         ],
-        "batch": found.batch,
-        "length": found.length,
-        "dtype": found.dtype,
+        "batch": result.batch,
+        "length": result.length,
+        "dtype": result.dtype,
         "bytes": memory._asdict() | of_memory,
         "flops_per_token": flops._asdict() | of_flops,
     }
@@ -148,24 +148,24 @@ def _feed_forward(blocks: Sequence[BlockConfig]) -> str:
     return "; or ".join(dict.fromkeys(kinds))
 
 
-def _parts(model: Any, found: Summary) -> Iterator[Row]:
+def _parts(model: Any, result: Summary) -> Iterator[Row]:
     """One row for each part, and one for each linear layer or norm in it."""
     yield "part", "shape", "parameters", "share"
-    for part in found.parts:
+    for part in result.parts:
         groups = _grouped(part)
         whole = groups.pop("", None)
         times = f"{len(part.paths)} x {part.each:,}" if len(part.paths) > 1 else ""
-        share = f"{part.n_params / found.n_params:.1%}"
+        share = f"{part.n_params / result.n_params:.1%}"
         yield part.name, times if whole is None else whole[0], f"{part.n_params:,}", share
         for name, (shapes, size) in groups.items():
             yield f"  {name}", shapes, f"{size:,}", ""
     head = model.network.head
     if getattr(head, "tied", False):
         yield "head, tied", "the embedding's table", "0", ""
-    yield "total", "", f"{found.n_params:,}", ""
-    if found.n_active != found.n_params:
-        share = f"{found.n_active / found.n_params:.1%}"
-        yield "active for a token", "", f"{found.n_active:,}", share
+    yield "total", "", f"{result.n_params:,}", ""
+    if result.n_active != result.n_params:
+        share = f"{result.n_active / result.n_params:.1%}"
+        yield "active for a token", "", f"{result.n_active:,}", share
 
 
 def _grouped(part: Part) -> dict[str, tuple[str, int]]:
@@ -189,22 +189,22 @@ def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _every(found: Summary) -> Iterator[Row]:
+def _every(result: Summary) -> Iterator[Row]:
     """One row for each parameter array."""
     yield "parameter", "shape", "parameters", "share"
-    for part in found.parts:
+    for part in result.parts:
         for path in part.paths:
             for leaf, shape in part.leaves.items():
                 size = math.prod(shape)
                 name = f"{path}.{leaf}".removesuffix(".")
-                yield name, _shape(shape), f"{size:,}", f"{size / found.n_params:.1%}"
-    yield "total", "", f"{found.n_params:,}", ""
+                yield name, _shape(shape), f"{size:,}", f"{size / result.n_params:.1%}"
+    yield "total", "", f"{result.n_params:,}", ""
 
 
-def _memory(found: Summary) -> Iterator[Row]:
-    memory = found.memory
+def _memory(result: Summary) -> Iterator[Row]:
+    memory = result.memory
     params = scaled(memory.params, "B")
-    yield "memory", "", f"{found.dtype}, batch {found.batch:,}, length {found.length:,}"
+    yield "memory", "", f"{result.dtype}, batch {result.batch:,}, length {result.length:,}"
     yield "  parameters", params, ""
     yield "  forward", scaled(memory.forward, "B"), "output and saved set of inference"
     yield (
@@ -223,8 +223,8 @@ def _memory(found: Summary) -> Iterator[Row]:
         yield "  KV cache", scaled(memory.kv_token, "B"), what
 
 
-def _flops(model: Any, found: Summary) -> Iterator[Row]:
-    flops, both = found.flops, isinstance(model.network, EncoderDecoder)
+def _flops(model: Any, result: Summary) -> Iterator[Row]:
+    flops, both = result.flops, isinstance(model.network, EncoderDecoder)
     of = "one token of the source and one of the target, " if both else ""
     yield "FLOPs a token", "", of + "in matmuls, at that length"
     yield "  parameters", scaled(flops.weights, "FLOP"), ""

@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
         "notes": train_options.kept(options),
     }
     noted["free"] = train_options.ABOUT_ENDS
-    with Run(folder, job.place, about, model=job.model, **noted) as run:
+    with Run(folder, job.backend, about, model=job.model, **noted) as run:
         train_from.save_vocabulary(job.corpus.vocabulary, options, folder)
         # The first state gets no name, or it would stay in memory until training ends.
         state = _train(job, run, _begun(job, run, options), options)
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
 def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
     """The state to start or resume from. Prints the data, the model and the device."""
     if options.origin is None or checkpoints(run.folder):
-        params = job.model.init_from(job.place.generator(options.seed, options.dtype))
+        params = job.model.init_from(job.backend.generator(options.seed, options.dtype))
     else:
         params = train_from.first_params(options)
     state = run.begin(start(params, job.config), options.resume_step)
@@ -83,11 +83,11 @@ def _begun(job: Job, run: Run, options: argparse.Namespace) -> State:
 
 
 def _measured(job: Job, state: State) -> float:
-    with job.place.active():
-        weights = job.place.cast_params(state.averaged, job.config.precision)
-    found = evaluate(job.loss, weights, job.held_out, job.place)
-    assert found is not None  # there are --validate-batches of them, at least one
-    return found
+    with job.backend.active():
+        weights = job.backend.cast_params(state.averaged, job.config.precision)
+    mean_loss = evaluate(job.loss, weights, job.held_out, job.backend)
+    assert mean_loss is not None  # there are --validate-batches of them, at least one
+    return mean_loss
 
 
 def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
@@ -99,7 +99,7 @@ def _introduce(job: Job, state: State, options: argparse.Namespace) -> None:
     name = train_from.name_of(job.model)
     which = f"preset {options.preset}" if options.origin is None else f"from {options.origin}"
     print(f"model: {name}, {which}, {n_params:,} parameters")
-    print(f"on {job.place.describe()}")
+    print(f"on {job.backend.describe()}")
     print(f"loss of a unigram model: {job.baseline:.3f} nats per {unit}", flush=True)
     if state.step:
         print(f"resuming after step {state.step}", flush=True)
@@ -112,19 +112,19 @@ def _train(job: Job, run: Run, state: State, options: argparse.Namespace) -> Sta
         return state
     hidden = not sys.stderr.isatty()
     bar = tqdm(total=n_steps, initial=state.step, unit="step", disable=hidden)
-    validation, said = "-", state.seconds
+    validation, printed_at = "-", state.seconds
     with bar, interruptible(STOPPING) as stopping:
-        how: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
-        how["compiled"] = options.compile
-        steps = train(job.loss, state, job.source, job.config, job.place, donate=True, **how)
+        settings: Any = {"held_out": job.held_out, "deterministic": options.deterministic}
+        settings["compiled"] = options.compile
+        steps = train(job.loss, state, job.source, job.config, job.backend, donate=True, **settings)
         for step in run.record(steps, stopping):
             state = step.state
             rate = step.tokens / step.seconds
             if step.validation is not None:
                 validation = f"{step.validation:.3f}"
-            if bar.disable and (step.validation is not None or step.seconds - said >= EVERY):
+            if bar.disable and (step.validation is not None or step.seconds - printed_at >= EVERY):
                 print(_line(step, n_steps, validation, rate), flush=True)
-                said = step.seconds
+                printed_at = step.seconds
             bar.set_postfix_str(
                 f"loss {step.loss:.3f}, validation {validation}, {rate:,.0f} tokens/s"
             )
@@ -168,8 +168,8 @@ def _conclude(job: Job, state: State, folder: Path, options: argparse.Namespace)
 def _sample(job: Job, params: Any, max_new_tokens: int) -> None:
     options: Any = {"sampler": temperature(0.8), "seed": job.config.seed, "sliding_context": True}
     words = job.corpus.vocabulary
-    with job.place.active():
-        weights = job.place.cast_params(params, job.config.precision)
+    with job.backend.active():
+        weights = job.backend.cast_params(params, job.config.precision)
     write(
         stream_text(
             job.model, weights, words, job.prompt, max_new_tokens=max_new_tokens, **options

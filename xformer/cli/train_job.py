@@ -43,7 +43,7 @@ class Job(NamedTuple):
     validation: Windows
     held_out: Held
     config: TrainConfig
-    place: backends.Backend
+    backend: backends.Backend
     prompt: str
     baseline: float  # validation loss of a unigram model, nats a token
 
@@ -69,21 +69,21 @@ def job_of(options: argparse.Namespace) -> Job:
     ValueError if there is too little text or an option is impossible; OSError if a file is missing.
     """
     enable_float64(options.backend, options.dtype)
-    place = backends.get(options.backend, options.device)
+    backend = backends.get(options.backend, options.device)
     if options.precision is not None:
-        place.require_precision(options.precision)
+        backend.require_precision(options.precision)
     if options.deterministic:
-        place.deterministic()  # raises if the backend has none, before anything is written
+        backend.deterministic()  # raises if the backend has none, before anything is written
     config = config_of(options)
-    found = None if options.origin is None else train_from.origin(options)
-    words = _words(options) if found is None else found.vocabulary
+    origin = None if options.origin is None else train_from.origin(options)
+    words = _words(options) if origin is None else origin.vocabulary
     with progress() as report:
         corpus = load_corpus(options.data, words, progress=report)
         source, validation = (_windows(corpus, i, options) for i in (0, 1))
         # Raises for damaged tokens, before a folder is made.
         baseline = unigram_loss(corpus, report)
     sizes = (options.layers, options.d_model, options.heads, options.max_len)
-    model: Any = None if found is None else found.model
+    model: Any = None if origin is None else origin.model
     if model is None:
         model = GPT(corpus.vocabulary.size, *sizes, dropout=options.dropout)
     prompt = PROMPT
@@ -93,8 +93,8 @@ def job_of(options: argparse.Namespace) -> Job:
         dataclasses.replace(model, activation_checkpointing=options.activation_checkpointing)
     )
     held_out = Held(list(validation.held_out(config.eval_batches)))
-    rest = (held_out, config, place, prompt, baseline)
-    return Job(model, loss, corpus, source, validation, *rest)
+    fields = (model, loss, corpus, source, validation, held_out, config)
+    return Job(*fields, backend, prompt, baseline)
 
 
 def _words(options: argparse.Namespace) -> Any:

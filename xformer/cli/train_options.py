@@ -209,20 +209,20 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
         if args.out is not None:
             raise ValueError("--out names a new folder: it excludes --resume")
         before = _of_run(args.resume)
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    if given.get("steps", math.inf) < before.get("steps", 0):
+    specified = {name: value for name, value in vars(args).items() if value is not None}
+    if specified.get("steps", math.inf) < before.get("steps", 0):
         raise ValueError(
             f"--steps: must be at least the {before['steps']} of the run in {args.resume}, "
-            f"got {given['steps']}"
+            f"got {specified['steps']}"
         )
     for name, value in before.items():
-        if name not in (*FREE, *ENDS) and given.get(name, value) != value:
+        if name not in (*FREE, *ENDS) and specified.get(name, value) != value:
             raise ValueError(
-                f"--{_dashed(name)}: the run in {args.resume} has {value}, got {given[name]}"
+                f"--{_dashed(name)}: the run in {args.resume} has {value}, got {specified[name]}"
             )
     if args.origin is not None:
-        before = _of_origin(args.origin, given)
-    options = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | given
+        before = _of_origin(args.origin, specified)
+    options = DEFAULTS | {"resume": None, "resume_step": None, "out": None} | before | specified
     sizes = PRESETS[options["preset"]]._asdict()
     options = sizes | options
     if options["precision"] is not None and options["dtype"] != "float32":
@@ -275,33 +275,33 @@ def by_option() -> Iterator[None]:
         raise ValueError(f"--{_dashed(FIELDS.get(name, name))} {what}") from error
 
 
-def _of_origin(folder: str, given: dict[str, Any]) -> dict[str, Any]:
+def _of_origin(folder: str, specified: dict[str, Any]) -> dict[str, Any]:
     """The defaults by the model of --from. ValueError for given options that the model fixes."""
     for name in OWN:
-        if name in given:
+        if name in specified:
             raise ValueError(f"--{_dashed(name)} excludes --from: the model in {folder} fixes it")
-    found = train_from.usual(folder)
-    if given.get("max_len", 0) > found.most:
+    usual = train_from.usual(folder)
+    if specified.get("max_len", 0) > usual.most:
         raise ValueError(
-            f"--max-len must be at most {found.most}, the context of the model in {folder}, "
-            f"got {given['max_len']}"
+            f"--max-len must be at most {usual.most}, the context of the model in {folder}, "
+            f"got {specified['max_len']}"
         )
-    return found.options
+    return usual.options
 
 
 def _of_run(folder: str) -> dict[str, Any]:
     """The options that a run has stored. ValueError if they are missing or damaged."""
-    found = read_run(folder).get("notes")
+    notes = read_run(folder).get("notes")
     names = {*DEFAULTS, *Preset._fields}
-    if isinstance(found, dict):
-        found = {name: DEFAULTS[name] for name in ADDED} | fields("notes", found)
-    if not isinstance(found, dict) or found.keys() != names:
+    if isinstance(notes, dict):
+        notes = {name: DEFAULTS[name] for name in ADDED} | fields("notes", notes)
+    if not isinstance(notes, dict) or notes.keys() != names:
         raise ValueError(f"{folder} is not a run of xformer train: resume it from Python")
     usual = PRESETS["small"]._asdict() | DEFAULTS
     types = {name: type(value) for name, value in usual.items() if value is not None} | TYPES
     choices = {"preset": [*PRESETS], "dtype": DTYPES, "backend": backends.names()}
     choices |= {"precision": STORED}
-    c = Config(found, f"{Path(folder, RUN)}: notes")
+    c = Config(notes, f"{Path(folder, RUN)}: notes")
     read: dict[type, Callable[..., Any]] = {
         int: partial(c.integer, high=1 << 64), float: c.number, bool: c.flag, str: c.text
     }  # fmt: skip

@@ -119,10 +119,10 @@ class TaskLoss(ArrayLoss):
         return self.task.of(params, inputs, dropout_key)
 
 
-def on(batch: Batch, place: Backend) -> tuple[tuple[Array, ...], dict[str, Array]]:
+def on(batch: Batch, backend: Backend) -> tuple[tuple[Array, ...], dict[str, Array]]:
     """The arrays and masks of a batch on a backend."""
-    arrays = tuple(place.asarray(array) for array in batch.arrays)
-    return arrays, {name: place.asarray(mask) for name, mask in batch.masks.items()}
+    arrays = tuple(backend.asarray(array) for array in batch.arrays)
+    return arrays, {name: backend.asarray(mask) for name, mask in batch.masks.items()}
 
 
 def embed_of(model: Any) -> Any:

@@ -29,12 +29,12 @@ def labels_in(records: Sequence[Record]) -> list[str]:
 
     ValueError unless all labels are names, or all are numbers from 0 to MAX_LABELS - 1.
     """
-    found = [record.fields[LABEL] for record in records]
-    if all(isinstance(label, str) for label in found):
-        return sorted(set(found))
-    if all(isinstance(label, int) and not isinstance(label, bool) for label in found):
-        highest = max(found)
-        if min(found) >= 0 and highest < MAX_LABELS:
+    labels = [record.fields[LABEL] for record in records]
+    if all(isinstance(label, str) for label in labels):
+        return sorted(set(labels))
+    if all(isinstance(label, int) and not isinstance(label, bool) for label in labels):
+        highest = max(labels)
+        if min(labels) >= 0 and highest < MAX_LABELS:
             return [f"LABEL_{i}" for i in range(highest + 1)]
     raise ValueError(f"labels must all be names, or all numbers from 0 to {MAX_LABELS - 1}")
 

@@ -47,18 +47,18 @@ class Completion(Causal):
         alone = np.asarray(self.tokenizer.encode(fields["prompt"]), np.int64)[: len(ids)]
         differs = np.flatnonzero(alone != ids[: len(alone)])
         n_prompt = int(differs[0]) if len(differs) else len(alone)
-        kept = self._cut(text, self.max_len + 1)
+        cut = self._cut(text, self.max_len + 1)
         if self.tokenizer.truncation_side == "left":
-            n_prompt -= len(ids) - len(kept)
+            n_prompt -= len(ids) - len(cut)
         if n_prompt > self.max_len:
             raise ValueError(
                 f"the prompt's {n_prompt} tokens leave no room for a completion: at most "
                 f"{self.max_len} tokens are read"
             )
-        targets = np.where(np.arange(1, len(kept)) < n_prompt, IGNORED, kept[1:])
+        targets = np.where(np.arange(1, len(cut)) < n_prompt, IGNORED, cut[1:])
         if not (targets != IGNORED).any():
             raise ValueError("the completion has no token")
-        return [Example(kept[:-1], targets, len(kept) < len(ids))]
+        return [Example(cut[:-1], targets, len(cut) < len(ids))]
 
 
 class Masked(Task):
@@ -92,8 +92,8 @@ class Masked(Task):
         targets = np.full_like(ids, IGNORED)
         targets[chosen] = ids[chosen]
         ids, draw = ids.copy(), rng.random(n)
-        others = rng.integers(0, embed_of(self.model).vocab_size, n)
-        ids[chosen] = np.where(draw < SHOWN + RANDOM, others, ids[chosen])
+        random_ids = rng.integers(0, embed_of(self.model).vocab_size, n)
+        ids[chosen] = np.where(draw < SHOWN + RANDOM, random_ids, ids[chosen])
         ids[chosen[draw < SHOWN]] = self.tokenizer.mask_id
         return Example(ids, targets)
 

@@ -61,9 +61,9 @@ def evaluate(
     _require_pairs("evaluate", task, min(batch_size, len(examples)))
     batches = Rows(examples, batch_size, task.batch, seed).held_out()
     watched = batches if progress is None else _counted(batches, progress)
-    found = training.evaluate(TaskLoss(task), params, watched, place)
-    assert found is not None  # every example has a target
-    return found
+    mean_loss = training.evaluate(TaskLoss(task), params, watched, place)
+    assert mean_loss is not None  # every example has a target
+    return mean_loss
 
 
 def _counted(batches: Iterable[Batch], progress: Callable[[int], Any]) -> Iterator[Batch]:

@@ -91,9 +91,9 @@ def linear_maps(params: Any) -> tuple[str, ...]:
 
 
 def _nodes(params: Any, kind: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    tree.map_nodes(found.setdefault, params, kind)
-    return found
+    nodes: dict[str, Any] = {}
+    tree.map_nodes(nodes.setdefault, params, kind)
+    return nodes
 
 
 def _chosen(params: Any, targets: Sequence[str]) -> set[str]:
@@ -101,9 +101,9 @@ def _chosen(params: Any, targets: Sequence[str]) -> set[str]:
     names = linear_maps(params)
     chosen: set[str] = set()
     for target in targets:
-        found = [name for name in names if fnmatchcase(name, target)]
-        chosen.update(found)
-        if not found:
+        matches = [name for name in names if fnmatchcase(name, target)]
+        chosen.update(matches)
+        if not matches:
             raise ValueError(
                 f"attach: {target!r} matches no linear map; {_instead(params, target)}"
             )

@@ -38,12 +38,12 @@ def modules(model: Any, params: Any, *, in_memory: bool = True) -> dict[str, Lin
     in_memory: names as in transformers' memory; False: as in its files
     """
     ours = set(linear_maps(params))
-    found: dict[str, Link] = {}
+    by_name: dict[str, Link] = {}
     for link in links_of(model, in_memory=in_memory):
         name = link.theirs[0].removesuffix(".weight")
         if len(link.theirs) == 1 and name != link.theirs[0] and ours.issuperset(maps(link)):
-            found[name] = link
-    return found
+            by_name[name] = link
+    return by_name
 
 
 def maps(link: Link) -> list[str]:
@@ -57,13 +57,13 @@ def joined(link: Link, parts: Sequence[Adapter | None], widths: Sequence[int]) -
     parts: the adapter of each layer, or None
     widths: O of each layer
     """
-    there = [part for part in parts if part is not None]
-    a, _, scale = there[0]
-    shared = len(there) == len(parts) and all(
-        part.scale == scale and np.array_equal(part.a, a) for part in there
+    present = [part for part in parts if part is not None]
+    a, _, scale = present[0]
+    shared = len(present) == len(parts) and all(
+        part.scale == scale and np.array_equal(part.a, a) for part in present
     )
     if not shared:
-        a = np.concatenate([part.a for part in there], axis=1)
+        a = np.concatenate([part.a for part in present], axis=1)
     blocks, start = [], 0
     for part, width in zip(parts, widths, strict=True):
         block = np.zeros((a.shape[1], width), a.dtype)

@@ -50,19 +50,19 @@ def save(
     if unknown := nodes.keys() - {name for link in known.values() for name in maps(link)}:
         raise ValueError(f"save: no modules of a model of transformers: {listed(unknown)}")
     leaves = tree.flatten(params)
-    found: dict[str, Adapter] = {}
+    by_module: dict[str, Adapter] = {}
     for module, link in known.items():
         parts = [_host(nodes[name]) if name in nodes else None for name in maps(link)]
         if any(parts):
             widths = [_weight(leaves, name).shape[1] for name in maps(link)]
-            found[module] = joined(link, parts, widths)
+            by_module[module] = joined(link, parts, widths)
     tensors: dict[str, np.ndarray] = {}
-    for module, adapter in found.items():
+    for module, adapter in by_module.items():
         tensors[PREFIX + module + DOWN] = adapter.a.T
         tensors[PREFIX + module + UP] = adapter.b.T
-    config = written(found) | {
+    config = written(by_module) | {
         "base_model_name_or_path": base,
-        "fan_in_fan_out": any(not known[module].flip for module in found),
+        "fan_in_fan_out": any(not known[module].flip for module in by_module),
         "task_type": _task_type(model),
     }
     write(folder, tensors, config, (WEIGHTS, CONFIG))
@@ -93,16 +93,16 @@ def load(model: Any, params: Any, folder: str | os.PathLike[str]) -> Any:
             "embedding is none"
         )
     params = replaced(model, params, whole, root / WEIGHTS)
-    leaves, found = tree.flatten(params), dict[str, Adapter]()
+    leaves, by_name = tree.flatten(params), dict[str, Adapter]()
     for module, pair in pairs.items():
         link = known[module]
         adapter = _read(pair, [_weight(leaves, name) for name in maps(link)])
-        found |= split(link, adapter._replace(scale=scales.of(module, adapter.a.shape[1])))
+        by_name |= split(link, adapter._replace(scale=scales.of(module, adapter.a.shape[1])))
 
     def adapted(name: str, node: LinearParams) -> Any:
-        if name not in found:
+        if name not in by_name:
             return node
-        a, b, scale = found[name]
+        a, b, scale = by_name[name]
         return with_adapter(node, like(a, value(node.w)), like(b, value(node.w)), scale)
 
     return tree.map_nodes(adapted, tree.freeze(params), LinearParams)
@@ -149,14 +149,14 @@ def _tensors(root: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Te
     ends = (DOWN, UP)
     names = {n.removeprefix(PREFIX).removesuffix(end) for n in tensors for end in ends}
     names = {name for name in names if all(PREFIX + name + end in tensors for end in ends)}
-    rest = tensors.keys() - {PREFIX + name + end for name in names for end in ends}
-    if extra := [name for name in rest if not WHOLE.fullmatch(name)]:
+    unpaired = tensors.keys() - {PREFIX + name + end for name in names for end in ends}
+    if extra := [name for name in unpaired if not WHOLE.fullmatch(name)]:
         raise PretrainedError(f"{root / WEIGHTS}: not supported: {listed(extra)}")
     pairs = {
         name: (tensors[PREFIX + name + DOWN], tensors[PREFIX + name + UP]) for name in sorted(names)
     }
-    plain = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in rest}
-    return pairs, {plain[name]: tensors[name] for name in sorted(rest)}
+    plain = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in unpaired}
+    return pairs, {plain[name]: tensors[name] for name in sorted(unpaired)}
 
 
 def _read(pair: tuple[Tensor, Tensor], weights: list[Array]) -> Adapter:

@@ -110,18 +110,18 @@ def _patterns(c: Config, name: str) -> list[tuple[re.Pattern[str], float]]:
     part = Config({}) if part is None else part
     if len(part.data) > MAX_PATTERNS:
         raise PretrainedError(f"{c.where}: {name} must have at most {MAX_PATTERNS} keys")
-    found = []
+    patterns = []
     for key in part.data:
         try:
             if not PATTERN.fullmatch(key):
                 raise ValueError("it must be a name, or an expression without repetition")
             re.compile(key)  # for its own errors
-            found.append((re.compile(rf"(.*\.)?({key})$"), part.number(key, low=0)))
+            patterns.append((re.compile(rf"(.*\.)?({key})$"), part.number(key, low=0)))
         except (ValueError, re.error) as error:
             if isinstance(error, PretrainedError):
                 raise
             raise PretrainedError(f"{c.where}: {name}: {key!r:.100}: {error}") from None
-    return found
+    return patterns
 
 
 def _matching(patterns: list[tuple[re.Pattern[str], float]], module: str, default: float) -> float:

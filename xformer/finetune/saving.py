@@ -71,8 +71,8 @@ def copy_beside(tokenizer: Any, base: Path | None, target: Path, *, model: Any =
         if not is_same or not (where / "tokenizer.json").exists():
             tokenizer.save(target)
     if base is not None:
-        kept = getattr(model, "generation_config", None) is not None
-        _copy(SETTINGS[1:] if kept else SETTINGS, base, target)
+        has_generation = getattr(model, "generation_config", None) is not None
+        _copy(SETTINGS[1:] if has_generation else SETTINGS, base, target)
 
 
 def _copy(names: Iterable[str], source: Path, target: Path) -> None:

@@ -67,12 +67,12 @@ def suited(data: str | os.PathLike[str], model: str | os.PathLike[str]) -> str:
 
 def examples(task: Task, records: Iterable[Record]) -> list[Example]:
     """The examples of all records. ValueError, which names the record, for an unusable one."""
-    found: list[Example] = []
+    all_examples: list[Example] = []
     for record in records:
         try:
-            found += task.examples(record.fields)
+            all_examples += task.examples(record.fields)
         except ValueError as error:
             raise ValueError(f"{record.where}: {error}") from error
-    if not found:
+    if not all_examples:
         raise ValueError("no text is long enough to learn from")
-    return found
+    return all_examples

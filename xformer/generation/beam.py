@@ -14,10 +14,10 @@ from xformer.backends import Backend
 from xformer.checks import number, require_sizes
 from xformer.generation.prefix import (
     PrefilledPrompt,
+    backend_of_params,
     extended,
     fitting,
     network_of,
-    place_of,
     prefill,
     stop_ids,
 )
@@ -77,10 +77,10 @@ def beam_search(
     stops = stop_ids("beam_search", stop)
     start = fitting("beam_search", network, prompts, max_new_tokens)
     rule = Rule(n_beams, max_new_tokens, penalty, early_stopping, stops)
-    place = place_of(params)
-    with place.active():
+    backend = backend_of_params(params)
+    with backend.active():
         text = start if isinstance(start, PrefilledPrompt) else prefill(network, params, start)
-        searches = _searched(network, params, text, rule, place, filters)
+        searches = _searched(network, params, text, rule, backend, filters)
     return [search.ended for search in searches]
 
 
@@ -101,7 +101,7 @@ def _searched(
     params: Any,
     text: PrefilledPrompt,
     rule: Rule,
-    place: Backend,
+    backend: Backend,
     filters: Filter | None,
 ) -> list[Search]:
     """The finished search of each text."""
@@ -114,9 +114,9 @@ def _searched(
             if rows != list(range(len(rows))):
                 text = text.rows(rows)
             new = [i for s in searches for i in s.new]
-            text = extended(network, params, text, new, place)
+            text = extended(network, params, text, new, backend)
         scored = ops.log_softmax(text.logits)[0]
-        log_probs = place.to_numpy(scored if filters is None else filters(scored, text.ids))
+        log_probs = backend.to_numpy(scored if filters is None else filters(scored, text.ids))
         require_finite("beam_search", log_probs.max(axis=-1))
         for search, scores in zip(searches, np.split(log_probs, len(searches)), strict=True):
             search.step(scores.astype(np.float64))

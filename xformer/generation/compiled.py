@@ -14,7 +14,7 @@ from array_api_compat import array_namespace
 from xformer import tree
 from xformer.backends import Backend
 from xformer.compiling import bucket
-from xformer.generation.prefix import PrefilledPrompt, place_of
+from xformer.generation.prefix import PrefilledPrompt, backend_of_params
 from xformer.generation.samplers import Ids, greedy
 from xformer.models import EncoderDecoder
 from xformer.models.encoder_decoder import EncoderDecoderState
@@ -36,21 +36,21 @@ def compiled_tokens(
     asked: warn with a RuntimeWarning if it is not possible, and compile prompts too.
     is_greedy: also compute the next ids of greedy decoding.
     """
-    most, place = min(most, network.context or most), place_of(params)
-    why = why_not_compiled(network, place, most)
-    if why is None and op == "speculative" and place.graphs:
-        why = f"a graph of backend {place.name} reads one token at a time"
+    most, backend = min(most, network.context or most), backend_of_params(params)
+    why = why_not_compiled(network, backend, most)
+    if why is None and op == "speculative" and backend.graphs:
+        why = f"a graph of backend {backend.name} reads one token at a time"
     if why is None:
-        return CompiledTokens(network, params, place, most, is_greedy, asked=bool(asked))
+        return CompiledTokens(network, params, backend, most, is_greedy, asked=bool(asked))
     if asked:
         warnings.warn(f"{op}: tokens are not compiled: {why}", RuntimeWarning, stacklevel=3)
     return None
 
 
-def why_not_compiled(network: Any, place: Backend, most: int) -> str | None:
+def why_not_compiled(network: Any, backend: Backend, most: int) -> str | None:
     """The reason why texts of at most `most` tokens cannot be compiled; None if they can."""
     is_pair = isinstance(network, EncoderDecoder)
-    if is_pair and place.graphs:
+    if is_pair and backend.graphs:
         return "the model is an encoder-decoder"
     if any(
         config.attn.shaw_max_distance is not None
@@ -59,8 +59,8 @@ def why_not_compiled(network: Any, place: Backend, most: int) -> str | None:
         return "Shaw's relative positions depend on the number of keys"
     if most > _steady(network):
         return f"RoPE frequencies change after {network.rotary.max_unscaled_len} tokens"
-    if place.compiled(lambda: None, ()) is None:
-        return f"backend {place.name} compiles nothing"
+    if backend.compiled(lambda: None, ()) is None:
+        return f"backend {backend.name} compiles nothing"
     return None
 
 
@@ -94,18 +94,18 @@ class CompiledTokens:
         self,
         network: Any,
         params: Any,
-        place: Backend,
+        backend: Backend,
         most: int,
         is_greedy: bool,
         *,
         asked: bool = False,
     ) -> None:
-        self.network, self.params, self.is_greedy, self.place = network, params, is_greedy, place
-        self.asked = asked
+        self.network, self.params, self.backend = network, params, backend
+        self.is_greedy, self.asked = is_greedy, asked
         limit = min(network.context or math.inf, _steady(network))
-        self.limit = most if place.graphs else limit
-        call = _compiled.__wrapped__ if place.graphs else _compiled
-        self._make = partial(call, network, is_greedy, place)
+        self.limit = most if backend.graphs else limit
+        call = _compiled.__wrapped__ if backend.graphs else _compiled
+        self._make = partial(call, network, is_greedy, backend)
         self._call: Any = None
         self._source: Any = None  # keys, values and mask of an encoder-decoder's source
         self._state: Any = None
@@ -155,7 +155,7 @@ class CompiledTokens:
             else:  # near the end of the context there are no slots for padding
                 parts = self.params, self._source, self._state
                 logits, self._state = _extended(
-                    self.network, self.place, *parts, self.place.asarray(tokens)
+                    self.network, self.backend, *parts, self.backend.asarray(tokens)
                 )
         return logits[0, : len(part), :]
 
@@ -199,7 +199,7 @@ def _parted(state: Any) -> tuple[Any, Any]:
 
 
 def _extended(
-    network: Any, place: Backend, params: Any, source: Any, state: Any, ids: Array
+    network: Any, backend: Backend, params: Any, source: Any, state: Any, ids: Array
 ) -> tuple[Array, Any]:
     """Logits (B, T, V) after each of ids (B, T), and the new state without its source."""
     if source is None:
@@ -208,7 +208,7 @@ def _extended(
         state = state._replace(memory=source[0], src_mask=source[1])
         logits, state = network.decode(params, ids, state, all_logits=True)
         state = state._replace(memory=(), src_mask=None)
-    return place.upcast(logits), state
+    return backend.upcast(logits), state
 
 
 def _longer(text: PrefilledPrompt, more: Any) -> tuple[tuple[int, ...], ...]:
@@ -218,11 +218,11 @@ def _longer(text: PrefilledPrompt, more: Any) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(KEPT)
-def _compiled(network: Any, is_greedy: bool, place: Backend) -> Any:
+def _compiled(network: Any, is_greedy: bool, backend: Backend) -> Any:
     """The compiled decoding step. Greedy decoding may get one that can be `repeated`."""
 
     def step(params: Any, source: Any, state: Any, ids: Array) -> tuple[Any, Array, Array | None]:
-        logits, state = _extended(network, place, params, source, state, ids)
+        logits, state = _extended(network, backend, params, source, state, ids)
         return state, logits, greedy(logits[:, -1, :]) if is_greedy else None
 
     def following(params: Any, source: Any, text: Any, first: Any) -> tuple[Any, Array]:
@@ -233,12 +233,12 @@ def _compiled(network: Any, is_greedy: bool, place: Backend) -> Any:
         """
         state, ids, written = text
         xp, column = array_namespace(ids), state.length - first
-        logits, state = _extended(network, place, params, source, state, ids)
+        logits, state = _extended(network, backend, params, source, state, ids)
         chosen = greedy(logits[:, -1, :])[:, None]
         written = xp.where(xp.arange(MOST) == column, chosen, written)
         return (state, xp.maximum(chosen, xp.zeros_like(chosen)), written), logits
 
-    compiled = place.compiled(step, (2,), lends=True)
+    compiled = backend.compiled(step, (2,), lends=True)
     if is_greedy and hasattr(compiled, "repeated"):
-        return place.compiled(following, (2,), lends=True)
+        return backend.compiled(following, (2,), lends=True)
     return compiled

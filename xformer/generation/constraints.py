@@ -68,10 +68,10 @@ def bad_words(words: Sequence[Sequence[int]]) -> Filter:
     """A filter that forbids these sequences of tokens. ValueError for an empty sequence."""
     if not all(words):
         raise ValueError("bad_words: each must have at least one token, got none")
-    kept = [(tuple(word[:-1]), word[-1]) for word in words]
+    pairs = [(tuple(word[:-1]), word[-1]) for word in words]
 
     def banned(row: Row) -> Iterable[int]:
-        return [last for first, last in kept if not first or tuple(row[-len(first) :]) == first]
+        return [last for first, last in pairs if not first or tuple(row[-len(first) :]) == first]
 
     return _without(banned)
 
@@ -96,9 +96,9 @@ def force(tokens: Collection[int], length: int) -> Filter:
         forced = [tokens if len(row) == length else () for row in ids]
         if not any(forced):
             return logits
-        kept = xp.asarray(_mask(forced, logits.shape[-1]), device=device(logits))
-        some = xp.any(kept, axis=-1, keepdims=True)
-        return xp.where(some, xp.where(kept, xp.zeros_like(logits), -xp.inf), logits)
+        allowed = xp.asarray(_mask(forced, logits.shape[-1]), device=device(logits))
+        some = xp.any(allowed, axis=-1, keepdims=True)
+        return xp.where(some, xp.where(allowed, xp.zeros_like(logits), -xp.inf), logits)
 
     return apply
 

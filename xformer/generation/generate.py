@@ -15,11 +15,11 @@ from xformer.generation import samplers
 from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
 from xformer.generation.prefix import (
     PrefilledPrompt,
+    backend_of_params,
     checked,
     extended,
     fitting,
     network_of,
-    place_of,
     prefill,
     stop_ids,
 )
@@ -103,14 +103,14 @@ def stream(
         prompts = fitting("generate", network, prompts, max_new_tokens)
     n_texts = len(prompts.ids if isinstance(prompts, PrefilledPrompt) else prompts)
     rngs = [np.random.default_rng([seed, i]) for i in range(n_texts)]
-    tokens, place = None, place_of(params)
+    tokens, backend = None, backend_of_params(params)
     is_default = max_new_tokens >= PAYS and records(params)
     if is_default if compiled is None else compiled:
         # The last token is not decoded, so it needs no slot.
         most = width_of(network, prompts) + max(max_new_tokens - 1, 0)
         kind: Any = {"asked": compiled, "is_greedy": sampler is None}
         tokens = compiled_tokens("generate", network, params, most, **kind)
-    return _stream(network, params, prompts, max_new_tokens, sampler, stops, rngs, tokens, place)
+    return _stream(network, params, prompts, max_new_tokens, sampler, stops, rngs, tokens, backend)
 
 
 def _stream(
@@ -122,10 +122,10 @@ def _stream(
     stops: frozenset[int],
     rngs: Sequence[np.random.Generator],
     tokens: CompiledTokens | None,
-    place: Backend,
+    backend: Backend,
 ) -> Iterator[list[int | None]]:
     asked = tokens is not None and tokens.asked
-    with place.active():
+    with backend.active():
         if isinstance(prompts, PrefilledPrompt):
             text = prompts
         else:
@@ -134,19 +134,19 @@ def _stream(
     running, n_new = [True] * len(rngs), 0
     try:
         while n_new < max_new_tokens:
-            with place.active():
-                new = _choose(place, text, sampler, rngs, chosen)
+            with backend.active():
+                new = _choose(backend, text, sampler, rngs, chosen)
             yield [i if runs else None for i, runs in zip(new, running, strict=True)]
             running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
             n_new += 1
             if n_new == max_new_tokens or not any(running):
                 return
             most, width = 1 if sampler is not None else max_new_tokens - n_new, text.width + 1
-            with place.active():
-                text, chosen = _grown(network, params, text, new, tokens, place, most)
+            with backend.active():
+                text, chosen = _grown(network, params, text, new, tokens, backend, most)
             for k in range(text.width - width, 0, -1):  # greedy ids of the same compiled call
                 new = [ids[-k] for ids in text.ids]
-                _require_ids(place, text.logits, new)
+                _require_ids(backend, text.logits, new)
                 yield [i if runs else None for i, runs in zip(new, running, strict=True)]
                 running = [runs and i not in stops for i, runs in zip(new, running, strict=True)]
                 n_new += 1
@@ -163,7 +163,7 @@ def _grown(
     text: PrefilledPrompt,
     new: Sequence[int],
     tokens: CompiledTokens | None,
-    place: Backend,
+    backend: Backend,
     most: int,
 ) -> tuple[PrefilledPrompt, Array | None]:
     """The text after the tokens `new`, and the next greedy ids if they are known.
@@ -171,13 +171,13 @@ def _grown(
     A compiled call may append further greedy ids, up to `most` tokens in all. A text that fills the
     context is read again without its first tokens.
     """
-    left = most if network.context is None else network.context - text.width
-    if left <= 0:
+    free = most if network.context is None else network.context - text.width
+    if free <= 0:
         longer = [(*ids, i) for ids, i in zip(text.ids, new, strict=True)]
         return _read(network, params, longer, compiled=tokens is not None), None
     if tokens is not None:
-        return tokens(text, new, min(most, left))
-    return extended(network, params, text, new, place), None
+        return tokens(text, new, min(most, free))
+    return extended(network, params, text, new, backend), None
 
 
 def _read(network: Any, params: Any, prompts: Ids, *, compiled: bool) -> PrefilledPrompt:
@@ -188,7 +188,7 @@ def _read(network: Any, params: Any, prompts: Ids, *, compiled: bool) -> Prefill
 
 
 def _choose(
-    place: Backend,
+    backend: Backend,
     text: PrefilledPrompt,
     sampler: Filter | None,
     rngs: Sequence[np.random.Generator],
@@ -197,16 +197,16 @@ def _choose(
     """The next token of each text. chosen: the greedy ones if they are known."""
     if sampler is None:
         chosen = greedy(text.logits) if chosen is None else chosen
-        new: list[int] = place.to_numpy(chosen).tolist()
-        _require_ids(place, text.logits, new)
+        new: list[int] = backend.to_numpy(chosen).tolist()
+        _require_ids(backend, text.logits, new)
         return new
-    return draw(place.to_numpy(sampler(text.logits, text.ids)), [rng.random() for rng in rngs])
+    return draw(backend.to_numpy(sampler(text.logits, text.ids)), [rng.random() for rng in rngs])
 
 
-def _require_ids(place: Backend, logits: Array, new: Sequence[int]) -> None:
+def _require_ids(backend: Backend, logits: Array, new: Sequence[int]) -> None:
     """ValueError if `new` has -1, for a text whose largest logit is not finite."""
     if min(new) < 0:
-        require_finite("generate", place.to_numpy(place.xp.max(logits, axis=-1)))
+        require_finite("generate", backend.to_numpy(backend.xp.max(logits, axis=-1)))
         raise ValueError("generate: the largest logit of each row must be finite")
 
 

@@ -33,11 +33,11 @@ class PrefilledPrompt(NamedTuple):
 
     def rows(self, rows: Sequence[int]) -> PrefilledPrompt:
         """The texts `rows`, in this order; a text may be repeated."""
-        place = beside(self.logits)
+        backend = beside(self.logits)
         ids = tuple(self.ids[i] for i in rows)
-        with place.active():
-            taken = place.asarray(np.asarray(rows, dtype=np.int64))
-            logits = place.xp.take(self.logits, taken, axis=0)
+        with backend.active():
+            taken = backend.asarray(np.asarray(rows, dtype=np.int64))
+            logits = backend.xp.take(self.logits, taken, axis=0)
             return PrefilledPrompt(ids, logits, self.state.rows(taken), self.width)
 
 
@@ -73,16 +73,16 @@ def prefill(
         (chunk,) = require_sizes("prefill", 1, chunk=chunk)
     if after is not None and not isinstance(after, PrefilledPrompt):
         raise TypeError(f"prefill: after must be a PrefilledPrompt, got {type(after).__name__}")
-    place = place_of(params)
-    with place.active():
-        return _read(network, params, rows, place, after, start_id, chunk, compiled=compiled)
+    backend = backend_of_params(params)
+    with backend.active():
+        return _read(network, params, rows, backend, after, start_id, chunk, compiled=compiled)
 
 
 def _read(
     network: Any,
     params: Any,
     rows: Ids,
-    place: Backend,
+    backend: Backend,
     after: PrefilledPrompt | None,
     start_id: int | None,
     chunk: int | None,
@@ -90,38 +90,38 @@ def _read(
     compiled: bool,
 ) -> PrefilledPrompt:
     if after is None:
-        state, rows = opened(network, params, rows, place, start_id, compiled=compiled)
+        state, rows = opened(network, params, rows, backend, start_id, compiled=compiled)
         before: Ids = ((),) * len(rows)
         width = 0
     else:
         embed = network.target_embed if isinstance(network, EncoderDecoder) else network.embed
         _require_known(rows, embed)
         before, _, state, width = _aligned(after, rows, network)
-    tokens, mask = _padded(rows, place)
+    tokens, mask = _padded(rows, backend)
     length = tokens.shape[1]
     _require_room("prefill", network, width + length)
     ids = tuple((*old, *new) for old, new in zip(before, rows, strict=True))
     more: dict[str, Any] = {}
     if isinstance(network, LanguageModel):
         more["length"] = max(map(len, ids))
-    step, found = chunk or length, None
+    step, result = chunk or length, None
     if compiled and after is None and step >= length:
-        found = read_by_program(network, params, tokens, mask)
-    for start in range(0, length, step) if found is None else ():
+        result = read_by_program(network, params, tokens, mask)
+    for start in range(0, length, step) if result is None else ():
         part = slice(start, start + step)
         if mask is not None:
             more["mask"] = mask[:, part]
         logits, state = network.decode(params, tokens[:, part], state, **more)
-    if found is not None:
-        logits, state = found
-    return PrefilledPrompt(ids, place.upcast(logits), state, width + length)
+    if result is not None:
+        logits, state = result
+    return PrefilledPrompt(ids, backend.upcast(logits), state, width + length)
 
 
 def opened(
     network: Any,
     params: Any,
     prompts: Ids,
-    place: Backend,
+    backend: Backend,
     start_id: int | None = None,
     *,
     compiled: bool = False,
@@ -135,10 +135,10 @@ def opened(
         _require_known(prompts, network.embed)
         return network.init_state(), prompts
     _require_known(prompts, network.src_embed)
-    sources, kept = _padded(prompts, place, left=False)
-    state = encode_by_program(network, params, sources, kept) if compiled else None
+    sources, mask = _padded(prompts, backend, left=False)
+    state = encode_by_program(network, params, sources, mask) if compiled else None
     if state is None:
-        state = network.init_state(params, sources, src_mask=kept)
+        state = network.init_state(params, sources, src_mask=mask)
     return state, ((_start_id(network, start_id),),) * len(prompts)
 
 
@@ -147,17 +147,17 @@ def extended(
     params: Any,
     prefix: PrefilledPrompt,
     new: Sequence[int],
-    place: Backend,
+    backend: Backend,
 ) -> PrefilledPrompt:
-    """`prefix` after one more token of each text. place: the backend of its arrays."""
-    tokens = place.asarray(np.asarray(new, dtype=np.int64)[:, None])
+    """`prefix` after one more token of each text. backend: of its arrays."""
+    tokens = backend.asarray(np.asarray(new, dtype=np.int64)[:, None])
     state, width = prefix.state, prefix.width
-    if place.compiles and isinstance(network, LanguageModel):
+    if backend.compiles and isinstance(network, LanguageModel):
         length = width + COLUMNS - width % COLUMNS
         state = state.padded(min(length, network.context or length) - 1)
     ids = tuple((*old, i) for old, i in zip(prefix.ids, new, strict=True))
     logits, state = network.decode(params, tokens, state)
-    return PrefilledPrompt(ids, place.upcast(logits), state, width + 1)
+    return PrefilledPrompt(ids, backend.upcast(logits), state, width + 1)
 
 
 def network_of(op: str, model: Any) -> Any:
@@ -174,7 +174,7 @@ def network_of(op: str, model: Any) -> Any:
     return network
 
 
-def place_of(params: Any) -> Backend:
+def backend_of_params(params: Any) -> Backend:
     """The backend and the device of `params`."""
     leaves = list(tree.flatten(params).values())
     if not leaves:
@@ -254,7 +254,7 @@ def _require_known(rows: Ids, embed: Any) -> None:
     require_ids("prefill", "ids", ids, embed.vocab_size, ids)
 
 
-def _padded(rows: Ids, place: Backend, *, left: bool = True) -> tuple[Array, Array | None]:
+def _padded(rows: Ids, backend: Backend, *, left: bool = True) -> tuple[Array, Array | None]:
     """Padded ids (B, T), and a mask (B, T), True for tokens; None if there is no padding."""
     longest = max(map(len, rows))
     ids = np.zeros((len(rows), longest), np.int64)
@@ -262,7 +262,7 @@ def _padded(rows: Ids, place: Backend, *, left: bool = True) -> tuple[Array, Arr
     for i, row in enumerate(rows):
         part = slice(longest - len(row), None) if left else slice(len(row))
         ids[i, part], mask[i, part] = row, True
-    return place.asarray(ids), None if mask.all() else place.asarray(mask)
+    return backend.asarray(ids), None if mask.all() else backend.asarray(mask)
 
 
 def _aligned(after: PrefilledPrompt, rows: Ids, network: Any) -> PrefilledPrompt:

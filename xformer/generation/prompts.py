@@ -70,8 +70,8 @@ def encode_by_program(
     padding = xp.zeros((size, n), dtype=sources.dtype)
     is_token = xp.ones((size, length), dtype=xp.bool) if mask is None else mask
     padded = xp.concat([is_token, xp.zeros((size, n), dtype=xp.bool)], axis=1)
-    found = _encoder(network)(params, xp.concat([sources, padding], axis=1), padded)
-    memory = tuple(KeyValue(*(a[:, :, :length, :] for a in kv)) for kv in found)
+    encoded = _encoder(network)(params, xp.concat([sources, padding], axis=1), padded)
+    memory = tuple(KeyValue(*(a[:, :, :length, :] for a in kv)) for kv in encoded)
     n_layers = len(network.decoder)
     if network.shared_memory:
         memory *= n_layers

@@ -89,14 +89,14 @@ def top_p(p: float) -> Filter:
     likely tokens, lower ids are removed first. At least one token is kept. ValueError unless p is
     in [0, 1].
     """
-    rest = 1 - number("top_p", "p", p, low=0, high=1)
+    excluded = 1 - number("top_p", "p", p, low=0, high=1)
 
     def apply(logits: Array, ids: Ids) -> Array:
         xp = array_namespace(logits)
         ascending = xp.sort(logits, axis=-1)
         total = xp.cumulative_sum(ops.softmax(ascending)[0], axis=-1)
         last = xp.arange(logits.shape[-1], device=device(logits)) == logits.shape[-1] - 1
-        removed = (total <= rest) & ~last
+        removed = (total <= excluded) & ~last
         least = xp.min(xp.where(removed, xp.inf, ascending), axis=-1, keepdims=True)  # kept logit
         n_ties = xp.sum(_ones(removed & (ascending == least)), axis=-1, keepdims=True)
         ties = logits == least

@@ -11,7 +11,7 @@ from xformer import renamed
 from xformer.checks import require_sizes
 from xformer.compiling import records
 from xformer.generation.compiled import PAYS, CompiledTokens, compiled_tokens, width_of
-from xformer.generation.prefix import fitting, network_of, opened, place_of, stop_ids
+from xformer.generation.prefix import backend_of_params, fitting, network_of, opened, stop_ids
 from xformer.generation.samplers import Filter, pick, probabilities, require_filter, temperature
 
 
@@ -82,7 +82,7 @@ class Reader:
     """
 
     def __init__(self, network: Any, params: Any, tokens: CompiledTokens | None) -> None:
-        self.network, self.params, self.place = network, params, place_of(params)
+        self.network, self.params, self.backend = network, params, backend_of_params(params)
         self.tokens, self.length = tokens, 0
         self._states: list[Any] = []  # the state after the last `keep`, and all later ones
 
@@ -102,8 +102,8 @@ class Reader:
 
     def begin(self, prompt: Sequence[int]) -> list[int]:
         """Read all ids but the last, and return them: the prompt, or the start of a target."""
-        with self.place.active():
-            state, ((*ids,),) = opened(self.network, self.params, [prompt], self.place)
+        with self.backend.active():
+            state, ((*ids,),) = opened(self.network, self.params, [prompt], self.backend)
             # A KV cache is preallocated from a state with at least one token.
             first = ids if self.tokens is not None and len(ids) == 1 else ids[:-1]
             if first:
@@ -120,7 +120,7 @@ class Reader:
 
         n: ids of a compiled call. If compiled, only the last call's logits are returned.
         """
-        with self.place.active():
+        with self.backend.active():
             if self.tokens is not None:
                 logits = self.tokens.read(self.length, ids, n)
             else:
@@ -133,7 +133,7 @@ class Reader:
         """Truncate the text to `length` tokens. `length` is at least that of the last `keep`."""
         n = max(0, self.length - length)
         self.length -= n
-        with self.place.active():
+        with self.backend.active():
             if self.tokens is not None:
                 self.tokens.forget(n)
                 return
@@ -144,14 +144,14 @@ class Reader:
     def _decoded(
         self, state: Any, ids: Sequence[int], *, all_logits: bool = True
     ) -> tuple[Any, Any]:
-        tokens = self.place.asarray(np.asarray([ids], dtype=np.int64))
+        tokens = self.backend.asarray(np.asarray([ids], dtype=np.int64))
         logits, state = self.network.decode(self.params, tokens, state, all_logits=all_logits)
-        return self.place.upcast(logits[0, ...]), state
+        return self.backend.upcast(logits[0, ...]), state
 
     def probs(self, logits: Any, sampler: Filter, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Probabilities (T, V) of the next token of each text, by `logits` (T, V) and `sampler`."""
-        with self.place.active():
-            return probabilities(self.place.to_numpy(sampler(logits, texts)))
+        with self.backend.active():
+            return probabilities(self.backend.to_numpy(sampler(logits, texts)))
 
 
 def _rounds(
@@ -208,7 +208,7 @@ def _accepted(
     """The proposals before the first rejected one, and one more token. p: (n + 1, V)."""
     for i, x in enumerate(drafted):
         if rng.random() * q[i][x] >= p[i, x]:
-            rest = np.maximum(p[i] - q[i], 0)
-            rest = rest if rest.any() else p[i]  # p = q up to rounding
-            return [*drafted[:i], *pick(rest[None, :], [rng.random()])]
+            residual = np.maximum(p[i] - q[i], 0)
+            residual = residual if residual.any() else p[i]  # p = q up to rounding
+            return [*drafted[:i], *pick(residual[None, :], [rng.random()])]
     return [*drafted, *pick(p[-1:, :], [rng.random()])]

@@ -188,8 +188,8 @@ class AttentionCache(NamedTuple):
         """Gradients of bias, sinks and shaw, from the core's last two gradients."""
         if len(self.frozen) == 1:
             return grads[0], None if self.frozen[0] else grads[1], None
-        kept = (None if f else grad for f, grad in zip(self.frozen, grads, strict=True))
-        return None, None, ShawParams(*kept)
+        trained = (None if f else grad for f, grad in zip(self.frozen, grads, strict=True))
+        return None, None, ShawParams(*trained)
 
 
 def key_value(
@@ -327,9 +327,9 @@ class HeadsCache(NamedTuple):
 
 
 def _require_no(what: str, extras: dict[str, Any]) -> None:
-    given = [name for name, extra in extras.items() if extra is not None]
-    if given:
-        raise ValueError(f"attention: params.{what} excludes {', '.join(given)}")
+    present = [name for name, extra in extras.items() if extra is not None]
+    if present:
+        raise ValueError(f"attention: params.{what} excludes {', '.join(present)}")
 
 
 def _require_mask(mask: Array | None, params: AttentionParams) -> None:

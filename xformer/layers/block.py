@@ -260,8 +260,8 @@ def block_terms(
     if params.cross is not None:
         branches.append(Branch(attend_memory, params.cross_norm, params.cross_out_norm, keys[3]))
     branches.append(Branch(feed, params.ffn_norm, params.ffn_out_norm, keys[4]))
-    place = "post" if config.norm_placement == "post" else "pre"
-    terms, chain = residuals(x, branches, r, place=place, **residual_options)
+    placement = "post" if config.norm_placement == "post" else "pre"
+    terms, chain = residuals(x, branches, r, place=placement, **residual_options)
     return terms, BlockCache(chain)
 
 

@@ -140,9 +140,9 @@ class MixtureCache(NamedTuple):
         if drouter_logits is not None:
             require_gradient("mixture", "drouter_logits", drouter_logits, self.router_logits)
             dlogits = dlogits + drouter_logits
-        kept = [None if f else dw for f, dw in zip(self.frozen, dexperts, strict=True)]
+        trained = [None if f else dw for f, dw in zip(self.frozen, dexperts, strict=True)]
         dx_router, (drouter, _) = self.router.backward(dlogits)
-        return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *kept)
+        return xp.reshape(dx + dx_router, self.shape), ExpertsParams(drouter, *trained)
 
     def _spread(self, dchosen: Array) -> Array:
         """(N, C) -> (N, E): the values of the chosen experts, 0 for the others."""

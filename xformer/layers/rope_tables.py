@@ -143,8 +143,8 @@ def _llama3(config: RopeConfig, length: int) -> Frequencies:
     """Like `_yarn`, with a ramp over the turns of a pair over the original length."""
     _, original, low, high = _needed(config)
     powers = _powers(config, config.theta)
-    kept = (_ramp(original * f / (2 * math.pi), low, high) for f in powers)
-    return tuple(_mix(config, f, keep) for f, keep in zip(powers, kept, strict=True)), 1.0
+    ramps = (_ramp(original * f / (2 * math.pi), low, high) for f in powers)
+    return tuple(_mix(config, f, keep) for f, keep in zip(powers, ramps, strict=True)), 1.0
 
 
 def _longrope(config: RopeConfig, length: int) -> Frequencies:

@@ -207,15 +207,15 @@ class Transformer:
         (max_new_tokens,) = require_sizes("generate", 0, max_new_tokens=max_new_tokens)
         require_tokens("generate", "src", src)
         xp = array_namespace(src)
-        kept = self._kept(src)
-        (memory, memory_pos), _ = self.network.encode(params, src, src_mask=kept)
+        src_mask = self._is_token(src)
+        (memory, memory_pos), _ = self.network.encode(params, src, src_mask=src_mask)
         src = as_indices(src)
         tgt = xp.full((src.shape[0], 1), start_id, dtype=src.dtype, device=device(src))
         done = xp.zeros_like(tgt[:, 0], dtype=xp.bool)
         is_pad = xp.arange(self.tgt_vocab_size, device=device(src)) == self.pad_id  # (V,)
         for _ in range(min(max_new_tokens, self.max_len)):
             logits, _ = self.network.decode_target(
-                params, memory, memory_pos, tgt, src_mask=kept, tgt_mask=self._kept(tgt)
+                params, memory, memory_pos, tgt, src_mask=src_mask, tgt_mask=self._is_token(tgt)
             )
             scores = xp.where(is_pad, -xp.inf, logits[:, -1, :])
             best = xp.astype(xp.argmax(scores, axis=-1), src.dtype)
@@ -226,11 +226,11 @@ class Transformer:
                 break
         return tgt[:, 1:]
 
-    def _kept(self, ids: Array) -> Array:
+    def _is_token(self, ids: Array) -> Array:
         """(B, T): True for tokens, False for padding."""
         return as_indices(ids) != self.pad_id
 
     def _masks(self, src: Array, tgt: Array) -> dict[str, Array]:
         require_tokens("Transformer", "src", src)
         require_tokens("Transformer", "tgt", tgt)
-        return {"src_mask": self._kept(src), "tgt_mask": self._kept(tgt)}
+        return {"src_mask": self._is_token(src), "tgt_mask": self._is_token(tgt)}

@@ -184,7 +184,7 @@ def window_of(op: str, window: Any) -> Window:
     is_pair = isinstance(window, tuple | list) and len(window) == 2
     sizes = [whole(n) for n in window] if is_pair else []
     if not is_pair or any(
-        given is not None and (n is None or n < 0) for given, n in zip(window, sizes, strict=True)
+        size is not None and (n is None or n < 0) for size, n in zip(window, sizes, strict=True)
     ):
         raise ValueError(
             f"{op}: window must be (left, right), each an int of at least 0 or None, got {window!r}"

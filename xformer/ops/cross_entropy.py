@@ -124,7 +124,7 @@ def split_ignored(
     if ignored is not None and not wraps:  # else large unsigned targets would count as ignored
         kept = indices != ignored
         indices = xp.where(kept, indices, 0)
-    require_in_range("cross_entropy", "targets", indices, logits.shape[-1], given=targets)
+    require_in_range("cross_entropy", "targets", indices, logits.shape[-1], ids=targets)
     return indices, kept
 
 

@@ -35,8 +35,8 @@ def index_add(x: Array, y: Array, *, ids: Array) -> tuple[Array, IndexAddCache]:
     end = xp.searchsorted(xp.take(ids, order), wanted, side="right")  # (V,)
     start = xp.searchsorted(xp.take(ids, order), wanted, side="left")
     last = xp.where(end > start, end - 1, 0)
-    found = xp.take(sums, last, axis=0)  # (V, D)
-    return x + xp.where((end > start)[:, None], found, 0.0), IndexAddCache(ids, x.shape)
+    totals = xp.take(sums, last, axis=0)  # (V, D)
+    return x + xp.where((end > start)[:, None], totals, 0.0), IndexAddCache(ids, x.shape)
 
 
 @short

@@ -79,5 +79,5 @@ def kept_rows(op: str, logits: Array, mask: Array | None) -> tuple[Array, Array]
     if not xp.isdtype(mask.dtype, "bool"):
         raise TypeError(f"{op}: mask must be boolean (True = counts), got dtype {mask.dtype}")
     weight = xp.astype(mask, logits.dtype)
-    kept = xp.where(mask[:, None], logits, 0.0)
-    return kept, weight / xp.maximum(xp.sum(weight), 1.0)
+    masked = xp.where(mask[:, None], logits, 0.0)
+    return masked, weight / xp.maximum(xp.sum(weight), 1.0)

@@ -31,7 +31,7 @@ def rope(x: Array, *, cos: Array, sin: Array, interleaved: bool = False) -> tupl
     Derivation: docs/derivations/rope.md
     """
     require_tables(x, cos, sin)
-    return _turn(x, cos, sin, interleaved), RopeCache(cos, sin, interleaved, tuple(x.shape))
+    return _rotated(x, cos, sin, interleaved), RopeCache(cos, sin, interleaved, tuple(x.shape))
 
 
 @short
@@ -46,22 +46,22 @@ class RopeCache(NamedTuple):
     def backward(self, dy: Array) -> Array:
         """dx is the transposed map of dy: the rotation by -sin. A factor in the tables stays."""
         require_gradient("rope", "dy", dy, self.cos, self.shape)
-        return _turn(dy, self.cos, -self.sin, self.interleaved)
+        return _rotated(dy, self.cos, -self.sin, self.interleaved)
 
 
-def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+def _rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     xp = array_namespace(x)
     half = cos.shape[-1]
     if cos.ndim == 3:
         cos, sin = cos[:, None, :, :], sin[:, None, :, :]  # (B, 1, T, R/2), for all heads
-    rest = x[..., 2 * half :]
+    unrotated = x[..., 2 * half :]
     if interleaved:
         a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
         pairs = xp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)  # (B, H, T, R/2, 2)
-        parts = [xp.reshape(pairs, (*x.shape[:-1], 2 * half)), rest]
+        parts = [xp.reshape(pairs, (*x.shape[:-1], 2 * half)), unrotated]
     else:
         a, b = x[..., :half], x[..., half : 2 * half]
-        parts = [a * cos - b * sin, b * cos + a * sin, rest]
+        parts = [a * cos - b * sin, b * cos + a * sin, unrotated]
     return xp.concat(parts, axis=-1)
 
 

@@ -49,8 +49,8 @@ def side_by_side(op: str, params: Any, **others: Any) -> tuple[list[Array], ...]
     if rows and _are_alike(rows):
         return tuple(map(list, zip(*rows, strict=True)))
     named = tree.flatten(params)  # by name: for a message, or because the orders differ
-    found = (matching(op, named, other, what) for what, other in others.items())
-    return tuple(list(leaves.values()) for leaves in (named, *found))
+    matched = (matching(op, named, other, what) for what, other in others.items())
+    return tuple(list(leaves.values()) for leaves in (named, *matched))
 
 
 def _are_alike(rows: list[tuple[Array, ...]]) -> bool:

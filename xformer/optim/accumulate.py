@@ -51,9 +51,9 @@ def weighted(
     """
     mean: Any = None
     grads: Any = None
-    for i, given in enumerate(shares):
+    for i, raw_share in enumerate(shares):
         value, cache = loss(params, i)
-        share = in_dtype(given, value)
+        share = in_dtype(raw_share, value)
         plain = isinstance(share, float)
         more = cache.backward(array_namespace(value).full_like(value, share) if plain else share)
         del cache  # frees its memory before the next forward

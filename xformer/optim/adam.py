@@ -108,8 +108,8 @@ def _step(
     donate: bool,
 ) -> tuple[Any, AdamState]:
     require_state(op, state, AdamState)
-    others = {"the gradient": grads, "m": state.m, "v": state.v}
-    p, g, m, v = side_by_side(op, params, **others)
+    trees = {"the gradient": grads, "m": state.m, "v": state.v}
+    p, g, m, v = side_by_side(op, params, **trees)
     beta1, beta2 = two_betas(op, betas)
     t = state.step + 1
     new_p, new_m, new_v = adam_update(

@@ -34,11 +34,11 @@ def reduced(grads: Any, reduce: Callable[[Array], Array]) -> Any:
     for name, leaf in leaves.items():
         groups.setdefault(str(leaf.dtype), []).append(name)
     for names in groups.values():
-        own = [leaves[name] for name in names]
-        flat = _joined(own)
-        found = reduce(flat)
-        require_gradient("reduced", "what reduce returns", found, flat)
-        leaves |= zip(names, _parts(found, own), strict=True)
+        arrays = [leaves[name] for name in names]
+        flat = _joined(arrays)
+        mean = reduce(flat)
+        require_gradient("reduced", "what reduce returns", mean, flat)
+        leaves |= zip(names, _parts(mean, arrays), strict=True)
     return tree.unflatten(grads, leaves)
 
 

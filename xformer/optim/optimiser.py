@@ -114,14 +114,14 @@ def grouped(*rules: Rule) -> Optimiser:
     ) -> tuple[Any, dict[str, Any]]:
         lr = learning_rate("grouped", lr)
         old = tree.flatten(params)
-        slopes = matching("grouped", old, grads, "the gradient")
+        named_grads = matching("grouped", old, grads, "the gradient")
         _require_groups(state, len(rules))
         new: dict[str, Any] = {}
         states: dict[str, Any] = {}
         for key, rule, part in _parts(old, rules):
-            own = {name: slopes[name] for name in part}
+            part_grads = {name: named_grads[name] for name in part}
             options = {"lr": lr * rule.lr, "donate": donate, **rule.options}
-            stepped, states[key] = rule.pair.step(part, own, state[key], **options)
+            stepped, states[key] = rule.pair.step(part, part_grads, state[key], **options)
             new |= tree.flatten(stepped)
         if new.keys() != old.keys():
             tree.unflatten(params, new)  # raises, and names the missing leaves
@@ -149,9 +149,9 @@ def _parts(
     leaves: dict[str, Array], rules: tuple[Rule, ...]
 ) -> list[tuple[str, Rule, dict[str, Array]]]:
     """(key, rule, parameters by name) for each rule; the key is the rule's index."""
-    found = [(str(i), rule, dict[str, Array]()) for i, rule in enumerate(rules)]
+    parts = [(str(i), rule, dict[str, Array]()) for i, rule in enumerate(rules)]
     for name, p in leaves.items():
-        part = next((part for _, rule, part in found if rule.owns(name, p)), None)
+        part = next((part for _, rule, part in parts if rule.owns(name, p)), None)
         if part is None:
             raise ValueError(
                 f"grouped: no rule is for {name or 'params'} of shape {tuple(p.shape)}"
@@ -160,7 +160,7 @@ def _parts(
     for rule in rules:
         if leaves and not any(rule.named(name) for name in leaves):
             raise ValueError(f"grouped: {rule.match!r} matches none of {len(leaves)} parameters")
-    return found
+    return parts
 
 
 def _require_groups(state: Any, n: int) -> None:

@@ -157,10 +157,10 @@ def _names(figure: Any, loss: Any, logs: Sequence[Log]) -> None:
         text.set_parse_math(False)
     grey: dict[str, Any] = {"color": "#666666"}
     smooth = any(len(log.step) >= HALF for log in logs)
-    found = [Line2D([], [], **grey, label="training" + ", smoothed" * smooth)]
+    handles = [Line2D([], [], **grey, label="training" + ", smoothed" * smooth)]
     if any(np.isfinite(log.validation).any() for log in logs):
-        found.append(Line2D([], [], **grey | POINTS, label="validation"))
-    loss.legend(handles=found)
+        handles.append(Line2D([], [], **grey | POINTS, label="validation"))
+    loss.legend(handles=handles)
 
 
 def _name(log: Log) -> str:

@@ -96,23 +96,23 @@ def flow_picture(flows: Sequence[Flow]) -> Any:
     """
     if not flows:
         raise ValueError("flow_picture: there are no flows")
-    names = list(dict.fromkeys(found.name for found in flows))
-    several = len({found.depth for found in flows}) > 1
+    names = list(dict.fromkeys(each.name for each in flows))
+    several = len({each.depth for each in flows}) > 1
     figure, (axes,) = panels(1, 3 if several else 2, (11.5 if several else 8, 3.3))
     for i, name in enumerate(names):
-        own = sorted((found for found in flows if found.name == name), key=lambda f: f.depth)
+        named = sorted((each for each in flows if each.name == name), key=lambda f: f.depth)
         line = line_of(i) | {"marker": "o", "markersize": 3, "label": name}
-        layers = np.arange(1, own[-1].depth + 1)
-        axes[0].plot(layers, own[-1].activations, **line)
-        axes[1].plot(layers, own[-1].gradients, **line)
+        layers = np.arange(1, named[-1].depth + 1)
+        axes[0].plot(layers, named[-1].activations, **line)
+        axes[1].plot(layers, named[-1].gradients, **line)
         if several:
-            axes[2].plot([f.depth for f in own], [f.gradients[-1] for f in own], **line)
-    deepest = max(found.depth for found in flows)
+            axes[2].plot([f.depth for f in named], [f.gradients[-1] for f in named], **line)
+    deepest = max(each.depth for each in flows)
     _labelled(axes[0], f"output of each of {deepest} layers, rms", "layer")
     _labelled(axes[1], f"gradient of each of {deepest} layers, norm", "layer")
     if several:
         _labelled(axes[2], "gradient of the last layer, norm", "layers of the model")
-        depths = sorted({found.depth for found in flows})
+        depths = sorted({each.depth for each in flows})
         axes[2].set_xscale("log")
         axes[2].set_xticks(_apart(depths))
         axes[2].xaxis.set_major_formatter("{x:.0f}")
@@ -133,12 +133,12 @@ def _labelled(axes: Any, title: str, xlabel: str) -> None:
 
 def _apart(depths: Sequence[int]) -> list[int]:
     """The depths that fit as labels of a logarithmic axis, chosen from the largest down."""
-    room = (depths[-1] / depths[0]) ** 0.08
-    kept = [depths[-1]]
+    least_ratio = (depths[-1] / depths[0]) ** 0.08
+    labels = [depths[-1]]
     for depth in depths[-2::-1]:
-        if kept[-1] / depth >= room:
-            kept.append(depth)
-    return kept[::-1]
+        if labels[-1] / depth >= least_ratio:
+            labels.append(depth)
+    return labels[::-1]
 
 
 def _input(block: Any) -> Array:

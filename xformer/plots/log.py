@@ -61,20 +61,20 @@ def read_log(run: str | os.PathLike[str]) -> Log:
 def _row(line: bytes, last: float) -> list[float]:
     """The numbers of a line. last: the step of the line before, which must be smaller."""
     try:
-        found = json.loads(line.decode())
+        fields = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         what = getattr(error, "msg", error)  # without a line number, as it would be always 1
         raise ValueError(f"must be a JSON object, {what}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"must be a JSON object, got {found!r:.60}")
-    if not found.keys() >= NUMBERS.keys():
-        raise ValueError(f"{', '.join(n for n in NUMBERS if n not in found)} missing")
-    step = found["step"]
+    if not isinstance(fields, dict):
+        raise ValueError(f"must be a JSON object, got {fields!r:.60}")
+    if not fields.keys() >= NUMBERS.keys():
+        raise ValueError(f"{', '.join(n for n in NUMBERS if n not in fields)} missing")
+    step = fields["step"]
     if type(step) is not int or not 0 < step < MOST:
         raise ValueError(f"step must be a whole number above 0, got {step!r:.60}")
     if step <= last:
         raise ValueError(f"steps must rise, got {step} after {last:.0f}")
-    return [_number(name, found.get(name)) for name in COLUMNS]
+    return [_number(name, fields.get(name)) for name in COLUMNS]
 
 
 def _number(name: str, value: Any) -> float:

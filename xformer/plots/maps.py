@@ -9,7 +9,7 @@ import numpy as np
 
 from xformer import backends
 from xformer.dispatch import reference_only
-from xformer.generation.prefix import place_of
+from xformer.generation.prefix import backend_of_params
 from xformer.layers.block import BlockCache
 from xformer.models import EncoderDecoder, LanguageModel
 from xformer.typing import Array
@@ -39,11 +39,11 @@ def attention_maps(
         network, activation_checkpointing=False
     )  # else its caches have only inputs of blocks
     # Caches of the reference have the probabilities; caches of kernels may not.
-    with place_of(params).active(), reference_only():
+    with backend_of_params(params).active(), reference_only():
         if isinstance(network, LanguageModel):
             _, cache = network.hidden(params, tokens)
-            own = [_self_attention(block) for block in cache.stack.blocks]
-            return {"self": _on_host(own)}
+            caches = [_self_attention(block) for block in cache.stack.blocks]
+            return {"self": _on_host(caches)}
         _, both = network.forward(params, tokens, target)
     decoder = both.decode.stack.blocks
     return {

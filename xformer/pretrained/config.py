@@ -178,13 +178,13 @@ class Config:
                 self._called[key] = name
                 self.data = {**self.data, key: self.data[name]}
 
-    def common(self, **kept: Any) -> None:
+    def common(self, **required: Any) -> None:
         """Check the keys common to all families: ignore HARMLESS keys, require NEUTRAL values.
 
-        kept: other required values for NEUTRAL keys: `common(is_encoder_decoder=True)`.
+        required: other required values for NEUTRAL keys: `common(is_encoder_decoder=True)`.
         """
         self.ignore(*HARMLESS)
-        for name, value in (NEUTRAL | kept).items():
+        for name, value in (NEUTRAL | required).items():
             self.only(name, value)
 
     def labels(self) -> int:

@@ -71,7 +71,7 @@ class Tensors:
     def fetch(self, dtype: str) -> None:
         """Start reading into memory the files whose tensors `read` returns as views only."""
         tensors = self._tensors.values()
-        views = [name for name, own in DTYPES.items() if own.name == dtype]
+        views = [name for name, numpy_dtype in DTYPES.items() if numpy_dtype.name == dtype]
         copied = {t.data for t in tensors if t.dtype not in views}
         for data in {t.data for t in tensors} - copied:
             fetch(data)
@@ -170,11 +170,11 @@ def _open_shards(folder: Path) -> dict[str, Tensor]:
     held: dict[str, list[str]] = {}
     for shard in sorted(set(places.values())):
         try:
-            found = open_file(folder / shard)
+            in_shard = open_file(folder / shard)
         except FileNotFoundError as error:
             raise PretrainedError(f"{path}: names {shard!r}, which is missing") from error
-        tensors.update(found)
-        for name in found:
+        tensors.update(in_shard)
+        for name in in_shard:
             held.setdefault(name, []).append(shard)
     wrong = {
         "missing in their files": [n for n in places if places[n] not in held.get(n, ())],

@@ -46,31 +46,31 @@ def require_model(path: Path) -> None:
         raise FileNotFoundError(f"there is no folder or file {path}{_download(path)}")
     elif path.suffix == ".json" or _is_safetensors(path):
         raise PretrainedError(f"{path}: is one file of a model; load its folder, {path.parent}")
-    elif found := _kind(path):
-        raise PretrainedError(f"{path}: is {found[0]}; {found[1]}")
+    elif kind := _kind(path):
+        raise PretrainedError(f"{path}: is {kind[0]}; {kind[1]}")
 
 
 def _require_folder(root: Path) -> None:
-    there = {name: os.path.lexists(root / name) for name in (CONFIG, WEIGHTS, INDEX, ADAPTER)}
-    if there[CONFIG] and (there[WEIGHTS] or there[INDEX]):
+    exists = {name: os.path.lexists(root / name) for name in (CONFIG, WEIGHTS, INDEX, ADAPTER)}
+    if exists[CONFIG] and (exists[WEIGHTS] or exists[INDEX]):
         return
-    if there[ADAPTER] and not there[CONFIG]:
+    if exists[ADAPTER] and not exists[CONFIG]:
         raise PretrainedError(_adapter(root))
     names = sorted(p.name for p in root.iterdir())
-    missing = CONFIG if not there[CONFIG] else f"{WEIGHTS} and no {INDEX}"
+    missing = CONFIG if not exists[CONFIG] else f"{WEIGHTS} and no {INDEX}"
     message = f"{root} is no model: it has no {missing}"
     if not names:
         raise FileNotFoundError(f"{root} is no model: it is an empty folder")
     if models := _models_below(root):
         raise FileNotFoundError(f"{message}; load {' or '.join(map(str, models))}")
-    if there[CONFIG] and (pickles := [n for n in names if re.match(r"pytorch_model.*\.bin$", n)]):
+    if exists[CONFIG] and (pickles := [n for n in names if re.match(r"pytorch_model.*\.bin$", n)]):
         _kind(root / pickles[0])  # raises if it is a git-lfs pointer
         raise PretrainedError(_pickled(root, pickles[0]))
     for name in names:
-        if (root / name).is_file() and (found := _kind(root / name)):
-            raise PretrainedError(f"{message}; {name} is {found[0]}; {found[1]}")
+        if (root / name).is_file() and (kind := _kind(root / name)):
+            raise PretrainedError(f"{message}; {name} is {kind[0]}; {kind[1]}")
     others = [name for name in names if name.endswith(".safetensors")]
-    if there[CONFIG] and others:
+    if exists[CONFIG] and others:
         message += f"; the weights must be in {WEIGHTS}, there is {listed(others)}"
     raise FileNotFoundError(message)
 
@@ -93,8 +93,8 @@ def _kind(path: Path) -> tuple[str, str] | None:
         return PICKLE, _from_torch(path)
     if start.startswith(b"\x93NUMPY"):
         return "an array of NumPy", ORIGINAL
-    by_name = next((found for end, found in CALLED.items() if path.name.endswith(end)), None)
-    return next((found for head, found in WRITTEN_BY.items() if start.startswith(head)), by_name)
+    by_name = next((kind for end, kind in CALLED.items() if path.name.endswith(end)), None)
+    return next((kind for head, kind in WRITTEN_BY.items() if start.startswith(head)), by_name)
 
 
 def _zipped(path: Path) -> tuple[str, str]:

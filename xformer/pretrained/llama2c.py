@@ -47,7 +47,7 @@ def shapes(header: Header) -> dict[str, tuple[int, ...]]:
     d, f, n, heads, kv_heads, v, t, tied = header
     width = d // heads
     kv = width * kv_heads
-    found: dict[str, tuple[int, ...]] = {
+    by_name: dict[str, tuple[int, ...]] = {
         "token_embedding": (v, d),
         "rms_att": (n, d),
         "wq": (n, d, d),
@@ -62,7 +62,7 @@ def shapes(header: Header) -> dict[str, tuple[int, ...]]:
         "freq_cis_real": (t, width // 2),
         "freq_cis_imag": (t, width // 2),
     }
-    return found if tied else found | {"wcls": (v, d)}
+    return by_name if tied else by_name | {"wcls": (v, d)}
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, np.ndarray]]:

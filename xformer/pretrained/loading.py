@@ -40,9 +40,9 @@ def model(
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"model: config must be a mapping, got {type(config).__name__}")
-    found, unread = _described(config, names, where)
+    network, unread = _described(config, names, where)
     warn_of(unread, where)
-    return found
+    return network
 
 
 def _described(
@@ -54,14 +54,14 @@ def _described(
     c.rename(family.aliases)
     c.common(**{key: config.get(key) for key in family.free})
     try:
-        found = family.build(c, head_of(family, config, where), names)
+        network = family.build(c, head_of(family, config, where), names)
     except (ValueError, TypeError, ArithmeticError) as error:
         if isinstance(error, PretrainedError):
             raise
         raise PretrainedError(f"{where}: {error}") from error
     unread = unread_keys(c) if family.heads else []
     c.finish()  # a family without architectures is not of transformers, and reads all its keys
-    return replace(found, hf_config=copy.deepcopy(dict(config))), unread
+    return replace(network, hf_config=copy.deepcopy(dict(config))), unread
 
 
 def load(
@@ -90,18 +90,18 @@ def load(
     dtype that the backend does not compute in.
     """
     on_numpy = backend in backends.WITH_NUMPY
-    found, tensors, matched = _found(Path(folder), fetch=dtype if on_numpy else None)
-    place = backends.get(backend, device)
-    if dtype not in place.dtypes:
-        wanted = " or ".join(place.dtypes)
-        raise ValueError(f"load: dtype must be {wanted} on backend {place.name}, got {dtype!r}")
-    return found, _read(found, matched, tensors, place, dtype, progress)
+    network, tensors, matched = _found(Path(folder), fetch=dtype if on_numpy else None)
+    target = backends.get(backend, device)
+    if dtype not in target.dtypes:
+        wanted = " or ".join(target.dtypes)
+        raise ValueError(f"load: dtype must be {wanted} on backend {target.name}, got {dtype!r}")
+    return network, _read(network, matched, tensors, target, dtype, progress)
 
 
 def inspect(folder: str | os.PathLike[str]) -> tuple[Any, files.Tensors | families.llama2c.Mapped]:
     """(model, tensors) of a folder, without reading the tensors. Raises as `load` does."""
-    found, tensors, _ = _found(Path(folder))
-    return found, tensors
+    network, tensors, _ = _found(Path(folder))
+    return network, tensors
 
 
 def _found(
@@ -116,14 +116,14 @@ def _found(
         tensors.fetch(fetch)  # while models and a backend are imported
     family = _family(config, where)
     if config.get("architectures") or not family.heads:
-        found = model(config, names=tuple(tensors), where=where)
-        matched = matched_links(family, found, tensors, str(root))
+        network = model(config, names=tuple(tensors), where=where)
+        matched = matched_links(family, network, tensors, str(root))
     else:
-        found, unread, matched = _recognised(config, tensors, where, str(root))
+        network, unread, matched = _recognised(config, tensors, where, str(root))
         warn_of(unread, where)
-    if getattr(found, "causal", True) and os.path.lexists(root / files.GENERATION):
-        found = replace(found, generation_config=read_json(root / files.GENERATION))
-    return found, tensors, matched
+    if getattr(network, "causal", True) and os.path.lexists(root / files.GENERATION):
+        network = replace(network, generation_config=read_json(root / files.GENERATION))
+    return network, tensors, matched
 
 
 def _recognised(
@@ -138,8 +138,8 @@ def _recognised(
     for name in family.heads:
         try:
             named = dict(config) | {"architectures": [name]}
-            found, unread = _described(named, tuple(tensors), where)
-            return found, unread, matched_links(family, found, tensors, root)
+            network, unread = _described(named, tuple(tensors), where)
+            return network, unread, matched_links(family, network, tensors, root)
         except PretrainedError as error:
             errors.append(error)
     raise PretrainedError(

@@ -106,7 +106,7 @@ class Tensor(NamedTuple):
         return out
 
     def _let_go_of(self, piece: slice, itemsize: int) -> None:
-        start, end = (self.start + itemsize * place for place in (piece.start, piece.stop))
+        start, end = (self.start + itemsize * index for index in (piece.start, piece.stop))
         self._let_go(start, min(end, self.end))
 
     def _let_go(self, start: int, end: int) -> None:
@@ -144,14 +144,14 @@ def open_file(path: Path) -> dict[str, Tensor]:
 
 def fetch(data: mmap.mmap) -> None:
     """Start a thread that reads all of a file. It takes 40 ms for a gigabyte in the page cache."""
-    places = np.frombuffer(data, np.uint8)[::AT_ONCE]
-    others = _other_cores()
+    bytes_read = np.frombuffer(data, np.uint8)[::AT_ONCE]
+    cores = _other_cores()
 
     def read() -> None:
-        if others:
+        if cores:
             with suppress(OSError):
-                os.sched_setaffinity(0, others)  # for this thread only
-        places.max()
+                os.sched_setaffinity(0, cores)  # for this thread only
+        bytes_read.max()
 
     with suppress(RuntimeError):  # without a further thread, the first access reads the file
         threading.Thread(target=read, daemon=True).start()

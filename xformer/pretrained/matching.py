@@ -88,14 +88,14 @@ def matched_links(
     missing, misshapen = [], []
     bare = head_of(family, model.hf_config, where) == "hidden"
     for link in links_for(family, model, like, bare, names.is_there):
-        found = {name: names.find(name) for name in link.theirs}
+        spellings = {name: names.find(name) for name in link.theirs}
         for name, shape in link.shapes(like).items():
-            there = found[name]
-            if there is None:
+            spelling = spellings[name]
+            if spelling is None:
                 missing.append(names.used.get(name, name))  # it was used for the one it repeats
-            elif tensors.shape(there) != shape:
-                misshapen.append(f"{there} (wanted {shape}, got {tensors.shape(there)})")
-        matched.append((link, [name for name in found.values() if name is not None]))
+            elif tensors.shape(spelling) != shape:
+                misshapen.append(f"{spelling} (wanted {shape}, got {tensors.shape(spelling)})")
+        matched.append((link, [name for name in spellings.values() if name is not None]))
         if len(missing) > 2 * len(tensors) + 1000:
             break  # for a configuration of millions of experts the message has enough names
     parts = (("missing", missing), ("misshapen", misshapen), ("unexpected", names.unexpected()))
@@ -147,23 +147,25 @@ class _Names:
 
     def unexpected(self) -> list[str]:
         """Names that no link uses, without buffers and exact repetitions of other tensors."""
-        rest = [name for name in self.tensors if name not in self.used]
-        rest = [name for name in rest if not self._is_repetition(name)]
-        rest = [n for n in rest if not any(re.fullmatch(p, n) for p in self.family.buffers)]
-        unused = [n for n in rest if any(re.fullmatch(p, n) for p in self.family.unused)]
-        if unused and len(unused) == len(rest):
+        unmatched = [name for name in self.tensors if name not in self.used]
+        unmatched = [name for name in unmatched if not self._is_repetition(name)]
+        unmatched = [
+            n for n in unmatched if not any(re.fullmatch(p, n) for p in self.family.buffers)
+        ]
+        unused = [n for n in unmatched if any(re.fullmatch(p, n) for p in self.family.unused)]
+        if unused and len(unused) == len(unmatched):
             warnings.warn(
                 f"{self.where}: parameters that the model does not use are left out: "
                 f"{listed(unused)}",
                 stacklevel=5,
             )
             return []
-        return rest
+        return unmatched
 
     def _is_repetition(self, name: str) -> bool:
         prefix = self.family.prefix
         of = self.family.tied.get(name, self.family.tied.get(prefix + name))
         if of is None:
             return False
-        there = of if of in self.tensors else of.removeprefix(prefix)
-        return there in self.tensors and self.tensors.equal(name, there)
+        original = of if of in self.tensors else of.removeprefix(prefix)
+        return original in self.tensors and self.tensors.equal(name, original)

@@ -47,16 +47,16 @@ class Link(NamedTuple):
 
     def read(self, tensors: list[np.ndarray]) -> Arrays:
         """The leaves by name, as views if possible."""
-        own = [t.swapaxes(-1, -2) if self.flip else t for t in tensors]
+        flipped = [t.swapaxes(-1, -2) if self.flip else t for t in tensors]
         if self.stack:
-            return {self.ours[0]: np.stack(own)}
+            return {self.ours[0]: np.stack(flipped)}
         if len(self.ours) == 1:
-            return {self.ours[0]: own[0]}
-        n, *lead = len(self.ours), *own[0].shape[:-1]
+            return {self.ours[0]: flipped[0]}
+        n, *lead = len(self.ours), *flipped[0].shape[:-1]
         if self.groups == 1:
-            parts = np.split(own[0], n, axis=-1)
+            parts = np.split(flipped[0], n, axis=-1)
         else:
-            grouped = own[0].reshape(*lead, self.groups, n, -1)
+            grouped = flipped[0].reshape(*lead, self.groups, n, -1)
             parts = [grouped[..., i, :].reshape(*lead, -1) for i in range(n)]
         return dict(zip(self.ours, parts, strict=True))
 
@@ -70,8 +70,8 @@ class Link(NamedTuple):
             lead = leaves[0].shape[:-1]
             grouped = [leaf.reshape(*lead, self.groups, 1, -1) for leaf in leaves]
             tensors = [np.concatenate(grouped, axis=-2).reshape(*lead, -1)]
-        own = [t.swapaxes(-1, -2) if self.flip else t for t in tensors]
-        return dict(zip(self.theirs, own, strict=True))
+        flipped = [t.swapaxes(-1, -2) if self.flip else t for t in tensors]
+        return dict(zip(self.theirs, flipped, strict=True))
 
 
 Links = Iterator[Link]

@@ -86,13 +86,13 @@ def _part(c: Config) -> Config:
     """The object with the parameters; empty if there is none."""
     names = ("rope_parameters", "rope_scaling")
     c.ignore(*names)  # null and {} have no effect
-    given = [name for name in names if c.data.get(name) not in (None, {})]
-    if len(given) == 2 and c.data[given[0]] != c.data[given[1]]:
+    present = [name for name in names if c.data.get(name) not in (None, {})]
+    if len(present) == 2 and c.data[present[0]] != c.data[present[1]]:
         raise c.refused("rope_scaling", "absent, or as rope_parameters")
-    part = c.sub(given[0]) if given else None
+    part = c.sub(present[0]) if present else None
     if part is None:
         return Config({}, f"{c.where}: rope_parameters")
-    return _of_all_layers(c, given[0], part)
+    return _of_all_layers(c, present[0], part)
 
 
 def _of_all_layers(c: Config, name: str, part: Config) -> Config:

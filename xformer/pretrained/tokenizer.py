@@ -37,10 +37,10 @@ def tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     ImportError without the package `tokenizers` (extra `hf`). FileNotFoundError if there is none of
     these files, PretrainedError if one is damaged or not supported.
     """
-    place = Path(path)
-    config = settings(place if place.is_dir() else place.parent)
-    inner, usual = build(place, config)
-    return Tokenizer(inner, config, str(place), usual)
+    root = Path(path)
+    config = settings(root if root.is_dir() else root.parent)
+    inner, usual = build(root, config)
+    return Tokenizer(inner, config, str(root), usual)
 
 
 class Tokenizer:
@@ -135,8 +135,8 @@ class Tokenizer:
         ids = np.full((len(rows), max(map(len, rows), default=0)), pad, np.int64)
         mask = np.zeros(ids.shape, np.bool_)
         for i, row in enumerate(rows):
-            place = slice(len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
-            ids[i, place], mask[i, place] = row, True
+            span = slice(len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
+            ids[i, span], mask[i, span] = row, True
         return ids, mask
 
     def to_json(self) -> str:
@@ -167,10 +167,10 @@ class Tokenizer:
 
         `enable_truncation` would also truncate the texts that other threads encode.
         """
-        room = max_len - self._inner.num_special_tokens_to_add(False)
+        limit = max_len - self._inner.num_special_tokens_to_add(False)
         with translated(self._where):
             encoding = self._inner.encode(_checked(text), add_special_tokens=False)
-            encoding.truncate(room, direction=self.truncation_side)
+            encoding.truncate(limit, direction=self.truncation_side)
             ids: list[int] = self._inner.post_process(encoding).ids
         return ids
 

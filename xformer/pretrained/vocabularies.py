@@ -48,17 +48,17 @@ CONVERT = (
 Built = tuple[Any, dict[str, str | None]]
 
 
-def build(place: Path, config: Config) -> Built:
+def build(path: Path, config: Config) -> Built:
     """The tokenizer of a folder, or of one of its files (see `tokenizer.tokenizer`)."""
     package()
-    folder = place if place.is_dir() else place.parent
-    names = sorted(os.listdir(folder)) if place.is_dir() else [place.name]
+    folder = path if path.is_dir() else path.parent
+    names = sorted(os.listdir(folder)) if path.is_dir() else [path.name]
     for pattern, read in FILES.items():
         for name in names:
             if re.fullmatch(pattern, name):
                 with translated(folder / name):
                     return read(folder / name, config)
-    raise FileNotFoundError(f"{place} is no file of a tokenizer, and no folder with one")
+    raise FileNotFoundError(f"{path} is no file of a tokenizer, and no folder with one")
 
 
 @contextmanager

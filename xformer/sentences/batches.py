@@ -59,16 +59,16 @@ def by_batch(
     encoded = _encoded(what, tokenizer, texts, prompt, limit)
     _require_known(what, encoded, model.embed.vocab_size)
     table = value(params.embed.table)
-    place = replace(backends.backend_of(table), device=device(table))
-    y = np.empty((len(texts), width), place.to_numpy(table[:0, :]).dtype)
+    backend = replace(backends.backend_of(table), device=device(table))
+    y = np.empty((len(texts), width), backend.to_numpy(table[:0, :]).dtype)
     lengths = [len(ids) for ids in encoded]
     if records(params):
         lengths = [max(n, min(bucket(n), limit)) for n in lengths]
-    for numbers in _batches(lengths, batch_size, place):
+    for numbers in _batches(lengths, batch_size, backend):
         tokens, mask = _padded([encoded[i] for i in numbers], lengths[numbers[0]])
-        with place.active():
-            rows = forward(params, place.asarray(tokens), place.asarray(mask))
-            y[numbers] = place.to_numpy(rows)
+        with backend.active():
+            rows = forward(params, backend.asarray(tokens), backend.asarray(mask))
+            y[numbers] = backend.to_numpy(rows)
         if progress is not None:
             progress(len(numbers))
     return y
@@ -129,12 +129,12 @@ def _require_known(what: str, encoded: list[np.ndarray], vocab_size: int) -> Non
         )
 
 
-def _batches(lengths: list[int], batch_size: int, place: Backend) -> Iterator[list[int]]:
+def _batches(lengths: list[int], batch_size: int, backend: Backend) -> Iterator[list[int]]:
     """Yield the indices of the texts of each batch, the longest texts first."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     start, n = 0, batch_size
     while start < len(order):
-        if place.name in backends.WITH_NUMPY:
+        if backend.name in backends.WITH_NUMPY:
             n = min(batch_size, max(1, NUMPY_TOKENS // lengths[order[start]]))
         yield order[start : start + n]
         start += n

@@ -133,11 +133,11 @@ def _model(text: str | None, path: Path) -> Any:
     raise CheckpointError(f"{path}: format must be {FORMAT}, got {config['format']!r}")
 
 
-def _made(kind: Any, found: Any) -> Any:
+def _made(kind: Any, values: Any) -> Any:
     """The configuration of class `kind` from JSON, with nested configurations and tuples."""
     hints = get_type_hints(kind)
-    found = renamed.fields(kind.__name__, dict(found))
-    return kind(**{name: _value(hints.get(name), value) for name, value in found.items()})
+    values = renamed.fields(kind.__name__, dict(values))
+    return kind(**{name: _value(hints.get(name), value) for name, value in values.items()})
 
 
 def _value(hint: Any, value: Any) -> Any:

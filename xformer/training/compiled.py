@@ -21,14 +21,14 @@ from xformer.typing import Array
 Reduce = Callable[[Array], Array]  # of `optim.reduced`
 
 
-def why_not_compiled(loss: Loss, config: TrainConfig, place: Backend) -> str | None:
+def why_not_compiled(loss: Loss, config: TrainConfig, backend: Backend) -> str | None:
     """The reason why steps cannot be compiled; None if they can."""
     if config.precision == "float16":
         return "the loss scale of float16 depends on the gradients of the step"
     if not isinstance(loss, ArrayLoss):
         return "the loss must be a loss_of(model), which separates its work on the host"
-    if place.compiled(lambda: None, ()) is None:
-        return f"backend {place.name} compiles nothing"
+    if backend.compiled(lambda: None, ()) is None:
+        return f"backend {backend.name} compiles nothing"
     return None
 
 
@@ -43,13 +43,13 @@ class CompiledSteps:
         self,
         loss: Any,  # an ArrayLoss
         config: TrainConfig,
-        place: Backend,
+        backend: Backend,
         optimiser: Optimiser,
         reduce: Reduce | None,
     ) -> None:
-        self.loss, self.config, self.place, self.optimiser = loss, config, place, optimiser
+        self.loss, self.config, self.backend, self.optimiser = loss, config, backend, optimiser
         self.reduce = reduce
-        self._call: Any = place.compiled(self._step, (0, 1, 2), lends=True)
+        self._call: Any = backend.compiled(self._step, (0, 1, 2), lends=True)
         self._counters: list[str] = []  # leaves of the optimiser's state that are numbers
 
     def __call__(
@@ -61,7 +61,7 @@ class CompiledSteps:
         """
         arguments = self._arguments(state, batches, lr)
         trained, leaves, average, numbers, grads = self._call(*arguments)
-        loss, norm, *counts = self.place.to_numpy(numbers).tolist()
+        loss, norm, *counts = self.backend.to_numpy(numbers).tolist()
         counted = dict(zip(self._counters, map(int, counts), strict=True))
         optimiser = tree.unflatten(state.optimiser, leaves | counted)
         return (trained, optimiser, average), (loss, norm), grads
@@ -85,7 +85,7 @@ class CompiledSteps:
     def _step(self, params: Any, optimiser: Any, average: Any, inputs: Any) -> Any:
         """Forward, backward, clipping, optimiser and average, as a function of arrays."""
         config = self.config
-        weights = self.place.cast_params(params, config.precision)
+        weights = self.backend.cast_params(params, config.precision)
 
         def one(weights: Any, i: int) -> tuple[Array, Any]:
             key = ops.RandomKey(config.seed, step=inputs["numbers"][i])

@@ -58,8 +58,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         plain_numbers(self)
         counts = ("steps", "batch_size", "accumulate", "eval_every", "eval_batches", "patience")
-        given = {name: getattr(self, name) for name in counts}
-        require_sizes("TrainConfig", 1, **{k: n for k, n in given.items() if n is not None})
+        sizes = {name: getattr(self, name) for name in counts}
+        require_sizes("TrainConfig", 1, **{k: n for k, n in sizes.items() if n is not None})
         require_sizes("TrainConfig", 0, warmup=self.warmup)
         require_seed("TrainConfig", self.seed)
         for name in ("lr", "weight_decay", "clip", "diverged", "final_lr", "ema"):

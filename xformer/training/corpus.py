@@ -50,25 +50,25 @@ def unigram_loss(corpus: Corpus, progress: Progress | None = None) -> float:
     return -total / len(corpus.validation)
 
 
-def made(vocabulary: Words | None, found: Texts, progress: Progress | None = None) -> Vocabulary:
+def made(vocabulary: Words | None, source: Texts, progress: Progress | None = None) -> Vocabulary:
     """The given vocabulary, or one made from the texts; None: bytes."""
     if vocabulary is None:
         return Bytes()
     if not callable(vocabulary):
         return vocabulary
-    return vocabulary(_reported(found.pieces(), "learning", found.n_bytes, progress))
+    return vocabulary(_reported(source.pieces(), "learning", source.n_bytes, progress))
 
 
 def encoded(
-    found: Texts, words: Vocabulary, share: float, progress: Progress | None
+    source: Texts, words: Vocabulary, share: float, progress: Progress | None
 ) -> Iterator[tuple[bool, np.ndarray]]:
     """Yield the tokens piece by piece, each with whether it is held out.
 
     share: the fraction of documents to hold out
     """
     dtype, end, done = dtype_of(words), words.eos_id, 0
-    for is_held_out, document in found.documents(share):
-        for piece in _reported(document.pieces(), "tokenising", found.n_bytes, progress, done):
+    for is_held_out, document in source.documents(share):
+        for piece in _reported(document.pieces(), "tokenising", source.n_bytes, progress, done):
             yield is_held_out, words.array(piece).astype(dtype, copy=False)
             done += len(piece.encode())
         if end is not None and not document.goes_on:

@@ -27,10 +27,10 @@ def line_of(step: Step) -> bytes:
 def append(log: io.FileIO, line: bytes) -> None:
     """Write a whole line. If that fails: OSError, and nothing of it stays in the file."""
     end = log.seek(0, os.SEEK_END)
-    rest = line
+    unwritten = line
     try:
-        while rest:  # a full disk writes a part first, and raises only for the next part
-            rest = rest[log.write(rest) :]
+        while unwritten:  # a full disk writes a part first, and raises only for the next part
+            unwritten = unwritten[log.write(unwritten) :]
     except OSError:
         log.truncate(end)
         raise
@@ -46,18 +46,18 @@ def shorten(path: Path, step: int, most: int) -> None:
     if not path.is_file():
         return
     content = path.read_bytes()
-    kept, last, damaged = _parted(content, step)
+    shortened, last, damaged = _parted(content, step)
     if damaged or last > step + most:
         why = f"ends with step {last}, but the run resumes after step {step}"
         why = f"is damaged in line {damaged}" if damaged else why
         old = aside(path)
         with replacing(old, path) as (copy, part):
             copy.write_bytes(content)
-            part.write_bytes(kept)
+            part.write_bytes(shortened)
         warnings.warn(f"{path} {why}; the old log is kept: {old.name}", stacklevel=3)
-    elif kept != content:
+    elif shortened != content:
         with replacing(path) as (part,):
-            part.write_bytes(kept)
+            part.write_bytes(shortened)
 
 
 def _parted(content: bytes, step: int) -> tuple[bytes, int, int]:
@@ -65,7 +65,7 @@ def _parted(content: bytes, step: int) -> tuple[bytes, int, int]:
     lines = content.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n") and _step_of(lines[-1]) is None:
         lines.pop()  # its write was interrupted
-    kept: list[bytes] = []
+    readable: list[bytes] = []
     last = damaged = 0
     for number, line in enumerate(lines, start=1):
         n = _step_of(line)
@@ -74,8 +74,8 @@ def _parted(content: bytes, step: int) -> tuple[bytes, int, int]:
             continue
         last = n
         if n <= step:
-            kept.append(line.rstrip(b"\n") + b"\n")
-    return b"".join(kept), last, damaged
+            readable.append(line.rstrip(b"\n") + b"\n")
+    return b"".join(readable), last, damaged
 
 
 def _step_of(line: bytes) -> int | None:

@@ -15,7 +15,7 @@ from array_api_compat import array_namespace
 from xformer import inference, ops, optim, tree
 from xformer.backends import Backend
 from xformer.compiling import Forward
-from xformer.generation.prefix import place_of
+from xformer.generation.prefix import backend_of_params
 from xformer.optim import LossScale, Optimiser, Schedule
 from xformer.optim.loss_scale import Scaled
 from xformer.training.batch import Batch
@@ -66,10 +66,10 @@ def start(params: Any, config: TrainConfig, optimiser: Optimiser | None = None) 
     if not tree.flatten(trained):
         raise ValueError("train: all parameters are frozen")
     optimiser = optimiser or config.chosen_optimiser()
-    place = place_of(trained)
+    backend = backend_of_params(trained)
     if config.precision is not None:
-        place.require_precision(config.precision)
-    with place.active():
+        backend.require_precision(config.precision)
+    with backend.active():
         optimiser_state = optimiser.init(trained)
     scale = LossScale() if config.precision == "float16" else None
     average = None if config.ema is None else trained
@@ -157,9 +157,9 @@ def train(
             del weights
             state = _judged(state, validation)
         state = state._replace(seconds=time.perf_counter() - begun)
-        memory = place.memory().peak
+        peak = place.memory().peak
         yield Step(
-            state.step, value, norm, lr, state.tokens, state.seconds, memory, validation, state
+            state.step, value, norm, lr, state.tokens, state.seconds, peak, validation, state
         )
 
 
@@ -209,25 +209,25 @@ def _step(
     state: State,
     source: Batches,
     config: TrainConfig,
-    place: Backend,
+    backend: Backend,
     optimiser: Optimiser,
     lr: float,
     donate: bool,
     reduce: Reduce | None,
 ) -> tuple[State, float, float]:
     """The state after a step, its loss and its gradient norm. Diverged if training diverged."""
-    state, value, grads = _gradients(loss, state, source, config, place, reduce)
+    state, value, grads = _gradients(loss, state, source, config, backend, reduce)
     clip = math.inf if config.clip is None else config.clip
     clipped, norm = optim.clip_by_global_norm(grads, max_norm=clip, donate=donate)
 
     def checked() -> tuple[float, float]:
-        loss_number, norm_number = _read(value, norm, place)
+        loss_number, norm_number = _read(value, norm, backend)
         with_loss = _with_loss(state, loss_number)
         require_sound(with_loss, loss_number, norm_number, grads, config, lr)
         return loss_number, norm_number
 
     # If reading synchronises, all work is started first, and a donated state may be lost.
-    numbers = None if place.defers else checked()
+    numbers = None if backend.defers else checked()
     params, options = tree.trained(state.params), {"lr": lr, "donate": donate}
     trained, optimiser_state = optimiser.step(params, clipped, state.optimiser, **options)
     average = state.ema
@@ -263,16 +263,16 @@ def _gradients(
     state: State,
     source: Batches,
     config: TrainConfig,
-    place: Backend,
+    backend: Backend,
     reduce: Reduce | None,
 ) -> tuple[State, Array, Any]:
     """The state after the batches of a step, their loss and its gradients.
 
     If gradients overflow, the next batches are used with a lower loss scale.
     """
-    weights = place.cast_params(state.params, config.precision)
+    weights = backend.cast_params(state.params, config.precision)
     while True:
-        state, value, grads = _accumulated(loss, state, weights, source, config, place)
+        state, value, grads = _accumulated(loss, state, weights, source, config, backend)
         if reduce is not None:  # before the test of finite gradients, so that all processes agree
             grads = optim.reduced(grads, reduce)
         if state.loss_scale is None:
@@ -290,7 +290,7 @@ def _gradients(
 
 
 def _accumulated(
-    loss: Loss, state: State, weights: Any, source: Batches, config: TrainConfig, place: Backend
+    loss: Loss, state: State, weights: Any, source: Batches, config: TrainConfig, backend: Backend
 ) -> tuple[State, Array, Any]:
     """The state after the next batches, their loss, and its gradients times the loss scale."""
     numbers = range(state.batches, state.batches + config.accumulate)
@@ -300,7 +300,7 @@ def _accumulated(
     def one(params: Any, i: int) -> tuple[Array, Any]:
         # The dropout mask depends on the number of the batch in the run, not on the step.
         key = ops.RandomKey(config.seed, step=numbers[i] + 1)
-        value, cache = loss(params, batches[i], place, key)
+        value, cache = loss(params, batches[i], backend, key)
         return value, cache if scale is None else Scaled(cache, scale.scale)
 
     value, grads = optim.accumulate(one, weights, batches)
@@ -308,10 +308,10 @@ def _accumulated(
     return state._replace(batches=numbers.stop, tokens=tokens), value, grads
 
 
-def _read(loss: Array, norm: Array, place: Backend) -> tuple[float, float]:
+def _read(loss: Array, norm: Array, backend: Backend) -> tuple[float, float]:
     """Loss and norm as numbers, with one synchronisation of the device."""
     xp = array_namespace(loss, norm)
-    loss_number, norm_number = place.to_numpy(xp.stack([loss, norm])).tolist()
+    loss_number, norm_number = backend.to_numpy(xp.stack([loss, norm])).tolist()
     return loss_number, norm_number
 
 

@@ -57,9 +57,9 @@ class Pairs:
         if (batch_size is None) == (max_tokens is None):
             raise ValueError("Pairs: must have either batch_size or max_tokens")
         options = {"batch_size": batch_size, "max_tokens": max_tokens, "max_len": max_len}
-        given = {name: size for name, size in options.items() if size is not None}
-        multiple, *sizes = require_sizes("Pairs", 1, multiple=multiple, **given)
-        given = dict(zip(given, sizes, strict=True))
+        limits = {name: size for name, size in options.items() if size is not None}
+        multiple, *sizes = require_sizes("Pairs", 1, multiple=multiple, **limits)
+        limits = dict(zip(limits, sizes, strict=True))
         bos_id, eos_id = require_sizes("Pairs", 0, bos_id=bos_id, eos_id=eos_id)
         seed = require_seed("Pairs", seed)
         if len(sources) != len(targets):
@@ -70,18 +70,18 @@ class Pairs:
         self.bos_id, self.eos_id, self.seed, self.multiple = bos_id, eos_id, seed, multiple
         self.sources = [_ids("sources", i, ids) for i, ids in enumerate(sources)]
         self.targets = [_ids("targets", i, ids) for i, ids in enumerate(targets)]
-        self.sizes = given
+        self.sizes = limits
         lengths = np.asarray(
             [max(len(s), len(t) + 1) for s, t in zip(self.sources, self.targets, strict=True)],
             np.int64,
         )
-        kept = np.flatnonzero(lengths <= given.get("max_len", lengths.max(initial=0)))
-        self.left_out = len(lengths) - len(kept)
-        if not len(kept):
+        fitting = np.flatnonzero(lengths <= limits.get("max_len", lengths.max(initial=0)))
+        self.left_out = len(lengths) - len(fitting)
+        if not len(fitting):
             raise ValueError(
                 f"Pairs: at least one pair must be within max_len, got none of {len(lengths)}"
             )
-        self.buckets = self._buckets(kept, -(-lengths[kept] // multiple) * multiple)
+        self.buckets = self._buckets(fitting, -(-lengths[fitting] // multiple) * multiple)
         self._ends = np.cumsum([bucket.n_batches for bucket in self.buckets])
 
     @property
@@ -92,8 +92,8 @@ class Pairs:
     def batch(self, i: int) -> Batch:
         """Batch i mod per_epoch of epoch i // per_epoch."""
         (i,) = require_sizes("Pairs.batch", 0, i=i)
-        epoch, place = divmod(i, self.per_epoch)
-        number = int(permuted(place, self.per_epoch, seed=self.seed, epoch=epoch))
+        epoch, position = divmod(i, self.per_epoch)
+        number = int(permuted(position, self.per_epoch, seed=self.seed, epoch=epoch))
         bucket, places = self._places(number)
         order = permuted(places, len(bucket.members), seed=self.seed, epoch=epoch)
         return self._batch(bucket.members[order])
@@ -113,18 +113,18 @@ class Pairs:
             digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def _buckets(self, kept: np.ndarray, widths: np.ndarray) -> list[Bucket]:
-        found = []
+    def _buckets(self, indices: np.ndarray, widths: np.ndarray) -> list[Bucket]:
+        buckets = []
         for width in np.unique(widths):
-            members = kept[widths == width]
+            members = indices[widths == width]
             size = self.sizes.get("batch_size") or self.sizes["max_tokens"] // int(width)
             if size == 0:
                 raise ValueError(
                     f"Pairs: max_tokens must be at least {width}, the length of a pair, or max_len "
                     f"must exclude the pair, got {self.sizes['max_tokens']}"
                 )
-            found.append(Bucket(members, -(-len(members) // size)))
-        return found
+            buckets.append(Bucket(members, -(-len(members) // size)))
+        return buckets
 
     def _places(self, number: int) -> tuple[Bucket, np.ndarray]:
         """The bucket of a batch, and the indices of its pairs in the bucket."""

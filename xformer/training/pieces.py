@@ -25,12 +25,12 @@ def decoded(path: Path, start: int, end: int) -> Iterator[str]:
     """
     with path.open("rb") as file:
         file.seek(start)
-        rest = b""
-        while start + len(rest) < end:
-            # The rest may be long, if the last line end was near its beginning.
-            n_bytes = min(PIECE, 2 * PIECE - len(rest))
-            data = rest + file.read(min(n_bytes, end - start - len(rest)))
-            if len(data) == len(rest):
+        pending = b""
+        while start + len(pending) < end:
+            # `pending` may be long, if the last line end was near its beginning.
+            n_bytes = min(PIECE, 2 * PIECE - len(pending))
+            data = pending + file.read(min(n_bytes, end - start - len(pending)))
+            if len(data) == len(pending):
                 raise ValueError(f"{path}: was cut short while it was read")
             cut = len(data) if start + len(data) >= end else _cut(data)
             try:
@@ -40,7 +40,7 @@ def decoded(path: Path, start: int, end: int) -> Iterator[str]:
                 raise ValueError(
                     f"{path} is not UTF-8 text: byte {byte:#04x} at offset {offset}, {error.reason}"
                 ) from error
-            start, rest = start + cut, data[cut:]
+            start, pending = start + cut, data[cut:]
             if piece:
                 yield piece
 

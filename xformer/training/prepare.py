@@ -54,16 +54,16 @@ def load_corpus(
             raise ValueError(f"load_corpus: {path} has its own vocabulary, another was given")
         return corpus
     require_share(share)
-    found = texts(path, field=field, progress=progress)
-    words = made(vocabulary, found, progress)
+    source = texts(path, field=field, progress=progress)
+    words = made(vocabulary, source, progress)
     parts: dict[bool, list[np.ndarray]] = {False: [], True: []}
-    for is_held_out, ids in encoded(found, words, share, progress):
+    for is_held_out, ids in encoded(source, words, share, progress):
         parts[is_held_out].append(ids)
     train, validation = (
         np.concatenate([np.empty(0, dtype_of(words)), *part]) for part in parts.values()
     )
     sha256 = hashlib.sha256(train.data).hexdigest(), hashlib.sha256(validation.data).hexdigest()
-    return Corpus(train, validation, found.description, words, sha256)
+    return Corpus(train, validation, source.description, words, sha256)
 
 
 def prepare(
@@ -87,20 +87,20 @@ def prepare(
     target = Path(folder)
     require_new(target)
     require_share(share)
-    found = texts(path, field=field, progress=progress)
-    words = made(vocabulary, found, progress)
-    _require_room(target, found, words)
+    source = texts(path, field=field, progress=progress)
+    words = made(vocabulary, source, progress)
+    _require_room(target, source, words)
     with _named(target), making(target) as part:
         words.save(part)
         files = [part / f"{name}.bin" for name in PARTS]
         with files[0].open("wb") as train, files[1].open("wb") as validation:
             outs = [_Out(train), _Out(validation)]
-            for is_held_out, ids in encoded(found, words, share, progress):
+            for is_held_out, ids in encoded(source, words, share, progress):
                 outs[is_held_out].write(ids)
         header = {
             "format": FORMAT,
-            "description": found.description,
-            "documents": found.n_documents,
+            "description": source.description,
+            "documents": source.n_documents,
             "dtype": dtype_of(words).name,
             "vocabulary": {"size": words.size, "sha256": digest(vocabulary_in(part))},
             **{name: out.entry() for name, out in zip(PARTS, outs, strict=True)},
@@ -137,11 +137,11 @@ class _Out:
         return {"tokens": self.n, "sha256": self.digest.hexdigest()}
 
 
-def _require_room(target: Path, found: Texts, words: Vocabulary) -> None:
+def _require_room(target: Path, source: Texts, words: Vocabulary) -> None:
     """OSError if the disk has no room for all tokens, estimated from the first piece of text."""
-    piece = next(piece for piece in found.pieces() if piece)
+    piece = next(piece for piece in source.pieces() if piece)
     share = len(words.array(piece)) / len(piece.encode())
-    needed = int(share * found.n_bytes * dtype_of(words).itemsize)
+    needed = int(share * source.n_bytes * dtype_of(words).itemsize)
     above = next(p for p in (target, *target.absolute().parents) if p.exists())
     free = shutil.disk_usage(above).free
     if needed > free:

@@ -91,8 +91,8 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(locked(self.folder, "trains"))
             if (self.folder / RUN).is_file():
-                there = read_run(self.folder)["about"]
-                require_same(self.folder / RUN, there, self.about, self.free)
+                stored = read_run(self.folder)["about"]
+                require_same(self.folder / RUN, stored, self.about, self.free)
             else:
                 self._describe({"about": self.about, "notes": self.notes, "made": self._made()})
             (self.folder / CHECKPOINTS).mkdir(exist_ok=True)
@@ -126,31 +126,31 @@ class Run:
         for training. TypeError or ValueError for a leaf of `start` that a checkpoint cannot store.
         """
         require_state("begin", start, self.place)
-        found = checkpoints(self.folder)
-        if at is not None and at not in found:
-            have = ", ".join(map(str, found)) or "none"
+        by_step = checkpoints(self.folder)
+        if at is not None and at not in by_step:
+            have = ", ".join(map(str, by_step)) or "none"
             raise FileNotFoundError(
                 f"{self.folder} has no checkpoint of step {at}; it has those of {have}"
             )
         state = start
-        if found:
-            saved = self._read(found, max(found) if at is None else at)
+        if by_step:
+            saved = self._read(by_step, max(by_step) if at is None else at)
             saved.require(self.about, self.free)
             state = saved.restored(start, self.place)
             self._saved = state.step
         self._require_space(state)
-        there = read_run(self.folder)
-        if differences(there["about"], self.about):
-            self._describe(there | {"about": self.about, "notes": self.notes})
-        newer = [path for step, path in found.items() if step > state.step]
+        content = read_run(self.folder)
+        if differences(content["about"], self.about):
+            self._describe(content | {"about": self.about, "notes": self.notes})
+        newer = [path for step, path in by_step.items() if step > state.step]
         model = self.folder / checkpoint.WEIGHTS
-        if (newer or not found) and self.model is not None and model.is_file():
+        if (newer or not by_step) and self.model is not None and model.is_file():
             newer.insert(0, model)  # first: better no model than one of a renamed step
         for path in newer:
             path.replace(aside(path))
-        if found and self.model is not None:
+        if by_step and self.model is not None:
             state = self._with_model(state)
-        shorten(self.folder / LOG, state.step, self.every if found and not newer else 0)
+        shorten(self.folder / LOG, state.step, self.every if by_step and not newer else 0)
         self._prune(state)  # the last process may have been killed before it did
         return state
 
@@ -195,8 +195,8 @@ class Run:
         """The most bytes that training will add: checkpoints, one of them while it is written."""
         one = _stored(state)
         models = 0 if self.model is None else 2 * _stored(state.params)
-        found = checkpoints(self.folder).items()
-        have = sum(path.stat().st_size for step, path in found if step <= state.step)
+        existing = checkpoints(self.folder).items()
+        have = sum(path.stat().st_size for step, path in existing if step <= state.step)
         return max((self.keep + 2) * one - have, one) + models
 
     def _finish(self) -> None:
@@ -223,32 +223,32 @@ class Run:
         """Write the best model if it is missing. Return the state, without an unknown best loss."""
         if (self.folder / checkpoint.WEIGHTS).is_file():
             return state
-        best, place = state, self.place
+        best, backend = state, self.place
         if state.best_step not in (0, state.step):
             try:
                 saved = read_state(path_of(self.folder, state.best_step))
-                place = backends.get("numpy")  # so that a device does not hold two states
-                best = saved.restored(state, place)
+                backend = backends.get("numpy")  # so that a device does not hold two states
+                best = saved.restored(state, backend)
             except (FileNotFoundError, CheckpointError):
                 state = best = state._replace(best=math.inf, best_step=0)
                 write_state(path_of(self.folder, state.step), state, self.place, self.about)
-        self._write_model(best.averaged, place)
+        self._write_model(best.averaged, backend)
         return state
 
-    def _write_model(self, params: Any, place: Backend) -> None:
+    def _write_model(self, params: Any, backend: Backend) -> None:
         if getattr(self.model, "hf_config", None) is None:
-            checkpoint.save(self.folder, self.model, params, place)
+            checkpoint.save(self.folder, self.model, params, backend)
         else:
             pretrained.save(self.model, params, self.folder)
 
-    def _read(self, found: dict[int, Path], step: int) -> Saved:
+    def _read(self, by_step: dict[int, Path], step: int) -> Saved:
         try:
-            return read_state(found[step])
+            return read_state(by_step[step])
         except CheckpointError as error:
-            older = [n for n in found if n < step]
+            older = [n for n in by_step if n < step]
             for n in reversed(older):
                 try:
-                    read_state(found[n])
+                    read_state(by_step[n])
                 except CheckpointError:
                     continue
                 hint = f"that of step {n} is intact: resume from it with --resume-step {n}"
@@ -286,10 +286,10 @@ class Run:
         }
 
     def _last_good(self) -> str:
-        found = checkpoints(self.folder)
-        if not found:
+        by_step = checkpoints(self.folder)
+        if not by_step:
             return "there is no checkpoint yet"
-        return f"the last good checkpoint is {found[max(found)]}"
+        return f"the last good checkpoint is {by_step[max(by_step)]}"
 
 
 def require_ours(folder: Path) -> None:

@@ -76,10 +76,10 @@ class Saved(NamedTuple):
             if _kind(have.get(name)) != _kind(wanted.get(name))
         ]
         _require_none(self.path, differ)
-        rest = iter(wanted)
+        names = iter(wanted)
 
         def one(leaf: Any) -> Any:
-            name = next(rest)
+            name = next(names)
             if name in arrays:
                 return backend.asarray(arrays[name])
             return type(leaf)(self.numbers[name])
@@ -153,23 +153,23 @@ def read_state(path: str | os.PathLike[str]) -> Saved:
     )
 
 
-def require_same(path: Path, there: Any, here: Any, free: Collection[str] = ()) -> None:
+def require_same(path: Path, stored: Any, current: Any, free: Collection[str] = ()) -> None:
     """ValueError, which lists differences, if nested JSON of a file differs from that of this run.
 
     free: dotted names of values that may differ
     """
-    old, new = dict(_parts(there)), dict(_parts(here))
+    old, new = dict(_parts(stored)), dict(_parts(current))
     differ = [
         f"{name} is {_shown(old, name)} there, {_shown(new, name)} here"
-        for name in differences(there, here)
+        for name in differences(stored, current)
         if name not in free
     ]
     _require_none(path, differ)
 
 
-def differences(there: Any, here: Any) -> list[str]:
+def differences(stored: Any, current: Any) -> list[str]:
     """The dotted names of the values in which two nested JSON objects differ."""
-    old, new = dict(_parts(there)), dict(_parts(here))
+    old, new = dict(_parts(stored)), dict(_parts(current))
     return [
         name
         for name in [*old, *(name for name in new if name not in old)]

@@ -123,8 +123,8 @@ def _of_file(path: Path, progress: Progress | None) -> Texts:
     return Texts(lambda: iter([document]), 1, size, path.name)
 
 
-def _of_files(found: list[Path], name: str, progress: Progress | None) -> Texts:
-    paths = [path for path in found if path.is_file()]
+def _of_files(entries: list[Path], name: str, progress: Progress | None) -> Texts:
+    paths = [path for path in entries if path.is_file()]
     sizes = [path.stat().st_size for path in paths]
     documents, done = [], 0
     for path, size in zip(paths, sizes, strict=True):
@@ -137,7 +137,7 @@ def _of_files(found: list[Path], name: str, progress: Progress | None) -> Texts:
         raise ValueError(f"there is no UTF-8 text in the {len(paths)} files ({name})")
     left_out = len(paths) - len(documents)
     note = f", {left_out} empty or not UTF-8 left out" if left_out else ""
-    if others := len(found) - len(paths):
+    if others := len(entries) - len(paths):
         note += f", {others} broken links or pipes left out"
     n_bytes = sum(document.end - document.start for document in documents)
     description = f"{name}: {len(documents)} files{note}"
@@ -218,12 +218,12 @@ def _report(progress: Progress | None, what: str, done: int, total: int) -> None
 def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    found = sorted(p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
-    if not found:
+    sources = sorted(p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
+    if not sources:
         raise FileNotFoundError(
             "this Python has no source of its standard library: give the path of a text"
         )
-    return found
+    return sources
 
 
 def _below(root: Path) -> Iterator[Path]:

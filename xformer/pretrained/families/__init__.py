@@ -8,7 +8,7 @@ from typing import Any
 
 from xformer.pretrained.family import Family
 
-_PLACES = {
+_ATTRIBUTES = {
     "albert": "albert.FAMILY",
     "bert": "bert.FAMILY",
     "distilbert": "distilbert.FAMILY",
@@ -32,21 +32,21 @@ class _Families(Mapping[str, Family]):
     """`model_type` -> family. A family's file is imported when it is first used: all take 10 ms."""
 
     def __getitem__(self, name: str) -> Family:
-        file, _, place = _PLACES[name].partition(".")
-        found: Family = getattr(importlib.import_module(f"{__name__}.{file}"), place)
-        return found
+        file, _, attribute = _ATTRIBUTES[name].partition(".")
+        family: Family = getattr(importlib.import_module(f"{__name__}.{file}"), attribute)
+        return family
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_PLACES)
+        return iter(_ATTRIBUTES)
 
     def __len__(self) -> int:
-        return len(_PLACES)
+        return len(_ATTRIBUTES)
 
 
 FAMILIES = _Families()
 
 
 def __getattr__(name: str) -> Any:
-    if any(place.partition(".")[0] == name for place in _PLACES.values()):
+    if any(path.partition(".")[0] == name for path in _ATTRIBUTES.values()):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,15 +17,15 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration. A model without a head has a pooler if the file does."""
     c.only("inner_group_num", 1)
     c.ignore("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
-    own = bert.block(c, act="gelu_new", dropout=0.0, sizes=(4096, 64, 16384))
+    config = bert.block(c, act="gelu_new", dropout=0.0, sizes=(4096, 64, 16384))
     top: Any = bert.pooler(names)
     if head == "masked-lm":
-        top = MaskedLMHead(own.ffn.activation, own.norm.eps)
+        top = MaskedLMHead(config.ffn.activation, config.norm.eps)
     elif head == "classifier":
         top = Classifier(c.labels(), dropout=rate(c, "classifier_dropout_prob", 0.1))
     model = bert.encoder(
         c,
-        own,
+        config,
         top,
         vocab_size=30000,
         width=c.integer("embedding_size", low=1, default=128),

@@ -19,13 +19,13 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.ignore(*(f"pooler_{key}" for key in unread))
     c.unread("pooler_type", "first_token_transform")
     c.unread("directionality", "bidi")
-    own = block(c)
+    config = block(c)
     top: Any = pooler(names)
     if head == "masked-lm":
-        top = MaskedLMHead(own.ffn.activation, own.norm.eps)
+        top = MaskedLMHead(config.ffn.activation, config.norm.eps)
     elif head == "classifier":
-        top = Classifier(c.labels(), dropout=classifier_dropout(c, own))
-    return encoder(c, own, top)
+        top = Classifier(c.labels(), dropout=classifier_dropout(c, config))
+    return encoder(c, config, top)
 
 
 def block(
@@ -56,14 +56,14 @@ def block(
 
 def encoder(
     c: Config,
-    own: BlockConfig,
+    config: BlockConfig,
     head: Any,
     *,
     vocab_size: int = 30522,
     width: int | None = None,
     **embed: Any,
 ) -> LanguageModel:
-    """Return an encoder of blocks `own`.
+    """Return an encoder whose blocks all have the configuration `config`.
 
     vocab_size: the family's default
     width: of the embedding; None: d_model
@@ -76,27 +76,27 @@ def encoder(
     c.ignore("is_causal")  # only decoders use it
     table = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=vocab_size),
-        width=own.d_model if width is None else width,
-        d_model=own.d_model,
+        width=config.d_model if width is None else width,
+        d_model=config.d_model,
         max_len=c.integer("max_position_embeddings", low=1, default=512),
         positions="learned",
         n_types=c.integer("type_vocab_size", default=2),
-        norm=own.norm,
-        dropout=own.dropout,
+        norm=config.norm,
+        dropout=config.dropout,
         **embed,
     )
-    return LanguageModel(table, (own,) * layers(c, default=12), causal=False, head=head)
+    return LanguageModel(table, (config,) * layers(c, default=12), causal=False, head=head)
 
 
 def pooler(names: Collection[str] | None) -> Pooler | None:
     """Return the pooler of a model without a head; None if its file has none."""
-    there = names is None or any("pooler." in name for name in names)
-    return Pooler() if there else None
+    has_pooler = names is None or any("pooler." in name for name in names)
+    return Pooler() if has_pooler else None
 
 
-def classifier_dropout(c: Config, own: BlockConfig) -> float:
+def classifier_dropout(c: Config, config: BlockConfig) -> float:
     """Return the classifier's dropout rate; by default it is the rate of the hidden states."""
-    return rate(c, "classifier_dropout", own.dropout)
+    return rate(c, "classifier_dropout", config.dropout)
 
 
 def links(model: LanguageModel, name: str = "bert") -> Links:

@@ -26,7 +26,7 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.only("use_bidirectional_attention", False)
     c.ignore("hidden_act", "cache_implementation")  # hidden_activation is used instead
     bias = c.flag("attention_bias", default=False)
-    own = block(
+    config = block(
         c,
         kv_heads=4,
         d_head=256,
@@ -44,10 +44,10 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     return decoder(
         c,
         head,
-        tuple(replace(own, attn=replace(own.attn, window=size)) for size in sizes),
+        tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes),
         max_len=8192,
         tied=True,
-        embed_scale=own.d_model**0.5,
+        embed_scale=config.d_model**0.5,
         softcap=c.number("final_logit_softcapping", low=1e-9, default=30.0, null=None),
     )
 

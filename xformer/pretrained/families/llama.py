@@ -26,8 +26,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     c.unread("rope_interleaved", False)
     c.ignore("is_llama_config", "max_sequence_length")  # in SmolLM2 and Llama 1; nothing reads them
     bias = c.flag("attention_bias", default=False)
-    own = block(c, bias=bias, ffn=gated(c, bias=c.flag("mlp_bias", default=False)))
-    return decoder(c, head, (own,) * layers(c))
+    config = block(c, bias=bias, ffn=gated(c, bias=c.flag("mlp_bias", default=False)))
+    return decoder(c, head, (config,) * layers(c))
 
 
 def block(
@@ -83,14 +83,14 @@ def decoder(
     tied: bool = False,
     embed_scale: float = 1.0,
     softcap: float | None = None,
-    **own: Any,
+    **options: Any,
 ) -> LanguageModel:
     """Return a decoder of `blocks`.
 
     head: the head, as in `Family.heads`
     max_len, theta, tied: the family's values if the configuration has no such key
     embed_scale, softcap: the scale of the embedding, and the softcap of the logits
-    own: further options of `LanguageModel`
+    options: further options of `LanguageModel`
     """
     max_len = c.integer("max_position_embeddings", low=1, default=max_len)
     embed = EmbedConfig(
@@ -103,7 +103,7 @@ def decoder(
     turned = rope(c, width=blocks[0].attn.head_width, max_len=max_len, theta=theta)
     is_tied = c.flag("tie_word_embeddings", default=tied)
     top = decoder_head(c, head, tied=is_tied, softcap=softcap)
-    return LanguageModel(embed, blocks, rotary=turned, head=top, **own)
+    return LanguageModel(embed, blocks, rotary=turned, head=top, **options)
 
 
 def window(c: Config, default: int | None = None) -> tuple[int, None] | None:

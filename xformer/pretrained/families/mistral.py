@@ -12,8 +12,8 @@ from xformer.pretrained.family import layers
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration."""
-    own = block(c, kv_heads=8, window=window(c, default=4096))
-    return decoder(c, head, (own,) * layers(c), max_len=131072)
+    config = block(c, kv_heads=8, window=window(c, default=4096))
+    return decoder(c, head, (config,) * layers(c), max_len=131072)
 
 
 FAMILY = family("Mistral", build)

@@ -26,11 +26,11 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     )
     weight = c.number("router_aux_loss_coef", low=0, default=0.001)
     balances = c.flag("output_router_logits", default=False) and head == "lm"
-    own = block(c, eps=1e-5, kv_heads=8, window=window(c), ffn=mixture)
+    config = block(c, eps=1e-5, kv_heads=8, window=window(c), ffn=mixture)
     return decoder(
         c,
         head,
-        (own,) * layers(c),
+        (config,) * layers(c),
         max_len=131072,
         theta=1e6,
         load_balancing_weight=weight if balances else 0.0,

@@ -19,8 +19,8 @@ def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     return decoder(c, head, blocks, max_len=32768)
 
 
-def sliding(c: Config, own: BlockConfig) -> tuple[BlockConfig, ...]:
-    """Return the blocks of all layers, each `own` with its sliding window or None.
+def sliding(c: Config, config: BlockConfig) -> tuple[BlockConfig, ...]:
+    """Return the blocks of all layers: `config` with the layer's sliding window or None.
 
     If `use_sliding_window` is true, by default layers from `max_window_layers` on have a window.
     """
@@ -30,7 +30,7 @@ def sliding(c: Config, own: BlockConfig) -> tuple[BlockConfig, ...]:
     first = c.integer("max_window_layers", default=28)
     slides = tuple(size is not None and i >= first for i in range(n_layers))
     sizes = windows(c, n_layers, size, slides)
-    return tuple(replace(own, attn=replace(own.attn, window=size)) for size in sizes)
+    return tuple(replace(config, attn=replace(config.attn, window=size)) for size in sizes)
 
 
 FAMILY = family("Qwen2", build)

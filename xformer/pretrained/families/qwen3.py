@@ -13,8 +13,8 @@ from xformer.pretrained.families.qwen2 import sliding
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration."""
     bias = c.flag("attention_bias", default=False)
-    own = block(c, kv_heads=32, d_head=128, bias=bias, qk_norm="head")
-    return decoder(c, head, sliding(c, own), max_len=32768)
+    config = block(c, kv_heads=32, d_head=128, bias=bias, qk_norm="head")
+    return decoder(c, head, sliding(c, config), max_len=32768)
 
 
 FAMILY = family("Qwen3", build)

@@ -14,15 +14,15 @@ from xformer.pretrained.names import Links, linear, norm, same
 
 def build(c: Config, head: str, names: Collection[str] | None) -> LanguageModel:
     """Return the model of a configuration. A model without a head has a pooler if the file does."""
-    own = bert.block(c)
+    config = bert.block(c)
     top: Any = bert.pooler(names)
     if head == "masked-lm":
-        top = MaskedLMHead("gelu", own.norm.eps)
+        top = MaskedLMHead("gelu", config.norm.eps)
     elif head == "classifier":
-        rate = bert.classifier_dropout(c, own)
+        rate = bert.classifier_dropout(c, config)
         top = Classifier(c.labels(), dense_dropout=rate, dropout=rate)
     offset = c.integer("pad_token_id", default=1) + 1
-    return bert.encoder(c, own, top, vocab_size=50265, offset=offset)
+    return bert.encoder(c, config, top, vocab_size=50265, offset=offset)
 
 
 def links(model: LanguageModel) -> Links:

@@ -21,12 +21,12 @@ from xformer.pretrained.names import Links, attention, linear, norm, same
 
 def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder | LanguageModel:
     """Return the model of a configuration. In T5 1.1 the head is tied only if the file has none."""
-    own, dropout = block(c), rate(c, "dropout_rate", 0.1)
+    config, dropout = block(c), rate(c, "dropout_rate", 0.1)
     c.ignore("n_positions", "classifier_dropout")
     embed = EmbedConfig(
         vocab_size=c.integer("vocab_size", low=1, default=32128),
-        width=own.d_model,
-        d_model=own.d_model,
+        width=config.d_model,
+        d_model=config.d_model,
         positions="none",
         dropout=dropout,
     )
@@ -34,10 +34,10 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
         "n_buckets": c.integer("relative_attention_num_buckets", low=4, high=1 << 20, default=32),
         "max_distance": c.integer("relative_attention_max_distance", low=2, default=128),
     }
-    relative_bias = RelativeConfig(own.attn.n_heads, **buckets)
+    relative_bias = RelativeConfig(config.attn.n_heads, **buckets)
     n_layers = layers(c, "num_layers", 6)
-    encoder = (own,) * n_layers
-    decoder = (own,) * layers(c, "num_decoder_layers", n_layers)
+    encoder = (config,) * n_layers
+    decoder = (config,) * layers(c, "num_decoder_layers", n_layers)
     # By default tie_word_embeddings decides about the scale too; transformers 5 has a key for it.
     ties = c.flag("tie_word_embeddings", default=True)
     scales = c.flag("scale_decoder_outputs", default=ties)
@@ -45,14 +45,14 @@ def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder
         options: Any = {"causal": False, "relative_bias": relative_bias, "head": None}
         return LanguageModel(embed, encoder, out_dropout=dropout, **options)
     absent = ties if names is None else "lm_head.weight" not in names
-    top = LMHead(tied=scales or absent, scale=own.d_model**-0.5 if scales else 1.0)
+    top = LMHead(tied=scales or absent, scale=config.d_model**-0.5 if scales else 1.0)
     return EncoderDecoder(
         encoder=encoder,
         decoder=decoder,
         src_embed=embed,
         shared_embed=True,
         encoder_relative_bias=relative_bias,
-        decoder_relative_bias=RelativeConfig(own.attn.n_heads, bidirectional=False, **buckets),
+        decoder_relative_bias=RelativeConfig(config.attn.n_heads, bidirectional=False, **buckets),
         head=top if head == "lm" else None,
         out_dropout=dropout,
     )

@@ -19,10 +19,10 @@ from xformer.pretrained.names import Links, fused, linear, norm
 
 def build(c: Config, head: str, names: Collection[str] | None) -> EncoderDecoder:
     """Return the model of an `nn.Transformer`: encoder and decoder each have a final norm."""
-    own = block(c)
+    config = block(c)
     return EncoderDecoder(
-        encoder=(own,) * layers(c, "num_encoder_layers", 6),
-        decoder=(own,) * layers(c, "num_decoder_layers", 6),
+        encoder=(config,) * layers(c, "num_encoder_layers", 6),
+        decoder=(config,) * layers(c, "num_decoder_layers", 6),
         encoder_norm=True,
         decoder_norm=True,
     )
