@@ -213,6 +213,8 @@ def test_nbytes_of_other_dtypes() -> None:
     assert tree.nbytes(np.ones(3, np.float16)) == 6
     assert tree.nbytes(np.ones(3, np.complex64)) == 24
     assert tree.nbytes(strict.ones(3, dtype=strict.complex128)) == 48
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert tree.nbytes(np.ones(3, ml_dtypes.bfloat16)) == 6
 
 
 def test_map_on_arrays_of_every_library(library: Backend) -> None:

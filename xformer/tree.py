@@ -329,6 +329,8 @@ def _rebuild(like: Any, parts: list[Any]) -> Any:
 
 
 def _itemsize(array: Any) -> int:
+    if hasattr(array.dtype, "itemsize"):  # also of bfloat16, of which `isdtype` knows nothing
+        return int(array.dtype.itemsize)
     xp = array_namespace(array)
     if xp.isdtype(array.dtype, "bool"):
         return 1
