@@ -85,6 +85,17 @@ def test_results_stay(library: Backend) -> None:
 
 
 @only(*BOTH)
+def test_donated_arrays_that_change_places(library: Backend) -> None:
+    """Each becomes the next one's value, and none is lost."""
+    turn = xf.compile(lambda s, y: ((s[1], s[2], s[0]), s[0] + y), donate=0)
+    state = tuple(on(library, [np.full(3, float(i)) for i in range(3)]))
+    for i in range(5):
+        state, total = turn(state, 1.0)
+        got = [library.to_numpy(x).tolist() for x in (*state, total)]
+        assert got == [[float(n)] * 3 for n in ((i + 1) % 3, (i + 2) % 3, i % 3, i % 3 + 1)]
+
+
+@only(*BOTH)
 def test_other_trees_and_shapes(library: Backend) -> None:
     def fn(arrays: Any, doubled: bool, power: Any) -> Any:
         return [x * (2 if doubled else 1) for x in arrays.values()], power

@@ -87,12 +87,7 @@ class Captured:
                 self._moving |= replaced
                 self._forget()
                 return self._first(state, inputs)
-            for name, buffer in self._state.items():
-                if state[name] is not buffer:  # after a step that ran without the graph
-                    buffer[...] = state[name]
-            for name, buffer in self._inputs.items():
-                if buffer is not inputs[name]:
-                    buffer[...] = self._of_device(inputs[name])
+            self._fill(state, inputs)
             if self._launched(self._graph):
                 return self._state, self._results  # type: ignore[return-value]  # not None
             state = self._state
@@ -115,6 +110,19 @@ class Captured:
             self._kind = None  # the next call, if any, is a first call again
             self._forget()
             raise
+
+    def _fill(self, state: dict[str, Array], inputs: Any) -> None:
+        """Copy the arrays of a call to the graph's arrays, if they are others."""
+        others = {name: x for name, x in state.items() if x is not self._state[name]}
+        own_ids = {id(own) for own in self._state.values()}
+        for name, x in others.items():
+            if id(x) in own_ids:  # another array of the state, which is written below
+                others[name] = array_namespace(x).asarray(x, copy=True)
+        for name, x in others.items():
+            self._state[name][...] = x
+        for name, own in self._inputs.items():
+            if own is not inputs[name]:
+                own[...] = self._of_device(inputs[name])
 
     def _launched(self, graph: Graph) -> bool:
         """Record the graph if it is not recorded, and launch it; return whether this succeeded."""
