@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -155,7 +155,8 @@ class Backend:
         lends: whether the next call may overwrite the results that do not replace donated arrays
 
         The returned function has `explain()`. It may have `repeated(n, *arguments)`, which runs n
-        calls in one: the first results of each call replace the donated arguments of the next.
+        calls in one. The first results of each call replace the donated arguments of the next
+        (`next_arguments`). It returns the results of the last call.
         """
         return None
 
@@ -190,6 +191,19 @@ class Backend:
     def device_name(self) -> str:
         """Return the name of the device."""
         return "cpu" if self.device is None else str(self.device)
+
+
+def next_arguments(
+    arguments: Sequence[Any], donated: Collection[int], results: Sequence[Any]
+) -> list[Any]:
+    """The arguments of the next call of `Compiled.repeated`.
+
+    donated: indices of arguments; the first of `results`, in this order, replace them.
+    """
+    following = list(arguments)
+    for i, new in zip(sorted(donated), results, strict=False):
+        following[i] = new
+    return following
 
 
 def _storage_dtype(precision: str) -> Any:

@@ -321,6 +321,123 @@ def test_the_command_asks_for_it(library: Backend, tmp_path: Any) -> None:
     assert main(["train", "--resume", folder, "--compile"]) == 0  # which has no steps left
 
 
+# ---- Several calls in one ----
+
+ROUNDS = ((1, 2.0), (1, 3.0), (4, 2.0), (3, 0.5), (1, 1.0))  # calls, and a number they get
+N_CALLS = sum(n for n, _ in ROUNDS)
+OTHER = np.array([1.0, 2.0])
+
+
+def growing(rate: Any, state: Any, other: Any) -> Any:
+    x, y = state
+    return (x * rate + other, y + 1), x + y
+
+
+def swapping(rate: Any, state: Any, other: Any) -> Any:
+    """The next value of each array of the state is the other array."""
+    x, y = state
+    return (y, x), x * rate + other
+
+
+def first_state() -> tuple[np.ndarray, np.ndarray]:
+    return np.array([1.0, 2.0]), np.array([3.0, 4.0])
+
+
+def one_by_one(fn: Any) -> list[Any]:
+    """The results on NumPy after each of `ROUNDS`."""
+    state, found = first_state(), []
+    for n, rate in ROUNDS:
+        for _ in range(n):
+            state, result = fn(rate, state, OTHER)
+        found.append([x.tolist() for x in (*state, result)])
+    return found
+
+
+def in_rounds(library: Backend, fn: Any, *, lends: bool = True) -> list[Any]:
+    """The same, each round by one call of `repeated`, which reads nothing."""
+    compiled: Any = library.compiled(fn, (1,), lends=lends)
+    state, found = tuple(map(library.asarray, first_state())), []
+    other = library.asarray(OTHER)
+    for n, rate in ROUNDS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(library), "to_numpy", None)
+            state, result = compiled.repeated(n, rate, state, other)
+        found.append([library.to_numpy(x).tolist() for x in (*state, result)])
+    return found
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize("fn", [growing, swapping])
+def test_calls_in_one(library: Backend, graphs: list[Any], fn: Any, lends: bool) -> None:
+    """A number of a round is an input; the first call of all is no launch."""
+    assert in_rounds(library, fn, lends=lends) == one_by_one(fn)
+    assert [graph.launches for graph in graphs] == [N_CALLS - 1]
+
+
+def test_further_calls_only_launch(
+    library: Backend, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each result of the state is in the array of its argument; else they are calls."""
+    calls: list[Any] = []
+    called = Captured.__call__
+    monkeypatch.setattr(Captured, "__call__", lambda *args: calls.append(1) or called(*args))
+    for fn, lends, n in (
+        (growing, True, len(ROUNDS)),
+        (growing, False, N_CALLS),
+        (swapping, True, N_CALLS),
+    ):
+        calls.clear()
+        in_rounds(library, fn, lends=lends)
+        assert len(calls) == n
+
+
+def test_calls_in_one_that_are_not_captured(library: Backend, graphs: list[Any]) -> None:
+    def bringing(rate: Any, state: Any, other: Any) -> Any:
+        results = growing(rate, state, other)
+        return results[0], results[1] + library.asarray(OTHER)
+
+    wanted = [[x, y, (np.array(r) + OTHER).tolist()] for x, y, r in one_by_one(growing)]
+    with pytest.warns(RuntimeWarning, match="no graph: .*; steps are made call by call") as said:
+        assert in_rounds(library, bringing) == wanted
+    assert len(said) == 1
+    assert [graph.launches for graph in graphs] == [0]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 6])
+def test_a_launch_that_fails_in_a_round(
+    library: Backend, notes: list[Graph], monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """The calls that are left are made call by call, from the state of the last launch."""
+    launch = Graph.launch
+
+    def fails(self: Graph) -> None:
+        if self.launches == n:
+            raise RuntimeError("the device is busy")
+        launch(self)
+
+    monkeypatch.setattr(Graph, "launch", fails)
+    with pytest.warns(RuntimeWarning, match="the device is busy; steps are made call by") as said:
+        assert in_rounds(library, growing) == one_by_one(growing)
+    assert len(said) == 1
+    assert [graph.launches for graph in notes] == [n]
+
+
+@pytest.mark.parametrize("build", [list, tuple])
+def test_calls_in_one_on_other_trees(library: Backend, graphs: list[Any], build: Any) -> None:
+    """Trees of another build, and arrays of other shapes, are computed call by call."""
+    compiled: Any = library.compiled(growing, (1,), lends=True)
+    state, other = tuple(map(library.asarray, first_state())), library.asarray(OTHER)
+    state, _ = compiled.repeated(3, 2.0, state, other)
+    short = build(library.asarray(x[:1]) for x in first_state())
+    with pytest.warns(RuntimeWarning, match="call by call"):
+        (x, y), result = compiled.repeated(3, 2.0, short, library.asarray(OTHER[:1]))
+    assert [library.to_numpy(a).tolist() for a in (x, y, result)] == [[15.0], [6.0], [12.0]]
+    (x, y), _ = compiled.repeated(3, 2.0, state, other)
+    assert library.to_numpy(x).tolist() == [64 + 63, 2 * 64 + 2 * 63]
+    assert library.to_numpy(y).tolist() == [9, 10]
+    assert [graph.launches for graph in graphs] == [5]
+
+
 # ---- Numbers on the device ----
 
 

@@ -66,6 +66,7 @@ class Captured:
         self._step, self._backend = step, backend
         self._kind: Any = None  # shapes and dtypes of the first call's state and inputs
         self._results: tuple[Any, ...] | None = None  # the graph writes to these arrays
+        self.is_launched = False  # whether the last call launched the graph
         self._moving: set[str] = set()  # inputs on the device that changed to another array
         self._said: set[str] = set()  # causes that `say` reported
         self._constants: Constants = {}
@@ -76,6 +77,7 @@ class Captured:
         self, state: dict[str, Array], inputs: Any
     ) -> tuple[dict[str, Array], tuple[Any, ...]]:
         """Return the state after the step, in the arrays of the first call, and the results."""
+        self.is_launched = False
         kinds = _kind(state), _kind(inputs)
         if self._kind is None:
             self._kind = kinds
@@ -93,6 +95,21 @@ class Captured:
             state = self._state
             self._forget()
         return self._step(state, {name: self._of_device(x) for name, x in inputs.items()})
+
+    def again(self, state: dict[str, Array], n: int) -> int:
+        """Repeat the last call on its results up to n times; return how many times.
+
+        Each is only a launch of the graph. 0 if the last call did not launch it, or if an array of
+        `state` is not the graph's.
+        """
+        graph = self._graph if self.is_launched else None
+        if graph is None or any(state[name] is not own for name, own in self._state.items()):
+            return 0
+        for done in range(n):
+            if not self._launched(graph):
+                self._forget()
+                return done
+        return n
 
     def _first(self, state: dict[str, Array], inputs: Any) -> Any:
         """Run the step. It compiles kernels and allocates the memory that recording needs."""
@@ -138,11 +155,13 @@ class Captured:
             text = str(error) or type(error).__name__
             self.say(f"{_origin_of(error)}{text}; steps are made call by call")
             return False
+        self.is_launched = True
         return True
 
     def _forget(self) -> None:
         """Delete the graph and free its memory."""
         self._graph = self._results = None
+        self.is_launched = False
         self._constants.clear()
         self._held.clear()
 

@@ -11,7 +11,7 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from xformer import tree
-from xformer.backends.base import Backend
+from xformer.backends.base import Backend, next_arguments
 from xformer.backends.cupy.captured import Captured, is_of_device
 from xformer.typing import Array
 
@@ -73,6 +73,40 @@ class Compiled:
         self._kind: list[Any] | None = None  # the structure of the first call's trees
 
     def __call__(self, *arguments: Any) -> Any:
+        state, inputs, kind = self._read(arguments)
+        self._kind = self._kind or kind
+        if kind != self._kind:
+            self._call.is_launched = False
+            self._call.say("trees of another build than at first are computed call by call")
+            return self.fn(*arguments)
+        self._step.arguments = arguments
+        try:
+            state, (results,) = self._call(state, inputs)
+        finally:
+            self._step.arguments = ()
+        return _mapped(lambda x: self._out(x, state), results)
+
+    def repeated(self, n: int, *arguments: Any) -> Any:
+        """Return the results of the last of n calls.
+
+        The first results of each call replace the donated arguments of the next. If these results
+        are stored in the donated arrays, a further call is only a launch of the graph. The device
+        is not read.
+        """
+        results, n = self(*arguments), n - 1
+        while n > 0:
+            arguments = tuple(next_arguments(arguments, self.donated, results))
+            state, _, kind = self._read(arguments)
+            if self.lends and kind == self._kind:
+                n -= self._call.again(state, n)
+            if n > 0:
+                results, n = self(*arguments), n - 1
+        return results
+
+    def _read(
+        self, arguments: Sequence[Any]
+    ) -> tuple[dict[str, Array], dict[str, Any], list[Any]]:
+        """Return the state, the inputs, and the structure of the arguments' trees."""
         state, inputs, kind = dict[str, Array](), dict[str, Any](), list[Any]()
         for i, argument in enumerate(arguments):
             leaves, nodes = tree.parts(argument)
@@ -85,16 +119,7 @@ class Compiled:
                     state[f"{i}.{n}"] = x
                 else:
                     inputs[f"{i}.{n}"] = x
-        self._kind = self._kind or kind
-        if kind != self._kind:
-            self._call.say("trees of another build than at first are computed call by call")
-            return self.fn(*arguments)
-        self._step.arguments = arguments
-        try:
-            state, (results,) = self._call(state, inputs)
-        finally:
-            self._step.arguments = ()
-        return _mapped(lambda x: self._out(x, state), results)
+        return state, inputs, kind
 
     def explain(self) -> str:
         """Return a sentence: whether there is a graph, or why not."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from xformer import tree
 from xformer.backends.arrays import refusal
+from xformer.backends.base import next_arguments
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, placed
@@ -102,10 +103,7 @@ class Compiled:
     def _by_turns(self, n: int, arguments: Sequence[Any], call: Callable[..., Any]) -> Any:
         """Call after call."""
         for _ in range(n - 1):
-            results, given = call(*arguments), list(arguments)
-            for i, new in zip(sorted(self.donated), results, strict=False):
-                given[i] = new
-            arguments = given
+            arguments = next_arguments(arguments, self.donated, call(*arguments))
         return call(*arguments)
 
     def _known(
