@@ -103,9 +103,7 @@ class Compiled:
                 results, n = self(*arguments), n - 1
         return results
 
-    def _read(
-        self, arguments: Sequence[Any]
-    ) -> tuple[dict[str, Array], dict[str, Any], list[Any]]:
+    def _read(self, arguments: Sequence[Any]) -> tuple[dict[str, Array], dict[str, Any], list[Any]]:
         """Return the state, the inputs, and the structure of the arguments' trees."""
         state, inputs, kind = dict[str, Array](), dict[str, Any](), list[Any]()
         for i, argument in enumerate(arguments):
