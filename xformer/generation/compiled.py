@@ -21,7 +21,9 @@ from xformer.models.encoder_decoder import EncoderDecoderState
 from xformer.typing import Array
 
 LEAST = 256  # least slots of a KV cache, so that most texts use the same program
-READ = 1 << 30  # most bytes of weights, keys and values that one call reads: about 50 ms
+# Most bytes of weights, keys and values that one call reads, by `Backend.graphs`. That is about
+# 50 ms of a CPU, and of a GPU, which reads 100 times as fast.
+READ = {False: 1 << 30, True: 100 << 30}
 MOST = 64  # most tokens of one call
 KEPT = 8  # models whose programs are kept
 # Recording a program takes as long as 15 to 19 uncompiled tokens (Zen 4, two small models).
@@ -113,11 +115,12 @@ class CompiledTokens:
 
     def __call__(
         self, text: PrefilledPrompt, new: Sequence[int], most: int = 1
-    ) -> tuple[PrefilledPrompt, Array | None]:
+    ) -> tuple[PrefilledPrompt, np.ndarray | None]:
         """The text after `new`, one token a sequence, and the next greedy ids (B,) if is_greedy.
 
-        The returned text has no state: this object holds it. most: if is_greedy and the library
-        can repeat a call (`repeated`), up to most - 1 further greedy ids are decoded and appended.
+        The returned text has no state: this object holds it. The ids are on the host. most: if
+        is_greedy and the library can repeat a call (`repeated`), up to most - 1 further greedy ids
+        are decoded and appended.
         """
         if self._state is None:
             self.begin(text.state)
@@ -127,7 +130,8 @@ class CompiledTokens:
             n = min(most, self._most, self._state.capacity - text.width)
             return self._several(text, ids, n)
         self._state, logits, chosen = self._call(self.params, self._source, self._state, ids)
-        return PrefilledPrompt(_longer(text, ids), logits[:, -1, :], None, text.width + 1), chosen
+        longer = PrefilledPrompt(_longer(text, ids), logits[:, -1, :], None, text.width + 1)
+        return longer, None if chosen is None else self.place.to_numpy(chosen)
 
     def begin(self, state: Any) -> None:
         """Start from the state of texts of at least one token."""
@@ -164,11 +168,15 @@ class CompiledTokens:
         if n:
             self._state = self.network.truncate(self._state, n)
 
-    def _several(self, text: PrefilledPrompt, ids: Any, n: int) -> tuple[PrefilledPrompt, Array]:
-        """Decode `ids` (B, 1) and n - 1 further greedy ids in one call."""
-        donated = self._state, np.array(ids), np.zeros((len(ids), MOST), np.int64)
+    def _several(
+        self, text: PrefilledPrompt, ids: Any, n: int
+    ) -> tuple[PrefilledPrompt, np.ndarray]:
+        """Decode `ids` (B, 1) and n - 1 further greedy ids in one call. Read them at its end."""
+        hosts = np.array(ids), np.zeros((len(ids), MOST), np.int64)
+        donated = self._state, *map(self.place.asarray, hosts)
         args = self.params, self._source, donated, text.width
-        (self._state, _, written), logits = self._call.repeated(n, *args)
+        (self._state, _, chosen), logits = self._call.repeated(n, *args)
+        written = self.place.to_numpy(chosen)
         more = np.concatenate([ids, written[:, : n - 1]], axis=1)
         new = PrefilledPrompt(_longer(text, more), logits[:, -1, :], None, text.width + n)
         return new, written[:, n - 1]
@@ -184,7 +192,7 @@ class CompiledTokens:
         self._call = self._make()
         if self.is_greedy and hasattr(self._call, "repeated"):
             read = tree.nbytes((self.params, self._source, self._state.kv_cache))
-            self._most = max(1, min(MOST, READ // read))
+            self._most = max(1, min(MOST, READ[self.place.graphs] // read))
 
 
 def _parted(state: Any) -> tuple[Any, Any]:

@@ -130,7 +130,7 @@ def _stream(
             text = prompts
         else:
             text = _read(network, params, prompts, compiled=asked)
-    chosen: Array | None = None
+    chosen: np.ndarray | None = None
     running, n_new = [True] * len(rngs), 0
     try:
         while n_new < max_new_tokens:
@@ -165,7 +165,7 @@ def _grown(
     tokens: CompiledTokens | None,
     backend: Backend,
     most: int,
-) -> tuple[PrefilledPrompt, Array | None]:
+) -> tuple[PrefilledPrompt, np.ndarray | None]:
     """The text after the tokens `new`, and the next greedy ids if they are known.
 
     A compiled call may append further greedy ids, up to `most` tokens in all. A text that fills the
@@ -192,12 +192,13 @@ def _choose(
     text: PrefilledPrompt,
     sampler: Filter | None,
     rngs: Sequence[np.random.Generator],
-    chosen: Array | None,
+    chosen: np.ndarray | None,
 ) -> list[int]:
     """The next token of each text. chosen: the greedy ones if they are known."""
     if sampler is None:
-        chosen = greedy(text.logits) if chosen is None else chosen
-        new: list[int] = backend.to_numpy(chosen).tolist()
+        if chosen is None:
+            chosen = backend.to_numpy(greedy(text.logits))
+        new: list[int] = chosen.tolist()
         _require_ids(backend, text.logits, new)
         return new
     return draw(backend.to_numpy(sampler(text.logits, text.ids)), [rng.random() for rng in rngs])
