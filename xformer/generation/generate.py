@@ -207,7 +207,8 @@ def _choose(
 def _require_ids(backend: Backend, logits: Array, new: Sequence[int]) -> None:
     """ValueError if `new` has -1, for a text whose largest logit is not finite."""
     if min(new) < 0:
-        require_finite("generate", backend.to_numpy(backend.xp.max(logits, axis=-1)))
+        with backend.active():
+            require_finite("generate", backend.to_numpy(backend.xp.max(logits, axis=-1)))
         raise ValueError("generate: the largest logit of each row must be finite")
 
 
