@@ -131,7 +131,7 @@ class CompiledTokens:
             return self._several(text, ids, n)
         self._state, logits, chosen = self._call(self.params, self._source, self._state, ids)
         longer = PrefilledPrompt(_longer(text, ids), logits[:, -1, :], None, text.width + 1)
-        return longer, None if chosen is None else self.place.to_numpy(chosen)
+        return longer, None if chosen is None else self.backend.to_numpy(chosen)
 
     def begin(self, state: Any) -> None:
         """Start from the state of texts of at least one token."""
@@ -173,10 +173,10 @@ class CompiledTokens:
     ) -> tuple[PrefilledPrompt, np.ndarray]:
         """Decode `ids` (B, 1) and n - 1 further greedy ids in one call. Read them at its end."""
         hosts = np.array(ids), np.zeros((len(ids), MOST), np.int64)
-        donated = self._state, *map(self.place.asarray, hosts)
+        donated = self._state, *map(self.backend.asarray, hosts)
         args = self.params, self._source, donated, text.width
         (self._state, _, chosen), logits = self._call.repeated(n, *args)
-        written = self.place.to_numpy(chosen)
+        written = self.backend.to_numpy(chosen)
         more = np.concatenate([ids, written[:, : n - 1]], axis=1)
         new = PrefilledPrompt(_longer(text, more), logits[:, -1, :], None, text.width + n)
         return new, written[:, n - 1]
@@ -192,7 +192,7 @@ class CompiledTokens:
         self._call = self._make()
         if self.is_greedy and hasattr(self._call, "repeated"):
             read = tree.nbytes((self.params, self._source, self._state.kv_cache))
-            self._most = max(1, min(MOST, READ[self.place.graphs] // read))
+            self._most = max(1, min(MOST, READ[self.backend.graphs] // read))
 
 
 def _parted(state: Any) -> tuple[Any, Any]:
