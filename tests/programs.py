@@ -10,7 +10,7 @@ import numpy as np
 
 from xformer import reference_only
 from xformer.backends.numba.program.binding import Code
-from xformer.backends.numba.program.run import Recorded, layout_of, placed
+from xformer.backends.numba.program.run import Recorded, gap_free, layout_of
 
 TINY = 1e-6  # of the largest number: some roundings of float32
 THREADS = 1, 3, 8  # 2 elsewhere
@@ -18,7 +18,7 @@ THREADS = 1, 3, 8  # 2 elsewhere
 
 def record(fn: Callable[..., Any], arrays: Sequence[np.ndarray], threads: int = 2) -> Recorded:
     """fn(*arrays) -> a list of arrays."""
-    return Recorded(fn, [layout_of(placed(x)) for x in arrays], threads)
+    return Recorded(fn, [layout_of(gap_free(x)) for x in arrays], threads)
 
 
 def names(recorded: Recorded, *, native: bool = True) -> list[str]:

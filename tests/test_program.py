@@ -17,7 +17,7 @@ from xformer import backends, catalogue, optim, reference_only, tree
 from xformer.backends import Backend
 from xformer.backends.numba.program import namespace, program
 from xformer.backends.numba.program.plan import waits
-from xformer.backends.numba.program.run import Recorded, layout_of, placed
+from xformer.backends.numba.program.run import Recorded, gap_free, layout_of
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy import threads
 from xformer.catalogue import Case
@@ -82,7 +82,7 @@ class Both:
             backend = building(lambda host: next(inputs), values, namespace)
             return whole(case, backend, dtype, arrays[n:])[:-1]
 
-        self.fn, self.inputs = fn, [placed(x) for x in (*hosts, *dy)]
+        self.fn, self.inputs = fn, [gap_free(x) for x in (*hosts, *dy)]
         self.recorded = Recorded(fn, [layout_of(x) for x in self.inputs], threads)
         # Gradients of what softmax does not depend on are rounding: of others' largest number.
         largest = max(float(abs(x).max(initial=0)) for x in self.wanted)
@@ -233,7 +233,9 @@ def test_layouts() -> None:
     run = record(lambda x: [x + 1], x.T)
     np.testing.assert_array_equal(run(x.T)[0], x.T + 1)
     gaps = x[:, :2]
-    np.testing.assert_array_equal(record(lambda x: [x + 1], gaps.copy())(placed(gaps))[0], gaps + 1)
+    np.testing.assert_array_equal(
+        record(lambda x: [x + 1], gaps.copy())(gap_free(gaps))[0], gaps + 1
+    )
     with pytest.raises(ValueError, match="other layouts"):
         run(x)
 

@@ -278,17 +278,17 @@ def test_what_it_leaves_to_the_reference() -> None:
 
 def test_blas_has_one_thread_while_kernels_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each thread of a program would wake all of BLAS's for products of a tile."""
-    made, memory, seen = arrays(), engine._memory, list[int]()
+    made, thread_words, seen = arrays(), engine._thread_words, list[int]()
 
     def looked() -> Any:
         seen.append(min(library["num_threads"] for library in blas()))
-        return memory()
+        return thread_words()
 
     def blas() -> list[Any]:
         own = libraries()  # NumPy's; of another's threads, such as MKL's, nobody takes any
         return [x for x in threadpoolctl.threadpool_info() if x["filepath"] in own]
 
-    monkeypatch.setattr(engine, "_memory", looked)
+    monkeypatch.setattr(engine, "_thread_words", looked)
     run = record(both_ways(softcap=2.0), made, 1)
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         run(*made)

@@ -86,7 +86,7 @@ def test_each_instruction_in_order() -> None:
     fn = Compiled(step, (0,))
     program, inputs = fn.recorded({"w": np.ones(3, np.float32)}, np.ones(3, np.float32))
     found = timing.timed(program, inputs, 2)
-    assert [one.one for one in found] == program.code and found[0].waits
+    assert [one.instruction for one in found] == program.code and found[0].waits
     assert [one.number for one in found] == list(range(len(program.code)))
 
 

@@ -1,9 +1,10 @@
-"""Kernels for NumPy's arrays, compiled by numba (extra `numba`).
+"""Kernels for NumPy arrays, compiled by numba (extra `numba`).
 
     with xformer.kernels("numba"): ...
 
-There they are asked before the kernels of `xformer.backends.numpy`, which compute the rest: float64
-above all. The first training run on a machine compiles kernels for one to two minutes.
+Within this context they are tried before the kernels of `xformer.backends.numpy`, which compute
+what numba's kernels do not support, such as float64. The first training run on a machine compiles
+kernels for one to two minutes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ __all__ = ["KERNELS", "backend"]
 
 KERNELS = (
     Eager(adam_update, donates=(0, 2, 3), varying=("rate", "root", "keep")),
-    Eager(layers.blocks, products=True),
+    Eager(layers.blocks, matmuls=True),
     Eager(ops.gelu),
     Eager(ops.glu),
     Eager(ops.layer_norm),
-    Eager(ops.linear, products=True),
-    Eager(ops.linear_cross_entropy, products=True),
+    Eager(ops.linear, matmuls=True),
+    Eager(ops.linear_cross_entropy, matmuls=True),
     Eager(ops.rms_norm),
     Eager(ops.sdpa),
 )
@@ -39,5 +40,5 @@ for _eager in KERNELS:
 
 
 def backend(device: str | None = None) -> Backend:
-    """NumPy's backend under another name."""
+    """Return NumPy's backend with the name "numba" and numba's version."""
     return replace(numpy.backend(device), name="numba", version=numba.__version__)

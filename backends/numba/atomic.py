@@ -1,6 +1,6 @@
 """Atomic counters and pauses for compiled loops, and arrays from addresses.
 
-Addresses are of the memory of NumPy arrays, which whoever calls keeps alive.
+An address points into a NumPy array, which the caller must keep alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAUSE = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(
 
 
 def _count(typing: Any, address: Any) -> Any:
-    """The int64 at an address, which is one more from now on."""
+    """Add 1 to the int64 at an address, atomically; return its old value."""
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         at = builder.inttoptr(values[0], NUMBER.as_pointer())
@@ -35,7 +35,7 @@ def _count(typing: Any, address: Any) -> Any:
 
 
 def _read(typing: Any, address: Any) -> Any:
-    """The int64 at an address, as the last thread has left it."""
+    """Return the int64 at an address by an atomic load."""
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         at = builder.inttoptr(values[0], NUMBER.as_pointer())
@@ -45,7 +45,7 @@ def _read(typing: Any, address: Any) -> Any:
 
 
 def _pause(typing: Any) -> Any:
-    """A rest of some nanoseconds, in which the other thread of the same core computes."""
+    """Pause for some nanoseconds, in which the core's other hardware thread can compute."""
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if PAUSE:
@@ -57,19 +57,19 @@ def _pause(typing: Any) -> Any:
 
 
 def _give_way(typing: Any) -> Any:
-    """Let another thread have this core, where the system lets a thread say so."""
+    """Yield this core to another thread, if the system has `sched_yield`."""
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if hasattr(os, "sched_yield"):
-            said = ir.FunctionType(ir.IntType(32), [])
-            builder.call(get_or_insert_function(builder.module, said, "sched_yield"), [])
+            function = ir.FunctionType(ir.IntType(32), [])
+            builder.call(get_or_insert_function(builder.module, function, "sched_yield"), [])
         return context.get_dummy_value()
 
     return types.void(), build
 
 
 def _floats_at(typing: Any, address: Any) -> Any:
-    """A pointer to float32 numbers at an address."""
+    """Cast an address to a pointer to float32."""
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
@@ -86,5 +86,5 @@ _pointer: Any = intrinsic(_floats_at)
 
 @rowwise
 def floats(address: int, shape: Any) -> Any:
-    """The float32 array of this shape, C-contiguous, that begins at an address."""
+    """Return the C-contiguous float32 array of this shape at an address, without a copy."""
     return numba.carray(_pointer(address), shape, np.float32)

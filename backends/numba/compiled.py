@@ -1,4 +1,4 @@
-"""How loops are compiled, and the powers of 2 in them: none of libm's that LLVM could vectorise."""
+"""Decorators that compile loops, and 2^x for them: LLVM cannot vectorise calls of libm's exp2."""
 
 from __future__ import annotations
 
@@ -18,111 +18,126 @@ from numba.core.ccallback import CFunc
 from xformer.backends.base import Unusable
 from xformer.lock import locked
 
-# NaN and infinity stay as they are. Of rows: sums in any order, but no fused products, with which
-# a b - c would not be 0 where c is a b, nor reciprocals in the place of quotients.
+# LLVM's fast-math flags. Both sets treat NaN and infinity exactly. ROWS lets LLVM reorder sums, but
+# not fuse products with sums (a b - c must be 0 if c is a b), and not replace quotients by
+# reciprocals.
 ELEMENTS, ROWS = {"contract", "nsz", "afn"}, {"reassoc", "nsz", "afn"}
-FEW = 32  # rows that are summed one after the other: sums of such sums are more exact
+FEW = 32  # rows that are summed one after the other; adding up these sums is more exact
 LOG2_E = np.float32(math.log2(math.e))
-TO_WHOLE = np.float32(1.5 * 2**23 + 127)  # added, only whole numbers are left in float32
+ROUND = np.float32(1.5 * 2**23 + 127)  # adding it to a small float32 rounds to a whole number
 
 
 def elementwise(fn: Any) -> Any:
-    """`fn` as machine code, made at its first call and kept on disk; it runs without the GIL."""
-    return _kept(fn, ELEMENTS)
+    """Compile `fn` at its first call, with fast-math flags ELEMENTS.
+
+    The machine code is cached on disk and runs without the GIL.
+    """
+    return _compiled(fn, ELEMENTS)
 
 
 def rowwise(fn: Any) -> Any:
-    """The same for sums over rows."""
-    return _kept(fn, ROWS)
+    """Compile `fn` as `elementwise` does, with flags ROWS: LLVM may reorder sums."""
+    return _compiled(fn, ROWS)
 
 
 def summing(fn: Any) -> Any:
-    """The same where products are only added up, and may be fused with their sums."""
-    return _kept(fn, ROWS | {"contract"})
+    """Compile `fn` as `rowwise` does; LLVM may also fuse products with sums. For dot products."""
+    return _compiled(fn, ROWS | {"contract"})
 
 
 def callable_from_c(fn: Any, signature: Any) -> int:
-    """Where the same is as a function of C: loops that call it are not compiled with it."""
-    made = CFunc(fn, sigutils.normalize_signature(signature), locals={}, options=_options(ROWS))
+    """Compile `fn` as a C function with flags ROWS, and return its address.
+
+    Compiled loops that call it by address need not be recompiled with it.
+    """
+    function = CFunc(fn, sigutils.normalize_signature(signature), locals={}, options=_options(ROWS))
     with _folder():
-        made.enable_caching()
-    _kept_by_one(made._cache)
-    made.compile()
-    return int(made.address)
+        function.enable_caching()
+    _adapt_cache(function._cache)
+    function.compile()
+    return int(function.address)
 
 
-def _kept(fn: Any, fastmath: set[str]) -> Any:
+def _compiled(fn: Any, fastmath: set[str]) -> Any:
+    """Return `fn` as a numba function with a cache on disk."""
     with _folder():
-        made = numba.njit(nogil=True, cache=True, **_options(fastmath))(fn)
-    if hasattr(made, "_cache"):  # unless NUMBA_DISABLE_JIT is set
-        _kept_by_one(made._cache)
-    return made
+        dispatcher = numba.njit(nogil=True, cache=True, **_options(fastmath))(fn)
+    if hasattr(dispatcher, "_cache"):  # it has none if NUMBA_DISABLE_JIT is set
+        _adapt_cache(dispatcher._cache)
+    return dispatcher
 
 
 def _options(fastmath: set[str]) -> dict[str, Any]:
+    """Return numba's options: as in NumPy, a division by 0 does not raise."""
     return {"error_model": "numpy", "fastmath": fastmath}
 
 
 @contextmanager
 def _folder() -> Iterator[None]:
-    """Unusable where there is none to keep machine code in."""
+    """Raise Unusable if numba finds no folder for its cache of machine code."""
     try:
         yield
     except RuntimeError as error:
         raise Unusable(
-            f"backend numba cannot be used: it finds no folder for machine code ({error}): name "
-            "one that can be written to in the environment variable NUMBA_CACHE_DIR"
+            f"backend numba cannot be used: it finds no folder for machine code ({error}): set the "
+            "environment variable NUMBA_CACHE_DIR to a folder that can be written to"
         ) from error
 
 
-def _kept_by_one(kept: Any) -> None:
-    kept.save_overload = partial(_save, kept.save_overload, Path(kept.cache_path))
-    # numba looks at the function's own file, but has compiled with it what it calls.
-    kept._cache_file._source_stamp = _sources()
+def _adapt_cache(cache: Any) -> None:
+    """Make a numba cache safe for several processes, and dependent on all files of loops.
+
+    numba compares only the file of the function, but the machine code includes functions of other
+    files.
+    """
+    cache.save_overload = partial(_save, cache.save_overload, Path(cache.cache_path))
+    cache._cache_file._source_stamp = _sources()
 
 
 @functools.cache
 def _sources() -> list[tuple[str, float, int]]:
-    """All files of loops: names, times and sizes."""
+    """Return name, time of modification and size of all Python files in this folder."""
     folder = Path(__file__).parent
-    files = sorted(folder.rglob("*.py"))
-    found = [(file, file.stat()) for file in files]
-    return [(str(file.relative_to(folder)), of.st_mtime, of.st_size) for file, of in found]
+    files = [(file, file.stat()) for file in sorted(folder.rglob("*.py"))]
+    return [(str(file.relative_to(folder)), stat.st_mtime, stat.st_size) for file, stat in files]
 
 
 def _save(save: Callable[..., None], folder: Path, *overload: Any) -> None:
-    """One process at a time; where another does, this one's code is not kept.
+    """Call save(*overload), numba's writing of machine code to disk, unless another process does.
 
-    numba numbers a function's files by those that it finds: two processes at once would give two
-    kinds of arguments the same number, and whoever came next would run one's code with the other's.
+    Without this lock two processes could give the code for different argument types the same file
+    number. A later process would then call code with arguments of the wrong types.
     """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, "keeps machine code"):
+        with locked(folder, "saves machine code"):
             save(*overload)
 
 
 def inlined(fn: Any) -> Any:
-    """`fn`, a part of each loop that calls it."""
+    """Compile `fn` into each loop that calls it."""
     return numba.njit(forceinline=True, error_model="numpy", fastmath=ELEMENTS)(fn)
 
 
 @inlined
 def less(x: Any, y: Any) -> Any:
-    """x - y, rounded before it is added to a sum: sums of rows may be taken in any order."""
+    """Return x - y, rounded to float32.
+
+    A `rowwise` loop that subtracts directly may reorder the difference with its sums.
+    """
     return x - y
 
 
 @inlined
 def exp2(x: Any) -> Any:
-    """2^x in float32 to 1e-7; at most 2^127, and 0 below 2^-126. NaN stays.
+    """Return 2^x in float32, to a relative error of 1e-7; at most 2^127, and 0 below 2^-126.
 
-    2^i 2^f, i whole and |f| <= 1/2: a polynomial of least relative error for 2^f.
+    2^x = 2^i 2^f with i whole and |f| <= 1/2; a minimax polynomial computes 2^f. NaN gives NaN.
     """
-    x = np.float32(-127) if x < np.float32(-127) else x  # as they stand, NaN is neither
+    x = np.float32(-127) if x < np.float32(-127) else x  # NaN fails both comparisons
     x = np.float32(127) if x > np.float32(127) else x
-    t = np.float32(x + TO_WHOLE)  # i + 127 in its last bits
-    f = x - (t - TO_WHOLE)
+    t = np.float32(x + ROUND)  # i + 127 in its last bits
+    f = x - (t - ROUND)
     p = np.float32(0.00015345811754806547)
     p = p * f + np.float32(0.0013399931217237316)
     p = p * f + np.float32(0.009618488958032047)
@@ -130,5 +145,5 @@ def exp2(x: Any) -> Any:
     p = p * f + np.float32(0.24022646890625604)
     p = p * f + np.float32(0.6931472057372641)
     p = p * f + np.float32(1)
-    # The bits of 2^i: an exponent of i + 127, 0 for i = -127.
+    # The float32 with the biased exponent i + 127 is 2^i; for i = -127 it is 0.
     return p * np.int32(t.view(np.int32) << np.int32(23)).view(np.float32)

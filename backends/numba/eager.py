@@ -1,7 +1,7 @@
-"""Calls of ops on NumPy's arrays, each as a program of that op, by the kernels of programs.
+"""Run a call of one op on NumPy arrays as a program of that op.
 
-A program is recorded for each kind of arguments: shapes, dtypes, strides and options. A call takes
-some 50 us of Python, so calls with fewer than `LEAST` elements use NumPy's kernels.
+A program is recorded for each kind of call: the op, shapes, dtypes, strides and options. A call
+takes some 50 us of Python, so calls with fewer than `LEAST` elements use NumPy's kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from xformer import tree
 from xformer.backends.arrays import refusal
 from xformer.backends.numba.program.binding import layout_of
-from xformer.backends.numba.program.run import Recorded, placed
+from xformer.backends.numba.program.run import Recorded, gap_free
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
 from xformer.backends.numba.tuning import LEAST
 from xformer.backends.numpy.leaves import share_no_memory
@@ -23,41 +23,44 @@ from xformer.backends.numpy.threads import n_threads
 from xformer.dispatch import Overridable, chosen_kernels, is_inference, is_reference_only
 from xformer.ops.random_bits import RandomKey, require_key
 
-KEPT = 512  # programs
+KEPT = 512  # programs that are kept
 
-_programs: dict[Any, _Program | str] = {}  # by kind, or why there is none
+_programs: dict[Any, _Program | str] = {}  # by the kind of a call; a str says why there is none
 
 
 class Eager:
-    """A kernel of NumPy's arrays.
+    """A kernel of an op for NumPy arrays, which runs each call as a program.
 
-    products: whether the op is mostly matmuls; with `kernels("mkl")` it is then left to MKL.
-    donates: arguments that a call with donate=True may write over. varying: options whose numbers
-    differ from call to call. least: how many elements all arguments have together, at least.
+    matmuls: whether the op is mostly matmuls; with `kernels("mkl")` MKL's kernel then computes it.
+    donates: indices of the arguments that a call with donate=True may overwrite.
+    varying: names of options that are inputs of the program, since their numbers differ between
+        calls.
+    least: the kernel is unsupported if all arguments together have fewer elements.
     """
 
     def __init__(
         self,
         op: Overridable[..., Any],
         *,
-        products: bool = False,
+        matmuls: bool = False,
         donates: Sequence[int] = (),
         varying: Sequence[str] = (),
         least: int = LEAST,
     ) -> None:
         self.op, self.__name__, self.__signature__ = op, op.__name__, signature(op)
-        self.products, self.donates, self.varying = products, tuple(donates), tuple(varying)
+        self.matmuls, self.donates, self.varying = matmuls, tuple(donates), tuple(varying)
         self.least = least
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """As the op, where `unsupported` has no reason."""
+        """Return the op's result. Only for arguments for which `unsupported` returns None."""
         call = self._call(args, options)
         program = call.program()
         assert not isinstance(program, str), program
         try:
             results = program.run(call.inputs)
         except ValueError:
-            self.op.reference(*args, **options)  # names the op, and which of its arguments is wrong
+            # The reference raises an error that names the op and the wrong argument.
+            self.op.reference(*args, **options)
             raise
         if not self.op.has_backward:
             return _values(results)
@@ -65,29 +68,30 @@ class Eager:
         return _values(y), None if cache is None else Saved(cache)
 
     def unsupported(self, *args: Any, **options: Any) -> str | None:
-        """Why there is no program of these arguments, or NumPy's kernels are better."""
-        if self.products and chosen_kernels() == "mkl":
-            return "products of matrices are MKL's"
+        """Return why no program can run this call, or why NumPy's kernels are faster; else None."""
+        if self.matmuls and chosen_kernels() == "mkl":
+            return "MKL computes matmuls"
         if options.get("kv_cache") is not None:
-            return "a text that grows has other shapes at each call"
+            return "with a KV cache each call has new shapes"
         call = self._call(args, options)
-        others = [x for x in call.inputs if x.dtype.kind == "f" and x.dtype != np.float32]
-        if not call.inputs or call.inputs[0].dtype != np.float32 or len(others) > len(self.varying):
+        wider = [x for x in call.inputs if x.dtype.kind == "f" and x.dtype != np.float32]
+        if not call.inputs or call.inputs[0].dtype != np.float32 or len(wider) > len(self.varying):
             return "only float32"
         if sum([x.size for x in call.inputs]) < self.least:
             return f"fewer than {self.least} elements"
         if call.donated and not share_no_memory(call.inputs):
-            return "arrays that may be written over share memory"
+            return "donated arrays share memory with other arguments"
         program = call.program()
         return program if isinstance(program, str) else program.python
 
     def _call(self, args: Any, options: dict[str, Any]) -> _Call:
-        given = {name: self._as_input(name, x) for name, x in options.items()}
+        """Return the call of the op with its options as the last argument."""
+        converted = {name: self._as_input(name, x) for name, x in options.items()}
         donated = self.donates if options.get("donate", False) else ()
-        return _Call(self.op, (*args, given), donated)
+        return _Call(self.op, (*args, converted), donated)
 
     def _as_input(self, name: str, x: Any) -> Any:
-        """An option, as an array where each call has another number."""
+        """Return an option, with numbers that differ between calls as arrays."""
         if isinstance(x, RandomKey):
             require_key(self.op.__name__, x, name)
             return x._replace(step=np.asarray(x.step, np.int64))
@@ -97,13 +101,13 @@ class Eager:
 class Saved(NamedTuple):
     """The cache of an op."""
 
-    cache: Any  # that of its kernel, with NumPy's arrays instead of the program's
+    cache: Any  # the kernel's cache, with NumPy arrays instead of the program's `Traced` arrays
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
     def backward(self, *dys: Any) -> Any:
-        """The gradients, in new arrays. A dy of 1, as for a loss, skips the multiplication."""
+        """Return the gradients in new arrays. A dy of 1, as of a loss, is not multiplied with."""
         call = _Call(_backward, (self.cache, *map(_gradient, dys), {}), shares=False)
         program = call.program()
         if isinstance(program, str):
@@ -112,7 +116,7 @@ class Saved(NamedTuple):
 
 
 def _gradient(dy: Any) -> Any:
-    """dy as an array; a constant where it is the 1 of a loss."""
+    """Return dy as an array, or as a constant if it is the float32 number 1, as of a loss."""
     if isinstance(dy, np.generic):
         dy = np.asarray(dy)
     if dy is not None and not isinstance(dy, np.ndarray):
@@ -122,31 +126,41 @@ def _gradient(dy: Any) -> Any:
 
 
 def _backward(cache: Any, *dys: Any) -> Any:
+    """Return cache.backward(*dys), with `tree.Constant` as the constant array 1."""
     one = constant(np.ones((), np.float32))
     return cache.backward(*(one if isinstance(dy, tree.Constant) else dy for dy in dys))
 
 
 class _Program(NamedTuple):
+    """A recorded program and the tree of its results."""
+
     recorded: Recorded
-    like: Any  # its results, as a tree of arrays without values, but for constants
-    python: str | None  # what of it would run as Python
+    like: Any  # the tree of results, whose leaves are `Traced` arrays
+    python: str | None  # which instructions would run as Python; None if none would
 
     def run(self, inputs: list[Any]) -> Any:
+        """Run the program; return the tree of results, with constants still `Traced`."""
         results = iter(self.recorded.run(inputs))
         return tree.map(lambda x: next(results) if _is_result(x) else x, self.like)
 
 
 def _is_result(x: Any) -> bool:
+    """Return whether a leaf is computed by the program."""
     return isinstance(x, Traced) and not x.is_constant
 
 
 def _values(results: Any) -> Any:
-    """The results, constants among them as arrays."""
+    """Return the tree of results with `Traced` constants as new NumPy arrays."""
     return tree.map(lambda x: np.array(x) if isinstance(x, Traced) else x, results)
 
 
 class _Call:
-    """fn(*args, **options), of trees with arrays. args: the options are the last of them."""
+    """A call fn(*args[:-1], **args[-1]), whose arguments are trees with arrays.
+
+    donated: indices of arguments that the call may overwrite. shares: as of `Recorded`.
+    self.inputs are the arrays of the program, self.donated the indices of donated ones.
+    self.kind is the key of the program: all that it depends on.
+    """
 
     def __init__(
         self,
@@ -158,48 +172,50 @@ class _Call:
     ) -> None:
         self.fn, self.args, self.donated, self.shares = fn, args, list[int](), shares
         contexts = n_threads(), is_inference(), is_reference_only()
-        self.inputs, kinds = list[Any](), [fn, donated, contexts]
+        self.inputs, kind = list[Any](), [fn, donated, contexts]
         for i, arg in enumerate(args):
             leaves, nodes = tree.parts(arg)
-            kinds.append(nodes)
+            kind.append(nodes)
             for leaf in leaves:
                 x = tree.value(leaf)
                 if type(x) is not np.ndarray and (why := refusal(type(x))) is not None:
                     name = fn.__name__.lstrip("_")
                     raise TypeError(f"{name}: arguments must hold arrays, got {why}")
                 if not isinstance(x, np.ndarray):
-                    kinds.append((type(leaf), leaf))
+                    kind.append((type(leaf), leaf))
                     continue
-                x = placed(x, writeable=i in donated)
+                x = gap_free(x, writeable=i in donated)
                 if i in donated:
                     self.donated.append(len(self.inputs))
                 self.inputs.append(x)
-                kinds.append((type(leaf), x.shape, x.dtype, x.strides))
-        self.kind = tuple(kinds)
+                kind.append((type(leaf), x.shape, x.dtype, x.strides))
+        self.kind = tuple(kind)
 
     def program(self) -> _Program | str:
-        """The program of this kind of call, recorded if it is new; or why there cannot be one."""
-        found = _programs.get(self.kind)
-        if found is None:
+        """Return the program of this kind of call, recorded if it is new; or why there is none."""
+        program = _programs.get(self.kind)
+        if program is None:
             if len(_programs) >= KEPT:
                 _programs.clear()
-            found = _programs[self.kind] = self._recorded()
-        return found
+            program = _programs[self.kind] = self._record()
+        return program
 
-    def _recorded(self) -> _Program | str:
-        likes: list[Any] = []
+    def _record(self) -> _Program | str:
+        """Record the call as a program; or return why it cannot be recorded."""
+        result_trees: list[Any] = []
 
-        def flat(*traced: Traced) -> list[Traced]:
-            rest = iter(traced)
-            args = tree.map(lambda x: next(rest) if isinstance(x, np.ndarray) else x, self.args)
-            *own, options = args
-            likes.append(self.fn(*own, **options))
-            return [x for x in map(tree.value, tree.parts(likes[0])[0]) if _is_result(x)]
+        def on_inputs(*traced: Traced) -> list[Traced]:
+            remaining = iter(traced)
+            *args, options = tree.map(
+                lambda x: next(remaining) if isinstance(x, np.ndarray) else x, self.args
+            )
+            result_trees.append(self.fn(*args, **options))
+            return [x for x in map(tree.value, tree.parts(result_trees[0])[0]) if _is_result(x)]
 
         layouts = [layout_of(x) for x in self.inputs]
         try:
-            recorded = Recorded(flat, layouts, n_threads(), self.donated, shares=self.shares)
+            recorded = Recorded(on_inputs, layouts, n_threads(), self.donated, shares=self.shares)
         except Unrecorded as error:
             return f"not recorded: {error}"
-        is_native = all(native for native, _ in recorded.runs)
-        return _Program(recorded, likes[0], None if is_native else recorded.explain())
+        is_native = all(native for native, _ in recorded.groups)
+        return _Program(recorded, result_trees[0], None if is_native else recorded.explain())

@@ -1,4 +1,4 @@
-"""The rows of a tile of `flash`: powers, probabilities and their slopes, each read once."""
+"""Softmax of the rows of a tile of `flash`, forward and backward, in one pass each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from xformer.backends.numba.compiled import exp2, rowwise
 
 ONE, ZERO = np.float32(1), np.float32(0)
 LOWEST = np.float32(-np.inf)  # a finite number could be a score
-LEAST, MOST = np.float32(2.0**-40), np.float32(2.0**40)  # sums of powers with nothing taken off
-SIGN, OTHERS = np.int32(31), np.int32(0x7FFFFFFF)  # of a number's bits
-LOWEST_BITS = np.int32(LOWEST.view(np.int32) ^ OTHERS)
+# Range of sums of powers that are exact enough without subtracting the maximum of a row.
+LEAST, MOST = np.float32(2.0**-40), np.float32(2.0**40)
+SIGN, MAGNITUDE = np.int32(31), np.int32(0x7FFFFFFF)  # of a float32: shift of the sign bit; mask
+LOWEST_BITS = np.int32(LOWEST.view(np.int32) ^ MAGNITUDE)
 
 
 @rowwise
@@ -22,35 +23,38 @@ def take_powers(
     ahead: int,
     left: int,
     right: int,
-    shifted: bool,
+    subtracts_maximum: bool,
     top: Any,
     total: Any,
     sums: Any,
 ) -> None:
-    """Powers of a tile's scores less top; a top that rises takes total and sums with it.
+    """In place: turn a tile of scores e (rows, columns) into 2^(e - top), 0 for masked keys.
 
-    ahead: from the number of the first key to that of the first query.
+    pad, left, right: as in `flash`, pad of the tile's keys. ahead: the index of the first query
+    minus the index of the first key. top, total (rows,): the number subtracted from a row, and the
+    sum of its powers; total is updated. subtracts_maximum: top is raised to the row's maximum, and
+    total and sums (rows, M), the weighted sums of values, are rescaled.
     """
     for i in range(len(e)):
-        low, high = _reach(e, ahead + i, left, right)
+        low, high = _window(e, ahead + i, left, right)
         row = e[i]
         row[:low] = ZERO
         row[high:] = ZERO
         if pad.size:
             _hide(row[low:high], pad[low:high])
-        if shifted:
+        if subtracts_maximum:
             new = highest(row[low:high])
             if not new <= top[i]:
                 decay = exp2(top[i] - new)
                 total[i] *= decay
                 multiply(sums[i], decay, sums[i])
                 top[i] = new
-        # -inf taken off itself would be no number.
+        # -inf - -inf would be NaN.
         total[i] += powers(row[low:high], ZERO if top[i] == LOWEST else top[i])
 
 
 @rowwise
-def take_slopes(
+def take_dscores(
     p: Any,
     ds: Any,
     pad: Any,
@@ -63,12 +67,15 @@ def take_slopes(
     inner: Any,
     whole: bool,
 ) -> None:
-    """A tile's probabilities of its scores, and dscores of dprobs.
+    """In place: turn p from scores to probabilities, and ds from dprobs to dscores.
 
-    whole: it has all keys, and so dscores are exact where one has all the weight.
+    dscores = p * (dprobs - inner) * scale; 0 for masked keys. p, ds: (rows, columns). inner: the
+    sum of p * dprobs of each row. whole: the tile holds all keys of its rows; then inner is
+    computed here, and dscores are exact even if one key has all the weight.
+    pad, ahead, left, right, top, total: as of `take_powers`.
     """
     for i in range(len(p)):
-        low, high = _reach(p, ahead + i, left, right)
+        low, high = _window(p, ahead + i, left, right)
         for x in (p[i], ds[i]):
             x[:low] = ZERO
             x[high:] = ZERO
@@ -76,20 +83,23 @@ def take_slopes(
         if pad.size:
             _hide(probs, pad[low:high])
         if whole:
-            _slopes(probs, dscores, _probabilities(probs, dscores, top[i], total[i]), scale)
+            _dscores(probs, dscores, _probabilities(probs, dscores, top[i], total[i]), scale)
         else:
-            _probabilities_and_slopes(probs, dscores, top[i], total[i], inner[i], scale)
+            _probabilities_and_dscores(probs, dscores, top[i], total[i], inner[i], scale)
 
 
 @rowwise
-def _reach(tile: Any, ahead: int, left: int, right: int) -> Any:
-    """From which to which column a row goes, whose own key is column `ahead`."""
+def _window(tile: Any, ahead: int, left: int, right: int) -> Any:
+    """Return (low, high): the columns of a tile that a query attends to.
+
+    ahead: the index of the query minus the index of the tile's first key.
+    """
     return max(0, ahead - left), min(tile.shape[1], ahead + right + 1)
 
 
 @rowwise
-def seen(pad: Any, n: int) -> Any:
-    """From which to which key anybody sees, of n."""
+def unmasked(pad: Any, n: int) -> Any:
+    """Return (low, high): the range of n keys without the masked ones at both ends."""
     low, high = 0, n
     if pad.size:
         while low < high and pad[low] < ZERO:
@@ -101,21 +111,21 @@ def seen(pad: Any, n: int) -> Any:
 
 @rowwise
 def _hide(x: Any, pad: Any) -> None:
-    """x = pad where that is not 0; a sum would keep what is NaN."""
+    """Set x to -inf where pad is; adding pad would not replace NaN."""
     for j in range(x.size):
         x[j] = pad[j] if pad[j] < ZERO else x[j]
 
 
 @rowwise
 def multiply(x: Any, factor: Any, out: Any) -> None:
-    """out = factor x, which may be x itself."""
+    """Compute out = factor x; out may be x itself."""
     for j in range(x.size):
         out[j] = factor * x[j]
 
 
 @rowwise
 def dot(x: Any, y: Any) -> Any:
-    """The sum of x y."""
+    """Return the sum of x y."""
     total = ZERO
     for j in range(x.size):
         total += x[j] * y[j]
@@ -124,23 +134,26 @@ def dot(x: Any, y: Any) -> Any:
 
 @rowwise
 def highest(x: Any) -> Any:
-    """-inf of none; by bits, whose order is that of whole numbers. NaN may be it."""
+    """Return the maximum of x, -inf if x is empty. If there is a NaN, it may be NaN.
+
+    The bits of float32 numbers are compared as integers of the same order.
+    """
     top = LOWEST_BITS
     for j in range(x.size):
         bits = np.float32(x[j]).view(np.int32)
-        top = max(top, bits ^ ((bits >> SIGN) & OTHERS))
-    return np.int32(top ^ ((top >> SIGN) & OTHERS)).view(np.float32)
+        top = max(top, bits ^ ((bits >> SIGN) & MAGNITUDE))
+    return np.int32(top ^ ((top >> SIGN) & MAGNITUDE)).view(np.float32)
 
 
 @rowwise
-def within(totals: Any) -> Any:
-    """Whether all sums of powers are as exact as with their maximum taken off; not of NaN."""
+def are_safe(totals: Any) -> Any:
+    """Return whether sums of powers are as exact as with the maximum subtracted. False for NaN."""
     return totals.min() >= LEAST and totals.max() <= MOST
 
 
 @rowwise
 def powers(x: Any, top: Any) -> Any:
-    """x = 2^(x - top); their sum."""
+    """In place: x = 2^(x - top). Return the sum."""
     total = ZERO
     for j in range(x.size):
         e = exp2(x[j] - top)
@@ -151,7 +164,7 @@ def powers(x: Any, top: Any) -> Any:
 
 @rowwise
 def _probabilities(p: Any, d: Any, top: Any, total: Any) -> Any:
-    """p = 2^(p - top) / total; the sum of p d."""
+    """In place: p = 2^(p - top) / total. Return the sum of p d."""
     inner, share = ZERO, ONE / total
     for j in range(p.size):
         e = exp2(p[j] - top) * share
@@ -161,15 +174,17 @@ def _probabilities(p: Any, d: Any, top: Any, total: Any) -> Any:
 
 
 @rowwise
-def _slopes(p: Any, d: Any, inner: Any, scale: Any) -> None:
-    """d = p (d - inner) scale."""
+def _dscores(p: Any, d: Any, inner: Any, scale: Any) -> None:
+    """In place: d = p (d - inner) scale."""
     for j in range(p.size):
         d[j] = p[j] * (d[j] - inner) * scale
 
 
 @rowwise
-def _probabilities_and_slopes(p: Any, d: Any, top: Any, total: Any, inner: Any, scale: Any) -> None:
-    """Both at once, where inner is known before."""
+def _probabilities_and_dscores(
+    p: Any, d: Any, top: Any, total: Any, inner: Any, scale: Any
+) -> None:
+    """In place: p = 2^(p - top) / total and d = p (d - inner) scale, in one pass."""
     share = ONE / total
     for j in range(p.size):
         e = exp2(p[j] - top) * share

@@ -1,4 +1,4 @@
-"""The words of `random_bits` at any place, several blocks of four at a time."""
+"""The words of `random_bits` from any block of the stream on, several blocks at a time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ WEYL0, WEYL1 = map(np.uint64, WEYL)
 
 @elementwise
 def words(first: int, seed_low: int, seed_high: int, step: int, site: int, out: Any) -> None:
-    """Blocks first, first + 1, ... of a stream. seed: its two words; out: uint32 (4, N).
+    """Write blocks number first, first + 1, ... of a stream to the columns of out, uint32 (4, N).
 
-    A block is a column: only so do vectors of counters go through the rounds. What is above 32 bits
-    is cut off before a product alone, and at the end: sums and xor do not carry it down.
+    seed_low, seed_high: the two words of the seed. step, site: as of `RandomKey`.
+    Blocks are columns so that the compiler vectorises the rounds. Bits above 32 are cut off only
+    before products and at the end, since sums and xor do not carry them into lower bits.
     """
     for i in range(out.shape[1]):
         number = np.uint64(first) + np.uint64(i)

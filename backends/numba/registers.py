@@ -1,6 +1,7 @@
-"""What a compiler does not make of loops: vectors, and tiles of a product, that stay in registers.
+"""Functions for `tile` as LLVM instructions, whose vectors stay in registers.
 
-For loops of `tile`; as LLVM's instructions. Addresses and steps are in bytes.
+A compiler does not keep a tile of a matmul in registers if the tile is written as loops. Addresses
+and steps are in bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from xformer.backends.numba.tuning import DEPTH
 
 
 def _lanes() -> int:
-    """Numbers of a vector that are multiplied and added in one instruction; 0 where unknown."""
+    """Return how many float32 numbers one fused multiply-add of this core takes; 0 if unknown."""
     config = numba.config
     if platform.machine().lower() not in ("x86_64", "amd64") or config.DISABLE_JIT:
         return 0
@@ -34,44 +35,48 @@ def _lanes() -> int:
 
 
 USABLE = _lanes() > 0
-LANES = _lanes() or 4  # of code that is never run
-HIGH = 12 if LANES == 16 else 6
-ROWS = HIGH, HIGH // 3 * 2, HIGH // 3  # of a tile: as many as fit into registers, or what is left
-VECTORS = 2
+LANES = _lanes() or 4  # numbers of a vector; 4: the code is never run
+HIGH = 12 if LANES == 16 else 6  # rows of a tile: as many as fit into registers
+ROWS = HIGH, HIGH // 3 * 2, HIGH // 3  # possible rows of a tile; fewer for the last rows of x
+VECTORS = 2  # vectors of a row of a tile
 COLUMNS = VECTORS * LANES
-STEP = DEPTH + 16  # from row to row of one; not so that all rows are in one set of a cache
+STEP = DEPTH + 16  # numbers between rows of an x panel, chosen so that rows use several cache sets
 
-REAL, WHOLE, PART = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+REAL, INT64, INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 VECTOR = ir.VectorType(REAL, LANES)
 
 
-def _at(builder: Any, address: Any) -> Any:
-    """A pointer to a vector."""
+def _vector_at(builder: Any, address: Any) -> Any:
+    """Cast an address to a pointer to a vector."""
     return builder.inttoptr(address, VECTOR.as_pointer())
 
 
-def _further(builder: Any, address: Any, step: Any, times: int = 1) -> Any:
-    return builder.add(address, builder.mul(step, ir.Constant(WHOLE, times)))
+def _advance(builder: Any, address: Any, step: Any, times: int = 1) -> Any:
+    """Return address + times * step."""
+    return builder.add(address, builder.mul(step, ir.Constant(INT64, times)))
 
 
-def _moved(typing: Any, source: Any, to: Any) -> Any:
-    """LANES numbers."""
+def _copy_vector(typing: Any, source: Any, target: Any) -> Any:
+    """Copy LANES numbers."""
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x = builder.load(_at(builder, values[0]), align=4)
-        builder.store(x, _at(builder, values[1]), align=4)
+        x = builder.load(_vector_at(builder, values[0]), align=4)
+        builder.store(x, _vector_at(builder, values[1]), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), build
 
 
-def _turned(typing: Any, source: Any, step: Any, to: Any, to_step: Any) -> Any:
-    """LANES rows of as many numbers, transposed: blocks off the diagonal change places."""
+def _transpose_vectors(typing: Any, source: Any, step: Any, target: Any, target_step: Any) -> Any:
+    """Copy LANES rows of LANES numbers, transposed. step, target_step: between rows.
+
+    Blocks off the diagonal are swapped, blocks of 1 number first, then of 2, 4, ...
+    """
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, step, to, to_step = values
+        source, step, target, target_step = values
         rows = [
-            builder.load(_at(builder, _further(builder, source, step, i)), align=4)
+            builder.load(_vector_at(builder, _advance(builder, source, step, i)), align=4)
             for i in range(LANES)
         ]
         half = 1
@@ -83,24 +88,28 @@ def _turned(typing: Any, source: Any, step: Any, to: Any, to_step: Any) -> Any:
                 rows[i], rows[i + half] = (_shuffled(builder, *pair, x) for x in (upper, lower))
             half *= 2
         for i, row in enumerate(rows):
-            builder.store(row, _at(builder, _further(builder, to, to_step, i)), align=4)
+            address = _advance(builder, target, target_step, i)
+            builder.store(row, _vector_at(builder, address), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), build
 
 
-def _shuffled(builder: Any, x: Any, y: Any, places: list[int]) -> Any:
-    mask = ir.Constant(ir.VectorType(PART, LANES), places)
+def _shuffled(builder: Any, x: Any, y: Any, indices: list[int]) -> Any:
+    """Return the vector of the numbers of x and y, joined, at these indices."""
+    mask = ir.Constant(ir.VectorType(INT32, LANES), indices)
     return builder.shuffle_vector(x, y, mask)
 
 
 def _tile(n: int, by_rows: bool) -> Any:
-    """y = scale x w, or += that: x (n, k), w (k, COLUMNS), y (n, COLUMNS).
+    """Return an intrinsic for y = scale x w, or y += scale x w if `keep`.
 
-    by_rows: rows of x are STEP numbers apart, and those of a row follow each other; else those of
-    a column do, and columns are x_step bytes apart. w_step, step: from row to row of w and y.
-    ahead, ahead_step: a line of memory that is wanted soon, and from it to the next, one for two
-    rows of w: asked for more often, lines come no faster, and w itself has to wait.
+    x (n, k), w (k, COLUMNS), y (n, COLUMNS); x, w, y are addresses.
+    by_rows: rows of x are contiguous and begin every STEP numbers. Else columns are contiguous and
+        begin every x_step bytes.
+    w_step, step: between rows of w and of y.
+    fetch, fetch_step: the first cache line to prefetch, and the step to the next. One line is
+        prefetched for two rows of w; more often would be no faster and delay the loads of w.
     """
 
     def typed(
@@ -114,71 +123,77 @@ def _tile(n: int, by_rows: bool) -> Any:
         step: Any,
         scale: Any,
         keep: Any,
-        ahead: Any,
-        ahead_step: Any,
+        fetch: Any,
+        fetch_step: Any,
     ) -> Any:
         return types.void(*(types.int64,) * 7, types.float32, *(types.int64,) * 3), build
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        k, x, x_step, w, w_step, y, step, scale, keep, *ahead = values
+        k, x, x_step, w, w_step, y, step, scale, keep, *fetched = values
         if by_rows:
-            x_step = ir.Constant(WHOLE, 4)
-        places = [
+            x_step = ir.Constant(INT64, 4)
+        addresses = [
             [
-                builder.add(_further(builder, y, step, i), ir.Constant(WHOLE, 4 * v * LANES))
+                builder.add(_advance(builder, y, step, i), ir.Constant(INT64, 4 * v * LANES))
                 for v in range(VECTORS)
             ]
             for i in range(n)
         ]
-        for place in itertools.chain(*places):
-            _fetch(builder, place, writes=1)
-        sums = _sums(builder, n, k, (x, x_step, STEP if by_rows else 1), (w, w_step), ahead)
-        factor = _all(builder, scale)
-        kept = builder.icmp_signed("!=", keep, ir.Constant(WHOLE, 0))
+        for address in itertools.chain(*addresses):
+            _prefetch(builder, address, writes=1)
+        sums = _sums(builder, n, k, (x, x_step, STEP if by_rows else 1), (w, w_step), fetched)
+        factor = _broadcast(builder, scale)
+        keeps = builder.icmp_signed("!=", keep, ir.Constant(INT64, 0))
         for i in range(n):
             for v in range(VECTORS):
                 sums[i][v] = builder.fmul(sums[i][v], factor)
-        with builder.if_else(kept) as branches:
+        with builder.if_else(keeps) as branches:
             for branch, adds in zip(branches, (True, False), strict=True):
                 with branch:
                     for i in range(n):
                         for v in range(VECTORS):
-                            at, own = _at(builder, places[i][v]), sums[i][v]
+                            pointer, result = _vector_at(builder, addresses[i][v]), sums[i][v]
                             if adds:
-                                own = builder.fadd(builder.load(at, align=4), own)
-                            builder.store(own, at, align=4)
+                                result = builder.fadd(builder.load(pointer, align=4), result)
+                            builder.store(result, pointer, align=4)
         return context.get_dummy_value()
 
     return intrinsic(typed)
 
 
-def _sums(builder: Any, n: int, k: Any, factor: Any, other: Any, soon: Any) -> Any:
-    """The loop over k, at least once; n x VECTORS vectors."""
-    (x, x_step, apart), (w, w_step) = factor, other
+def _sums(builder: Any, n: int, k: Any, x_panel: Any, w_panel: Any, fetched: Any) -> Any:
+    """Build the loop over k >= 1 and return the sums of products: n rows of VECTORS vectors.
+
+    x_panel: address, step between columns in bytes, step between rows in numbers. w_panel: address,
+    step between rows. fetched: address and step of the cache lines to prefetch.
+    """
+    (x, x_step, row_distance), (w, w_step) = x_panel, w_panel
     before = builder.block
     loop, done = map(builder.append_basic_block, ("loop", "done"))
     builder.branch(loop)
     builder.position_at_end(loop)
-    p = builder.phi(WHOLE)
-    p.add_incoming(ir.Constant(WHOLE, 0), before)
+    p = builder.phi(INT64)
+    p.add_incoming(ir.Constant(INT64, 0), before)
     sums = [[builder.phi(VECTOR) for _ in range(VECTORS)] for _ in range(n)]
     row = builder.add(w, builder.mul(p, w_step))
     ws = [
-        builder.load(_at(builder, builder.add(row, ir.Constant(WHOLE, 4 * v * LANES))), align=4)
+        builder.load(
+            _vector_at(builder, builder.add(row, ir.Constant(INT64, 4 * v * LANES))), align=4
+        )
         for v in range(VECTORS)
     ]
     numbers = builder.inttoptr(builder.add(x, builder.mul(p, x_step)), REAL.as_pointer())
     fma = get_or_insert_function(
         builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fma.v{LANES}f32"
     )
-    half = builder.lshr(p, ir.Constant(WHOLE, 1))
-    _fetch(builder, builder.add(soon[0], builder.mul(half, soon[1])), writes=0)
+    half = builder.lshr(p, ir.Constant(INT64, 1))
+    _prefetch(builder, builder.add(fetched[0], builder.mul(half, fetched[1])), writes=0)
     added = []
     for i in range(n):
-        place = builder.gep(numbers, [ir.Constant(WHOLE, i * apart)])
-        number = _all(builder, builder.load(place, align=4))
+        pointer = builder.gep(numbers, [ir.Constant(INT64, i * row_distance)])
+        number = _broadcast(builder, builder.load(pointer, align=4))
         added.append([builder.call(fma, [number, ws[v], sums[i][v]]) for v in range(VECTORS)])
-    after = builder.add(p, ir.Constant(WHOLE, 1))
+    after = builder.add(p, ir.Constant(INT64, 1))
     p.add_incoming(after, loop)
     zero = ir.Constant(VECTOR, [0.0] * LANES)
     for i in range(n):
@@ -190,25 +205,26 @@ def _sums(builder: Any, n: int, k: Any, factor: Any, other: Any, soon: Any) -> A
     return added
 
 
-def _all(builder: Any, number: Any) -> Any:
-    """A vector of one number."""
+def _broadcast(builder: Any, number: Any) -> Any:
+    """Return a vector with the same number in all lanes."""
     empty = ir.Constant(VECTOR, ir.Undefined)
-    first = builder.insert_element(empty, number, ir.Constant(PART, 0))
+    first = builder.insert_element(empty, number, ir.Constant(INT32, 0))
     return _shuffled(builder, first, empty, [0] * LANES)
 
 
-def _fetch(builder: Any, address: Any, *, writes: int) -> None:
-    """Have it in the cache soon, to be read or written."""
+def _prefetch(builder: Any, address: Any, *, writes: int) -> None:
+    """Prefetch the cache line of an address, for reading (writes=0) or writing (writes=1)."""
     byte = ir.IntType(8).as_pointer()
     prefetch = get_or_insert_function(
         builder.module,
-        ir.FunctionType(ir.VoidType(), [byte, PART, PART, PART]),
+        ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32]),
         "llvm.prefetch.p0i8",
     )
-    builder.call(prefetch, [builder.inttoptr(address, byte), *(PART(i) for i in (writes, 3, 1))])
+    builder.call(prefetch, [builder.inttoptr(address, byte), *(INT32(i) for i in (writes, 3, 1))])
 
 
-move: Any = intrinsic(_moved)
-turn: Any = intrinsic(_turned)
+copy_vector: Any = intrinsic(_copy_vector)
+transpose_vectors: Any = intrinsic(_transpose_vectors)
+# The tiles of ROWS[0], ROWS[1] and ROWS[2] rows, for row-major and column-major panels of x.
 high_by_rows, middle_by_rows, low_by_rows = (_tile(n, True) for n in ROWS)
 high_by_columns, middle_by_columns, low_by_columns = (_tile(n, False) for n in ROWS)

@@ -1,8 +1,10 @@
-"""Products of matrices where a core has vectors of 8 or 16 numbers: as fast as it can multiply.
+"""Matmuls on cores with vectors of 8 or 16 float32 numbers, near the peak speed of the core.
 
-A tile of HIGH rows and COLUMNS stays in registers while panels of both factors go by, copied so
-that a tile reads their numbers one after the other (Goto and van de Geijn 2008, "Anatomy of
-high-performance matrix multiplication"). On other machines `gemm` has BLAS's product.
+A tile of HIGH rows and COLUMNS columns of y stays in registers. Both factors are copied to panels,
+in which a tile reads its numbers one after the other (Goto and van de Geijn 2008, "Anatomy of
+high-performance matrix multiplication"). On other machines `gemm` calls BLAS.
+
+In this module an address and a step (the distance of two rows or columns) are in bytes.
 """
 
 from __future__ import annotations
@@ -23,280 +25,309 @@ from xformer.backends.numba.registers import (
     ROWS,
     STEP,
     VECTORS,
+    copy_vector,
     high_by_columns,
     high_by_rows,
     low_by_columns,
     low_by_rows,
     middle_by_columns,
     middle_by_rows,
-    move,
-    turn,
+    transpose_vectors,
 )
 from xformer.backends.numba.tuning import DEPTH, FEW_COLUMNS, FEW_ROWS, GROUP, NEAR, SLOT
 from xformer.backends.numpy.threads import LINE
 
-WIDE = 1024  # columns at once
-STRIDE = SLOT or HIGH  # from row to row of a panel that is copied column by column
-# Rows that go by a panel of w together: at most so many, of so many numbers, which stay near.
+WIDE = 1024  # columns of w whose panels are kept at once
+STRIDE = SLOT or HIGH  # numbers between the columns of an x panel that is copied column by column
+# x has few rows if it has at most MOST rows, and at most NUMBERS numbers in a range of depth: then
+# its panels stay in cache while panels of w are read one after the other.
 MOST, NUMBERS = 384, 192 * DEPTH
-PANEL, EDGE = max(HIGH * STEP, DEPTH * STRIDE), HIGH * COLUMNS
-PANELS = MOST // HIGH + 1  # of x: what is left of its rows may take two tiles
-SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # of `memory`
-LINES = max(1, 4 * COLUMNS // LINE)  # of a row of w's panels
-TILES = 8 * COLUMNS // LINE  # that fetch a panel of w by columns, each a line for two of its rows
+PANEL, EDGE = max(HIGH * STEP, DEPTH * STRIDE), HIGH * COLUMNS  # numbers of an x panel, of a tile
+PANELS = MOST // HIGH + 1  # panels of x: the last rows may take two tiles
+SIZE = 16 + PANELS * PANEL + EDGE + DEPTH * (WIDE + COLUMNS)  # float32 numbers of scratch
+LINES = max(1, 4 * COLUMNS // LINE)  # cache lines of a row of a w panel
+TILES = 8 * COLUMNS // LINE  # tiles that prefetch a column-major panel: a line for two of its rows
 
 MULTIPLY = types.void(types.int64, types.float32, *(types.int64,) * 12)
 
 
 def multiply(
-    memory: int,
+    scratch: int,
     scale: Any,
-    x_at: int,
-    x_down: int,
-    x_across: int,
-    w_at: int,
-    w_down: int,
-    w_across: int,
+    x: int,
+    x_row_step: int,
+    x_column_step: int,
+    w: int,
+    w_row_step: int,
+    w_column_step: int,
     keep: int,
-    y_at: int,
-    y_down: int,
+    y: int,
+    y_row_step: int,
     n: int,
     m: int,
     depth: int,
 ) -> None:
-    """y = scale x w, or += that with keep: x (N, K), w (K, M), y (N, M); K = depth.
+    """Compute y = scale x w, or y += scale x w if `keep`. x (N, K), w (K, M), y (N, M), K = depth.
 
-    Of each, where it is, and how many bytes there are from row to row, and from column to column,
-    which are 4 in y, and either of the two in x and w. memory: where SIZE numbers are.
+    x, w, y: addresses. One of the two steps of x must be 4, and one of w; rows of y are contiguous.
+    scratch: the address of SIZE float32 numbers.
     """
     if depth == 0 and not keep:
         for i in range(n):
-            floats(y_at + i * y_down, (m,))[:] = ZERO
-    block = (memory + 63) // 64 * 64
-    edge = block + 4 * PANELS * PANEL
-    panels, by_rows, w_by_rows = edge + 4 * EDGE, x_across == 4, w_across == 4
+            floats(y + i * y_row_step, (m,))[:] = ZERO
+    x_panels = (scratch + 63) // 64 * 64
+    edge = x_panels + 4 * PANELS * PANEL
+    w_panels, by_rows, w_by_rows = edge + 4 * EDGE, x_column_step == 4, w_column_step == 4
     length = _even(depth, DEPTH)
-    # Few rows go by a panel of w, and their first tiles fetch the next one; else all of w goes by a
-    # tile's rows.
+    # Few rows: each panel of w meets all rows of x, and the first tiles prefetch the next panel.
+    # Else the rows of each tile meet all panels of w.
     few = n <= MOST and n * length <= NUMBERS
-    high = MOST if few else HIGH
+    block_rows = MOST if few else HIGH
     for left in range(0, m, WIDE):
         right = min(m, left + WIDE)
         for p in range(0, depth, length):
-            k, more = min(length, depth - p), keep != 0 or p > 0
-            w_near = w_by_rows and (k * w_down <= NEAR or n <= FEW_ROWS)
-            x_near = k * x_across <= NEAR or m <= FEW_COLUMNS
+            k, adds = min(length, depth - p), keep != 0 or p > 0
+            w_near = w_by_rows and (k * w_row_step <= NEAR or n <= FEW_ROWS)
+            x_near = k * x_column_step <= NEAR or m <= FEW_COLUMNS
             group = GROUP * COLUMNS if w_by_rows and not w_near else COLUMNS
-            w_part = w_at + p * w_down + left * w_across
-            for top in range(0, n, high):
+            w_block = w + p * w_row_step + left * w_column_step
+            for top in range(0, n, block_rows):
                 for j in range(left, right, COLUMNS):
-                    columns, y = min(COLUMNS, right - j), y_at + 4 * j
-                    source = w_part + (j - left) * w_across
-                    # Of few rows one group is done with before the next is copied.
+                    columns, y_column = min(COLUMNS, right - j), y + 4 * j
+                    source = w_block + (j - left) * w_column_step
+                    # With few rows a group of panels is used up before the next one is copied.
                     begin = (j - left) % group if few else j - left
-                    other, w_step = panels + 4 * begin * k, 4 * COLUMNS
+                    w_panel, w_step = w_panels + 4 * begin * k, 4 * COLUMNS
                     if w_near and columns == COLUMNS:
-                        other, w_step = source, w_down
+                        w_panel, w_step = source, w_row_step
                     elif top == 0 and (j - left) % group == 0:
-                        own = source, w_down, w_across
-                        _pack_columns(own, k, min(group, right - j), other)
-                    soon = source + 4 * COLUMNS if j + COLUMNS < right else w_part + k * w_down
-                    i, panel, number = top, block, 0
-                    while i < min(n, top + high):
-                        rows, at = _next(n - i), x_at + i * x_down + p * x_across
-                        given = at, x_down, x_across, n - i, rows, k, x_near, panel
-                        place, x_step = _placed(given, j == left)
-                        ahead, step, time = place, 0, (j - left) // COLUMNS
-                        first = TILES if few else 0  # those before fetch the next panel
-                        if number >= first and time < (1 if few else 2) and n - i > rows:
-                            ahead, step = _ahead_of_rows(given, time)
+                        w_source = source, w_row_step, w_column_step
+                        _pack_columns(w_source, k, min(group, right - j), w_panel)
+                    next_panel = w_block + k * w_row_step
+                    if j + COLUMNS < right:
+                        next_panel = source + 4 * COLUMNS
+                    i, panel, row_tile = top, x_panels, 0
+                    while i < min(n, top + block_rows):
+                        rows = _next_rows(n - i)
+                        x_tile = x + i * x_row_step + p * x_column_step
+                        tile_rows = x_tile, x_row_step, x_column_step, n - i, rows, k, x_near, panel
+                        x_panel, x_step = _x_panel(tile_rows, j == left)
+                        fetch, fetch_step, column_tile = x_panel, 0, (j - left) // COLUMNS
+                        n_fetching = TILES if few else 0  # tiles that prefetch the next w panel
+                        fetches_x = column_tile < (1 if few else 2) and n - i > rows
+                        if row_tile >= n_fetching and fetches_x:
+                            fetch, fetch_step = _fetch_of_x(tile_rows, column_tile)
                         elif few and w_near:
-                            ahead, step = _ahead(soon, w_step, k, number), w_step
-                        elif few and not w_by_rows and number < TILES:
-                            its = w_part, w_down, w_across, j - left, right - left
-                            ahead, step = _ahead_of_columns(its, k, number)
-                        factors = k, place, x_step, other, w_step, ahead, step
+                            fetch = _fetch_of_w_rows(next_panel, w_step, k, row_tile)
+                            fetch_step = w_step
+                        elif few and not w_by_rows and row_tile < TILES:
+                            w_columns = w_block, w_row_step, w_column_step, j - left, right - left
+                            fetch, fetch_step = _fetch_of_w_columns(w_columns, k, row_tile)
+                        factors = k, x_panel, x_step, w_panel, w_step, fetch, fetch_step
+                        y_tile = y_column + i * y_row_step
                         if columns == COLUMNS and rows in ROWS:
-                            _add_tile(by_rows, rows, factors, y + i * y_down, y_down, scale, more)
+                            _add_tile(by_rows, rows, factors, y_tile, y_row_step, scale, adds)
                         else:
                             _add_tile(by_rows, rows, factors, edge, 4 * COLUMNS, scale, False)
-                            _take(edge, rows, columns, more, y + i * y_down, y_down)
+                            _copy_edge(edge, rows, columns, adds, y_tile, y_row_step)
                         i += rows
                         panel += 4 * PANEL
-                        number += 1
+                        row_tile += 1
 
 
 @rowwise
-def _placed(x: Any, first: bool) -> tuple[int, int]:
-    """Where a tile reads its rows of x, and bytes between columns; the first time they are copied.
+def _x_panel(tile_rows: Any, copies: bool) -> tuple[int, int]:
+    """Return where a tile reads its rows of x: the address, and the step between columns.
 
-    x: where they are, bytes from row to row and from column to column, how many are left and how
-    many the tile has, k, whether they are near, and where to copy them.
+    tile_rows: address of the rows, row step, column step, number of rows from here to the last one,
+        rows of the tile, k, whether x is near (`tuning.NEAR`), address of the panel.
+    copies: copy the rows to the panel, unless they are read in place.
     """
-    at, down, across, there, rows, k, near, panel = x
-    if across == 4:
-        if first:
-            _pack_rows(at, down, rows, k, panel)
+    x, row_step, column_step, remaining, rows, k, near, panel = tile_rows
+    if column_step == 4:
+        if copies:
+            _pack_rows(x, row_step, rows, k, panel)
         return panel, 4
     if near and rows in ROWS:
-        return at, across
-    if first:
-        _pack_rows_of_columns(at, across, there, rows, k, panel)
+        return x, column_step
+    if copies:
+        _pack_rows_of_columns(x, column_step, remaining, rows, k, panel)
     return panel, 4 * STRIDE
 
 
 @rowwise
-def _ahead(panel: int, step: int, k: int, number: int) -> int:
-    """Which lines of memory the tile of this number fetches: one of each row in one half."""
-    return panel + number // LINES % 2 * (k // 2) * step + number % LINES * LINE
+def _fetch_of_w_rows(panel: int, step: int, k: int, row_tile: int) -> int:
+    """Return the first cache line of the next panel of w that a tile prefetches.
+
+    panel, step: of the panel, which is read in place. row_tile: number of the tile. A tile
+    prefetches one line of each row in one half of the panel.
+    """
+    return panel + row_tile // LINES % 2 * (k // 2) * step + row_tile % LINES * LINE
 
 
 @rowwise
-def _ahead_of_columns(w: Any, k: int, number: int) -> tuple[int, int]:
-    """Which lines of w by columns the tile of this number fetches, and bytes from one to the next.
+def _fetch_of_w_columns(w: Any, k: int, row_tile: int) -> tuple[int, int]:
+    """Return the first cache line of a column-major w that a tile prefetches, and the step.
 
-    A part of the next panel, where columns lie behind each other. Else a line of each of the next
-    k / 2 columns: of some panels, during as many, whose tiles share out the lines. All of them are
-    fetched where k is a multiple of 2 COLUMNS.
+    w: address, row step, column step, index of the current column, number of columns.
+    If columns have no gaps between them, the lines are a part of the next panel. Else the tiles of
+    several panels prefetch the next k / 2 columns, a tile one line of each. All lines of these
+    columns are prefetched if k is a multiple of 2 COLUMNS.
     """
-    at, down, across, j, m = w
-    if across == 4 * k:
-        return at + (j + COLUMNS) * across + number * (k // 2) * LINE, LINE
+    address, row_step, column_step, j, m = w
+    if column_step == 4 * k:
+        return address + (j + COLUMNS) * column_step + row_tile * (k // 2) * LINE, LINE
     panels = max(1, k // 2 // COLUMNS)
-    own, others = j // COLUMNS % panels, (j // COLUMNS // panels + 1) * panels * COLUMNS
-    start = at + others * across if others < m else at + k * down
-    return start + (own * TILES + number) * LINE, across
+    panel, column = j // COLUMNS % panels, (j // COLUMNS // panels + 1) * panels * COLUMNS
+    start = address + column * column_step if column < m else address + k * row_step
+    return start + (panel * TILES + row_tile) * LINE, column_step
 
 
 @rowwise
-def _ahead_of_rows(x: Any, time: int) -> tuple[int, int]:
-    """Which lines of the next tile's rows to fetch, and bytes from one to the next.
+def _fetch_of_x(tile_rows: Any, column_tile: int) -> tuple[int, int]:
+    """Return the first cache line of the next tile's rows of x to prefetch, and the step.
 
-    x: as in `_placed`. A line for two of a tile's steps: of columns half of them the first time,
-    the others the second, and those with the last numbers, since the first ones may be in lines
-    that are here. Of rows as many as they have or there are steps for; none where they are apart.
+    tile_rows: as of `_x_panel`. column_tile: number of the tile among those with the same rows.
+    A tile prefetches one line for two of its k steps:
+
+    - column-major x: the line with the last number of each column; the first half of the columns
+      for column_tile 0, the second half for 1. Lines with the first numbers may be cached already.
+    - rows without gaps between them: the next lines, as many as there are steps for.
+    - other rows: nothing new (step 0).
     """
-    at, down, across, _, rows, k, _, _ = x
-    if across != 4:
-        return at + (2 * rows - 1) * down + time * (k // 2) * across, across
-    if down != 4 * k:
-        return at, 0
-    return at + rows * down + time * (k // 2) * LINE, LINE
+    x, row_step, column_step, _, rows, k, _, _ = tile_rows
+    if column_step != 4:
+        last = x + (2 * rows - 1) * row_step
+        return last + column_tile * (k // 2) * column_step, column_step
+    if row_step != 4 * k:
+        return x, 0
+    return x + rows * row_step + column_tile * (k // 2) * LINE, LINE
 
 
 @rowwise
 def _even(n: int, most: int) -> int:
-    """The length of pieces of n, of at most `most`, as long as each other."""
-    pieces = max(1, -(-n // most))
-    return max(1, -(-n // pieces))
+    """Return the length of equal parts of n, as few as possible, each at most `most`."""
+    parts = max(1, -(-n // most))
+    return max(1, -(-n // parts))
 
 
 @rowwise
-def _next(left: int) -> int:
-    """The number of rows of the next tile: the largest of ROWS that fits into `left` rows."""
+def _next_rows(n: int) -> int:
+    """Return the rows of the next tile if n rows remain: the largest of ROWS that fits, else n."""
     for rows in ROWS:
-        if left >= rows:
+        if n >= rows:
             return rows
-    return left
+    return n
 
 
 @rowwise
 def _add_tile(
     by_rows: bool, rows: int, factors: Any, y: int, step: int, scale: Any, keep: bool
 ) -> None:
-    k, x, x_step, w, w_step, ahead, ahead_step = factors
-    given = k, x, x_step, w, w_step, y, step, scale, np.int64(keep), ahead, ahead_step
+    """Compute a tile of y by the function of `registers` for its number of rows.
+
+    Tiles of other heights than ROWS compute the least of ROWS. factors: k, address and step of the
+    panel of x and of the panel of w, address and step of the lines to prefetch.
+    """
+    k, x, x_step, w, w_step, fetch, fetch_step = factors
+    args = k, x, x_step, w, w_step, y, step, scale, np.int64(keep), fetch, fetch_step
     if rows == ROWS[0]:
         if by_rows:
-            high_by_rows(*given)
+            high_by_rows(*args)
         else:
-            high_by_columns(*given)
+            high_by_columns(*args)
     elif rows == ROWS[1]:
         if by_rows:
-            middle_by_rows(*given)
+            middle_by_rows(*args)
         else:
-            middle_by_columns(*given)
+            middle_by_columns(*args)
     elif by_rows:
-        low_by_rows(*given)
+        low_by_rows(*args)
     else:
-        low_by_columns(*given)
+        low_by_columns(*args)
 
 
 @rowwise
-def _take(edge: int, rows: int, columns: int, keep: bool, y: int, y_down: int) -> None:
-    """What of a tile is within the product."""
+def _copy_edge(edge: int, rows: int, columns: int, keep: bool, y: int, y_row_step: int) -> None:
+    """Copy the part of a tile that is within y, from `edge`; add it to y if `keep`."""
     tile = floats(edge, (HIGH, COLUMNS))
     for i in range(rows):
-        own = floats(y + i * y_down, (columns,))
+        y_row = floats(y + i * y_row_step, (columns,))
         for j in range(columns):
-            own[j] = tile[i, j] + own[j] if keep else tile[i, j]
+            y_row[j] = tile[i, j] + y_row[j] if keep else tile[i, j]
 
 
 @rowwise
-def _pack_rows(x: int, down: int, rows: int, k: int, panel: int) -> None:
-    """Of contiguous rows: one every STEP numbers."""
+def _pack_rows(x: int, row_step: int, rows: int, k: int, panel: int) -> None:
+    """Copy contiguous rows of x to a panel, where rows begin every STEP numbers."""
     whole = k // LANES * LANES
     for i in range(rows):
-        source, own = x + i * down, panel + 4 * i * STEP
+        source, target = x + i * row_step, panel + 4 * i * STEP
         for p in range(0, whole, LANES):
-            move(source + 4 * p, own + 4 * p)
-        _copy(source + 4 * whole, 4, own + 4 * whole, 4, k - whole)
+            copy_vector(source + 4 * p, target + 4 * p)
+        _copy(source + 4 * whole, 4, target + 4 * whole, 4, k - whole)
 
 
 @rowwise
-def _pack_rows_of_columns(x: int, across: int, there: int, rows: int, k: int, panel: int) -> None:
-    """Of contiguous columns, which have `there` numbers more: one every STRIDE numbers."""
+def _pack_rows_of_columns(
+    x: int, column_step: int, remaining: int, rows: int, k: int, panel: int
+) -> None:
+    """Copy rows of a column-major x to a panel, where columns begin every STRIDE numbers.
+
+    remaining: numbers from the first of these rows to the end of a column.
+    """
     for p in range(k):
-        if there >= LANES:
-            move(x + p * across, panel + 4 * p * STRIDE)
+        if remaining >= LANES:
+            copy_vector(x + p * column_step, panel + 4 * p * STRIDE)
         else:
-            _copy(x + p * across, 4, panel + 4 * p * STRIDE, 4, rows)
+            _copy(x + p * column_step, 4, panel + 4 * p * STRIDE, 4, rows)
 
 
 @rowwise
 def _pack_columns(w: Any, k: int, m: int, panel: int) -> None:
-    """Panels of m columns, of which one's rows follow each other.
+    """Copy m columns of w (k rows) to panels of COLUMNS columns, whose rows have no gaps.
 
-    Zeros for what the last one lacks: numbers of old, which nobody takes, could be slow. Of columns
-    that are contiguous themselves at most one panel.
+    w: address, row step, column step. A column-major w fills at most one panel. Missing columns of
+    the last panel are set to 0: old numbers there do not change y, but could be slow to multiply.
     """
-    at, down, across = w
+    address, row_step, column_step = w
     whole = m // COLUMNS
-    if across != 4 and whole:
-        _pack_turned(at, across, k, panel)
+    if column_step != 4 and whole:
+        _pack_transposed(address, column_step, k, panel)
         return
     for p in range(k):
-        source, own = at + p * down, panel + 4 * p * COLUMNS
+        source, target = address + p * row_step, panel + 4 * p * COLUMNS
         for _ in range(whole):
             for v in range(VECTORS):
-                move(source + 4 * v * LANES, own + 4 * v * LANES)
+                copy_vector(source + 4 * v * LANES, target + 4 * v * LANES)
             source += 4 * COLUMNS
-            own += 4 * COLUMNS * k
+            target += 4 * COLUMNS * k
         if m > whole * COLUMNS:
-            floats(own, (COLUMNS,))[:] = ZERO
-            _copy(source, across, own, 4, m - whole * COLUMNS)
+            floats(target, (COLUMNS,))[:] = ZERO
+            _copy(source, column_step, target, 4, m - whole * COLUMNS)
 
 
 @rowwise
-def _pack_turned(w: int, across: int, k: int, panel: int) -> None:
-    """COLUMNS that are contiguous themselves."""
+def _pack_transposed(w: int, column_step: int, k: int, panel: int) -> None:
+    """Copy COLUMNS contiguous columns of w to a panel with contiguous rows."""
     whole = k // LANES * LANES
     for v in range(VECTORS):
-        source = w + v * LANES * across
+        source = w + v * LANES * column_step
         for p in range(0, whole, LANES):
-            turn(source + 4 * p, across, panel + 4 * (p * COLUMNS + v * LANES), 4 * COLUMNS)
+            target = panel + 4 * (p * COLUMNS + v * LANES)
+            transpose_vectors(source + 4 * p, column_step, target, 4 * COLUMNS)
     for p in range(whole, k):
-        _copy(w + 4 * p, across, panel + 4 * p * COLUMNS, 4, COLUMNS)
+        _copy(w + 4 * p, column_step, panel + 4 * p * COLUMNS, 4, COLUMNS)
 
 
 @rowwise
-def _copy(source: int, step: int, to: int, to_step: int, n: int) -> None:
-    """n numbers, so many bytes apart."""
+def _copy(source: int, step: int, target: int, target_step: int, n: int) -> None:
+    """Copy n numbers, which are `step` bytes apart, to `target`, `target_step` bytes apart."""
     for i in range(n):
-        floats(to + i * to_step, (1,))[0] = floats(source + i * step, (1,))[0]
+        floats(target + i * target_step, (1,))[0] = floats(source + i * step, (1,))[0]
 
 
 @functools.cache
 def compiled() -> int:
-    """Where `multiply` is as machine code, which takes some seconds once."""
+    """Return the address of `multiply` as a C function. Its first compilation takes seconds."""
     return callable_from_c(multiply, MULTIPLY)

@@ -1,7 +1,7 @@
-"""Every figure that is tuned to a processor or measured on one, in one table.
+"""All constants that are tuned to a processor or measured on one.
 
-Measured on Zen 3 and 4 (`AMD`), and on Sapphire and Granite Rapids for all others. A figure that
-only follows from the size of a cache or of an array is stored where it is used.
+Measured on Zen 3 and 4 (`AMD`), and on Sapphire and Granite Rapids for all other processors.
+Constants that follow from the size of a cache or an array are defined where they are used.
 """
 
 from __future__ import annotations
@@ -10,47 +10,50 @@ import llvmlite.binding
 
 AMD = llvmlite.binding.get_host_cpu_name().startswith("znver")
 
-# ---- Products of matrices: `registers`, `tile` ----
+# ---- Matmuls: `registers`, `tile` ----
 
-# Numbers of a row of a panel, at most. Half as many let w's panels stay in an L2 cache of 2 MB, and
-# one of each factor in an L1 cache of 48 KB: on Intel's cores products of several hundred rows take
-# 5 to 25 % less time.
+# Most numbers in a row of a panel. With 256, w's panels stay in an L2 cache of 2 MB, and a panel of
+# each factor in an L1 cache of 48 KB. On Intel's cores matmuls of several hundred rows then take 5
+# to 25 % less time than with 512.
 DEPTH = 512 if AMD else 256
-SLOT = 16 if AMD else 0  # from row to row of a panel copied column by column; 0: its height
-# What is not copied: where it lies in so many bytes, or is read for so few rows or columns only.
-# A core that multiplies twice as many numbers a second waits for what is not side by side.
+# Numbers between the columns in a panel of a column-major x; 0: as many as a tile has rows.
+SLOT = 16 if AMD else 0
+# A factor is read in place, not copied to panels, if it spans at most NEAR bytes, or if the other
+# factor has at most FEW_ROWS rows or FEW_COLUMNS columns. A core that multiplies twice as many
+# numbers a second waits for numbers that are not side by side.
 NEAR, FEW_ROWS, FEW_COLUMNS = (1 << 19, 192, 192) if AMD else (0, 0, 64)
-GROUP = 1 if AMD else 8  # panels of w by rows that are copied at once, from long pieces of rows
+GROUP = 1 if AMD else 8  # panels of a row-major w that are copied at once
 
 # ---- Products of vectors: `vectors`, `kernels/gemm` ----
 
-TOGETHER = (
-    not AMD
-)  # whether several rows are read at once: AMD's cores read one by one twice as fast
-VECTORS = 4  # rows at most that are multiplied one by one
-LARGE = 1 << 16  # weights that are worth to be cut by rows: 2 to 3 times as fast as by columns
-# Weights of a piece that are worth it, and pieces for each thread, of which a late one has fewer.
+# Whether several rows are read together; AMD's cores read one row after the other twice as fast.
+TOGETHER = not AMD
+VECTORS = 4  # most rows of x that are each multiplied as a vector
+# Weights from which on pieces are rows of w, which is 2 to 3 times as fast as columns.
+LARGE = 1 << 16
+# Least weights of a piece, and pieces for each thread: a late thread computes fewer pieces.
 SHARE, SHARES = 1 << 14, 4
-SMALL = 1_000_000  # multiplications: OpenBLAS has loops for these that copy neither factor
-ALONE = 1 << 18  # multiplications: of more OpenBLAS makes a job for its own threads
-SPEED = 16  # multiplications in the time of an element of a simple loop
+SMALL = 1_000_000  # multiplications up to which OpenBLAS copies neither factor
+ALONE = 1 << 18  # multiplications up to which OpenBLAS does not use its own threads
+SPEED = 16  # multiplications in the time of one element of a simple loop
 
 # ---- Attention: `flash`, `kernels/sdpa` ----
 
-# Keys of a tile that, but for the first, not all of its queries see: queries that see none of them
-# skip it. 0: as many as of other tiles.
+# Most keys of a tile that not all queries attend to; the other queries skip it. 0: as many as in
+# other tiles.
 NARROW = 0 if AMD else 96
-COLUMNS, WIDE = 256 if AMD else 384, 1024  # keys of a tile, and of one that has them all, at most
-# Queries of a tile where some see less than others: fewer in short texts, since half of a tile on
-# the diagonal is for nothing. Tiles of long texts are multiples of a product's, 12 by 32.
+COLUMNS, WIDE = 256 if AMD else 384, 1024  # most keys of a tile; most keys of a single tile
+# Least and most queries of a tile if queries attend to different numbers of keys. Half of a tile on
+# the diagonal is wasted, so short sequences have fewer. Tiles of long sequences, 288 by 384, are
+# multiples of a matmul's tile, 12 by 32.
 LOW = 32, 128 if AMD else 288
-HEADS = 4  # pieces for each thread: heads and rows differ in what they see
+HEADS = 4  # pieces for each thread, since heads and rows take different times
 
 # ---- Threads: `program`, `eager` ----
 
-WORTH = 4096  # elements of one simple loop that are worth a thread: about a microsecond
-LONG = 1_000  # pauses of a thread that waits: then the other one may have no core
-GRACE = 4_000  # pauses before a piece is taken from its thread, which has its share of memory near
-LEAST = (
-    1 << 14
-)  # elements of all arguments of an op: a call of a program takes some 50 us of Python
+WORTH = 4096  # elements of a simple loop from which on threads pay: about a microsecond
+LONG = 1_000  # pauses after which a waiting thread yields its core to a thread that has none
+# Pauses after which a waiting thread takes a piece of another thread. The piece's data are probably
+# in the other core's cache.
+GRACE = 4_000
+LEAST = 1 << 14  # least elements of an op's arguments: a call takes some 50 us of Python

@@ -1,7 +1,7 @@
 """Products of a vector and a matrix, which take as long as reading the matrix.
 
-BLAS has them too; but its threads spin where others compute, and its calls take longer than small
-products. A matrix goes by its address, and how many numbers there are from one row to the next.
+BLAS has them too, but its waiting threads occupy cores, and a call takes longer than a small
+product. A matrix is passed as its address `w` and `step`, the number of elements between rows.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from xformer.backends.numba.compiled import elementwise, rowwise, summing
 from xformer.backends.numba.flash_rows import ZERO, dot
 from xformer.backends.numba.tuning import TOGETHER
 
-ROWS, SUMS = 8, 4  # rows at once, for a sum and for as many sums
+ROWS, SUMS = 8, 4  # rows that are read at once: by `vector_matrix`, by `matrix_vector`
 
 
 @rowwise
 def vector_matrix(x: Any, w: int, step: int, out: Any) -> None:
-    """out = x w, of w (I, O): the sum of what `ROWS` of its rows give, for exactness."""
-    few = np.empty(len(out), np.float32)
+    """Compute out = x w, w (I, O). Each `ROWS` rows are summed first, which is more exact."""
+    block = np.empty(len(out), np.float32)
     out[:] = ZERO
     whole = len(x) // ROWS * ROWS if TOGETHER else 0
     for first in range(0, whole, ROWS):
         _add_together(x[first:], w + 4 * first * step, step, out)
     for first in range(whole, len(x), ROWS):
-        few[:] = ZERO
+        block[:] = ZERO
         for i in range(first, min(first + ROWS, len(x))):
             row = floats(w + 4 * i * step, (len(out),))
             for j in range(len(out)):
-                few[j] += x[i] * row[j]
+                block[j] += x[i] * row[j]
         for j in range(len(out)):
-            out[j] += few[j]
+            out[j] += block[j]
 
 
 @elementwise
 def _add_together(x: Any, w: int, step: int, out: Any) -> None:
-    """out += x w of the first `ROWS` rows, all of them read at once, which are summed first."""
+    """Compute out += x w for the first `ROWS` rows of w, which are read together."""
     x0, x1, x2, x3, x4, x5, x6, x7 = x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]
     rows = floats(w, (ROWS, step))
     w0, w1, w2, w3 = rows[0], rows[1], rows[2], rows[3]
@@ -51,7 +51,7 @@ def _add_together(x: Any, w: int, step: int, out: Any) -> None:
 
 @rowwise
 def matrix_vector(w: int, step: int, x: Any, out: Any) -> None:
-    """out = w x, of w (O, I)."""
+    """Compute out = w x, w (O, I)."""
     whole = len(out) // SUMS * SUMS if TOGETHER else 0
     for j in range(0, whole, SUMS):
         _take_together(w + 4 * j * step, step, x, out[j : j + SUMS])
@@ -61,7 +61,7 @@ def matrix_vector(w: int, step: int, x: Any, out: Any) -> None:
 
 @summing
 def _take_together(w: int, step: int, x: Any, out: Any) -> None:
-    """out = w x of `SUMS` rows, all of them read at once."""
+    """Compute out = w x for `SUMS` rows of w, which are read together."""
     rows = floats(w, (SUMS, step))
     w0, w1, w2, w3 = rows[0], rows[1], rows[2], rows[3]
     y0 = y1 = y2 = y3 = ZERO

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.gemm import no_products
+from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import (
     Pair,
     PendingSum,
@@ -38,7 +38,7 @@ def unsupported(
     arrays = [array for array in (x, w, b) if array is not None]
     if any(array.dtype != np.float32 for array in arrays):
         return "only float32"
-    return "all arrays are constants" if program.of(arrays) is None else no_products()
+    return "all arrays are constants" if program.of(arrays) is None else matmul_unsupported()
 
 
 @kernel(ops.linear, "numba.kernels", unsupported=unsupported)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.gemm import no_products
+from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import add_bias, matmul_operand, matrix_strides, product
 from xformer.backends.numba.kernels.linear import column_sums, rows_of, weight_gradient
 from xformer.backends.numba.kernels.losses import (
@@ -60,7 +60,7 @@ def unsupported(
         return 'reduction "none" has a dloss for each token'
     if program.of([*arrays, targets]) is None:
         return "all arrays are constants"
-    return no_products()
+    return matmul_unsupported()
 
 
 @kernel(ops.linear_cross_entropy, "numba.kernels", unsupported=unsupported)

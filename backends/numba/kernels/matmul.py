@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xformer.backends.numba.gemm import no_products
+from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels.gemm import Pair, emit_products, matrix_strides, product
 from xformer.backends.numba.program.namespace import contiguous, reshape
 from xformer.backends.numba.program.native import LINE, Native, native, numbers, part, words
@@ -19,7 +19,7 @@ BATCH, ROWS, COLUMNS = range(3)  # the axis of y that is cut into pieces
 
 def emit_matmul(y: Array, x: Array, w: Array) -> bool:
     """Record y (..., N, M) = x (..., N, K) w (..., K, M); return False if no kernel can."""
-    if any(array.dtype != np.float32 for array in (x, w)) or not y.size or no_products():
+    if any(array.dtype != np.float32 for array in (x, w)) or not y.size or matmul_unsupported():
         return False
     *lead, n, m = y.shape
     k, size = x.shape[-1], math.prod(lead)

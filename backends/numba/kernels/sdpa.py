@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xformer import ops
-from xformer.backends.numba.gemm import no_products
+from xformer.backends.numba.gemm import matmul_unsupported
 from xformer.backends.numba.kernels import sdpa_flash, sdpa_general, sdpa_one_query
 from xformer.backends.numba.kernels.sdpa_operands import N_INS, Attention, Operands, swap_heads
 from xformer.backends.numba.program.namespace import contiguous
@@ -59,7 +59,7 @@ def unsupported(
     step = getattr(options.get("dropout_key"), "step", None)
     if isinstance(step, Traced) and (step.shape or step.dtype.kind not in "iu"):
         return "the step is not a single integer"
-    return no_products()
+    return matmul_unsupported()
 
 
 @kernel(ops.sdpa, "numba.kernels", unsupported=unsupported)

@@ -1,14 +1,16 @@
-"""Programs: what a function of arrays does, recorded once, and run again without it.
+"""Programs: record the operations of a function once, and run them without Python.
 
-compiled.py     functions of trees of arrays: a program for each kind of arguments
-run.py          a function of arrays, recorded
-traced.py       arrays without values, which it is called with
-namespace.py    the array API on them; kernels of ops are in `backends/numba/kernels`
-elementwise.py, reduce.py, strided.py   kernels of the array API's functions
-native.py       how kernels are written
-program.py      instructions
-plan.py         where their memory is, and where threads wait
-donate.py       results in the memory of arguments
+compiled.py     compile functions of trees of arrays: one program for each kind of arguments
+run.py          record a function of arrays, and run it
+traced.py       arrays without values, with which the function is called to record it
+namespace.py    the array API on these arrays; kernels of ops are in `backends/numba/kernels`
+elementwise.py, typed.py, reduce.py, indexed.py   kernels of functions of the array API
+strided.py      loops over strided arrays for these kernels
+native.py       how to write a kernel
+program.py      instructions, and the program that holds them
+plan.py         offsets of buffers in the arena, and where threads wait
+donate.py       results in the memory of donated arguments
 binding.py      addresses of one run
-engine.py       threads
+engine.py       threads that execute instructions
+timing.py       the time of each instruction
 """

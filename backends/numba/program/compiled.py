@@ -1,4 +1,8 @@
-"""Functions of trees of arrays: recorded at the first call of each kind of arguments, then run."""
+"""Compile functions of trees of arrays: record a program for each kind of arguments, and run it.
+
+The kind of a call is all that its program depends on: layouts of arrays, dtypes of numbers, all
+other values in the arguments, and the number of threads.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,15 @@ from xformer.backends.arrays import refusal
 from xformer.backends.base import next_arguments
 from xformer.backends.numba.program import timing
 from xformer.backends.numba.program.binding import layout_of
-from xformer.backends.numba.program.run import Recorded, placed
+from xformer.backends.numba.program.run import Recorded, gap_free
 from xformer.backends.numba.program.traced import Traced, Unrecorded
 from xformer.backends.numpy.threads import n_threads
 from xformer.dispatch import is_reference_only
 
-KEPT = 16  # programs of one function: of the last kinds of arguments
-READ = 0x101  # of arrays that `placed` leaves as they are: flags of NumPy's,
-DONATED = READ | 0x400  # C-contiguous and aligned; and writeable
+KEPT = 16  # programs of one function that are kept: those of the last kinds of arguments
+# NumPy's flags of an array that `gap_free` would not copy: C-contiguous and aligned; writeable.
+READ = 0x101
+DONATED = READ | 0x400
 
 
 class Compiled:
@@ -39,40 +44,43 @@ class Compiled:
     ) -> None:
         self.fn, self.donated, self.lends = fn, tuple(donated), lends
         self.programs: dict[Any, tuple[Recorded, Any]] = {}
-        self.refused: dict[Any, str] = {}  # kinds that cannot be recorded, and why
+        self.refused: dict[Any, str] = {}  # why a kind cannot be recorded
 
     def __call__(self, *arguments: Any) -> Any:
         return self.repeated(1, *arguments)
 
     def repeated(self, n: int, *arguments: Any) -> Any:
-        """The results of the last of n calls.
+        """Call the function n times and return the results of the last call.
 
-        Each further call is given the first results of the last one in the place of the donated
-        arguments: fn returns a tuple, which begins with these in their order. No Python is run
-        between the calls where all that is donated comes back in its own memory.
+        fn must return a tuple that begins with new values of the donated arguments, in their order.
+        The next call gets these instead of the donated arguments. No Python runs between the calls
+        if every new array is written over the donated array that it replaces.
         """
         kind, inputs = self._read(arguments)
         if kind in self.refused:
-            return self._by_turns(n, arguments, self.fn)
+            return self._one_by_one(n, arguments, self.fn)
         try:
-            program, like = self._known(kind, arguments, inputs)
+            program, like = self._program(kind, arguments, inputs)
         except Unrecorded as error:
             self.refused[kind] = why = f"not recorded: {error}; the function is called as it is"
             warnings.warn(f"backend numba: {why}", RuntimeWarning, stacklevel=4)
-            return self._by_turns(n, arguments, self.fn)
-        if n > 1 and not program.goes_round:
-            return self._by_turns(n, arguments, self)
+            return self._one_by_one(n, arguments, self.fn)
+        if n > 1 and not program.repeats_in_place:
+            return self._one_by_one(n, arguments, self)
         return _filled(like, iter(program.run(inputs, n)))
 
     def recorded(self, *arguments: Any) -> tuple[Recorded, list[Any]]:
-        """The program that a call would run, and its inputs. TypeError where there is none."""
+        """Return the program that a call would run, and its inputs.
+
+        TypeError if the function cannot be recorded.
+        """
         kind, inputs = self._read(arguments)
-        return self._known(kind, arguments, inputs)[0], inputs
+        return self._program(kind, arguments, inputs)[0], inputs
 
     def timed(self, *arguments: Any, rounds: int = 10) -> str:
-        """What each instruction of a call takes, the longest first: see `timing.table`.
+        """Return a table of the times of a call's instructions, the longest first (`timing.table`).
 
-        Arguments that are donated are left as they are.
+        Donated arguments are not changed.
         """
         program, inputs = self.recorded(*arguments)
         for i in program.donated:
@@ -80,76 +88,87 @@ class Compiled:
         return timing.table(program, inputs, rounds)
 
     def _read(self, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The kind of a call, and its inputs."""
-        inputs, kinds = list[Any](), list[Any]([n_threads(), is_reference_only()])
+        """Return the kind of a call, and the inputs of its program.
+
+        Inputs are the arrays and numbers of the arguments; arrays that have gaps are copied.
+        """
+        inputs, kind = list[Any](), list[Any]([n_threads(), is_reference_only()])
         for i, argument in enumerate(arguments):
-            wanted = DONATED if i in self.donated else READ
+            flags = DONATED if i in self.donated else READ
             leaves, nodes = tree.parts(argument)
-            kinds.append(nodes)
+            kind.append(nodes)
             for leaf in leaves:
                 x = leaf.value if isinstance(leaf, tree.Frozen) else leaf
                 is_array = isinstance(x, np.ndarray)
                 if type(x) is not np.ndarray and (why := refusal(type(x))) is not None:
                     raise TypeError(f"compile: arguments must hold arrays, got {why}")
                 if not is_array and not _is_input(x):
-                    kinds.append((type(leaf), x))
+                    kind.append((type(leaf), x))
                     continue
-                if not is_array or x.flags.num & wanted != wanted:
-                    x = placed(np.asarray(x), writeable=wanted == DONATED)
+                if not is_array or x.flags.num & flags != flags:
+                    x = gap_free(np.asarray(x), writeable=flags == DONATED)
                 inputs.append(x)
-                kinds.append((type(leaf), is_array, x.shape, x.dtype, x.strides))
-        return tuple(kinds), inputs
+                kind.append((type(leaf), is_array, x.shape, x.dtype, x.strides))
+        return tuple(kind), inputs
 
-    def _by_turns(self, n: int, arguments: Sequence[Any], call: Callable[..., Any]) -> Any:
-        """Call after call."""
+    def _one_by_one(self, n: int, arguments: Sequence[Any], call: Callable[..., Any]) -> Any:
+        """Do what `repeated` does by n calls of `call`."""
         for _ in range(n - 1):
             arguments = next_arguments(arguments, self.donated, call(*arguments))
         return call(*arguments)
 
-    def _known(
+    def _program(
         self, kind: Any, arguments: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[Recorded, Any]:
-        """The program of a kind, and its results as a tree without values."""
-        known = self.programs.pop(kind, None) or self._recorded(arguments, inputs)
-        self.programs[kind] = known  # as the last one
+        """Return the program of a kind, recorded if it is new, and the tree of its results.
+
+        The leaves of that tree are arrays without values.
+        """
+        program = self.programs.pop(kind, None) or self._record(arguments, inputs)
+        self.programs[kind] = program  # the most recent one is the last
         while len(self.programs) > KEPT:
             del self.programs[next(iter(self.programs))]
-        return known
+        return program
 
     def explain(self) -> str:
-        """Of each program that is kept, the last one last: what runs as Python, and why."""
+        """Return what runs as Python in each program, and why; the most recent program is last."""
         programs = [program.explain() for program, _ in self.programs.values()]
         return "\n".join([*programs, *self.refused.values()])
 
     def __str__(self) -> str:
         return "\n\n".join(str(program) for program, _ in self.programs.values())
 
-    def _recorded(self, arguments: Sequence[Any], inputs: Sequence[Any]) -> tuple[Recorded, Any]:
-        """The program, and its results as a tree of arrays without values."""
-        leaves = [(i, x) for i, own in enumerate(arguments) for x in tree.parts(own)[0]]
-        found = [(i, x) for i, x in leaves if _is_input(tree.value(x))]
-        donated = [n for n, (i, x) in enumerate(found) if i in self.donated and _is_array(x)]
-        numbers = [n for n, (_, x) in enumerate(found) if not _is_array(tree.value(x))]
-        likes: list[Any] = []
+    def _record(self, arguments: Sequence[Any], inputs: Sequence[Any]) -> tuple[Recorded, Any]:
+        """Record a program; return it and its results as a tree of arrays without values."""
+        leaves = [(i, x) for i, argument in enumerate(arguments) for x in tree.parts(argument)[0]]
+        input_leaves = [(i, x) for i, x in leaves if _is_input(tree.value(x))]
+        donated = [n for n, (i, x) in enumerate(input_leaves) if i in self.donated and _is_array(x)]
+        numbers = [n for n, (_, x) in enumerate(input_leaves) if not _is_array(tree.value(x))]
+        result_trees: list[Any] = []
 
-        def flat(*traced: Traced) -> list[Traced]:
-            rest = iter(traced)
-            own = tree.map(lambda x: next(rest) if _is_input(x) else x, list(arguments))
-            likes.append(self.fn(*own))
-            return [x for x in tree.flatten({"": likes[0]}).values() if isinstance(x, Traced)]
+        def on_inputs(*traced: Traced) -> list[Traced]:
+            remaining = iter(traced)
+            args = tree.map(lambda x: next(remaining) if _is_input(x) else x, list(arguments))
+            result_trees.append(self.fn(*args))
+            results = tree.flatten({"": result_trees[0]}).values()
+            return [x for x in results if isinstance(x, Traced)]
 
         layouts = [layout_of(x) for x in inputs]
-        program = Recorded(flat, layouts, n_threads(), donated, numbers, lends=self.lends)
-        own = [arguments[i] for i in sorted(self.donated)]
-        begins = likes[0][: len(own)] if isinstance(likes[0], tuple) else ()
-        alike = tree.parts(own)[1] == tree.parts(list(begins))[1]
-        counted = any(i in self.donated for n, (i, _) in enumerate(found) if n in numbers)
-        program.goes_round &= alike and not counted
-        return program, likes[0]
+        program = Recorded(on_inputs, layouts, n_threads(), donated, numbers, lends=self.lends)
+        like = result_trees[0]
+        old = [arguments[i] for i in sorted(self.donated)]
+        new = like[: len(old)] if isinstance(like, tuple) else ()
+        same_nodes = tree.parts(old)[1] == tree.parts(list(new))[1]
+        has_number = any(i in self.donated for n, (i, _) in enumerate(input_leaves) if n in numbers)
+        program.repeats_in_place &= same_nodes and not has_number
+        return program, like
 
 
 def _filled(like: Any, results: Iterator[Any]) -> Any:
-    """A tree with the results in the place of arrays without values, in the order of `flatten`."""
+    """Return the tree `like` with results instead of arrays without values.
+
+    Results are in the order of `tree.flatten`.
+    """
     if isinstance(like, Traced):
         return next(results)
     if isinstance(like, tree.Frozen):
@@ -159,10 +178,12 @@ def _filled(like: Any, results: Iterator[Any]) -> Any:
     if not isinstance(like, tree.INNER):
         return like
     parts = [_filled(part, results) for part in like]
-    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
+    is_named_tuple = hasattr(like, "_fields")
+    return type(like)(*parts) if is_named_tuple else type(like)(parts)
 
 
 def _is_input(x: Any) -> bool:
+    """Return whether a leaf is an input of the program: an array, or a number that is no bool."""
     return _is_array(x) or (isinstance(x, int | float | np.number) and not isinstance(x, bool))
 
 

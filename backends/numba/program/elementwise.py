@@ -1,4 +1,4 @@
-"""Elementwise instructions in float32 and float64: each element of a row once."""
+"""Elementwise functions in float32 and float64, over strided arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.program import Program
-from xformer.backends.numba.program.strided import AXES, loop, size_of, words_of
+from xformer.backends.numba.program.strided import AXES, loop_over, size_of, words_of
 from xformer.backends.numba.program.traced import Traced
 
 CODES = {
@@ -36,14 +36,14 @@ ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM, NEGATIVE, ABS, EXP, LOG, SQRT
     range(13)
 )
 COS, SIN, POW = 14, 15, 16
-LINE, BLOCK = 16, 1024  # elements
-NUMBERS = 1 + 4 * AXES  # of an instruction
+LINE, BLOCK = 16, 1024  # elements: of a cache line; that are computed at once
+NUMBERS = 1 + 4 * AXES  # words of `spec`: code of the function, sizes, strides of y, x1, x2
 
 
-def natively(
+def find_native(
     program: Program, name: str, out: Traced, ins: Sequence[Any]
 ) -> tuple[Native, list[Any]] | None:
-    """How `out` comes of ins without Python, and ins as arrays; None where NumPy computes it."""
+    """Return the native form of the function `name`, and ins as arrays; None without a kernel."""
     code, dtype = CODES.get(name), out.dtype
     kernels: tuple[Kernel, ...] | None = {
         "float32": (unary32, binary32),
@@ -59,82 +59,86 @@ def natively(
     layouts = [x.layout if isinstance(x, Traced) else x for x in (out, *arrays)]
     if any(x.dtype != dtype for x in layouts):
         return None
-    own = loop(out.shape, (*layouts, layouts[-1])[:3])
-    if own is None:
+    loop = loop_over(out.shape, (*layouts, layouts[-1])[:3])
+    if loop is None:
         return None
     kernel = kernels[len(arrays) - 1]
-    return Native(kernel, (code, *words_of(own)), program.pieces(size_of(own))), arrays
+    return Native(kernel, (code, *words_of(loop)), program.pieces(size_of(loop))), arrays
 
 
 @native
 def unary32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; x, code, the loop of y, x and x."""
+    """y = f(x) in float32. outputs: y; inputs: x; numbers: spec (with the strides of x twice)."""
     a = words(args, 2)
     _all32(a[0], a[1], a[1], words(args + 16, NUMBERS), piece, pieces)
 
 
 @native
 def binary32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; x1, x2, code, the loop of y, x1 and x2."""
+    """y = f(x1, x2) in float32. outputs: y; inputs: x1, x2; numbers: spec."""
     a = words(args, 3)
     _all32(a[0], a[1], a[2], words(args + 24, NUMBERS), piece, pieces)
 
 
 @native
 def unary64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """As `unary32`."""
+    """y = f(x) in float64. outputs: y; inputs: x; numbers: spec (with the strides of x twice)."""
     a = words(args, 2)
     _all64(a[0], a[1], a[1], words(args + 16, NUMBERS), piece, pieces)
 
 
 @native
 def binary64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """As `binary32`."""
+    """y = f(x1, x2) in float64. outputs: y; inputs: x1, x2; numbers: spec."""
     a = words(args, 3)
     _all64(a[0], a[1], a[2], words(args + 24, NUMBERS), piece, pieces)
 
 
 @elementwise
-def _all32(y: int, x1: int, x2: int, own: Any, piece: int, pieces: int) -> None:
-    """Some of the rows, or some of each where there are few. own: code, sizes, strides."""
-    start, stop, low, high = cut(own[1:5], piece, pieces)
-    near = np.empty((2, BLOCK), np.float32)
+def _all32(y: int, x1: int, x2: int, spec: Any, piece: int, pieces: int) -> None:
+    """Compute a piece (see `cut`) in float32. y, x1, x2: addresses. spec: see `NUMBERS`."""
+    start, stop, low, high = cut(spec[1:5], piece, pieces)
+    block = np.empty((2, BLOCK), np.float32)
     for i in range(start, stop):
-        at, at1, at2 = y + row(own, 5, i), x1 + row(own, 9, i), x2 + row(own, 13, i)
+        at, at1, at2 = y + row(spec, 5, i), x1 + row(spec, 9, i), x2 + row(spec, 13, i)
         for first in range(low, high, BLOCK):
             n = min(BLOCK, high - first)
-            in1 = _float32s(at1 + first * own[12], own[12], n, near[0])
-            in2 = _float32s(at2 + first * own[16], own[16], n, near[1])
-            if own[8] == 4:
-                _block(own[0], float32s(at + first * 4, (n,)), in1, in2)
+            in1 = _float32s(at1 + first * spec[12], spec[12], n, block[0])
+            in2 = _float32s(at2 + first * spec[16], spec[16], n, block[1])
+            if spec[8] == 4:
+                _block(spec[0], float32s(at + first * 4, (n,)), in1, in2)
             else:
-                _block(own[0], near[0, :n], in1, in2)
+                _block(spec[0], block[0, :n], in1, in2)
                 for j in range(n):
-                    float32s(at + (first + j) * own[8], (1,))[0] = near[0, j]
+                    float32s(at + (first + j) * spec[8], (1,))[0] = block[0, j]
 
 
 @elementwise
-def _all64(y: int, x1: int, x2: int, own: Any, piece: int, pieces: int) -> None:
-    """The same in float64."""
-    start, stop, low, high = cut(own[1:5], piece, pieces)
-    near = np.empty((2, BLOCK), np.float64)
+def _all64(y: int, x1: int, x2: int, spec: Any, piece: int, pieces: int) -> None:
+    """Compute a piece (see `cut`) in float64. y, x1, x2: addresses. spec: see `NUMBERS`."""
+    start, stop, low, high = cut(spec[1:5], piece, pieces)
+    block = np.empty((2, BLOCK), np.float64)
     for i in range(start, stop):
-        at, at1, at2 = y + row(own, 5, i), x1 + row(own, 9, i), x2 + row(own, 13, i)
+        at, at1, at2 = y + row(spec, 5, i), x1 + row(spec, 9, i), x2 + row(spec, 13, i)
         for first in range(low, high, BLOCK):
             n = min(BLOCK, high - first)
-            in1 = _float64s(at1 + first * own[12], own[12], n, near[0])
-            in2 = _float64s(at2 + first * own[16], own[16], n, near[1])
-            if own[8] == 8:
-                _block(own[0], float64s(at + first * 8, (n,)), in1, in2)
+            in1 = _float64s(at1 + first * spec[12], spec[12], n, block[0])
+            in2 = _float64s(at2 + first * spec[16], spec[16], n, block[1])
+            if spec[8] == 8:
+                _block(spec[0], float64s(at + first * 8, (n,)), in1, in2)
             else:
-                _block(own[0], near[0, :n], in1, in2)
+                _block(spec[0], block[0, :n], in1, in2)
                 for j in range(n):
-                    float64s(at + (first + j) * own[8], (1,))[0] = near[0, j]
+                    float64s(at + (first + j) * spec[8], (1,))[0] = block[0, j]
 
 
 @elementwise
 def cut(sizes: Any, piece: int, pieces: int) -> Any:
-    """Rows of a loop from and to, and columns from and to."""
+    """Return (start, stop, low, high): the rows and the columns that a piece computes.
+
+    Rows are divided among pieces; if there are fewer rows than pieces, columns are. sizes: of the
+    loop's axes.
+    """
     n_rows, width = sizes[0] * sizes[1] * sizes[2], sizes[3]
     if n_rows >= pieces:
         start, stop = part(n_rows, piece, pieces, 1)
@@ -144,34 +148,35 @@ def cut(sizes: Any, piece: int, pieces: int) -> Any:
 
 
 @elementwise
-def row(own: Any, steps: int, i: int) -> Any:
-    """How far row i of an operand is, whose strides are at `steps`. own: code, sizes, strides."""
-    i0, i1, i2 = i // own[3] // own[2], i // own[3] % own[2], i % own[3]
-    return i0 * own[steps] + i1 * own[steps + 1] + i2 * own[steps + 2]
+def row(spec: Any, steps: int, i: int) -> Any:
+    """Return the byte offset of row i of an operand whose strides begin at spec[steps]."""
+    i0, i1, i2 = i // spec[3] // spec[2], i // spec[3] % spec[2], i % spec[3]
+    return i0 * spec[steps] + i1 * spec[steps + 1] + i2 * spec[steps + 2]
 
 
 @elementwise
-def _float32s(at: int, step: int, n: int, near: Any) -> Any:
-    """n elements side by side: as they lie, or copied to `near`."""
+def _float32s(address: int, step: int, n: int, block: Any) -> Any:
+    """Return n float32, `step` bytes apart, as a contiguous array: a view, or a copy in `block`."""
     if step == 4:
-        return float32s(at, (n,))
+        return float32s(address, (n,))
     for j in range(n):
-        near[j] = float32s(at + j * step, (1,))[0]
-    return near[:n]
+        block[j] = float32s(address + j * step, (1,))[0]
+    return block[:n]
 
 
 @elementwise
-def _float64s(at: int, step: int, n: int, near: Any) -> Any:
+def _float64s(address: int, step: int, n: int, block: Any) -> Any:
+    """Return n float64, `step` bytes apart, as a contiguous array: a view, or a copy in `block`."""
     if step == 8:
-        return float64s(at, (n,))
+        return float64s(address, (n,))
     for j in range(n):
-        near[j] = float64s(at + j * step, (1,))[0]
-    return near[:n]
+        block[j] = float64s(address + j * step, (1,))[0]
+    return block[:n]
 
 
 @elementwise
 def _block(code: int, y: Any, x: Any, z: Any) -> None:
-    """y of x, and of z where the code has two ins. NaN stays NaN in maximum and minimum."""
+    """Compute y = f(x) or f(x, z), f given by its code. maximum and minimum propagate NaN."""
     n = len(y)
     if code == ADD:
         for j in range(n):

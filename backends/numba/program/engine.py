@@ -1,11 +1,17 @@
-"""Threads walk a list of native instructions, with a barrier only where the list has one.
+"""The engine: threads execute a list of native instructions, with barriers where the list has them.
 
-A row of the list is (kernel, args, pieces, barrier, first, check, anyone), in int64: two addresses,
-how many pieces, whether all that came before has to be done first, the number of its first claim,
-where a check writes whether it has failed, or 0, and whether a thread that is ready takes others'
-pieces. Each piece has a word, 0 until somebody claims it,
-and each instruction one that counts what is done. Both are new at each call, and in each of its
-rounds: a thread of the last one may come late.
+The list is an int64 array with one row for each instruction:
+
+KERNEL, ARGS   addresses of the kernel and of its arguments
+PIECES         number of pieces
+BARRIER        whether all earlier instructions must be done first
+FIRST          index of the claim of its first piece
+CHECK          address of the word that a check sets if it fails; 0 for other instructions
+ANYONE         whether a thread that is ready takes pieces assigned to other threads
+
+Each piece has a claim: a word that is 0 until a thread takes the piece. Each instruction has a
+counter of the pieces that are done. Every call has new claims and counters, and so has each of its
+rounds: a late thread may still read the claims of the round before.
 """
 
 from __future__ import annotations
@@ -28,21 +34,23 @@ KERNEL, ARGS, PIECES, BARRIER, FIRST, CHECK, ANYONE = range(7)
 
 
 def execute(code: Any, words: Any, threads: int, *, rounds: int = 1, blas: bool = True) -> None:
-    """All rows of the list, so many times, here and on so many threads less one.
+    """Execute all rows of `code`, `rounds` times, on this thread and `threads - 1` others.
 
-    words: of all args, kept here. blas: whether kernels call BLAS, on each thread for itself. After
-    a check has failed nothing is computed that had to wait for it.
+    words: the array that the addresses in the ARGS column point into.
+    blas: whether kernels call BLAS, which then has one thread.
+    If a check fails, the instructions after it compute nothing.
     """
     n_claims = int(code[:, PIECES].sum())
     claims = np.zeros(rounds * n_claims, np.int64)
-    done = np.zeros(rounds * len(code) + 1, np.int64)  # and behind it how many checks have failed
+    done = np.zeros(rounds * len(code) + 1, np.int64)  # the last word counts failed checks
     numbers = itertools.count()
 
     def work() -> bool:
-        memory, ith = _memory(), next(numbers)
-        places = claims.ctypes.data, done.ctypes.data, memory.ctypes.data
-        _walk_all(code, ith, threads, *places, rounds, n_claims)
-        return words is not None  # kept, with the rest, until the last thread has come
+        thread_words, ith = _thread_words(), next(numbers)
+        counters = claims.ctypes.data, done.ctypes.data
+        _walk_all(code, ith, threads, *counters, thread_words.ctypes.data, rounds, n_claims)
+        # True. A late thread keeps this closure, and with it code, words, claims and done, alive.
+        return words is not None
 
     if int(code[:, PIECES].max(initial=1)) == 1:
         threads = 1
@@ -50,95 +58,109 @@ def execute(code: Any, words: Any, threads: int, *, rounds: int = 1, blas: bool 
         on_every_thread(work, threads)
 
 
-def _memory() -> Any:
-    """Words of this thread, as `native` names them; the memory stays while the array does."""
-    own = scratch("tile", (tile.SIZE,), np.float32)
-    row = scratch("words", (4,), np.int64)
-    row[:] = sgemm() or 0, tile.compiled() if USABLE else 0, own.ctypes.data, 0
-    return _Kept(row, own)
+def _thread_words() -> _ThreadWords:
+    """Return the words that kernels read of their thread: SGEMM, TILES, SCRATCH of `native`."""
+    tile_scratch = scratch("tile", (tile.SIZE,), np.float32)
+    words = scratch("words", (4,), np.int64)
+    words[:] = sgemm() or 0, tile.compiled() if USABLE else 0, tile_scratch.ctypes.data, 0
+    return _ThreadWords(words, tile_scratch)
 
 
-class _Kept:
-    def __init__(self, row: Any, own: Any) -> None:
-        self.own, self.ctypes = own, row.ctypes
+class _ThreadWords:
+    """The words of a thread; keeps the scratch memory alive whose address is one of them."""
+
+    def __init__(self, words: Any, tile_scratch: Any) -> None:
+        self.tile_scratch, self.ctypes = tile_scratch, words.ctypes
 
 
 @rowwise
 def _walk_all(
-    code: Any, ith: int, nth: int, claims: int, done: int, memory: int, rounds: int, n_claims: int
+    code: Any,
+    ith: int,
+    nth: int,
+    claims: int,
+    done: int,
+    thread_words: int,
+    rounds: int,
+    n_claims: int,
 ) -> None:
-    """Round after round."""
+    """Execute `code` `rounds` times, as thread number `ith` of `nth`.
+
+    claims, done, thread_words: addresses; claims and counters are those of all rounds.
+    """
     failed = done + 8 * rounds * len(code)
     for i in range(rounds):
         if nth == 1:
-            _walk_alone(code, failed, memory)
+            _walk_alone(code, failed, thread_words)
             continue
-        own = claims + 8 * i * n_claims, done + 8 * i * len(code), failed
-        _walk(code, ith, nth, own, memory)
+        counters = claims + 8 * i * n_claims, done + 8 * i * len(code), failed
+        _walk(code, ith, nth, counters, thread_words)
 
 
 @rowwise
-def _walk_alone(code: Any, failed: int, memory: int) -> None:
-    """On one thread, which nobody waits for."""
+def _walk_alone(code: Any, failed: int, thread_words: int) -> None:
+    """Execute `code` on this thread alone, without claims and counters."""
     for j in range(len(code)):
         for i in range(code[j, PIECES]):
-            _compute(code, j, i, failed, memory)
+            _compute(code, j, i, failed, thread_words)
 
 
 @rowwise
-def _walk(code: Any, ith: int, nth: int, marks: Any, memory: int) -> None:
-    """Each thread does its own pieces; others' where anyone may, or where it had to wait long.
+def _walk(code: Any, ith: int, nth: int, counters: Any, thread_words: int) -> None:
+    """Execute the share of thread number `ith` of `nth` in one round.
 
-    marks: where claims are, what is done, and how many checks have failed.
+    A thread computes every nth piece, then unclaimed pieces of others if ANYONE is set.
+    counters: addresses of the claims, of the pieces done, and of the number of failed checks.
     """
     waited, grace = 0, GRACE
     for j in range(len(code)):
         if code[j, BARRIER]:
             while waited < j:
-                grace = _wait(code, waited, marks, memory, grace)
+                grace = _wait(code, waited, counters, thread_words, grace)
                 waited += 1
         for i in range(ith, code[j, PIECES], nth):
-            _claim(code, j, i, marks, memory)
+            _claim(code, j, i, counters, thread_words)
         for i in range(code[j, PIECES] if code[j, ANYONE] else 0):
-            _claim(code, j, i, marks, memory)
+            _claim(code, j, i, counters, thread_words)
     while waited < len(code):
-        grace = _wait(code, waited, marks, memory, grace)
+        grace = _wait(code, waited, counters, thread_words, grace)
         waited += 1
 
 
 @rowwise
-def _claim(code: Any, j: int, i: int, marks: Any, memory: int) -> bool:
-    """Piece i of instruction j, unless somebody has it."""
-    claims, done, failed = marks
-    at = claims + 8 * (code[j, FIRST] + i)
-    if read(at) != 0 or count(at) != 0:
+def _claim(code: Any, j: int, i: int, counters: Any, thread_words: int) -> bool:
+    """Claim and compute piece i of instruction j; return False if another thread has claimed it."""
+    claims, done, failed = counters
+    claim = claims + 8 * (code[j, FIRST] + i)
+    if read(claim) != 0 or count(claim) != 0:
         return False
-    _compute(code, j, i, failed, memory)
+    _compute(code, j, i, failed, thread_words)
     count(done + 8 * j)
     return True
 
 
 @rowwise
-def _compute(code: Any, j: int, i: int, failed: int, memory: int) -> None:
-    """Piece i of instruction j, unless a check has failed."""
+def _compute(code: Any, j: int, i: int, failed: int, thread_words: int) -> None:
+    """Compute piece i of instruction j; do nothing if a check has failed."""
     if read(failed) == 0:
-        call(code[j, KERNEL], (code[j, ARGS], np.int64(i), code[j, PIECES], np.int64(memory)))
+        call(code[j, KERNEL], (code[j, ARGS], np.int64(i), code[j, PIECES], np.int64(thread_words)))
         if code[j, CHECK] and read(code[j, CHECK]) != 0:
             count(failed)
 
 
 @rowwise
-def _wait(code: Any, j: int, marks: Any, memory: int, grace: int) -> int:
-    """Until instruction j is done; after `grace` pauses what nobody has claimed is done here.
+def _wait(code: Any, j: int, counters: Any, thread_words: int, grace: int) -> int:
+    """Wait until instruction j is done; return the grace for the next wait.
 
-    The grace of the next one: none where another thread was too late, which may have no core.
+    After `grace` pauses this thread computes the unclaimed pieces itself. If there was one, its
+    thread may have no core, so the returned grace is 1.
     """
     spins = 0
-    while read(marks[1] + 8 * j) < code[j, PIECES]:
+    while read(counters[1] + 8 * j) < code[j, PIECES]:
         spins += 1
         if spins == grace:
             for i in range(code[j, PIECES]):
-                if _claim(code, j, i, marks, memory):
+                if _claim(code, j, i, counters, thread_words):
                     grace = 1
         if spins < LONG:
             pause()

@@ -1,7 +1,7 @@
-"""The array API on `Traced` arrays: views are NumPy's, and all else is an instruction.
+"""The array API for `Traced` arrays: a function returns a view or records an instruction.
 
-What follows from constants alone is computed at once. Functions and their numbers are those of
-array_api_compat's NumPy, so that a run gives what the references give on NumPy.
+NumPy computes the layouts of views. Functions of constants are computed at once. Functions behave
+as in array_api_compat's NumPy, so that a run gives the results of the references on NumPy.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ELEMENTWISE = (
     *("sign", "sin", "sinh", "sqrt", "square", "subtract", "tan", "tanh", "trunc"),
 )
 REDUCING = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "std", "sum", "var")
-KEPT = {"axis", "keepdims", "dtype"}  # options of them that kernels know
-CALLED = (  # whose shapes are learnt by calling them
+REDUCING_OPTIONS = {"axis", "keepdims", "dtype"}  # options that kernels of reductions support
+CALLED = (  # functions that are called on zeros while recording, to learn the result's shape
     *("clip", "diff", "flip", "repeat", "roll", "searchsorted", "sort", "tril", "triu"),
 )
 VIEWS = (
     *("broadcast_to", "expand_dims", "matrix_transpose", "moveaxis", "permute_dims", "squeeze"),
 )
-KNOWN = (  # of no array
+KNOWN = (  # constants, dtypes and functions without an array argument
     *("bool", "e", "empty", "eye", "finfo", "float32", "float64", "full", "iinfo", "inf", "int16"),
     *("int32", "int64", "int8", "isdtype", "linspace", "nan", "newaxis", "ones", "pi", "uint16"),
     *("uint32", "uint64", "uint8", "zeros", "arange", "__array_namespace_info__"),
@@ -45,38 +45,42 @@ KNOWN = (  # of no array
 
 
 def _dummy(x: Any) -> Any:
-    """One element of the same number of axes and dtype."""
+    """Return a NumPy array of one element with the dtype and number of axes of a `Traced` x.
+
+    Return other values as they are.
+    """
     return np.ones((1,) * x.ndim, x.dtype) if isinstance(x, Traced) else x
 
 
 def _layouts(arguments: Sequence[Any]) -> list[Any]:
+    """Return arguments with the NumPy arrays of `Traced` ones: the values of constants."""
     return [x.layout if isinstance(x, Traced) else x for x in arguments]
 
 
 def all_numbers(arrays: Sequence[Any]) -> bool:
-    """Whether they are numbers of Python's, known or not."""
+    """Return whether all are Python numbers, or inputs that stand for Python numbers."""
     return builtins.all(not isinstance(x, Traced) or x.is_number for x in arrays)
 
 
 def _numbers_cast(arrays: Sequence[Any]) -> list[Any]:
-    """Numbers that are not known yet, in the dtype that they take beside the other arrays."""
+    """Return arrays with number inputs cast to the dtype that a Python number would take here."""
     if all_numbers(arrays):
         return list(arrays)
-    likes = [
+    examples = [
         (1.0 if x.dtype.kind == "f" else 1) if isinstance(x, Traced) and x.is_number else x
         for x in arrays
     ]
-    dtype = np.result_type(*(_dummy(x) if isinstance(x, Traced) else x for x in likes))
+    dtype = np.result_type(*(_dummy(x) if isinstance(x, Traced) else x for x in examples))
     cast = []
     for x in arrays:
         if isinstance(x, Traced) and x.is_number:
-            kind = np.result_type(dtype, np.float32) if x.dtype.kind == "f" else dtype
-            x = astype(x, kind)
+            x = astype(x, np.result_type(dtype, np.float32) if x.dtype.kind == "f" else dtype)
         cast.append(x)
     return cast
 
 
 def _elementwise(name: str) -> Callable[..., Traced]:
+    """Return the elementwise function `name` for `Traced` arrays."""
     fn = getattr(xp, name)
     ufunc = isinstance(fn, np.ufunc)
 
@@ -103,17 +107,18 @@ def _elementwise(name: str) -> Callable[..., Traced]:
 
 
 def _emit(program: Program, name: str, run: Run, out: Traced, ins: Sequence[Any]) -> None:
-    """An elementwise instruction, natively where it has a kernel."""
+    """Record an elementwise instruction, with its kernel if there is one."""
     if name == "pow" and out.dtype.kind == "f":
         ins = [astype(x, out.dtype) if isinstance(x, Traced) else x for x in ins]
-    known = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
-    own = elementwise.natively(program, name, out, known)
-    own = own or typed.natively(program, name, out, known)
-    native, arrays = own if own else (None, known)
+    ins = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
+    with_arrays = elementwise.find_native(program, name, out, ins)
+    with_arrays = with_arrays or typed.find_native(program, name, out, ins)
+    native, arrays = with_arrays or (None, ins)
     program.emit(name, run, [out], arrays, native, in_place=[range(len(arrays))])
 
 
 def _reducing(name: str) -> Callable[..., Traced]:
+    """Return the reduction `name` for `Traced` arrays."""
     fn = getattr(xp, name)
 
     def recorded(
@@ -128,22 +133,22 @@ def _reducing(name: str) -> Callable[..., Traced]:
         sizes = [1 if i in reduced else n for i, n in enumerate(x.shape)]
         shape = [n for i, n in enumerate(sizes) if keepdims or i not in reduced]
         out = program.fresh(shape, fn(_dummy(x), **options).dtype)
-        said = name if axis is None else f"{name} axis={axis}"
-        known = options.get("dtype", out.dtype) == out.dtype and not set(options) - KEPT
-        if known and reduce.is_known(name, out, x):
-            own = reduce.natively(program, name, out, x, reduced)
-            if own is None:  # the reduced axes last, in C order
-                kept = [i for i in range(x.ndim) if i not in reduced]
-                x = contiguous(x.view(x.layout.transpose([*kept, *sorted(reduced)])))
-                options = options | {"axis": tuple(range(len(kept), x.ndim)), "keepdims": False}
-                own = reduce.natively(program, name, out, x, set(options["axis"]))
-        else:
-            own = None
+        label = name if axis is None else f"{name} axis={axis}"
+        supported = options.get("dtype", out.dtype) == out.dtype
+        supported = supported and not set(options) - REDUCING_OPTIONS
+        native = None
+        if supported and reduce.is_known(name, out, x):
+            native = reduce.find_native(program, name, out, x, reduced)
+            if native is None:  # copy x with the reduced axes last
+                outer = [i for i in range(x.ndim) if i not in reduced]
+                x = contiguous(x.view(x.layout.transpose([*outer, *sorted(reduced)])))
+                options = options | {"axis": tuple(range(len(outer), x.ndim)), "keepdims": False}
+                native = reduce.find_native(program, name, out, x, set(options["axis"]))
 
         def run(out: Any, x: Any) -> None:
             out[...] = fn(x, **options).reshape(out.shape)
 
-        program.emit(said, run, [out], [x], own)
+        program.emit(label, run, [out], [x], native)
         return out
 
     recorded.__name__ = name
@@ -151,19 +156,20 @@ def _reducing(name: str) -> Callable[..., Traced]:
 
 
 def _called(name: str) -> Callable[..., Traced]:
+    """Return the function `name` for `Traced` arrays; while recording it is called on zeros."""
     fn = getattr(xp, name)
 
     def recorded(*arguments: Any, **options: Any) -> Traced:
-        at = [i for i, x in enumerate(arguments) if isinstance(x, Traced)]
-        by = [key for key, x in options.items() if isinstance(x, Traced)]
-        arrays = [arguments[i] for i in at] + [options[key] for key in by]
+        indices = [i for i, x in enumerate(arguments) if isinstance(x, Traced)]
+        names = [key for key, x in options.items() if isinstance(x, Traced)]
+        arrays = [arguments[i] for i in indices] + [options[key] for key in names]
 
         def call(*values: Any) -> Any:
-            all_of_them, named = list(arguments), dict(options)
-            for i, value in zip(at, values, strict=False):
-                all_of_them[i] = value
-            named.update(zip(by, values[len(at) :], strict=True))
-            return fn(*all_of_them, **named)
+            positional, named = list(arguments), dict(options)
+            for i, value in zip(indices, values, strict=False):
+                positional[i] = value
+            named.update(zip(names, values[len(indices) :], strict=True))
+            return fn(*positional, **named)
 
         program = of(arrays)
         if program is None:
@@ -178,6 +184,7 @@ def _called(name: str) -> Callable[..., Traced]:
 
 
 def _view(name: str) -> Callable[..., Traced]:
+    """Return the function `name`, which returns a view of its first argument."""
     fn = getattr(xp, name)
 
     def recorded(x: Traced, /, *arguments: Any, **options: Any) -> Traced:
@@ -188,10 +195,11 @@ def _view(name: str) -> Callable[..., Traced]:
 
 
 def _known(name: str) -> Any:
-    made = getattr(xp, name)
+    """Return a name of `KNOWN`; functions that create arrays return constants."""
+    value = getattr(xp, name)
     if name not in ("arange", "empty", "eye", "full", "linspace", "ones", "zeros"):
-        return made
-    return lambda *arguments, **options: constant(made(*arguments, **options))
+        return value
+    return lambda *arguments, **options: constant(value(*arguments, **options))
 
 
 _argsort, _take_along_axis = _called("argsort"), _called("take_along_axis")
@@ -214,14 +222,14 @@ def __getattr__(name: str) -> Any:
 
 
 def asarray(values: Any, /, *, dtype: Any = None, device: Any = None, copy: Any = None) -> Traced:
-    """The array itself, or in another dtype, or a constant of these values."""
+    """Return a `Traced` array itself, or cast to `dtype`; other values as a constant."""
     if not isinstance(values, Traced):
         return constant(xp.asarray(values, dtype=dtype))
     return values if dtype is None else astype(values, dtype)
 
 
 def astype(x: Traced, dtype: Any, /, *, copy: bool = True, device: Any = None) -> Traced:
-    """x in another dtype; itself where it has that one, since nobody writes to it."""
+    """Return x cast to another dtype; x itself if it has that dtype."""
     if x.dtype == dtype:
         return x
     if x.is_constant:
@@ -233,7 +241,7 @@ def astype(x: Traced, dtype: Any, /, *, copy: bool = True, device: Any = None) -
 
 
 def copied(x: Traced) -> Traced:
-    """x in C order, without gaps."""
+    """Return a C-contiguous copy of x."""
     if x.is_constant:
         return constant(np.array(x.layout, order="C"))
     program = _program(x)
@@ -243,26 +251,28 @@ def copied(x: Traced) -> Traced:
 
 
 def copy_to(program: Program, out: Traced, x: Traced) -> None:
-    """The elements of x in `out`, of the same shape."""
+    """Record a copy of x into `out`, which has the same shape."""
     _emit(program, "copy", _copy, out, [x])
 
 
 def contiguous(x: Traced) -> Traced:
-    """x in C order, without gaps: itself where it lies so."""
+    """Return x itself if it is C-contiguous, else a C-contiguous copy."""
     return x if x.layout.flags.c_contiguous else copied(x)
 
 
 def _copy(out: Any, x: Any) -> None:
+    """Copy a NumPy array to another one, which may have another dtype."""
     np.copyto(out, x, casting="unsafe")
 
 
 def _program(x: Traced) -> Program:
+    """Return the program of an array that is not a constant."""
     assert x.program is not None
     return x.program
 
 
 def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
-    """x1 where the condition is True, else x2."""
+    """Return x1 where the condition is True, else x2."""
     program = of([condition, x1, x2])
     if program is None:
         return constant(xp.where(*_layouts([condition, x1, x2])))
@@ -271,17 +281,16 @@ def where(condition: Any, x1: Any, x2: Any, /) -> Traced:
     out = program.fresh(np.broadcast_shapes(*map(np.shape, (condition, x1, x2))), dtype)
 
     def run(out: Any, condition: Any, x1: Any, x2: Any) -> None:
-        np.copyto(out, np.where(condition, x1, x2))  # out may be one of them
+        np.copyto(out, np.where(condition, x1, x2))  # out may share memory with an input
 
     ins = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in (condition, x1, x2)]
-    own = typed.chosen(program, out, ins)
-    native, arrays = own if own else (None, ins)
+    native, arrays = typed.native_where(program, out, ins) or (None, ins)
     program.emit("where", run, [out], arrays, native, in_place=[range(3)])
     return out
 
 
 def reshape(x: Traced, /, shape: Any, *, copy: bool | None = None) -> Traced:
-    """A view where one layout fits the other, else a copy."""
+    """Return a view of x in another shape if strides allow it, else a reshaped copy."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if x.is_constant:
         return constant(x.layout.reshape(shape))
@@ -294,7 +303,7 @@ def reshape(x: Traced, /, shape: Any, *, copy: bool | None = None) -> Traced:
 
 
 def concat(arrays: Sequence[Traced], /, *, axis: int | None = 0) -> Traced:
-    """The arrays one behind the other."""
+    """Return the arrays joined along an axis; axis None flattens them first."""
     arrays = list(arrays)
     program = of(arrays)
     if program is None:
@@ -307,19 +316,19 @@ def concat(arrays: Sequence[Traced], /, *, axis: int | None = 0) -> Traced:
     out, end = program.fresh(shape, like.dtype), 0
     for x in arrays:
         begin, end = end, end + x.shape[axis]
-        part = (builtins.slice(None),) * (axis % out.ndim) + (builtins.slice(begin, end),)
-        _emit(program, "copy", _copy, out[part], [x])
+        key = (builtins.slice(None),) * (axis % out.ndim) + (builtins.slice(begin, end),)
+        _emit(program, "copy", _copy, out[key], [x])
     return out
 
 
 def stack(arrays: Sequence[Traced], /, *, axis: int = 0) -> Traced:
-    """The arrays side by side along a new axis."""
+    """Return the arrays joined along a new axis."""
     at = axis % (arrays[0].ndim + 1)
     return concat([reshape(x, (*x.shape[:at], 1, *x.shape[at:])) for x in arrays], axis=at)
 
 
 def matmul(x1: Traced, x2: Traced, /) -> Traced:
-    """Products of matrices, broadcast over the other axes."""
+    """Return x1 @ x2: matmul over the last two axes, broadcast over the other axes."""
     program = of([x1, x2])
     if program is None:
         return constant(xp.matmul(*_layouts([x1, x2])))
@@ -330,7 +339,7 @@ def matmul(x1: Traced, x2: Traced, /) -> Traced:
     lead = np.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
     shape = (*lead, x1.shape[-2], x2.shape[-1])
     out = program.fresh(shape, np.result_type(x1.dtype, x2.dtype))
-    from xformer.backends.numba.kernels.matmul import emit_matmul  # which needs this module
+    from xformer.backends.numba.kernels.matmul import emit_matmul  # it imports this module
 
     if not emit_matmul(out, x1, x2):
         program.emit("matmul", lambda out, a, b: np.matmul(a, b, out=out), [out], [x1, x2])
@@ -338,7 +347,7 @@ def matmul(x1: Traced, x2: Traced, /) -> Traced:
 
 
 def take(x: Traced, ids: Traced, /, *, axis: int | None = None) -> Traced:
-    """The parts of x along an axis with these numbers."""
+    """Return the elements of x at the indices `ids` along an axis."""
     program = of([x, ids])
     if axis is None:
         x, axis = reshape(x, (-1,)), 0
@@ -346,110 +355,110 @@ def take(x: Traced, ids: Traced, /, *, axis: int | None = None) -> Traced:
         return constant(xp.take(x.layout, ids.layout, axis=axis))
     at = axis % x.ndim
     out = program.fresh((*x.shape[:at], *ids.shape, *x.shape[at + 1 :]), x.dtype)
-    if own := indexed.taken(program, out, x, ids, at):
+    if native := indexed.native_take(program, out, x, ids, at):
         x, ids = contiguous(x), contiguous(ids)
 
     def run(out: Any, x: Any, ids: Any) -> None:
         np.copyto(out, xp.take(x, ids, axis=at))
 
-    program.emit("take", run, [out], [x, ids], own)
+    program.emit("take", run, [out], [x, ids], native)
     return out
 
 
 def take_along_axis(x: Traced, ids: Traced, /, *, axis: int = -1) -> Traced:
-    """Of each row along an axis the elements with its numbers."""
+    """Return the elements of each row of x along an axis at the indices in the same row of ids."""
     program = of([x, ids])
     if program is None or axis % x.ndim != x.ndim - 1:
         return _take_along_axis(x, ids, axis=axis)
     out = program.fresh((*x.shape[:-1], *ids.shape[-1:]), x.dtype)
-    own = indexed.taken_along(program, out, x, ids)
-    if own is None:
+    native = indexed.native_take_along(program, out, x, ids)
+    if native is None:
         return _take_along_axis(x, ids, axis=axis)
 
     def run(out: Any, x: Any, ids: Any) -> None:
         np.copyto(out, xp.take_along_axis(x, ids, axis=-1))
 
-    program.emit("take_along_axis", run, [out], [contiguous(x), contiguous(ids)], own)
+    program.emit("take_along_axis", run, [out], [contiguous(x), contiguous(ids)], native)
     return out
 
 
 def argsort(
     x: Traced, /, *, axis: int = -1, descending: bool = False, stable: bool = True
 ) -> Traced:
-    """The numbers that sort x along an axis; of equal elements the first comes first."""
+    """Return the indices that sort x along an axis; equal elements keep their order."""
     options = {"axis": axis, "descending": descending, "stable": stable}
-    own = None
+    native = None
     if not x.is_constant and axis % x.ndim == x.ndim - 1:
-        own = indexed.sorted_by(_program(x), x, descending=descending)
-    if own is None:
+        native = indexed.native_argsort(_program(x), x, descending=descending)
+    if native is None:
         return _argsort(x, **options)
 
     def run(out: Any, x: Any) -> None:
         np.copyto(out, xp.argsort(x, **options))
 
     out = _program(x).fresh(x.shape, np.int64)
-    _program(x).emit("argsort", run, [out], [contiguous(x)], own)
+    _program(x).emit("argsort", run, [out], [contiguous(x)], native)
     return out
 
 
 def cumulative_sum(x: Traced, /, *, axis: int | None = None, **options: Any) -> Traced:
-    """Sums of all elements up to each along an axis."""
-    own, at = None, 0 if axis is None else axis % x.ndim
+    """Return cumulative sums along an axis."""
+    native, at = None, 0 if axis is None else axis % x.ndim
     if not x.is_constant and not options and (axis is not None or x.ndim == 1):
         out = _program(x).fresh(x.shape, xp.cumulative_sum(_dummy(x), axis=at).dtype)
-        own = indexed.summed(_program(x), out, x, at)
-    if own is None:
+        native = indexed.native_cumulative_sum(_program(x), out, x, at)
+    if native is None:
         return _cumulative_sum(x, axis=axis, **options)
 
     def run(out: Any, x: Any) -> None:
         np.copyto(out, xp.cumulative_sum(x, axis=at))
 
-    _program(x).emit("cumulative_sum", run, [out], [contiguous(x)], own)
+    _program(x).emit("cumulative_sum", run, [out], [contiguous(x)], native)
     return out
 
 
 def tile(x: Traced, repetitions: Sequence[int], /) -> Traced:
-    """x so many times along each axis."""
+    """Return x repeated along each axis, repetitions[i] times along axis i."""
     repeats = (1,) * (x.ndim - len(repetitions)) + tuple(repetitions)
     sizes = (1,) * (len(repeats) - x.ndim) + x.shape
-    apart = reshape(x, [n for size in sizes for n in (1, size)])
+    with_ones = reshape(x, [n for size in sizes for n in (1, size)])
     pairs = list(zip(repeats, sizes, strict=True))
-    every = _broadcast_to(apart, [n for pair in pairs for n in pair])
-    return reshape(every, [times * size for times, size in pairs])
+    broadcast = _broadcast_to(with_ones, [n for pair in pairs for n in pair])
+    return reshape(broadcast, [times * size for times, size in pairs])
 
 
 def pow(x1: Any, x2: Any, /) -> Traced:
-    """x1 to the power of x2; a square is a product, as NumPy's is."""
+    """Return x1 to the power of x2; the int 2 multiplies floats by themselves, as in NumPy."""
     if isinstance(x1, Traced) and x1.dtype.kind == "f" and isinstance(x2, int) and x2 == 2:
         return _square(x1)
     return _pow(x1, x2)
 
 
 def zeros_like(x: Traced, /, *, dtype: Any = None, device: Any = None) -> Traced:
-    """A constant of zeros."""
+    """Return a constant of zeros."""
     return full_like(x, 0, dtype=dtype)
 
 
 def ones_like(x: Traced, /, *, dtype: Any = None, device: Any = None) -> Traced:
-    """A constant of ones."""
+    """Return a constant of ones."""
     return full_like(x, 1, dtype=dtype)
 
 
 def empty_like(x: Traced, /, *, dtype: Any = None, device: Any = None) -> Traced:
-    """A constant of zeros."""
+    """Return a constant of zeros."""
     return full_like(x, 0, dtype=dtype)
 
 
 def full_like(x: Traced, value: Any, /, *, dtype: Any = None, device: Any = None) -> Traced:
-    """A constant of one value, in the memory of one."""
+    """Return a constant with the same value everywhere, which is stored once."""
     return constant(np.broadcast_to(np.asarray(value, dtype or x.dtype), x.shape))
 
 
 def result_type(*arrays_and_dtypes: Any) -> Any:
-    """As NumPy's."""
+    """Return the dtype that NumPy gives a result of these arrays and dtypes."""
     return xp.result_type(*map(_dummy, arrays_and_dtypes))
 
 
 def can_cast(from_: Any, to: Any, /) -> bool:
-    """As NumPy's."""
+    """Return whether NumPy casts from one dtype to the other safely."""
     return bool(xp.can_cast(from_.dtype if isinstance(from_, Traced) else from_, to))

@@ -1,15 +1,17 @@
-"""Kernels of programs: functions of C that compute a piece of an instruction.
+"""How to write a kernel of programs: a C function that computes a piece of an instruction.
 
     @native
     def negate(args: int, piece: int, pieces: int, memory: int) -> None:
         y, x, n = words(args, 3)
         ...
 
-args: where int64 words are: the addresses of the outs, then of the ins, then the instruction's own
-numbers, which `numbers` finds behind any number of operands. A kernel computes its `piece` of
-`pieces`, in any order and on any thread, and writes nothing else. memory: where words of its thread
-are (`SGEMM`, `TILES`, `SCRATCH`). It cannot raise: whoever emits the instruction has checked
-shapes, dtypes and strides, and addresses follow them.
+args: the address of int64 words: the addresses of the outs, the addresses of the ins, then the
+    numbers of the instruction (`Native.numbers`), which `numbers` reads.
+piece, pieces: the kernel computes piece number `piece` of `pieces` and writes nothing else. Pieces
+    run in any order on any thread.
+memory: the address of the words of the thread (`SGEMM`, `TILES`, `SCRATCH`).
+
+A kernel cannot raise. The code that emits the instruction checks shapes, dtypes and strides.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from numba.extending import intrinsic
 from xformer.backends.numba.compiled import callable_from_c, inlined
 
 SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
-LINE = 16  # float32 numbers of a line of memory: pieces are cut at lines, so that no two share one
-NOTHING = 0, (1 << 63) - 1, -(1 << 63)
-SGEMM, TILES, SCRATCH = range(3)  # words of a thread: BLAS's sgemm, `tile`'s, float32 memory
+LINE = 16  # float32 numbers in a cache line; pieces begin at a multiple, so that no two share one
+NOTHING = 0, (1 << 63) - 1, -(1 << 63)  # initial words of a check: not failed, no least or largest
+# Words of a thread: addresses of BLAS's sgemm, of `tile.multiply` and of float32 scratch for it.
+SGEMM, TILES, SCRATCH = range(3)
 
 
 class Kernel:
-    """A kernel, compiled when its address is first asked for."""
+    """A kernel, compiled when `address` is first read: the address of its C function."""
 
     def __init__(self, fn: Callable[..., None]) -> None:
         self.fn, self.__name__ = fn, fn.__name__
@@ -44,45 +47,48 @@ class Kernel:
 
 
 class Native(NamedTuple):
-    """How an instruction runs without Python: a kernel, its numbers, in how many pieces.
+    """How an instruction runs without Python: a kernel, its integer arguments, number of pieces.
 
-    The numbers of a check begin with `NOTHING`, which it writes over: whether it has failed, and
-    the least and the largest of what it has looked at, in all rounds of a run.
+    The numbers of a check begin with the three words `NOTHING`. The check overwrites them: whether
+    it has failed, and the least and the largest value in all rounds of a run.
     """
 
     kernel: Kernel
     numbers: tuple[int, ...]
     pieces: int = 1
-    blas: bool = False  # whether it may call BLAS
-    anyone: bool = False  # any ready thread may take a piece: none has the data in its cache
+    blas: bool = False  # whether the kernel may call BLAS
+    anyone: bool = False  # any ready thread takes the next piece; for data that is in no cache
 
 
 def native(fn: Callable[..., None]) -> Kernel:
-    """`fn` as a kernel."""
+    """Return `fn` as a kernel."""
     return Kernel(fn)
 
 
 def bits(x: float) -> int:
-    """A float64 as a word; `real` is its inverse."""
+    """Return the bits of a float64 as an int64 word; `real` is the inverse."""
     return int(struct.unpack("<q", struct.pack("<d", float(x)))[0])
 
 
 @inlined
 def real(word: Any) -> Any:
-    """The float64 of a word."""
+    """Return the float64 whose bits are this int64 word."""
     return np.int64(word).view(np.float64)
 
 
 def _inline(fn: Any) -> Any:
+    """Compile `fn` into its callers."""
     return numba.njit(inline="always")(fn)
 
 
-def _pointer(kind: Any) -> Any:
+def _pointer(element: Any) -> Any:
+    """Return an intrinsic that casts an int64 address to a pointer to this numba type."""
+
     def typed(typing: Any, address: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
 
-        return types.CPointer(kind)(types.int64), build
+        return types.CPointer(element)(types.int64), build
 
     return intrinsic(typed)
 
@@ -96,49 +102,52 @@ _bytes: Any = _pointer(types.uint8)
 
 @_inline
 def words(address: Any, n: Any) -> Any:
-    """n int64 at an address."""
+    """Return the array of n int64 words at an address, without a copy."""
     return numba.carray(_words(address), n, np.int64)
 
 
 @_inline
 def operands(args: Any) -> Any:
-    """How many outs and ins there are."""
+    """Return the number of outs and ins, which is stored in the word before `args`."""
     return words(args - 8, 1)[0]
 
 
 @_inline
 def numbers(args: Any, n: Any) -> Any:
-    """The first n of the instruction's own numbers."""
+    """Return the first n numbers of the instruction (`Native.numbers`)."""
     return words(args + 8 * operands(args), n)
 
 
 @_inline
 def float32s(address: Any, shape: Any) -> Any:
-    """A C-contiguous float32 array at an address."""
+    """Return the C-contiguous float32 array of this shape at an address, without a copy."""
     return numba.carray(_floats(address), shape, np.float32)
 
 
 @_inline
 def float64s(address: Any, shape: Any) -> Any:
-    """The same of float64."""
+    """Return the C-contiguous float64 array of this shape at an address, without a copy."""
     return numba.carray(_doubles(address), shape, np.float64)
 
 
 @_inline
 def int32s(address: Any, n: Any) -> Any:
-    """n int32 at an address."""
+    """Return the array of n int32 at an address, without a copy."""
     return numba.carray(_integers(address), n, np.int32)
 
 
 @_inline
 def uint8s(address: Any, n: Any) -> Any:
-    """n bytes at an address."""
+    """Return the array of n uint8 at an address, without a copy."""
     return numba.carray(_bytes(address), n, np.uint8)
 
 
 @_inline
 def part(n: Any, piece: Any, pieces: Any, unit: Any) -> Any:
-    """Of n things those of a piece, from and to: multiples of a unit but for the last."""
+    """Return (start, stop): the range of n items that piece number `piece` of `pieces` computes.
+
+    start and stop are multiples of `unit`, or n, so that no unit is split between pieces.
+    """
     size = (n + pieces - 1) // pieces
     size = (size + unit - 1) // unit * unit
     return min(n, piece * size), min(n, (piece + 1) * size)

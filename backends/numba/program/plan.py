@@ -1,4 +1,7 @@
-"""Where the buffers of a program lie in one arena: those that live at one time lie apart."""
+"""Memory plan of a program: the offset of each buffer in one arena, and where threads wait.
+
+Buffers that are in use at the same time do not overlap.
+"""
 
 from __future__ import annotations
 
@@ -11,72 +14,81 @@ import numpy as np
 from xformer.backends.numba.program.program import Instruction
 from xformer.backends.numba.program.traced import Buffer, Traced
 
-Span = tuple[Buffer | None, int, int]  # None: the arena; first byte, and the one after the last
+Span = tuple[Buffer | None, int, int]  # buffer (None: the arena), first byte, byte after the last
 
-LINE = 64  # bytes: a buffer begins with a line of memory
+LINE = 64  # bytes of a cache line: offsets in the arena are multiples of it
 
 
 class Plan(NamedTuple):
-    """offsets: bytes from the beginning of the arena."""
+    """The offsets of buffers in the arena, and the size of the arena, in bytes."""
 
     offsets: dict[Buffer, int]
     nbytes: int
 
 
 def plan(
-    code: Sequence[Instruction], elsewhere: set[Buffer], results: Sequence[Buffer] = ()
+    code: Sequence[Instruction], external: set[Buffer], results: Sequence[Buffer] = ()
 ) -> Plan:
-    """Of the buffers of a program but those that lie elsewhere. results: which are read after it.
+    """Assign arena offsets to all buffers of `code` except those in `external`.
 
-    Inputs lie elsewhere, and so may results.
+    external: buffers outside the arena (inputs, and results in arrays that own their memory).
+    results: buffers in the arena that are read after the last instruction.
     """
-    lives = _lives(code, elsewhere)
-    lives |= {buffer: (lives[buffer][0], len(code)) for buffer in results if buffer in lives}
-    order = sorted(lives, key=lambda buffer: -buffer.nbytes)
-    first = np.array([lives[buffer][0] for buffer in order], np.int64)
-    last = np.array([lives[buffer][1] for buffer in order], np.int64)
+    lifetimes = _lifetimes(code, external)
+    lifetimes |= {
+        buffer: (lifetimes[buffer][0], len(code)) for buffer in results if buffer in lifetimes
+    }
+    order = sorted(lifetimes, key=lambda buffer: -buffer.nbytes)
+    first = np.array([lifetimes[buffer][0] for buffer in order], np.int64)
+    last = np.array([lifetimes[buffer][1] for buffer in order], np.int64)
     sizes = np.array([-(-max(buffer.nbytes, 1) // LINE) * LINE for buffer in order], np.int64)
-    begins = np.zeros(len(order), np.int64)
+    offsets = np.zeros(len(order), np.int64)
     for i in range(len(order)):
-        near = np.flatnonzero((first[:i] <= last[i]) & (last[:i] >= first[i]))
-        begins[i] = _lowest(begins[near], begins[near] + sizes[near], int(sizes[i]))
-    nbytes = int((begins + sizes).max(initial=0))
-    return Plan(dict(zip(order, begins.tolist(), strict=True)), nbytes)
+        in_use = np.flatnonzero((first[:i] <= last[i]) & (last[:i] >= first[i]))
+        ends = offsets[in_use] + sizes[in_use]
+        offsets[i] = _lowest_offset(offsets[in_use], ends, int(sizes[i]))
+    nbytes = int((offsets + sizes).max(initial=0))
+    return Plan(dict(zip(order, offsets.tolist(), strict=True)), nbytes)
 
 
-def _lives(code: Sequence[Instruction], elsewhere: set[Buffer]) -> dict[Buffer, tuple[int, int]]:
-    """The first and the last instruction that each buffer is an operand of."""
-    lives: dict[Buffer, tuple[int, int]] = {}
-    for i, one in enumerate(code):
-        for x in (*one.outs, *one.ins):
+def _lifetimes(code: Sequence[Instruction], external: set[Buffer]) -> dict[Buffer, tuple[int, int]]:
+    """Return the indices of the first and the last instruction that use each arena buffer."""
+    lifetimes: dict[Buffer, tuple[int, int]] = {}
+    for i, instruction in enumerate(code):
+        for x in (*instruction.outs, *instruction.ins):
             buffer = x.buffer if isinstance(x, Traced) else None
-            if buffer is not None and buffer not in elsewhere:
-                lives[buffer] = lives.get(buffer, (i, i))[0], i
-    return lives
+            if buffer is not None and buffer not in external:
+                lifetimes[buffer] = lifetimes.get(buffer, (i, i))[0], i
+    return lifetimes
 
 
-def _lowest(begins: np.ndarray, ends: np.ndarray, size: int) -> int:
-    """The lowest place for so many bytes between those that are taken."""
-    at = 0
+def _lowest_offset(begins: np.ndarray, ends: np.ndarray, size: int) -> int:
+    """Return the lowest offset of `size` bytes that overlap no range from begins[i] to ends[i]."""
+    offset = 0
     for i in np.argsort(begins, kind="stable"):
-        if at + size <= begins[i]:
+        if offset + size <= begins[i]:
             break
-        at = max(at, int(ends[i]))
-    return at
+        offset = max(offset, int(ends[i]))
+    return offset
 
 
-def waits(run: Sequence[Instruction], offsets: dict[Buffer, int]) -> list[bool]:
-    """Of neighbours, which ones need all that came before: they touch what it has written.
+def waits(code: Sequence[Instruction], offsets: dict[Buffer, int]) -> list[bool]:
+    """Return for each instruction whether threads wait for all earlier ones before it.
 
-    Or they write what it has read or written, maybe by another buffer in the same place. All that
-    comes after a check waits for it: no kernel sees an id that is none.
+    They wait if the instruction
+
+    - reads or writes bytes that an instruction since the last wait has written;
+    - writes bytes that an instruction since the last wait has read;
+    - follows a check: a kernel must not read ids that are out of range.
+
+    offsets: of buffers in the arena, where several buffers may share the same bytes.
     """
-    read, written, marks, checked = list[Span](), list[Span](), list[bool](), False
-    for one in run:
-        ins = [_span(x, offsets) for x in one.ins if isinstance(x, Traced) and x.size]
-        outs = [_span(x, offsets) for x in one.outs if x.size]
-        marks.append(checked or _meet(written, ins + outs) or _meet(read, outs))
-        checked = one.checks
+    read, written, marks, after_check = list[Span](), list[Span](), list[bool](), False
+    for instruction in code:
+        ins = [_span(x, offsets) for x in instruction.ins if isinstance(x, Traced) and x.size]
+        outs = [_span(x, offsets) for x in instruction.outs if x.size]
+        marks.append(after_check or _overlap(written, ins + outs) or _overlap(read, outs))
+        after_check = instruction.checks
         if marks[-1]:
             read, written = [], []
         read += ins
@@ -85,16 +97,17 @@ def waits(run: Sequence[Instruction], offsets: dict[Buffer, int]) -> list[bool]:
 
 
 def _span(x: Traced, offsets: dict[Buffer, int]) -> Span:
-    """Its bytes: in the arena, or in a buffer elsewhere."""
+    """Return the range of bytes from the lowest to the highest element of x."""
     assert x.buffer is not None
     reach = [(n - 1) * step for n, step in zip(x.shape, x.strides, strict=True)]
     begin = x.offset + sum(step for step in reach if step < 0)
     end = x.offset + sum(step for step in reach if step > 0) + x.dtype.itemsize
-    at = offsets.get(x.buffer)
-    return (x.buffer, begin, end) if at is None else (None, at + begin, at + end)
+    offset = offsets.get(x.buffer)
+    return (x.buffer, begin, end) if offset is None else (None, offset + begin, offset + end)
 
 
-def _meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
+def _overlap(spans: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Return whether a span of the one list and a span of the other have a byte in common."""
     return any(
-        a[0] is b[0] and a[1] < b[2] and b[1] < a[2] for a, b in itertools.product(some, others)
+        a[0] is b[0] and a[1] < b[2] and b[1] < a[2] for a, b in itertools.product(spans, others)
     )

@@ -1,4 +1,4 @@
-"""A program: the recorded instructions of a function of arrays, with what they read and write."""
+"""A program: the recorded instructions of a function of arrays, with their operands."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from xformer.backends.numba.program.native import Native
 from xformer.backends.numba.program.traced import Buffer, Shape, Traced, laid_out
 from xformer.backends.numba.tuning import WORTH
 
-Operand = Any  # a `Traced`, or an array or a number that is known
+Operand = Any  # a `Traced`, or an array or a number whose value is known while recording
 Run = Callable[..., None]
-Places = Sequence[Sequence[int]]
+InPlace = Sequence[Sequence[int]]
 
 
 class Instruction(NamedTuple):
-    """run(*outs, *ins) computes outs on arrays of NumPy; `native` computes the same without Python.
+    """An operation on arrays: run(*outs, *ins) computes outs on NumPy arrays.
 
-    Neither reads the old values of outs, nor writes to ins. A native one has only arrays as ins.
+    `native` computes the same in compiled code; all ins are then arrays. Neither of the two reads
+    the old values of outs, or writes to ins.
+    in_place: for each out, the indices of ins whose memory it may reuse: to compute an element of
+    the out, an instruction reads only the same element of these ins.
+    checks: the instruction only checks values. It has no outs, is always run, and raises ValueError
+    for a wrong value.
     """
 
     name: str
@@ -28,16 +33,19 @@ class Instruction(NamedTuple):
     outs: tuple[Traced, ...]
     ins: tuple[Operand, ...]
     native: Native | None = None
-    in_place: Places = ()  # of each out, which ins it needs the same element of alone
-    checks: bool = False  # it raises where a value is wrong, and is run though it has no outs
+    in_place: InPlace = ()
+    checks: bool = False
 
     def __str__(self) -> str:
-        outs, ins = (" ".join(map(_shown, part)) for part in (self.outs, self.ins))
+        outs, ins = (" ".join(map(_shown, operands)) for operands in (self.outs, self.ins))
         return f"{self.name:<20} {outs or '-':<28} <- {ins}"
 
 
 class Program:
-    """Instructions in the order in which they were recorded, for a number of threads."""
+    """A list of instructions in the order of their recording, and the program's inputs.
+
+    threads: how many threads will run it; the number of pieces of an instruction depends on this.
+    """
 
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
@@ -45,20 +53,20 @@ class Program:
         self.inputs: list[Traced] = []
 
     def input(self, name: str, shape: Shape, dtype: Any, strides: Shape) -> Traced:
-        """Declare an input: an array that each run gets."""
+        """Declare an input: an array that the caller passes to each run."""
         itemsize = np.dtype(dtype).itemsize
-        given = laid_out(self, Buffer(math.prod(shape) * itemsize, name), shape, dtype, strides)
-        self.inputs.append(given)
-        return given
+        x = laid_out(self, Buffer(math.prod(shape) * itemsize, name), shape, dtype, strides)
+        self.inputs.append(x)
+        return x
 
     def number(self, name: str, dtype: Any) -> Traced:
         """Declare an input that is a Python number."""
-        given = self.input(name, (), dtype, ())
-        given.is_number = True
-        return given
+        x = self.input(name, (), dtype, ())
+        x.is_number = True
+        return x
 
     def fresh(self, shape: Sequence[int], dtype: Any) -> Traced:
-        """A new array, C-contiguous, for an instruction to write."""
+        """Return a new C-contiguous array for the output of an instruction."""
         shape, dtype = tuple(map(int, shape)), np.dtype(dtype)
         strides, step = list[int](), dtype.itemsize
         for n in reversed(shape):
@@ -75,43 +83,53 @@ class Program:
         ins: Sequence[Operand],
         native: Native | None = None,
         *,
-        in_place: Places = (),
+        in_place: InPlace = (),
         checks: bool = False,
     ) -> None:
-        """Append an instruction. Operands that are constants are stored as arrays."""
-        known = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
-        one = Instruction(name, run, tuple(outs), tuple(known), native, in_place, checks)
-        self.code.append(one)
+        """Append an instruction (arguments as of `Instruction`), with constants as NumPy arrays."""
+        ins = [x.layout if isinstance(x, Traced) and x.is_constant else x for x in ins]
+        self.code.append(Instruction(name, run, tuple(outs), tuple(ins), native, in_place, checks))
 
     def pieces(self, size: int) -> int:
-        """The number of pieces of work: one a thread if `size` elements are worth it, else 1."""
+        """Return the number of pieces of an instruction of `size` elements: `threads` or 1.
+
+        Work on up to `WORTH` elements is not divided.
+        """
         return self.threads if size > WORTH else 1
 
     def needed(self, results: Sequence[Traced]) -> list[Instruction]:
-        """The instructions that `results` depend on, and those that check values.
+        """Return the instructions that `results` depend on, and all checks (dead-code elimination).
 
-        The others are dropped (dead-code elimination), as are those with only empty outputs.
+        Instructions that have only empty outputs are dropped, too.
         """
-        wanted = {x.buffer for x in results}
-        kept = []
-        for one in reversed(self.code):
-            if one.outs and not any(out.size for out in one.outs):
-                continue  # it has nothing to compute
-            if one.checks or any(out.buffer in wanted for out in one.outs):
-                kept.append(one)
-                wanted.update(x.buffer for x in one.ins if isinstance(x, Traced))
-        return kept[::-1]
+        needed_buffers = {x.buffer for x in results}
+        code = []
+        for instruction in reversed(self.code):
+            if instruction.outs and not any(out.size for out in instruction.outs):
+                continue
+            if instruction.checks or any(out.buffer in needed_buffers for out in instruction.outs):
+                code.append(instruction)
+                needed_buffers.update(x.buffer for x in instruction.ins if isinstance(x, Traced))
+        return code[::-1]
 
 
 def of(operands: Sequence[Operand]) -> Program | None:
-    """The program that records operations on these operands; None if all are constants."""
-    found = {x.program for x in operands if isinstance(x, Traced) and x.program is not None}
-    if len(found) > 1:
-        raise ValueError("arrays of two programs meet: one of them was kept from another recording")
-    return next(iter(found), None)
+    """Return the program that operations on these operands are recorded in.
+
+    It is the program of the `Traced` operands; None if all operands are constants. ValueError for
+    operands of two programs.
+    """
+    traced = [x for x in operands if isinstance(x, Traced)]
+    programs = {x.program for x in traced if x.program is not None}
+    if len(programs) > 1:
+        raise ValueError(
+            "an operation has arrays of two programs: one array is from another recording"
+        )
+    return next(iter(programs), None)
 
 
 def _shown(x: Operand) -> str:
+    """Return an operand as a listing of the program shows it."""
     if isinstance(x, Traced):
         name = f"{x.buffer.name} " if x.buffer is not None and x.buffer.name else ""
         return f"{name}{x.dtype.name}{list(x.shape)}"

@@ -1,4 +1,4 @@
-"""Sums, means and extremes over axes: floating ones are summed in float64, whole ones in int64."""
+"""Sums, means, maxima and minima over axes. Floats are summed in float64, integers in int64."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from xformer.backends.numba.program.traced import Traced
 
 SUM, MEAN, MAX, MIN = range(4)
 CODES = {"sum": SUM, "mean": MEAN, "max": MAX, "min": MIN}
-LINE, BLOCK = 16, 256  # elements
+LINE, BLOCK = 16, 256  # elements: of a cache line; columns that are reduced at once
 
 
 def is_known(name: str, out: Traced, x: Traced) -> bool:
-    """Whether there is a kernel for it where the reduced axes are the last ones, in C order."""
+    """Return whether a kernel reduces the last axes of a C-contiguous x by the function `name`."""
     names = {"float32": CODES, "float64": CODES, "int64": {*CODES} - {"mean"}}
     return name in names.get(x.dtype.name, ()) and x.dtype == out.dtype
 
 
-def natively(
+def find_native(
     program: Program, name: str, out: Traced, x: Traced, reduced: set[int]
 ) -> Native | None:
-    """How `out` comes of x; None where it does not: `is_known`, and x has elements, in C order.
+    """Return the native form of the reduction of x to `out`; None if it has no kernel.
 
-    The reduced axes are x's last ones, or its first ones.
+    A kernel needs a C-contiguous x, and reduces its last axes; of floats also its first axes. x
+    must not be empty. reduced: the axes.
     """
     if not is_known(name, out, x) or not x.layout.flags.c_contiguous:
         return None
@@ -36,12 +37,12 @@ def natively(
         "float64": (rows64, columns64),
         "int64": (rows_whole, None),
     }[x.dtype.name]
-    sizes = [i in reduced for i, n in enumerate(x.shape) if n > 1]
+    is_reduced = [i in reduced for i, n in enumerate(x.shape) if n > 1]
     numbers = CODES[name], out.size, x.size // out.size
-    if sizes == sorted(sizes):
+    if is_reduced == sorted(is_reduced):
         pieces = program.pieces(x.size) if out.size >= program.threads else 1
         return Native(kernels[0], numbers, pieces)
-    if kernels[1] is not None and sizes == sorted(sizes, reverse=True):
+    if kernels[1] is not None and is_reduced == sorted(is_reduced, reverse=True):
         pieces = program.pieces(x.size) if out.size >= LINE * program.threads else 1
         return Native(kernels[1], numbers, pieces)
     return None
@@ -49,27 +50,36 @@ def natively(
 
 @native
 def rows32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y (m); x (m, n), code, m, n: some of the rows."""
+    """Reduce each row, in float32. outputs: y (m,); inputs: x (m, n); numbers: code, m, n.
+
+    A piece is a range of rows.
+    """
     a = words(args, 5)
     start, stop = part(a[3], piece, pieces, 1)
     y, x = float32s(a[0], (a[3],)), float32s(a[1], (a[3], a[4]))
     for i in range(start, stop):
-        y[i] = _of_row(a[2], x[i])
+        y[i] = _reduce_row(a[2], x[i])
 
 
 @native
 def rows64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """The same in float64."""
+    """Reduce each row, in float64. outputs: y (m,); inputs: x (m, n); numbers: code, m, n.
+
+    A piece is a range of rows.
+    """
     a = words(args, 5)
     start, stop = part(a[3], piece, pieces, 1)
     y, x = float64s(a[0], (a[3],)), float64s(a[1], (a[3], a[4]))
     for i in range(start, stop):
-        y[i] = _of_row(a[2], x[i])
+        y[i] = _reduce_row(a[2], x[i])
 
 
 @native
 def rows_whole(args: int, piece: int, pieces: int, memory: int) -> None:
-    """The same in int64."""
+    """Reduce each row, in int64. outputs: y (m,); inputs: x (m, n); numbers: code, m, n.
+
+    A piece is a range of rows. There is no code MEAN.
+    """
     a = words(args, 5)
     start, stop = part(a[3], piece, pieces, 1)
     y, x = words(a[0], a[3]), words(a[1], a[3] * a[4])
@@ -85,35 +95,41 @@ def rows_whole(args: int, piece: int, pieces: int, memory: int) -> None:
 
 @native
 def columns32(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y (m); x (n, m), code, m, n: some of the columns."""
+    """Reduce each column, in float32. outputs: y (m,); inputs: x (n, m); numbers: code, m, n.
+
+    A piece is a range of columns.
+    """
     a = words(args, 5)
     start, stop = part(a[3], piece, pieces, LINE)
     total = np.empty(BLOCK, np.float64)
     y, x = float32s(a[0], (a[3],)), float32s(a[1], (a[4], a[3]))
     for first in range(start, stop, BLOCK):
         end = min(first + BLOCK, stop)
-        _of_columns(a[2], x, first, end, total)
+        _reduce_columns(a[2], x, first, end, total)
         for j in range(first, end):
             y[j] = total[j - first]
 
 
 @native
 def columns64(args: int, piece: int, pieces: int, memory: int) -> None:
-    """The same in float64."""
+    """Reduce each column, in float64. outputs: y (m,); inputs: x (n, m); numbers: code, m, n.
+
+    A piece is a range of columns.
+    """
     a = words(args, 5)
     start, stop = part(a[3], piece, pieces, LINE)
     total = np.empty(BLOCK, np.float64)
     y, x = float64s(a[0], (a[3],)), float64s(a[1], (a[4], a[3]))
     for first in range(start, stop, BLOCK):
         end = min(first + BLOCK, stop)
-        _of_columns(a[2], x, first, end, total)
+        _reduce_columns(a[2], x, first, end, total)
         for j in range(first, end):
             y[j] = total[j - first]
 
 
 @rowwise
-def _of_row(code: int, x: Any) -> Any:
-    """Of one row. NaN stays NaN."""
+def _reduce_row(code: int, x: Any) -> Any:
+    """Return the sum, mean, maximum or minimum of a row in float64. NaN is propagated."""
     total = np.float64(0)
     if code <= MEAN:
         for j in range(len(x)):
@@ -128,8 +144,8 @@ def _of_row(code: int, x: Any) -> Any:
 
 
 @rowwise
-def _of_columns(code: int, x: Any, start: int, stop: int, total: Any) -> None:
-    """Of columns from start to stop, all rows one after the other."""
+def _reduce_columns(code: int, x: Any, start: int, stop: int, total: Any) -> None:
+    """Reduce columns `start` to `stop` of x (n, m) into float64 `total`, row after row."""
     for j in range(start, stop):
         total[j - start] = x[0, j]
     for i in range(1, len(x)):

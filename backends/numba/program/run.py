@@ -1,4 +1,4 @@
-"""A function of arrays, recorded for arrays of given layouts; to call it is a run."""
+"""Record a function of arrays as a program for inputs of fixed layouts, and run it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from xformer.backends.numpy.threads import scratch
 
 
 class Recorded:
-    """fn(*arrays) -> results, arrays all, for inputs of these layouts and so many threads.
+    """The program of fn(*arrays) -> a sequence of arrays; calling it runs the program.
 
-    donated: which inputs a run may write over. A result of the layout of one is in its memory, and
-    is that array; all other results are new, or, where `lends`, in the arena, which no other run
-    uses while a result is still referenced; where it `shares`, a result may be a view of an input
-    or of another result. numbers: which inputs stand for numbers of Python's.
+    layouts: shape, dtype and strides of each input. threads: how many threads run the program.
+    donated: indices of inputs that a run may overwrite. A result with the layout of a donated input
+        is written into its memory; the run returns the donated array itself.
+    numbers: indices of inputs that stand for Python numbers.
+    lends: other results are views of the arena instead of new arrays. No other run uses that arena
+        while a result is referenced.
+    shares: a result may be a view of an input or of another result.
     """
 
     def __init__(
@@ -56,52 +59,53 @@ class Recorded:
             for i, layout in enumerate(layouts)
         ]
         self.layouts, self.donated = list(layouts), sorted(donated)
-        self._order = sorted(range(len(layouts)), key=lambda i: i not in set(donated))
+        self._donated_first = sorted(range(len(layouts)), key=lambda i: i not in set(donated))
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in layouts]
-        self._sizes = np.array([sizes[i] for i in self._order], np.int64)
+        self._sizes = np.array([sizes[i] for i in self._donated_first], np.int64)
         results = list(fn(*inputs))
         if not shares:
-            results = _own(program, results, [inputs[i] for i in self.donated])
+            results = _separate(program, results, [inputs[i] for i in self.donated])
         code = program.needed([x for x in results if not x.is_constant])
-        places = placed_in(results, [inputs[i] for i in self.donated])
-        self._given = {i: self.donated[j] for i, j in places.items()}  # results that are inputs
-        # Whether the first results are in the memory of all that is donated, in that order: then a
-        # further run of the same arrays is one of what the last run has made.
-        self.goes_round = [self._given.get(i) for i in range(len(donated))] == self.donated
-        self.code = written_over(code, [(results[i], inputs[j]) for i, j in self._given.items()])
+        reused = placed_in(results, [inputs[i] for i in self.donated])
+        # For a result that is returned as the array of an input: the index of that input.
+        self._input_of = {i: self.donated[j] for i, j in reused.items()}
+        # Whether the first results are written into the donated inputs, in their order. Then the
+        # next round of a run reads the results of the round before.
+        self.repeats_in_place = [self._input_of.get(i) for i in range(len(donated))] == self.donated
+        self.code = written_over(code, [(results[i], inputs[j]) for i, j in self._input_of.items()])
         self.results = results
-        if shares:  # an input comes back as the array that it is
-            self._given |= {
+        if shares:  # a result that is an input is returned as the input's array
+            self._input_of |= {
                 i: j
                 for i, x in enumerate(results)
                 for j, y in enumerate(inputs)
                 if x.buffer is y.buffer and x.offset == 0 and are_alike(x, y)
             }
         self._inputs = [x.buffer for x in inputs if x.buffer is not None]
-        new = [x.buffer for i, x in enumerate(results) if i not in self._given]
-        ends = [x for x in dict.fromkeys(new) if x is not None and x not in self._inputs]
-        self._outputs = [] if lends else ends
-        self.plan = plan(self.code, {*self._inputs, *self._outputs}, ends if lends else ())
+        new = [x.buffer for i, x in enumerate(results) if i not in self._input_of]
+        outputs = [x for x in dict.fromkeys(new) if x is not None and x not in self._inputs]
+        self._outputs = [] if lends else outputs  # buffers outside the arena
+        self.plan = plan(self.code, {*self._inputs, *self._outputs}, outputs if lends else ())
         self._run = Code(self.code, self.plan.offsets, threads)
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """The results. ValueError for arrays of other layouts than it was recorded for."""
-        own = [np.asarray(x) for x in arrays]  # a number of NumPy's has no place
-        self.require_layouts(own)
-        return self.run(own)
+        """Return the results. ValueError if an array has another layout than recorded."""
+        inputs = [np.asarray(x) for x in arrays]  # a NumPy scalar has no address
+        self.require_layouts(inputs)
+        return self.run(inputs)
 
     def run(self, arrays: Sequence[Any], rounds: int = 1) -> list[Any]:
-        """The results of arrays whose layouts were just read, and are those of the recording.
+        """Run the program `rounds` times and return the results of the last round.
 
-        rounds: runs, of which each further one reads what the last one has written over what is
-        donated (`goes_round`); the results are those of the last one. ValueError where a check
-        fails: what is donated may then have been written over.
+        arrays: inputs in the recorded layouts, which are not checked here. After the first round
+        donated inputs hold the results of the round before (`repeats_in_place`). ValueError if a
+        check fails; donated arrays may have been overwritten then.
         """
         memory = self.memory(arrays)
         self._run(memory, rounds)
         return [
-            arrays[self._given[i]]
-            if i in self._given
+            arrays[self._input_of[i]]
+            if i in self._input_of
             else x.layout.copy()
             if x.is_constant
             else array_of(x, memory)
@@ -109,14 +113,14 @@ class Recorded:
         ]
 
     def require_layouts(self, arrays: Sequence[Any]) -> None:
-        """ValueError for arrays of other layouts than it was recorded for."""
+        """Raise ValueError if an array has another layout than recorded."""
         if [layout_of(x) for x in arrays] != self.layouts:
-            raise ValueError("a program was given arrays of other layouts than it was recorded for")
+            raise ValueError("a program got arrays of other layouts than it was recorded for")
 
     def memory(self, arrays: Sequence[Any]) -> Memory:
-        """That of a run. ValueError where arrays that are donated lie in others."""
+        """Return the memory of a run. ValueError if a donated array overlaps another array."""
         if self.donated:
-            begins = addresses([arrays[i] for i in self._order])
+            begins = addresses([arrays[i] for i in self._donated_first])
             require_apart(begins, self._sizes, len(self.donated))
         outputs = [np.empty(buffer.nbytes, np.uint8) for buffer in self._outputs]
         arena = scratch("arena", (self.plan.nbytes,), np.uint8)
@@ -125,18 +129,18 @@ class Recorded:
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes of the memory that its threads keep for products."""
+        """Bytes of scratch memory that the threads keep for matmuls."""
         return 4 * tile.SIZE * self.threads
 
     @property
-    def runs(self) -> list[tuple[bool, list[Instruction]]]:
-        """Neighbours that are native, and neighbours that are not."""
-        return self._run.runs
+    def groups(self) -> list[tuple[bool, list[Instruction]]]:
+        """Groups of neighbouring instructions: (whether they are native, instructions)."""
+        return self._run.groups
 
     def explain(self) -> str:
-        """How much there is to do, in how much memory, and what of it runs as Python, and why."""
-        python = Counter(_without_kernel(one) for one in self.code if one.native is None)
-        lines = [f"- {n} x {what}" for what, n in python.most_common()]
+        """Return the number of instructions, the arena's size, and what runs as Python, and why."""
+        python = Counter(_without_kernel(x) for x in self.code if x.native is None)
+        lines = [f"- {n} x {reason}" for reason, n in python.most_common()]
         head = (
             f"{len(self.code)} instructions, {self.threads} threads, {self.plan.nbytes:,} bytes of "
             f"arena; {python.total()} run as Python"
@@ -148,39 +152,44 @@ class Recorded:
         return "\n".join([head, *map(str, self.code)])
 
 
-def _without_kernel(one: Instruction) -> str:
-    """An instruction's name, and why it has no kernel."""
-    dtypes = sorted({x.dtype.name for x in (*one.outs, *one.ins) if hasattr(x, "dtype")})
+def _without_kernel(instruction: Instruction) -> str:
+    """Return the name of a Python instruction, and why it has no kernel."""
+    operands = *instruction.outs, *instruction.ins
+    dtypes = sorted({x.dtype.name for x in operands if hasattr(x, "dtype")})
     if "float64" in dtypes:
-        return f"{one.name}: in float64, kernels are for float32"
-    return f"{one.name} of {', '.join(dtypes)}: there is no kernel"
+        return f"{instruction.name}: in float64, kernels are for float32"
+    return f"{instruction.name} of {', '.join(dtypes)}: there is no kernel"
 
 
-def placed(x: Any, *, writeable: bool = False) -> Any:
-    """x, or a copy where its elements do not fill a piece of memory, or lie unaligned.
+def gap_free(x: Any, *, writeable: bool = False) -> Any:
+    """Return x, or a C-contiguous copy if x has gaps between its elements or is not aligned.
 
-    Also where it may not be written to, and is to be.
+    writeable: also copy an array that is read-only.
     """
     flags = x.flags
-    filled = flags.c_contiguous or x.transpose(far_to_near(x)).flags.c_contiguous
-    good = filled and flags.aligned and (flags.writeable or not writeable)
-    return x if good else np.array(x, order="C")
+    has_no_gaps = flags.c_contiguous or x.transpose(far_to_near(x)).flags.c_contiguous
+    usable = has_no_gaps and flags.aligned and (flags.writeable or not writeable)
+    return x if usable else np.array(x, order="C")
 
 
-def _own(program: Program, results: Sequence[Any], donated: Sequence[Traced]) -> list[Traced]:
-    """Results that fill a buffer each, or constants; a donated input may come back as it is."""
-    taken, kept = {x.buffer for x in program.inputs}, {x.buffer: x for x in donated}
-    own = []
+def _separate(program: Program, results: Sequence[Any], donated: Sequence[Traced]) -> list[Traced]:
+    """Return the results, with copies of those that share memory or do not fill their buffer.
+
+    A result that is a constant, or a whole donated input for the first time, is not copied.
+    """
+    used = {x.buffer for x in program.inputs}
+    donated_by_buffer = {x.buffer: x for x in donated}
+    separate = []
     for x in results:
-        given = kept.pop(x.buffer, None)
-        is_given = given is not None and x.offset == 0 and are_alike(x, given)
-        if not x.is_constant and not is_given and (x.buffer in taken or not _fills(x)):
+        candidate = donated_by_buffer.pop(x.buffer, None)
+        is_donated = candidate is not None and x.offset == 0 and are_alike(x, candidate)
+        if not x.is_constant and not is_donated and (x.buffer in used or not _fills_buffer(x)):
             x = namespace.copied(x)
-        taken.add(x.buffer)
-        own.append(x)
-    return own
+        used.add(x.buffer)
+        separate.append(x)
+    return separate
 
 
-def _fills(x: Traced) -> bool:
-    """Whether it is all of its buffer."""
+def _fills_buffer(x: Traced) -> bool:
+    """Return whether x is all of its buffer."""
     return x.offset == 0 and x.buffer is not None and x.size * x.dtype.itemsize == x.buffer.nbytes

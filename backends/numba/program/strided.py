@@ -1,4 +1,4 @@
-"""Loops over arrays of any strides: axes are joined, and the last one goes in rows."""
+"""Loops over strided arrays: neighbouring axes are merged, and the last axis is the inner loop."""
 
 from __future__ import annotations
 
@@ -8,49 +8,53 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-AXES = 4  # of a loop, with its rows
+AXES = 4  # axes of a loop; the last is a row
 
 
 class Loop(NamedTuple):
-    """Sizes, and the strides of each operand, in `AXES` axes: the first may be of one element."""
+    """A loop over `AXES` axes. strides: of each operand in bytes, 0 along a broadcast axis.
+
+    Leading axes that are not needed have size 1.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
 
 
-def loop(shape: Sequence[int], layouts: Sequence[Any]) -> Loop | None:
-    """That over arrays which broadcast to a shape; None where it takes more axes."""
-    strides = [np.broadcast_to(x, shape).strides for x in layouts]
-    return joined(shape, strides)
+def loop_over(shape: Sequence[int], layouts: Sequence[Any]) -> Loop | None:
+    """Return the loop over arrays that broadcast to `shape`; None if it needs more than AXES axes.
 
-
-def joined(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Loop | None:
-    """Neighbouring axes are one where each operand goes through them evenly.
-
-    The axis in which the first operand is densest comes last.
+    layouts: NumPy arrays; the first one is the output.
     """
-    axes = [
-        (n, [own[i] for own in strides]) for i, n in enumerate(shape) if n != 1
-    ]  # as they stand, which is mostly from far to near
+    strides = [np.broadcast_to(x, shape).strides for x in layouts]
+    return _merged(shape, strides)
+
+
+def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Loop | None:
+    """Return the loop with axes in the order of the first operand's strides, largest first.
+
+    Neighbouring axes are merged if one stride per operand can step through both.
+    """
+    axes = [(n, [x[i] for x in strides]) for i, n in enumerate(shape) if n != 1]
     axes.sort(key=lambda axis: -abs(axis[1][0]))
-    done: list[tuple[int, list[int]]] = []
+    merged: list[tuple[int, list[int]]] = []
     for n, steps in axes:
-        if done and all(far == n * near for far, near in zip(done[-1][1], steps, strict=True)):
-            done[-1] = done[-1][0] * n, steps
+        if merged and all(far == n * near for far, near in zip(merged[-1][1], steps, strict=True)):
+            merged[-1] = merged[-1][0] * n, steps
         else:
-            done.append((n, steps))
-    if len(done) > AXES:
+            merged.append((n, steps))
+    if len(merged) > AXES:
         return None
-    done = [(1, [0] * len(strides))] * (AXES - len(done)) + done
-    sizes = tuple(n for n, _ in done)
-    return Loop(sizes, tuple(tuple(steps[i] for _, steps in done) for i in range(len(strides))))
+    merged = [(1, [0] * len(strides))] * (AXES - len(merged)) + merged
+    sizes = tuple(n for n, _ in merged)
+    return Loop(sizes, tuple(tuple(steps[i] for _, steps in merged) for i in range(len(strides))))
 
 
-def words_of(own: Loop) -> tuple[int, ...]:
-    """A loop as an instruction's numbers."""
-    return (*own.sizes, *(step for steps in own.strides for step in steps))
+def words_of(loop: Loop) -> tuple[int, ...]:
+    """Return the sizes and then the strides of each operand, as numbers of an instruction."""
+    return (*loop.sizes, *(step for steps in loop.strides for step in steps))
 
 
-def size_of(own: Loop) -> int:
-    """How many elements it goes through."""
-    return math.prod(own.sizes)
+def size_of(loop: Loop) -> int:
+    """Return the number of elements that the loop visits."""
+    return math.prod(loop.sizes)

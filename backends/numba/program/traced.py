@@ -1,4 +1,4 @@
-"""Arrays without values: what is done to them is written down as instructions of a program."""
+"""Arrays without values: operations on them are recorded as instructions of a program."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Shape = tuple[int, ...]
 
 
 class Unrecorded(TypeError):
-    """What a function does that no program can: it asks for a value, or for a missing function."""
+    """A function cannot be recorded: it reads a value, or uses a function that is not supported."""
 
 
 class Buffer:
-    """Memory of a program: `name` of an input's, None of what the program computes."""
+    """A block of memory of a program. name: of an input; None for what the program computes."""
 
     __slots__ = ("name", "nbytes")
 
@@ -28,17 +28,18 @@ class Buffer:
 
 
 class Traced:
-    """An array of a program: shape, dtype and strides in a buffer, or the values of a constant.
+    """An array of a program: a strided view of a buffer, or a constant, whose values are known.
 
-    Beside an array a number takes its dtype, as one of Python's does.
-
-    `layout` is an array of NumPy of that shape, dtype and strides, whose memory is never read:
-    NumPy makes its views, and their distance is that in the buffer.
+    program, buffer: None for a constant.
+    layout: a NumPy array of the same shape, dtype and strides. NumPy makes views of it; its memory
+        is read for constants only.
+    base: the address in the memory of `layout` that corresponds to the first byte of the buffer.
+    is_number: whether it stands for a Python number, which takes the dtype of the other operands.
     """
 
     __slots__ = ("base", "buffer", "is_number", "layout", "program")
     __xformer_library__ = "numba.kernels"
-    __array_ufunc__ = None  # NumPy's arrays leave operators to this
+    __array_ufunc__ = None  # operators of NumPy arrays then call the methods below
     __array_priority__ = 1000.0
     __hash__ = object.__hash__
 
@@ -46,11 +47,11 @@ class Traced:
         self, program: Program | None, buffer: Buffer | None, layout: Any, base: int
     ) -> None:
         self.program, self.buffer, self.layout, self.base = program, buffer, layout, base
-        self.is_number = False  # whether it stands for one of Python's, which has no dtype
+        self.is_number = False
 
     @property
     def is_constant(self) -> bool:
-        """Whether its values are known: they are those of `layout`."""
+        """Whether the values are known while recording; they are in `layout`."""
         return self.buffer is None
 
     @property
@@ -71,7 +72,7 @@ class Traced:
 
     @property
     def strides(self) -> Shape:
-        """In bytes, as NumPy's."""
+        """In bytes, as in NumPy."""
         return self.layout.strides
 
     @property
@@ -89,7 +90,7 @@ class Traced:
         return namespace
 
     def view(self, layout: Any) -> Traced:
-        """The same memory in another layout, which NumPy has made of this one's."""
+        """Return a view of the same memory. layout: a view of `self.layout`."""
         return Traced(self.program, self.buffer, layout, self.base)
 
     @property
@@ -105,7 +106,7 @@ class Traced:
         if any(isinstance(k, Traced | np.ndarray | list) for k in keys):
             raise Unrecorded("an index that is an array is not recorded; take(x, ids) is")
         if not any(k is Ellipsis for k in keys):
-            keys = (*keys, ...)  # else one element would be read, as a number
+            keys = (*keys, ...)  # without it NumPy would return a scalar, not a view
         return self.view(self.layout[keys])
 
     def __len__(self) -> int:
@@ -125,7 +126,7 @@ class Traced:
 
     def _value(self) -> Any:
         if not self.is_constant:
-            raise Unrecorded("a value of an array is asked for, which is known only in a run")
+            raise Unrecorded("the value of an array is read, which is known only in a run")
         return self.layout
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -136,44 +137,48 @@ class Traced:
         return constant, (self.layout,)
 
     def __repr__(self) -> str:
-        what = "constant" if self.is_constant else "traced"
-        return f"<{what} {self.dtype.name}{list(self.shape)}>"
+        state = "constant" if self.is_constant else "traced"
+        return f"<{state} {self.dtype.name}{list(self.shape)}>"
 
 
 def constant(values: Any) -> Traced:
-    """An array of known values, which are not copied."""
+    """Return a constant with these values, which are not copied."""
     layout = np.asarray(values)
     return Traced(None, None, layout, address(layout))
 
 
 def address(layout: Any) -> int:
-    """That of the first element."""
+    """Return the address of the first element of a NumPy array."""
     return int(layout.__array_interface__["data"][0])
 
 
 def laid_out(program: Program, buffer: Buffer, shape: Shape, dtype: Any, strides: Shape) -> Traced:
-    """The array of this layout at the beginning of a buffer."""
+    """Return an array of this shape, dtype and strides at the beginning of a buffer."""
     layout = as_strided(np.empty(1, dtype), shape, strides)
     return Traced(program, buffer, layout, address(layout))
 
 
 def _operator(name: str, *, reverse: bool = False) -> Any:
+    """Return a method for a binary operator: the namespace's function `name`."""
+
     def method(self: Traced, other: Any) -> Traced:
         from xformer.backends.numba.program import namespace
 
         fn = getattr(namespace, name)
-        made: Traced = fn(other, self) if reverse else fn(self, other)
-        return made
+        result: Traced = fn(other, self) if reverse else fn(self, other)
+        return result
 
     return method
 
 
 def _unary(name: str) -> Any:
+    """Return a method for a unary operator: the namespace's function `name`."""
+
     def method(self: Traced) -> Traced:
         from xformer.backends.numba.program import namespace
 
-        made: Traced = getattr(namespace, name)(self)
-        return made
+        result: Traced = getattr(namespace, name)(self)
+        return result
 
     return method
 
@@ -193,7 +198,7 @@ _BINARY = {
     "lshift": "bitwise_left_shift",
     "rshift": "bitwise_right_shift",
 }
-_COMPARED = {
+_COMPARISONS = {
     "eq": "equal",
     "ne": "not_equal",
     "lt": "less",
@@ -204,7 +209,7 @@ _COMPARED = {
 for _short, _name in _BINARY.items():
     setattr(Traced, f"__{_short}__", _operator(_name))
     setattr(Traced, f"__r{_short}__", _operator(_name, reverse=True))
-for _short, _name in _COMPARED.items():
+for _short, _name in _COMPARISONS.items():
     setattr(Traced, f"__{_short}__", _operator(_name))
 for _short, _name in {"neg": "negative", "invert": "bitwise_invert", "abs": "abs"}.items():
     setattr(Traced, f"__{_short}__", _unary(_name))

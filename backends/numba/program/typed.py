@@ -1,6 +1,6 @@
-"""Elementwise instructions of integers, booleans, comparisons and conversions, and `where`.
+"""Elementwise functions of integers and booleans, comparisons, conversions, and `where`.
 
-Operands are of any of `KINDS`: their elements are read as int64 or as float64.
+Kernels convert the elements of operands to int64 or float64, and results to the output's dtype.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from xformer.backends.numba.program.native import (
     words,
 )
 from xformer.backends.numba.program.program import Program
-from xformer.backends.numba.program.strided import AXES, loop, size_of, words_of
+from xformer.backends.numba.program.strided import AXES, loop_over, size_of, words_of
 from xformer.backends.numba.program.traced import Traced
 
-KINDS = {
+DTYPES = {
     name: i for i, name in enumerate(("bool", "uint8", "int32", "int64", "float32", "float64"))
 }
 BOOL, UINT8, INT32, INT64, FLOAT32, FLOAT64 = range(6)
@@ -42,55 +42,62 @@ CODES = {
 }
 ADD, SUBTRACT, MULTIPLY, MAXIMUM, MINIMUM, NEGATIVE, AND, OR, XOR, INVERT, ASTYPE = range(11)
 LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, EQUAL, NOT_EQUAL, ISFINITE = range(11, 18)
-ALIKE = {f"logical_{name}": f"bitwise_{name}" for name in ("and", "or", "xor")}  # of booleans
-ALIKE |= {"logical_not": "bitwise_invert", "copy": "astype"}
-BLOCK = 128  # elements
-NUMBERS = 1 + 4 * AXES + 3  # code; sizes and strides of y, x1 and x2; their kinds
-CHOSEN = 1 + 5 * AXES  # bytes of an element; sizes and strides of y, condition, x1 and x2
+# Names that are computed by the function of another name; logical functions only for booleans.
+ALIASES = {f"logical_{name}": f"bitwise_{name}" for name in ("and", "or", "xor")}
+ALIASES |= {"logical_not": "bitwise_invert", "copy": "astype"}
+BLOCK = 128  # elements that are computed at once
+# Words of `spec`: the code of the function, sizes, strides of y, x1 and x2, their dtypes.
+NUMBERS = 1 + 4 * AXES + 3
+# Words of `spec` of `where`: bytes of an element, sizes, strides of y, condition, x1 and x2.
+WHERE_NUMBERS = 1 + 5 * AXES
 
 
-def natively(
+def find_native(
     program: Program, name: str, out: Traced, ins: Sequence[Any]
 ) -> tuple[Native, list[Any]] | None:
-    """As `elementwise.natively`."""
-    code, arrays = CODES.get(ALIKE.get(name, name)), _arrays(ins)
-    kinds: list[Any] = [KINDS.get(x.dtype.name) for x in (out, *arrays)]
-    if code is None or None in kinds or not out.size or not _fit(code, name, kinds):
+    """Return the native form of the function `name`, and ins as arrays; None without a kernel."""
+    code, arrays = CODES.get(ALIASES.get(name, name)), _arrays(ins)
+    dtypes: list[Any] = [DTYPES.get(x.dtype.name) for x in (out, *arrays)]
+    if code is None or None in dtypes or not out.size or not _matches_numpy(code, name, dtypes):
         return None
     layouts = [x.layout if isinstance(x, Traced) else x for x in (out, *arrays)]
-    own = loop(out.shape, (*layouts, layouts[-1])[:3])
-    if own is None:
+    loop = loop_over(out.shape, (*layouts, layouts[-1])[:3])
+    if loop is None:
         return None
-    given = (code, *words_of(own), *(*kinds, kinds[-1])[:3])
-    return Native(typed, given, program.pieces(size_of(own))), arrays
+    spec = (code, *words_of(loop), *(*dtypes, dtypes[-1])[:3])
+    return Native(typed, spec, program.pieces(size_of(loop))), arrays
 
 
 def _arrays(ins: Sequence[Any]) -> list[Any]:
-    """Numbers of Python's in the dtype that they take beside the others."""
+    """Return ins with Python numbers as arrays, in the dtype that NumPy gives them."""
     plain = [x for x in ins if not hasattr(x, "dtype")]
     dtypes = [x.dtype for x in ins if hasattr(x, "dtype")]
     common = np.result_type(*dtypes, *plain)
     return [x if isinstance(x, Traced) else np.asarray(x, getattr(x, "dtype", common)) for x in ins]
 
 
-def _fit(code: int, name: str, kinds: Sequence[Any]) -> bool:
-    """Whether `typed` computes it as NumPy does."""
-    out, *ins = kinds
-    whole, real = (
-        [low <= kind <= high for kind in ins] for low, high in ((BOOL, INT64), (FLOAT32, FLOAT64))
-    )
+def _matches_numpy(code: int, name: str, dtypes: Sequence[Any]) -> bool:
+    """Return whether `typed` computes the same as NumPy. dtypes: of the output and the inputs."""
+    out, *ins = dtypes
+    is_whole = [BOOL <= dtype <= INT64 for dtype in ins]
+    is_real = [FLOAT32 <= dtype <= FLOAT64 for dtype in ins]
     if code <= NEGATIVE:
-        return out in (INT32, INT64) and all(whole)
+        return out in (INT32, INT64) and all(is_whole)
     if code <= INVERT:
-        same = all(kind == out for kind in ins)
+        same = all(dtype == out for dtype in ins)
         return out <= INT64 and same and (out == BOOL or name.startswith("bitwise"))
     if code == ASTYPE:
-        return ins[0] == out or (out != BOOL and (all(whole) or out >= FLOAT32))
-    return out == BOOL and (all(real) or (all(whole) and code != ISFINITE))
+        return ins[0] == out or (out != BOOL and (all(is_whole) or out >= FLOAT32))
+    return out == BOOL and (all(is_real) or (all(is_whole) and code != ISFINITE))
 
 
-def chosen(program: Program, out: Traced, ins: Sequence[Any]) -> tuple[Native, list[Any]] | None:
-    """As `natively`, of `where`: its condition, and two of out's dtype."""
+def native_where(
+    program: Program, out: Traced, ins: Sequence[Any]
+) -> tuple[Native, list[Any]] | None:
+    """Return the native form of `where`, and ins as arrays; None if it has no kernel.
+
+    ins: the condition, x1 and x2. The kernel needs a bool condition, and x1, x2 of out's dtype.
+    """
     arrays = [
         x if isinstance(x, Traced) else np.asarray(x, np.bool_ if i == 0 else out.dtype)
         for i, x in enumerate(ins)
@@ -98,48 +105,49 @@ def chosen(program: Program, out: Traced, ins: Sequence[Any]) -> tuple[Native, l
     dtypes, size = [x.dtype for x in arrays], out.dtype.itemsize
     if dtypes != [np.dtype(np.bool_), out.dtype, out.dtype] or size not in (1, 4, 8):
         return None
-    own = loop(out.shape, [x.layout if isinstance(x, Traced) else x for x in (out, *arrays)])
-    if own is None or not out.size:
+    layouts = [x.layout if isinstance(x, Traced) else x for x in (out, *arrays)]
+    loop = loop_over(out.shape, layouts)
+    if loop is None or not out.size:
         return None
-    return Native(choose, (size, *words_of(own)), program.pieces(size_of(own))), arrays
+    return Native(choose, (size, *words_of(loop)), program.pieces(size_of(loop))), arrays
 
 
 @native
 def typed(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; x1, and x2 where there are two; `NUMBERS`."""
-    own, n_ins = numbers(args, NUMBERS), words(args - 8, 1)[0] - 1
-    a, code, kind = words(args, 1 + n_ins), own[0], own[17]
-    start, stop, low, high = cut(own[1:5], piece, pieces)
-    real = own[18] >= FLOAT32 or own[19] >= FLOAT32
-    whole, floating = np.empty((3, BLOCK), np.int64), np.empty((2, BLOCK), np.float64)
+    """y = f(x1) or f(x1, x2). outputs: y; inputs: x1, or x1 and x2; numbers: spec (`NUMBERS`)."""
+    spec, n_ins = numbers(args, NUMBERS), words(args - 8, 1)[0] - 1
+    a, code, dtype = words(args, 1 + n_ins), spec[0], spec[17]
+    start, stop, low, high = cut(spec[1:5], piece, pieces)
+    is_real = spec[18] >= FLOAT32 or spec[19] >= FLOAT32
+    whole, real = np.empty((3, BLOCK), np.int64), np.empty((2, BLOCK), np.float64)
     for i in range(start, stop):
-        y, x1, x2 = a[0] + row(own, 5, i), a[1] + row(own, 9, i), a[n_ins] + row(own, 13, i)
+        y, x1, x2 = a[0] + row(spec, 5, i), a[1] + row(spec, 9, i), a[n_ins] + row(spec, 13, i)
         for first in range(low, high, BLOCK):
             n = min(BLOCK, high - first)
-            at, at1, at2 = y + first * own[8], x1 + first * own[12], x2 + first * own[16]
-            if real:
-                _reals(own[18], at1, own[12], floating[0, :n])
-                _reals(own[19], at2, own[16], floating[1, :n])
+            at, at1, at2 = y + first * spec[8], x1 + first * spec[12], x2 + first * spec[16]
+            if is_real:
+                _read_reals(spec[18], at1, spec[12], real[0, :n])
+                _read_reals(spec[19], at2, spec[16], real[1, :n])
             else:
-                _wholes(own[18], at1, own[12], whole[0, :n])
-                _wholes(own[19], at2, own[16], whole[1, :n])
-            if real and code == ASTYPE:
-                _put_reals(kind, at, own[8], floating[0, :n])
-            elif real:
-                _compare(code, floating[0, :n], floating[1, :n], whole[2, :n])
-                _put(kind, at, own[8], whole[2, :n])
+                _read_wholes(spec[18], at1, spec[12], whole[0, :n])
+                _read_wholes(spec[19], at2, spec[16], whole[1, :n])
+            if is_real and code == ASTYPE:
+                _write_reals(dtype, at, spec[8], real[0, :n])
+            elif is_real:
+                _compare(code, real[0, :n], real[1, :n], whole[2, :n])
+                _write_wholes(dtype, at, spec[8], whole[2, :n])
             else:
-                _block(code, kind, whole[0, :n], whole[1, :n], whole[2, :n])
-                _put(kind, at, own[8], whole[2, :n])
+                _block(code, dtype, whole[0, :n], whole[1, :n], whole[2, :n])
+                _write_wholes(dtype, at, spec[8], whole[2, :n])
 
 
 @elementwise
-def _wholes(kind: int, at: int, step: int, x: Any) -> None:
-    """Elements of an operand as int64."""
-    if kind == INT64:
+def _read_wholes(dtype: int, at: int, step: int, x: Any) -> None:
+    """Read x.size integers or booleans, `step` bytes apart from address `at`, into int64 x."""
+    if dtype == INT64:
         for j in range(x.size):
             x[j] = words(at + j * step, 1)[0]
-    elif kind == INT32:
+    elif dtype == INT32:
         for j in range(x.size):
             x[j] = int32s(at + j * step, 1)[0]
     else:
@@ -148,9 +156,9 @@ def _wholes(kind: int, at: int, step: int, x: Any) -> None:
 
 
 @elementwise
-def _reals(kind: int, at: int, step: int, x: Any) -> None:
-    """Elements of an operand as float64."""
-    if kind == FLOAT32:
+def _read_reals(dtype: int, at: int, step: int, x: Any) -> None:
+    """Read x.size floats, `step` bytes apart from address `at`, into float64 x."""
+    if dtype == FLOAT32:
         for j in range(x.size):
             x[j] = float32s(at + j * step, (1,))[0]
     else:
@@ -159,18 +167,18 @@ def _reals(kind: int, at: int, step: int, x: Any) -> None:
 
 
 @elementwise
-def _put(kind: int, at: int, step: int, x: Any) -> None:
-    """Elements of any kind, of int64."""
-    if kind == INT64:
+def _write_wholes(dtype: int, at: int, step: int, x: Any) -> None:
+    """Write int64 x as elements of any dtype, `step` bytes apart from address `at`."""
+    if dtype == INT64:
         for j in range(x.size):
             words(at + j * step, 1)[0] = x[j]
-    elif kind == INT32:
+    elif dtype == INT32:
         for j in range(x.size):
             int32s(at + j * step, 1)[0] = np.int32(x[j])
-    elif kind == FLOAT32:
+    elif dtype == FLOAT32:
         for j in range(x.size):
             float32s(at + j * step, (1,))[0] = np.float32(x[j])
-    elif kind == FLOAT64:
+    elif dtype == FLOAT64:
         for j in range(x.size):
             float64s(at + j * step, (1,))[0] = np.float64(x[j])
     else:
@@ -179,9 +187,9 @@ def _put(kind: int, at: int, step: int, x: Any) -> None:
 
 
 @elementwise
-def _put_reals(kind: int, at: int, step: int, x: Any) -> None:
-    """Floating elements, of float64."""
-    if kind == FLOAT32:
+def _write_reals(dtype: int, at: int, step: int, x: Any) -> None:
+    """Write float64 x as float32 or float64, `step` bytes apart from address `at`."""
+    if dtype == FLOAT32:
         for j in range(x.size):
             float32s(at + j * step, (1,))[0] = np.float32(x[j])
     else:
@@ -190,8 +198,8 @@ def _put_reals(kind: int, at: int, step: int, x: Any) -> None:
 
 
 @elementwise
-def _block(code: int, kind: int, x: Any, z: Any, y: Any) -> None:
-    """y of whole numbers; kind: of the result."""
+def _block(code: int, dtype: int, x: Any, z: Any, y: Any) -> None:
+    """Compute y = f(x) or f(x, z) of int64, f given by its code. dtype: of the output."""
     if code == ADD:
         for j in range(y.size):
             y[j] = x[j] + z[j]
@@ -221,7 +229,7 @@ def _block(code: int, kind: int, x: Any, z: Any, y: Any) -> None:
             y[j] = x[j] ^ z[j]
     elif code == INVERT:
         for j in range(y.size):
-            y[j] = 1 - x[j] if kind == BOOL else ~x[j]
+            y[j] = 1 - x[j] if dtype == BOOL else ~x[j]
     elif code == ASTYPE:
         y[:] = x
     else:
@@ -230,7 +238,7 @@ def _block(code: int, kind: int, x: Any, z: Any, y: Any) -> None:
 
 @elementwise
 def _compare(code: int, x: Any, z: Any, y: Any) -> None:
-    """1 where x and z are as the code says, else 0."""
+    """y = 1 where the comparison of x and z (or `isfinite` of x) is true, else 0."""
     if code == LESS:
         for j in range(y.size):
             y[j] = x[j] < z[j]
@@ -256,18 +264,22 @@ def _compare(code: int, x: Any, z: Any, y: Any) -> None:
 
 @native
 def choose(args: int, piece: int, pieces: int, memory: int) -> None:
-    """y; condition, x1, x2; `CHOSEN`."""
-    a, own = words(args, 4), numbers(args, CHOSEN)
-    start, stop, low, high = cut(own[1:5], piece, pieces)
+    """y = x1 where the condition is true, else x2.
+
+    outputs: y; inputs: condition, x1, x2; numbers: spec (`WHERE_NUMBERS`).
+    """
+    a, spec = words(args, 4), numbers(args, WHERE_NUMBERS)
+    start, stop, low, high = cut(spec[1:5], piece, pieces)
     for i in range(start, stop):
-        seen, y = a[1] + row(own, 9, i), a[0] + row(own, 5, i)
-        x1, x2 = a[2] + row(own, 13, i), a[3] + row(own, 17, i)
+        condition, y = a[1] + row(spec, 9, i), a[0] + row(spec, 5, i)
+        x1, x2 = a[2] + row(spec, 13, i), a[3] + row(spec, 17, i)
         for j in range(low, high):
-            x = x1 + j * own[16] if uint8s(seen + j * own[12], 1)[0] else x2 + j * own[20]
-            at = y + j * own[8]
-            if own[0] == 4:
+            is_true = uint8s(condition + j * spec[12], 1)[0]
+            x = x1 + j * spec[16] if is_true else x2 + j * spec[20]
+            at = y + j * spec[8]
+            if spec[0] == 4:
                 int32s(at, 1)[0] = int32s(x, 1)[0]
-            elif own[0] == 8:
+            elif spec[0] == 8:
                 words(at, 1)[0] = words(x, 1)[0]
             else:
                 uint8s(at, 1)[0] = uint8s(x, 1)[0]
