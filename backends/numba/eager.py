@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
+from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from xformer import tree
 from xformer.backends.arrays import refusal
+from xformer.backends.numba import kernels
 from xformer.backends.numba.program.binding import layout_of
 from xformer.backends.numba.program.run import Recorded, gap_free
 from xformer.backends.numba.program.traced import Traced, Unrecorded, constant
@@ -24,6 +26,8 @@ from xformer.dispatch import Overridable, chosen_kernels, is_inference, is_refer
 from xformer.ops.random_bits import RandomKey, require_key
 
 KEPT = 512  # programs that are kept
+
+KERNEL_FILES = {file.name for file in iter_modules(kernels.__path__)}  # ops with loops of their own
 
 _programs: dict[Any, _Program | str] = {}  # by the kind of a call; a str says why there is none
 
@@ -50,6 +54,8 @@ class Eager:
         self.op, self.__name__, self.__signature__ = op, op.__name__, signature(op)
         self.matmuls, self.donates, self.varying = matmuls, tuple(donates), tuple(varying)
         self.least = least
+        if op.__name__ in KERNEL_FILES:  # `explain` then names the file of the loops
+            self.__module__ = f"{kernels.__name__}.{op.__name__}"
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Return the op's result. Only for arguments for which `unsupported` returns None."""
