@@ -76,7 +76,7 @@ class Compiled:
         first = _first(arguments)
         if first is None:
             raise ValueError("compile: an argument must hold an array, got none")
-        where = type(first), device(first)
+        where = type(first), str(device(first))  # CuPy's devices cannot be keys
         if where not in self._calls:
             backend = replace(backends.backend_of(first), device=device(first))
             self._calls[where] = backend.compiled(self.fn, self.donate) or _Plain(self.fn, backend)

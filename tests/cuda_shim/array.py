@@ -17,7 +17,14 @@ from cuda_shim.graph import UNWRITTEN, is_recording, keep, made, note, refuse
 from xformer.backends.cupy.module import arithmetic
 from xformer.shapes import STORED
 
-DEVICE = "cuda:0"
+
+class Device(str):
+    """A device, by its name. Like CuPy's it cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+DEVICE = Device("cuda:0")
 # What CuPy does to arrays that are only STORED in: it moves, rounds and widens them, and adds two.
 MOVES = ("ascontiguousarray", "astype", "broadcast_to", "concat", "permute_dims", "reshape", "take")
 PRODUCTS = ("matmul", "tensordot", "vecdot")  # which are cuBLAS's
@@ -50,7 +57,7 @@ class Array:
         raise AttributeError(name)
 
     @property
-    def device(self) -> str:
+    def device(self) -> Device:
         return DEVICE
 
     @property
