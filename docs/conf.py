@@ -6,6 +6,7 @@ a source file, means the same here as on GitHub. The pages of the API come from 
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import sys
 from typing import Any
@@ -20,7 +21,7 @@ project = "xformer"
 author = "the xformer authors"
 version = release = xformer.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "api_reference", "repository_files", "mathml"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.mathjax", "api_reference", "repository_files"]
 root_doc = "docs/index"
 include_patterns = [
     "README.md",
@@ -47,14 +48,19 @@ toc_object_entries_show_parents = "hide"
 pygments_style = "friendly"
 suppress_warnings = ["ref.python"]  # a class name in a signature that two modules have
 
+# MathJax, as on GitHub, from a package instead of the network: one script without font files.
+[_mathjax] = importlib.util.find_spec("sphinx-mathjax-offline").submodule_search_locations
+mathjax_path = "tex-svg.js"
+
 html_theme = "furo"
 html_title = "xformer"
-html_static_path = ["static"]
+html_static_path = ["static", f"{_mathjax}/static/mathjax/tex-svg.js"]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "redirect.html"}
 templates_path = ["templates"]
 html_copy_source = False
 html_show_sourcelink = False
+smartquotes = False  # docstrings are plain text with code in it
 
 # Pages that are read on GitHub too get their list of subpages here.
 CHILDREN = {"docs/derivations/README": "*", "benchmarks/README": "results/**"}

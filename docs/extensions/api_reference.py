@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pathlib
 import re
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,9 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.inspect import stringify_signature
 
 # ---------------------------------------------------------------- names
+
+PAGES = pathlib.Path(__file__).parent.parent / "api"
+MODULES = set(re.findall(r"{public} (\S+)", "".join(p.read_text() for p in PAGES.glob("*.md"))))
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -42,13 +46,14 @@ class Public(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        module = importlib.import_module(self.arguments[0])
-        lines = [f".. py:module:: {module.__name__}", "", *plain(module.__doc__ or ""), ""]
-        for name in public_names(module):
-            lines += [*self.described(module.__name__, name, getattr(module, name)), ""]
+        name = self.arguments[0]
+        module = importlib.import_module(name)
+        lines = [f".. py:module:: {name}", "", *plain(module.__doc__ or "", name), ""]
+        for public in public_names(module):
+            lines += [*self.described(name, public, getattr(module, public)), ""]
         lines = ["````{eval-rst}", *lines, "````"]
         node = nodes.container()
-        self.state.nested_parse(StringList(lines, module.__name__), self.content_offset, node)
+        self.state.nested_parse(StringList(lines, name), self.content_offset, node)
         return node.children
 
     def described(self, module: str, name: str, value: Any) -> list[str]:
@@ -105,38 +110,42 @@ def _short(default: Any) -> Any:
 
 # ---------------------------------------------------------------- docstrings
 
-FULL = 80  # a shorter line that could have held the next word was broken on purpose
+# A line that could have held the next word, too, was broken on purpose: in prose only if it is short.
+PROSE, LIST = 80, 90
 ARGUMENTS = re.compile(r"(\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*)(: )")
-PAGE = re.compile(r"docs/([\w/-]+)\.md")
+STARTS = re.compile(rf"{ARGUMENTS.pattern}|- |[A-Z]\w+: docs/")
 
 
-def plain(text: str) -> list[str]:
-    """Plain text as reStructuredText: paragraphs, lines, code; nothing is markup but backticks."""
+def plain(text: str, module: str) -> list[str]:
+    """Plain text as reStructuredText: paragraphs, lines, code; nothing is markup but backticks.
+
+    module: the public module whose names the text may mention
+    """
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(text)):
-        lines += [*_block(block.split("\n")), ""]
+        lines += [*_block(block.split("\n"), module), ""]
     return lines
 
 
-def _block(lines: list[str]) -> list[str]:
+def _block(lines: list[str], module: str) -> list[str]:
     if not any(lines):
         return []
     code = inspect.cleandoc("\n".join(lines))
     if all(line.startswith("    ") for line in lines) or _is_code(code):
         return [".. code-block:: python", "", *(f"   {line}" for line in code.split("\n"))]
+    full = LIST if any(ARGUMENTS.match(line) for line in lines) else PROSE
     joined = [lines[0].strip()]
     for before, line in zip(lines, lines[1:], strict=False):
         word = line.strip().partition(" ")[0]
-        starts = ARGUMENTS.match(line) or line.startswith("- ")
-        if not starts and len(before) + 1 + len(word) > FULL:
+        if not STARTS.match(line) and len(before) + 1 + len(word) > full:
             joined[-1] += " " + line.strip()
         else:
             joined.append(line.strip())
     if all(line.startswith("- ") for line in joined):
-        return [f"- {_inline(line[2:])}" for line in joined]
-    if len(joined) == 1 and not ARGUMENTS.match(joined[0]):
-        return [_inline(joined[0])]
-    return [f"| {_inline(line)}" for line in joined]
+        return [f"- {_inline(line[2:], module)}" for line in joined]
+    if len(joined) == 1:
+        return ["\\ " + _inline(joined[0], module)]
+    return [f"| {_inline(line, module)}" for line in joined]
 
 
 def _is_code(text: str) -> bool:
@@ -148,22 +157,33 @@ def _is_code(text: str) -> bool:
     return ast.AnnAssign not in kinds and bool(kinds & {ast.Call, ast.Assign})
 
 
-def _inline(line: str) -> str:
-    parts = line.split("`")
-    if len(parts) % 2 == 0:  # a backtick without a partner
-        return _escaped(line)
+def _inline(line: str, module: str) -> str:
+    """One line, of one or several parts such as "x: (..., I)   w: (I, O)"."""
+    return "\u2003\u2003".join(_part(part, module) for part in re.split(r" {2,}", line))
+
+
+def _part(text: str, module: str) -> str:
     out = ""
-    if found := ARGUMENTS.match(parts[0]):
-        names = ", ".join(f"``{name}``" for name in found[1].split(", "))
-        out, parts[0] = f"{names}: ", parts[0][found.end() :]
+    if found := ARGUMENTS.match(text):
+        out = ", ".join(f"``{name}``" for name in found[1].split(", ")) + ": "
+        text = text[found.end() :]
+    parts = re.split(r"`(\S|\S[^`]*\S)`", text)
     for i, part in enumerate(parts):
-        out += f"\\ ``{part}``\\ " if i % 2 and part else _escaped(part)
+        out += f"\\ {_literal(part, module)}\\ " if i % 2 else _escaped(part)
     return out
+
+
+def _literal(text: str, module: str) -> str:
+    """Code within text: a link if it is a public name, of this module or of xformer."""
+    for path in (f"{module}.{text}", f"xformer.{text}", text):
+        owner, _, name = path.rpartition(".")
+        if owner in MODULES and name in public_names(importlib.import_module(owner)):
+            return f":py:obj:`{text} <{path}>`"
+    return f"``{text}``"
 
 
 def _escaped(text: str) -> str:
     text = re.sub(r"([\\*_|`\[\]<>:])", r"\\\1", text)
-    text = re.sub(r" {2,}", lambda gap: "\u2003" * (len(gap[0]) // 2 + 1), text)
     return re.sub(r"docs/([\w/\\-]+)\.md", _page, text)
 
 
@@ -176,7 +196,7 @@ def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: 
     text = "\n".join(lines)
     if inspect.isclass(obj) and text.startswith(f"{obj.__name__}("):
         text = ""  # Python's own, of a dataclass or NamedTuple without a docstring
-    lines[:] = plain(text)
+    lines[:] = plain(text, max((m for m in MODULES if f"{name}.".startswith(f"{m}.")), key=len))
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
