@@ -18,10 +18,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent / "extensions"))
 import xformer
 
 project = "xformer"
-author = "the xformer authors"
 version = release = xformer.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.mathjax", "api_reference", "repository_files"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.linkcode",
+    "sphinx.ext.mathjax",
+    "api_reference",
+    "repository_files",
+]
 root_doc = "docs/index"
 include_patterns = [
     "README.md",
@@ -60,6 +66,7 @@ html_additional_pages = {"index": "redirect.html"}
 templates_path = ["templates"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
 smartquotes = False  # docstrings are plain text with code in it
 
 # Pages that are read on GitHub too get their list of subpages here.
@@ -78,4 +85,4 @@ def complete(app: Sphinx, docname: str, source: list[str]) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", complete)
-    return {"parallel_read_safe": False, "parallel_write_safe": True}
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

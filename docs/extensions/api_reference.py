@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import pathlib
 import re
 from types import ModuleType
@@ -23,10 +24,14 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.inspect import stringify_signature
 
+from xformer.dispatch import Overridable
+
 # ---------------------------------------------------------------- names
 
 PAGES = pathlib.Path(__file__).parent.parent / "api"
-MODULES = set(re.findall(r"{public} (\S+)", "".join(p.read_text() for p in PAGES.glob("*.md"))))
+MODULES = set(
+    re.findall(r"{public} (\S+)", "".join(p.read_text("utf-8") for p in PAGES.glob("*.md")))
+)
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -38,6 +43,11 @@ def public_names(module: ModuleType) -> list[str]:
             if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
         ]
     return [name for name in names if not isinstance(getattr(module, name), ModuleType)]
+
+
+def _is_public(path: str) -> bool:
+    module, _, name = path.rpartition(".")
+    return module in MODULES and name in public_names(importlib.import_module(module))
 
 
 class Public(SphinxDirective):
@@ -59,11 +69,11 @@ class Public(SphinxDirective):
     def described(self, module: str, name: str, value: Any) -> list[str]:
         path = f"{module}.{name}"
         owner = ".".join((getattr(value, "__module__", None) or module).split(".")[:2])
-        if owner != module and name in public_names(importlib.import_module(owner)):
+        if owner != module and _is_public(f"{owner}.{name}"):
             return [f"- ``{name}`` is :py:obj:`{owner}.{name}`."]
         if inspect.isclass(value):
             return [f".. autoclass:: {path}", "   :members:"]
-        if hasattr(value, "__call__") and hasattr(value, "__name__"):
+        if inspect.isroutine(value) or isinstance(value, Overridable):
             return [f".. autofunction:: {path}"]
         lines = [f".. py:data:: {name}"]
         if isinstance(value, dict):
@@ -78,16 +88,16 @@ class Public(SphinxDirective):
 def signature(app: Sphinx, what: str, name: str, obj: Any, *rest: Any) -> Any:
     """The signature as it is written: annotations stay the strings that the source has."""
     try:
-        found = inspect.signature(obj)
+        signed = inspect.signature(obj)
     except (TypeError, ValueError):
         return None
-    parameters = list(found.parameters.values())
+    parameters = list(signed.parameters.values())
     if what == "method" and parameters and parameters[0].name in ("self", "cls"):
         parameters = parameters[1:]
-    found = found.replace(parameters=[p.replace(default=_short(p.default)) for p in parameters])
+    signed = signed.replace(parameters=[p.replace(default=_short(p.default)) for p in parameters])
     if what == "class":
-        found = found.replace(return_annotation=inspect.Signature.empty)
-    text = stringify_signature(found, unqualified_typehints=True, short_literals=True)
+        signed = signed.replace(return_annotation=inspect.Signature.empty)
+    text = stringify_signature(signed, unqualified_typehints=True, short_literals=True)
     arguments, _, result = text.partition(" -> ")
     return arguments, result or None
 
@@ -110,7 +120,7 @@ def _short(default: Any) -> Any:
 
 # ---------------------------------------------------------------- docstrings
 
-# A line that could have held the next word, too, was broken on purpose: in prose only if it is short.
+# A line that could have held the next word was broken on purpose: in prose only if it is short.
 PROSE, LIST = 80, 90
 ARGUMENTS = re.compile(r"(\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*)(: )")
 STARTS = re.compile(rf"{ARGUMENTS.pattern}|- |[A-Z]\w+: docs/")
@@ -135,7 +145,7 @@ def _block(lines: list[str], module: str) -> list[str]:
         return [".. code-block:: python", "", *(f"   {line}" for line in code.split("\n"))]
     full = LIST if any(ARGUMENTS.match(line) for line in lines) else PROSE
     joined = [lines[0].strip()]
-    for before, line in zip(lines, lines[1:], strict=False):
+    for before, line in itertools.pairwise(lines):
         word = line.strip().partition(" ")[0]
         if not STARTS.match(line) and len(before) + 1 + len(word) > full:
             joined[-1] += " " + line.strip()
@@ -164,9 +174,9 @@ def _inline(line: str, module: str) -> str:
 
 def _part(text: str, module: str) -> str:
     out = ""
-    if found := ARGUMENTS.match(text):
-        out = ", ".join(f"``{name}``" for name in found[1].split(", ")) + ": "
-        text = text[found.end() :]
+    if match := ARGUMENTS.match(text):
+        out = ", ".join(f"``{name}``" for name in match[1].split(", ")) + ": "
+        text = text[match.end() :]
     parts = re.split(r"`(\S|\S[^`]*\S)`", text)
     for i, part in enumerate(parts):
         out += f"\\ {_literal(part, module)}\\ " if i % 2 else _escaped(part)
@@ -176,8 +186,7 @@ def _part(text: str, module: str) -> str:
 def _literal(text: str, module: str) -> str:
     """Code within text: a link if it is a public name, of this module or of xformer."""
     for path in (f"{module}.{text}", f"xformer.{text}", text):
-        owner, _, name = path.rpartition(".")
-        if owner in MODULES and name in public_names(importlib.import_module(owner)):
+        if _is_public(path):
             return f":py:obj:`{text} <{path}>`"
     return f"``{text}``"
 
@@ -187,8 +196,8 @@ def _escaped(text: str) -> str:
     return re.sub(r"docs/([\w/\\-]+)\.md", _page, text)
 
 
-def _page(found: re.Match[str]) -> str:
-    name = found[1].replace("\\", "")
+def _page(match: re.Match[str]) -> str:
+    name = match[1].replace("\\", "")
     return f"\\ :doc:`docs/{name}.md </docs/{name}>`\\ "
 
 

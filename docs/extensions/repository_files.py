@@ -12,7 +12,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -38,33 +38,26 @@ def link_to(path: str, docname: str, fragment: str = "") -> str:
 
 def replace_links(app: Sphinx, doctree: nodes.document) -> None:
     docname, root = app.env.docname, Path(app.srcdir)
-    for node in [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]:
-        is_download = isinstance(node, addnodes.download_reference)
-        if is_download:
-            target = (root / docname).parent / node["reftarget"]
-        elif node.get("reftype") == "myst":
-            target = (root / docname).parent / node["reftarget"]
-            if not target.is_dir():
-                continue
-        else:
+    folders = [n for n in doctree.findall(addnodes.pending_xref) if n["reftype"] == "myst"]
+    for node in [*doctree.findall(addnodes.download_reference), *folders]:
+        target = Path(os.path.normpath((root / docname).parent / node["reftarget"]))
+        if node in folders and not target.is_dir():
             continue
-        path = PurePosixPath(os.path.relpath(os.path.normpath(target), root))
-        uri = link_to(str(path), docname)
+        uri = link_to(target.relative_to(root).as_posix(), docname)
         children = [child for old in node.children for child in old.children]
-        link = nodes.reference("", "", *children, refuri=uri, internal=True)
-        node.replace_self(link)
+        node.replace_self(nodes.reference("", "", *children, refuri=uri, internal=True))
 
 
 def source_of(domain: str, info: dict[str, str]) -> str | None:
     """The address of the line where a name of the API is defined (`sphinx.ext.linkcode`)."""
     try:
-        found: Any = importlib.import_module(info["module"])
+        value: Any = importlib.import_module(info["module"])
         for name in info["fullname"].split("."):
-            found = inspect.getattr_static(found, name, None) or getattr(found, name)
-        found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
-        found = inspect.unwrap(getattr(found, "reference", found))
-        file = inspect.getsourcefile(found)
-        _, line = inspect.getsourcelines(found)
+            value = inspect.getattr_static(value, name, None) or getattr(value, name)
+        value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+        value = inspect.unwrap(getattr(value, "reference", value))
+        file = inspect.getsourcefile(value)
+        _, line = inspect.getsourcelines(value)
     except (AttributeError, ImportError, OSError, TypeError):
         return None
     path = Path(file or "").resolve()
@@ -84,7 +77,11 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         is_folder = (root / path).is_dir()
         body = _folder(root, path, paths, app) if is_folder else _file(root / path, app)
         title = html.escape(path)
-        context = {"title": title, "body": f"<h1>{title}</h1>\n{body}", "toctree": navigation.of(path)}
+        context = {
+            "title": title,
+            "body": f"<h1>{title}</h1>\n{body}",
+            "toctree": navigation.of(path),
+        }
         yield page_of(path), context, "page.html"
 
 
@@ -137,6 +134,10 @@ def forget(app: Sphinx, env: Any, docname: str) -> None:
     env.repository_files.pop(docname, None)
 
 
+def merge(app: Sphinx, env: Any, docnames: list[str], other: Any) -> None:
+    env.repository_files.update(other.repository_files)
+
+
 def start(app: Sphinx) -> None:
     global _app
     _app = app
@@ -147,7 +148,13 @@ def start(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", start)
     app.connect("env-purge-doc", forget)
+    app.connect("env-merge-info", merge)
     app.connect("doctree-read", replace_links)
     app.connect("html-collect-pages", pages)
     app.config.linkcode_resolve = source_of
-    return {"version": "1", "env_version": 1, "parallel_read_safe": False, "parallel_write_safe": True}
+    return {
+        "version": "1",
+        "env_version": 1,
+        "parallel_read_safe": True,
+        "parallel_write_safe": True,
+    }
