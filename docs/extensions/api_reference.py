@@ -10,11 +10,11 @@ Docstrings of this project are plain text, which is turned into reStructuredText
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import itertools
 import pathlib
 import re
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -29,9 +29,8 @@ from xformer.dispatch import Overridable
 # ---------------------------------------------------------------- names
 
 PAGES = pathlib.Path(__file__).parent.parent / "api"
-MODULES = set(
-    re.findall(r"{public} (\S+)", "".join(p.read_text("utf-8") for p in PAGES.glob("*.md")))
-)
+TEXT = "".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")))
+MODULES = re.findall(r"{public} (\S+)", TEXT)
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -45,9 +44,7 @@ def public_names(module: ModuleType) -> list[str]:
     return [name for name in names if not isinstance(getattr(module, name), ModuleType)]
 
 
-def _is_public(path: str) -> bool:
-    module, _, name = path.rpartition(".")
-    return module in MODULES and name in public_names(importlib.import_module(module))
+PUBLIC = [f"{name}.{public}" for name in MODULES for public in public_names(import_module(name))]
 
 
 class Public(SphinxDirective):
@@ -57,8 +54,8 @@ class Public(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
-        module = importlib.import_module(name)
-        lines = [f".. py:module:: {name}", "", *plain(module.__doc__ or "", name), ""]
+        module = import_module(name)
+        lines = [f".. py:module:: {name}", "", *plain(module.__doc__ or "", _links(name)), ""]
         for public in public_names(module):
             lines += [*self.described(name, public, getattr(module, public)), ""]
         lines = ["````{eval-rst}", *lines, "````"]
@@ -69,7 +66,7 @@ class Public(SphinxDirective):
     def described(self, module: str, name: str, value: Any) -> list[str]:
         path = f"{module}.{name}"
         owner = ".".join((getattr(value, "__module__", None) or module).split(".")[:2])
-        if owner != module and _is_public(f"{owner}.{name}"):
+        if owner != module and f"{owner}.{name}" in PUBLIC:
             return [f"- ``{name}`` is :py:obj:`{owner}.{name}`."]
         if inspect.isclass(value):
             return [f".. autoclass:: {path}", "   :members:"]
@@ -126,18 +123,18 @@ ARGUMENTS = re.compile(r"(\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*)(: )")
 STARTS = re.compile(rf"{ARGUMENTS.pattern}|- |[A-Z]\w+: docs/")
 
 
-def plain(text: str, module: str) -> list[str]:
+def plain(text: str, names: dict[str, str]) -> list[str]:
     """Plain text as reStructuredText: paragraphs, lines, code; nothing is markup but backticks.
 
-    module: the public module whose names the text may mention
+    names: what in backticks becomes a link, and to which public name
     """
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(text)):
-        lines += [*_block(block.split("\n"), module), ""]
+        lines += [*_block(block.split("\n"), names), ""]
     return lines
 
 
-def _block(lines: list[str], module: str) -> list[str]:
+def _block(lines: list[str], names: dict[str, str]) -> list[str]:
     if not any(lines):
         return []
     code = inspect.cleandoc("\n".join(lines))
@@ -152,10 +149,10 @@ def _block(lines: list[str], module: str) -> list[str]:
         else:
             joined.append(line.strip())
     if all(line.startswith("- ") for line in joined):
-        return [f"- {_inline(line[2:], module)}" for line in joined]
+        return [f"- {_inline(line[2:], names)}" for line in joined]
     if len(joined) == 1:
-        return ["\\ " + _inline(joined[0], module)]
-    return [f"| {_inline(line, module)}" for line in joined]
+        return ["\\ " + _inline(joined[0], names)]
+    return [f"| {_inline(line, names)}" for line in joined]
 
 
 def _is_code(text: str) -> bool:
@@ -167,28 +164,24 @@ def _is_code(text: str) -> bool:
     return ast.AnnAssign not in kinds and bool(kinds & {ast.Call, ast.Assign})
 
 
-def _inline(line: str, module: str) -> str:
+def _inline(line: str, names: dict[str, str]) -> str:
     """One line, of one or several parts such as "x: (..., I)   w: (I, O)"."""
-    return "\u2003\u2003".join(_part(part, module) for part in re.split(r" {2,}", line))
+    return "\u2003\u2003".join(_part(part, names) for part in re.split(r" {2,}", line))
 
 
-def _part(text: str, module: str) -> str:
+def _part(text: str, names: dict[str, str]) -> str:
     out = ""
     if match := ARGUMENTS.match(text):
         out = ", ".join(f"``{name}``" for name in match[1].split(", ")) + ": "
         text = text[match.end() :]
     parts = re.split(r"`(\S|\S[^`]*\S)`", text)
     for i, part in enumerate(parts):
-        out += f"\\ {_literal(part, module)}\\ " if i % 2 else _escaped(part)
+        if i % 2:
+            code = f":py:obj:`{part} <{names[part]}>`" if part in names else f"``{part}``"
+            out += f"\\ {code}\\ "
+        else:
+            out += _escaped(part)
     return out
-
-
-def _literal(text: str, module: str) -> str:
-    """Code within text: a link if it is a public name, of this module or of xformer."""
-    for path in (f"{module}.{text}", f"xformer.{text}", text):
-        if _is_public(path):
-            return f":py:obj:`{text} <{path}>`"
-    return f"``{text}``"
 
 
 def _escaped(text: str) -> str:
@@ -201,11 +194,24 @@ def _page(match: re.Match[str]) -> str:
     return f"\\ :doc:`docs/{name}.md </docs/{name}>`\\ "
 
 
+def _links(module: str, obj: Any = None) -> dict[str, str]:
+    """Names as a docstring of `module` may write them, without those of `obj`'s parameters."""
+    names = {path: path for path in PUBLIC}
+    names |= {path.removeprefix("xformer."): path for path in PUBLIC}
+    names |= {path.removeprefix(f"{module}."): path for path in PUBLIC}
+    try:
+        parameters = inspect.signature(obj).parameters
+    except (TypeError, ValueError):
+        parameters = {}
+    return {name: path for name, path in names.items() if name not in parameters}
+
+
 def docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     text = "\n".join(lines)
     if inspect.isclass(obj) and text.startswith(f"{obj.__name__}("):
         text = ""  # Python's own, of a dataclass or NamedTuple without a docstring
-    lines[:] = plain(text, max((m for m in MODULES if f"{name}.".startswith(f"{m}.")), key=len))
+    module = max((m for m in MODULES if name.startswith(f"{m}.")), key=len)
+    lines[:] = plain(text, _links(module, obj))
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
