@@ -149,7 +149,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", start)
     app.connect("env-purge-doc", forget)
     app.connect("env-merge-info", merge)
-    app.connect("doctree-read", replace_links)
+    app.connect("doctree-read", replace_links, priority=100)  # before downloads are collected
     app.connect("html-collect-pages", pages)
     app.config.linkcode_resolve = source_of
     return {
