@@ -52,6 +52,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 suppress_warnings = ["ref.python"]  # a class name in a signature that two modules have
 
 # MathJax, as on GitHub, from a package instead of the network: one script without font files.
