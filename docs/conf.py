@@ -80,8 +80,6 @@ def complete(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{CHILDREN[docname]}\n```\n"
     if docname.startswith("benchmarks/results/"):
         source[0] = f"# {docname.rpartition('/')[2]}\n\n{source[0]}"
-    if docname == "docs/index" and not pathlib.Path(app.srcdir, "docs/ops.md").exists():
-        source[0] = source[0].replace("\nops\n", "\n")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
