@@ -114,6 +114,15 @@ CALLS = {
         },
         {"mask": numbers(2, 1, 3, 7) > 0},
     ),
+    "additive_attention": Call(
+        {
+            "q": numbers(2, 4, 3, 5),
+            "k": numbers(2, 2, 7, 5),
+            "v": numbers(2, 2, 7, 6),
+            "w": numbers(4, 5),
+        },
+        {"mask": numbers(2, 1, 3, 7) > 0},
+    ),
     "cross_entropy": Call({"logits": X}, {"targets": IDS}),
     "linear_cross_entropy": Call({"x": X, "w": numbers(5, 7), "b": numbers(7)}, {"targets": IDS}),
     "mse": Call({"x": X, "y": numbers(2, 3, 5)}, {}),
@@ -479,6 +488,14 @@ EMPTY = {
             *((2, 0, 1, 3, 5), (2, 4, 4, 0, 0), (2, 4, 1, 1, 5)),
         )
     ],
+    "additive_attention": [
+        [(b, h, t, a), (b, g, s, a), (b, g, s, m), (h, a)]
+        for b, h, g, t, s, a, m in (
+            *((0, 4, 2, 3, 5, 6, 7), (2, 0, 1, 3, 5, 6, 7), (2, 4, 2, 0, 5, 6, 7)),
+            *((2, 4, 2, 3, 0, 6, 7), (2, 4, 2, 3, 5, 0, 7), (2, 4, 2, 3, 5, 6, 0)),
+            *((2, 4, 4, 0, 0, 6, 7), (2, 4, 1, 1, 5, 6, 7), (2, 4, 1, 5, 1, 6, 7)),
+        )
+    ],
     "cross_entropy": [[(0, 5)], [(2, 0, 5)]],
 }
 
@@ -503,6 +520,8 @@ def test_empty_arrays(library: Backend, name: str) -> None:
 def _empty_options(library: Backend, name: str, shapes: Any) -> list[dict[str, Any]]:
     if name in ("sdpa", "shaw"):
         return [{"causal": True}, {}, {"dropout_rate": 0.5, "dropout_key": KEY}]
+    if name == "additive_attention":
+        return [{"causal": True}, {}]
     if name == "cross_entropy":
         targets = library.asarray(np.zeros(shapes[0][:-1], int))
         extra = {"targets": targets, "label_smoothing": 0.1, "z_loss": 0.1, "ignore_index": 0}

@@ -43,6 +43,7 @@ def cases() -> Iterator[Case]:
         _sdpa_masked,
         _sdpa_scores,
         _shaw,
+        _additive_attention,
         _losses,
         _linear_losses,
         _experts,
@@ -264,6 +265,32 @@ def _shaw() -> Iterator[Case]:
         scale=0.17,
         dropout_rate=0.3,
         dropout_key=KEY,
+    )
+
+
+def _additive_attention() -> Iterator[Case]:
+    def case(note: str, *shapes: tuple[int, ...], **options: Any) -> Case:
+        return _op(f"additive_attention: {note}", ops.additive_attention, *shapes, **options)
+
+    w = (3, 11)
+    t_longer = ((2, 3, 7, 11), (2, 3, 5, 11), (2, 3, 5, 13))
+    yield case("S > T", Q, K, V, w)
+    yield case("T > S", *t_longer, w)
+    yield case("one query", (2, 3, 1, 11), K, V, w)
+    yield case("no keys", Q, (2, 3, 0, 11), (2, 3, 0, 13), w)
+    yield case("4 heads, 2 of keys", (3, 4, 5, 11), (3, 2, 7, 11), (3, 2, 7, 13), (4, 11))
+    yield case("3 heads, 1 of keys", Q, (2, 1, 7, 11), (2, 1, 7, 13), w)
+    yield case("causal, S > T", Q, K, V, w, causal=True)
+    yield case("causal, T > S", *t_longer, w, causal=True)
+    for shape, dead in (((2, 3, 5, 7), DEAD_QUERY), ((2, 1, 1, 7), DEAD_BATCH), ((7,), None)):
+        yield case(f"mask {shape}", Q, K, V, w, mask=mask(shape, dead))
+    # So wide that the queries are cut into blocks: two, two and one of them.
+    yield case("blocks", (1, 2, 5, 3001), (1, 2, 5, 3001), (1, 2, 5, 3), (2, 3001))
+    yield case(
+        "all options, blocks",
+        *((1, 4, 5, 1009), (1, 2, 7, 1009), (1, 2, 7, 13), (4, 1009)),
+        mask=mask((1, 1, 5, 7), DEAD_QUERY),
+        causal=True,
     )
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from xformer.later import later
 
 if TYPE_CHECKING:
+    from xformer.ops.additive_attention import additive_attention
     from xformer.ops.cross_entropy import cross_entropy
     from xformer.ops.dropout import dropout
     from xformer.ops.embedding import embedding
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RandomKey",
+    "additive_attention",
     "cross_entropy",
     "dropout",
     "embedding",
@@ -73,6 +75,7 @@ __all__ = [
 later(
     __name__,
     activation="",
+    additive_attention="additive_attention",
     cross_entropy="cross_entropy",
     dropout="dropout",
     embedding="embedding",
