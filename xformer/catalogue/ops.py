@@ -284,12 +284,12 @@ def _additive_attention() -> Iterator[Case]:
     yield case("causal, T > S", *t_longer, w, causal=True)
     for shape, dead in (((2, 3, 5, 7), DEAD_QUERY), ((2, 1, 1, 7), DEAD_BATCH), ((7,), None)):
         yield case(f"mask {shape}", Q, K, V, w, mask=mask(shape, dead))
-    # So wide that the queries are cut into blocks: two, two and one of them.
-    yield case("blocks", (1, 2, 5, 3001), (1, 2, 5, 3001), (1, 2, 5, 3), (2, 3001))
+    # So many keys that the queries are cut into blocks: of two, two and one.
+    yield case("blocks", (1, 2, 5, 11), (1, 2, 1009, 11), (1, 2, 1009, 3), (2, 11))
     yield case(
         "all options, blocks",
-        *((1, 4, 5, 1009), (1, 2, 7, 1009), (1, 2, 7, 13), (4, 1009)),
-        mask=mask((1, 1, 5, 7), DEAD_QUERY),
+        *((2, 4, 5, 11), (2, 2, 311, 11), (2, 2, 311, 13), (4, 11)),
+        mask=mask((2, 1, 5, 311), DEAD_QUERY),
         causal=True,
     )
 
