@@ -133,7 +133,7 @@ def test_the_size_of_a_block_changes_nothing(
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of `hidden` would take 32 MB here. Only inputs and probs, 0.3 MB, are saved."""
+    """All of `hidden` would take 34 MB here. Only inputs and probs, 0.7 MB, are saved."""
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape) for shape in ((1, 1, 128, 256), (1, 1, 128, 256))]
     arrays += [rng.normal(size=(1, 1, 128, 3)), rng.normal(size=(1, 256))]

@@ -14,7 +14,8 @@ from xformer.shapes import shapes
 from xformer.showing import short
 from xformer.typing import Array
 
-BLOCK = 2**16  # elements of `hidden` in a block of queries; a block has at least one query
+# Elements of `hidden` in a block of queries, 256 KB in float32. A block has at least one query.
+BLOCK = 2**16
 
 
 @overridable
