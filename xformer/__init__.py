@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from xformer.gradcheck import GradientError, gradcheck
     from xformer.models import GPT, Transformer
     from xformer.ops import RandomKey
+    from xformer.trace import trace
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "pretrained",
     "reference_only",
     "sentences",
+    "trace",
     "training",
     "tree",
 ]
@@ -86,6 +88,7 @@ later(
     plots="plots",
     pretrained="pretrained",
     sentences="sentences",
+    trace="trace",
     training="training",
     tree="tree",
 )

@@ -25,6 +25,7 @@ from xformer.showing import short
 P = ParamSpec("P")
 R = TypeVar("R")
 Unsupported = Callable[..., str | None]
+Observer = Callable[..., Callable[..., Any]]  # (op, its implementation) -> what runs instead
 
 # Module that defines an array type -> folder under backends/, if the two names differ.
 _FOLDERS = {"jaxlib": "jax"}
@@ -35,6 +36,7 @@ _SETS = {"numpy": "numpy", "numba": "numba", "mkl": "numba"}
 _chosen: ContextVar[str] = ContextVar("kernels", default="numpy")
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 _inference: ContextVar[bool] = ContextVar("inference", default=False)
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 _ops: list[Overridable[..., Any]] = []
 _libraries: dict[type, str] = {}
 
@@ -124,6 +126,8 @@ class Overridable(Generic[P, R]):
                 raise TypeError(why)
         if run is None:
             run = self.reference
+        if (observer := _observer.get()) is not None:
+            run = observer(self, run)
         if self.drops and _inference.get():
             y, _ = run(*args, **kwargs)
             return y, NoCache()  # type: ignore[return-value]  # in place of the op's own cache
@@ -375,6 +379,24 @@ def inference() -> Iterator[None]:
         yield
     finally:
         _inference.reset(token)
+
+
+@contextmanager
+def observed(observer: Observer | None) -> Iterator[None]:
+    """A context in which `observer(op, run)` returns the function that is called instead of `run`.
+
+    run: the chosen kernel, or the reference. None: no observer, as outside.
+    """
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def observer() -> Observer | None:
+    """The observer of the calls in this context; None if there is none."""
+    return _observer.get()
 
 
 def is_inference() -> bool:

@@ -13,6 +13,7 @@ from array_api_compat import array_namespace
 from xformer import tree
 from xformer.backends.base import Backend, next_arguments
 from xformer.backends.cupy.captured import Captured, is_of_device
+from xformer.dispatch import observed
 from xformer.typing import Array
 
 
@@ -49,7 +50,8 @@ class _Step:
             new[name] = x
             return _FromState(name)
 
-        results = _mapped(placed, self.fn(*arguments))
+        with observed(None):  # a graph cannot copy values to the host
+            results = _mapped(placed, self.fn(*arguments))
         return new, (results,)
 
 

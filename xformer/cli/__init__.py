@@ -26,6 +26,7 @@ from xformer.cli import (
     prepare,
     signal_flow,
     summary,
+    trace,
     train,
 )
 from xformer.cli.models import kernels_of
@@ -42,6 +43,7 @@ COMMANDS = (
     finetune,
     attention,
     signal_flow,
+    trace,
     gradcheck,
     summary,
     memory,

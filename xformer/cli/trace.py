@@ -1,0 +1,146 @@
+"""`xformer trace`: each op of one training step, forward and backward."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from xformer import backends
+from xformer.checks import require_sizes
+from xformer.cli.models import Found, enable_float64, opened, start_id
+from xformer.cli.paths import BACKENDS, DEVICE, MODEL, TOKENIZER, nonempty
+from xformer.cli.texts import shown
+from xformer.cli.train_options import PRESETS
+from xformer.dispatch import reference_only
+from xformer.generation import Bytes
+from xformer.generation.prefix import place_of
+from xformer.measure import blocks_of
+from xformer.models import GPT, EncoderDecoder
+from xformer.ops import RandomKey
+from xformer.trace import WIDTH, trace
+
+TEXT = "to be, or not to be"
+ABOUT = (
+    "Show each op of one training step on a text, in the order in which they run: formula, file "
+    "and line, shapes, and the root mean square of what it computes. The backward follows with "
+    "every gradient. Without --model, it is the step of a GPT with random weights and a "
+    "vocabulary of bytes. Nothing is changed or saved."
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `xformer trace`."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="show each op of a training step, forward and backward",
+        description=ABOUT,
+    )
+    which = parser.add_mutually_exclusive_group()
+    sizes = "sizes of the GPT, as of xformer train (default: tiny)"
+    which.add_argument("--preset", default="tiny", choices=PRESETS, help=sizes)
+    which.add_argument("--model", metavar="PATH", type=nonempty, help=MODEL)
+    add = parser.add_argument
+    add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
+    add("--text", default=TEXT, help=f"the text that is trained on (default: {TEXT})")
+    layers = "only the first N layers (default: 1 of a preset, all of --model)"
+    add("--layers", type=int, metavar="N", help=layers)
+    add("--op", metavar="NAME", help="show only the steps of this op, such as linear")
+    extremes = "also show the least and the greatest element of each array"
+    add("--values", action="store_true", help=extremes)
+    fast = "run the backend's kernels (default: the references, which the formulas describe)"
+    add("--kernels", action="store_true", help=fast)
+    add("--backend", default="numpy", choices=BACKENDS, help="default: numpy")
+    add("--device", help=DEVICE)
+    add("--dtype", default="float32", choices=("float32", "float64"), help="default: float32")
+    add("--json", action="store_true", help="print one JSON object, for programs")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tables, or the JSON."""
+    if args.layers is not None:
+        require_sizes("trace", 1, **{"--layers": args.layers})
+    found = _random(args) if args.model is None else opened(args)
+    network, params = _shortened(found.model.network, found.params, args.layers)
+    examples = _examples(found, found.prompt(args.text, "text"))
+    place = place_of(params)
+    arrays = [place.asarray(ids) for ids in examples]
+    with place.active(), nullcontext() if args.kernels else reference_only(), trace() as steps:
+        loss, cache = network.loss(params, *arrays, dropout_key=RandomKey(0))
+        cache.backward()
+    loss = float(place.to_numpy(loss))
+    names = list(dict.fromkeys(step.op for step in steps))
+    if args.op not in (None, *names):
+        raise ValueError(f"--op must be one of {', '.join(names)}, got {args.op!r}")
+    if args.json:
+        rows = [_data(step) for step in steps if args.op in (None, step.op)]
+        print(json.dumps({"loss": loss, "steps": rows}, indent=2))
+        return 0
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    shown_steps = steps.table(op=args.op, values=args.values, width=min(columns, WIDTH))
+    n_layers = len(blocks_of(network))
+    layers = f"{n_layers} layer{'s' if n_layers > 1 else ''}"
+    what = f"{type(found.model).__name__}, {layers}, {examples[0].shape[1]} tokens"
+    print(f"{what}: loss {loss:.4f} on {shown(args.text)!r}\n\n{shown_steps}")
+    return 0
+
+
+def _random(args: argparse.Namespace) -> Found:
+    """A GPT of the preset's sizes with random weights, on bytes."""
+    if args.tokenizer is not None:
+        raise ValueError("--tokenizer needs --model: a preset has a vocabulary of bytes")
+    enable_float64(args.backend, args.dtype)
+    sizes = PRESETS[args.preset]
+    n_layers = 1 if args.layers is None else args.layers
+    model = GPT(Bytes.size, n_layers, sizes.d_model, sizes.heads, sizes.max_len)
+    place = backends.get(args.backend, args.device)
+    return Found(model, model.init_from(place.generator(0, args.dtype)), Bytes())
+
+
+def _shortened(network: Any, params: Any, n_layers: int | None) -> tuple[Any, Any]:
+    """The network and its parameters with the first layers; of encoder and decoder each."""
+    if n_layers is None:
+        return network, params
+    if getattr(network, "n_shared_layer_groups", None) is not None:
+        raise ValueError("--layers: the layers of this model share parameters; all must run")
+    if isinstance(network, EncoderDecoder):
+        parts = {"encoder": network.encoder, "decoder": network.decoder}
+    else:
+        parts = {"blocks": network.blocks}
+    most = max(map(len, parts.values()))
+    if n_layers > most:
+        raise ValueError(f"--layers: the model has {most} layers, got {n_layers}")
+    network = replace(network, **{name: blocks[:n_layers] for name, blocks in parts.items()})
+    stacks = {}
+    for name in parts:
+        name = "stack" if name == "blocks" else name
+        stack = getattr(params, name)
+        stacks[name] = stack._replace(blocks=stack.blocks[:n_layers])
+    return network, params._replace(**stacks)
+
+
+def _examples(found: Found, ids: list[int]) -> list[np.ndarray]:
+    """The arrays of a training step on one text: tokens, and each token's successor."""
+    network = found.model.network
+    tokens = np.array([ids])
+    if isinstance(network, EncoderDecoder):
+        return [tokens, np.array([[start_id(found), *ids[:-1]]]), tokens]
+    if not getattr(network.head, "of_tokens", False):
+        return [tokens, np.zeros(1, tokens.dtype)]  # a label
+    if not network.causal:
+        return [tokens, tokens]
+    if len(ids) < 2:
+        raise ValueError(f"--text must have at least 2 tokens, got {len(ids)}")
+    return [tokens[:, :-1], tokens[:, 1:]]
+
+
+def _data(step: Any) -> dict[str, Any]:
+    arrays = {name: [a._asdict() for a in getattr(step, name)] for name in ("inputs", "outputs")}
+    return step._asdict() | arrays
