@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     sizes = "sizes of the GPT, as of xformer train (default: tiny)"
-    which.add_argument("--preset", default="tiny", choices=PRESETS, help=sizes)
+    which.add_argument("--preset", choices=PRESETS, help=sizes)
     which.add_argument("--model", metavar="PATH", type=nonempty, help=MODEL)
     add = parser.add_argument
     add("--tokenizer", metavar="PATH", type=nonempty, help=TOKENIZER)
@@ -97,7 +97,7 @@ def _random(args: argparse.Namespace) -> Found:
     if args.tokenizer is not None:
         raise ValueError("--tokenizer needs --model: a preset has a vocabulary of bytes")
     enable_float64(args.backend, args.dtype)
-    sizes = PRESETS[args.preset]
+    sizes = PRESETS[args.preset or "tiny"]
     n_layers = 1 if args.layers is None else args.layers
     model = GPT(Bytes.size, n_layers, sizes.d_model, sizes.heads, sizes.max_len)
     place = backends.get(args.backend, args.device)
@@ -116,7 +116,7 @@ def _shortened(network: Any, params: Any, n_layers: int | None) -> tuple[Any, An
         parts = {"blocks": network.blocks}
     most = max(map(len, parts.values()))
     if n_layers > most:
-        raise ValueError(f"--layers: the model has {most} layers, got {n_layers}")
+        raise ValueError(f"--layers must be at most the model's {most}, got {n_layers}")
     network = replace(network, **{name: blocks[:n_layers] for name, blocks in parts.items()})
     stacks = {}
     for name in parts:
