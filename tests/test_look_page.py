@@ -18,7 +18,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTAL
 
 
 def test_the_examples_print_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(EXAMPLES) == PAGE.count("```python") == 2
+    assert len(EXAMPLES) == PAGE.count("```python") == 3
     namespace: dict[str, Any] = {}
     for code, shown in EXAMPLES:
         exec(code, namespace)
@@ -32,7 +32,7 @@ def test_the_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]
         *re.findall(r"`xformer (.*?)`", PAGE),
     ]
     assert (
-        {"plot", "attention", "signal-flow", "memory"}
+        {"plot", "attention", "signal-flow", "memory", "trace"}
         <= {line.split()[0] for line in lines}
         <= names
     )
@@ -42,6 +42,22 @@ def test_the_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]
         helped = capsys.readouterr().out
         for option in re.findall(r"--[a-z-]+", line):
             assert option in helped, line
+
+
+def test_the_trace_is_of_today(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line in order, but for sizes and line numbers. `...` is what is left out."""
+    (shown,) = re.findall(r"```sh\nxformer trace\n```.*?```text\n(.*?)\n```", PAGE, re.DOTALL)
+    assert main(["trace"]) == 0
+    rest = _without_sizes(capsys.readouterr().out)
+    for part in _without_sizes(shown).split("...\n"):
+        before, found, rest = rest.partition(part.removesuffix("..."))
+        assert found, part
+        assert not before or before.startswith(" 10    linear "), before
+
+
+def _without_sizes(text: str) -> str:
+    """The table without root mean squares and line numbers. The loss stays."""
+    return re.sub(r"(?m)(?<=  )[\d.e-]+(, [\d.e-]+)*$|:\d+\]", "", text)
 
 
 @pytest.mark.parametrize("page", [PAGE, RESULTS], ids=["look", "results"])

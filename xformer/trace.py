@@ -275,7 +275,7 @@ def _shapes(step: Step) -> str:
     """Inputs with their names -> outputs; arrays of one shape share it."""
     unnamed = [a._replace(name="") for a in (step.inputs if step.is_backward else step.outputs)]
     if step.is_backward:
-        return f"{_listed(unnamed)} -> {_listed(step.outputs)}"
+        return f"{_listed(unnamed) or 1} -> {_listed(step.outputs)}"  # without a dy it is 1
     return f"{_listed(step.inputs)} -> {_listed(unnamed)}"
 
 
