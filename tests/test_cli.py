@@ -117,6 +117,7 @@ PATHS = {
     "memory": ("--model",),
     "plot": ("--out",),
     "summary": ("--model",),
+    "trace": ("--model", "--tokenizer"),
     "train": ("--data", "--out", "--resume"),
 }
 

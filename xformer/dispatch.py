@@ -126,8 +126,8 @@ class Overridable(Generic[P, R]):
                 raise TypeError(why)
         if run is None:
             run = self.reference
-        if (observer := _observer.get()) is not None:
-            run = observer(self, run)
+        if (observe := _observer.get()) is not None:
+            run = observe(self, run)
         if self.drops and _inference.get():
             y, _ = run(*args, **kwargs)
             return y, NoCache()  # type: ignore[return-value]  # in place of the op's own cache

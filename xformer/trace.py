@@ -235,9 +235,11 @@ def _where(function: Any) -> str:
         if linecache.getline(code.co_filename, n).lstrip().startswith("def "):
             line = n
             break
-    packages = function.__module__.split(".")
-    folders = packages if file.name == "__init__.py" else packages[:-1]
-    return "/".join([*folders, f"{file.name}:{line}"])
+    root, parts = function.__module__.partition(".")[0], file.parts
+    if root not in parts:
+        return f"{file.name}:{line}"
+    begin = len(parts) - 1 - parts[::-1].index(root)
+    return f"{'/'.join(parts[begin:])}:{line}"
 
 
 def _part(title: str, rows: list[tuple[int, str, Step]], values: bool, width: int) -> str:

@@ -20,7 +20,7 @@ from xformer.cli.texts import shown
 from xformer.cli.train_options import PRESETS
 from xformer.dispatch import reference_only
 from xformer.generation import Bytes
-from xformer.generation.prefix import place_of
+from xformer.generation.prefix import backend_of_params
 from xformer.measure import blocks_of
 from xformer.models import GPT, EncoderDecoder
 from xformer.ops import RandomKey
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     found = _random(args) if args.model is None else opened(args)
     network, params = _shortened(found.model.network, found.params, args.layers)
     examples = _examples(found, found.prompt(args.text, "text"))
-    place = place_of(params)
+    place = backend_of_params(params)
     arrays = [place.asarray(ids) for ids in examples]
     with place.active(), nullcontext() if args.kernels else reference_only(), trace() as steps:
         loss, cache = network.loss(params, *arrays, dropout_key=RandomKey(0))
